@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""Sets everything up, once, and runs it.
+"""Install everything once, and run a task.
 
-    python3 run.py demo [ARGS...]      real events out of a real PostgreSQL, proven in order
-    python3 run.py test                every check: lint, types, layers, tests
-    python3 run.py test [ARGS...]      pytest with these arguments
-    python3 run.py sim [ARGS...]       whole relays under every fault, on virtual time
-    python3 run.py bench [ARGS...]     speed, latency and memory beside aiohttp's and PostgreSQL's
-    python3 run.py outbox ARGS...      any command of outbox, such as: outbox --help
-    python3 run.py fuzz [ARGS...]      inputs by the million, guided by the code they reach
-    python3 run.py audit               whether what is installed is known to be vulnerable
-    python3 run.py pin                 renew the versions that are installed
+    python3 run.py demo [ARGS...]      deliver events from an embedded PostgreSQL, check the order
+    python3 run.py test                all checks: lint, types, import contracts, tests
+    python3 run.py test --full         the same on every installed PostgreSQL, with slow tests
+    python3 run.py test --soak         the same on PostgreSQL 14 to 18, with long random runs
+    python3 run.py test ARGS...        pytest with these arguments
+    python3 run.py sim [ARGS...]       whole relays under faults, on virtual time
+    python3 run.py bench [ARGS...]     throughput, latency and memory beside peers
+    python3 run.py outbox ARGS...      any outbox command, such as: outbox --help
+    python3 run.py fuzz [ARGS...]      coverage-guided fuzzing of all parsers
+    python3 run.py audit               known vulnerabilities of the installed versions
+    python3 run.py pin                 renew the pinned versions
 
-Needs Python 3.11 or later with pip and nothing else.  The first run makes
-.venv beside this file and installs everything there, in the versions that
-.ci/constraints.txt has; later runs start at once.
+Requires Python 3.11 or later with pip. The first run creates .venv beside this
+file and installs the versions of .ci/constraints.txt; later runs start at once.
 """
 
 from __future__ import annotations
@@ -30,35 +31,51 @@ from pathlib import Path
 from typing import IO
 
 PYTHON_MIN = (3, 11)
-PIP_MIN = (22, 3)  # The first one with --python.
+PIP_MIN = (22, 3)  # The first version with the option --python.
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
-# Line 1 is what the environment was made for, line 2 what was installed into it; line 3 is
-# there where the pinned versions could not be had.
+# Line 1 identifies the Python and the path of the environment, line 2 is a hash of the
+# requirements; line 3 exists if the pinned versions were not available.
 STAMP = VENV / "run-py-stamp"
 UNPINNED = "other versions than pinned"
 
-CHECKS = (
-    ("ruff check", "."),
-    ("ruff format", "--check", "--quiet", "."),
-    ("mypy",),
-    ("lint-imports",),
-    ("python .ci/audit.py",),
-    ("python -m tests.sim", "--seeds", "100"),
-    # Four at a time even on two cores: tests wait a good part of their time.  One is handed
-    # out after the other, so that all are at work until the end.  What the simulation says
-    # was asked just now, of more seeds.
-    ("pytest", "-n", "4", "--maxschedchunk", "1", "--sim-seeds", "2"),
-)
+TIERS = ("--full", "--soak")
+SIM_SEEDS = {"": "60", "--full": "100", "--soak": "2000"}
+"""Simulated hours of each tier."""
+
+
+def checks(tier: str) -> tuple[tuple[str, ...], ...]:
+    """The commands of a tier; the default tier has no name."""
+    return (
+        ("ruff check", "."),
+        ("ruff format", "--check", "--quiet", "."),
+        ("mypy",),
+        ("lint-imports",),
+        ("python .ci/audit.py",),
+        ("python -m tests.sim", "--seeds", SIM_SEEDS[tier]),
+        # Four processes also on two cores, because tests wait for I/O. Small chunks keep all of
+        # them busy until the end. The simulation's hours ran just before.
+        (
+            "pytest",
+            "-n",
+            "4",
+            "--maxschedchunk",
+            "1",
+            "--sim-seeds",
+            "2",
+            *([tier] if tier else []),
+        ),
+    )
+
 
 OK, FAILED, USAGE, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class Stop(Exception):
-    """Ends the run with a line for the reader and an exit code."""
+    """Ends the run with a message and an exit code."""
 
     def __init__(self, message: str, exit_code: int = CANNOT_RUN) -> None:
         super().__init__(message)
@@ -74,41 +91,41 @@ def main(arguments: list[str]) -> int:
         print(__doc__.strip())
         return OK
     if command not in ("demo", "test", "sim", "bench", "outbox", "fuzz", "audit", "pin"):
-        raise Stop(f"there is no command {command!r}; python3 run.py --help lists them", USAGE)
+        raise Stop(f"unknown command {command!r}; see: python3 run.py --help", USAGE)
     require_python(sys.version_info[:3])
     if command == "pin":
         return call([sys.executable, str(ROOT / ".ci" / "pin.py"), *find_pip()])
     set_up()
     if command == "test":
         os.chdir(ROOT)
-        return become("pytest", *rest) if rest else run_checks()
+        tier = rest[0] if rest else ""
+        if len(rest) <= 1 and tier in ("", *TIERS):
+            return run_checks(tier)
+        return exec_program("pytest", *rest)
     if command in ("sim", "bench", "fuzz"):
         os.chdir(ROOT)
         module = {"sim": "tests.sim", "bench": "benchmarks", "fuzz": "tests.fuzz"}[command]
-        return become("python", "-m", module, *rest)
+        return exec_program("python", "-m", module, *rest)
     if command == "audit":
-        return become("python", str(ROOT / ".ci" / "audit.py"), *rest)
-    return become("outbox", *(["demo", *rest] if command == "demo" else rest))
+        return exec_program("python", str(ROOT / ".ci" / "audit.py"), *rest)
+    return exec_program("outbox", *(["demo", *rest] if command == "demo" else rest))
 
 
 def require_python(version: tuple[int, ...]) -> None:
     if version < PYTHON_MIN:
         need, have = (".".join(map(str, each)) for each in (PYTHON_MIN, version))
-        raise Stop(
-            f"Python {need} or later is needed, and this is {have}: call me with a later one"
-        )
+        raise Stop(f"Python {need} or later is required; this is {have}")
 
 
 def set_up() -> None:
-    """Make the environment and install into it, as far as that is still to be done."""
+    """Create the environment and install the dependencies, unless that is done."""
     wanted = stamp()
     found = STAMP.read_text().splitlines() if STAMP.exists() else []
     works = python_works()
     if works and found[:2] == wanted:
         return
-    # An environment without a stamp was made by hand: used, not thrown away.
-    # One that is stamped but was not finished, or is for another Python or
-    # another place, cannot be trusted.
+    # An environment without a stamp was made by hand and is kept. One with a stamp that was
+    # not finished, or is for another Python or another path, is replaced.
     if not works or (found and found[0] != wanted[0]):
         make_environment(again=VENV.exists())
     install(wanted)
@@ -116,13 +133,13 @@ def set_up() -> None:
 
 def stamp() -> list[str]:
     version = ".".join(map(str, sys.version_info[:3]))
-    asked = (ROOT / "pyproject.toml").read_bytes()
+    project = (ROOT / "pyproject.toml").read_bytes()
     pinned = pins().read_bytes() if pins().exists() else b""
-    return [f"Python {version} in {ROOT}", hashlib.sha256(asked + pinned).hexdigest()]
+    return [f"Python {version} in {ROOT}", hashlib.sha256(project + pinned).hexdigest()]
 
 
 def pins() -> Path:
-    """The exact versions to install; a package of the sources has none."""
+    """The file with the exact versions; a source distribution has none."""
     return ROOT / ".ci" / "constraints.txt"
 
 
@@ -138,18 +155,18 @@ def make_environment(*, again: bool) -> None:
     import venv
 
     say(
-        f"making {VENV}"
-        + (" again: it was unfinished, broken or of another Python" if again else "")
+        f"creating {VENV}"
+        + (" again: it was unfinished, broken or for another Python" if again else "")
     )
     try:
         if VENV.is_symlink() or VENV.is_file():
             VENV.unlink()
         elif again:
             shutil.rmtree(VENV)
-        # Without pip, because Debian's Python has no ensurepip; ours installs into it.
+        # Without pip: Debian's Python has no ensurepip. The running Python's pip installs into it.
         venv.create(VENV, with_pip=False, symlinks=os.name != "nt")
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Stop(f"could not make {VENV}: {error}") from error
+        raise Stop(f"could not create {VENV}: {error}") from error
 
 
 def install(wanted: list[str]) -> None:
@@ -159,35 +176,36 @@ def install(wanted: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = ",".join(project.get("optional-dependencies", {}))
     command = [*pip, "install", "--quiet", "--editable", f"{ROOT}[{extras}]"]
-    say("installing what pyproject.toml asks for (a minute the first time)")
+    say("installing the packages of pyproject.toml (about a minute the first time)")
     STAMP.write_text("unfinished\n")
     started = time.monotonic()
     stamped = list(wanted)
-    code, said = ask_pip(command, pinned=pins().exists())
+    code, messages = run_pip(command, pinned=pins().exists())
     if code and pins().exists():
-        # An index may not have them, and another Python or machine may have no use for them.
-        say("not all of the versions in .ci/constraints.txt can be had here; taking others")
+        # The index may lack them, or they do not support this Python or machine.
+        say("not all versions in .ci/constraints.txt are available here; installing others")
         stamped.append(UNPINNED)
-        code, said = ask_pip(command, pinned=False)
+        code, messages = run_pip(command, pinned=False)
     if code:
-        sys.stderr.write(said)
+        sys.stderr.write(messages)
         raise Stop(
             f"pip could not install (exit code {code}); its message is above. "
-            "It needs a way to the package index: look at the network, or at pip's configuration"
+            "It needs the package index: check the network and pip's configuration"
         )
     STAMP.write_text("\n".join(stamped) + "\n")
     say(f"installed in {time.monotonic() - started:.0f} s")
 
 
-def ask_pip(command: list[str], *, pinned: bool) -> tuple[int, str]:
-    """Run pip; its exit code, and its messages, which are shown when it failed only: Ctrl-C
-    makes it say a great deal.
+def run_pip(command: list[str], *, pinned: bool) -> tuple[int, str]:
+    """Run pip; return its exit code and its messages.
+
+    The messages are shown after a failure only, because Ctrl-C makes pip print much.
     """
-    # A user's own pip settings must not send it somewhere else.
+    # The user's pip settings must not redirect the installation.
     env = {**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}
     if pinned:
-        # By variables, because they also hold for what builds the package; for that a later
-        # pip has one of its own, which the others pass over.  A space would end a path.
+        # Variables, because they apply to build dependencies as well; later versions of pip have
+        # a second variable for those. A URI, because a space would end a path.
         env |= dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), pins().as_uri())
     with tempfile.TemporaryFile() as messages:
         code = call(command, env=env, stderr=messages)
@@ -196,12 +214,12 @@ def ask_pip(command: list[str], *, pinned: bool) -> tuple[int, str]:
 
 
 def find_pip() -> list[str]:
-    """The command of a pip that can install into another environment."""
+    """The command line of a pip that can install into another environment."""
     version: tuple[int, ...] = ()
     for python in (sys.executable, getattr(sys, "_base_executable", sys.executable)):
-        asked = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True)
-        if asked.returncode == 0:  # "pip 23.0.1 from ..."
-            version = tuple(int(part) for part in asked.stdout.split()[1].split(".")[:2])
+        result = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True)
+        if result.returncode == 0:  # "pip 23.0.1 from ..."
+            version = tuple(int(part) for part in result.stdout.split()[1].split(".")[:2])
             if version >= PIP_MIN:
                 return [python, "-m", "pip"]
     if version:
@@ -212,11 +230,11 @@ def find_pip() -> list[str]:
     )
 
 
-def run_checks() -> int:
-    """Run every check, also after one failed, and sum up."""
+def run_checks(tier: str) -> int:
+    """Run all checks of a tier, also after a failure, and print a summary."""
     summary: list[str] = []
     failed = False
-    for check in CHECKS:
+    for check in checks(tier):
         name, *arguments = check
         say(" ".join(check))
         started = time.monotonic()
@@ -232,15 +250,15 @@ def run_checks() -> int:
 def call(
     command: list[str], env: dict[str, str] | None = None, stderr: IO[bytes] | None = None
 ) -> int:
-    """Run a program and wait for it, also when Ctrl-C makes it end."""
+    """Run a program and wait for its end, also after Ctrl-C."""
     interrupted = False
 
     def note(*_: object) -> None:
         nonlocal interrupted
         interrupted = True
 
-    # The program gets Ctrl-C too, and ends in its own way.  A handler is not
-    # inherited; ignoring the signal would be.
+    # The program receives Ctrl-C as well and handles it. A handler is not inherited by the
+    # program; an ignored signal would be.
     before = signal.signal(signal.SIGINT, note)
     try:
         code = subprocess.call(command, env=env, stderr=stderr)
@@ -253,8 +271,8 @@ def call(
     return code
 
 
-def become(program: str, *arguments: str) -> int:
-    """Turn into a program, so that signals and its exit code are its own."""
+def exec_program(program: str, *arguments: str) -> int:
+    """Replace this process, so that signals and the exit code are the program's."""
     path = str(BIN / program)
     if os.name == "nt":
         return call([path, *arguments])
@@ -264,12 +282,12 @@ def become(program: str, *arguments: str) -> int:
         os.execv(path, [path, *arguments])
     except OSError as error:
         raise Stop(
-            f"could not run {path}: {error.strerror}; remove {VENV} and try again"
+            f"could not run {path}: {error.strerror}; remove {VENV} and run again"
         ) from error
 
 
 def say(text: str) -> None:
-    """Progress goes to stderr: stdout belongs to the command."""
+    """Print progress on stderr; stdout is for the command's output."""
     print(f"run.py: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,12 +1,12 @@
-"""Asks whether anything of .ci/constraints.txt is known to be vulnerable.
+"""Checks the packages in .ci/constraints.txt for known vulnerabilities.
 
     python3 run.py audit
 
-pip-audit asks PyPI's advisories for each pinned version; one with a known vulnerability ends
-it with exit code 1.  Where nobody answers, it says that nothing was audited and ends with 0,
-because a machine without a way out cannot pass otherwise.  An index that stands in PyPI's
-place may know the packages and none of the advisories: pip-audit then finds no vulnerability
-in nothing, so what counts is how many packages somebody could say something about.
+pip-audit looks up the advisories on PyPI for each pinned version.  A known vulnerability
+means exit code 1.  If the advisories are unreachable, the script reports that nothing was
+audited and exits with 0, so that the checks can pass offline.  A package index mirror may
+serve packages without advisories, and pip-audit then reports no vulnerability; so the
+script counts the packages that were actually audited.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 FILE = Path(__file__).resolve().parent / "constraints.txt"
 TIMEOUT_S = 10
 OK, VULNERABLE, CANNOT_RUN = 0, 1, 3
-_AWAY = re.compile(r"ConnectionError|Timeout|ServiceError|ProxyError|SSLError|connect to")
+_UNREACHABLE = re.compile(r"ConnectionError|Timeout|ServiceError|ProxyError|SSLError|connect to")
 
 
 def main() -> int:
-    pinned = here(FILE.read_text().splitlines())
+    pinned = pins_for_this_python(FILE.read_text().splitlines())
     with tempfile.TemporaryDirectory() as directory:
         requirements = Path(directory) / "requirements.txt"
         requirements.write_text("\n".join(pinned) + "\n")
-        asked = subprocess.run(
+        result = subprocess.run(
             [
                 sys.executable, "-m", "pip_audit", "--requirement", str(requirements), "--no-deps",
                 "--disable-pip", "--format", "json", "--progress-spinner", "off",
@@ -39,48 +39,47 @@ def main() -> int:
             capture_output=True,
             text=True,
         )  # fmt: skip
-    code, told = judge(asked.returncode, asked.stdout, asked.stderr, len(pinned))
-    for line in told:
+    code, lines = evaluate(result.returncode, result.stdout, result.stderr, len(pinned))
+    for line in lines:
         print(f"audit: {line}")
     return code
 
 
-def here(lines: list[str]) -> list[str]:
-    """What is pinned for this Python, without the markers."""
+def pins_for_this_python(lines: list[str]) -> list[str]:
+    """The pins that apply to this Python, without environment markers."""
     from packaging.requirements import Requirement
 
     read = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return [f"{r.name}{r.specifier}" for r in read if r.marker is None or r.marker.evaluate()]
 
 
-def judge(code: int, out: str, errors: str, pinned: int) -> tuple[int, list[str]]:
-    """The exit code, and what is said of what pip-audit found."""
+def evaluate(code: int, out: str, errors: str, pinned: int) -> tuple[int, list[str]]:
+    """The exit code and the report lines for pip-audit's output."""
     try:
         packages: list[dict[str, Any]] = json.loads(out)["dependencies"]
     except (ValueError, KeyError, TypeError):
-        last = (errors.strip().splitlines() or ["it said nothing"])[-1]
-        if _AWAY.search(errors):
-            return OK, [f"NOT AUDITED: the advisories cannot be asked from here ({last[:120]})"]
+        last = (errors.strip().splitlines() or ["no message"])[-1]
+        if _UNREACHABLE.search(errors):
+            return OK, [f"NOT AUDITED: the advisories are unreachable ({last[:120]})"]
         return CANNOT_RUN, [f"pip-audit failed with exit code {code}: {last[:300]}"]
     bad = [each for each in packages if each.get("vulns")]
     unknown = [each["name"] for each in packages if "skip_reason" in each]
-    asked = len(packages) - len(unknown)
-    told = [
+    audited = len(packages) - len(unknown)
+    lines = [
         f"{each['name']} {each['version']}: {vuln['id']}, fixed in "
         f"{', '.join(vuln.get('fix_versions') or ['no version'])}"
         for each in bad
         for vuln in each["vulns"]
     ]
     if bad:
-        return VULNERABLE, [*told, f"{len(bad)} of {asked} packages are vulnerable"]
-    if not asked:
+        return VULNERABLE, [*lines, f"{len(bad)} of {audited} packages are vulnerable"]
+    if not audited:
         return OK, [
-            f"NOT AUDITED: whoever answers in PyPI's place has no advisories for any of the "
-            f"{pinned} packages"
+            f"NOT AUDITED: the package index has no advisories for any of the {pinned} packages"
         ]
     if unknown:
-        told = [f"not audited, because nobody knows them: {', '.join(unknown)}"]
-    return OK, [*told, f"nothing is known against {asked} of {pinned} packages"]
+        lines = [f"not audited, because the index has no advisories for them: {', '.join(unknown)}"]
+    return OK, [*lines, f"no known vulnerabilities in {audited} of {pinned} packages"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the relay costs and yields, beside what it is built on and beside others, in one run.
+"""Benchmark the relay against its own building blocks and against other queues, in one run.
 
     python3 run.py bench
 
-Every figure stands beside one measured on the same machine in the same minute,
-in turns, because only their ratio says something about another machine.
+Every figure is compared with one measured on the same machine within the same minute,
+alternating, because only their ratio is valid on another machine.
 """

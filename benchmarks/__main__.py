@@ -1,4 +1,4 @@
-"""`python3 run.py bench`: measure, then write one table and one picture."""
+"""`python3 run.py bench`: measure, and write one table and one picture."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def _sections(_: click.Context, __: click.Parameter, value: str | None) -> list[
 
 @click.command(
     epilog="""\b
-Exit codes: 0 every target that was measured is met, 1 one is missed, 2 wrong
-usage, 3 it could not run, 130 interrupted.
+Exit codes: 0 all measured targets are met, 1 a target is missed, 2 wrong
+usage, 3 the benchmark could not run, 130 interrupted.
 """
 )
-@click.option("--quick", is_flag=True, help="Short: small numbers, one round, only to see it work.")
+@click.option("--quick", is_flag=True, help="Short: small numbers, one round, as a smoke test.")
 @click.option("--full", is_flag=True, help=f"Full: {million.FULL_DELIVERIES:,} in `million`.")
 @click.option(
     "--only", callback=_sections, metavar="NAMES", help=f"Of {','.join(SECTIONS)}; default: all."
@@ -98,21 +98,21 @@ usage, 3 it could not run, 130 interrupted.
 )
 @click.option(
     "--dsn",
-    help="An empty database of a PostgreSQL that is yours to put under load; the role makes "
-    "others beside it, and drops them. Default: an embedded one.",
+    help="An empty database of a PostgreSQL server to put under load; the role creates "
+    "further databases, and drops them. Default: an embedded server.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where table and pictures go, beside what was measured there before. Default: "
-    "benchmarks/results, with --quick build/bench, and nothing from before.",
+    help="Directory of table and pictures, which also keeps earlier sections. Default: "
+    "benchmarks/results; with --quick build/bench, without earlier sections.",
 )
 @click.option(
     "--profile",
     "profiled",
     is_flag=True,
-    help="Instead, draw where a relay's processor time goes, into profile.svg.",
+    help="Instead, draw a flame graph of a relay's CPU time into profile.svg.",
 )
 def main(
     quick: bool,
@@ -125,19 +125,20 @@ def main(
     out: Path | None,
     profiled: bool,
 ) -> None:
-    """Measure the relay beside what it is built on, and beside others.
+    """Benchmark the relay against its building blocks and other queues.
 
-    Starts a PostgreSQL, receivers, clients and relays of its own on this
-    machine, and ends all of them. Takes some two hours; with --quick some
-    minutes, with --full half an hour more. Each section is written as it ends,
-    so that a run that is broken off keeps those that it had.
+    Starts its own PostgreSQL, receivers, clients and relays on this machine,
+    and ends all of them. Takes about two hours; with --quick some minutes,
+    with --full half an hour more. Each section is written when it ends, so
+    that an interrupted run keeps the completed sections.
 
-    The PostgreSQL is the newest one that is embedded. OUTBOX_PG_BIN names the
-    directory of another one's programs, --dsn one that runs.
+    PostgreSQL is the newest embedded one by default. OUTBOX_PG_BIN is the
+    directory of another installation's programs, --dsn a running server.
 
     The section "peers" fetches PgQueuer, procrastinate, graphile-worker and pg-boss, and a
-    Node for the latter two, in pinned versions into build/ the first time. Whatever cannot be
-    had is not measured, and the table says why. With nginx here, that is the receiver.
+    Node for the latter two, in pinned versions into build/ the first time. An unavailable
+    contestant is not measured, and the table gives the reason. If nginx is installed, it is the
+    receiver.
     """
     if quick and full:
         raise click.UsageError("--quick and --full: choose one")
@@ -168,10 +169,10 @@ def main(
         sys.exit(INTERRUPTED)
     if as_json:
         facts = sections[only[-1]].facts
-        told = {"machine": facts, "rounds": rounds, "rows": [row.as_json() for row in rows]}
-        click.echo(orjson.dumps(told).decode())
+        report = {"machine": facts, "rounds": rounds, "rows": [row.as_json() for row in rows]}
+        click.echo(orjson.dumps(report).decode())
     else:
-        _tell(rows)
+        _print_rows(rows)
     sys.exit(any(row.met is False for row in rows))
 
 
@@ -184,19 +185,19 @@ async def _measure(
     dsn: str | None,
     deliveries: int | None,
 ) -> None:
-    """Measure; each section is kept as it ends, since a run of hours may be broken off."""
+    """Measure each section and store it when it ends, because a run of hours may be interrupted."""
     say = partial(click.echo, err=True)
     async with stage(say, dsn=dsn, deliveries=deliveries) as set_up:
         for name in only:
             rows = await SECTIONS[name](set_up, rounds, quick=quick)
-            measured = kept.Measured(tuple(rows), machine(set_up.told), rounds)
+            measured = kept.Measured(tuple(rows), machine(set_up.server_description), rounds)
             keep(name, measured, set_up.pictures)
 
 
 def _write(
     out: Path, sections: Mapping[str, kept.Measured], pictures: Mapping[str, str], *, quick: bool
 ) -> None:
-    """Table and pictures, of what was measured by now and before."""
+    """Write table and pictures of all stored and new measurements."""
     out.mkdir(parents=True, exist_ok=True)
     sections = {name: sections[name] for name in SECTIONS if name in sections}
     if not quick:
@@ -210,19 +211,19 @@ def _write(
 async def _profile(*, quick: bool) -> str:
     async with stage(lambda line: click.echo(line, err=True)) as set_up:
         tree, requests = await profile.measure(set_up, quick=quick)
-        return profile.draw(tree, machine(set_up.told), requests)
+        return profile.draw(tree, machine(set_up.server_description), requests)
 
 
-def _tell(rows: Sequence[Row]) -> None:
+def _print_rows(rows: Sequence[Row]) -> None:
     for row in rows:
-        told = f"{row.section}, {row.name}, beside {row.beside_name}: "
+        text = f"{row.section}, {row.name}, beside {row.beside_name}: "
         if row.why_not:
-            click.echo(f"{told}not measured: {row.why_not}")
+            click.echo(f"{text}not measured: {row.why_not}")
             continue
-        told += compared(row)
+        text += compared(row)
         if row.target is not None:
-            told += f"; {target(row)}: {verdict(row).strip('*')}"
-        click.echo(told)
+            text += f"; {target(row)}: {verdict(row).strip('*')}"
+        click.echo(text)
 
 
 if __name__ == "__main__":

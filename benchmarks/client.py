@@ -1,7 +1,7 @@
-"""A bare client: the same POSTs as the relay's, and nothing around them.
+"""A bare client: the same POSTs as the relay's, without the relay.
 
-With aiohttp, or with the transport that the relay sends with.  Either as many as it can
-with some at a time, or so many each second, of which it then tells how long each took.
+With aiohttp, or with the relay's own transport. Either at full speed with a fixed concurrency, or
+at a fixed rate, with the latency of each request.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import aiohttp
 
 from benchmarks.receiver import new_event_loop, say
 from outbox.core.delivery.message import Delivery, build
-from outbox.core.model.headers import lines_of
+from outbox.core.model.headers import format_lines
 from outbox.core.model.ids import lane_name
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.interface import Request
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def sample(payload_bytes: int) -> tuple[dict[str, str], bytes]:
-    """Headers and body as the relay makes them of an event of this benchmark."""
+    """Return headers and body as the relay creates them for an event of this benchmark."""
     endpoint_id = uuid4()
     frame = len(b'{"n": 12345, "filler": ""}')
     delivery = Delivery(
@@ -60,7 +60,7 @@ def sample(payload_bytes: int) -> tuple[dict[str, str], bytes]:
 
 @asynccontextmanager
 async def aiohttp_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
-    """Like the relay's: no limit of its own, no cookies."""
+    """POST with aiohttp, configured like the relay: no connection limit, no cookies."""
     headers, body = sample(payload_bytes)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
@@ -68,24 +68,24 @@ async def aiohttp_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
     ) as session:
 
         async def post() -> None:
-            async with session.post(url, data=body, headers=headers) as answer:
-                await answer.read()
+            async with session.post(url, data=body, headers=headers) as response:
+                await response.read()
 
         yield post
 
 
 @asynccontextmanager
 async def wire_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
-    """The relay's own transport."""
+    """POST with the relay's own transport."""
     headers, body = sample(payload_bytes)
-    request = Request(url, lines_of(tuple(headers.items())), body)
-    transport = Outbound(EgressPolicy((ip_network("127.0.0.0/8"),)))
+    request = Request(url, format_lines(tuple(headers.items())), body)
+    transport = TransportRouter(EgressPolicy((ip_network("127.0.0.0/8"),)))
     async with aclosing(transport):
 
         async def post() -> None:
-            answer = await transport.send(request)
-            if answer.status is None:
-                raise RuntimeError(f"{answer.failure}: {answer.detail}")
+            response = await transport.send(request)
+            if response.status is None:
+                raise RuntimeError(f"{response.failure}: {response.detail}")
 
         yield post
 
@@ -94,7 +94,7 @@ POSTS = {"aiohttp": aiohttp_post, "wire": wire_post}
 
 
 class Client:
-    """POSTs one body again and again."""
+    """Sends the same body repeatedly."""
 
     def __init__(self, post: Post) -> None:
         self.post = post
@@ -110,7 +110,7 @@ class Client:
             await self.post()
 
     async def paced(self, requests: int, per_s: float) -> list[float]:
-        """The seconds that each took."""
+        """Return the latency of each request in seconds."""
         clock = asyncio.get_running_loop().time
         took_s: list[float] = []
 
@@ -119,7 +119,7 @@ class Client:
             await self.post()
             took_s.append(clock() - started)
 
-        await asyncio.gather(*(one() for _ in range(4)))  # Connections, and warm code.
+        await asyncio.gather(*(one() for _ in range(4)))  # Open connections and warm up the code.
         took_s.clear()
         say({"ready": True})
         await asyncio.to_thread(sys.stdin.readline)
@@ -145,10 +145,10 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--per-s", type=float, help="Paced; else as fast as it goes.")
+    parser.add_argument("--per-s", type=float, help="Fixed rate; default: full speed.")
     parser.add_argument("--payload-bytes", type=int, default=200)
     parser.add_argument("--transport", choices=POSTS, default="aiohttp")
-    parser.add_argument("--quick-loop", action="store_true", help="uvloop, if it is there.")
+    parser.add_argument("--quick-loop", action="store_true", help="Use uvloop, if installed.")
     given = parser.parse_args()
     with asyncio.Runner(loop_factory=new_event_loop if given.quick_loop else None) as runner:
         runner.run(run(given))

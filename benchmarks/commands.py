@@ -1,9 +1,8 @@
-"""What a person on call types, on a database with a past beside a small one.
+"""Latency of operator commands on a database with a large history, compared with a small one.
 
-Every command is a process, as it is for whoever types it.  On a million events, ten
-thousand endpoints and a hundred thousand dead letters it should answer within twice
-the time that it needs where there is hardly anything; so each looks up what it shows,
-and goes through nothing else.
+Every command is a process of its own, as for an operator. With a million events, ten thousand
+endpoints and a hundred thousand dead letters, a command should take at most twice as long as on an
+almost empty database; so each must look up its rows and scan nothing else.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
 TARGET = Target("at most", 2.0)
 EVENT = 57
-"""One that is in both databases; it was delivered."""
+"""An event in both databases, which was delivered."""
 DEAD_EVENT = 50
-"""And one that was refused."""
+"""An event in both databases, which was refused."""
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "status": ("status",),
@@ -60,12 +59,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Each command on both databases, in turns."""
+    """Run each command on both databases, alternating."""
     return await run(stage, rounds, QUICK if quick else LARGE)
 
 
 async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
-    """The same with another past."""
+    """Run with another history."""
     ours, beside = Rounds(), Rounds()
     async with stage.server.database() as large, stage.server.database() as small:
         words_of: dict[str, dict[str, tuple[str, ...]]] = {}
@@ -83,9 +82,9 @@ async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
             "commands",
             name,
             "ms",
-            ours.of(name),
+            ours.samples_of(name),
             f"{SMALL.events} events, {SMALL.endpoints} endpoints",
-            beside.of(name),
+            beside.samples_of(name),
             target=TARGET,
         )
         for name in COMMANDS
@@ -93,10 +92,10 @@ async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
 
 
 async def _prepare(stage: Stage, database: Database, past: Past) -> dict[str, tuple[str, ...]]:
-    """Fill it; what the commands are there."""
+    """Fill the database and return the commands to run on it."""
     async with search(database) as connection:
         await history.write(connection, stage.urls["http"], past)
-        # As a relay that maintains would have.
+        # As after maintenance by a relay.
         await PartitionStore(connection).summarize()
         row = await connection.fetchrow(
             "SELECT endpoint_id FROM delivery JOIN lane ON lane.id = lane_id WHERE outbox_id = $1",
@@ -111,10 +110,10 @@ async def _prepare(stage: Stage, database: Database, past: Past) -> dict[str, tu
 
 
 async def _run(database: Database, words: Sequence[str]) -> float:
-    """Milliseconds until it has ended.
+    """Return the milliseconds until the command exits.
 
     Raises:
-        CannotRun: it failed.
+        CannotRun: The command failed.
     """
     began = time.perf_counter()
     process = await asyncio.create_subprocess_exec(
@@ -123,9 +122,9 @@ async def _run(database: Database, words: Sequence[str]) -> float:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    _, told = await process.communicate()
+    _, errors = await process.communicate()
     took_ms = (time.perf_counter() - began) * 1000
-    # The doctor finds that no relay runs.
+    # The doctor reports that no relay runs.
     if process.returncode not in (0, 1):
-        raise CannotRun(f"outbox {' '.join(words)}: {told.decode().strip()}")
+        raise CannotRun(f"outbox {' '.join(words)}: {errors.decode().strip()}")
     return took_ms

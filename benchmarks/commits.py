@@ -1,16 +1,14 @@
-"""Commits per second of a producer: what the outbox costs whoever writes to it.
+"""Commits per second of a producer: the cost of the outbox for its writers.
 
-Every transaction also does a small domain write.  The contestants differ in
-nothing but the event: none, as if there were no outbox; an INSERT of the same row into
-the same indexes, the trigger disabled and no relay there; the outbox as it is, with a
-relay sequencing; and the same with a trigger that notifies in every transaction.  And,
-for where the bill comes from, the trigger without a relay: once with a flag that says
-"awake", and once with one that says "asleep", which is what a relay leaves behind that was
-killed in its sleep, for a minute.
+Every transaction also does a small domain write. The contestants differ only in the event: none, as
+without an outbox; an INSERT of the same row into the same indexes, with the trigger disabled and no
+relay; the outbox as it is, with a relay that sequences; and the same with a trigger that notifies
+in every transaction. To attribute the cost, the trigger is also measured without a relay: once with
+the flag "awake", and once with "asleep", which a relay that was killed while asleep leaves behind
+for a minute.
 
-No endpoint subscribes, so that the machine's cores are the producers' and the sequencer's
-alone.  The data is on disk: NOTIFY makes commits queue behind one lock, and how long that
-is held is how long the disk takes.
+No endpoint subscribes, so that the producers and the sequencer have all cores. The data is on disk:
+NOTIFY makes commits queue behind one lock, which is held as long as the disk takes.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 MANY = 16
 WRITERS = (1, MANY)
 OF_PLAIN, OF_NOTIFYING = Target("at least", 0.85), Target("at least", 2.8)
-"""With many writers: of those that pay for no trigger, and of those that always notify."""
+"""With many writers: the contestants without a trigger, and those that always notify."""
 SECONDS, QUICK_SECONDS = 4.0, 1.0
 
 MAKE_ACCOUNTS = f"""
@@ -59,7 +57,7 @@ VALUES ('order.paid', 'order-' || :id::int,
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """Who writes what, to which database."""
+    """A writer, its statement and its database."""
 
     name: str
     event: bool = True
@@ -69,7 +67,7 @@ class Contestant:
 
 DOMAIN = Contestant("no outbox at all", event=False)
 PLAIN = Contestant(
-    "INSERT without trigger or relay", alter="ALTER TABLE outbox DISABLE TRIGGER ring_the_relay"
+    "INSERT without trigger or relay", alter="ALTER TABLE outbox DISABLE TRIGGER notify_relay"
 )
 TRIGGER = Contestant("trigger alone, relay awake")
 ASLEEP = Contestant(
@@ -81,16 +79,16 @@ NOTIFYING = Contestant(
     "NOTIFY in every transaction",
     relay=True,
     alter="""
-    DROP TRIGGER ring_the_relay ON outbox;
-    CREATE TRIGGER ring_the_relay AFTER INSERT ON outbox
-        FOR EACH STATEMENT EXECUTE FUNCTION ring();
+    DROP TRIGGER notify_relay ON outbox;
+    CREATE TRIGGER notify_relay AFTER INSERT ON outbox
+        FOR EACH STATEMENT EXECUTE FUNCTION notify_relay();
     """,
 )
 CONTESTANTS = (DOMAIN, PLAIN, TRIGGER, ASLEEP, OURS, NOTIFYING)
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """All contestants in turns, with one writer and with many."""
+    """Run all contestants alternately, with one writer and with many."""
     async with stage.durable() as server:
         return await run(stage, server, rounds, WRITERS, QUICK_SECONDS if quick else SECONDS)
 
@@ -98,11 +96,11 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 async def run(
     stage: Stage, server: Server, rounds: int, many: tuple[int, ...], seconds: float
 ) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     rows: list[Row] = []
     for writers in many:
-        told = f"commits, {_writers(writers)}"
-        found = await in_turns(stage, server, rounds, CONTESTANTS, writers, seconds, told)
+        title = f"commits, {_writers(writers)}"
+        found = await in_turns(stage, server, rounds, CONTESTANTS, writers, seconds, title)
         many_writers = writers > 1
         for ours, beside, target in (
             (OURS, PLAIN, OF_PLAIN if many_writers else Target("at least", 0.8)),
@@ -116,9 +114,9 @@ async def run(
                     "commits",
                     _writers(writers) + ("" if ours is OURS else f", {ours.name}"),
                     "/s",
-                    found.of(ours.name),
+                    found.samples_of(ours.name),
                     beside.name,
-                    found.of(beside.name),
+                    found.samples_of(beside.name),
                     target=target,
                 )
             )
@@ -132,22 +130,22 @@ async def in_turns(
     contestants: tuple[Contestant, ...],
     writers: int,
     seconds: float,
-    told: str,
+    title: str,
 ) -> Rounds:
-    """What each of them commits in a second, round by round."""
+    """Return the commits per second of each contestant, round by round."""
     found = Rounds()
     for number in range(rounds):
         for each in contestants:
             found.add(each.name, await commits(stage, server, each, writers, seconds))
         last = ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in found.values.items())
-        stage.say(f"{told}, round {number + 1} of {rounds}: {last}")
+        stage.say(f"{title}, round {number + 1} of {rounds}: {last}")
     return found
 
 
 async def commits(
     stage: Stage, server: Server, who: Contestant, writers: int, seconds: float
 ) -> float:
-    """One turn, in a database of its own."""
+    """Run one turn in a database of its own."""
     async with server.database() as database, AsyncExitStack() as stack:
         async with search(database) as connection:
             await connection.execute(MAKE_ACCOUNTS)
@@ -158,7 +156,7 @@ async def commits(
         if (pgbench := find_pgbench()) is not None:
             return await _pgbench(stage, pgbench, database, who, writers, seconds)
         words = ("--what", "event" if who.event else "domain", "--seconds", seconds)
-        # One process for each core: a single one would be the limit itself.
+        # One process per core: a single process would be the bottleneck.
         shares = [len(range(n, writers, cores())) for n in range(min(writers, cores()))]
         children = [
             await stack.enter_async_context(
@@ -166,11 +164,11 @@ async def commits(
             )
             for share in shares
         ]
-        return sum([float((await each.answer())["per_s"]) for each in children])
+        return sum([float((await each.response())["per_s"]) for each in children])
 
 
 def find_pgbench() -> str | None:
-    """Next to the PostgreSQL that was named, or on the path."""
+    """Find pgbench next to the given PostgreSQL, or on the path."""
     where = os.environ.get("OUTBOX_PG_BIN")
     return (where and shutil.which("pgbench", path=where)) or shutil.which("pgbench")
 

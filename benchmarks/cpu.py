@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.support.process import RelayProcess
 
 TICK_S = 0.01
-"""The system counts CPU time in such steps."""
+"""The resolution of the system's CPU time."""
 
 BACKENDS = """
 SELECT pid FROM pg_stat_activity
@@ -27,13 +27,13 @@ SELECT pid FROM pg_stat_activity
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU seconds for a thousand deliveries."""
+    """CPU seconds per thousand deliveries."""
 
     relays_s: float
     postgres_s: float
 
     def parts(self, relays: str) -> dict[str, float]:
-        """By name, the relays as they are called there."""
+        """CPU seconds by name of the relay."""
         return {
             relays: self.relays_s,
             "PostgreSQL": self.postgres_s,
@@ -42,7 +42,7 @@ class Cost:
 
 
 class Meter:
-    """Counts from now on."""
+    """Measures CPU time from its creation."""
 
     def __init__(
         self, relays: Iterable[psutil.Process], backends: Iterable[psutil.Process]
@@ -51,17 +51,17 @@ class Meter:
         self._before = [_cpu_s(each) for each in self._processes]
 
     @classmethod
-    async def of(cls, relays: Iterable[RelayProcess], connection: Connection[Any]) -> Meter:
-        """The processes of these relays, and their backends in the connection's database."""
+    async def start(cls, relays: Iterable[RelayProcess], connection: Connection[Any]) -> Meter:
+        """Start to measure these relays, and their backends in the connection's database."""
         running = [psutil.Process(r.process.pid) for r in relays if r.process is not None]
         backends = [psutil.Process(row["pid"]) for row in await connection.fetch(BACKENDS)]
         return cls(running, backends)
 
     def cost(self, deliveries: int) -> Cost:
-        """What it took since then, if it was so many deliveries.
+        """Return the cost since the start for this number of deliveries.
 
         Raises:
-            CannotRun: one of the processes is not there any more.
+            CannotRun: One of the processes has ended.
         """
         try:
             relays_s, postgres_s = (

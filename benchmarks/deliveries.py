@@ -1,9 +1,8 @@
-"""Deliveries per second of one relay process, beside the bare aiohttp client.
+"""Deliveries per second of one relay process, compared with the bare aiohttp client.
 
-Both send the same POSTs (body bytes, number of headers, how many at a time) to
-the same receiver, from one process each, and the receiver takes the time.  The
-relay drains events that were committed before it started: it sequences them,
-reads them, signs them, sends them, and writes down every attempt.
+Both send the same POSTs (body bytes, number of headers, concurrency) to the same receiver, from one
+process each, and the receiver measures the time. The relay drains events that were committed before
+it started: it sequences them, reads them, signs them, sends them, and writes every attempt.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from benchmarks.stage import Stage
     from tests.support.postgres import Database
 
-# Every event has a key of its own, so that lanes are about equally long.
+# Every event has its own key, so that lanes are about equally long.
 BACKLOG = """
 INSERT INTO outbox (type, key, payload)
 SELECT 'order.paid', 'order-' || n,
@@ -32,7 +31,7 @@ FRAME_BYTES = len('{"n": 12345, "filler": ""}')
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent, and over how many lanes of one endpoint."""
+    """The load: what is sent, and over how many lanes of one endpoint."""
 
     name: str
     lanes: int
@@ -41,9 +40,9 @@ class Load:
     scheme: str = "http"
     delay_s: float = 0.0
     batch_max: int | None = None
-    """So many deliveries go in one request; the bare client sends as many bodies one by one."""
+    """Deliveries per request; the bare client sends the same number of bodies individually."""
     transport: str = "wire"
-    """What the relay sends with; see OUTBOX_TRANSPORT."""
+    """The relay's transport; see OUTBOX_TRANSPORT."""
     target: Target | None = None
 
 
@@ -62,7 +61,7 @@ QUICK_SHARE = 0.2
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Every load in turns, round by round."""
+    """Run every load alternately, round by round."""
     loads = [load for load in LOADS if load.scheme in stage.urls]
     if quick:
         loads = [replace(load, requests=int(load.requests * QUICK_SHARE)) for load in loads]
@@ -70,7 +69,7 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 
 
 async def run(stage: Stage, rounds: int, loads: Iterable[Load]) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     loads = list(loads)
     ours, bare = Rounds(), Rounds()
     for number in range(rounds):
@@ -87,9 +86,9 @@ async def run(stage: Stage, rounds: int, loads: Iterable[Load]) -> list[Row]:
             "deliveries",
             load.name,
             "/s",
-            ours.of(load.name),
+            ours.samples_of(load.name),
             "bare aiohttp client",
-            bare.of(load.name),
+            bare.samples_of(load.name),
             target=load.target,
         )
         for load in loads
@@ -101,10 +100,10 @@ async def relay(
     load: Load,
     prepare: Callable[[Database], Awaitable[dict[str, str]]] | None = None,
 ) -> float:
-    """The relay's deliveries per second.
+    """Return the relay's deliveries per second.
 
     Args:
-        prepare: what else is to be done before it begins; gives what its environment has, too.
+        prepare: Further preparation before the relay starts; returns its environment.
     """
     async with stage.server.database() as database:
         async with search(database) as connection:
@@ -116,11 +115,11 @@ async def relay(
         env["OUTBOX_TRANSPORT"] = load.transport
         stage.expect(load.requests, delay_s=load.delay_s)
         async with stage.relay(database, owns=True, **env):
-            return float((await stage.receiver.answer())["per_s"])
+            return float((await stage.receiver.response())["per_s"])
 
 
 async def client(stage: Stage, load: Load) -> float:
-    """The bare client's requests per second."""
+    """Return the bare client's requests per second."""
     stage.expect(load.requests, delay_s=load.delay_s)
     async with child(
         "client",
@@ -130,4 +129,4 @@ async def client(stage: Stage, load: Load) -> float:
         *("--payload-bytes", load.payload_bytes),
         env=stage.trusting(),
     ):
-        return float((await stage.receiver.answer())["per_s"])
+        return float((await stage.receiver.response())["per_s"])

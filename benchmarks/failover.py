@@ -1,10 +1,9 @@
-"""Fail-over: from kill -9 of a relay to what another one delivers in its stead.
+"""Failover: the time from kill -9 of a relay to the first delivery by its successor.
 
-Three relays share thirty endpoints.  One is killed at a moment of chance, and in
-the same moment every endpoint gets an event.  The time runs until the first of
-those that were the dead one's own is delivered, and until all of them are.  In
-leases, because a lease is what has to pass: nobody may take over before the dead
-one's has run out.
+Three relays share thirty endpoints. One is killed at a random moment, and at that moment every
+endpoint gets an event. The time ends when the first, and when the last, of the killed relay's
+endpoints is delivered to. It is given in leases, because no other relay may take over before the
+lease has expired.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SELECT l.id AS lane_id, c.last_seq
   JOIN lane l USING (endpoint_id) JOIN lane_counter c ON c.lane_id = l.id
  WHERE r.name LIKE '%:' || $1
 """
-# By the database's clock, like everything that relays write down.
+# By the database's clock, which relays use for all timestamps.
 DELIVERED = """
 SELECT extract(epoch FROM min(a.started_at) + min(a.elapsed_ms) * interval '1 millisecond')
            ::float8 AS first_at,
@@ -53,12 +52,12 @@ HAVING count(DISTINCT lane.id) = cardinality($1)
 
 
 async def measure(stage: Stage, _rounds: int, *, quick: bool) -> list[Row]:
-    """As many kills as it takes, whatever the rounds."""
+    """Run a sufficient number of kills, regardless of the rounds."""
     return await run(stage, QUICK_KILLS if quick else KILLS)
 
 
 async def run(stage: Stage, kills: int) -> list[Row]:
-    """The same with another number."""
+    """Run with another number of kills."""
     first_s: list[float] = []
     last_s: list[float] = []
     rng = random.Random()
@@ -75,7 +74,7 @@ async def run(stage: Stage, kills: int) -> list[Row]:
         ]
         for number in range(kills):
             await stage.until_shared_out(connection, relays)
-            # Anywhere between two renewals.
+            # At any time between two renewals.
             await asyncio.sleep(rng.uniform(0, LEASE_S))
             first, last = await _kill(connection, rng.choice(relays), relays)
             first_s.append(first)
@@ -107,7 +106,7 @@ async def run(stage: Stage, kills: int) -> list[Row]:
 async def _kill(
     connection: Connection[Any], victim: RelayProcess, relays: list[RelayProcess]
 ) -> tuple[float, float]:
-    """Seconds until the first and the last of its lanes is delivered to; it is started again."""
+    """Kill it, return the seconds to its first and last lane's delivery, and restart it."""
     assert victim.process is not None
     lanes = await connection.fetch(OWNED, str(victim.process.pid))
     victim.process.send_signal(signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""A receiver that is down for a while, and counts what comes in each tenth of a second.
+"""A receiver with an outage, which counts the requests in each tenth of a second.
 
-Down as a service behind a proxy is: 503, at once.  Afterwards each request takes the
-time that work takes.  A process of its own; it says where it listens, and is told by JSON
-lines on stdin when the outage begins.  It ends when stdin does.
+During the outage it responds 503 immediately, like a service behind a proxy. Afterwards each
+request takes a fixed time. A separate process; it prints its URL, and reads from stdin, as
+JSON lines, when the outage begins. It ends at the end of stdin.
 
     {"url": "http://127.0.0.1:4711/"}
     {"down_s": 30, "takes_s": 0.02, "expect": 50000}
@@ -25,7 +25,7 @@ BIN_S = 0.1
 
 
 class Faltering(Receiver):
-    """Well until it is told to be down."""
+    """A receiver that works until it receives the command to be down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,32 +34,32 @@ class Faltering(Receiver):
         self._bins: list[int] = []
 
     def command(self) -> None:
-        """Read a line from stdin; without one, end."""
+        """Read a command from stdin; end at the end of the input."""
         loop = asyncio.get_running_loop()
         line = os.read(sys.stdin.fileno(), 65536)
         if not line:
             loop.stop()
             return
         asked = orjson.loads(line)
-        self.answer, self.delay_s = DOWN, 0.0
+        self.response, self.delay_s = DOWN, 0.0
         self._left, self._bins = asked["expect"], []
         self._began_at = time.monotonic()
         self._up_at = self._began_at + asked["down_s"]
         loop.call_later(asked["down_s"], self._recover, asked["takes_s"])
 
     def _recover(self, takes_s: float) -> None:
-        self.answer, self.delay_s = TAKEN, takes_s
+        self.response, self.delay_s = TAKEN, takes_s
         self._up_at = time.monotonic()
 
     def arrived(self, _: bytes, deliveries: int) -> None:
-        """One request is here."""
+        """Handle a request."""
         if not self._left:
             return
         now = time.monotonic()
         n = int((now - self._began_at) / BIN_S)
         self._bins += [0] * (n + 1 - len(self._bins))
         self._bins[n] += 1
-        if self.answer is TAKEN:
+        if self.response is TAKEN:
             self._left -= min(deliveries, self._left)
             if not self._left:
                 say({"bins": self._bins, "recovered_s": now - self._up_at})

@@ -1,4 +1,4 @@
-"""Figures: what was measured, beside what, and whether that is good enough."""
+"""Figures: samples, comparisons, and targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One value for each round."""
+    """One value per round."""
 
     values: tuple[float, ...]
 
@@ -28,13 +28,13 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a comparison has to reach."""
+    """The bound that a comparison must reach."""
 
     bound: Literal["at least", "at most", "under"]
     value: float
 
     def met(self, found: float) -> bool:
-        """Whether the median `found` is good enough."""
+        """Return whether the median `found` reaches the target."""
         match self.bound:
             case "at least":
                 return found >= self.value
@@ -46,7 +46,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The product's figure beside another one of the same rounds, or why there is none."""
+    """Our figure and its comparison in the same rounds, or the reason why it is missing."""
 
     section: str
     name: str
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def compared(self) -> Samples:
-        """Ratio or difference, round by round: neighbours in time share the machine's mood."""
+        """Ratio or difference per round: adjacent measurements share the machine's state."""
         pairs = zip(self.ours.values, self.beside.values, strict=True)
         if self.relation == "ratio":
             return Samples(tuple(ours / beside for ours, beside in pairs))
@@ -68,13 +68,13 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """None when there is nothing to reach, or nothing to compare with."""
+        """None without a target or without a comparison."""
         if self.target is None or self.why_not:
             return None
         return self.target.met(self.compared.median)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """Return the row as JSON fields."""
         return {
             "section": self.section,
             "name": self.name,
@@ -91,18 +91,18 @@ class Row:
 
 @dataclass(slots=True)
 class Rounds:
-    """Collects the samples of contestants that take turns."""
+    """Collects the samples of alternating contestants."""
 
     values: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, contestant: str, value: float) -> None:
         self.values.setdefault(contestant, []).append(value)
 
-    def of(self, contestant: str) -> Samples:
+    def samples_of(self, contestant: str) -> Samples:
         return Samples(tuple(self.values[contestant]))
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` of them do not exceed."""
+    """Return the smallest value that at least `share` of the samples do not exceed."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]

@@ -1,8 +1,8 @@
-"""A PostgreSQL that somebody names, in place of an embedded one.
+"""A PostgreSQL server given by the user, instead of an embedded one.
 
-It is named by an empty database, from which others are made, one for each measurement, and
-dropped again.  Nothing is written to the named one itself.  That it has to be empty is no
-need but a question: whether this is a server that may be put under load.
+It is given as an empty database, from which one database is created for each measurement, and
+dropped afterwards. Nothing is written to the given database itself. The requirement that it is
+empty confirms that the server may be put under load.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 SOURCE = "--dsn"
 CONNECTIONS_MIN = 60
-"""As many as sixteen producers and three relays take, and some."""
+"""The connections that sixteen producers and three relays need, with a reserve."""
 
-# Ours first: it says most about what the database is for.
+# Our schema first: it best identifies the purpose of the database.
 FOUND = """
 SELECT n.nspname AS schema, c.relname AS name
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -44,19 +44,22 @@ SETTINGS = "SELECT name, setting FROM pg_settings WHERE name = ANY ($1)"
 
 WRONG: dict[str, tuple[frozenset[str], str]] = {
     "fsync": (frozenset({"off"}), "no commit waits for the disk"),
-    "full_page_writes": (frozenset({"off"}), "a crash would destroy it, which nobody runs"),
+    "full_page_writes": (
+        frozenset({"off"}),
+        "a crash would destroy the data; no production server runs like this",
+    ),
     "synchronous_commit": (frozenset({"off"}), "no commit waits for the disk"),
-    "autovacuum": (frozenset({"off"}), "tables grow as nobody's do"),
+    "autovacuum": (frozenset({"off"}), "tables grow more than on a production server"),
     "default_transaction_read_only": (frozenset({"on"}), "nothing can be written"),
     "log_statement": (frozenset({"all", "mod"}), "it is its log that would be measured"),
     "log_min_duration_statement": (frozenset({"0"}), "it is its log that would be measured"),
-    "debug_assertions": (frozenset({"on"}), "it was built to find mistakes, not to be quick"),
+    "debug_assertions": (frozenset({"on"}), "it is a debug build, which is slow"),
 }
-"""Settings with which figures mean nothing, and why."""
+"""Settings that invalidate the results, with the reasons."""
 
 
 class GivenServer(Server):
-    """A server that goes on when the benchmark has ended."""
+    """A server that keeps running after the benchmark."""
 
     def __init__(self, where: Dsn, version: str, major: int) -> None:
         self._where = where
@@ -70,11 +73,11 @@ class GivenServer(Server):
 
     @property
     def version(self) -> str:
-        """Such as 18.4."""
+        """The version, such as 18.4."""
         return self._version
 
     def dsn(self, name: str) -> str:
-        """A URL of one of its databases, for asyncpg and libpq."""
+        """Return a DSN of one of its databases, for asyncpg and libpq."""
         where = self._where
         host, port = where.addresses[0]
         words = {"host": host, "port": str(port), **where.tls}
@@ -86,31 +89,32 @@ class GivenServer(Server):
         return f"postgresql://{who}@/{quote(name, safe='')}?{urlencode(words, quote_via=quote)}"
 
     def up(self) -> None:
-        """It is not ours to start."""
+        """Do nothing: the server is already running."""
 
     async def leave(self) -> None:
-        """Drop what is left of ours."""
+        """Drop the databases of the benchmark."""
         if self._has_template:
             await self.execute(f"DROP DATABASE IF EXISTS {self.template} WITH (FORCE)")
 
 
 async def given(dsn: str) -> GivenServer:
-    """The server of that database.
+    """Return the server of the given database.
 
     Raises:
-        UsageError: it cannot be understood.
-        CannotRun: it is not there, not empty, or no figure of it would mean anything.
+        UsageError: The DSN is invalid.
+        CannotRun: The server is not reachable, the database is not empty, or the settings would
+            invalidate the results.
     """
     where = parse(dsn, source=SOURCE, env=os.environ)
     connection = await connect(where, schema=SCHEMA)
     try:
-        version, major = await _look(connection, where)
+        version, major = await _check_database(connection, where)
     finally:
         await connection.close()
     return GivenServer(where, version, major)
 
 
-async def _look(connection: Connection[Any], where: Dsn) -> tuple[str, int]:
+async def _check_database(connection: Connection[Any], where: Dsn) -> tuple[str, int]:
     may = await connection.fetchrow(MAY)
     if may["standby"]:
         raise _not(where, "is on a standby: name the primary")

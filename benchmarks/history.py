@@ -1,8 +1,7 @@
-"""A database with a past: events, endpoints, deliveries and dead letters, written by SQL.
+"""A database with a history: events, endpoints, deliveries and dead letters, written by SQL.
 
-What it holds is what a relay would have left: event n went to the one endpoint that
-subscribes to its type, and was delivered, or refused and is dead.  `outbox verify`
-finds nothing wrong with it.
+It contains what a relay would have written: event n was sent to the one endpoint that subscribes to
+its type, and was delivered or dead-lettered. `outbox verify` finds no violation in it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ PER_BATCH = 100
 TENANTS = 50
 
 _EVENTS = "generate_series(0, $1::int - 1) AS i"
-# The lane of event i, its batch and its number; each endpoint has one lane.
+# The lane of event i, its batch and its sequence number; each endpoint has one lane.
 _PLACE = f"1 + i % $2::int, i / {PER_BATCH} + 1, 1 + i / $2::int"
 _IS_DEAD = "i % $3::int = 0"
 
@@ -35,7 +34,7 @@ INSERT INTO delivery (lane_id, batch, seq, outbox_id) SELECT {_PLACE}, i + 1 FRO
 """
 ATTEMPTS = f"""
 INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, status, started_at,
-                     elapsed_ms, answer)
+                     elapsed_ms, response)
 SELECT {_PLACE}, 1, 1, CASE WHEN {_IS_DEAD} THEN 'refused' ELSE 'delivered' END,
        CASE WHEN {_IS_DEAD} THEN 400 ELSE 200 END, now() - ($1::int - i) * interval '1 second', 3.5,
        CASE WHEN {_IS_DEAD} THEN '{{"version": 1, "status": 400, "body": "no"}}'::jsonb END
@@ -43,7 +42,7 @@ SELECT {_PLACE}, 1, 1, CASE WHEN {_IS_DEAD} THEN 'refused' ELSE 'delivered' END,
 """
 DEAD_LETTERS = f"""
 INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, outbox_id, event_id, type, key,
-                         payload, published_at, reason, attempts, last_answer, at, replica_id)
+                         payload, published_at, reason, attempts, last_response, at, replica_id)
 SELECT l.endpoint_id, l.id, i / {PER_BATCH} + 1, 1 + i / $2::int, 1 + i / $2::int, i + 1,
        lpad(to_hex(i), 32, '0')::uuid, 't' || i % $2::int || '.made', 'k' || i / 2,
        jsonb_build_object('n', i), now() - ($1::int - i) * interval '1 second', 'refused', 1,
@@ -67,7 +66,7 @@ UPDATE lane_progress
        floor_batch = ($1::int - 1) / {PER_BATCH} + 1
 """
 ONCE = """
-INSERT INTO once (key, event_id, expires_at)
+INSERT INTO idempotency_key (key, event_id, expires_at)
 SELECT 'order-' || i, lpad(to_hex(i), 32, '0')::uuid, now() + interval '30 days'
   FROM generate_series(0, $1::int - 1) i
 """
@@ -75,12 +74,12 @@ SELECT 'order-' || i, lpad(to_hex(i), 32, '0')::uuid, now() + interval '30 days'
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """How much there was."""
+    """The size of the history."""
 
     events: int
     endpoints: int
     dead_every: int
-    """Each so many-th event was refused."""
+    """Every n-th event was refused."""
 
 
 SMALL = Past(events=100, endpoints=10, dead_every=10)

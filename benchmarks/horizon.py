@@ -1,12 +1,12 @@
-"""A pinned horizon: somebody's transaction stays open, and dead rows stay with it.
+"""A pinned xmin horizon: a transaction stays open, and dead rows cannot be removed.
 
-Tables that are written over and over grow then, and so does what it takes to read
-them.  Ours are few, small, and written once for many events; so deliveries go on as
-before.  One database has a steady load for ten minutes with such a transaction open.
-Then, while it still is, the same load goes in turns to that one and to another, whose
-horizon moves: what the machine does otherwise befalls both.  The producers write events
-alone: rows of their own that they update get slower with the horizon, too, but that is
-not the relay's doing.  The size of our tables before, at its end, and when it is gone.
+Tables that are updated repeatedly grow then, and so does the cost of reading them. The outbox has
+few such tables, they are small, and they are written once for many events; so deliveries should not
+slow down. One database has a steady load for ten minutes with such a transaction open. Then, while
+it is still open, the same load goes alternately to that database and to another one with a moving
+horizon, so that other activity of the machine affects both. The producers only insert events: rows
+that they update themselves get slower with the horizon, too, but the relay does not cause that.
+Table sizes are measured before, at the end, and after the horizon is released.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TURN_S, QUICK_TURN_S = 5.0, 2.0
 TARGET = Target("at most", 1.1)
 RATE_TARGET = Target("at least", 0.9)
 
-# Written over and over; what is only ever added to grows with or without a horizon.
+# Tables that are updated; append-only tables grow with or without a horizon.
 SIZE = """
 SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint / 1024 AS kb,
        coalesce(sum(s.n_dead_tup), 0)::bigint AS dead
@@ -47,41 +47,42 @@ SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint / 1024 AS kb,
 
 
 async def measure(stage: Stage, _: int, *, quick: bool) -> list[Row]:
-    """One round: it takes a quarter of an hour."""
+    """Run one round, which takes a quarter of an hour."""
     if quick:
         return await run(stage, QUICK_PINNED_S, QUICK_TURNS, QUICK_TURN_S)
     return await run(stage, PINNED_S, TURNS, TURN_S)
 
 
 async def run(stage: Stage, pinned_s: float, turns: int, turn_s: float) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     free: list[dict[str, float]] = []
     pinned: list[dict[str, float]] = []
     async with (
         _site(stage) as (other, _),
         _site(stage) as (database, connection),
-        search(database) as somebody,
+        search(database) as blocker,
     ):
         for each in (other, database):
             await _load(stage, each, turn_s)
-        await _say(stage, connection, "before")
-        async with somebody.transaction(isolation="repeatable_read"):
-            # It takes an id, too, so that nothing after it is ever old.
-            await somebody.execute("SELECT pg_current_xact_id()")
-            # One after the other: the receiver tells what arrived, and not too much at once.
+        await _print_sizes(stage, connection, "before")
+        async with blocker.transaction(isolation="repeatable_read"):
+            # The transaction takes an xid, so that nothing after it becomes old.
+            await blocker.execute("SELECT pg_current_xact_id()")
+            # One after the other: the receiver reports the arrivals, and a report must not be too
+            # large.
             for part in range(1, PARTS + 1):
                 await _load(stage, database, pinned_s / PARTS)
-                await _say(stage, connection, f"pinned for {pinned_s * part / PARTS:g} s")
+                await _print_sizes(stage, connection, f"pinned for {pinned_s * part / PARTS:g} s")
             sides = [(free, other), (pinned, database)]
             for _ in range(turns):
                 for found, each in sides:
                     found.append(await _load(stage, each, turn_s))
-                # Neither always comes after the other.
+                # The order alternates.
                 sides.reverse()
-                stage.say(f"horizon, free: {_told(free[-1])}; pinned: {_told(pinned[-1])}")
+                stage.say(f"horizon, free: {_describe(free[-1])}; pinned: {_describe(pinned[-1])}")
         await connection.execute("VACUUM")
         after = await _load(stage, database, turn_s)
-        await _say(stage, connection, f"free again and vacuumed, {_told(after)}")
+        await _print_sizes(stage, connection, f"free again and vacuumed, {_describe(after)}")
     return [
         Row(
             "horizon",
@@ -102,7 +103,7 @@ async def run(stage: Stage, pinned_s: float, turns: int, turn_s: float) -> list[
 
 @asynccontextmanager
 async def _site(stage: Stage) -> AsyncIterator[tuple[Database, Connection[Any]]]:
-    """A database with a relay at work, and a connection to it."""
+    """Run a database with a relay, and return a connection to it."""
     async with stage.server.database() as database, search(database) as connection:
         await connection.execute(MAKE_ACCOUNTS)
         await add_endpoint(connection, stage.urls["http"], lanes=LANES)
@@ -111,13 +112,15 @@ async def _site(stage: Stage) -> AsyncIterator[tuple[Database, Connection[Any]]]
 
 
 async def _load(stage: Stage, database: Database, seconds: float) -> dict[str, float]:
-    """So many events a second; from COMMIT to the receiver, and how many arrived a second."""
+    """Run this many events per second; return the latencies from COMMIT to the receiver, and the
+    rate.
+    """
     events = int(PER_S * seconds)
     stage.expect(events, keep=True)
-    made, told = await asyncio.gather(
-        produce(database, "event-alone", PER_S, events), stage.receiver.answer()
+    made, reported = await asyncio.gather(
+        produce(database, "event-alone", PER_S, events), stage.receiver.response()
     )
-    arrived: dict[str, Any] = told["arrived"]
+    arrived: dict[str, Any] = reported["arrived"]
     warm = [str(n) for n in range(int(events * WARM_UP), events)]
     latency_ms = [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in warm]
     first, last = min(arrived[n] for n in warm), max(arrived[n] for n in warm)
@@ -128,10 +131,10 @@ async def _load(stage: Stage, database: Database, seconds: float) -> dict[str, f
     }
 
 
-def _told(found: dict[str, float]) -> str:
+def _describe(found: dict[str, float]) -> str:
     return f"{found['per_s']:.0f}/s, p50 {found['p50']:.2f} ms, p99 {found['p99']:.2f} ms"
 
 
-async def _say(stage: Stage, connection: Connection[Any], when: str) -> None:
+async def _print_sizes(stage: Stage, connection: Connection[Any], when: str) -> None:
     size = await connection.fetchrow(SIZE)
     stage.say(f"horizon, {when}: tables written over {size['kb']:,} KB, {size['dead']:,} dead rows")

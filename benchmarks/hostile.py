@@ -1,9 +1,9 @@
-"""Live events to a good receiver beside two hundred hostile ones.
+"""Live events to a good receiver, with two hundred hostile receivers.
 
-Every kind of `tests.support.hostile` is an endpoint several times over: they
-drip, flood, hang, lie about lengths, send bombs.  All are owed something all
-the time.  In turns with the same relay without them, each in a database of its
-own; the receivers' process takes its share of the machine, too.
+Every kind of `tests.support.hostile` is several endpoints: they drip, flood, hang, lie about
+lengths, and send compression bombs. All of them always have pending deliveries. Alternates with the
+same relay without them, each in a database of its own; the receivers' process also takes its share
+of the machine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HOSTILE = 200
 PER_S = 100
 SECONDS, QUICK_SECONDS = 30.0, 1.5
 SETTLE_S, QUICK_SETTLE_S = 20.0, 1.0
-"""Longer than a time-out, so that the slowest of them have been given up, too."""
+"""Longer than a time-out, so that the slowest requests have ended, too."""
 OWED_PER_S = 40
-"""So many deliveries a second are for one of the hostile receivers, in turns."""
+"""Deliveries per second to the hostile receivers, in rotation."""
 SAMPLE_S = 0.1
 LANES = 8
 MB = 1e6
@@ -43,7 +43,7 @@ UNHARMED = Target("at most", 2.0)
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """With them and without them in turns, round by round."""
+    """Run with and without them alternately, round by round."""
     if quick:
         return await run(stage, rounds, HOSTILE, QUICK_SECONDS, QUICK_SETTLE_S)
     return await run(stage, rounds, HOSTILE, SECONDS, SETTLE_S)
@@ -52,17 +52,17 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 async def run(
     stage: Stage, rounds: int, hostile: int, seconds: float, settle_s: float
 ) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     beside: list[dict[str, float]] = []
     alone: list[dict[str, float]] = []
     for number in range(rounds):
         sides = [(alone, 0), (beside, hostile)]
         if number % 2:
-            sides.reverse()  # Neither always comes after the other.
+            sides.reverse()  # The order alternates.
         for found, count in sides:
             found.append(await _turn(stage, count, seconds, settle_s))
-            told = ", ".join(f"{name} {value:.2f}" for name, value in found[-1].items())
-            stage.say(f"hostile, round {number + 1} of {rounds}, beside {count}: {told}")
+            described = ", ".join(f"{name} {value:.2f}" for name, value in found[-1].items())
+            stage.say(f"hostile, round {number + 1} of {rounds}, beside {count}: {described}")
 
     def samples(turns: list[dict[str, float]], name: str) -> Samples:
         return Samples(tuple(each[name] for each in turns))
@@ -94,7 +94,7 @@ async def run(
 
 async def _turn(stage: Stage, hostile: int, seconds: float, settle_s: float) -> dict[str, float]:
     async with stage.server.database() as database, child("hostility") as receivers:
-        urls = (await receivers.answer())["urls"]
+        urls = (await receivers.response())["urls"]
         async with search(database) as connection:
             await connection.execute(MAKE_ACCOUNTS)
             await add_endpoint(
@@ -103,14 +103,14 @@ async def _turn(stage: Stage, hostile: int, seconds: float, settle_s: float) -> 
             for n in range(hostile):
                 url = f"{urls[n % len(urls)]}?{n}"
                 await add_endpoint(connection, url, name=f"hostile-{n}", types=(f"hostile.n{n}",))
-        async with stage.relay(database) as relay, _owing(database, hostile):
+        async with stage.relay(database) as relay, _hostile_load(database, hostile):
             await asyncio.sleep(settle_s)
             return await _load(stage, database, relay, receivers, seconds)
 
 
 @asynccontextmanager
-async def _owing(database: Database, hostile: int) -> AsyncIterator[None]:
-    """Publish for one of the hostile ones after the other, again and again."""
+async def _hostile_load(database: Database, hostile: int) -> AsyncIterator[None]:
+    """Publish to the hostile endpoints in rotation."""
 
     async def publish() -> None:
         async with search(database) as connection:
@@ -129,7 +129,7 @@ async def _owing(database: Database, hostile: int) -> AsyncIterator[None]:
 async def _load(
     stage: Stage, database: Database, relay: RelayProcess, receivers: Child, seconds: float
 ) -> dict[str, float]:
-    """From COMMIT to the good receiver, and the relay's resident size meanwhile."""
+    """Return the latencies from COMMIT to the good receiver, and the relay's resident size."""
     assert relay.process is not None
     process = psutil.Process(relay.process.pid)
     sizes: list[int] = []
@@ -143,16 +143,16 @@ async def _load(
     stage.expect(events, keep=True)
     sampling = asyncio.create_task(sample())
     try:
-        made, told = await asyncio.gather(
-            produce(database, "event-alone", PER_S, events), stage.receiver.answer()
+        made, reported = await asyncio.gather(
+            produce(database, "event-alone", PER_S, events), stage.receiver.response()
         )
     finally:
         sampling.cancel()
         await asyncio.wait([sampling])
-    receivers.tell(how="many")
-    counted = await receivers.answer()
-    arrived = told["arrived"]
-    # A copy counts as a request, too, and then the last ones have not been waited for.
+    receivers.send_command(how="many")
+    counted = await receivers.response()
+    arrived = reported["arrived"]
+    # A duplicate counts as a request, and then the last deliveries have not been awaited.
     latency_ms = [
         (arrived[str(n)] - made["sent_at"][str(n)]) / NS_PER_MS
         for n in range(events // 10, events)

@@ -1,7 +1,7 @@
-"""Receivers that mean harm: one port for each kind of them, in a process of its own.
+"""Hostile receivers: one port for each kind, in a separate process.
 
-It says where they are, and for every line on stdin how many connections there
-were and how many are open.  It ends when stdin does.
+The process prints its ports, and for every line on stdin the number of accepted and of open
+connections. It ends at the end of stdin.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What was measured, section by section, each of them as it was last measured.
+"""Stored measurements, by section.
 
-A whole run takes hours, so that sections are renewed one by one; each keeps with its figures
-when and on what they were made.
+A whole run takes hours, so sections are renewed individually; each is stored with its date and
+machine.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class Measured:
 
     rows: tuple[Row, ...]
     facts: dict[str, str]
-    """What it was measured on."""
+    """The machine that was measured."""
     rounds: int
 
 
 def read(directory: Path) -> dict[str, Measured]:
-    """The sections that are kept in a directory, by their names."""
+    """Return the stored sections of a directory, by name."""
     path = directory / FILE
     if not path.exists():
         return {}
     return {
-        name: Measured(tuple(map(_row, told["rows"])), told["facts"], told["rounds"])
-        for name, told in orjson.loads(path.read_bytes()).items()
+        name: Measured(tuple(map(_row, fields["rows"])), fields["facts"], fields["rounds"])
+        for name, fields in orjson.loads(path.read_bytes()).items()
     }
 
 
 def write(directory: Path, sections: Mapping[str, Measured]) -> None:
-    """Keep them."""
-    told = {
+    """Store the sections."""
+    fields = {
         name: {
             "facts": each.facts,
             "rounds": each.rounds,
@@ -51,25 +51,26 @@ def write(directory: Path, sections: Mapping[str, Measured]) -> None:
         }
         for name, each in sections.items()
     }
-    # Beside it first: a run may be broken off at any time, and this is what others left.
+    # Written to a temporary file first: a run may be interrupted at any time, and must not lose
+    # earlier results.
     beside = directory / f"{FILE}.new"
-    beside.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+    beside.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
     beside.replace(directory / FILE)
 
 
-def _row(told: dict[str, Any]) -> Row:
+def _row(fields: dict[str, Any]) -> Row:
     target = None
-    if told["target"] is not None:
-        bound, _, value = told["target"].rpartition(" ")
+    if fields["target"] is not None:
+        bound, _, value = fields["target"].rpartition(" ")
         target = Target(bound, float(value))
     return Row(
-        told["section"],
-        told["name"],
-        told["unit"],
-        Samples(tuple(told["ours"])),
-        told["beside"],
-        Samples(tuple(told["beside_values"])),
-        why_not=told["why_not"],
-        relation="ratio" if "ratio" in told else "difference",
+        fields["section"],
+        fields["name"],
+        fields["unit"],
+        Samples(tuple(fields["ours"])),
+        fields["beside"],
+        Samples(tuple(fields["beside_values"])),
+        why_not=fields["why_not"],
+        relation="ratio" if "ratio" in fields else "difference",
         target=target,
     )

@@ -1,12 +1,10 @@
-"""From COMMIT to the receiver, beside the sum of the parts that nobody can save.
+"""Latency from COMMIT to the receiver, compared with the sum of its unavoidable parts.
 
-All times are read from one clock, which the machine's processes share.  An
-event's latency runs from the moment its producer sends COMMIT to the moment
-the receiver has the whole request.  The parts: a commit; a notification from the
-moment its transaction sends COMMIT to the listener's callback; and a bare POST
-with its answer.  The latter two are measured at the same rate, and at once,
-because whoever delivers events has both going on at once, too.  The first tenth
-of each does not count: everything is done for the first time then.
+All times are from the machine's monotonic clock, which processes share. An event's latency is the
+time from its producer's COMMIT to the receiver's complete request. The parts: a commit; a
+notification, from COMMIT to the listener's callback; and a bare POST with its response. The latter
+two are measured at the same rate and concurrently, because a relay does both concurrently, too. The
+first tenth is excluded as warm-up.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ WARM_UP = 0.1
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Both rates, the relay and the parts in turns."""
+    """Run both rates, the relay and the parts alternately."""
     return await run(stage, rounds, PER_S, QUICK_SECONDS if quick else SECONDS)
 
 
 async def run(stage: Stage, rounds: int, rates: tuple[int, ...], seconds: float) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     rows: list[Row] = []
     for per_s in rates:
         ours, parts = Rounds(), Rounds()
@@ -59,9 +57,9 @@ async def run(stage: Stage, rounds: int, rates: tuple[int, ...], seconds: float)
                 "latency",
                 f"{per_s:,} events/s, {name}",
                 "ms",
-                ours.of(name),
+                ours.samples_of(name),
                 "commit + NOTIFY + POST",
-                parts.of(name),
+                parts.samples_of(name),
                 target=target,
             )
             for name, (_, target) in SHARES.items()
@@ -70,7 +68,7 @@ async def run(stage: Stage, rounds: int, rates: tuple[int, ...], seconds: float)
 
 
 async def relay(stage: Stage, per_s: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Of every event the milliseconds to the receiver, and of its COMMIT alone."""
+    """Return for every event the milliseconds to the receiver, and those of its COMMIT."""
     events = int(per_s * seconds)
     async with stage.server.database() as database:
         async with search(database) as connection:
@@ -79,7 +77,7 @@ async def relay(stage: Stage, per_s: int, seconds: float) -> tuple[list[float], 
         stage.expect(events, keep=True)
         async with stage.relay(database):
             made = await produce(database, "event", per_s, events)
-            arrived = (await stage.receiver.answer())["arrived"]
+            arrived = (await stage.receiver.response())["arrived"]
     latency_ms = [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in _warm(events)]
     return latency_ms, [made["took_ns"][n] / NS_PER_MS for n in _warm(events)]
 
@@ -87,14 +85,14 @@ async def relay(stage: Stage, per_s: int, seconds: float) -> tuple[list[float], 
 async def notifications_and_posts(
     stage: Stage, per_s: int, seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds from COMMIT to the listener's callback, and of a bare POST with its answer."""
+    """Return the milliseconds from COMMIT to the listener's callback, and those of a bare POST."""
     events = int(per_s * seconds)
-    heard: dict[str, int] = {}
+    notified_at: dict[str, int] = {}
     everything = asyncio.Event()
 
-    def hear(_: object, __: int, ___: str, n: object) -> None:
-        heard[str(n)] = time.monotonic_ns()
-        if len(heard) == events:
+    def on_notification(_: object, __: int, ___: str, n: object) -> None:
+        notified_at[str(n)] = time.monotonic_ns()
+        if len(notified_at) == events:
             everything.set()
 
     stage.expect(0)
@@ -105,33 +103,33 @@ async def notifications_and_posts(
         child("client", stage.urls["http"], *words) as client,
     ):
         await listener.execute(MAKE_ACCOUNTS)
-        await listener.add_listener("bench", hear)
-        await client.answer()
+        await listener.add_listener("bench", on_notification)
+        await client.response()
         made = await produce(database, "notify", per_s, events, beside=client)
         await everything.wait()
-        took_s: list[float] = (await client.answer())["took_s"]
-    notify_ms = [(heard[n] - made["sent_at"][n]) / NS_PER_MS for n in _warm(events)]
+        took_s: list[float] = (await client.response())["took_s"]
+    notify_ms = [(notified_at[n] - made["sent_at"][n]) / NS_PER_MS for n in _warm(events)]
     return notify_ms, [s * 1000 for s in took_s[int(events * WARM_UP) :]]
 
 
 def _warm(events: int) -> list[str]:
-    """The events that count."""
+    """Return the events after the warm-up."""
     return [str(n) for n in range(int(events * WARM_UP), events)]
 
 
 async def produce(
     database: Database, what: str, per_s: int, events: int, beside: Child | None = None
 ) -> dict[str, Any]:
-    """Write events; `beside` begins in the same moment."""
+    """Write events; `beside` begins at the same moment."""
     async with child(
         "producer",
         database.dsn,
         *("--what", what, "--writers", WRITERS),
         *("--per-s", per_s, "--events", events),
     ) as producer:
-        await producer.answer()
-        producer.tell(begin=True)
+        await producer.response()
+        producer.send_command(begin=True)
         if beside is not None:
-            beside.tell(begin=True)
-        made: dict[str, Any] = await producer.answer()
+            beside.send_command(begin=True)
+        made: dict[str, Any] = await producer.response()
         return made

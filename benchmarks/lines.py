@@ -1,7 +1,7 @@
-"""A picture of rates over time, as SVG: one line for each contestant.
+"""A line chart of rates over time, as SVG: one line per contestant.
 
-Colours that are told apart in the reader's light or dark setting, and by dashes where
-colours are not told apart at all.
+The colours are distinguishable in light and dark mode, and dashes distinguish lines without
+colours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WIDTH, PLOT_HEIGHT = 960, 320
 LEFT, RIGHT, TOP, KEY = 76, 24, 56, 22
 POINTS_PER_S = 1
-"""What is in a second is told by the peak, which is not drawn."""
+"""The peak, which the smoothed line does not show, is given as text."""
 TICKS_X, TICKS_Y = 10, 5
 
 STYLE = """
@@ -48,14 +48,14 @@ STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A contestant's rates, one for each step."""
+    """The rates of a contestant, one per step."""
 
     name: str
     rates: Sequence[float]
 
 
 def draw(title: str, lines: Sequence[Line], *, step_s: float, shaded_s: float) -> str:
-    """The picture; the first so many seconds are shaded."""
+    """Draw the chart; the first seconds are shaded."""
     per_point = max(round(1 / (step_s * POINTS_PER_S)), 1)
     points = [_means(line.rates, per_point) for line in lines]
     seconds = max(len(line.rates) for line in lines) * step_s
@@ -89,10 +89,10 @@ def draw(title: str, lines: Sequence[Line], *, step_s: float, shaded_s: float) -
         for n in range(round(longest / step_x) + 1)
     ]
     for n, (line, rates) in reversed(list(enumerate(zip(lines, points, strict=True)))):
-        told = " ".join(
+        coordinates = " ".join(
             f"{x((i + 0.5) * per_point * step_s):.1f},{y(rate):.1f}" for i, rate in enumerate(rates)
         )
-        parts.append(f'<polyline class="line{n}" points="{told}"/>')
+        parts.append(f'<polyline class="line{n}" points="{coordinates}"/>')
         at = bottom + 48 + KEY * n
         parts.append(
             f'<line class="key line{n}" x1="{LEFT}" x2="{LEFT + 44}" y1="{at}" y2="{at}"/>'
@@ -109,13 +109,13 @@ def draw(title: str, lines: Sequence[Line], *, step_s: float, shaded_s: float) -
 
 
 def _means(rates: Sequence[float], of: int) -> list[float]:
-    """Of so many neighbours each, and of what is left."""
+    """Return the means of groups of neighbours."""
     groups = [rates[i : i + of] for i in range(0, len(rates), of)]
     return [sum(group) / of for group in groups]
 
 
 def _round(about: float) -> float:
-    """A number of the kind 1, 2, 5, 10 … that is not below this one."""
+    """Return the next number of the form 1, 2, 5, 10 … that is not below this one."""
     power = 10.0 ** floor(log10(max(about, 1e-9)))
     return next(n * power for n in (1, 2, 5, 10) if n * power >= about * 0.999)
 

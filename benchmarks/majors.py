@@ -1,8 +1,7 @@
-"""A producer's bill on every PostgreSQL that the outbox works with.
+"""The producer's cost on every supported PostgreSQL major.
 
-Sixteen writers, as in `commits`, and of its contestants those that the bill is told by.
-A major that is not here is fetched, as its tests fetch it; one that cannot be had is not
-measured, and the table says why.
+Sixteen writers, as in `commits`, with the contestants that determine the cost. A missing major is
+fetched, as the tests fetch it; an unavailable one is not measured, and the table gives the reason.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ COMPARISONS = ((PLAIN, OF_PLAIN), (NOTIFYING, OF_NOTIFYING), (DOMAIN, None))
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """One major after the other; on each the contestants in turns."""
+    """Measure one major after the other; on each, the contestants alternate."""
     if quick:
         return await run(stage, rounds, [min(majors.VERSIONS)], QUICK_SECONDS)
     return await run(stage, rounds, majors.VERSIONS, SECONDS)
 
 
 async def run(stage: Stage, rounds: int, those: Iterable[int], seconds: float) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     rows: list[Row] = []
     for major in those:
         try:
@@ -63,16 +62,16 @@ async def _on(stage: Stage, rounds: int, major: int, seconds: float) -> list[Row
     server = Server(major, POSTGRES_SETTINGS, on_disk=True)
     contestants = (DOMAIN, PLAIN, OURS, NOTIFYING)
     async with server.embedded:
-        told = f"majors, PostgreSQL {server.version}"
-        found = await in_turns(stage, server, rounds, contestants, MANY, seconds, told)
+        title = f"majors, PostgreSQL {server.version}"
+        found = await in_turns(stage, server, rounds, contestants, MANY, seconds, title)
     return [
         Row(
             "majors",
             _name(major),
             "/s",
-            found.of(OURS.name),
+            found.samples_of(OURS.name),
             beside.name,
-            found.of(beside.name),
+            found.samples_of(beside.name),
             target=target,
         )
         for beside, target in COMPARISONS

@@ -1,8 +1,7 @@
-"""Memory of the relay process beside that of one with nothing to do.
+"""Memory of the relay process, compared with an idle relay.
 
-The highest resident size seen while it settles: with ten thousand endpoints
-that get nothing, and while a million events pile up for a receiver that is
-down.
+The peak resident size until it settles: with ten thousand endpoints without events, and while a
+million events accumulate for a receiver that is down.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ENDPOINTS, QUICK_ENDPOINTS = 10_000, 200
 BACKLOG_EVENTS, QUICK_BACKLOG_EVENTS = 1_000_000, 20_000
 LANES = 64
 SETTLE_S = 3.0
-"""So long it is watched after everything is there."""
+"""Observation time in seconds after all data is present."""
 SAMPLE_S = 0.05
 MB = 1e6
 TARGET = Target("under", 200.0)
@@ -38,7 +37,7 @@ SELECT (SELECT max(id) FROM outbox) <= (SELECT high FROM batch ORDER BY batch DE
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """One round: memory does not depend on who else uses the machine."""
+    """Run one round: memory does not depend on other load of the machine."""
     return await run(
         stage,
         QUICK_ENDPOINTS if quick else ENDPOINTS,
@@ -47,7 +46,7 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 
 
 async def run(stage: Stage, endpoints: int, events: int) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     empty = await peak_mb(stage, 0, 0)
     stage.say(f"memory, nothing to do: {empty:.0f} MB")
     idle = await peak_mb(stage, endpoints, 0)
@@ -73,12 +72,12 @@ async def run(stage: Stage, endpoints: int, events: int) -> list[Row]:
 
 
 async def peak_mb(stage: Stage, endpoints: int, events: int) -> float:
-    """The relay's highest resident size, from its start until it settled."""
+    """Return the relay's peak resident size, from its start until it settled."""
     async with stage.server.database() as database, search(database) as connection:
-        nobody = f"http://127.0.0.1:{free_port()}/"
+        unreachable_url = f"http://127.0.0.1:{free_port()}/"
         for n in range(endpoints):
             lanes = LANES if events else 1
-            await add_endpoint(connection, nobody, name=f"endpoint-{n}", lanes=lanes)
+            await add_endpoint(connection, unreachable_url, name=f"endpoint-{n}", lanes=lanes)
         if events:
             await connection.execute(BACKLOG, events, 170, timeout=600)
         await connection.execute("ANALYZE")
@@ -93,7 +92,7 @@ async def peak_mb(stage: Stage, endpoints: int, events: int) -> float:
 
 @asynccontextmanager
 async def _peak(pid: int) -> AsyncIterator[list[int]]:
-    """The highest resident size during the block, in bytes."""
+    """Measure the peak resident size during the block, in bytes."""
     process = psutil.Process(pid)
     peak = [0]
 

@@ -1,15 +1,14 @@
-"""Millions of deliveries end to end: does anything get slower, or grow, and what is left?
+"""Millions of deliveries end to end: does the relay slow down or grow, and what remains?
 
-Events are written while the relay delivers them, so that a bounded backlog is always there.
-When they are there, some more take turns with as many in a new database that has its own
-relay, which tells whether it is as fast as it was in the beginning: the last fifth of them
-beside the first would tell as much of the machine, minutes later.  The relay's resident size
-after the last tenth beside that after the first tells whether it grows.  The tables are
-weighed before, at the end, and when everything was kept long enough: that takes a month, so
-retention is told here that a period lasts no time, and does what a relay's maintenance does
-then.  What is only ever added to has to be as it was before; what is written over, a row for
-each lane and the like, is as large as what a minute leaves behind, which is when autovacuum
-comes, and must not become more.
+Events are written while the relay delivers them, so that there is always a bounded backlog.
+After the last one, further events alternate with as many in a new database with its own relay,
+which shows whether the speed is that of the beginning: a comparison of the last fifth with the
+first would also show how the machine changed in between. The relay's resident size after the
+last tenth, compared with that after the first, shows whether it grows. Table sizes are measured
+before, at the end, and after retention: that takes a month, so a period length of zero is given
+to retention, which then runs as in a relay's maintenance. Append-only tables must return to
+their size from before. Updated tables, with a row per lane and the like, are as large as the
+dead rows of a minute, after which autovacuum runs, and must not grow further.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from benchmarks.deliveries import FRAME_BYTES
 from benchmarks.figures import Rounds, Row, Samples, Target
 from benchmarks.peers.turns import unless_ended
 from benchmarks.stage import add_endpoint, search, until
-from outbox.core.sequencing.partition_window import Keep
+from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import CannotRun
 from outbox.store.partitions import PartitionStore
 from outbox.store.retention import RetentionStore
@@ -43,15 +42,15 @@ LANES = 64
 PAYLOAD_BYTES = 200
 TENTHS, OF_A_FIFTH = 10, 2
 TURNS, OF_A_TURN = 5, 50
-"""Of those that come after all of them, and how many times fewer these are."""
+"""Share of the deliveries that follow all others."""
 STEPS = 500
-"""The receiver tells so often how many it has, and so many pieces is everything written in."""
+"""The receiver reports its count this often, and the events are written in this many parts."""
 BACKLOG = 20_000
-"""Events are written as long as no more than this are not delivered."""
+"""Events are written while no more than this number is undelivered."""
 WARM_UP = 5_000
-"""Delivered before anything is measured, over connections and code that are new."""
+"""Warm-up deliveries, over new connections and cold code."""
 TURNS_MAX = 100
-"""Of retention: each period begins, settles and goes in three, unless somebody reads."""
+"""Retention runs: each period begins, settles and is dropped in three, unless a reader holds it."""
 MB = 1e6
 PACE = Target("at least", 0.9)
 OLD, NEW = "after all of them", "in a new database"
@@ -60,7 +59,7 @@ TABLES = Target("at most", 1.1)
 WRITTEN_OVER = Target("under", 8.0)
 ADDED_TO = ("outbox", "delivery", "attempt", "batch")
 
-# Every event has a key of its own, so that lanes are about equally long.
+# Every event has its own key, so that lanes are about equally long.
 PUBLISH = f"""
 INSERT INTO outbox (type, key, payload)
 SELECT 'order.paid', 'order-' || n,
@@ -68,7 +67,7 @@ SELECT 'order.paid', 'order-' || n,
   FROM generate_series($1::bigint, $2::bigint - 1) AS n
 """
 
-# All that the schema takes: partitions, indexes, and what is stored out of line.
+# The total size of the schema: partitions, indexes, and TOAST.
 SIZES = """
 SELECT coalesce(substring(relname FROM '^(outbox|delivery|attempt|batch)_[0-9]+$'), relname)
            AS name,
@@ -85,21 +84,21 @@ DROPPED = "SELECT count(*) FROM period WHERE dropped_at IS NOT NULL AND kind = $
 
 
 async def measure(stage: Stage, _rounds: int, *, quick: bool) -> list[Row]:
-    """One round: it is long."""
+    """Run one round, which is long."""
     return await run(stage, stage.deliveries or (QUICK_DELIVERIES if quick else DELIVERIES))
 
 
 async def run(stage: Stage, deliveries: int) -> list[Row]:
-    """The same with another number."""
+    """Run with another number."""
     deliveries = _whole(deliveries)
     async with stage.server.database() as database, search(database) as connection:
         await add_endpoint(connection, stage.urls["http"], lanes=LANES)
         async with stage.relay(database) as relay:
-            # The very first ones are not like all that follow.
+            # The very first deliveries differ from all later ones.
             warm_up = min(WARM_UP, deliveries // 4)
             stage.expect(warm_up)
             await connection.execute(PUBLISH, -warm_up, 0)
-            await stage.receiver.answer()
+            await stage.receiver.response()
             await _retain(stage, connection, relay)
             rest = await _sizes(connection)
             times, rss, over = await _deliver(stage, connection, relay, deliveries, stage.say)
@@ -108,7 +107,7 @@ async def run(stage: Stage, deliveries: int) -> list[Row]:
             pace = await _in_turns(stage, connection, relay, _whole(deliveries // OF_A_TURN))
             await _retain(stage, connection, relay)
             after = await _sizes(connection)
-    _tell_tables(stage, rest, end, after)
+    _print_tables(stage, rest, end, after)
     first, last = (
         OF_A_FIFTH * deliveries / TENTHS / (times[to] - times[since])
         for since, to in ((0, OF_A_FIFTH), (-1 - OF_A_FIFTH, -1))
@@ -118,9 +117,9 @@ async def run(stage: Stage, deliveries: int) -> list[Row]:
             "million",
             f"when {deliveries:,} were delivered",
             "/s",
-            pace.of(OLD),
+            pace.samples_of(OLD),
             NEW,
-            pace.of(NEW),
+            pace.samples_of(NEW),
             target=PACE,
         ),
         Row(
@@ -163,27 +162,27 @@ async def run(stage: Stage, deliveries: int) -> list[Row]:
 
 
 def _whole(deliveries: int) -> int:
-    """As many, or a few less or more, so that all steps are alike."""
+    """Return this number, adjusted so that all steps are alike."""
     return max(deliveries - deliveries % STEPS, STEPS)
 
 
 async def _in_turns(
     stage: Stage, connection: Connection[Any], relay: RelayProcess, deliveries: int
 ) -> Rounds:
-    """Some more deliveries a second, beside as many in a new database."""
+    """Compare the deliveries per second with those in a new database, alternating."""
     found = Rounds()
     async with stage.server.database() as database, search(database) as beside:
         await add_endpoint(beside, stage.urls["http"], lanes=LANES)
         async with stage.relay(database) as new:
             turns = [(OLD, connection, relay), (NEW, beside, new)]
             for number in range(TURNS):
-                for name, where, whose in turns:
-                    times, _, _ = await _deliver(stage, where, whose, deliveries)
+                for name, where, site in turns:
+                    times, _, _ = await _deliver(stage, where, site, deliveries)
                     found.add(name, deliveries / (times[-1] - times[0]))
-                told = ", ".join(
+                described = ", ".join(
                     f"{name} {values[-1]:,.0f}/s" for name, values in found.values.items()
                 )
-                stage.say(f"million, turn {number + 1} of {TURNS}: {told}")
+                stage.say(f"million, turn {number + 1} of {TURNS}: {described}")
                 turns.reverse()
     return found
 
@@ -195,13 +194,16 @@ async def _deliver(
     deliveries: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[float], list[int], list[int]]:
-    """When each tenth began and the last one ended; after each, the relay's size in bytes, and
-    that of what is written over.
+    """Deliver and measure each tenth.
+
+    Returns:
+        When each tenth began and the last one ended; after each, the relay's size in bytes; and
+        the size of the updated tables.
     """
     assert relay.process is not None
     process = psutil.Process(relay.process.pid)
     times, rss, over = [time.monotonic()], [], []
-    made = arrived = told = 0
+    made = arrived = tenths = 0
     step = deliveries // STEPS
     backlog = min(BACKLOG, deliveries // TENTHS)
     stage.expect(deliveries, every=step)
@@ -210,11 +212,11 @@ async def _deliver(
             await connection.execute(PUBLISH, made, made + step)
             made += step
         ended = relay.process.wait()
-        answer = await unless_ended("the relay", stage.receiver.answer(), ended)
-        arrived = answer["so_far"]
-        if arrived * TENTHS // deliveries > told:
-            told = arrived * TENTHS // deliveries
-            times.append(answer["at"] / 1e9)
+        response = await unless_ended("the relay", stage.receiver.response(), ended)
+        arrived = response["so_far"]
+        if arrived * TENTHS // deliveries > tenths:
+            tenths = arrived * TENTHS // deliveries
+            times.append(response["at"] / 1e9)
             rss.append(process.memory_info().rss)
             per_s = deliveries / TENTHS / (times[-1] - times[-2])
             sizes = await _sizes(connection)
@@ -228,25 +230,27 @@ async def _deliver(
 
 
 async def _retain(stage: Stage, connection: Connection[Any], relay: RelayProcess) -> None:
-    """What a relay's maintenance does when everything was kept long enough.
+    """Run the relay's maintenance as after the end of the retention.
 
     Raises:
-        CannotRun: something keeps what was delivered.
+        CannotRun: Delivered events could not be dropped.
     """
     await until(connection, SETTLED, relay)
     partitions = PartitionStore(connection)
-    retention = RetentionStore(connection, Keep(0, 0, 0), period_s=0)
+    retention = RetentionStore(connection, Retention(0, 0, 0), period_s=0)
     before = [await connection.fetchval(DROPPED, kind) for kind in ("events", "log")]
     for _ in range(TURNS_MAX):
         await partitions.extend()
-        await retention.tend()
+        await retention.advance_periods()
         await partitions.drop()
         now = [await connection.fetchval(DROPPED, kind) for kind in ("events", "log")]
         if all(after > was for was, after in zip(before, now, strict=True)):
             break
-        await asyncio.sleep(0.2)  # Whoever reads at the moment, or has a checkpoint to write.
+        await asyncio.sleep(0.2)  # A reader, or a pending checkpoint, delays the drop.
     else:
-        raise CannotRun(f"retention does not get on: {now} periods are dropped, as {before} were")
+        raise CannotRun(
+            f"retention makes no progress: {now} periods are dropped, {before} were before"
+        )
     await connection.execute("VACUUM")
     stage.say("million: retention is done")
 
@@ -259,9 +263,9 @@ def _added_to(sizes: dict[str, int]) -> int:
     return sum(sizes[name] for name in ADDED_TO)
 
 
-def _tell_tables(stage: Stage, *sizes: dict[str, int]) -> None:
-    """Those that were large at any time: before, at the end, and after retention."""
+def _print_tables(stage: Stage, *sizes: dict[str, int]) -> None:
+    """Print the tables that were large at any time: before, at the end, and after retention."""
     for name in sorted(set().union(*sizes), key=lambda name: -max(s.get(name, 0) for s in sizes)):
-        told = " / ".join(f"{each.get(name, 0) / MB:,.2f}" for each in sizes)
+        sizes_mb = " / ".join(f"{each.get(name, 0) / MB:,.2f}" for each in sizes)
         if max(each.get(name, 0) for each in sizes) > MB / 10:
-            stage.say(f"million, {name}: {told} MB before, at the end, after retention")
+            stage.say(f"million, {name}: {sizes_mb} MB before, at the end, after retention")

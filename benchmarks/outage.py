@@ -1,11 +1,11 @@
-"""A receiver's outage: who overruns it when it comes back, and who is done how soon.
+"""A receiver outage: which clients overload the recovered receiver, and how soon they catch up.
 
-Events gather while the receiver answers 503; then it is well, and takes 20 ms for each
-request, 64 of them at a time.  The relay, which probes and starts slowly, stands beside
-three clients that retry each delivery by itself: after a fixed interval, after delays that
-grow, and with full jitter on these.  They are programs of the benchmark's own, because the
-relay cannot be told to work like that: an endpoint's health speaks for all its lanes,
-whatever its policy.  They keep everything in memory, and no order.
+Events accumulate while the receiver responds 503; then it recovers, and takes 20 ms per request, 64
+at a time. The relay, which probes and then recovers by slow start, is compared with three clients
+that retry each delivery individually: at a fixed interval, with exponential back-off, and with full
+jitter. They are programs of the benchmark, because the relay's circuit breaker always acts for all
+lanes of an endpoint, whatever its retry policy is. They keep everything in memory, and keep no
+order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM = f"SELECT count(*) = {WARM_UP} FROM attempt WHERE outcome = 'delivered'"
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """How long it lasts, what gathers meanwhile, and how long the others wait at first."""
+    """The length of the outage, the number of events, and the first retry delay."""
 
     seconds: float = 30.0
     events: int = 50_000
@@ -54,37 +54,37 @@ FULL, QUICK = Outage(), Outage(1.0, 500, 0.2)
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the receiver saw of one contestant."""
+    """What the receiver observed of one contestant."""
 
     bins: list[int]
-    """Requests in each tenth of a second since the outage began."""
+    """Requests per tenth of a second since the outage began."""
     down: int
-    """So many of these it was down."""
+    """The number of these during the outage."""
     recovered_s: float
-    """From the outage's end to the last delivery."""
+    """Seconds from the end of the outage to the last delivery."""
 
     @property
     def peak(self) -> float:
-        """The most that came in a tenth of a second, per second."""
+        """The highest rate in any tenth of a second, per second."""
         return max(self.bins) / STEP_S
 
     @property
     def peak_after(self) -> float:
-        """The same of what came when it was well again."""
+        """The same after the outage."""
         return max(self.bins[self.down :]) / STEP_S
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """All four in turns."""
+    """Run all four alternately."""
     return await run(stage, rounds, QUICK if quick else FULL)
 
 
 async def run(stage: Stage, rounds: int, outage: Outage) -> list[Row]:
-    """The same with another outage."""
+    """Run with another outage."""
     peaks, after, recoveries = Rounds(), Rounds(), Rounds()
     last: dict[str, Course] = {}
     async with child("faltering") as receiver:
-        url = (await receiver.answer())["url"]
+        url = (await receiver.response())["url"]
         for number in range(rounds):
             for name in (OURS, *WAYS):
                 if name == OURS:
@@ -112,7 +112,7 @@ async def run(stage: Stage, rounds: int, outage: Outage) -> list[Row]:
         step_s=STEP_S,
         shaded_s=outage.seconds,
     )
-    fastest = [recoveries.of(name).values for name in WAYS]
+    fastest = [recoveries.samples_of(name).values for name in WAYS]
     return [
         *_beside_each("highest rate", "/s", peaks, PEAK),
         *_beside_each("highest rate when it is well again", "/s", after),
@@ -120,7 +120,7 @@ async def run(stage: Stage, rounds: int, outage: Outage) -> list[Row]:
             "outage",
             "time to recover",
             "s",
-            recoveries.of(OURS),
+            recoveries.samples_of(OURS),
             "the fastest of them",
             Samples(tuple(map(min, zip(*fastest, strict=True)))),
             target=RECOVERY,
@@ -131,12 +131,13 @@ async def run(stage: Stage, rounds: int, outage: Outage) -> list[Row]:
 
 def _beside_each(name: str, unit: str, found: Rounds, target: Target | None = None) -> list[Row]:
     return [
-        Row("outage", name, unit, found.of(OURS), way, found.of(way), target=target) for way in WAYS
+        Row("outage", name, unit, found.samples_of(OURS), way, found.samples_of(way), target=target)
+        for way in WAYS
     ]
 
 
 async def relay(stage: Stage, receiver: Child, url: str, outage: Outage) -> Course:
-    """The relay, over the lanes of one endpoint."""
+    """Run the relay over the lanes of one endpoint."""
     async with stage.server.database() as database, search(database) as connection:
         retry = policies(outage.base_s)["full jitter"]
         await add_endpoint(connection, url, lanes=LANES, retry=retry)
@@ -145,7 +146,7 @@ async def relay(stage: Stage, receiver: Child, url: str, outage: Outage) -> Cour
             await connection.execute(PUBLISH, -WARM_UP, 0)
             await until(connection, WARM, process)
             clock = asyncio.get_running_loop().time
-            receiver.tell(down_s=outage.seconds, takes_s=TAKES_S, expect=outage.events)
+            receiver.send_command(down_s=outage.seconds, takes_s=TAKES_S, expect=outage.events)
             began_at, made = clock(), 0
             while made < outage.events:
                 await asyncio.sleep(min(STEP_S, outage.seconds / 10))
@@ -154,21 +155,21 @@ async def relay(stage: Stage, receiver: Child, url: str, outage: Outage) -> Cour
                 await connection.execute(PUBLISH, made, upto)
                 made = upto
             ended = process.process.wait()
-            return _course(outage, await unless_ended("the relay", receiver.answer(), ended))
+            return _course(outage, await unless_ended("the relay", receiver.response(), ended))
 
 
 async def retrying(receiver: Child, url: str, how: str, outage: Outage) -> Course:
-    """One of the clients."""
+    """Run one of the clients."""
     words = ("--how", how, "--events", outage.events, "--seconds", outage.seconds)
     async with child(
         "retrying", url, *words, "--base-s", outage.base_s, "--at-a-time", LANES
     ) as client:
-        await client.answer()
-        receiver.tell(down_s=outage.seconds, takes_s=TAKES_S, expect=outage.events)
-        client.tell(begin=True)
-        return _course(outage, await unless_ended(how, receiver.answer(), client.ended()))
+        await client.response()
+        receiver.send_command(down_s=outage.seconds, takes_s=TAKES_S, expect=outage.events)
+        client.send_command(begin=True)
+        return _course(outage, await unless_ended(how, receiver.response(), client.ended()))
 
 
-def _course(outage: Outage, told: dict[str, Any]) -> Course:
-    """What the receiver says."""
-    return Course(told["bins"], round(outage.seconds / STEP_S), told["recovered_s"])
+def _course(outage: Outage, reported: dict[str, Any]) -> Course:
+    """Parse the receiver's report."""
+    return Course(reported["bins"], round(outage.seconds / STEP_S), reported["recovered_s"])

@@ -1,6 +1,6 @@
-"""How soon each view of the page is seen, on a database with a past beside a small one.
+"""Latency of each view of the page on a database with a large history, compared with a small one.
 
-A real browser, from the navigation to the moment at which the view shows what it is for.
+Uses a real browser, from the navigation to the moment at which the view shows its content.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TARGET = Target("at most", 3.0)
 TIMEOUT_MS = 60_000
 
-# A view, its address, and what shows that it is there.
+# A view, its address, and the element that proves that it is rendered.
 VIEWS = {
     "overview": ("overview", ".lanelist li"),
     "endpoints": ("endpoints", "tbody tr"),
@@ -46,18 +46,18 @@ VIEWS = {
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Each view on both databases, in turns."""
+    """Open each view on both databases, alternating."""
     return await run(stage, rounds, QUICK if quick else LARGE)
 
 
 async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
-    """The same with another past.
+    """Run with another history.
 
     Raises:
-        CannotRun: there is no browser.
+        CannotRun: There is no browser.
     """
     if chromium() is None:
-        raise CannotRun("the page is looked at with chromium: apt-get install chromium")
+        raise CannotRun("the section `pages` needs chromium: apt-get install chromium")
     ours, beside = Rounds(), Rounds()
     async with AsyncExitStack() as stack:
         large = await stack.enter_async_context(stage.server.database())
@@ -72,14 +72,14 @@ async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
         for number in range(rounds + 1):
             for name, (address, shown) in VIEWS.items():
                 for url, token, samples in pages:
-                    took_ms = await _look(browser, f"{url}/#/{address}", token, shown)
+                    took_ms = await _render_ms(browser, f"{url}/#/{address}", token, shown)
                     # The first round opens connections and fills caches, on both.
                     if number:
                         samples.add(name, took_ms)
             stage.say(f"pages, round {number} of {rounds}")
     few = f"{SMALL.events} events, {SMALL.endpoints} endpoints"
     return [
-        Row("pages", name, "ms", ours.of(name), few, beside.of(name), target=TARGET)
+        Row("pages", name, "ms", ours.samples_of(name), few, beside.samples_of(name), target=TARGET)
         for name in VIEWS
     ]
 
@@ -90,8 +90,8 @@ async def _fill(stage: Stage, database: Database, past: Past) -> None:
         await PartitionStore(connection).summarize()
 
 
-async def _look(browser: Browser, url: str, token: str, shown: str) -> float:
-    """Milliseconds from the navigation until the view is there, in a tab of its own."""
+async def _render_ms(browser: Browser, url: str, token: str, shown: str) -> float:
+    """Return the milliseconds from the navigation until the view is rendered in a new tab."""
     context = await browser.new_context()
     try:
         await context.add_init_script(f"sessionStorage.setItem('outbox-token', '{token}')")

@@ -1,7 +1,7 @@
 """The picture: every comparison as a bar, with its spread and its target.
 
-SVG written by hand, because bars and text are all there is to it.  Its colours
-follow the reader's light or dark setting.
+The SVG is written by hand, because it consists of bars and text only. Its colours follow the
+reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ AXES = {
     "memory": "MB more than a relay with nothing to do; less is better",
 }
 LONGEST = {"peers": 8.0}
-"""Where a bar ends that would leave the others no room: some peers are much slower."""
+"""The maximum length of a bar: some peers are so much slower that the others would be invisible."""
 SEVERAL = ("commits", "majors", "peers", "peers-latency", "outage")
-"""Sections in which one figure of ours stands beside several."""
+"""Sections in which one of our figures is compared with several others."""
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """The whole picture as SVG."""
+    """Return the whole picture as SVG."""
     parts: list[str] = []
     y = MARGIN
     for section, group in groupby(rows, key=lambda row: row.section):
@@ -136,8 +136,8 @@ def _row(parts: list[str], row: Row, y: int, scale: float) -> None:
             f'<line class="target" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 4}" y2="{y + BAR + 4}">'
             f"<title>{escape(target(row))}</title></line>"
         )
-    told = f"{compared(row).partition(' (')[0]}   {figure(row.ours.median, row.unit)}"
-    parts.append(_text(left + BARS + 16, y + 12, told, ""))
+    label = f"{compared(row).partition(' (')[0]}   {figure(row.ours.median, row.unit)}"
+    parts.append(_text(left + BARS + 16, y + 12, label, ""))
 
 
 def _text(x: float, y: float, text: str, kind: str) -> str:

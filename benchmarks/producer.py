@@ -1,7 +1,7 @@
 """A producer: transactions with a small domain write and an event.
 
-Either as many as it can for some seconds, or so many each second, of which it
-then tells when COMMIT was sent and how long it took.
+Either at full speed for some seconds, or at a fixed rate; then it reports when each COMMIT was sent
+and how long it took.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WHAT = ("domain", "event", "event-alone", "notify")
 ACCOUNTS = 10_000
 FILLER = "x" * 170
 
-# One statement each, so that the machine is the relay's and not ours.
+# One statement each, so that the client costs little.
 DOMAIN_WRITE = "UPDATE account SET balance = balance + 1 WHERE id = $1"
 PUBLISH_ALONE = f"""
 INSERT INTO relay.outbox (type, key, payload)
@@ -33,13 +33,13 @@ NOTIFY = f"WITH domain AS ({DOMAIN_WRITE}) SELECT pg_notify('bench', $2::int::te
 
 
 class Writer:
-    """One connection's transactions."""
+    """The transactions of one connection."""
 
     def __init__(self, connection: asyncpg.Connection[Any]) -> None:
         self._db = connection
 
     async def transaction(self, n: int, what: str) -> tuple[int, int]:
-        """When COMMIT was sent and when it was answered (monotonic ns)."""
+        """Return when COMMIT was sent and when it completed (monotonic ns)."""
         db = self._db
         account = random.randint(1, ACCOUNTS)
         await db.execute("BEGIN")
@@ -58,7 +58,7 @@ class Writer:
 
 
 async def flat_out(writers: list[Writer], what: str, seconds: float) -> float:
-    """Commits per second."""
+    """Return the commits per second."""
     done = 0
     started = time.monotonic()
 
@@ -75,7 +75,7 @@ async def flat_out(writers: list[Writer], what: str, seconds: float) -> float:
 async def paced(
     writers: list[Writer], what: str, events: int, per_s: float
 ) -> dict[str, dict[int, int]]:
-    """By event: when COMMIT was sent, and how many nanoseconds it took."""
+    """Return by event when COMMIT was sent, and how many nanoseconds it took."""
     clock = asyncio.get_running_loop().time
     free: asyncio.Queue[Writer] = asyncio.Queue()
     for writer in writers:
@@ -85,14 +85,14 @@ async def paced(
 
     async def one(n: int) -> None:
         writer = await free.get()
-        sent_at[n], answered_at = await writer.transaction(n, what)
-        took_ns[n] = answered_at - sent_at[n]
+        sent_at[n], committed_at = await writer.transaction(n, what)
+        took_ns[n] = committed_at - sent_at[n]
         free.put_nowait(writer)
 
     started = clock()
     async with asyncio.TaskGroup() as tasks:
         for n in range(events):
-            # Not like a clock, or it would keep step with the relay's own.
+            # At random intervals, or the producer would synchronise with the relay's timers.
             await asyncio.sleep(started + (n + random.random()) / per_s - clock())
             tasks.create_task(one(n))
     return {"sent_at": sent_at, "took_ns": took_ns}
@@ -103,7 +103,7 @@ async def run(given: argparse.Namespace) -> None:
     writers = [Writer(connection) for connection in connections]
     if given.per_s:
         for writer in writers:
-            await writer.transaction(0, "domain")  # Warm code and statements.
+            await writer.transaction(0, "domain")  # Warm up code and statements.
         say({"ready": True})
         sys.stdin.readline()
         found = await paced(writers, given.what, given.events, given.per_s)
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--what", choices=WHAT, required=True)
     parser.add_argument("--writers", type=int, required=True)
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--per-s", type=float, help="Paced; else as fast as it goes.")
+    parser.add_argument("--per-s", type=float, help="Fixed rate; default: full speed.")
     parser.add_argument("--events", type=int)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(run(parser.parse_args()))

@@ -1,7 +1,7 @@
-"""Where a relay's processor time goes while it drains a backlog: one picture.
+"""A flame graph of a relay's CPU time while it drains a backlog.
 
-Each box is a function, as wide as the share of the time that it and what it calls took, and
-stands below whoever called it.  What is left open below a box is its own.
+Each box is a function, as wide as its share of the time including its callees, and is below its
+caller. The uncovered part below a box is the function's own time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ QUICK_REQUESTS = 4_000
 
 WIDTH, ROW, HEAD, MARGIN = 1200, 18, 64, 12
 CHAR = 6.6
-"""About so wide is a letter."""
+"""The approximate width of a letter."""
 SHARE_MIN = 0.002
-"""What took less is not drawn."""
+"""Smaller shares are not drawn."""
 LAYERS = {
     "outbox/core/": "core",
     "outbox/relay/": "relay",
@@ -53,12 +53,12 @@ class Box:
 
     name: str
     times: int = 0
-    """How often it, or what it called, was met."""
+    """Number of samples of the function and its callees."""
     calls: dict[str, Box] = field(default_factory=dict)
 
 
 def grown(lines: Iterable[str]) -> Box:
-    """All stacks as one tree; see `benchmarks.sampled`."""
+    """Build a tree from all stacks; see `benchmarks.sampled`."""
     root = Box("all")
     for line in lines:
         times, _, stack = line.partition(" ")
@@ -71,7 +71,7 @@ def grown(lines: Iterable[str]) -> Box:
 
 
 def draw(root: Box, facts: Mapping[str, str], requests: int) -> str:
-    """The tree as SVG."""
+    """Draw the tree as SVG."""
     boxes = list(placed(root))
     height = HEAD + ROW * (1 + max((row for _, _, row in boxes), default=0)) + MARGIN
     about = f"{requests:,} deliveries over 64 lanes; Python {facts['Python']}, {facts['system']}"
@@ -91,7 +91,7 @@ def draw(root: Box, facts: Mapping[str, str], requests: int) -> str:
 
 
 def placed(root: Box) -> Iterator[tuple[Box, int, int]]:
-    """What is called, the most costly first: with the times to its left, and its row."""
+    """Return the callees, most expensive first, each with its offset and its row."""
 
     def below(box: Box, before: int, row: int) -> Iterator[tuple[Box, int, int]]:
         for called in sorted(box.calls.values(), key=lambda each: -each.times):
@@ -118,10 +118,10 @@ def _box(box: Box, before: int, row: int, of: int) -> str:
     path, _, name = box.name.rpartition(":")
     layer = next(layer for prefix, layer in LAYERS.items() if path.startswith(prefix))
     room = int((width - 6) / CHAR)
-    told = name.replace(".<locals>", "")
-    if len(told) > room:
-        told = told.rpartition(".")[2]
-    label = told if len(told) <= room else f"{told[: room - 1]}…" if room > 4 else ""
+    text = name.replace(".<locals>", "")
+    if len(text) > room:
+        text = text.rpartition(".")[2]
+    label = text if len(text) <= room else f"{text[: room - 1]}…" if room > 4 else ""
     return (
         f"<g><title>{escape(name)} ({escape(path)}), {box.times / of:.1%}</title>"
         f'<rect class="{layer}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" '
@@ -131,7 +131,7 @@ def _box(box: Box, before: int, row: int, of: int) -> str:
 
 
 async def measure(stage: Stage, *, quick: bool) -> tuple[Box, int]:
-    """The tree, and how many deliveries it is of."""
+    """Return the tree and the number of deliveries."""
     requests = QUICK_REQUESTS if quick else LOAD.requests
     path = stage.directory / "stacks"
     async with stage.server.database() as database:
@@ -141,5 +141,5 @@ async def measure(stage: Stage, *, quick: bool) -> tuple[Box, int]:
         stage.expect(requests)
         env = {"OUTBOX_DSN": database.dsn, "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
         async with child("sampled", path, env=env):
-            await stage.receiver.answer()
+            await stage.receiver.response()
     return grown(path.read_text("utf-8").splitlines()), requests

@@ -1,13 +1,13 @@
-"""A receiver that costs little: reads a request, notes the time, answers 204.
+"""A cheap receiver: reads a request, records the time, and responds 204.
 
-A process of its own, told what to expect by JSON lines on stdin.  It ends when
-stdin does.  One line is answered by one line, when everything has come:
+A separate process, controlled by JSON lines on stdin. It ends at the end of stdin. One line is
+printed for each command, after everything has arrived:
 
     {"expect": 1000, "keep": false, "delay_s": 0, "every": 0}
     {"per_s": 8123.4}                                or, with keep,
     {"arrived": {"17": 123456789}}                   payload's n: monotonic ns
 
-With `every`, so many requests are told of at a time, and nothing at the end:
+With `every`, a line is printed after each such number of requests, and none at the end:
 
     {"so_far": 2000, "at": 123456789}                monotonic ns
 """
@@ -31,15 +31,15 @@ except ImportError:  # Windows
     uvloop = None  # type: ignore[assignment]
 
 TAKEN = b"HTTP/1.1 204 No Content\r\n\r\n"
-# The first and the last requests tell of starting and of lanes that ended early.
+# The first and the last requests include start-up and lanes that ended early.
 FROM_SHARE, TO_SHARE = 0.05, 0.9
 
 
 class Receiver:
-    """What is expected, and what has come."""
+    """The expected and the received requests."""
 
     def __init__(self) -> None:
-        self.answer = TAKEN
+        self.response = TAKEN
         self.delay_s = 0.0
         self._expected = self._every = 0
         self._times = array("q")
@@ -47,7 +47,7 @@ class Receiver:
         self._unread = b""
 
     def command(self) -> None:
-        """Read a line from stdin; without one, end."""
+        """Read a command from stdin; end at the end of the input."""
         read = os.read(sys.stdin.fileno(), 65536)
         if not read:
             asyncio.get_running_loop().stop()
@@ -61,7 +61,7 @@ class Receiver:
             self._bodies = [] if asked["keep"] else None
 
     def arrived(self, body: bytes, deliveries: int) -> None:
-        """One request is here; what is sent again was not expected, and does not count."""
+        """Handle a request; a duplicate is not expected, and does not count."""
         if b'"replay_of":' in body:
             return
         now, is_complete = time.monotonic_ns(), len(self._times) >= self._expected
@@ -78,7 +78,7 @@ class Receiver:
     def _report(self) -> dict[str, Any]:
         times = self._times
         if self._bodies is not None:
-            # The first copy of each counts.
+            # The first copy of each event counts.
             arrived: dict[str, int] = {}
             for body, at in zip(self._bodies, times, strict=True):
                 arrived.setdefault(str(orjson.loads(body)["data"]["n"]), at)
@@ -88,7 +88,7 @@ class Receiver:
 
 
 class Connection(asyncio.Protocol):
-    """As much of HTTP/1.1 as our clients speak."""
+    """The part of HTTP/1.1 that our clients use."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -110,18 +110,18 @@ class Connection(asyncio.Protocol):
             self._receiver.arrived(self._read[end + 4 : total], deliveries)
             self._read = self._read[total:]
             if self._receiver.delay_s:
-                asyncio.get_running_loop().call_later(self._receiver.delay_s, self._answer)
+                asyncio.get_running_loop().call_later(self._receiver.delay_s, self._respond)
             else:
-                self._answer()
+                self._respond()
 
-    def _answer(self) -> None:
-        if self._transport.is_closing():  # A client that was ended meanwhile.
+    def _respond(self) -> None:
+        if self._transport.is_closing():  # The client was ended meanwhile.
             return
-        self._transport.write(self._receiver.answer)
+        self._transport.write(self._receiver.response)
 
 
 def _number(head: bytes, name: bytes) -> int | None:
-    """What a header says; names are in lower case, as the head is."""
+    """Return the value of a numeric header; names are in lower case, as in the head."""
     at = head.find(b"\r\n%b:" % name)
     if at < 0:
         return None
@@ -129,27 +129,27 @@ def _number(head: bytes, name: bytes) -> int | None:
 
 
 def say(what: dict[str, Any]) -> None:
-    """One JSON line on stdout."""
+    """Print one JSON line to stdout."""
     sys.stdout.buffer.write(orjson.dumps(what) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A quick one: what surrounds the relay must not be the limit itself."""
+    """Return a fast event loop: the environment of the relay must not be the bottleneck."""
     loop: asyncio.AbstractEventLoop = (uvloop or asyncio).new_event_loop()
     return loop
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--certificate", help="PEM file with key and certificate; none: no TLS.")
+    parser.add_argument("--certificate", help="PEM file with key and certificate; default: no TLS.")
     given = parser.parse_args()
     loop = new_event_loop()
     asyncio.set_event_loop(loop)
     receiver, failures = Receiver(), []
 
     def fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # Whoever waits for an answer hears of it by the end.
+        # Waiting clients get their response at the end.
         loop.default_exception_handler(context)
         failures.append(context)
         loop.stop()

@@ -1,8 +1,8 @@
-"""Requests per second through the adapter, beside the bare framework with one INSERT.
+"""Requests per second through the adapter, compared with the bare framework and one INSERT.
 
-Both are processes of one worker, and get the same deliveries, signed before the clock
-starts, from lanes that each have one request open at a time, as a relay has.  The data is
-in memory if there is room for it, so that what is measured is work and not the disk.
+Both are processes of one worker, and get the same deliveries, signed before the measurement, from
+lanes with one request in flight each, as from a relay. The data is in memory if there is enough, so
+that CPU work is measured and not the disk.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
 
 LANES = 16
 NUMBERS, QUICK_NUMBERS = 250, 20
-"""Of each lane."""
+"""Deliveries per lane."""
 START_S = 30.0
 OURS, BARE = "adapter and inbox", "FastAPI and one INSERT"
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Both in turns."""
+    """Run both alternately."""
     numbers = QUICK_NUMBERS if quick else NUMBERS
     found = Rounds()
     for number in range(rounds):
         for name, app in ((OURS, "ours"), (BARE, "bare")):
             async with stage.server.database(migrated=False) as database:
                 found.add(name, await _per_s(database, app, numbers))
-        told = ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in found.values.items())
-        stage.say(f"receiving, round {number + 1} of {rounds}: {told}")
+        rates = ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in found.values.items())
+        stage.say(f"receiving, round {number + 1} of {rounds}: {rates}")
     return [
         Row(
             "receiving",
             f"{LANES} lanes",
             "/s",
-            found.of(OURS),
+            found.samples_of(OURS),
             BARE,
-            found.of(BARE),
+            found.samples_of(BARE),
             target=Target("at least", 0.4),
         )
     ]
@@ -70,7 +70,7 @@ async def _per_s(database: Database, app: str, numbers: int) -> float:
         for slot in range(LANES)
     ]
     async with _serving(database, app, sender.secret) as url, aiohttp.ClientSession() as client:
-        # The first of each lane is the warm-up.
+        # The first delivery of each lane is the warm-up.
         await asyncio.gather(*(_send(client, url, lane[:1]) for lane in lanes))
         started = time.perf_counter()
         await asyncio.gather(*(_send(client, url, lane[1:]) for lane in lanes))
@@ -86,10 +86,10 @@ async def _send(client: aiohttp.ClientSession, url: str, requests: Sequence[Requ
     for request in requests:
         async with client.post(
             url, data=request.body, headers=list(pairs_of(request.headers))
-        ) as answer:
-            if answer.status != 200:
-                raise CannotRun(f"a delivery was answered with {answer.status}")
-            await answer.read()
+        ) as response:
+            if response.status != 200:
+                raise CannotRun(f"a delivery got the response {response.status}")
+            await response.read()
 
 
 @asynccontextmanager
@@ -117,4 +117,4 @@ async def _until_there(port: int) -> None:
             writer.close()
             return
         await asyncio.sleep(0.05)
-    raise CannotRun("the receiver did not come up")
+    raise CannotRun("the receiver did not start")

@@ -1,7 +1,7 @@
-"""Live events beside a replay of a great many dead letters, and the same without.
+"""Latency of live events during a large replay of dead letters, compared with no replay.
 
-Both go to one endpoint, in the same lanes, so this is the worst that a replay can do
-to anybody.  An event's latency is that of `benchmarks.latency`.
+Both go to one endpoint, in the same lanes, so this is the worst case. An event's latency is defined
+as in `benchmarks.latency`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks.figures import Rounds, Row, Target, percentile
 from benchmarks.latency import NS_PER_MS, WARM_UP, produce
 from benchmarks.stage import add_endpoint, search
 from outbox.operations import replay_jobs, replays
-from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.dead_letter_filter import DeadLetterSelection
 from tests.support.postgres import SCHEMA
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LANES = 8
 SHARES = {"p50": 0.5, "p99": 0.99}
 BESIDE = Target("at most", 2.0)
 
-# Events that were given up long ago, without the relay that did it.
+# Events that were dead-lettered long ago, written without a relay.
 BURY = """
 WITH events AS (
     INSERT INTO outbox (type, key, payload)
@@ -43,7 +43,7 @@ PASSED = "UPDATE batch SET high = (SELECT max(id) FROM outbox) WHERE batch = 0"
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Without and with a replay, in turns."""
+    """Run with and without a replay, alternating."""
     letters = QUICK_LETTERS if quick else LETTERS
     seconds = QUICK_SECONDS if quick else SECONDS
     with_it, without = Rounds(), Rounds()
@@ -56,8 +56,8 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
             await connection.execute("ANALYZE")
             async with stage.relay(database):
                 alone_ms = await _live(stage, database, seconds)
-                asked = await replays.replay(
-                    connection, SCHEMA, Selection(everything=True), actor="bench"
+                asked = await replays.start_replay(
+                    connection, SCHEMA, DeadLetterSelection(everything=True), actor="bench"
                 )
                 assert asked.job is not None
                 beside_ms = await _live(stage, database, seconds)
@@ -76,9 +76,9 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
             "replays",
             f"{PER_S} live events/s, {name}",
             "ms",
-            with_it.of(name),
+            with_it.samples_of(name),
             "without a replay",
-            without.of(name),
+            without.samples_of(name),
             target=BESIDE,
         )
         for name in SHARES
@@ -86,10 +86,10 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 
 
 async def _live(stage: Stage, database: Database, seconds: float) -> list[float]:
-    """Milliseconds from COMMIT to the receiver, of every live event but the first ones."""
+    """Return the milliseconds from COMMIT to the receiver of every live event after the warm-up."""
     events = int(PER_S * seconds)
     stage.expect(events, keep=True)
     made = await produce(database, "event", PER_S, events)
-    arrived = (await stage.receiver.answer())["arrived"]
+    arrived = (await stage.receiver.response())["arrived"]
     warm = [str(n) for n in range(int(events * WARM_UP), events)]
     return [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in warm]

@@ -1,14 +1,13 @@
-"""What several replicas cost: the same work, shared by one, two and three of them.
+"""The cost of several replicas: the same work, shared by one, two and three of them.
 
-CPU seconds of the relay processes, and of the PostgreSQL backends that serve
-them, each for a thousand deliveries; the producer's own backend does not count.
-Under a steady trickle whatever each replica does for itself (its lease, its
-groups of acknowledgements, hearing of batches) weighs most, and in a backlog
-least.  A run counts from the moment all endpoints are shared out until
-everything that was delivered is written down.
+CPU seconds of the relay processes, and of the PostgreSQL backends that serve them, per thousand
+deliveries; the producer's own backend is excluded. The fixed cost of a replica (its lease, its
+acknowledgement groups, its batch notifications) weighs most under a steady low rate, and least in a
+backlog. A run is measured from the moment all endpoints are assigned until all deliveries are
+written.
 
-Beside that, the statements that an idle replica asks PostgreSQL to run, counted
-at a proxy: by the one that leads, and by one that stands by.
+In addition, the statements that an idle replica sends to PostgreSQL are counted at a proxy: for the
+leader, and for a standby.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SELECT (SELECT count(*) FROM attempt WHERE outcome = 'delivered')
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is published: so many events each second, or all of them at once."""
+    """What is published: a number of events per second, or all at once."""
 
     name: str
     events: int
@@ -61,7 +60,7 @@ QUICK_SHARE = 0.1
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Both loads with each number of replicas in turns, then the idle ones."""
+    """Run both loads with each number of replicas alternately, then the idle ones."""
     loads: Iterable[Load] = LOADS
     if quick:
         loads = [replace(load, events=int(load.events * QUICK_SHARE)) for load in loads]
@@ -72,7 +71,7 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 async def run(
     stage: Stage, rounds: int, loads: Iterable[Load], many: Sequence[int], endpoints: int
 ) -> list[Row]:
-    """The same with other numbers; the first number of replicas is what the others stand beside."""
+    """Run with other numbers; the others are compared with the first number of replicas."""
     rows: list[Row] = []
     for load in loads:
         found: dict[int, Rounds] = {replicas: Rounds() for replicas in many}
@@ -92,9 +91,9 @@ async def run(
                 "replicas",
                 f"{load.name}, {replicas} replicas, {part}",
                 "s",
-                found[replicas].of(part),
+                found[replicas].samples_of(part),
                 "1 replica" if first == 1 else f"{first} replicas",
-                found[first].of(part),
+                found[first].samples_of(part),
                 target=GROWTH if part == "together" else None,
             )
             for replicas in many[1:]
@@ -104,7 +103,7 @@ async def run(
 
 
 async def cpu(stage: Stage, load: Load, replicas: int, endpoints: int) -> Cost:
-    """One turn, in a database of its own."""
+    """Run one turn in a database of its own."""
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(stage.server.database())
         connection = await stack.enter_async_context(search(database))
@@ -114,17 +113,17 @@ async def cpu(stage: Stage, load: Load, replicas: int, endpoints: int) -> Cost:
             for _ in range(replicas)
         ]
         await stage.until_shared_out(connection, relays)
-        meter = await Meter.of(relays, connection)
+        meter = await Meter.start(relays, connection)
         stage.expect(load.events)
         await _publish(connection, load, endpoints)
-        await stage.receiver.answer()
+        await stage.receiver.response()
         for relay in relays:
             await until(connection, ALL_WRITTEN, relay)
         return meter.cost(load.events)
 
 
 async def idle(stage: Stage, seconds: float) -> list[Row]:
-    """Statements per second of two replicas that have nothing to do."""
+    """Return the statements per second of two idle replicas."""
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(stage.server.database())
         connection = await stack.enter_async_context(search(database))

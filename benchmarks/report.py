@@ -1,4 +1,4 @@
-"""The report: one table, and what it was measured on."""
+"""The report: one table, and the machine that was measured."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ PACKAGES = ("aiohttp", "asyncpg", "orjson", "uvloop")
 TITLES = {
     "deliveries": (
         "Deliveries per second",
-        "One relay process draining a backlog over the lanes of one endpoint, beside the bare "
-        "aiohttp client sending the same POSTs to the same receiver, as many at a time as there "
-        "are lanes.",
+        "One relay process draining a backlog over the lanes of one endpoint, compared with the "
+        "bare aiohttp client sending the same POSTs to the same receiver, with as many connections "
+        "as there are lanes.",
     ),
     "peers": (
         "Deliveries per second beside others",
-        "Each works off a backlog that was put in before it began, all into one receiver. {peers}",
+        "Each contestant works off a backlog that was written before it started, into one "
+        "receiver. {peers}",
     ),
     "peers-latency": (
         "Commit to receiver beside others",
         "Milliseconds from sending COMMIT to the request's arrival at the benchmark's own "
-        "receiver; one producer for all, with what each one's own client sends, in a transaction "
-        "with a domain write. Everybody is asked the same as above, but for:{peers}",
+        "receiver; one producer for all, with the enqueue statement of each client, in a "
+        "transaction with a domain write. The modes are those above, except for:{peers}",
     ),
     "watched": (
         "Deliveries per second while it is watched",
         "Metrics scraped each second, metrics and traces pushed by OTLP, one event of a hundred "
-        "traced, the page open, all on this machine; beside the same relay without any of it, in "
-        "turns.",
+        "traced, the page open, all on this machine; compared with the same relay without "
+        "monitoring, alternating.",
     ),
     "commits": (
         "Commits per second",
@@ -51,102 +52,104 @@ TITLES = {
     ),
     "majors": (
         "Commits per second on each PostgreSQL",
-        "The same with sixteen writers, on every major version, each in a server of its own that "
-        "is embedded.",
+        "The same with sixteen writers, on every major version, each in an embedded server of its "
+        "own.",
     ),
     "latency": (
         "Commit to receiver",
-        "Milliseconds from sending COMMIT to the request's arrival, 8 lanes, beside the sum of a "
-        "commit, a notification (COMMIT to callback) and a bare POST; the latter two at once, at "
-        "the same rate.",
+        "Milliseconds from sending COMMIT to the request's arrival, 8 lanes, compared with the sum "
+        "of a commit, a notification (COMMIT to callback) and a bare POST; the latter two "
+        "concurrently, at the same rate.",
     ),
     "replays": (
         "Live events beside a replay",
         "Milliseconds from sending COMMIT to the request's arrival while 100,000 dead letters of "
-        "the same endpoint are sent again, 8 lanes, beside the same without a replay.",
+        "the same endpoint are replayed, 8 lanes, compared with no replay.",
     ),
     "memory": (
         "Memory",
-        "Highest resident size of the relay process, more than that of one with nothing to do.",
+        "Peak resident size of the relay process, minus that of an idle relay.",
     ),
     "million": (
         "Millions of deliveries",
         "One relay, one endpoint of 64 lanes; events are written while they are delivered, with a "
-        "bounded backlog. When all are there, some more in turns with as many in a new database, "
-        "which has a relay of its own; the last fifth beside the first; the relay's resident size "
-        "after the last tenth beside that after the first, and the tables: what is only added to, "
-        "when everything was kept long enough, which retention is told to be at once, beside what "
-        "it was before; and what is written over, which autovacuum keeps small.",
+        "bounded backlog. Afterwards, further deliveries alternate with as many in a new database "
+        "with its own relay; the last fifth is compared with the first; the relay's resident size "
+        "after the last tenth with that after the first; the append-only tables after retention "
+        "(with a period length of zero) with their size before; and the updated tables, which "
+        "autovacuum keeps small, with a bound.",
     ),
     "outage": (
         "After an outage",
-        "A receiver answers 503 for 30 s, in which 50,000 events gather; then it is well and takes "
-        "20 ms for each. The highest rate is of a tenth of a second, all the while; the time to "
-        "recover is from the outage's end to the last delivery; "
-        "[outage.svg](outage.svg) shows both. The relay (64 lanes) stands beside clients of the "
-        "benchmark's own, because no setting makes the relay retry like that: 64 at a time over "
-        "the same transport, each delivery retried by itself, from memory and in no order, after "
-        "5 s again and again; after 5 s and then twice as long each time, up to a minute; and "
-        "with full jitter on that, which is the relay's policy here, too.",
+        "A receiver responds 503 for 30 s while 50,000 events are published; then it takes 20 ms "
+        "per request. The highest rate is that of a tenth of a second over the whole run; the "
+        "time to recover is from the end of the outage to the last delivery; "
+        "[outage.svg](outage.svg) shows both. The relay (64 lanes) is compared with clients of the "
+        "benchmark, because no setting makes the relay retry like them: 64 at a time over the same "
+        "transport, each delivery retried individually, from memory and unordered, at a fixed "
+        "interval of 5 s; with exponential back-off from 5 s to a minute; and with full jitter on "
+        "that, which is the relay's retry policy here, too.",
     ),
     "failover": (
         "Fail-over",
         "Seconds from kill -9 of one of three relays to the first delivery of its lanes by "
-        "another, and to the last one's, beside the lease; twenty kills at moments of chance.",
+        "another relay, and to the last one, compared with the lease; twenty kills at random "
+        "times.",
     ),
     "replicas": (
         "What several replicas cost",
         "CPU seconds for 1,000 deliveries to 200 endpoints, of the relay processes and of the "
-        "PostgreSQL backends that serve them, beside a single replica's. And the statements that "
-        "an idle replica asks for, counted at a proxy, beside its renewal of the lease.",
+        "PostgreSQL backends that serve them, compared with a single replica. And the statements "
+        "of an idle replica, counted at a proxy, compared with its lease renewals.",
     ),
     "commands": (
         "Commands",
         "A whole process, from its start to its end, on a million events, ten thousand endpoints "
-        "and a hundred thousand dead letters, beside the same command where there is hardly "
-        "anything.",
+        "and a hundred thousand dead letters, compared with the same command on an almost empty "
+        "database.",
     ),
     "pages": (
         "The page",
-        "Milliseconds from the navigation until a view shows what it is for, in chromium, on a "
-        "million events, ten thousand endpoints and a hundred thousand dead letters, beside a "
-        "database with hardly anything.",
+        "Milliseconds from the navigation until a view shows its content, in chromium, on a "
+        "million events, ten thousand endpoints and a hundred thousand dead letters, compared with "
+        "an almost empty database.",
     ),
     "receiving": (
         "Receiving: requests per second",
         "FastAPI with the adapter and an inbox in PostgreSQL, each event verified and processed "
-        "once, beside FastAPI that does one INSERT for each request and looks at nothing.",
+        "once, compared with FastAPI and one INSERT per request without verification.",
     ),
     "horizon": (
         "A pinned horizon",
-        "500 events a second through one relay, when another session's transaction has been open "
-        "for ten minutes of that and keeps every dead row; in turns with a database where there "
-        "is none.",
+        "500 events a second through one relay, after another session's transaction has been open "
+        "for ten minutes and prevents the removal of dead rows; alternating with a database "
+        "without such a transaction.",
     ),
     "hostile": (
         "Hostile receivers",
         "Milliseconds from sending COMMIT to a good receiver, 8 lanes, 100 events a second, while "
         "the same relay delivers to two hundred endpoints that drip, flood, hang, reset, and send "
-        "bombs and forgeries; in turns with a relay without them. And the relay's resident size.",
+        "compression bombs and forgeries; alternating with a relay without them. And the relay's "
+        "resident size.",
     ),
     "fair": (
         "Fairness",
         "Milliseconds from sending COMMIT to a quiet endpoint's receiver, 4 lanes, 100 events a "
-        "second, while the same relay delivers a flood of events; in turns with nothing else.",
+        "second, while the same relay delivers a flood of events; alternating with no other load.",
     ),
     "scale": (
         "Scale",
-        "CPU seconds for 1,000 deliveries where there is a lot, of the relay and of the PostgreSQL "
-        "backends that serve it, beside the same where there is little, in turns.",
+        "CPU seconds for 1,000 deliveries with a lot of data, of the relay and of the PostgreSQL "
+        "backends that serve it, compared with little data, alternating.",
     ),
 }
-"""Of every section: what it is called, and what it says."""
-PEERS = {"peers": peers.told, "peers-latency": peers.told_of_latency}
-"""What these say of each contestant."""
+"""The title and the text of every section."""
+PEERS = {"peers": peers.descriptions, "peers-latency": peers.latency_description}
+"""Sections with a text for each contestant."""
 
 
 def machine(postgres: str) -> dict[str, str]:
-    """What the figures were measured on; nothing that names the machine."""
+    """Describe the machine, without anything that identifies it."""
     packages = {name: _version(name) for name in PACKAGES}
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -160,7 +163,7 @@ def machine(postgres: str) -> dict[str, str]:
 
 
 def table(sections: Mapping[str, Measured], *, quick: bool) -> str:
-    """Markdown: every figure beside the one that it is compared with."""
+    """Return the Markdown table: every figure with its comparison."""
     lines = ["# What was measured", ""]
     if quick:
         lines += ["A quick run, with small numbers: it shows that everything works, no more.", ""]
@@ -187,24 +190,24 @@ def table(sections: Mapping[str, Measured], *, quick: bool) -> str:
     for each in dict.fromkeys(row.section for row in rows):
         title, what = TITLES[each]
         client = "pgbench (prepared statements)" if find_pgbench() else "asyncpg, a process a core"
-        told = PEERS[each]() if each in PEERS else ""
-        lines += [f"**{title}.** {what.format(client=client, peers=told)}", ""]
+        described = PEERS[each]() if each in PEERS else ""
+        lines += [f"**{title}.** {what.format(client=client, peers=described)}", ""]
     return "\n".join(lines)
 
 
 def _made(sections: Mapping[str, Measured]) -> Iterator[str]:
-    """When, on what and in how many rounds: the sections that have it in common together."""
+    """Describe date, machine and rounds, grouped by the sections that share them."""
     alike: dict[tuple[int, tuple[tuple[str, str], ...]], list[str]] = {}
     for name, each in sections.items():
         alike.setdefault((each.rounds, tuple(each.facts.items())), []).append(name)
     for (rounds, facts), names in alike.items():
-        told = "; ".join(f"{name} {value}" for name, value in facts)
+        described = "; ".join(f"{name} {value}" for name, value in facts)
         many = "one round" if rounds == 1 else f"{rounds} rounds"
-        yield f"- {', '.join(names)} ({many}): {told}."
+        yield f"- {', '.join(names)} ({many}): {described}."
 
 
 def compared(row: Row) -> str:
-    """The ratio or the difference, with its spread; empty if there is nothing beside it."""
+    """Return the ratio or the difference, with its spread; empty without a comparison."""
     if row.why_not:
         return ""
     found = row.compared
@@ -216,7 +219,7 @@ def compared(row: Row) -> str:
 
 
 def target(row: Row) -> str:
-    """What has to be reached; empty if nothing has."""
+    """Return the target; empty without one."""
     if row.target is None:
         return ""
     unit = f" {row.unit} more" if row.relation == "difference" else ""
@@ -224,12 +227,12 @@ def target(row: Row) -> str:
 
 
 def verdict(row: Row) -> str:
-    """In a word."""
+    """Return the verdict in one word."""
     return {None: "", True: "met", False: "**missed**"}[row.met]
 
 
 def figure(value: float, unit: str) -> str:
-    """A figure with as many digits as mean something."""
+    """Format a figure with its significant digits."""
     text = f"{value:,.0f}" if value >= 100 or unit == "MB" else f"{value:.2f}"
     return f"{text}{unit}" if unit.startswith("/") else f"{text} {unit}"
 

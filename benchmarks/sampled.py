@@ -1,12 +1,12 @@
-"""A relay that notes, at even steps of processor time, what it is at.
+"""A relay with a sampling profiler on CPU time.
 
-A process of its own: `python -m benchmarks.sampled FILE` is `outbox relay` that, when it ends,
-leaves a line in the file for every stack that was met, outermost function first:
+A separate process: `python -m benchmarks.sampled FILE` is `outbox relay` that, when it ends,
+writes a line to the file for every sampled stack, outermost function first:
 
     5 outbox/relay/session.py:Session._work;outbox/relay/relay.py:Relay.run
 
-The signal of a timer interrupts it between two steps of Python; what C code takes, and the
-system, counts for the function that called it, and the loop's own time for whom it calls next.
+A timer signal interrupts it between two bytecode instructions. Time in C code and in the system
+is attributed to the calling function, and the event loop's own time to its next callee.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 EVERY_S = 0.001
-"""Of processor time, or as often as the system's clock ticks."""
+"""The sampling interval in seconds of CPU time, or one tick of the system's clock."""
 LOOP = "asyncio/runners.py"
-"""Whatever began below this is how every program begins."""
+"""Frames below this one are the same in every program."""
 ROOTS = tuple(f"{path}/" for path in sorted(sys.path, key=len, reverse=True) if path)
 
 
@@ -36,13 +36,13 @@ class Sampler:
         self._met: Counter[tuple[CodeType, ...]] = Counter()
 
     def start(self) -> None:
-        signal.signal(signal.SIGPROF, self._take)
+        signal.signal(signal.SIGPROF, self._sample)
         signal.setitimer(signal.ITIMER_PROF, EVERY_S, EVERY_S)
 
     def stop(self) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
-    def _take(self, _: int, frame: FrameType | None) -> None:
+    def _sample(self, _: int, frame: FrameType | None) -> None:
         stack: list[CodeType] = []
         while frame is not None:
             stack.append(frame.f_code)
@@ -50,7 +50,7 @@ class Sampler:
         self._met[tuple(stack)] += 1
 
     def lines(self) -> list[str]:
-        """What was met in the event loop."""
+        """Return the stacks that were sampled in the event loop."""
         lines: list[str] = []
         for stack, times in self._met.items():
             names = [named(code) for code in reversed(stack)]
@@ -61,7 +61,7 @@ class Sampler:
 
 
 def named(code: CodeType) -> str:
-    """A function, and its file as one imports it."""
+    """Return a function's name with its file as an import path."""
     path = code.co_filename
     root = next((root for root in ROOTS if path.startswith(root)), "")
     return f"{path[len(root) :]}:{code.co_qualname}"

@@ -1,8 +1,8 @@
-"""Two receivers to be measured, as `uvicorn benchmarks.shops:ours` and `:bare`.
+"""Two receivers to measure, as `uvicorn benchmarks.shops:ours` and `:bare`.
 
-`bare` is what one writes in a minute: FastAPI, a pool, one INSERT for each request;
-nothing is verified, and what comes twice is there twice.  `ours` is the same effect
-behind the adapter, with the inbox in the same database.
+`bare` is a minimal receiver: FastAPI, a pool, one INSERT per request; it verifies nothing, and
+stores duplicates twice. `ours` is the same effect behind the adapter, with the inbox in the same
+database.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ bare = FastAPI(lifespan=_lifespan)
 
 
 @bare.post("/hooks")
-async def take(request: Request) -> Response:
+async def receive(request: Request) -> Response:
     event = orjson.loads(await request.body())
     await _pool[0].execute(INSERT, event["id"], event["data"]["n"])
     return Response()

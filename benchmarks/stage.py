@@ -1,4 +1,4 @@
-"""The stage: a PostgreSQL, a receiver, and processes that end with this one."""
+"""The test bench: a PostgreSQL, a receiver, and processes that end with this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from benchmarks.given import GivenServer, given
-from outbox.core.cluster.lease import preferred
+from outbox.core.cluster.lease import preferred_replica
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.devtools.embedded.launch import command
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from outbox.core.model.retry_policy import RetryPolicy
     from outbox.devtools.embedded import Setting
 
-# Everything that makes a commit durable is on.  In memory it costs next to
-# nothing, and the rest is seen the better.
+# All settings for durable commits are on. In memory they cost little, so that other costs are more
+# visible.
 POSTGRES_SETTINGS: Mapping[str, Setting] = {
     "fsync": True,
     "full_page_writes": True,
@@ -48,7 +48,7 @@ POLL_S = 0.02
 
 
 class Child:
-    """A process that speaks JSON lines."""
+    """A process that exchanges JSON lines."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         self._process = process
@@ -67,33 +67,33 @@ class Child:
         )
         return cls(process, name)
 
-    def tell(self, **what: Any) -> None:
-        """Send it a line."""
+    def send_command(self, **what: Any) -> None:
+        """Send a JSON line."""
         assert self._process.stdin is not None
         self._process.stdin.write(orjson.dumps(what) + b"\n")
 
-    async def answer(self) -> Any:
-        """The next line it says.
+    async def response(self) -> Any:
+        """Return the next line of its output.
 
         Raises:
-            CannotRun: it ended, or says nothing.
+            CannotRun: It ended, or printed nothing.
         """
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 line = await self._process.stdout.readline()
         except TimeoutError:
-            raise CannotRun(f"the benchmark's {self._name} had nothing to say") from None
+            raise CannotRun(f"the benchmark's {self._name} printed nothing") from None
         if not line:
-            raise CannotRun(f"the benchmark's {self._name} ended; its words are above")
+            raise CannotRun(f"the benchmark's {self._name} ended; see its output above")
         return orjson.loads(line)
 
     async def ended(self) -> int:
-        """Wait until it has; its exit code."""
+        """Wait for its end and return its exit code."""
         return await self._process.wait()
 
     async def end(self) -> None:
-        """End it, if it does not by itself."""
+        """Terminate it if it does not end by itself."""
         with suppress(ProcessLookupError):
             self._process.terminate()
         await self._process.wait()
@@ -103,7 +103,7 @@ class Child:
 async def child(
     module: str, *words: object, env: dict[str, str] | None = None
 ) -> AsyncIterator[Child]:
-    """`python -m benchmarks.<module>` for the length of a block."""
+    """Run `python -m benchmarks.<module>` for a block."""
     argv = [sys.executable, "-m", f"benchmarks.{module}", *map(str, words)]
     async with program(module, argv, env=env) as process:
         yield process
@@ -113,7 +113,7 @@ async def child(
 async def program(
     name: str, argv: Sequence[str], *, env: dict[str, str] | None = None
 ) -> AsyncIterator[Child]:
-    """A process for the length of a block."""
+    """Run a process for a block."""
     process = await Child.start(name, argv, env=env)
     try:
         yield process
@@ -123,7 +123,7 @@ async def program(
 
 @dataclass(slots=True)
 class Stage:
-    """Everything that measurements share; the server's data is in memory if there is room."""
+    """What the measurements share; the server's data is in memory if there is enough."""
 
     server: Server
     receiver: Child
@@ -132,23 +132,23 @@ class Stage:
     directory: Path
     say: Callable[[str], None]
     deliveries: int | None = None
-    """Of the section that makes millions, if somebody said how many."""
+    """The number of deliveries of the section "million", if given."""
     pictures: dict[str, str] = field(default_factory=dict)
-    """What sections draw beside the one of all figures, by the name of the file."""
+    """Pictures of individual sections, by file name."""
     _relays: int = field(default=0)
 
     def expect(
         self, requests: int, *, delay_s: float = 0.0, keep: bool = False, every: int = 0
     ) -> None:
-        """Tell the receiver how many requests will come."""
-        self.receiver.tell(expect=requests, delay_s=delay_s, keep=keep, every=every)
+        """Set the number of requests that the receiver expects."""
+        self.receiver.send_command(expect=requests, delay_s=delay_s, keep=keep, every=every)
 
     def trusting(self) -> dict[str, str]:
-        """The environment in which our certificate is trusted."""
+        """Return the environment in which the test certificate is trusted."""
         return {} if self.certificate is None else {"SSL_CERT_FILE": str(self.certificate)}
 
     def write(self, name: str, text: str) -> Path:
-        """A temporary file."""
+        """Write a temporary file."""
         path = self.directory / name
         path.write_text(text, "utf-8")
         return path
@@ -157,7 +157,7 @@ class Stage:
     async def relay(
         self, database: Database, *, owns: bool = True, **env: str
     ) -> AsyncIterator[RelayProcess]:
-        """A relay that has taken over all endpoints, or is only just begun."""
+        """Run a relay; wait until it has acquired all endpoints, or only until it starts."""
         self._relays += 1
         log_path = self.directory / f"relay-{self._relays}.log"
         given = {"OUTBOX_DSN": database.dsn, "OUTBOX_LEASE_S": "5", **self.trusting(), **env}
@@ -167,8 +167,8 @@ class Stage:
             yield relay
 
     @property
-    def told(self) -> str:
-        """Which PostgreSQL this is, for the table."""
+    def server_description(self) -> str:
+        """Describe the PostgreSQL server for the table."""
         if isinstance(self.server, GivenServer):
             return f"{self.server.version}, not embedded"
         where = "in memory" if memory() else "on disk"
@@ -176,7 +176,7 @@ class Stage:
 
     @asynccontextmanager
     async def durable(self) -> AsyncIterator[Server]:
-        """A server whose commits wait for a real disk: a second one, or the one that was named."""
+        """Run a server whose commits wait for a real disk: a second one, or the given one."""
         if isinstance(self.server, GivenServer):
             yield self.server
             return
@@ -185,10 +185,10 @@ class Stage:
             yield server
 
     async def until_owned(self, database: Database, relay: RelayProcess) -> None:
-        """Wait until every endpoint is in the relay's hands.
+        """Wait until the relay owns every endpoint.
 
         Raises:
-            CannotRun: that does not come to pass.
+            CannotRun: It did not happen in time.
         """
         async with search(database) as connection:
             await until(
@@ -201,17 +201,17 @@ class Stage:
     async def until_shared_out(
         self, connection: Connection[Any], relays: Sequence[RelayProcess]
     ) -> None:
-        """Wait until so many relays are there, each with the endpoints that it should have.
+        """Wait until this many relays run, each with its share of the endpoints.
 
         Raises:
-            CannotRun: that does not come to pass.
+            CannotRun: It did not happen in time.
         """
 
         async def shared_out() -> bool:
             replicas = [r["id"] for r in await connection.fetch("SELECT id FROM replica")]
             owners = await connection.fetch("SELECT endpoint_id, replica_id FROM ownership")
             return len(replicas) == len(relays) and all(
-                r["replica_id"] == preferred(r["endpoint_id"], replicas) for r in owners
+                r["replica_id"] == preferred_replica(r["endpoint_id"], replicas) for r in owners
             )
 
         await until_true(shared_out, relays)
@@ -219,7 +219,7 @@ class Stage:
 
 @asynccontextmanager
 async def search(database: Database) -> AsyncIterator[Connection[Any]]:
-    """A connection that finds our tables."""
+    """Open a connection whose search path includes our schema."""
     async with database.connection(server_settings={"search_path": SCHEMA}) as connection:
         yield connection
 
@@ -231,10 +231,10 @@ async def until(
     poll_s: float = POLL_S,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Ask until the answer is true.
+    """Poll until the condition is true.
 
     Raises:
-        CannotRun: the relay ended, or it takes far too long.
+        CannotRun: The relay ended, or it takes far too long.
     """
     await until_true(lambda: connection.fetchval(sql), [relay], poll_s, timeout_s)
 
@@ -245,10 +245,10 @@ async def until_true(
     poll_s: float = POLL_S,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Look until it is so.
+    """Poll until the condition is true.
 
     Raises:
-        CannotRun: one of the relays ended, or it takes far too long.
+        CannotRun: One of the relays ended, or it takes far too long.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -258,8 +258,8 @@ async def until_true(
                         raise CannotRun(f"the relay ended: {relay.log()[-1:]}")
                 await asyncio.sleep(poll_s)
     except TimeoutError:
-        told = [relay.log()[-1:] for relay in relays]
-        raise CannotRun(f"the relay did not get there: {told}") from None
+        last_lines = [relay.log()[-1:] for relay in relays]
+        raise CannotRun(f"the relay did not reach the state in time: {last_lines}") from None
 
 
 async def add_endpoint(
@@ -272,7 +272,7 @@ async def add_endpoint(
     batch_max: int | None = None,
     retry: RetryPolicy = STANDARD,
 ) -> None:
-    """An endpoint; without types it gets everything."""
+    """Add an endpoint; without types it gets all events."""
     settings = EndpointSettings(
         name=name, url=url, lanes=lanes, types=types, batch_max=batch_max, retry=retry
     )
@@ -280,7 +280,7 @@ async def add_endpoint(
 
 
 async def add_endpoints(connection: Connection[Any], url: str, number: int) -> None:
-    """Endpoints of which each gets events of a type of its own, `order.n<its number>`."""
+    """Add endpoints, each with an event type of its own, `order.n<its number>`."""
     for n in range(number):
         await add_endpoint(connection, url, name=f"n{n}", types=(f"order.n{n}",))
 
@@ -289,16 +289,16 @@ async def add_endpoints(connection: Connection[Any], url: str, number: int) -> N
 async def stage(
     say: Callable[[str], None], *, dsn: str | None = None, deliveries: int | None = None
 ) -> AsyncIterator[Stage]:
-    """Set everything up, and take it down again whatever happens.
+    """Set everything up, and tear it down afterwards.
 
     Args:
-        dsn: an empty database of the server that is used; None: an embedded one.
-        deliveries: see `Stage`.
+        dsn: An empty database of the server to use; None: an embedded server.
+        deliveries: See `Stage`.
 
     Raises:
-        CannotRun: PostgreSQL's programs are missing, it does not start, or what was named
-            cannot be used.
-        UsageError: `dsn` cannot be understood.
+        CannotRun: PostgreSQL's programs are missing, it does not start, or the given server cannot
+            be used.
+        UsageError: `dsn` is invalid.
     """
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-bench-")))
@@ -312,13 +312,13 @@ async def stage(
         certificate = await asyncio.to_thread(_certificate, directory)
         words = ["--certificate", certificate] if certificate else []
         receiver = await stack.enter_async_context(child("receiver", *words))
-        ports = await receiver.answer()
+        ports = await receiver.response()
         urls = {scheme: f"{scheme}://127.0.0.1:{port}/" for scheme, port in ports.items() if port}
         yield Stage(server, receiver, urls, certificate, directory, say, deliveries)
 
 
 def _certificate(directory: Path) -> Path | None:
-    """Key and certificate for 127.0.0.1; None where there is no openssl."""
+    """Return key and certificate for 127.0.0.1; None without openssl."""
     openssl = shutil.which("openssl")
     if openssl is None:
         return None
@@ -337,5 +337,5 @@ def _certificate(directory: Path) -> Path | None:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

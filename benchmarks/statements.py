@@ -1,7 +1,7 @@
-"""Counting a relay's statements, at a proxy between it and its PostgreSQL.
+"""Counts a relay's statements at a proxy between it and its PostgreSQL.
 
-At a proxy, because PostgreSQL itself counts transactions only, unless it has an
-extension that not every installation has.
+A proxy is necessary, because PostgreSQL itself counts transactions only, unless it has an extension
+that not every installation has.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 
 SSL_REQUEST = 80877103
 STATEMENTS = (b"Q", b"E")
-"""The messages that run something: a simple query, and Execute."""
+"""The messages that execute something: a simple query, and Execute."""
 
 
 class Counter:
-    """So many statements went through."""
+    """Counts the statements that pass the proxy."""
 
     def __init__(self) -> None:
         self.statements = 0
 
     async def count(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass a client's messages on, and count them."""
+        """Forward a client's messages and count them."""
         code = SSL_REQUEST
-        while code == SSL_REQUEST:  # PostgreSQL says no, and the client begins anew.
+        while (
+            code == SSL_REQUEST
+        ):  # PostgreSQL refuses (for example SSL), and the client begins again.
             head = await reader.readexactly(8)
             size, code = struct.unpack("!ii", head)
             writer.write(head + await reader.readexactly(size - len(head)))
@@ -47,7 +49,7 @@ class Counter:
 
 @asynccontextmanager
 async def counting(database: Database) -> AsyncIterator[tuple[str, Counter]]:
-    """A DSN of the database that leads through a proxy, and what the proxy counts."""
+    """Run a proxy; return a DSN that leads through it, and its counter."""
     where = parse(database.dsn, source="--dsn", env={})
     host, server_port = where.addresses[0]
     counter = Counter()
@@ -72,7 +74,7 @@ async def counting(database: Database) -> AsyncIterator[tuple[str, Counter]]:
             asyncio.ensure_future(back(from_server, writer)),
         ]
         try:
-            # Whichever side ends it, it has ended.
+            # The connection has ended on either side.
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for way in ways:

@@ -1,10 +1,10 @@
-"""What it costs to be watched: deliveries per second of a relay that is, beside one that is not.
+"""The cost of observability: deliveries per second of a monitored relay and of an unmonitored one.
 
-Watched is: metrics scraped each second, metrics and traces pushed by OTLP every five to
-a collector on this machine, one event of a hundred traced, and the page open, which asks
-every two seconds.  Scraping and pushing are at least twelve times as often as is usual.
-Both drain the same backlog in turns, twice in each round: what is looked for is less
-than how much a machine's mood changes from one minute to the next.
+Monitored means: metrics scraped each second, metrics and traces pushed by OTLP every five seconds
+to a local collector, one event of a hundred traced, and the page open, which polls every two
+seconds. Scrapes and pushes are at least twelve times as frequent as usual. Both drain the same
+backlog alternately, twice per round: the expected difference is smaller than the variation of a
+machine between minutes.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 LOAD = Load("64 lanes, watched", 64, 24_000)
 SCRAPE_EVERY_S, PAGE_EVERY_S, PUSH_EVERY_S = 1.0, 2.0, 5.0
 TURNS = (True, False, False, True)
-"""Of a round: whether it is watched."""
+"""Whether the relay is monitored, by turn of a round."""
 TARGET = Target("at least", 0.95)
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Both in turns, round by round."""
+    """Run both alternately, round by round."""
     requests = int(LOAD.requests * (QUICK_SHARE if quick else 1))
     return await run(stage, rounds, replace(LOAD, requests=requests))
 
 
 async def run(stage: Stage, rounds: int, load: Load) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     watched, alone = Rounds(), Rounds()
     async with child("watcher") as watcher:
-        collector = (await watcher.answer())["collector"]
+        collector = (await watcher.response())["collector"]
 
         async def prepare(database: Database) -> dict[str, str]:
             health, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-            watcher.tell(
+            watcher.send_command(
                 watch={
                     f"http://{health}/metrics": SCRAPE_EVERY_S,
                     f"http://{admin}/v1/live": PAGE_EVERY_S,
@@ -76,9 +76,9 @@ async def run(stage: Stage, rounds: int, load: Load) -> list[Row]:
             "watched",
             load.name,
             "/s",
-            watched.of(load.name),
+            watched.samples_of(load.name),
             "the same relay, watched by nobody",
-            alone.of(load.name),
+            alone.samples_of(load.name),
             target=TARGET,
         )
     ]

@@ -1,8 +1,7 @@
-"""Watches a relay as an installation does: scrapes its metrics, takes its traces, and has
-its page open.
+"""Monitors a relay like an installation: scrapes metrics, receives traces, keeps the page open.
 
-A process of its own; it says where its collector listens, and then is told whom to
-watch by a JSON line on stdin.  It ends when stdin does.
+A separate process; it prints the URL of its collector, and then reads from stdin, as a JSON
+line, which relay to monitor. It ends at the end of stdin.
 
     {"collector": "http://127.0.0.1:4318"}
     {"watch": {"http://127.0.0.1:9090/metrics": 1.0}, "token": "obx_..."}    every second
@@ -23,18 +22,18 @@ from outbox.web.address import Address
 from outbox.web.serving import serving
 
 
-async def ask(session: aiohttp.ClientSession, url: str, every_s: float, token: str) -> None:
-    """Ask until cancelled; who is not there yet, or no more, is asked again."""
+async def poll(session: aiohttp.ClientSession, url: str, every_s: float, token: str) -> None:
+    """Poll until cancelled; an unreachable relay is polled again."""
     headers = {"Authorization": f"Bearer {token}"}
     while True:
         with suppress(aiohttp.ClientError):
-            async with session.get(url, headers=headers) as answer:
-                await answer.read()
+            async with session.get(url, headers=headers) as response:
+                await response.read()
         await asyncio.sleep(every_s)
 
 
-async def take(request: web.Request) -> web.Response:
-    """What a collector would have to keep."""
+async def receive_signal(request: web.Request) -> web.Response:
+    """Read what a collector would store."""
     await request.read()
     return web.Response()
 
@@ -42,15 +41,15 @@ async def take(request: web.Request) -> web.Response:
 async def main() -> None:
     loop = asyncio.get_running_loop()
     application = web.Application(client_max_size=1 << 26)
-    application.router.add_post("/v1/{signal}", take)
+    application.router.add_post("/v1/{signal}", receive_signal)
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with (
         serving(application, Address("127.0.0.1", 0)) as address,
         aiohttp.ClientSession() as session,
     ):
-        told = {"collector": address.url.rstrip("/")}
-        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        announcement = {"collector": address.url.rstrip("/")}
+        sys.stdout.buffer.write(orjson.dumps(announcement) + b"\n")
         sys.stdout.flush()
         async with asyncio.TaskGroup() as tasks:
             watching: list[asyncio.Task[None]] = []
@@ -59,7 +58,7 @@ async def main() -> None:
                 for each in watching:
                     each.cancel()
                 watching = [
-                    tasks.create_task(ask(session, url, every_s, asked["token"]))
+                    tasks.create_task(poll(session, url, every_s, asked["token"]))
                     for url, every_s in asked["watch"].items()
                 ]
             for each in watching:

@@ -1,4 +1,4 @@
-"""Ordered, provable event delivery out of a PostgreSQL transaction.
+"""Transactional outbox for PostgreSQL: publish events and deliver them in order.
 
     import outbox
 
@@ -6,8 +6,8 @@
         await connection.execute("UPDATE orders SET paid = true WHERE id = $1", 7)
         await outbox.publish(connection, "order.paid", {"order": 7}, key="order-7")
 
-What is named here is for applications.  It is loaded when it is first used, so
-that importing a part of this package costs no more than that part.
+The public names for applications.  They are imported on first use, so importing a
+subpackage does not load the others.
 """
 
 from __future__ import annotations

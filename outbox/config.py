@@ -1,14 +1,13 @@
-"""Settings: flags, then OUTBOX_* variables, then outbox.toml, then defaults.
+"""Settings from flags, OUTBOX_* variables, outbox.toml and defaults, in this order.
 
     dsn                  --dsn, OUTBOX_DSN, outbox.toml, DATABASE_URL, PG*
-    a secret             also OUTBOX_…_FILE: the name of a file that holds it
-    outbox.toml          ./outbox.toml, or what --config or OUTBOX_CONFIG names
+    secrets              also OUTBOX_…_FILE: the path of a file that contains the value
+    outbox.toml          ./outbox.toml, or the path in --config or OUTBOX_CONFIG
 
-Importing this module reads nothing; `load` does, once, and its result does
-not change.  Field names carry their unit.  This module imports pydantic,
-which takes a tenth of a second, so it is imported where settings are needed
-and nowhere else.  pydantic-settings is not used: it does not keep where a
-value came from, which is what somebody with a bad value needs to know.
+Importing this module reads no settings; `load` reads them once, and the result is
+immutable.  Field names carry their unit.  Importing pydantic takes 0.1 s, so this
+module is imported only by code that needs settings.  pydantic-settings is not used,
+because it does not record the source of a value, which error messages name.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from outbox.core.model.encryption_keys import parse_keys
 from outbox.core.model.sql_names import schema_name
-from outbox.core.model.text import cut, is_text, quoted
-from outbox.core.sequencing.partition_window import Keep
+from outbox.core.model.text import is_text, quoted, truncate
+from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import UsageError
 from outbox.web.address import Address, parse_address
 from outbox.web.proxy import Proxy, parse_proxy
@@ -39,21 +38,21 @@ CONFIG_FILE = "outbox.toml"
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Where a field's variable is not its own name.
+# Fields whose environment variable differs from the field name.
 _VARIABLES = {"schema_name": "OUTBOX_SCHEMA"}
-# Where a field's flag is not its own name.
+# Fields whose command-line flag differs from the field name.
 _FLAGS = {
     "schema_name": "--schema",
     "lease_s": "--lease",
     "drain_s": "--drain",
     "tenant_rate_per_s": "--tenant-rate",
 }
-# What libpq would connect with although nobody named a database to us.
+# libpq variables that select a database; with one of them set, --dsn is optional.
 _LIBPQ = ("PGHOST", "PGHOSTADDR", "PGDATABASE", "PGSERVICE")
 
 
 class Settings(BaseModel):
-    """Everything that can be set, validated."""
+    """All settings, validated and immutable."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False
@@ -61,147 +60,151 @@ class Settings(BaseModel):
 
     dsn: SecretStr = Field(
         default=SecretStr(""),
-        description="The database: URL or key=value. Empty: libpq's PG* variables.",
+        description="Database DSN, as a URL or key=value. Empty: libpq's PG* variables.",
     )
-    dsn_source: str = Field(
-        default="", description="Where dsn was found, for messages. Set by load()."
-    )
+    dsn_source: str = Field(default="", description="Source of dsn, for messages. Set by load().")
     pooled: bool = Field(
         default=False,
-        description="The database is reached through a proxy that pools transactions "
-        "(PgBouncer): no session settings, no prepared statements, polling alone.",
+        description="The database is behind a transaction pooler such as PgBouncer: no session "
+        "settings, no prepared statements, no LISTEN (polling only).",
     )
     schema_name: str = Field(
-        default="relay", description="The schema that holds our tables; up to 50 bytes."
+        default="relay", description="Schema of the outbox tables; at most 50 bytes."
     )
     secret: SecretStr | None = Field(
-        default=None, description="A receiver's signing secret, whsec_…, for `outbox listen`."
+        default=None, description="Signing secret of a receiver, whsec_…, for `outbox listen`."
     )
     key: SecretStr | None = Field(
         default=None,
-        description="Encrypts secrets in the database: signing secrets, values of endpoints' "
-        "headers, client certificates. `outbox rekey --generate` makes one. Several with spaces "
-        "between them: the first encrypts, all decrypt.",
+        description="Encryption key for secrets in the database (signing secrets, header values, "
+        "client certificates); generate one with `outbox rekey --generate`. With several keys, "
+        "separated by spaces, the first encrypts and all decrypt.",
     )
     lease_s: float = Field(
         default=5.0,
         ge=1,
         le=300,
-        description="A replica that does not renew for so long loses its endpoints (seconds).",
+        description="Lease time-out in seconds after which another relay takes over.",
     )
     ack_group_ms: float = Field(
         default=20.0,
         ge=0,
         le=1000,
-        description="Acknowledgements wait so long for others to be written with (milliseconds).",
+        description="How long acknowledgements are batched before commit (milliseconds).",
     )
     drain_s: float = Field(
         default=15.0,
         ge=0,
         le=600,
-        description="SIGTERM ends the relay within so long, whatever is under way (seconds).",
+        description="Graceful-shutdown time-out after SIGTERM (seconds).",
     )
     poll_s: float = Field(
         default=1.0,
         gt=0,
         le=60,
-        description="A sleeping relay looks at the database so often, NOTIFY or not (seconds).",
+        description="Polling interval of an idle relay, also with NOTIFY (seconds).",
     )
-    notify: bool = Field(default=True, description="LISTEN for producers; false: polling alone.")
+    notify: bool = Field(default=True, description="LISTEN for new events; false: polling only.")
     in_flight_max: int = Field(
         default=1024,
         ge=1,
         le=10_000,
-        description="Requests open at once, over all endpoints: half of them quick ones, and some "
-        "kept free for whoever comes next.",
+        description="Maximum number of concurrent requests per relay, over all endpoints; half are "
+        "reserved for fast endpoints, and some are kept free for new requests.",
     )
     transport: Literal["wire", "aiohttp"] = Field(
         default="wire",
-        description="What sends requests that do not leave by the proxy: wire, or aiohttp, which "
-        "takes several times as long for each.",
+        description="HTTP client for requests that do not use the proxy: wire, or aiohttp, which "
+        "takes several times the CPU time per request.",
     )
     tenant_in_flight_max: int | None = Field(
         default=None,
         ge=1,
         le=10_000,
-        description="Of these, open at once to the endpoints of one tenant, by each replica; "
-        "empty: no limit.",
+        description="Maximum number of concurrent requests to the endpoints of one tenant, per "
+        "relay; empty: no limit.",
     )
     tenant_rate_per_s: float | None = Field(
         default=None,
         ge=0.001,
         le=100_000,
-        description="Requests begun in a second to the endpoints of one tenant, by each replica; "
-        "empty: no limit.",
+        description="Maximum number of requests per second to the endpoints of one tenant, per "
+        "relay; empty: no limit.",
     )
     batch_events_max: int = Field(
-        default=2_000, ge=1, le=100_000, description="Events that one batch reads."
+        default=2_000,
+        ge=1,
+        le=100_000,
+        description="Maximum number of events that the sequencer reads in one batch.",
     )
     batch_deliveries_max: int = Field(
-        default=20_000, ge=1, le=1_000_000, description="Deliveries that one batch makes."
+        default=20_000,
+        ge=1,
+        le=1_000_000,
+        description="Maximum number of deliveries that the sequencer creates in one batch.",
     )
     retention_events_days: float = Field(
-        default=30, ge=0, le=36_500, description="Events are kept so long; 0: for ever (days)."
+        default=30, ge=0, le=36_500, description="Retention of events; 0: forever (days)."
     )
     retention_log_days: float = Field(
         default=30,
         ge=0,
         le=36_500,
-        description="Deliveries and attempts are kept so long; 0: for ever (days).",
+        description="Retention of deliveries and attempts; 0: forever (days).",
     )
     retention_dead_letters_days: float = Field(
         default=30,
         ge=0,
         le=36_500,
-        description="Dead letters are kept so long, and as long as the log; 0: for ever (days).",
+        description="Retention of dead letters, at least that of deliveries; 0: forever (days).",
     )
     allow_networks: tuple[Network, ...] = Field(
         default=(),
-        description="Private networks that may be delivered to, with plain http and any port: "
-        "ranges with commas between them.",
+        description="Private networks that endpoints may be in, also with plain http and any port: "
+        "comma-separated ranges.",
     )
     proxy: SecretStr | None = Field(
         default=None,
-        description="Deliveries by https leave through this proxy (CONNECT), but for those to "
-        "open networks: http://[user:password@]host:port, or https://.",
+        description="Forward proxy (CONNECT) for https deliveries, except to networks in "
+        "OUTBOX_ALLOW_NETWORKS: http://[user:password@]host:port, or https://.",
     )
     health: Address | None = Field(
         default=None,
-        description="HOST:PORT that serves /healthz, /readyz and /metrics, to everybody who can "
-        "reach it.",
+        description="Address, HOST:PORT, that serves /healthz, /readyz and /metrics without "
+        "authentication.",
     )
     metrics_endpoints_max: int = Field(
         default=100,
         ge=0,
         le=1_000,
-        description="So many endpoints of a replica have metrics of their own; all others are "
-        "measured together.",
+        description="Maximum number of endpoints per relay with their own metrics; the others are "
+        "aggregated.",
     )
     admin: Address | None = Field(
-        default=None, description="Where the HTTP API listens, HOST:PORT. None: nowhere."
+        default=None, description="Address of the HTTP API, HOST:PORT. None: not served."
     )
     receivers: Address | None = Field(
         default=None,
-        description="Where receivers fetch what they are missing, HOST:PORT. None: nowhere.",
+        description="Address where receivers fetch missing events, HOST:PORT. None: not served.",
     )
     api_rate_max: float = Field(
         default=100,
         ge=1,
         le=100_000,
-        description="Requests a second of one token, of the API's as of a receiver's; "
-        "twice as many at once.",
+        description="Rate limit per API token and per fetch token (requests per second); bursts of "
+        "twice as many.",
     )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: console on a terminal, else json."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="The least important log lines that are written."
+        default="info", description="Minimum level of log lines."
     )
 
     @property
-    def keep(self) -> Keep:
-        """How long things are kept."""
-        return Keep(
+    def keep(self) -> Retention:
+        """The retention periods, in seconds."""
+        return Retention(
             *(
                 days * 86400 or None
                 for days in (
@@ -213,8 +216,8 @@ class Settings(BaseModel):
         )
 
     @property
-    def leaves_by(self) -> Proxy | None:
-        """The proxy that deliveries leave by."""
+    def outbound_proxy(self) -> Proxy | None:
+        """The forward proxy for https deliveries."""
         return None if self.proxy is None else parse_proxy(self.proxy.get_secret_value())
 
     @field_validator("schema_name")
@@ -252,7 +255,7 @@ class Settings(BaseModel):
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         if not isinstance(value, list | tuple):
-            raise ValueError("must be ranges with commas between them, such as 10.0.0.0/8")
+            raise ValueError("must be comma-separated ranges such as 10.0.0.0/8")
         return tuple(_network(part) for part in value)
 
 
@@ -262,40 +265,40 @@ def load(
     config: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Read the settings.
+    """Read and validate the settings.
 
     Args:
-        flags: from the command line, by field name; None stands for not given.
-        config: an outbox.toml; without it OUTBOX_CONFIG, then ./outbox.toml
-            if there is one.
-        env: instead of the process's environment.
+        flags: command-line values by field name; None means not given.
+        config: path of an outbox.toml; default: OUTBOX_CONFIG, then ./outbox.toml
+            if it exists.
+        env: environment variables; default: the process's environment.
 
     Raises:
-        UsageError: one line that names the setting and where it came from,
-            and never shows a secret.
+        UsageError: a value is invalid; the message names the setting and its source,
+            and never contains a secret.
     """
     env = os.environ if env is None else env
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
 
-    def take(origin_of: Mapping[str, str], found: Mapping[str, Any]) -> None:
-        for name, value in found.items():
+    def add_missing(origin_of: Mapping[str, str], candidates: Mapping[str, Any]) -> None:
+        for name, value in candidates.items():
             if name not in values:
                 values[name] = value
                 origins[name] = origin_of[name]
 
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     if given.get("dsn") == "":
-        # A shell's unset variable; going on would use another database.
+        # Probably an unset shell variable; ignoring it would select another database.
         raise UsageError("--dsn is empty")
-    take({name: _flag(name) for name in given}, given)
-    take(*_from_environment(env))
+    add_missing({name: _flag(name) for name in given}, given)
+    add_missing(*_from_environment(env))
     path = config or env.get("OUTBOX_CONFIG")
-    take(*_from_file(Path(path or CONFIG_FILE), required=bool(path)))
+    add_missing(*_from_file(Path(path or CONFIG_FILE), required=bool(path)))
     _find_database(values, origins, env)
     for name, value in values.items():
         if isinstance(value, str) and not is_text(value):
-            raise UsageError(f"{origins[name]}: it is not UTF-8 text")
+            raise UsageError(f"{origins[name]}: not UTF-8 text")
     try:
         return Settings(**values, dsn_source=origins.get("dsn", ""))
     except ValidationError as error:
@@ -304,13 +307,13 @@ def load(
         raise UsageError(f"{origins.get(name, name)}: {_reason(first)}") from None
 
 
-def variable(name: str) -> str:
-    """The environment variable of a field."""
+def variable_of(name: str) -> str:
+    """The environment variable that sets a field."""
     return _VARIABLES.get(name, ENV_PREFIX + name.upper())
 
 
-def secrets() -> list[str]:
-    """Fields that may also be given as the name of a file."""
+def secret_fields() -> list[str]:
+    """The fields that can also be read from a file, by OUTBOX_…_FILE."""
     return [
         name for name, field in Settings.model_fields.items() if "Secret" in str(field.annotation)
     ]
@@ -324,11 +327,11 @@ def _from_environment(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str,
     origins: dict[str, str] = {}
     values: dict[str, Any] = {}
     for name in Settings.model_fields:
-        # An empty variable is how compose files and shells say "not set".
-        if name != "dsn_source" and env.get(variable(name)):
-            values[name], origins[name] = env[variable(name)], variable(name)
-    for name in secrets():
-        file_variable = variable(name) + FILE_SUFFIX
+        # Compose files and shells pass an unset variable as an empty one.
+        if name != "dsn_source" and env.get(variable_of(name)):
+            values[name], origins[name] = env[variable_of(name)], variable_of(name)
+    for name in secret_fields():
+        file_variable = variable_of(name) + FILE_SUFFIX
         if not env.get(file_variable):
             continue
         if name in values:
@@ -336,7 +339,7 @@ def _from_environment(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str,
         try:
             values[name] = Path(env[file_variable]).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise UsageError(f"{file_variable}: {env[file_variable]}: {why}") from None
         if not values[name]:
             raise UsageError(f"{file_variable}: the file {env[file_variable]} is empty")
@@ -349,10 +352,10 @@ def _from_file(path: Path, *, required: bool) -> tuple[dict[str, str], dict[str,
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         if required:
-            raise UsageError(f"{path}: there is no such settings file") from None
+            raise UsageError(f"{path}: the settings file does not exist") from None
         return {}, {}
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"{path}: {why}") from None
     try:
         found = tomllib.loads(text)
@@ -365,7 +368,7 @@ def _from_file(path: Path, *, required: bool) -> tuple[dict[str, str], dict[str,
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ""
-            raise UsageError(f'{path}: there is no setting "{cut(key)}"{hint}')
+            raise UsageError(f'{path}: there is no setting "{truncate(key)}"{hint}')
         values[names[key]] = value
     return {name: f"{path}, {key}" for key, name in names.items()}, values
 
@@ -383,8 +386,8 @@ def _find_database(values: dict[str, Any], origins: dict[str, str], env: Mapping
 
 def _network(text: Any) -> Network:
     if not isinstance(text, str | Network):
-        # A number would be read as an address: 5 as 0.0.0.5.
-        raise ValueError(f"{quoted(text)} is not a text such as 10.0.0.0/8")
+        # ipaddress would read a number as an address: 5 as 0.0.0.5.
+        raise ValueError(f"{quoted(text)} is not a string such as 10.0.0.0/8")
     try:
         return ipaddress.ip_network(text)
     except ValueError:
@@ -393,13 +396,13 @@ def _network(text: Any) -> Network:
         wide = ipaddress.ip_network(text, strict=False)
     except ValueError:
         raise ValueError(
-            f'"{cut(str(text))}" is not a range of addresses such as 10.0.0.0/8'
+            f'"{truncate(str(text))}" is not an address range such as 10.0.0.0/8'
         ) from None
-    raise ValueError(f'"{text}" is not a range; did you mean {wide}?')
+    raise ValueError(f'"{text}" has host bits set; did you mean {wide}?')
 
 
 def _reason(error: Any) -> str:
-    """pydantic's reason without its ways."""
+    """The reason of a pydantic error, in the wording of our messages."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     text, _, _ = str(error["msg"]).partition(", unable to")

@@ -1,19 +1,19 @@
-"""Every error a user can meet, with the exit code of its kind.
+"""The exception hierarchy, with the exit code of each kind.
 
     OutboxError
     ├── UsageError           2   the command, an argument or a setting is wrong
     │   ├── InvalidEvent         an event breaks a limit or a rule
     │   ├── NotFound             a name or id that does not exist
-    │   └── Conflict             what is there stands in the way
-    └── CannotRun            3   the surroundings are missing
+    │   └── Conflict             the current state does not allow the change
+    └── CannotRun            3   the environment is missing
         ├── DatabaseUnavailable
         ├── SchemaMissing        `outbox migrate` was not run
         ├── SchemaTooNew         the database was migrated by a later version
         └── CursorBroken         the id sequence cannot be trusted any more
 
-The message is one line that says what is wrong and what to do next.  Exit
-code 1 is not an error but an answer ("it ran, and something is missing"), so
-no exception stands for it.
+The message is one line with the problem and the next step.  Exit code 1 ("the
+command ran, and found a problem") is a result and not an error, so it has no
+exception.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OutboxError(Exception):
 
 
 class UsageError(OutboxError, ValueError):
-    """The caller asked for something that cannot be; nothing was changed."""
+    """The request is invalid; nothing was changed."""
 
     exit_code = 2
 
@@ -44,17 +44,17 @@ class NotFound(UsageError):
 
 
 class Conflict(UsageError):
-    """What is there stands in the way: a name is taken, or it is in another state."""
+    """The current state does not allow the change, for example because a name is taken."""
 
 
 class CannotRun(OutboxError):
-    """The surroundings are missing; running again later may help."""
+    """The environment is missing; a later retry may succeed."""
 
     exit_code = 3
 
 
 class DatabaseUnavailable(CannotRun):
-    """The database could not be reached, or refused the login."""
+    """The database is unreachable, or refused the login."""
 
 
 class SchemaMissing(CannotRun):
@@ -62,12 +62,12 @@ class SchemaMissing(CannotRun):
 
 
 class SchemaTooNew(CannotRun):
-    """The schema was written by a later version of this package."""
+    """The schema was migrated by a later version of this package."""
 
 
 class CursorBroken(CannotRun):
-    """The id sequence went back or ids were written around it.
+    """The id sequence went back, or rows were inserted with explicit ids.
 
-    Sequencing on would lose or repeat events, so it stops until an operator
-    has looked.
+    Sequencing would lose or repeat events, so it stops until an operator
+    intervenes.
     """

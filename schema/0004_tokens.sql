@@ -1,10 +1,10 @@
--- Programs of version 3 go on working.
+-- Compatible with programs of version 3.
 --
--- Who may use the HTTP API, and for what.
+-- API tokens: who may use the HTTP API, and with which scopes.
 
--- A token is a secret of 256 random bits, of which only the SHA-256 is kept.  A slow
--- hash with a salt protects what people choose, because that can be guessed; here
--- there is nothing to guess from, and a plain hash can be looked up by an index.
+-- A token is a secret of 256 random bits, stored as its SHA-256.  A salted slow hash is
+-- needed for passwords, which can be guessed; for random tokens a plain hash suffices, and
+-- it can be found by an index.
 CREATE TABLE token (
     id           bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     name         text        NOT NULL,
@@ -14,14 +14,14 @@ CREATE TABLE token (
     tenant       text        CHECK (octet_length(tenant) BETWEEN 1 AND 255), -- NULL: everything
     created_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     created_by   text        NOT NULL,
-    expires_at   timestamptz,               -- NULL: never
+    expires_at   timestamptz,               -- NULL: does not expire
     revoked_at   timestamptz,
     revoked_by   text,
     last_used_at timestamptz,               -- written at most once a minute
-    -- It stands in the journal as `token NAME`.
+    -- The journal shows the token as `token NAME`.
     CONSTRAINT name_must_be_1_to_100_letters_digits_dots_or_dashes
         CHECK (name ~ '^[A-Za-z0-9._-]{1,100}$'),
     CHECK ((revoked_at IS NULL) = (revoked_by IS NULL))
 );
--- A name is free again once its token is revoked.
+-- A name can be reused after its token is revoked.
 CREATE UNIQUE INDEX token_name ON token (name) WHERE revoked_at IS NULL;

@@ -1,15 +1,22 @@
 """Fixtures and options for all tests.
 
---pg 14,17   the PostgreSQL majors to test on, or all; what is not there is fetched
-             (default: every one there is, without fetching)
---seed N     repeats the random choices of an earlier run
---kills N    how often the end-to-end test kills the relay (default 3)
---prove-minutes N    how long outbox prove goes on, end to end (default: 0.2)
---ledger-seconds N   how long relay and receiver are killed over a ledger (default: 6)
---cursor-seconds N   how long the adversarial producers go on (default: 6)
---sim-seeds N   how many virtual hours are simulated (default: 20)
---api-examples N   requests of each kind that are made of the API's document (default: 2)
---model-size N   how much of the protocols is explored, 1 to 3 (default: 1)
+Three tiers:
+
+(default)    every behaviour once, on the newest PostgreSQL: minutes
+--full       every PostgreSQL that is installed, and the tests marked `full`
+--soak       like --full, on every supported PostgreSQL, with long random runs: hours
+
+Options that override a tier:
+
+--pg 14,17           PostgreSQL majors, or all; missing ones are fetched
+--seed N             repeats the random choices of an earlier run
+--kills N            kill -9 of the relay in the end-to-end test
+--prove-minutes N    length of `outbox prove`, end to end
+--ledger-seconds N   kills of relay and receiver over a ledger
+--cursor-seconds N   adversarial producers
+--sim-seeds N        simulated hours
+--api-examples N     generated requests of each kind of the API
+--model-size N       how much of the protocols' models is explored, 1 to 3
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import gc
 import os
 import random
 import sys
+from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -26,7 +34,7 @@ import hypothesis
 import pytest
 from structlog.testing import capture_logs
 
-from outbox.devtools.embedded import available
+from outbox.devtools.embedded import installed_binaries
 from outbox.errors import CannotRun
 from tests.support.chromium import chromium
 from tests.support.majors import VERSIONS, provide
@@ -56,64 +64,94 @@ LONG = (
 )
 """Where the tests are that take the longest, from the longest on."""
 
+FULL = (
+    "tests/api/test_schemathesis.py",
+    "tests/cli/test_watch.py::test_a_server_that_froze_is_told",
+    "tests/destinations/test_router.py::TestAiohttp",
+    "tests/e2e/test_canary.py",
+    "tests/e2e/test_ledger.py",
+    "tests/e2e/test_prove.py::test_nothing_is_lost_under_any_fault",
+    "tests/e2e/test_telemetry.py",
+    "tests/e2e/test_upgrade.py",
+    "tests/fuzz/test_fuzz.py",
+    "tests/integration/test_filters.py::test_many_filters_near_the_limit_do_not_delay_others",
+    "tests/models/",
+    "tests/operations/test_repair.py",
+    "tests/page/test_blocked.py",
+    "tests/page/test_honesty.py",
+    "tests/page/test_page.py::test_an_invalid_token_cannot_sign_in_and_a_revoked_one_is_signed_out",
+    "tests/page/test_page.py::test_dead_letters_are_filtered_replayed_and_discarded",
+    "tests/page/test_page.py::test_an_event_is_found_and_its_timeline_is_drawn",
+    "tests/page/test_page.py::test_schedules_are_paused_run_and_removed",
+    "tests/page/test_page.py::test_replicas_and_diagnostics",
+    "tests/page/test_page.py::test_a_read_token_sees_no_action_buttons",
+    "tests/page/test_page.py::test_shortcuts_navigate_and_a_refresh_keeps_the_focus",
+    "tests/page/test_page.py::test_every_view_fits_on_a_phone",
+    "tests/page/test_page.py::test_an_unreachable_relay_is_shown_and_retried",
+    "tests/page/test_page.py::test_the_overview_counts_paused_endpoints",
+    "tests/sim/test_simulation.py::test_a_mutant_is_caught",
+    "tests/store/test_plans.py",
+    "tests/test_benchmarks.py::test_a_profile",
+    "tests/test_benchmarks.py::test_the_benchmark_measures_every_section",
+)
+"""Tests that take longest for what they cover: they run with --full and --soak only."""
+
 _seed_key = pytest.StashKey[int]()
 _majors_key = pytest.StashKey[list[int]]()
 
 
+@dataclass(frozen=True)
+class Tier:
+    """What a run of the suite covers, unless an option says otherwise."""
+
+    full: bool
+    """Whether tests marked `full` run."""
+    pg: str
+    """PostgreSQL majors: the newest one, those that are installed, or all."""
+    kills: int
+    prove_minutes: float
+    ledger_seconds: float
+    cursor_seconds: float
+    sim_seeds: int
+    api_examples: int
+    model_size: int
+
+
+TIERS = {
+    "default": Tier(False, "newest", 2, 0.2, 4.0, 4.0, 20, 1, 1),
+    "full": Tier(True, "installed", 3, 0.2, 6.0, 6.0, 20, 2, 1),
+    "soak": Tier(True, "all", 100, 10.0, 300.0, 120.0, 2000, 20, 3),
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("outbox")
+    group.addoption("--full", action="store_true", help="run the full tier")
+    group.addoption("--soak", action="store_true", help="run the full tier with long random runs")
     group.addoption(
-        "--pg",
-        metavar="14,17",
-        help="PostgreSQL majors to test on, or all; missing ones are fetched",
+        "--pg", metavar="14,17", help="PostgreSQL majors, or all; missing ones are fetched"
     )
-    group.addoption(
-        "--kills", type=int, default=3, metavar="N", help="kill -9 of the relay, end to end"
-    )
-    group.addoption(
-        "--ledger-seconds",
-        type=float,
-        default=6,
-        metavar="N",
-        help="how long relay and receiver are killed over a ledger; default: 6",
-    )
-    group.addoption(
-        "--prove-minutes",
-        type=float,
-        default=0.2,
-        metavar="N",
-        help="how long outbox prove goes on, end to end; default: 0.2",
-    )
-    group.addoption("--seed", type=int, metavar="N", help="the seed of the random tests")
-    group.addoption(
-        "--cursor-seconds",
-        type=float,
-        default=6.0,
-        metavar="N",
-        help="how long the adversarial producers go on; default: 6",
-    )
-    group.addoption(
-        "--sim-seeds",
-        type=int,
-        default=20,
-        metavar="N",
-        help="how many virtual hours are simulated; default: 20",
-    )
-    group.addoption(
-        "--api-examples",
-        type=int,
-        default=2,
-        metavar="N",
-        help="requests of each kind that are made of the API's document; default: 2",
-    )
-    group.addoption(
-        "--model-size",
-        type=int,
-        choices=(1, 2, 3),
-        default=1,
-        metavar="N",
-        help="how much of the protocols is explored, from 1 to 3; default: 1",
-    )
+    group.addoption("--seed", type=int, metavar="N", help="seed of the random tests")
+    for option, kind, text in (
+        ("kills", int, "kill -9 of the relay, end to end"),
+        ("prove-minutes", float, "length of outbox prove, end to end"),
+        ("ledger-seconds", float, "kills of relay and receiver over a ledger"),
+        ("cursor-seconds", float, "length of the adversarial producers"),
+        ("sim-seeds", int, "simulated hours"),
+        ("api-examples", int, "generated requests of each kind of the API"),
+        ("model-size", int, "how much of the protocols' models is explored, 1 to 3"),
+    ):
+        values = ", ".join(
+            f"{getattr(tier, option.replace('-', '_'))} ({name})" for name, tier in TIERS.items()
+        )
+        group.addoption(f"--{option}", type=kind, metavar="N", help=f"{text}; default: {values}")
+
+
+def tier_of(config: pytest.Config) -> Tier:
+    """The tier of this run."""
+    if config.getoption("--soak"):
+        return TIERS["soak"]
+    return TIERS["full" if config.getoption("--full") else "default"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -125,6 +163,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "mounts: left out where no file system can be mounted")
     config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
+    config.addinivalue_line("markers", "full: runs with --full and --soak only")
+    for name, value in asdict(tier_of(config)).items():
+        if name not in ("full", "pg") and getattr(config.option, name) is None:
+            setattr(config.option, name, value)
     asked: int | None = config.getoption("--seed")
     if asked is None:
         # One seed for a run, also when it is shared out among processes.
@@ -149,7 +191,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     try:
-        versions = ", ".join(each.version for each in available().values())
+        versions = ", ".join(each.version for each in installed_binaries().values())
     except CannotRun as error:
         versions = str(error)
     proxy = program() or "not there, its tests are left out (apt-get install pgbouncer)"
@@ -180,6 +222,11 @@ def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for _, item in sorted(placed, key=itemgetter(0))]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.nodeid.startswith(FULL):
+        item.add_marker(pytest.mark.full)
+
+
 @pytest.hookimpl(trylast=True)  # After pytest has sorted them by their servers.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     there = {
@@ -189,6 +236,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "mounts": may_mount(),
     }
     items[:] = _spread(items)
+    there["full"] = tier_of(config).full
     missing = [marker for marker, is_there in there.items() if not is_there]
     left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
     items[:] = [item for item in items if item not in left_out]
@@ -218,16 +266,19 @@ def _majors(config: pytest.Config) -> list[int]:
     # Kept, because looking for them starts programs, and hundreds of tests ask.
     if _majors_key not in config.stash:
         try:
-            found = available()
+            found = installed_binaries()
         except CannotRun as error:
             raise pytest.UsageError(str(error)) from error
-        config.stash[_majors_key] = _asked(config) or list(found)
+        installed = list(found)[: 1 if tier_of(config).pg == "newest" else None]
+        config.stash[_majors_key] = _asked(config) or installed
     return config.stash[_majors_key]
 
 
 def _asked(config: pytest.Config) -> list[int]:
     """The majors that `--pg` names, newest first; none without it."""
     asked: str | None = config.getoption("--pg")
+    if not asked and tier_of(config).pg == "all":
+        asked = "all"
     if not asked:
         return []
     try:

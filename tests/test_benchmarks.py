@@ -1,4 +1,4 @@
-"""The benchmark runs from end to end; what it measures is not for tests to judge."""
+"""The benchmark runs from end to end; tests do not judge its results."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ PLAIN_LOOP = contestants.CONTESTANTS[-1]
 ABSENT = next(each for each in contestants.CONTESTANTS if each.packages == ("pgqueuer",))
 
 
-def test_it_measures_everything_and_leaves_a_table_and_a_picture(
+def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def everything(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
@@ -104,36 +104,38 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
 
     monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})
     monkeypatch.setattr(contestants, "python_packages", cannot_be_had)
-    monkeypatch.setattr(commits, "find_pgbench", lambda: None)  # It knows whole seconds only.
+    monkeypatch.setattr(
+        commits, "find_pgbench", lambda: None
+    )  # The file has a resolution of whole seconds.
     monkeypatch.setattr(memory, "SETTLE_S", 0.1)
     few = ("trace, X-Delivery", "dead show")
     monkeypatch.setattr(commands, "COMMANDS", {name: commands.COMMANDS[name] for name in few})
     words = ["--quick", "--json", "--out", str(tmp_path)]
     ended = CliRunner().invoke(bench.main, words, catch_exceptions=False)
-    told = orjson.loads(ended.stdout)
-    rows = {(each["section"], each["beside"]): each for each in told["rows"]}
-    # Several each of most of them.
+    report = orjson.loads(ended.stdout)
+    rows = {(each["section"], each["beside"]): each for each in report["rows"]}
+    # Most of them have several.
     assert len(rows) == 1 + 6 + 2 + 1 + 3 + 3 + 1 + 1 + 4 + 4 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 2
-    assert all(value > 0 for each in told["rows"] for value in each["ours"])
-    assert ended.exit_code == any(each["met"] is False for each in told["rows"])
+    assert all(value > 0 for each in report["rows"] for value in each["ours"])
+    assert ended.exit_code == any(each["met"] is False for each in report["rows"])
     written = (tmp_path / "results.md").read_text()
-    assert all(f"| {name} |" in written for each in told["rows"] for name in [each["name"]])
+    assert all(f"| {name} |" in written for each in report["rows"] for name in [each["name"]])
     picture = ElementTree.fromstring((tmp_path / "results.svg").read_text())  # noqa: S314 (we drew it)
     bars = picture.findall(".//{http://www.w3.org/2000/svg}rect")
     courses = ElementTree.fromstring((tmp_path / outage.PICTURE).read_text())  # noqa: S314
     assert len(courses.findall(".//{http://www.w3.org/2000/svg}polyline")) == 4
-    absent = [each for each in told["rows"] if each["why_not"]]
+    absent = [each for each in report["rows"] if each["why_not"]]
     beside = [ABSENT.name] * 3 + [each.name for each, _ in majors.COMPARISONS]
     assert [each["beside"] for each in absent] == beside
     assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
     assert {each["name"] for each in absent[3:]} == {"PostgreSQL 9, 16 writers"}
-    assert len(bars) == 1 + len(told["rows"]) - len(absent)
+    assert len(bars) == 1 + len(report["rows"]) - len(absent)
 
 
 @pytest.mark.parametrize(
     ("target", "exit_code"), [(None, 0), (Target("at most", 2), 0), (Target("at least", 3), 1)]
 )
-def test_a_missed_target_is_a_bad_answer(
+def test_a_missed_target_is_a_failure_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target | None, exit_code: int
 ) -> None:
     monkeypatch.setattr(bench, "_measure", measured_as(row(2.0, target)))
@@ -152,19 +154,19 @@ def measured_as(*rows: Row, date: str = "today") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("broken_by", "exit_code", "told"),
+    ("broken_by", "exit_code", "message"),
     [(CannotRun("no room"), 3, "no room"), (KeyboardInterrupt(), 130, "interrupted")],
 )
-def test_a_run_that_is_broken_off_keeps_the_sections_that_ended(
+def test_an_interrupted_run_keeps_the_completed_sections(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     broken_by: BaseException,
     exit_code: int,
-    told: str,
+    message: str,
 ) -> None:
     @asynccontextmanager
     async def nowhere(*_: object, **__: object) -> AsyncIterator[SimpleNamespace]:
-        yield SimpleNamespace(told="18.4", pictures={})
+        yield SimpleNamespace(server_description="18.4", pictures={})
 
     async def ends(*_: object, **__: object) -> list[Row]:
         return [row(2.0)]
@@ -176,12 +178,12 @@ def test_a_run_that_is_broken_off_keeps_the_sections_that_ended(
     monkeypatch.setattr(bench, "SECTIONS", {"latency": ends, "memory": breaks})
     ended = CliRunner().invoke(bench.main, ["--rounds", "3", "--out", str(tmp_path)])
     assert ended.exit_code == exit_code
-    assert told in ended.stderr
+    assert message in ended.stderr
     assert kept.read(tmp_path)["latency"].rows == (row(2.0),)
     assert "- latency (3 rounds)" in (tmp_path / "results.md").read_text()
 
 
-def test_sections_are_renewed_one_by_one_and_say_when(
+def test_sections_are_renewed_individually_with_a_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(name: str, date: str, *rows: Row) -> str:
@@ -205,7 +207,7 @@ def test_sections_are_renewed_one_by_one_and_say_when(
     assert "- memory (3 rounds): date June." in again
 
 
-def test_a_short_run_touches_nothing_that_is_kept(
+def test_a_quick_run_does_not_change_stored_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "QUICK_RESULTS", tmp_path / "quick")
@@ -216,34 +218,34 @@ def test_a_short_run_touches_nothing_that_is_kept(
     assert not (tmp_path / "kept").exists()
 
 
-def test_the_rate_is_that_of_the_middle_however_it_was_read() -> None:
-    """A hundred a second after a second in which nothing came."""
+def test_the_rate_is_interpolated_between_5_and_90_percent() -> None:
+    """A rate of a hundred a second after an idle second."""
     readings = [(0.0, 0), (1.0, 0), (1.37, 37), (1.92, 92), (2.4, 140)]
     assert rate(readings, 100) == pytest.approx(100)
 
 
-async def test_who_ends_before_everything_came_is_told_of(
+async def test_a_contestant_that_exits_early_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def ended() -> int:
         return 1
 
     monkeypatch.setattr(turns, "LAST_S", 0.0)
-    with pytest.raises(CannotRun, match="somebody ended before all had come"):
-        await turns.unless_ended("somebody", asyncio.Event().wait(), ended())
+    with pytest.raises(CannotRun, match="contestant ended before all requests had arrived"):
+        await turns.unless_ended("contestant", asyncio.Event().wait(), ended())
 
 
-async def test_who_ends_when_everything_is_sent_may_be_counted_to_the_end() -> None:
+async def test_a_contestant_that_exits_after_sending_is_counted() -> None:
     everything = asyncio.Event()
 
     async def ended() -> int:
         everything.set()
         return 0
 
-    assert await turns.unless_ended("somebody", everything.wait(), ended())
+    assert await turns.unless_ended("contestant", everything.wait(), ended())
 
 
-def test_every_peer_has_one_exact_version_and_no_place() -> None:
+def test_every_peer_has_one_exact_version_and_no_path() -> None:
     pins = installing.pins()
     assert all(re.fullmatch(r"\d+(\.\d+)+", version) for version in pins.values())
     named = {name for each in contestants.CONTESTANTS for name in each.packages}
@@ -252,7 +254,7 @@ def test_every_peer_has_one_exact_version_and_no_place() -> None:
     assert not files & {"package-lock.json", "npm-shrinkwrap.json", ".npmrc"}
 
 
-def test_an_unknown_section_is_wrong_usage() -> None:
+def test_an_unknown_section_is_a_usage_error() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
     assert (
@@ -261,7 +263,7 @@ def test_an_unknown_section_is_wrong_usage() -> None:
     )
 
 
-def test_a_profile_is_drawn_of_a_relay_at_work(
+def test_a_profile_of_a_busy_relay_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile, "QUICK_REQUESTS", 500)
@@ -273,7 +275,7 @@ def test_a_profile_is_drawn_of_a_relay_at_work(
     assert any(title.startswith("Dispatcher._send (outbox/relay/") for title in titles)
 
 
-def test_boxes_of_a_profile_are_as_wide_as_their_shares_and_stand_below_their_callers() -> None:
+def test_profile_boxes_have_the_width_of_their_share_below_their_callers() -> None:
     tree = profile.grown(["30 a.py:f;b.py:g", "10 a.py:f", "60 c.py:h", "0 c.py:h;d.py:never"])
     assert tree.times == 100
     placed = [(box.name, box.times, before, row) for box, before, row in profile.placed(tree)]

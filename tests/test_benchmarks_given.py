@@ -1,4 +1,4 @@
-"""A PostgreSQL that somebody names for the benchmark: used, left as it was, or refused."""
+"""A PostgreSQL server given to the benchmark is used, left unchanged, or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DATABASES = "SELECT datname FROM pg_database ORDER BY 1"
 
 
-async def test_a_server_that_is_named_is_used_and_left_as_it_was() -> None:
+async def test_a_given_server_is_used_and_left_unchanged() -> None:
     server = Server(None, POSTGRES_SETTINGS)
     async with (
         server.embedded,
@@ -37,7 +37,7 @@ async def test_a_server_that_is_named_is_used_and_left_as_it_was() -> None:
             ):
                 assert durable is set_up.server
                 await made.execute("INSERT INTO outbox (type, payload) VALUES ('a.b', '1')")
-            assert set_up.told == f"{server.version}, not embedded"
+            assert set_up.server_description == f"{server.version}, not embedded"
         assert await connection.fetch(DATABASES) == before
 
 
@@ -53,7 +53,7 @@ async def test_a_database_with_anything_else_is_refused(empty_database: Database
         await given(empty_database.dsn)
 
 
-async def test_settings_that_make_figures_meaningless_are_told(empty_database: Database) -> None:
+async def test_settings_that_invalidate_results_are_reported(empty_database: Database) -> None:
     with pytest.raises(
         CannotRun, match=r"meaningless: .*fsync = off: no commit waits for the disk"
     ):
@@ -65,19 +65,19 @@ async def test_settings_that_make_figures_meaningless_are_told(empty_database: D
         await given(empty_database.dsn)
 
 
-async def test_a_role_that_may_make_no_database_is_refused(empty_database: Database) -> None:
+async def test_a_role_without_createdb_is_refused(empty_database: Database) -> None:
     async with role(empty_database) as name:
         with pytest.raises(CannotRun, match="does not let its role make others: ALTER ROLE"):
             await given(dsn_of(empty_database, name))
 
 
-def test_short_and_full_are_two_modes() -> None:
+def test_quick_and_full_are_mutually_exclusive() -> None:
     ended = CliRunner().invoke(bench.main, ["--quick", "--full"])
     assert ended.exit_code == 2
     assert "choose one" in ended.stderr
 
 
-def test_a_server_that_is_not_there_is_told_in_one_line() -> None:
+def test_an_unreachable_server_is_a_one_line_error() -> None:
     words = ["--only", "commits", "--dsn", "postgresql://nobody@127.0.0.1:1/none"]
     ended = CliRunner().invoke(bench.main, words)
     assert ended.exit_code == 3

@@ -1,4 +1,4 @@
-"""Settings: where each comes from, and what is said when one is wrong."""
+"""Settings: the precedence of their sources, and the errors for invalid values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
-from outbox.config import Settings, load, secrets, variable
+from outbox.config import Settings, load, secret_fields, variable_of
 from outbox.core.model.encryption_keys import format_key
 from outbox.errors import UsageError
 from outbox.web.address import Address
@@ -28,7 +28,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_defaults_are_the_documented_ones() -> None:
+def test_defaults_match_the_documentation() -> None:
     settings = load(env={})
     assert (settings.schema_name, settings.dsn_source) == ("relay", "")
     assert (settings.lease_s, settings.ack_group_ms, settings.drain_s) == (5.0, 20.0, 15.0)
@@ -65,13 +65,13 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "log_level": "Debug",
     }
     names = [name for name in Settings.model_fields if name != "dsn_source"]
-    env = {variable(name): values.get(name, "2") for name in names}
+    env = {variable_of(name): values.get(name, "2") for name in names}
     settings = load(env=env)
     defaults = load(env={})
     for name in names:
         assert getattr(settings, name) != getattr(defaults, name), name
         assert Settings.model_fields[name].description, name
-    assert variable("schema_name") == "OUTBOX_SCHEMA"
+    assert variable_of("schema_name") == "OUTBOX_SCHEMA"
     assert settings.allow_networks == (
         ipaddress.ip_network("10.0.0.0/8"),
         ipaddress.ip_network("::1"),
@@ -80,27 +80,27 @@ def test_every_field_has_a_variable_and_a_description() -> None:
     assert (settings.log_format, settings.log_level) == ("json", "debug")
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValidationError):
         load(env={}).lease_s = 3
 
 
-def test_secrets_may_stand_in_files(tmp_path: Path) -> None:
+def test_secrets_can_be_read_from_files(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    assert secrets() == ["dsn", "secret", "key", "proxy"]
-    for name in secrets():
+    assert secret_fields() == ["dsn", "secret", "key", "proxy"]
+    for name in secret_fields():
         texts = {"key": KEY, "proxy": f"http://me:{SECRET}@proxy:4750"}
         text = texts.get(name, SECRET)
         path.write_text(f"{text}\n")
-        settings = load(env={f"{variable(name)}_FILE": str(path)})
+        settings = load(env={f"{variable_of(name)}_FILE": str(path)})
         assert getattr(settings, name).get_secret_value() == text
         assert text not in repr(settings)
-        with pytest.raises(UsageError, match=f"{variable(name)}_FILE: /nowhere: No such file"):
-            load(env={f"{variable(name)}_FILE": "/nowhere"})
+        with pytest.raises(UsageError, match=f"{variable_of(name)}_FILE: /nowhere: No such file"):
+            load(env={f"{variable_of(name)}_FILE": "/nowhere"})
         with pytest.raises(UsageError, match="are both set; keep one"):
-            load(env={f"{variable(name)}_FILE": str(path), variable(name): "x"})
+            load(env={f"{variable_of(name)}_FILE": str(path), variable_of(name): "x"})
     path.write_bytes(b"\xff")
-    with pytest.raises(UsageError, match="it is not UTF-8 text"):
+    with pytest.raises(UsageError, match="not UTF-8 text"):
         load(env={"OUTBOX_DSN_FILE": str(path)})
 
 
@@ -116,10 +116,12 @@ def test_secrets_may_stand_in_files(tmp_path: Path) -> None:
         ({}, {"PGPASSWORD": "d"}, ""),
     ],
 )
-def test_the_database(flags: dict[str, Any], env: dict[str, str], source: str) -> None:
+def test_the_database_is_read_from_every_source(
+    flags: dict[str, Any], env: dict[str, str], source: str
+) -> None:
     settings = load(flags, env=env)
     assert settings.dsn_source == source
-    # libpq's variables are read when the address is parsed, not before.
+    # libpq's variables are read when the DSN is parsed, not before.
     from_libpq = source == "" or source.startswith("PG")
     assert settings.dsn.get_secret_value() == ("" if from_libpq else "a")
 
@@ -136,15 +138,17 @@ def test_the_database(flags: dict[str, Any], env: dict[str, str], source: str) -
         ({"OUTBOX_SCHEMA": "é" * 26}, "OUTBOX_SCHEMA: the schema's name is longer than 50 bytes"),
         (
             {"OUTBOX_ALLOW_NETWORKS": "lo"},
-            'OUTBOX_ALLOW_NETWORKS: "lo" is not a range of addresses',
+            'OUTBOX_ALLOW_NETWORKS: "lo" is not an address range',
         ),
-        ({"OUTBOX_ALLOW_NETWORKS": "\udcff"}, "OUTBOX_ALLOW_NETWORKS: it is not UTF-8 text"),
-        ({"OUTBOX_ADMIN": "h\udcff:80"}, "OUTBOX_ADMIN: it is not UTF-8 text"),
+        ({"OUTBOX_ALLOW_NETWORKS": "\udcff"}, "OUTBOX_ALLOW_NETWORKS: not UTF-8 text"),
+        ({"OUTBOX_ADMIN": "h\udcff:80"}, "OUTBOX_ADMIN: not UTF-8 text"),
         ({"OUTBOX_ALLOW_NETWORKS": "10.1.0.0/8"}, "did you mean 10.0.0.0/8?"),
         ({"OUTBOX_PROXY": f"socks5://a:{SECRET}@p:1"}, "OUTBOX_PROXY: must look like http://host"),
     ],
 )
-def test_a_bad_value_names_the_setting_in_one_line(env: dict[str, str], message: str) -> None:
+def test_an_invalid_value_error_names_the_setting_in_one_line(
+    env: dict[str, str], message: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         load(env=env)
     assert message in str(caught.value)
@@ -158,13 +162,13 @@ def test_a_bad_value_names_the_setting_in_one_line(env: dict[str, str], message:
         ("leas_s = 4", 'there is no setting "leas_s"; did you mean "lease_s"?'),
         ("zzz = 4", 'there is no setting "zzz"'),
         ('lease_s = "4x"', "outbox.toml, lease_s: must be a valid number"),
-        ("allow_networks = [5]", "allow_networks: 5 is not a text such as 10.0.0.0/8"),
-        ("allow_networks = 5", "outbox.toml, allow_networks: must be ranges with commas"),
+        ("allow_networks = [5]", "allow_networks: 5 is not a string such as 10.0.0.0/8"),
+        ("allow_networks = 5", "outbox.toml, allow_networks: must be comma-separated ranges"),
         ("lease_s = \n", "outbox.toml: Invalid value (at line 1"),
         (f'dsn = ["{SECRET}"]', "outbox.toml, dsn: must be a valid string"),
     ],
 )
-def test_a_bad_file(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_reported(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "outbox.toml").write_text(text)
     with pytest.raises(UsageError) as caught:
         load(env={})
@@ -173,14 +177,14 @@ def test_a_bad_file(tmp_path: Path, text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_file_may_be_named(tmp_path: Path) -> None:
+def test_the_file_can_be_specified(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('schema = "mine"\nallow_networks = ["10.0.0.0/8"]\n')
     assert load(env={}).schema_name == "relay"
     assert load(env={}, config=path).schema_name == "mine"
     assert load(env={"OUTBOX_CONFIG": str(path)}).schema_name == "mine"
     for arguments in ({"config": "nix.toml"}, {"env": {"OUTBOX_CONFIG": "nix.toml"}}):
-        with pytest.raises(UsageError, match=r"nix\.toml: there is no such settings file"):
+        with pytest.raises(UsageError, match=r"nix\.toml: the settings file does not exist"):
             load(**{"env": {}, **arguments})
     (tmp_path / "directory").mkdir()
     with pytest.raises(UsageError, match="directory: Is a directory"):
@@ -192,7 +196,7 @@ def test_nothing_is_read_at_import() -> None:
     subprocess.run([sys.executable, "-c", "import outbox.config"], check=True, env=env)
 
 
-def test_a_bad_flag_is_named_as_it_is_written() -> None:
+def test_an_invalid_flag_is_named_as_typed() -> None:
     for name, flag in (("lease_s", "--lease"), ("drain_s", "--drain")):
         with pytest.raises(UsageError, match=f"^{flag}: "):
             load({name: -1}, env={})

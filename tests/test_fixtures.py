@@ -1,4 +1,4 @@
-"""The fixtures keep what the other tests rely on."""
+"""The fixtures have the properties that other tests rely on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
 
 
-async def test_a_database_is_migrated_and_of_the_asked_major(
+async def test_a_database_is_migrated_and_has_the_requested_major(
     database: Database, pg_major: int
 ) -> None:
     connection = await database.connect()
@@ -28,14 +28,14 @@ async def test_a_database_is_migrated_and_of_the_asked_major(
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-async def test_a_database_shows_nothing_of_other_tests(database: Database, turn: int) -> None:
+async def test_a_database_is_isolated_from_other_tests(database: Database, turn: int) -> None:
     async with database.connection() as connection:
         await connection.execute("INSERT INTO relay.outbox (type, payload) VALUES ('a', '{}')")
         assert await connection.fetchval("SELECT count(*) FROM relay.outbox") == 1
 
 
 @pytest.mark.one_major
-async def test_a_forgotten_connection_does_not_keep_a_database(database: Database) -> None:
+async def test_an_open_connection_does_not_prevent_dropping_a_database(database: Database) -> None:
     connection = await database.connect()
     await connection.execute("BEGIN; LOCK TABLE relay.outbox")
 
@@ -47,11 +47,11 @@ async def test_an_empty_database_has_no_schema(empty_database: Database) -> None
 
 
 @pytest.mark.one_major
-def test_a_database_serves_a_test_without_a_loop(database: Database) -> None:
+def test_a_database_works_without_an_event_loop(database: Database) -> None:
     async def ask() -> int:
         async with database.connection() as connection:
-            answer: int = await connection.fetchval("SELECT 7")
-            return answer
+            response: int = await connection.fetchval("SELECT 7")
+            return response
 
     assert asyncio.run(ask()) == 7
 
@@ -69,13 +69,13 @@ async def test_a_private_server_may_crash(private_database: Database) -> None:
     assert await connection.fetchval("SELECT count(*) FROM relay.outbox") == 1
 
 
-def test_the_generator_repeats_itself(rng: random.Random, seed: int) -> None:
+def test_the_random_generator_is_seeded(rng: random.Random, seed: int) -> None:
     assert rng.random() == type(rng)(seed).random()
 
 
-async def test_until_returns_the_first_true_answer() -> None:
-    answers = iter([0, None, "yes"])
-    assert await until(lambda: next(answers)) == "yes"
+async def test_until_returns_the_first_true_result() -> None:
+    responses = iter([0, None, "yes"])
+    assert await until(lambda: next(responses)) == "yes"
 
     async def later() -> int:
         await asyncio.sleep(0)
@@ -84,14 +84,14 @@ async def test_until_returns_the_first_true_answer() -> None:
     assert await until(later) == 3
 
 
-async def test_until_names_what_it_waited_for() -> None:
+async def test_until_names_the_awaited_condition() -> None:
     with pytest.raises(AssertionError, match=r"waited 0\.02 s for the moon; .* 0"):
         await until(lambda: 0, timeout_s=0.02, what="the moon")
     with pytest.raises(AssertionError, match=r"waited 0\.02 s for the sun"):
         until_sync(lambda: False, timeout_s=0.02, what="the sun")
 
 
-def test_virtual_hours_pass_at_once() -> None:
+def test_virtual_hours_pass_immediately() -> None:
     async def main() -> tuple[float, list[str]]:
         loop = asyncio.get_running_loop()
         order: list[str] = []
@@ -115,7 +115,7 @@ def test_virtual_hours_pass_at_once() -> None:
     assert time.monotonic() - before < 5
 
 
-def test_virtual_time_tells_a_deadlock() -> None:
+def test_virtual_time_detects_a_deadlock() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 

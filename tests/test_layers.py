@@ -1,4 +1,4 @@
-"""Imports go one way, and publishing costs an application nothing else."""
+"""Imports follow the layers, and publishing loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lint_imports(where: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_contracts_hold() -> None:
+def test_the_import_contracts_hold() -> None:
     said = lint_imports(ROOT)
     assert said.returncode == 0, said.stdout + said.stderr
 
@@ -57,7 +57,7 @@ def test_the_contracts_hold() -> None:
         ("receiver/message.py", "import structlog", RECEIVER),
     ],
 )
-def test_a_contract_finds_what_it_forbids(
+def test_an_import_contract_finds_a_forbidden_import(
     tmp_path: Path, module: str, line: str, contract: str
 ) -> None:
     shutil.copytree(ROOT / "outbox", tmp_path / "outbox")
@@ -70,7 +70,7 @@ def test_a_contract_finds_what_it_forbids(
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The packages that a fresh interpreter has loaded after a statement."""
+    """Return the packages that a fresh interpreter has loaded after a statement."""
     program = (
         "import json, sys\n"
         f"{statement}\n"

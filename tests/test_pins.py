@@ -1,4 +1,4 @@
-"""What the tests run with is pinned, all of it, and is what is here."""
+"""The test environment is pinned completely, and installed as pinned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def script(name: str) -> ModuleType:
-    """One of the programs beside the file."""
+    """Load one of the scripts in the directory of the constraints."""
     spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -35,7 +35,7 @@ def script(name: str) -> ModuleType:
 
 
 def pinned() -> dict[str, str]:
-    """The versions for this Python, by canonical names."""
+    """Return the versions for this Python, by canonical name."""
     read = [Requirement(line) for line in FILE.read_text().splitlines() if not line.startswith("#")]
     here = [each for each in read if each.marker is None or each.marker.evaluate()]
     assert len({each.name for each in here}) == len(here), "a package has two versions"
@@ -43,14 +43,14 @@ def pinned() -> dict[str, str]:
 
 
 def needed() -> set[str]:
-    """Everything that the project and its extras need here, and what that needs."""
+    """Return the project's dependencies with all extras, recursively."""
     asked = [*PROJECT["dependencies"]]
     for extra in PROJECT["optional-dependencies"].values():
         asked += extra
     names: set[str] = set()
-    look = [Requirement(each) for each in asked]
-    while look:
-        requirement = look.pop()
+    pending = [Requirement(each) for each in asked]
+    while pending:
+        requirement = pending.pop()
         if requirement.marker is not None and not _holds(requirement):
             continue
         name = canonicalize_name(requirement.name)
@@ -62,7 +62,7 @@ def needed() -> set[str]:
             more = Requirement(text)
             if _holds(more, requirement.extras):
                 more.marker = None
-                look.append(more)
+                pending.append(more)
     return {each.partition("[")[0] for each in names}
 
 
@@ -71,7 +71,7 @@ def _holds(requirement: Requirement, extras: set[str] = frozenset()) -> bool:  #
     return marker is None or any(marker.evaluate({"extra": each}) for each in ("", *extras))
 
 
-def test_every_line_is_one_exact_version_and_names_no_place() -> None:
+def test_every_pin_is_one_exact_version_without_a_path() -> None:
     text = FILE.read_text()
     for line in text.splitlines():
         assert re.fullmatch(
@@ -82,7 +82,7 @@ def test_every_line_is_one_exact_version_and_names_no_place() -> None:
     assert not re.search(r"://|index|sha256|--|/|\\|@", text)
 
 
-def test_what_is_asked_for_takes_what_is_pinned() -> None:
+def test_the_requirements_accept_the_pinned_versions() -> None:
     versions = pinned()
     asked = [*PROJECT["dependencies"]]
     for extra in PROJECT["optional-dependencies"].values():
@@ -94,7 +94,7 @@ def test_what_is_asked_for_takes_what_is_pinned() -> None:
             assert requirement.specifier.contains(version), f"{requirement}: {version}; {RENEW}"
 
 
-def test_everything_that_is_here_because_of_us_is_pinned() -> None:
+def test_every_installed_dependency_is_pinned() -> None:
     stamp = Path(sys.prefix, "run-py-stamp")
     if stamp.exists() and len(stamp.read_text().splitlines()) > 2:
         pytest.skip("run.py could not have all of the pinned versions here, and said so")
@@ -103,7 +103,7 @@ def test_everything_that_is_here_because_of_us_is_pinned() -> None:
     assert {name: versions.get(name) for name in here} == here, RENEW
 
 
-def test_pythons_that_get_another_version_are_named() -> None:
+def test_pins_for_other_pythons_have_markers() -> None:
     lines = script("pin").lines
     assert lines(
         {"3.11": {"b": "1", "a": "2"}, "3.12": {"b": "1", "a": "3"}, "3.13": {"b": "1"}}
@@ -117,7 +117,7 @@ def test_pythons_that_get_another_version_are_named() -> None:
 # ------------------------------------------------------------------ audit
 
 
-def found(*packages: dict[str, Any]) -> str:
+def audit_report(*packages: dict[str, Any]) -> str:
     return json.dumps({"dependencies": packages})
 
 
@@ -130,18 +130,18 @@ B = {"name": "b", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["
 
 
 def test_a_vulnerable_version_fails_the_audit() -> None:
-    code, told = script("audit").judge(1, found(A, B), "", 2)
+    code, messages = script("audit").evaluate(1, audit_report(A, B), "", 2)
     assert code == 1
-    assert told == ["b 2: PYSEC-1, fixed in 2.1", "1 of 2 packages are vulnerable"]
+    assert messages == ["b 2: PYSEC-1, fixed in 2.1", "1 of 2 packages are vulnerable"]
 
 
-def test_a_clean_audit_says_how_many_packages_were_asked_about() -> None:
-    whole = found(A, skipped("b"))
-    code, told = script("audit").judge(0, whole, "", 2)
+def test_a_clean_audit_reports_the_number_of_audited_packages() -> None:
+    whole = audit_report(A, skipped("b"))
+    code, messages = script("audit").evaluate(0, whole, "", 2)
     assert code == 0
-    assert told == [
-        "not audited, because nobody knows them: b",
-        "nothing is known against 1 of 2 packages",
+    assert messages == [
+        "not audited, because the index has no advisories for them: b",
+        "no known vulnerabilities in 1 of 2 packages",
     ]
 
 
@@ -150,22 +150,24 @@ def test_a_clean_audit_says_how_many_packages_were_asked_about() -> None:
     [
         ("", "Traceback …\nrequests.exceptions.ConnectionError: HTTPSConnectionPool(host='x')"),
         ("", "ERROR:pip_audit._cli:pip_audit._service.interface.ServiceError: timed out"),
-        (found(skipped("a"), skipped("b")), "No known vulnerabilities found"),
+        (audit_report(skipped("a"), skipped("b")), "No known vulnerabilities found"),
     ],
 )
-def test_an_audit_that_nobody_answered_does_not_pass_for_one(out: str, errors: str) -> None:
-    code, told = script("audit").judge(0 if out else 1, out, errors, 2)
+def test_an_audit_without_a_response_is_reported_as_not_audited(out: str, errors: str) -> None:
+    code, messages = script("audit").evaluate(0 if out else 1, out, errors, 2)
     assert code == 0
-    (line,) = told
+    (line,) = messages
     assert line.startswith("NOT AUDITED: ")
 
 
-def test_an_audit_that_failed_otherwise_fails() -> None:
-    code, told = script("audit").judge(2, "", "pip-audit: error: unrecognized arguments: --x\n", 2)
+def test_an_audit_with_another_error_fails() -> None:
+    code, messages = script("audit").evaluate(
+        2, "", "pip-audit: error: unrecognized arguments: --x\n", 2
+    )
     assert code == 3
-    assert "unrecognized arguments" in told[0]
+    assert "unrecognized arguments" in messages[0]
 
 
-def test_only_what_is_pinned_for_this_python_is_audited() -> None:
+def test_only_pins_for_this_python_are_audited() -> None:
     lines = ["# x", "a==1; python_version >= '3'", "a==2; python_version < '3'", "b==3"]
-    assert script("audit").here(lines) == ["a==1", "b==3"]
+    assert script("audit").pins_for_this_python(lines) == ["a==1", "b==3"]

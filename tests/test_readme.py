@@ -1,4 +1,4 @@
-"""The README is true: its commands are run, and print what it says they print."""
+"""The README is correct: its commands are executed, and print the shown output."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fastapi import FastAPI
 
 import outbox as package
 from outbox.cli.main import COMMANDS
-from outbox.config import Settings, variable
+from outbox.config import Settings, variable_of
 from outbox.core.model import endpoint_config
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.testing import FakeSender
 from tests.support.api import make_token, serving
 from tests.support.process import Ended, command_line, environment, outbox
@@ -41,12 +41,20 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-# Walked through on its own.
+ROOT = Path(__file__).parents[1]
+README_LINES_MAX = 200
+# The quickstart is in the README; the guide continues it.
+README = "\n".join((ROOT / name).read_text() for name in ("README.md", "outbox/docs/guide.md"))
+# Executed by a test of its own.
 _BEGIN, _END = "### Order 17 never arrived", "### Operational events"
 GUIDE = README[README.index(_BEGIN) : README.index(_END)]
 
-# What differs from run to run.
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+
+
+# Output that differs between runs.
 VOLATILE = (
     (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "<uuid>"),
     (r"[0-9a-f]{12}-\d+-\d+", "<lane>"),
@@ -71,7 +79,7 @@ def _same(text: str) -> list[str]:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Fenced blocks with their language."""
+    """Return fenced blocks with their language."""
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -79,7 +87,7 @@ BLOCKS = _blocks(README.replace(GUIDE, ""))
 
 
 def _console(blocks: list[tuple[str, str]] = BLOCKS) -> list[tuple[str, str]]:
-    """Every `$ command` with the output under it."""
+    """Return every `$ command` with the output below it."""
     found = []
     for language, block in blocks:
         if language == "console":
@@ -89,8 +97,8 @@ def _console(blocks: list[tuple[str, str]] = BLOCKS) -> list[tuple[str, str]]:
     return found
 
 
-class Walk:
-    """The reader's way through "Use it", on a database of the test's own."""
+class Walkthrough:
+    """The reader's session through "Use it", on a test database."""
 
     def __init__(self, database: Database, log: Path) -> None:
         self.port = free_port()
@@ -100,7 +108,7 @@ class Walk:
         self.running: list[tuple[asyncio.subprocess.Process, Path, str]] = []
 
     async def take(self, line: str, output: str) -> None:
-        """Run one command line and hold its output to the README."""
+        """Run one command line and compare its output with the README."""
         env = dict(self.env)
         words = shlex.split(line.replace("9000", str(self.port)))
         while "=" in words[0]:
@@ -112,7 +120,7 @@ class Walk:
             return
         ended = await outbox(*words[1:], env=env)
         assert ended.code == 0, ended.stderr
-        # A terminal shows both.
+        # A terminal shows both streams.
         printed = ended.stdout + ended.stderr
         if "…" in output.splitlines():
             assert set(_same(output)) - {"…"} <= set(_same(printed)), printed
@@ -135,7 +143,7 @@ class Walk:
         await until(lambda: ready in path.read_text(), 20, ready)
 
     async def end(self) -> None:
-        """Stop what is still running, and hold its output to the README."""
+        """Stop the running processes, and compare their output with the README."""
         for process, _, _ in self.running:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
@@ -146,10 +154,10 @@ class Walk:
 
 
 @pytest.mark.one_major
-async def test_the_walk_through_prints_what_the_readme_says(
+async def test_the_walkthrough_prints_the_output_of_the_readme(
     empty_database: Database, tmp_path: Path
 ) -> None:
-    walk = Walk(empty_database, tmp_path)
+    walk = Walkthrough(empty_database, tmp_path)
     sql = next(block for language, block in BLOCKS if language == "sql")
     try:
         for line, output in _console():
@@ -168,32 +176,32 @@ async def test_the_walk_through_prints_what_the_readme_says(
 
 
 @pytest.mark.one_major
-async def test_the_guide_leads_from_the_complaint_to_the_repair(
+async def test_the_guide_leads_from_the_symptom_to_the_repair(
     database: Database, tmp_path: Path
 ) -> None:
-    mended = False
+    repaired = False
 
-    def receive(sent: Sent) -> Answer:
-        if sent.url.endswith("billing") and sent.body["data"]["order"] >= 17 and not mended:
-            return Answer.of(400, 0.004, body=b"order number too long")
+    def receive(sent: Sent) -> AttemptResult:
+        if sent.url.endswith("billing") and sent.body["data"]["order"] >= 17 and not repaired:
+            return AttemptResult.completed(400, 0.004, body=b"order number too long")
         return OK
 
     await add_endpoint(database, "billing", types=["order.*"])
     await add_endpoint(database, "audit")
-    walk = Walk(database, tmp_path)
+    walk = Walkthrough(database, tmp_path)
     async with running(database, Network(receive)):
         for n in range(15, 21):
             await publish(database, {"order": n}, type="order.paid", key=f"order-{n}")
         await all_ended(database)
         for line, output in _console(_blocks(GUIDE)):
             # "When the receiver is mended …"
-            mended = mended or ("replay" in line and "--dry-run" not in line)
+            repaired = repaired or ("replay" in line and "--dry-run" not in line)
             await walk.take(line, output)
     assert await exceptions(database) == {}
 
 
 @pytest.mark.one_major
-async def test_the_python_runs(database: Database) -> None:
+async def test_the_python_examples_run(database: Database) -> None:
     first, second, _ = (block for language, block in BLOCKS if language == "python")
     async with database.connection() as connection:
         await connection.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS paid")
@@ -202,14 +210,16 @@ async def test_the_python_runs(database: Database) -> None:
         assert await connection.fetchval("SELECT key FROM relay.outbox") == "order-7"
         in_two_weeks = datetime.now(UTC) + timedelta(days=14)
         await _python(second, connection, invoice=lambda n: {"n": n}, in_two_weeks=in_two_weeks)
-        keep_s = "SELECT extract(epoch FROM expires_at - claimed_at)::int FROM relay.once"
+        keep_s = (
+            "SELECT extract(epoch FROM expires_at - claimed_at)::int FROM relay.idempotency_key"
+        )
         assert await connection.fetchval(keep_s) == 90 * 86400
         due = await connection.fetchval("SELECT deliver_at FROM relay.future_event")
         assert due == in_two_weeks
 
 
 @pytest.mark.one_major
-async def test_the_receiver_receives(database: Database) -> None:
+async def test_the_receiver_example_receives(database: Database) -> None:
     *_, block = (block for language, block in BLOCKS if language == "python")
     sender, app = FakeSender(), FastAPI()
     async with database.connection() as connection:
@@ -217,8 +227,8 @@ async def test_the_receiver_receives(database: Database) -> None:
     async with asyncpg.create_pool(database.dsn, min_size=1, max_size=2) as pool:
         exec(block, {"secret": sender.secret, "pool": pool, "app": app})  # noqa: S102 (our own README)
         receiver = app.user_middleware[0].kwargs["receiver"]
-        answer = await receiver.handle(sender.event("order.paid", {"order": 7}))
-        assert answer.status == 200
+        response = await receiver.handle(sender.event("order.paid", {"order": 7}))
+        assert response.status == 200
         assert await pool.fetchval("SELECT shipped FROM public.orders")
 
 
@@ -230,7 +240,7 @@ async def _python(snippet: str, connection: Connection[Any], **given: object) ->
 
 
 @pytest.mark.one_major
-async def test_the_request_to_the_api_publishes_once(database: Database) -> None:
+async def test_the_api_example_publishes_once(database: Database) -> None:
     (block,) = [block for _, block in BLOCKS if block.startswith("curl ")]
     token = await make_token(database, scopes=("publish",))
     words = shlex.split(block.replace("$TOKEN", token).replace("\\\n", " "))
@@ -240,19 +250,19 @@ async def test_the_request_to_the_api_publishes_once(database: Database) -> None
     headers = dict(value.split(": ", 1) for flag, value in values if flag == "-H")
     (body,) = [value for flag, value in values if flag == "-d"]
     async with serving(database) as api:
-        first = await api.ask("POST", path, headers=headers, data=body.encode())
-        again = await api.ask("POST", path, headers=headers, data=body.encode())
+        first = await api.request("POST", path, headers=headers, data=body.encode())
+        again = await api.request("POST", path, headers=headers, data=body.encode())
     assert (first.status, again.status) == (201, 200)
     assert first.json["id"] == again.json["id"]
 
 
-def test_the_file_of_endpoints_is_one() -> None:
+def test_the_endpoint_file_example_is_valid() -> None:
     (text,) = [block for language, block in BLOCKS if language == "yaml"]
-    shop, audit = endpoint_config.read(yaml.safe_load(text))
+    shop, audit = endpoint_config.parse_file(yaml.safe_load(text))
     assert (shop.settings.lanes, audit.settings.on_dead_letter) == (4, "block")
 
 
-async def test_the_demo_prints_what_the_readme_says() -> None:
+async def test_the_demo_prints_the_output_of_the_readme() -> None:
     (output,) = [output for line, output in _console() if line == "python3 run.py demo"]
     ended = await outbox("demo", "--events", "120", "--seed", "17")
     assert ended.code == 0, ended.stderr
@@ -271,9 +281,9 @@ async def test_the_demo_prints_what_the_readme_says() -> None:
 def test_every_setting_of_the_relay_is_in_the_table() -> None:
     documented = set(re.findall(r"`(OUTBOX_[A-Z_]+)`", README))
     internal = {"dsn_source", "secret"}
-    wanted = {variable(name) for name in Settings.model_fields if name not in internal}
+    wanted = {variable_of(name) for name in Settings.model_fields if name not in internal}
     assert wanted <= documented
 
 
-def test_every_command_is_named() -> None:
+def test_every_command_is_documented() -> None:
     assert [c.name for c in COMMANDS if not re.search(rf"outbox {c.name}\b", README)] == ["demo"]

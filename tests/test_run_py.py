@@ -1,4 +1,4 @@
-"""run.py decides rightly what is to be done, and says why it cannot."""
+"""run.py decides correctly which steps are necessary, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def run(tmp_path: Path) -> ModuleType:
-    """run.py, for a project in a directory of its own."""
+    """Load run.py for a project in a temporary directory."""
     spec = importlib.util.spec_from_file_location("run", ROOT / "run.py")
     assert spec is not None
     assert spec.loader is not None
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> ModuleType:
 
 @pytest.fixture
 def steps(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Runs `set_up` with its two slow steps replaced, and tells which it took."""
+    """Run `set_up` with its two slow steps replaced, and return the executed steps."""
     taken: list[str] = []
 
     def make_environment(*, again: bool) -> None:
@@ -65,23 +65,19 @@ def steps(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list
     return set_up
 
 
-def test_it_sets_up_once(steps: Callable[[], list[str]]) -> None:
+def test_the_environment_is_set_up_once(steps: Callable[[], list[str]]) -> None:
     assert steps() == ["make", "install"]
     assert steps() == []
 
 
-def test_it_installs_again_when_the_project_changed(
-    run: ModuleType, steps: Callable[[], list[str]]
-) -> None:
+def test_a_changed_project_is_reinstalled(run: ModuleType, steps: Callable[[], list[str]]) -> None:
     steps()
     (run.ROOT / "pyproject.toml").write_text("[project]\nname = 'y'\n")
     assert steps() == ["install"]
     assert steps() == []
 
 
-def test_it_installs_again_when_other_versions_are_pinned(
-    run: ModuleType, steps: Callable[[], list[str]]
-) -> None:
+def test_changed_pins_are_reinstalled(run: ModuleType, steps: Callable[[], list[str]]) -> None:
     steps()
     run.pins().parent.mkdir()
     run.pins().write_text("a==1\n")
@@ -89,7 +85,7 @@ def test_it_installs_again_when_other_versions_are_pinned(
     assert steps() == []
 
 
-def test_versions_that_cannot_be_had_are_said_and_others_taken(
+def test_unavailable_pins_are_reported_and_other_versions_installed(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str | None] = []
@@ -107,12 +103,10 @@ def test_versions_that_cannot_be_had_are_said_and_others_taken(
     run.install(run.stamp())
     assert asked == [run.pins().as_uri(), None]
     assert run.STAMP.read_text().splitlines() == [*run.stamp(), run.UNPINNED]
-    assert (
-        "not all of the versions in .ci/constraints.txt can be had here" in capfd.readouterr().err
-    )
+    assert "not all versions in .ci/constraints.txt are available here" in capfd.readouterr().err
 
 
-def test_an_unfinished_environment_is_made_again(
+def test_an_incomplete_environment_is_rebuilt(
     run: ModuleType, steps: Callable[[], list[str]]
 ) -> None:
     steps()
@@ -120,7 +114,7 @@ def test_an_unfinished_environment_is_made_again(
     assert steps() == ["make again", "install"]
 
 
-def test_an_environment_of_another_place_or_python_is_made_again(
+def test_an_environment_of_another_path_or_python_is_rebuilt(
     run: ModuleType, steps: Callable[[], list[str]]
 ) -> None:
     steps()
@@ -130,7 +124,7 @@ def test_an_environment_of_another_place_or_python_is_made_again(
     assert steps() == ["make again", "install"]
 
 
-def test_an_environment_whose_python_is_gone_is_made_again(
+def test_an_environment_without_its_python_is_rebuilt(
     run: ModuleType, steps: Callable[[], list[str]]
 ) -> None:
     steps()
@@ -139,16 +133,14 @@ def test_an_environment_whose_python_is_gone_is_made_again(
     assert steps() == ["make again", "install"]
 
 
-def test_an_environment_made_by_hand_is_used(
-    run: ModuleType, steps: Callable[[], list[str]]
-) -> None:
+def test_a_manual_environment_is_used(run: ModuleType, steps: Callable[[], list[str]]) -> None:
     run.BIN.mkdir(parents=True)
     run.PYTHON.symlink_to(sys.executable)
     assert steps() == ["install"]
     assert steps() == []
 
 
-def test_an_interrupted_install_is_seen_by_the_next_run(
+def test_an_interrupted_install_is_repeated_by_the_next_run(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object, **__: object) -> int:
@@ -162,7 +154,7 @@ def test_an_interrupted_install_is_seen_by_the_next_run(
     assert run.STAMP.read_text() == "unfinished\n"
 
 
-def test_a_failing_pip_is_told(
+def test_a_failing_pip_is_reported(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run.VENV.mkdir()
@@ -192,17 +184,17 @@ def test_every_extra_is_installed(run: ModuleType, monkeypatch: pytest.MonkeyPat
     assert run.STAMP.read_text().splitlines() == run.stamp()
 
 
-def test_an_old_python_is_told_in_one_line(run: ModuleType) -> None:
+def test_an_old_python_is_a_one_line_error(run: ModuleType) -> None:
     run.require_python((3, 11, 0))
-    with pytest.raises(run.Stop, match=r"^Python 3\.11 or later is needed, and this is 3\.10\.4: "):
+    with pytest.raises(run.Stop, match=r"^Python 3\.11 or later is required; this is 3\.10\.4$"):
         run.require_python((3, 10, 4))
 
 
-def test_a_python_without_pip_is_told(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"missing": (1, ""), "old": (0, "pip 20.3.4 from /x (python 3.11)")}
+def test_a_python_without_pip_is_reported(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    responses = {"missing": (1, ""), "old": (0, "pip 20.3.4 from /x (python 3.11)")}
 
     def ask(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        code, said = answers[asked]
+        code, said = responses[asked]
         return subprocess.CompletedProcess(command, code, said, "No module named pip")
 
     monkeypatch.setattr(run.subprocess, "run", ask)
@@ -214,21 +206,27 @@ def test_a_python_without_pip_is_told(run: ModuleType, monkeypatch: pytest.Monke
         run.find_pip()
 
 
-def test_all_checks_run_and_are_summed_up(
+def test_all_checks_run_and_are_summarised(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "call", lambda command: 1 if command[0].endswith("/mypy") else 0)
-    assert run.run_checks() == 1
+    assert run.run_checks("") == 1
     lines = capsys.readouterr().out.split("\n")
     assert [line.split()[0] for line in lines if line] == [
         "ruff", "ruff", "mypy", "lint-imports", "python", "python", "pytest",
     ]  # fmt: skip
     assert [line for line in lines if "FAILED" in line and "mypy" in line]
     monkeypatch.setattr(run, "call", lambda _: 0)
-    assert run.run_checks() == 0
+    assert run.run_checks("") == 0
 
 
-def test_ctrl_c_lets_the_program_end_in_its_own_way(run: ModuleType) -> None:
+@pytest.mark.parametrize("tier", ["--full", "--soak"])
+def test_a_tier_is_passed_to_pytest(run: ModuleType, tier: str) -> None:
+    pytest_command = next(check for check in run.checks(tier) if check[0] == "pytest")
+    assert pytest_command[-1] == tier
+
+
+def test_ctrl_c_lets_the_program_end_by_itself(run: ModuleType) -> None:
     program = (
         "import os, signal, sys\n"
         "os.kill(os.getppid(), signal.SIGINT)\n"
@@ -241,13 +239,13 @@ def test_ctrl_c_lets_the_program_end_in_its_own_way(run: ModuleType) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_benchmark_is_run_at_home_and_given_its_options(
+def test_a_benchmark_runs_in_the_project_directory_with_its_options(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become: list[tuple[str, ...]] = []
     monkeypatch.chdir("/")
     monkeypatch.setattr(run, "set_up", lambda: None)
-    monkeypatch.setattr(run, "become", lambda *words: become.append(words) or 1)
+    monkeypatch.setattr(run, "exec_program", lambda *words: become.append(words) or 1)
     assert run.main(["bench", "--quick", "--only", "latency"]) == 1
     assert become == [("python", "-m", "benchmarks", "--quick", "--only", "latency")]
     assert Path.cwd() == run.ROOT
@@ -268,10 +266,10 @@ def test_versions_are_pinned_with_the_pip_that_installs(
     [
         (["--help"], 0, "python3 run.py demo"),
         ([], 2, "python3 run.py demo"),
-        (["nope"], 2, "there is no command 'nope'"),
+        (["nope"], 2, "unknown command 'nope'"),
     ],
 )
-def test_usage(arguments: list[str], exit_code: int, said: str) -> None:
+def test_wrong_usage_prints_the_usage(arguments: list[str], exit_code: int, said: str) -> None:
     ended = subprocess.run(
         [sys.executable, ROOT / "run.py", *arguments], capture_output=True, text=True
     )

@@ -1,5 +1,5 @@
-"""The relay beside what others would use in its place, each in the best mode it documents.
+"""The relay compared with other queues, each in the best mode that its documentation gives.
 
-Only what is installed can be measured: whatever cannot be had here is left out, and the
-table says why.
+Only installed queues can be measured: an unavailable one is left out, and the table gives the
+reason.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers MODULE ASKED`: one of Python's contestants, in its own process."""
+"""`python -m benchmarks.peers MODULE ASKED`: a Python contestant in a separate process."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ function posting(connections) {
         path: url.pathname, method: "POST", headers: { "content-type": "application/json" },
     };
     return async (data) => {
-        const answer = await pool.request({ ...request, body: JSON.stringify(data) });
-        await answer.body.dump();
-        if (answer.statusCode >= 300) throw new Error(`answered with ${answer.statusCode}`);
+        const response = await pool.request({ ...request, body: JSON.stringify(data) });
+        await response.body.dump();
+        if (response.statusCode >= 300) throw new Error(`answered with ${response.statusCode}`);
     };
 }
 

@@ -1,8 +1,8 @@
-"""What a contestant's process is asked, and how it tells that it is ready.
+"""The protocol between the benchmark and a contestant's process.
 
-What it is asked is JSON.  It makes its tables, puts the backlog in, says in one line that
-it is ready (and what its own client sends to put one more in), and works from the line
-that answers until stdin ends.
+The request is JSON. The process creates its tables, writes the backlog, prints one line when it
+is ready (with the statement by which its own client enqueues one job), and works from the line
+that it then reads on stdin until stdin ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.receiver import say
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-# As much as those that carry a body and nothing else have to say about it.
+# As many headers as a queue needs that sends only a body.
 HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A database of its own, where to POST what, and how."""
+    """The request to a contestant: its database, and where and how to POST."""
 
     dsn: str
     url: str
@@ -35,22 +35,22 @@ class Asked:
     mode: dict[str, Any]
 
     async def ready(self, statement: str, values: Sequence[Any]) -> None:
-        """Tell how one more is put in, and wait for the word to begin."""
+        """Report the enqueue statement, and wait for the start command."""
         say({"statement": statement, "values": values})
         await asyncio.to_thread(sys.stdin.readline)
 
 
 @asynccontextmanager
 async def posting(url: str, connections: int) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """What POSTs a body with an aiohttp client, over so many connections that are kept."""
+    """Return a function that POSTs with an aiohttp client over kept-alive connections."""
     connector = aiohttp.TCPConnector(limit=connections)
     async with aiohttp.ClientSession(
         connector=connector, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
 
         async def post(body: bytes) -> None:
-            async with session.post(url, data=body, headers=HEADERS) as answer:
-                await answer.read()
-                answer.raise_for_status()
+            async with session.post(url, data=body, headers=HEADERS) as response:
+                await response.read()
+                response.raise_for_status()
 
         yield post

@@ -1,4 +1,4 @@
-"""Who stands beside the relay, in which mode, and what each is asked and not asked to do."""
+"""The contestants, their modes, and what each one does and does not do."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 PAYLOAD_BYTES = 200
 BODY = sample(PAYLOAD_BYTES)[1].decode()
-"""The body of a delivery of ours, which is what the others keep and send, too."""
+"""The body of one of our deliveries, which the others store and send, too."""
 NUMBER = "12345"
-"""What stands in it where each event has its own number."""
+"""The placeholder for the event's number in the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Contestant:
     """A queue, and a program that works it off by POSTs.
 
     Attributes:
-        program: what runs it, beside this file; Python's end in .py, Node's in .cjs.
-        jobs: a backlog that takes it some seconds.
-        draining: its mode while it works off a backlog.
-        at_once: its mode while what counts is how soon.
-        asked: what it does, and what it does not.
-        soon: what is other while what counts is how soon.
-        packages: what it is made of; the first one's version is told.
-        target: how many times its deliveries per second ours are to be.
+        program: its script in this directory; .py for Python, .cjs for Node.
+        jobs: the size of a backlog that takes some seconds.
+        draining: its mode for the backlog measurement.
+        at_once: its mode for the latency measurement.
+        asked: the description of what it does, and what it does not do.
+        soon: the description of the differences for latency.
+        packages: its packages; the version of the first one is shown.
+        target: the required ratio of our deliveries per second to its own.
     """
 
     title: str
@@ -59,14 +59,14 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """As the table has it."""
+        """The name in the table."""
         return f"{self.title} {pins()[self.packages[0]]}" if self.packages else self.title
 
     def prepared(self) -> tuple[list[str], dict[str, str]]:
-        """The command and what its environment has, once everything is installed.
+        """Install everything, and return the command and its environment.
 
         Raises:
-            CannotRun: something cannot be had.
+            CannotRun: A package is unavailable.
         """
         path = HERE / self.program
         if path.suffix == ".cjs":
@@ -81,15 +81,15 @@ class Contestant:
 
 @dataclass(slots=True)
 class Working:
-    """A contestant's process, which has put its backlog in."""
+    """A contestant's process, which has written its backlog."""
 
     process: Child
     statement: str = ""
     values: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Let it work."""
-        self.process.tell(begin=True)
+        """Start to work off the backlog."""
+        self.process.send_command(begin=True)
 
 
 @asynccontextmanager
@@ -101,30 +101,30 @@ async def ready(
     jobs: int,
     mode: Mapping[str, Any],
 ) -> AsyncIterator[Working]:
-    """Its process, ready to begin, for the length of a block.
+    """Run the contestant's process for a block, until it is ready.
 
     Raises:
-        CannotRun: something cannot be had, or it ended.
+        CannotRun: A package is unavailable, or the process ended.
     """
-    argv, env = await asyncio.to_thread(contestant.prepared)  # It may fetch something.
+    argv, env = await asyncio.to_thread(contestant.prepared)  # It may have to fetch packages.
     asked = {"dsn": database.dsn, "url": url, "body": BODY, "jobs": jobs, "mode": dict(mode)}
     async with program(contestant.title, [*argv, orjson.dumps(asked).decode()], env=env) as process:
-        told = await process.answer()
-        yield Working(process, told["statement"], told["values"])
+        ready_line = await process.response()
+        yield Working(process, ready_line["statement"], ready_line["values"])
 
 
 OURS = (
     "64 lanes of one endpoint, each in order and one delivery at a time; every delivery signed "
-    "and numbered, every attempt written to the log, other endpoints would get theirs too."
+    "and numbered, every attempt written to the log, with fan-out to endpoints."
 )
 BARE = (
-    "the relay's POSTs, headers and all, over as many connections, on uvloop; it reads no "
-    "database, signs nothing, and writes nothing down."
+    "the relay's POSTs with all headers, over as many connections, on uvloop; it reads no "
+    "database, signs nothing, and writes nothing."
 )
 
 
 def _graphile_worker(queued: int) -> dict[str, Any]:
-    """Its preset."""
+    """The preset of graphile-worker."""
     return {
         "worker": {
             "concurrentJobs": 64,
@@ -136,8 +136,8 @@ def _graphile_worker(queued: int) -> dict[str, Any]:
     }
 
 
-# The values in comments were tried, too, on two busy cores: what is written here was the best
-# of them by deliveries per second or by how soon, or, where these were alike, by CPU time.
+# The values in comments were tried, too, on two busy cores: the chosen values were the best by
+# deliveries per second or by latency, or, where these were equal, by CPU time.
 CONTESTANTS = (
     Contestant(
         "graphile-worker",
@@ -199,12 +199,12 @@ CONTESTANTS = (
         "procrastinate",
         "with_procrastinate.py",
         jobs=1_200,
-        # concurrency: 30, as its page on it has it.
+        # concurrency: 30, as its documentation has it.
         draining={"concurrency": 64, "pooled": 65, "delete_jobs": "successful"},
         at_once={"concurrency": 64, "pooled": 65, "delete_jobs": "successful"},
         asked="one worker, 64 jobs at a time, a connection for each and one more (psycopg in C), "
-        "aiohttp on uvloop, finished jobs deleted. Each job is fetched and finished by itself. Not "
-        "in order but where jobs share a lock, not signed, no fan-out.",
+        "aiohttp on uvloop, finished jobs deleted. Each job is fetched and finished individually. "
+        "Ordered only where jobs share a lock, not signed, no fan-out.",
         soon="the same.",
         packages=("procrastinate", "psycopg"),
     ),
@@ -214,15 +214,15 @@ CONTESTANTS = (
         jobs=4_000,
         draining={"poll_s": 0.01},
         at_once={"poll_s": 0.01},
-        asked="SELECT the oldest that is not sent, POST, UPDATE; asyncpg, aiohttp and uvloop. In "
-        "order, one at a time; not signed, no log, no fan-out, no second copy of it.",
-        soon="it looks again 10 ms after it found nothing.",
+        asked="SELECT the oldest unsent event, POST, UPDATE; asyncpg, aiohttp and uvloop. In "
+        "order, one at a time; not signed, no log, no fan-out, a single instance.",
+        soon="it polls every 10 ms when idle.",
     ),
 )
 
 
-def told() -> str:
-    """What each is asked, and what it does not do, with the versions: for the report."""
+def descriptions() -> str:
+    """Describe each contestant, with what it does not do and its version, for the report."""
     lines = [
         f"The receiver is {receiver_name()}. Node is {pins()[NODE]}, undici {pins()['undici']}, "
         f"psycopg {pins()['psycopg']}.",
@@ -234,6 +234,6 @@ def told() -> str:
     return "\n".join(lines)
 
 
-def told_of_latency() -> str:
-    """In what each differs from that, when what counts is how soon."""
+def latency_description() -> str:
+    """Describe the differences of each mode for latency, for the report."""
     return "\n".join(["", "", *(f"- {each.name}: {each.soon}" for each in CONTESTANTS)])

@@ -1,10 +1,10 @@
-"""How many requests have come, and how fast, whoever sends them: the same for all.
+"""Counts requests and their rate, in the same way for all contestants.
 
-nginx answers, if it is here, because it costs each contestant the least; one process, no
-log.  It counts for us: `stub_status` says how many requests it has begun to read, exactly,
-and is asked every 10 ms.  The rate is that between 5% and 90% of the requests, whose times
-are found between two readings by interpolation, so that they are some milliseconds off at
-most.  Without nginx it is the benchmark's own receiver, which notes the time of each.
+If nginx is installed, it responds, because it costs each contestant the least; one process, no log.
+`stub_status` gives the exact number of requests that it has begun to read, and is polled every 10
+ms. The rate is that between 5% and 90% of the requests, whose times are interpolated between two
+polls, so that the error is a few milliseconds at most. Without nginx it is the benchmark's own
+receiver, which records the time of each request.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ http {{
 
 
 class Counter(Protocol):
-    """A receiver that answers 204."""
+    """A receiver that responds 204."""
 
     url: str
 
@@ -65,7 +65,7 @@ class Counter(Protocol):
         ...
 
     async def per_s(self) -> float:
-        """Requests per second, when all have come."""
+        """Return the requests per second after all have arrived."""
         ...
 
 
@@ -80,11 +80,11 @@ class OwnCounter:
         self._stage.expect(requests)
 
     async def per_s(self) -> float:
-        return float((await self._stage.receiver.answer())["per_s"])
+        return float((await self._stage.receiver.response())["per_s"])
 
 
 class NginxCounter:
-    """An nginx, asked for its count over a connection of its own."""
+    """An nginx, whose count is polled over a separate connection."""
 
     def __init__(
         self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -114,21 +114,21 @@ class NginxCounter:
         return rate(readings, requests)
 
     async def _reading(self) -> tuple[float, int]:
-        """The middle of asking and hearing, and the requests so far but for our own."""
-        asked_at = time.monotonic()
+        """Return the midpoint of the poll, and the requests so far without our own."""
+        requested_at = time.monotonic()
         self._writer.write(f"GET {STATUS} HTTP/1.1\r\nHost: nginx\r\n\r\n".encode())
         self._asked += 1
         head = await self._reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
         assert length is not None
         body = await self._reader.readexactly(int(length[1]))
-        told = re.search(rb"requests\s+\d+ \d+ (\d+)", body)
-        assert told is not None
-        return (asked_at + time.monotonic()) / 2, int(told[1]) - self._asked
+        match = re.search(rb"requests\s+\d+ \d+ (\d+)", body)
+        assert match is not None
+        return (requested_at + time.monotonic()) / 2, int(match[1]) - self._asked
 
 
 def rate(readings: list[tuple[float, int]], requests: int) -> float:
-    """Per second between the times at which the first and the last that count had come."""
+    """Return the rate between the arrivals of the first and the last counted request."""
     counts = [counted for _, counted in readings]
 
     def reached_at(counted: int) -> float:
@@ -141,26 +141,26 @@ def rate(readings: list[tuple[float, int]], requests: int) -> float:
 
 
 def nginx() -> tuple[str, str] | None:
-    """The program and its version, if it is here and can count."""
+    """Return the program and its version, if it is installed and has stub_status."""
     path = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if path is None:
         return None
-    told = subprocess.run([path, "-V"], capture_output=True, text=True).stderr
-    version = re.search(r"nginx/([\d.]+)", told)
-    if version is None or "http_stub_status_module" not in told:
+    build_info = subprocess.run([path, "-V"], capture_output=True, text=True).stderr
+    version = re.search(r"nginx/([\d.]+)", build_info)
+    if version is None or "http_stub_status_module" not in build_info:
         return None
     return path, version[1]
 
 
 def receiver_name() -> str:
-    """What answers."""
+    """Return the name of the receiver."""
     found = nginx()
     return "the benchmark's own receiver" if found is None else f"nginx {found[1]}"
 
 
 @asynccontextmanager
 async def counter(stage: Stage) -> AsyncIterator[Counter]:
-    """Whatever counts here, for the length of a block."""
+    """Run the available counter for a block."""
     found = nginx()
     if found is None:
         yield OwnCounter(stage)
@@ -183,4 +183,4 @@ async def _connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWri
             return await asyncio.open_connection("127.0.0.1", port)
         except OSError:
             await asyncio.sleep(0.02)
-    raise CannotRun("nginx did not come up; its words are above")
+    raise CannotRun("nginx did not start; see its output above")

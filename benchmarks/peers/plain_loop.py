@@ -1,4 +1,4 @@
-"""What one writes in an hour: the oldest that is not sent, its POST, its mark; and again."""
+"""A hand-written loop: select the oldest unsent event, POST it, mark it, and repeat."""
 
 from __future__ import annotations
 

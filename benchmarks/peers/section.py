@@ -1,4 +1,4 @@
-"""The section: how many deliveries a second, and how soon, beside everybody."""
+"""The section "peers": deliveries per second and latency of all contestants."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from benchmarks.stage import Stage
 
 QUICK_SHARE = 0.1
-"""Of the backlogs."""
+"""Rounds of the backlog measurement."""
 SECONDS, QUICK_SECONDS = 5.0, 1.0
-"""Of events at a thousand each second."""
+"""Rounds of the latency measurement at a thousand events per second."""
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Everybody in turns, round by round."""
+    """Run all contestants alternately, round by round."""
     share, seconds = (QUICK_SHARE, QUICK_SECONDS) if quick else (1.0, SECONDS)
     return [
         *await throughput.run(stage, rounds, CONTESTANTS, share),

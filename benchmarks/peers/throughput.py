@@ -1,6 +1,6 @@
-"""Deliveries per second: each works off a backlog that was put in before it began.
+"""Deliveries per second: each contestant works off a backlog that was written before it started.
 
-All POST to one receiver, 64 at a time, and it takes the time (see counting).  The relay
+All POST to one receiver, 64 at a time, and the receiver measures the time (see counting). The relay
 sends over the 64 lanes of one endpoint, each in order.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MANY = 64
 DELIVERIES = {1: 10_000, MANY: 40_000}
-"""Of the relay, and of the bare client, by how many at a time."""
+"""The concurrency of the relay, and of the bare client."""
 OURS = {1: "outbox, 1 lane", MANY: "outbox, 64 lanes"}
 BARE = {1: "bare aiohttp client, one at a time", MANY: "bare aiohttp client, 64 at a time"}
 WIRE = {
@@ -39,7 +39,7 @@ WIRE_TARGETS = {1: Target("at least", 0.6), MANY: None}
 async def run(
     stage: Stage, rounds: int, contestants: Sequence[Contestant], share: float
 ) -> list[Row]:
-    """Everybody in turns, round by round, with a share of the backlogs."""
+    """Run all contestants alternately, round by round, with a share of the backlogs."""
     turns = Turns(stage, "peers", "/s")
     found = turns.found
     async with counter(stage) as counting:
@@ -49,10 +49,10 @@ async def run(
                 found.add(OURS[at_a_time], await relay(stage, counting, at_a_time, jobs))
                 found.add(BARE[at_a_time], await bare(counting, at_a_time, jobs, "aiohttp"))
                 found.add(WIRE[at_a_time], await bare(counting, at_a_time, jobs, "wire"))
-            for each in turns.those_left(contestants):
-                with turns.unless_it_cannot(each):
+            for each in turns.remaining(contestants):
+                with turns.turn(each):
                     found.add(each.name, await peer(stage, counting, each, int(each.jobs * share)))
-            turns.tell(number, rounds)
+            turns.print_round(number, rounds)
 
     def row(at_a_time: int, name: str, target: Target | None) -> Row:
         ours = OURS[at_a_time]
@@ -66,7 +66,7 @@ async def run(
 
 
 async def relay(stage: Stage, counting: Counter, lanes: int, deliveries: int) -> float:
-    """The relay's deliveries per second."""
+    """Return the relay's deliveries per second."""
     async with stage.server.database() as database:
         async with search(database) as connection:
             await add_endpoint(connection, counting.url, lanes=lanes)
@@ -78,7 +78,7 @@ async def relay(stage: Stage, counting: Counter, lanes: int, deliveries: int) ->
 
 
 async def bare(counting: Counter, at_a_time: int, requests: int, transport: str) -> float:
-    """The bare client's requests per second."""
+    """Return the bare client's requests per second."""
     counting.expect(requests)
     async with child(
         "client",
@@ -93,10 +93,10 @@ async def bare(counting: Counter, at_a_time: int, requests: int, transport: str)
 
 
 async def peer(stage: Stage, counting: Counter, contestant: Contestant, jobs: int) -> float:
-    """A contestant's deliveries per second.
+    """Return a contestant's deliveries per second.
 
     Raises:
-        CannotRun: it cannot be had, it ended, or it did not get through.
+        CannotRun: It is unavailable, it ended, or it did not finish.
     """
     async with (
         stage.server.database(migrated=False) as database,

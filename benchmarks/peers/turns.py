@@ -1,4 +1,4 @@
-"""Those who take turns, what was found, and why somebody was not measured."""
+"""Alternating contestants, their samples, and why some could not be measured."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 ROUND_S = 240.0
 LAST_S = 5.0
-"""How long the last ones may still be counted after whoever sent them ended."""
+"""Seconds to wait for the last requests after their sender has ended."""
 
 
 @dataclass(slots=True)
 class Turns:
-    """Samples by name, but not of those who could not be measured once."""
+    """Samples by contestant; a contestant that failed once is excluded."""
 
     stage: Stage
     section: str
@@ -35,52 +35,52 @@ class Turns:
     found: Rounds = field(default_factory=Rounds)
     _why_not: dict[str, str] = field(default_factory=dict)
 
-    def those_left(self, contestants: Iterable[Contestant]) -> Iterator[Contestant]:
-        """Those who could be measured so far."""
+    def remaining(self, contestants: Iterable[Contestant]) -> Iterator[Contestant]:
+        """The contestants that could be measured so far."""
         return (each for each in contestants if each.name not in self._why_not)
 
     @contextmanager
-    def unless_it_cannot(self, contestant: Contestant) -> Iterator[None]:
-        """A turn of one who may turn out not to be able to take it."""
+    def turn(self, contestant: Contestant) -> Iterator[None]:
+        """Run a turn, and exclude its contestant if it fails with CannotRun."""
         try:
             yield
         except CannotRun as error:
             self._why_not[contestant.name] = str(error)
             self.stage.say(f"{self.section}, {contestant.name}: not measured: {error}")
 
-    def tell(self, number: int, rounds: int) -> None:
-        """Say what the round brought."""
+    def print_round(self, number: int, rounds: int) -> None:
+        """Print the results of the round."""
         last = {name: figure(each[-1], self.unit) for name, each in self.found.values.items()}
-        told = ", ".join(f"{name} {each}" for name, each in last.items())
-        self.stage.say(f"{self.section}, round {number + 1} of {rounds}: {told}")
+        described = ", ".join(f"{name} {each}" for name, each in last.items())
+        self.stage.say(f"{self.section}, round {number + 1} of {rounds}: {described}")
 
     def row(self, what: str, ours: str, beside: str, sample: str, target: Target | None) -> Row:
-        """Our sample beside that of `beside`."""
-        row = Row(self.section, what, self.unit, self.found.of(ours), beside, target=target)
+        """Return a row of our sample and that of `beside`."""
+        row = Row(self.section, what, self.unit, self.found.samples_of(ours), beside, target=target)
         if beside in self._why_not:
             return replace(row, why_not=self._why_not[beside])
-        return replace(row, beside=self.found.of(sample))
+        return replace(row, beside=self.found.samples_of(sample))
 
 
 async def unless_ended(
-    who: str, answer: Coroutine[Any, Any, T], ended: Coroutine[Any, Any, int]
+    who: str, response: Coroutine[Any, Any, T], ended: Coroutine[Any, Any, int]
 ) -> T:
-    """The answer, unless whoever it depends on ends before.
+    """Return the response, unless its process ends before.
 
     Raises:
-        CannotRun: it ended, or it takes far too long.
+        CannotRun: The process ended, or it takes far too long.
     """
-    answered, end = asyncio.create_task(answer), asyncio.create_task(ended)
+    completion, end = asyncio.create_task(response), asyncio.create_task(ended)
     try:
         async with asyncio.timeout(ROUND_S):
-            await asyncio.wait((answered, end), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((completion, end), return_when=asyncio.FIRST_COMPLETED)
             if end.done():
-                await asyncio.wait((answered,), timeout=LAST_S)
-        if answered.done():
-            return answered.result()
-        raise CannotRun(f"{who} ended before all had come; its words are above")
+                await asyncio.wait((completion,), timeout=LAST_S)
+        if completion.done():
+            return completion.result()
+        raise CannotRun(f"{who} ended before all requests had arrived; see its output above")
     except TimeoutError:
-        raise CannotRun(f"{who} did not get through within {ROUND_S:g} s") from None
+        raise CannotRun(f"{who} did not finish within {ROUND_S:g} s") from None
     finally:
-        answered.cancel()
+        completion.cancel()
         end.cancel()

@@ -1,4 +1,4 @@
-"""PgQueuer: managers that each take a batch by SKIP LOCKED, and a task for every job."""
+"""PgQueuer: managers that each fetch a batch by SKIP LOCKED, and one task per job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pgqueuer.models import Job
 
 NAME = "deliver"
-AT_ONCE = 2000  # Jobs for each statement that puts the backlog in.
+AT_ONCE = 2000  # Jobs per statement that writes the backlog.
 
 
 async def work(asked: Asked) -> None:
-    # As the documentation has it: a connection for each manager, a pool for producers.
+    # As in its documentation: a connection per manager, and a pool for producers.
     pool = await asyncpg.create_pool(asked.dsn, min_size=1)
     queries = Queries(AsyncpgPoolDriver(pool))
     await queries.install()
@@ -29,8 +29,8 @@ async def work(asked: Asked) -> None:
     for put in range(0, asked.jobs, AT_ONCE):
         jobs = min(AT_ONCE, asked.jobs - put)
         await queries.enqueue([NAME] * jobs, [body] * jobs, [0] * jobs)
-    # What `Queries.enqueue` sends for one: priority, name, payload, delay in microseconds, no
-    # key that keeps a second one away, and headers as JSON.
+    # The statement of `Queries.enqueue` for one job: priority, name, payload, delay in
+    # microseconds, no deduplication key, and headers as JSON.
     values = [[0], [NAME], [asked.body], [0], [None], ["null"]]
     await asked.ready(queries.qbq.build_enqueue_query(), values)
     connections = asked.mode["connections"]

@@ -1,4 +1,4 @@
-"""procrastinate: one worker with so many jobs at a time, each fetched and finished by itself."""
+"""procrastinate: one worker with concurrent jobs, each fetched and finished individually."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from procrastinate import App, PsycopgConnector
 from benchmarks.peers.asked import Asked, posting
 
 NAME = "deliver"
-AT_ONCE = 1000  # Jobs for each statement that puts the backlog in.
-# What the client itself sends.
+AT_ONCE = 1000  # Jobs per statement that writes the backlog.
+# The statement of the client itself.
 ENQUEUE = f"""
 SELECT procrastinate_defer_jobs_v1(ARRAY[
     ROW('default', '{NAME}', 0, NULL, NULL, jsonb_build_object('body', $1::text), NULL)

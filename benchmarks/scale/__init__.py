@@ -1,1 +1,1 @@
-"""What grows with what there is, and whom a flood slows down."""
+"""How costs grow with the amount of data, and which endpoints a flood delays."""

@@ -1,4 +1,4 @@
-"""A backlog that was there before the relay began, worked off to its end."""
+"""A backlog that was written before the relay started, worked off completely."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INSERT INTO outbox (type, key, payload)
 SELECT 'order.paid', 'k' || n, jsonb_build_object('n', n, 'filler', repeat('x', 170))
   FROM generate_series($1::int, $2::int - 1) n
 """
-# By what is written down, at the latest a second later.
+# According to the written acknowledgements, which are at most a second late.
 WRITTEN = """
 SELECT (SELECT sum(acked_seq) FROM lane_progress) >= (SELECT max(id) FROM outbox)
 """
@@ -35,14 +35,14 @@ SELECT (SELECT sum(acked_seq) FROM lane_progress) >= (SELECT max(id) FROM outbox
 async def run(
     stage: Stage, rounds: int, large: int, small: int, *, target: Target | None
 ) -> list[Row]:
-    """CPU for each delivery of a large one, beside a small one."""
+    """Compare the CPU time per delivery of a large backlog with that of a small one."""
     found = {large: Rounds(), small: Rounds()}
     for number in range(rounds):
         for events in (small, large):
             cost = await _work_off(stage, events)
-            told = add(found[events], cost)
+            described = add(found[events], cost)
             stage.say(
-                f"scale, round {number + 1} of {rounds}, a backlog of {events:,}: {told} "
+                f"scale, round {number + 1} of {rounds}, a backlog of {events:,}: {described} "
                 "CPU s per 1,000 deliveries"
             )
     beside = (f"of {small:,}", found[small])
@@ -55,13 +55,13 @@ async def _work_off(stage: Stage, events: int) -> Cost:
         await seed(connection, events)
         stage.expect(0)
         async with stage.relay(database) as relay:
-            meter = await Meter.of([relay], connection)
+            meter = await Meter.start([relay], connection)
             await until(connection, WRITTEN, relay, LOOK_EVERY_S, timeout_s=WAIT_S)
             return meter.cost(events)
 
 
 async def seed(connection: Connection[Any], events: int) -> None:
-    """Write them, some at a time."""
+    """Write the events in groups."""
     for first in range(0, events, SEEDED_AT_ONCE):
         last = min(first + SEEDED_AT_ONCE, events)
         await connection.execute(SEED, first, last, timeout=600)

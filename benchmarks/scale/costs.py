@@ -1,4 +1,4 @@
-"""What a delivery costs, as rows."""
+"""Rows with the cost of a delivery."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 def costs(
     name: str, ours: Rounds, beside_name: str, beside: Rounds, target: Target | None
 ) -> list[Row]:
-    """A row for the relay, one for PostgreSQL, and one for both, which has the target."""
+    """Return a row for the relay, one for PostgreSQL, and one for the sum, which has the target."""
     return [
         Row(
             "scale",
             f"{name}, {part}",
             "s",
-            ours.of(part),
+            ours.samples_of(part),
             beside_name,
-            beside.of(part),
+            beside.samples_of(part),
             target=target if part == "together" else None,
         )
         for part in ours.values
@@ -30,7 +30,7 @@ def costs(
 
 
 def add(rounds: Rounds, cost: Cost) -> str:
-    """Take a turn's cost in; as it is told."""
+    """Add the cost of a turn, and return its description."""
     for part, seconds in cost.parts("relay").items():
         rounds.add(part, seconds)
     return f"relay {cost.relays_s:.3f}, PostgreSQL {cost.postgres_s:.3f}"

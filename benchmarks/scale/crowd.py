@@ -1,6 +1,6 @@
-"""Endpoints by the ten thousand, written by SQL: a copy of the first one each.
+"""Tens of thousands of endpoints, written by SQL as copies of the first one.
 
-`endpoint_changes.add` takes the cursor row for each, and would take a minute.
+`endpoint_changes.add` locks the cursor row for each endpoint, and would take a minute.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 TO_ALL = "all.paid"
-"""The type that every endpoint of a crowd gets; and each has one of its own, `order.n<n>`."""
+"""The type that every endpoint of a crowd gets; each also has its own, `order.n<n>`."""
 
-# Whatever columns there are, they are the first one's.
+# All columns are copied from the first endpoint.
 ENDPOINTS = """
 INSERT INTO endpoint
 SELECT (jsonb_populate_record(first, jsonb_build_object(
@@ -65,7 +65,7 @@ REST = (
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """So many endpoints, each with so many lanes."""
+    """A number of endpoints, with a number of lanes each."""
 
     endpoints: int
     lanes: int = 1
@@ -76,7 +76,7 @@ class Crowd:
 
 
 async def write(connection: Connection[Any], url: str, crowd: Crowd) -> None:
-    """Fill a new database that no relay works on yet."""
+    """Fill a new database before a relay works on it."""
     await add_endpoint(connection, url, name="n0", lanes=crowd.lanes, types=("order.n0", TO_ALL))
     await connection.execute(ENDPOINTS, crowd.endpoints, TO_ALL, timeout=600)
     for sql in REST:

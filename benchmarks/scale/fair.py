@@ -1,12 +1,11 @@
-"""A quiet endpoint beside others that take all they can get, and the same alone.
+"""A quiet endpoint beside others that use all available capacity, compared with it alone.
 
-The others go to a receiver of their own, in a process of its own.  A flood is there from
-the first quiet event to the last: more than can be delivered meanwhile waits in its lanes
-before that, and more is published all the time, in small transactions.  So the relay never
-has nothing else to do.  Slow and dead endpoints are owed as much.
-Everybody shares the machine, the producer and PostgreSQL, too: what a flood takes of
-those is in the figures.  So a flood is also there beside the quiet one as another relay's,
-on the same machine and the same PostgreSQL: that is what no fairness of a relay can mend.
+The others have a receiver in a separate process. A flood lasts from the first quiet event to the
+last: its lanes have more pending deliveries than can be delivered meanwhile, and more are published
+all the time, in small transactions, so that the relay is never idle. Slow and dead endpoints have
+as many pending deliveries. All share the machine, the producer and PostgreSQL: the flood's use of
+those is included in the figures. So a flood is also measured as that of another relay, on the same
+machine and the same PostgreSQL: no fairness of a relay can avoid that cost.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ LANES = 4
 SHARES = {"p50": 0.5, "p99": 0.99}
 UNHARMED = Target("at most", 2.0)
 WAITING_PER_S, QUICK_WAITING_PER_S = 16_000, 500
-"""So many deliveries wait for each second that is measured."""
+"""Pending deliveries per measured second."""
 FLOOD_PER_S, AT_ONCE = 1_000, 20
 """Events that are published meanwhile, and those of one transaction."""
 
@@ -57,7 +56,7 @@ SELECT (SELECT max(id) FROM outbox) <= (SELECT high FROM batch ORDER BY batch DE
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Who is there beside the quiet one."""
+    """The endpoints beside the quiet one."""
 
     name: str
     endpoints: int
@@ -65,15 +64,15 @@ class Others:
     tenant: str | None = None
     delay_s: float = 0.0
     dead: bool = False
-    """Nobody listens where they are."""
+    """Their URLs refuse connections."""
     floods: bool = False
-    """They take what they are owed, as quickly as it can be sent."""
+    """Their receiver accepts deliveries as fast as they can be sent."""
     apart: bool = False
     """Another relay delivers to them, from another database of the same server."""
 
 
 OURS, ALONE, APART = "beside others", "alone", "beside another relay's"
-NOBODY = Others("nobody", 0, 0)
+NO_OTHERS = Others("nobody", 0, 0)
 OTHERS = (
     Others("one endpoint with a flood", 1, 64, floods=True),
     Others("a tenant with a flood to 20 endpoints", 20, 16, tenant="flooding", floods=True),
@@ -83,7 +82,7 @@ OTHERS = (
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Each of the others and nobody in turns, round by round."""
+    """Run each kind of other endpoints, and none, alternately, round by round."""
     if quick:
         return await run(stage, rounds, QUICK_SECONDS, int(QUICK_WAITING_PER_S * QUICK_SECONDS))
     return await run(stage, rounds, SECONDS, int(WAITING_PER_S * SECONDS))
@@ -96,10 +95,10 @@ async def run(
     flood: int,
     everybody: tuple[Others, ...] = OTHERS,
 ) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     rows: list[Row] = []
     for others in everybody:
-        sides = {OURS: others, ALONE: NOBODY}
+        sides = {OURS: others, ALONE: NO_OTHERS}
         if others.floods:
             sides[APART] = replace(others, apart=True)
         found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
@@ -107,12 +106,12 @@ async def run(
         for number in range(rounds):
             for name, side in turns:
                 found[name].append(await _turn(stage, side, seconds, flood))
-                told = ", ".join(f"{k} {v:.2f} ms" for k, v in found[name][-1].items())
+                described = ", ".join(f"{k} {v:.2f} ms" for k, v in found[name][-1].items())
                 apart = " of another relay" if side.apart else ""
                 stage.say(
-                    f"fair, round {number + 1} of {rounds}, beside {side.name}{apart}: {told}"
+                    f"fair, round {number + 1} of {rounds}, beside {side.name}{apart}: {described}"
                 )
-            turns.reverse()  # Nobody always comes after another.
+            turns.reverse()  # The order alternates.
         rows += [
             Row(
                 "fair",
@@ -133,8 +132,8 @@ async def _turn(stage: Stage, others: Others, seconds: float, flood: int) -> dic
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(stage.server.database())
         receiver = await stack.enter_async_context(child("receiver"))
-        url = f"http://127.0.0.1:{(await receiver.answer())['http']}/"
-        receiver.tell(expect=0, every=0, delay_s=others.delay_s, keep=False)
+        url = f"http://127.0.0.1:{(await receiver.response())['http']}/"
+        receiver.send_command(expect=0, every=0, delay_s=others.delay_s, keep=False)
         connection = await stack.enter_async_context(search(database))
         await connection.execute(MAKE_ACCOUNTS)
         await _add(connection, "quiet", stage.urls["http"], "order.paid", LANES)
@@ -153,7 +152,7 @@ async def _turn(stage: Stage, others: Others, seconds: float, flood: int) -> dic
         events = int(PER_S * seconds)
         stage.expect(events, keep=True)
         made = await produce(database, "event-alone", PER_S, events)
-        arrived = (await stage.receiver.answer())["arrived"]
+        arrived = (await stage.receiver.response())["arrived"]
     warm = [str(n) for n in range(int(events * WARM_UP), events)]
     latency_ms = [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in warm]
     return {name: percentile(latency_ms, share) for name, share in SHARES.items()}
@@ -177,8 +176,8 @@ async def _flooding(
 ) -> AsyncIterator[None]:
     """Publish for the others, as long as the block lasts."""
     async with search(database) as connection:
-        whose = (others.endpoints, others.tenant)
-        await connection.execute(FILL, flood, *whose)
+        target_endpoints = (others.endpoints, others.tenant)
+        await connection.execute(FILL, flood, *target_endpoints)
         await until(connection, SEQUENCED, relay)
 
         async def go_on() -> None:
@@ -186,7 +185,7 @@ async def _flooding(
             began_at = clock()
             for n in count():
                 await asyncio.sleep(began_at + n * AT_ONCE / FLOOD_PER_S - clock())
-                await connection.execute(FILL, AT_ONCE, *whose)
+                await connection.execute(FILL, AT_ONCE, *target_endpoints)
 
         filling = asyncio.create_task(go_on())
         try:

@@ -1,13 +1,12 @@
-"""CPU per delivery where there is a lot, beside the same where there is little.
+"""CPU time per delivery with a lot of data, compared with little data.
 
-Each *site* is a database of its own with a relay that is up all the while; loads go to
-the two of a comparison in turns, so that what is compared was measured within seconds.
-CPU seconds are those of the relay and of the PostgreSQL backends that serve it, from the
-first event until everything that was delivered is written down.
+Each *site* is a database with a relay that runs all the time; the loads of a comparison alternate,
+so that both are measured within seconds. CPU seconds are those of the relay and of the PostgreSQL
+backends that serve it, from the first event until all deliveries are written.
 
-What merely exists must cost nothing: endpoints and lanes that get nothing stand beside
-ten that do, under a steady load, where whatever is done each second weighs most.  What
-is active must cost no more for each delivery: all of them get something, at once.
+Idle objects must cost nothing: endpoints and lanes without events are compared with ten that have
+some, under a steady load, where periodic work weighs most. Active objects must not cost more per
+delivery: all of them get events at once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ GROWTH = Target("at most", 1.33)
 MEMORY = Target("under", 250.0)
 MB = 1e6
 
-# Types go round among the first $3 endpoints, or are the one that all get; keys go round, too.
+# Types rotate over the first $3 endpoints, or are the one that all get; keys rotate, too.
 PUBLISH = """
 INSERT INTO outbox (type, key, payload)
 SELECT coalesce($5, 'order.n' || n % $3::int), 'k' || n % $4::int,
@@ -49,8 +48,8 @@ SELECT coalesce($5, 'order.n' || n % $3::int), 'k' || n % $4::int,
   FROM generate_series($1::int, $2::int - 1) AS n
 """
 ALL_KEYS = 1 << 30
-"""Each event has one of its own."""
-# As their owners wrote it down: that is the last thing that is done for a delivery.
+"""Each event has its own key."""
+# The time at which the owner wrote the delivery, which is its last step.
 WRITTEN = """
 SELECT (SELECT coalesce(sum(acked_seq), 0) FROM lane_progress)
        >= (SELECT coalesce(sum(last_seq), 0) FROM lane_counter)
@@ -62,19 +61,19 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is published, and how it is taken."""
+    """What is published, and how it is delivered."""
 
     events: int
     among: int = 1
-    """So many endpoints, in turns."""
+    """The number of endpoints, in rotation."""
     keys: int = 1
     fan_out: int = 1
-    """Above 1: every endpoint gets each of them."""
+    """Above 1: every endpoint gets each event."""
     per_s: float | None = None
-    """None: all of it at once."""
+    """The rate; None: all events at once."""
     payload_bytes: int = 200
     delay_s: float = 0.0
-    """The receiver's."""
+    """The delay of the receiver in seconds."""
 
     @property
     def deliveries(self) -> int:
@@ -83,7 +82,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A load of a site."""
+    """A load on a site."""
 
     name: str
     site: str
@@ -92,7 +91,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A side, and the one that it stands beside."""
+    """A side, and the one that it is compared with."""
 
     ours: Side
     beside: Side
@@ -101,13 +100,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is measured."""
+    """All measurements."""
 
     sites: Mapping[str, Crowd]
-    """The first one is what the others' memory stands beside."""
+    """The memory of the others is compared with that of the first."""
     comparisons: tuple[Comparison, ...]
     backlogs: tuple[int, int]
-    """A large one, and what it stands beside."""
+    """A large backlog, and the one that it is compared with."""
 
 
 def plan(
@@ -121,10 +120,10 @@ def plan(
     payloads: Iterable[tuple[int, int]] = ((4 << 10, 4_000), (64 << 10, 1_000), (255 << 10, 300)),
     delays: Iterable[tuple[float, int]] = ((0.1, 4_000), (1.0, 320), (5.0, 128)),
 ) -> Plan:
-    """What is measured; with other numbers it is quick.
+    """Return the plan; with smaller numbers it is quick.
 
     Args:
-        payloads, delays: each with how many deliveries.
+        payloads, delays: Each with its number of deliveries.
     """
     steady = Load(int(500 * seconds), among=few, keys=few_lanes, per_s=500)
     to_one = replace(steady, among=1)
@@ -132,7 +131,7 @@ def plan(
     to_lanes = max(deliveries, lanes.lanes_total)
     base = Load(min(deliveries, 4_000), keys=few_lanes, payload_bytes=100)
     quick = replace(base, delay_s=0.001)
-    told = f"{lanes.lanes_total:,} lanes"
+    lanes_text = f"{lanes.lanes_total:,} lanes"
     of_few = Side(f"{few} endpoints", "few", burst)
     of_one = Side("of 100 B", "one", base)
     comparisons = [
@@ -147,12 +146,12 @@ def plan(
             of_few,
         ),
         Comparison(
-            Side(f"{few_lanes} of {told} get something", "lanes", to_one),
+            Side(f"{few_lanes} of {lanes_text} get something", "lanes", to_one),
             Side(f"{few_lanes} lanes", "one", to_one),
         ),
         Comparison(
             Side(
-                f"all of {told} do",
+                f"all of {lanes_text} do",
                 "lanes",
                 Load(to_lanes, among=lanes.endpoints, keys=ALL_KEYS),
             ),
@@ -219,12 +218,12 @@ QUICK = plan(
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Every comparison in turns, round by round; then the backlogs."""
+    """Run every comparison alternately, round by round; then the backlogs."""
     return await run(stage, rounds, QUICK if quick else FULL)
 
 
 async def run(stage: Stage, rounds: int, plan: Plan) -> list[Row]:
-    """The same with other numbers."""
+    """Run with other numbers."""
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
         sites = {
@@ -237,7 +236,7 @@ async def run(stage: Stage, rounds: int, plan: Plan) -> list[Row]:
 
 
 class Site:
-    """A database with a crowd, and a relay at work."""
+    """A database with a crowd, and a running relay."""
 
     def __init__(self, connection: Connection[Any], relay: RelayProcess, crowd: Crowd) -> None:
         self._connection = connection
@@ -245,19 +244,20 @@ class Site:
         self._published = 0
         self.crowd = crowd
         self.started_s = self.rss_mb = 0.0
-        """From the relay's start until it had everything and delivered something; and its
-        resident size then."""
+        """Seconds from the relay's start to its first delivery with all endpoints acquired; and its
+        resident size then.
+        """
 
     @classmethod
     async def open(cls, stack: AsyncExitStack, stage: Stage, name: str, crowd: Crowd) -> Site:
-        """Until the stack is left."""
+        """Open the site until the stack is closed."""
         database: Database = await stack.enter_async_context(stage.server.database())
         connection = await stack.enter_async_context(search(database))
         await write(connection, stage.urls["http"], crowd)
         began_at = time.monotonic()
         relay = await stack.enter_async_context(stage.relay(database))
         site = cls(connection, relay, crowd)
-        await site.take(stage, Load(20))
+        await site.run_load(stage, Load(20))
         site.started_s = time.monotonic() - began_at
         site.rss_mb = site._rss_mb()
         stage.say(
@@ -266,13 +266,13 @@ class Site:
         )
         return site
 
-    async def take(self, stage: Stage, load: Load) -> Cost:
-        """One load, and what it cost."""
+    async def run_load(self, stage: Stage, load: Load) -> Cost:
+        """Run one load and return its cost."""
         connection = self._connection
-        meter = await Meter.of([self._relay], connection)
+        meter = await Meter.start([self._relay], connection)
         stage.expect(load.deliveries, delay_s=load.delay_s)
         await self._publish(load)
-        await stage.receiver.answer()
+        await stage.receiver.response()
         await until(connection, WRITTEN, self._relay, LOOK_EVERY_S)
         return meter.cost(load.deliveries)
 
@@ -301,17 +301,17 @@ async def _compare(
     turns = [(ours, each.ours), (beside, each.beside)]
     for number in range(rounds):
         for found, side in turns:
-            told = add(found, await sites[side.site].take(stage, side.load))
+            described = add(found, await sites[side.site].run_load(stage, side.load))
             stage.say(
-                f"scale, round {number + 1} of {rounds}, {side.name}: {told} "
+                f"scale, round {number + 1} of {rounds}, {side.name}: {described} "
                 "CPU s per 1,000 deliveries"
             )
-        turns.reverse()  # Neither always comes after the other.
+        turns.reverse()  # The order alternates.
     return costs(each.ours.name, ours, each.beside.name, beside, each.target)
 
 
 def _of_existing(sites: Mapping[str, Site], plan: Plan) -> list[Row]:
-    """What a crowd takes that gets nothing."""
+    """Compare crowds that get nothing."""
     first = sites[next(iter(plan.sites))]
     return [
         row

@@ -1,14 +1,24 @@
-"""/v1/tokens: who may use this, and for what."""
+"""/v1/tokens: API tokens."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
 
-from outbox.api.auth import require
-from outbox.api.problem import Kind, Problem
+from outbox.api.auth import require_scope
+from outbox.api.problem import Problem, ProblemKind
 from outbox.api.request_parsing import NoQuery, Paging, Seconds
-from outbox.api.route import Call, Model, Page, PageOf, Reply, Route, Shown, id_cursor, paged
+from outbox.api.route import (
+    Call,
+    Page,
+    PageOf,
+    Reply,
+    RequestModel,
+    ResponseModel,
+    Route,
+    id_cursor,
+    page_of_rows,
+)
 from outbox.core.model.api_token import TokenSettings
 from outbox.operations import api_tokens
 from outbox.operations.api_tokens import NewToken, TokenRow
@@ -16,23 +26,23 @@ from outbox.operations.api_tokens import NewToken, TokenRow
 
 class TokensQuery(Paging):
     revoked: bool = False
-    """Those that were revoked, too."""
+    """Include revoked tokens."""
 
 
-class TokenBody(Model):
-    """A token, by the names of `outbox token add`."""
+class TokenBody(RequestModel):
+    """A new token."""
 
     name: str
     scopes: tuple[str, ...]
-    """read, publish, operate: none stands for another one."""
+    """`read`, `publish`, `operate`; scopes are independent."""
     tenant: str | None = None
-    """Only what belongs to this tenant."""
+    """Restrict the token to this tenant."""
     expires: Seconds | None = None
-    """It is good for so long; until it is revoked where it is not said."""
+    """Lifetime; null: until it is revoked."""
 
 
-class Revoked(Shown):
-    """The name of the token that has ended."""
+class RevokedToken(ResponseModel):
+    """The revoked token."""
 
     revoked: str
 
@@ -46,29 +56,29 @@ async def _list(call: Call[TokensQuery, None]) -> Page:
         limit=query.limit + 1,
         after=id_cursor(query.after, 0),
     )
-    return paged(rows, query.limit, lambda row: row.id)
+    return page_of_rows(rows, query.limit, lambda row: row.id)
 
 
 async def _add(call: Call[NoQuery, TokenBody]) -> Reply:
     body = call.body
     scopes: Any = body.scopes
-    wanted = TokenSettings(
+    settings = TokenSettings(
         name=body.name, scopes=scopes, tenant=body.tenant, expires_in_s=body.expires
     )
-    # Or whoever may operate could read what it may not.
-    for scope in wanted.scopes:
-        require(call.caller, scope)
-    # Nor may a token outlive the one that made it.
+    # Prevents privilege escalation: a token cannot grant scopes that it lacks.
+    for scope in settings.scopes:
+        require_scope(call.caller, scope)
+    # A token cannot outlive its creator.
     ends_at = call.caller.expires_at
     if ends_at is not None:
         left_s = (ends_at - datetime.now(UTC)).total_seconds()
-        if wanted.expires_in_s is None or wanted.expires_in_s > left_s:
+        if settings.expires_in_s is None or settings.expires_in_s > left_s:
             raise Problem(
-                Kind.SCOPE_MISSING,
-                "a token that this one makes ends no later than itself: say expires, "
-                f"{left_s:.0f}s at most",
+                ProblemKind.SCOPE_MISSING,
+                "expires: a new token cannot outlive the token that creates it; "
+                f"at most {left_s:.0f}s",
             )
-    return Reply(await api_tokens.add(call.db, call.schema, wanted, actor=call.actor), 201)
+    return Reply(await api_tokens.add(call.db, call.schema, settings, actor=call.actor), 201)
 
 
 async def _revoke(call: Call[NoQuery, None]) -> dict[str, Any]:
@@ -81,27 +91,27 @@ ROUTES = (
     Route(
         method="GET",
         path="/v1/tokens",
-        summary="Tokens, the oldest first; their secrets are not kept",
+        summary="List tokens, oldest first, without their secrets",
         handler=_list,
         scope="operate",
         query=TokensQuery,
-        answers={200: PageOf(TokenRow)},
+        responses={200: PageOf(TokenRow)},
     ),
     Route(
         method="POST",
         path="/v1/tokens",
-        summary="Make a token; shows its secret, this once",
+        summary="Create a token; the response contains its secret, once",
         handler=_add,
         scope="operate",
         body=TokenBody,
-        answers={201: NewToken},
+        responses={201: NewToken},
     ),
     Route(
         method="DELETE",
         path="/v1/tokens/{name}",
-        summary="End a token; every relay refuses it within two seconds",
+        summary="Revoke a token; every relay rejects it within two seconds",
         handler=_revoke,
         scope="operate",
-        answers={200: Revoked},
+        responses={200: RevokedToken},
     ),
 )

@@ -1,9 +1,9 @@
-"""The application: the one way in for every request.
+"""The API application: the request pipeline.
 
-    host ─▶ route ─▶ token ─▶ rate ─▶ scope ─▶ tenant ─▶ query, body ─▶ its own? ─▶ handler
+    host ─▶ route ─▶ token ─▶ rate ─▶ scope ─▶ tenant ─▶ query, body ─▶ ownership ─▶ handler
 
-Whatever goes wrong on it ends as a problem (RFC 9457), and nothing of it reaches the
-relay, beside which this runs.
+Every error becomes a problem (RFC 9457).  No exception reaches the relay, which runs in the
+same event loop.
 """
 
 from __future__ import annotations
@@ -18,17 +18,23 @@ import structlog
 from aiohttp import web
 
 from outbox.api import openapi, page, problem, tenancy
-from outbox.api.auth import Authenticator, require
-from outbox.api.host_check import hold_to_host
-from outbox.api.live import LiveBook
-from outbox.api.middleware import problems, unexpected
-from outbox.api.problem import Kind, Problem
-from outbox.api.rate_limit import Limits
-from outbox.api.request_parsing import BODY_BYTES_MAX, NoQuery, hold_to_text, read_body, read_query
-from outbox.api.route import Call, Later, Page, Reply
+from outbox.api.auth import Authenticator, require_scope
+from outbox.api.host_check import host_middleware
+from outbox.api.live import LiveStatusCache
+from outbox.api.middleware import log_unexpected, problem_middleware
+from outbox.api.problem import Problem, ProblemKind
+from outbox.api.rate_limit import RateLimiter
+from outbox.api.request_parsing import (
+    BODY_BYTES_MAX,
+    NoQuery,
+    read_body,
+    read_query,
+    require_storable_text,
+)
+from outbox.api.route import Call, DeferredReply, Page, Reply
 from outbox.api.routes import ROUTES
 from outbox.destinations.http.endpoint_validation import policy_of
-from outbox.destinations.http.test_deliveries import Trials
+from outbox.destinations.http.test_deliveries import EndpointTester
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
@@ -46,7 +52,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.api")
 
-NO_SUCH_PATH = "there is no such path; see: /openapi.json"
+NO_SUCH_PATH = "no such path; see /openapi.json"
 
 
 def application(
@@ -57,50 +63,50 @@ def application(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
-    """The API for these settings, as it is served at `address`."""
-    limits = Limits(settings.api_rate_max, clock)
+    """Create the API application for a listener at `address`."""
+    limits = RateLimiter(settings.api_rate_max, clock)
     authenticator = Authenticator(database, failures, limits, clock)
-    admin = _Admin(settings, database, authenticator, limits, clock)
+    handlers = _RouteHandlers(settings, database, authenticator, limits, clock)
     app = web.Application(
-        middlewares=[problems(NO_SUCH_PATH), hold_to_host(address)], client_max_size=BODY_BYTES_MAX
+        middlewares=[problem_middleware(NO_SUCH_PATH), host_middleware(address)],
+        client_max_size=BODY_BYTES_MAX,
     )
-    app.on_cleanup.append(admin.close)
+    app.on_cleanup.append(handlers.close)
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
     for route in ROUTES:
         if route.method == "GET":
-            app.router.add_get(route.path, admin.handler(route))  # And HEAD.
+            app.router.add_get(route.path, handlers.handler(route))  # And HEAD.
         else:
-            app.router.add_route(route.method, route.path, admin.handler(route))
+            app.router.add_route(route.method, route.path, handlers.handler(route))
     return app
 
 
-class _Admin:
-    """Answers requests by the rows of the table."""
+class _RouteHandlers:
+    """Request handlers for the table of routes."""
 
     def __init__(
         self,
         settings: Settings,
         database: Database,
         authenticator: Authenticator,
-        limits: Limits,
+        limits: RateLimiter,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._database = database
         self._authenticator = authenticator
         self._limits = limits
-        self._live = LiveBook(clock)
-        self._trials = Trials(policy_of(settings), settings.leaves_by)
-        self._trouble: str | None = None
-        """Why the database could not be used when it was asked last."""
+        self._live = LiveStatusCache(clock)
+        self._trials = EndpointTester(policy_of(settings), settings.outbound_proxy)
+        self._database_error: str | None = None
+        """Error of the last database access; None: it succeeded."""
 
     async def close(self, _: web.Application) -> None:
-        """Leave nothing open."""
         await self._trials.aclose()
 
     def handler(self, route: Route) -> Handler:
-        """What answers the requests for a route."""
+        """Create the handler of a route."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -108,32 +114,32 @@ class _Admin:
                     caller = await self._authenticator.caller(
                         request.headers.get("Authorization"), request.remote
                     )
-                    self._limits.let_ask(caller.id)
-                    answer = await self._answer(route, request, caller)
+                    self._limits.require_request_quota(caller.id)
+                    response = await self._respond(route, request, caller)
             except Exception as error:
                 raise self._as_problem(error, request, route) from error
-            return answer
+            return response
 
         return handle
 
-    async def _answer(
+    async def _respond(
         self, route: Route, request: web.Request, caller: Caller
     ) -> web.StreamResponse:
-        require(caller, route.scope)
-        tenancy.let_in(route, caller)
+        require_scope(caller, route.scope)
+        tenancy.require_tenant_access(route, caller)
         path = dict(request.match_info)
-        hold_to_text(path)
+        require_storable_text(path)
         query = read_query(request.query, route.query or NoQuery)
-        hold_to_text(list(request.query.values()))
+        require_storable_text(list(request.query.values()))
         body = None
         if route.body is not None:
             body = await read_body(request, route.body, required=route.body_required)
         try:
             async with (
                 self._connection(route) as connection,
-                tenancy.steady(connection, route, caller.tenant),
+                tenancy.lock_endpoint_name(connection, route, caller.tenant),
             ):
-                await tenancy.require_own(connection, route, caller.tenant, path)
+                await tenancy.require_owned_path(connection, route, caller.tenant, path)
                 call: Call[Any, Any] = Call(
                     caller,
                     connection,
@@ -145,59 +151,62 @@ class _Admin:
                     self._live,
                     self._trials,
                 )
-                answer = await route.handler(call)
+                response = await route.handler(call)
         except Exception as error:
-            told = problem.of(error)
-            if told is not None and told.kind is Kind.NOT_FOUND and caller.tenant is not None:
-                # Whether somebody else has it, or nobody, and what it may have meant.
-                raise Problem(Kind.NOT_FOUND, tenancy.NOT_YOURS) from error
+            mapped = problem.problem_for(error)
+            if (
+                mapped is not None
+                and mapped.kind is ProblemKind.NOT_FOUND
+                and caller.tenant is not None
+            ):
+                # The original detail could reveal objects of other tenants.
+                raise Problem(ProblemKind.NOT_FOUND, tenancy.NOT_OWNED) from error
             raise
-        if isinstance(answer, Later):
-            answer = await answer.go()
-        return _response(answer)
+        if isinstance(response, DeferredReply):
+            response = await response.produce()
+        return _response(response)
 
     @asynccontextmanager
     async def _connection(self, route: Route) -> AsyncIterator[Connection[Any]]:
-        """What the route asks the database by."""
-        if not route.asks:
+        if not route.needs_connection:
             yield cast("Connection[Any]", None)
             return
         async with self._database.connection(long=route.long) as connection:
-            self._note(None)
+            self._log_database_state(None)
             yield connection
 
     def _as_problem(self, error: Exception, request: web.Request, route: Route) -> Exception:
-        """What to answer for an error; one that nobody expected is logged."""
+        """Map an exception to a problem; unexpected ones are logged."""
         if isinstance(error, web.HTTPException):
             return error
-        told = problem.of(error)
-        if told is not None:
-            if problem.is_veiled(told):
-                self._note(in_one_line(error))
-            return told
-        return unexpected(log, error, request, route.path)
+        mapped = problem.problem_for(error)
+        if mapped is not None:
+            if problem.hides_cause(mapped):
+                self._log_database_state(in_one_line(error))
+            return mapped
+        return log_unexpected(log, error, request, route.path)
 
-    def _note(self, trouble: str | None) -> None:
-        """Log how the database is, when that has changed: not for each who asks."""
-        if trouble == self._trouble:
+    def _log_database_state(self, error: str | None) -> None:
+        """Log changes of the database state only, not every failed request."""
+        if error == self._database_error:
             return
-        self._trouble = trouble
-        if trouble is not None:
-            log.warning("the database cannot be used", reason=trouble)
+        self._database_error = error
+        if error is not None:
+            log.warning("the database is unavailable", reason=error)
         else:
-            log.info("the database can be used again")
+            log.info("the database is available again")
 
 
-def _response(answer: Any) -> web.Response:
+def _response(response: Any) -> web.Response:
     status = 200
-    if isinstance(answer, Reply):
-        answer, status = answer.value, answer.status
-    if isinstance(answer, Page):
-        answer = {"items": answer.items, "next": answer.next, **answer.rest}
-    return web.Response(body=encode(answer), status=status, content_type="application/json")
+    if isinstance(response, Reply):
+        response, status = response.value, response.status
+    if isinstance(response, Page):
+        response = {"items": response.items, "next": response.next, **response.extra}
+    return web.Response(body=encode(response), status=status, content_type="application/json")
 
 
 def encode(value: Any) -> bytes:
-    """As `--json` has it: times in RFC 3339, dataclasses as objects."""
-    # asyncpg's UUIDs are a class of its own, which orjson does not know.
+    """Encode a result as JSON, like `--json`: RFC 3339 times, dataclasses as objects."""
+    # default=str: asyncpg has its own UUID class, which orjson does not encode.
     return orjson.dumps(value, default=str, option=orjson.OPT_UTC_Z)

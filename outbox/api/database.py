@@ -1,7 +1,7 @@
-"""The API's own connections: few, opened when they are needed, and bounded in time.
+"""Connection pools of the API: small, opened on demand, with bounded waits.
 
-The relay's are not used, so that whatever is asked here takes nothing from a delivery.
-When the database is away, requests are told so, and the next one tries again.
+The API does not share the relay's connections, so that requests cannot delay deliveries.
+While the database is unavailable, requests fail with 503, and each new request retries.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import asyncpg
 
 from outbox.api.problem import unavailable
-from outbox.store.connection.connect import TROUBLE, connect
+from outbox.store.connection.connect import CONNECTION_ERRORS, connect
 from outbox.store.connection.migrate import require_current
 from outbox.store.connection.pooled import PooledWorker
-from outbox.store.connection.type_cache import KnowingConnection
+from outbox.store.connection.type_cache import TypeCachingConnection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 APPLICATION_NAME = "outbox-admin"
 REQUESTS_MAX, LONG_MAX = 4, 2
-"""Connections for requests, and how many of them those may have that can take minutes."""
+"""Connections for requests, and the share that long requests (minutes) may use."""
 LOGINS_MAX = 1
-"""A connection for tokens alone: whoever asks is told who he is, however busy the others are."""
+"""Separate connection for token lookups: authentication works while the others are busy."""
 IDLE_S = 30.0
-"""A connection that nobody needs is closed after this."""
+"""Idle connections are closed after this time."""
 STATEMENT_TIMEOUT_S = 30.0
 LOCK_TIMEOUT_S = 10.0
-"""For a row that somebody else changes; the cursor's is held for milliseconds."""
+"""Row lock wait; the cursor row is locked for milliseconds only."""
 WAIT_S = 10.0
-"""For a connection to be free, or to be opened."""
+"""Maximum wait for a free or new connection."""
 RELEASE_S = 5.0
 CLOSE_S = 1.0
-"""For the connections of a kind, when the server ends."""
+"""Maximum wait for a pool to close at shutdown."""
 
 SESSION_SETTINGS = {
     "statement_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
@@ -48,13 +48,13 @@ SESSION_SETTINGS = {
     "idle_in_transaction_session_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
-    # What is asked for differs from question to question, and is mostly left out.
+    # Most filter parameters are NULL: a custom plan uses the given ones, a generic plan cannot.
     "plan_cache_mode": "force_custom_plan",
 }
 
 
 class Database:
-    """Connections for requests; use it within `opened`."""
+    """Connections for requests; valid within `opened`."""
 
     def __init__(self, dsn: Dsn, settings: Settings) -> None:
         self._dsn = dsn
@@ -65,47 +65,46 @@ class Database:
 
     @property
     def schema(self) -> str:
-        """The schema of the outbox."""
         return self._settings.schema_name
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """While this lasts connections can be had; none is opened before one is asked for."""
+        """Open the pools; the first connection is opened on demand."""
         async with self._pool(REQUESTS_MAX) as requests, self._pool(LOGINS_MAX) as logins:
             self._requests, self._logins = requests, logins
             yield
 
     @asynccontextmanager
     async def connection(self, *, long: bool = False) -> AsyncIterator[Connection[Any]]:
-        """A connection for a request; its schema is of this version.
+        """Acquire a connection for a request; the schema version is checked.
 
         Args:
-            long: it may take minutes.
+            long: the request may take minutes.
 
         Raises:
-            OutboxError: everything that `connect` and `require_current` raise.
-            Problem: all connections are taken, or it does not answer.
+            OutboxError: see `connect` and `require_current`.
+            Problem: no connection is free, or the database does not respond.
         """
         async with (
-            self._turn_of_long() if long else nullcontext(),
-            self._taken(self._requests, REQUESTS_MAX) as connection,
+            self._long_slot() if long else nullcontext(),
+            self._acquired(self._requests, REQUESTS_MAX) as connection,
         ):
             yield connection
 
     @asynccontextmanager
     async def login(self) -> AsyncIterator[Connection[Any]]:
-        """A connection to look up a token; it raises what `connection` does."""
-        async with self._taken(self._logins, LOGINS_MAX) as connection:
+        """Acquire the connection for token lookups; raises like `connection`."""
+        async with self._acquired(self._logins, LOGINS_MAX) as connection:
             yield connection
 
     @asynccontextmanager
-    async def _turn_of_long(self) -> AsyncIterator[None]:
+    async def _long_slot(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._long.acquire()
         except TimeoutError:
             raise unavailable(
-                f"{LONG_MAX} requests that take long are at work already; try again later"
+                f"{LONG_MAX} long requests are already running; try again later"
             ) from None
         try:
             yield
@@ -119,8 +118,8 @@ class Database:
             max_size=size_max,
             max_inactive_connection_lifetime=IDLE_S,
             connect=self._connect,
-            # Behind a proxy there is no session of ours to reset.
-            reset=_nothing if self._settings.pooled else None,
+            # Behind a pooler there is no session state to reset.
+            reset=_skip_reset if self._settings.pooled else None,
         )
         await pool
         try:
@@ -133,21 +132,21 @@ class Database:
                 pool.terminate()
 
     @asynccontextmanager
-    async def _taken(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
+    async def _acquired(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
         try:
             async with asyncio.timeout(WAIT_S):
                 connection = await pool.acquire()
         except TimeoutError:
             raise unavailable(
-                f"the database did not answer within {WAIT_S:.0f} s, or the API has as many "
-                f"requests at work as it may have, {size_max}; try again"
+                f"no database connection within {WAIT_S:.0f} s: the database does not respond, or "
+                f"{size_max} requests are already running; try again"
             ) from None
         try:
             yield cast("Connection[Any]", connection)
         finally:
-            # What was asked is done, or has failed, by now: that the connection cannot be
-            # reset any more, and is ended, is no other answer to it.
-            with suppress(*TROUBLE):
+            # The request is complete: a failed reset closes the connection and must not
+            # change the response.
+            with suppress(*CONNECTION_ERRORS):
                 await pool.release(connection, timeout=RELEASE_S)
 
     async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
@@ -156,20 +155,20 @@ class Database:
             self._dsn,
             schema=self.schema,
             application_name=APPLICATION_NAME,
-            # Not the DSN's name: whoever looks at the server's sessions tells them apart by it.
+            # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
             server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
             pooled=pooled,
-            connection_class=PooledWorker if pooled else KnowingConnection,
+            connection_class=PooledWorker if pooled else TypeCachingConnection,
         )
         try:
             await require_current(connection, self.schema)
             if pooled:
-                connection.bring(self.schema, SESSION_SETTINGS)
+                connection.set_transaction_settings(self.schema, SESSION_SETTINGS)
         except BaseException:
             connection.terminate()
             raise
         return cast("Connection[Any]", connection)
 
 
-async def _nothing(_: Any) -> None:
-    """There is nothing to reset."""
+async def _skip_reset(_: Any) -> None:
+    """No session state to reset."""

@@ -1,4 +1,4 @@
-"""/v1/dead-letters: what was given up, and what becomes of it."""
+"""/v1/dead-letters: list, replay and discard dead letters."""
 
 from __future__ import annotations
 
@@ -7,83 +7,99 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outbox.api import tenancy
-from outbox.api.redaction import teller
-from outbox.api.request_parsing import NoQuery, Paging, When, moment
-from outbox.api.route import ID_MAX, Call, For, Model, Page, PageOf, Route, Shown, id_cursor, paged
-from outbox.api.schemas import joined
+from outbox.api.redaction import redactor_for
+from outbox.api.request_parsing import NoQuery, Paging, TimeOrAge, absolute_time
+from outbox.api.route import (
+    ID_MAX,
+    Call,
+    Page,
+    PageOf,
+    RequestModel,
+    ResponseModel,
+    Route,
+    TenantAccess,
+    id_cursor,
+    page_of_rows,
+)
+from outbox.api.schemas import merged_response_model
 from outbox.operations import dead_letter_filter, dead_letters, discard, replays
-from outbox.operations.dead_letter_filter import IDS_MAX, Filter, Selection
-from outbox.operations.dead_letters import Count, DeadLetter, DeadRow, State
-from outbox.operations.replays import Outcome
+from outbox.operations.dead_letter_filter import IDS_MAX, DeadLetterFilter, DeadLetterSelection
+from outbox.operations.dead_letters import (
+    DeadLetter,
+    DeadLetterCount,
+    DeadLetterRow,
+    DeadLetterState,
+)
+from outbox.operations.replays import ReplayOutcome
 from outbox.operations.views import dead_letters as views
 
 DeadId = Annotated[int, Field(ge=1, le=ID_MAX)]
 
 
-class Chosen(Model):
-    """Which ones, by what they have in common."""
+class DeadLetterFilterFields(RequestModel):
+    """Filter of dead letters."""
 
     endpoint: str | None = None
     type: tuple[str, ...] = ()
-    """Only of these types, such as order.*."""
+    """Type patterns such as order.*."""
     tenant: str | None = None
     reason: str | None = None
-    """Only those given up for this."""
-    since: When | None = None
-    """Given up then or later."""
-    until: When | None = None
-    """Given up before."""
+    """Reason of dead-lettering."""
+    since: TimeOrAge | None = None
+    """Dead-lettered at this time or later."""
+    until: TimeOrAge | None = None
+    """Dead-lettered before this time."""
 
 
-class DeadLettersQuery(Chosen, Paging):
-    state: State | Literal["all"] = "dead"
+class DeadLettersQuery(DeadLetterFilterFields, Paging):
+    state: DeadLetterState | Literal["all"] = "dead"
 
 
-class Selected(Chosen):
-    """Which dead letters: by number, by what they have in common, or all of them."""
+class DeadLetterSelectionBody(DeadLetterFilterFields):
+    """Selection of dead letters: by id, by filter, or all."""
 
     ids: Annotated[tuple[DeadId, ...], Field(max_length=IDS_MAX)] = ()
     all: bool = False
     dry_run: bool = False
-    """Only say how many there are."""
+    """Count only."""
 
 
-class ReplayBody(Selected):
-    """Which dead letters are to be sent again."""
+class ReplayBody(DeadLetterSelectionBody):
+    """Dead letters to replay."""
 
     rate: Annotated[float, Field(gt=0)] | None = None
-    """At most so many deliveries a second."""
+    """Maximum rate, in deliveries per second."""
 
 
-class DiscardBody(Selected):
-    """Which dead letters are to be set aside."""
+class DiscardBody(DeadLetterSelectionBody):
+    """Dead letters to discard."""
 
-    why: str | None = None
-    """Kept in the journal, beside who did it."""
+    comment: str | None = None
+    """Recorded in the journal."""
 
 
-class Counts(Shown):
-    """How many there are."""
+class DeadLetterCounts(ResponseModel):
+    """Counts of dead letters."""
 
     total: dict[str, int]
     """By state."""
-    counts: list[Count]
+    counts: list[DeadLetterCount]
 
 
-class Replaying(Shown):
-    """What is, or in a dry run would be, sent again."""
+class ReplayReport(ResponseModel):
+    """Result of a replay, or of its dry run."""
 
     replaying: int
     skipped: dict[str, int]
-    """How many are left alone, by reason."""
+    """Number of skipped dead letters by reason."""
     job: int | None = None
-    """The replay job, which tells how far it is; none when there is nothing to do."""
+    """Replay job; null: nothing to replay."""
     dry_run: bool = False
     by_endpoint: dict[str, int] | None = None
 
 
-class Discarded(Shown):
-    """What was, or in a dry run would be, set aside."""
+class DiscardReport(ResponseModel):
+    """Result of discarding, or of its dry run."""
 
     discarded: int
     skipped: dict[str, int]
@@ -97,108 +113,114 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page:
     rows = await dead_letters.page(
         call.db,
         call.schema,
-        only=tenancy.listed(call.tenant, await _filter(call, query)),
+        only=tenancy.restrict_filter(call.tenant, await _filter(call, query)),
         states=states,
         limit=query.limit + 1,
         after=id_cursor(query.after, 0),
     )
-    return paged(rows, query.limit, lambda row: row.id)
+    return page_of_rows(rows, query.limit, lambda row: row.id)
 
 
-async def _counts(call: Call[Chosen, None]) -> dict[str, Any]:
-    only = tenancy.listed(call.tenant, await _filter(call, call.query))
-    return views.counts(await dead_letters.counts(call.db, call.schema, only=only))
+async def _counts(call: Call[DeadLetterFilterFields, None]) -> dict[str, Any]:
+    only = tenancy.restrict_filter(call.tenant, await _filter(call, call.query))
+    return views.counts(await dead_letters.count_by_state(call.db, call.schema, only=only))
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
-    dead_id = tenancy.number(call.path["id"])
+    dead_id = tenancy.parse_id(call.path["id"])
     found = await dead_letters.get(call.db, call.schema, dead_id)
-    return views.letter((await teller(call)).letter(found))
+    return views.dead_letter((await redactor_for(call)).redact_dead_letter(found))
 
 
 async def _replay(call: Call[NoQuery, ReplayBody]) -> dict[str, Any]:
-    which = await _selection(call)
+    selection = await _selection(call)
     if call.body.dry_run:
-        _, outcome = await replays.plan(call.db, call.schema, which)
+        _, outcome = await replays.plan_replay(call.db, call.schema, selection)
         return views.planned("replaying", outcome)
-    outcome = await replays.replay(
-        call.db, call.schema, which, actor=call.actor, rate_per_s=call.body.rate
+    outcome = await replays.start_replay(
+        call.db, call.schema, selection, actor=call.actor, rate_per_s=call.body.rate
     )
     return views.done("replaying", outcome)
 
 
 async def _discard(call: Call[NoQuery, DiscardBody]) -> dict[str, Any]:
-    which = await _selection(call)
+    selection = await _selection(call)
     if call.body.dry_run:
-        outcome = Outcome(await discard.count(call.db, call.schema, which), {})
+        outcome = ReplayOutcome(
+            await discard.count_discardable(call.db, call.schema, selection), {}
+        )
         return views.planned("discarded", outcome)
     outcome = await discard.discard(
-        call.db, call.schema, which, actor=call.actor, reason=call.body.why
+        call.db, call.schema, selection, actor=call.actor, comment=call.body.comment
     )
     return views.done("discarded", outcome)
 
 
-async def _filter(call: Call[Any, Any], chosen: Chosen) -> Filter:
-    now = await dead_letter_filter.now(call.db)
-    since, until = moment(chosen.since, now), moment(chosen.until, now)
-    return Filter(chosen.endpoint, tuple(chosen.type), chosen.tenant, chosen.reason, since, until)
+async def _filter(call: Call[Any, Any], chosen: DeadLetterFilterFields) -> DeadLetterFilter:
+    now = await dead_letter_filter.read_now(call.db)
+    since, until = absolute_time(chosen.since, now), absolute_time(chosen.until, now)
+    return DeadLetterFilter(
+        chosen.endpoint, tuple(chosen.type), chosen.tenant, chosen.reason, since, until
+    )
 
 
-async def _selection(call: Call[Any, Any]) -> Selection:
-    body: Selected = call.body
-    which = Selection(tuple(body.ids), await _filter(call, body), body.all)
-    await tenancy.require_dead_letters(call.db, call.tenant, which.ids)
-    return tenancy.swept(call.tenant, which)
+async def _selection(call: Call[Any, Any]) -> DeadLetterSelection:
+    body: DeadLetterSelectionBody = call.body
+    selection = DeadLetterSelection(tuple(body.ids), await _filter(call, body), body.all)
+    await tenancy.require_dead_letters(call.db, call.tenant, selection.ids)
+    return tenancy.restrict_selection(call.tenant, selection)
 
 
 ROUTES = (
     Route(
         method="GET",
         path="/v1/dead-letters",
-        summary="Dead letters, the oldest first",
+        summary="List dead letters, oldest first",
         handler=_list,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=DeadLettersQuery,
-        answers={200: PageOf(DeadRow)},
+        responses={200: PageOf(DeadLetterRow)},
     ),
     Route(
         method="GET",
         path="/v1/dead-letters/counts",
-        summary="How many there are, by endpoint, reason and state",
+        summary="Count dead letters by endpoint, reason and state",
         handler=_counts,
         scope="read",
-        tenants=For.NARROWED,
-        query=Chosen,
-        answers={200: Counts},
+        tenants=TenantAccess.NARROWED,
+        query=DeadLetterFilterFields,
+        responses={200: DeadLetterCounts},
     ),
     Route(
         method="POST",
         path="/v1/dead-letters/replay",
-        summary="Send dead letters again, at the end of their lanes",
+        summary="Replay dead letters at the end of their lanes",
         handler=_replay,
         scope="operate",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         body=ReplayBody,
-        answers={200: Replaying},
+        responses={200: ReplayReport},
     ),
     Route(
         method="POST",
         path="/v1/dead-letters/discard",
-        summary="Set dead letters aside for good",
+        summary="Discard dead letters permanently",
         handler=_discard,
         scope="operate",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         body=DiscardBody,
-        answers={200: Discarded},
+        responses={200: DiscardReport},
     ),
     Route(
         method="GET",
         path="/v1/dead-letters/{id}",
-        summary="A dead letter with its event and the last answer",
+        summary="Show a dead letter with its event and last response",
         handler=_show,
         scope="read",
-        tenants=For.DEAD_LETTER,
-        answers={200: joined("DeadLetter", DeadRow, DeadLetter, without=("row",))},
+        tenants=TenantAccess.DEAD_LETTER,
+        responses={
+            200: merged_response_model("DeadLetter", DeadLetterRow, DeadLetter, without=("row",))
+        },
     ),
 )

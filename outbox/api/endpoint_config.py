@@ -1,56 +1,56 @@
-"""/v1/declaration: all endpoints as a file declares them."""
+"""/v1/declaration: declarative configuration of all endpoints."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from outbox.api.request_parsing import Paging
-from outbox.api.route import Call, Model, Page, PageOf, Route, Shown
+from outbox.api.route import Call, Page, PageOf, RequestModel, ResponseModel, Route
 from outbox.core.model import endpoint_config
-from outbox.destinations.http.endpoint_validation import aside, check_declared, policy_of
+from outbox.destinations.http.endpoint_validation import check_declared, policy_of, run_in_thread
 from outbox.errors import UsageError
 from outbox.operations import endpoints
-from outbox.operations.apply import Action, apply
+from outbox.operations.apply import Action, apply_file
 from outbox.operations.views.endpoints import applied
 from outbox.store.connection.secrets import Vault
 
 
-class ApplyQuery(Model):
+class ApplyQuery(RequestModel):
     dry_run: bool = False
-    """Say what would be done, and do nothing."""
+    """Return the plan without applying it."""
     prune: bool = False
-    """Remove endpoints that are not in it."""
-    give_up: bool = False
-    """With prune: also those that are owed deliveries."""
+    """Remove endpoints that are not declared."""
+    dead_letter: bool = False
+    """With prune: also remove endpoints with pending deliveries, and dead-letter those."""
 
 
-class Declaration(Model):
-    """Endpoints as a file for `outbox apply` declares them; what is not said is the default."""
+class DeclarationBody(RequestModel):
+    """Endpoints in the format of `outbox apply`; omitted settings have their defaults."""
 
     defaults: dict[str, Any] | None = None
     endpoints: tuple[dict[str, Any], ...]
 
 
-class Step(Shown):
-    """What became of one endpoint."""
+class ApplyStep(ResponseModel):
+    """Change of one endpoint."""
 
     action: Action
     name: str
     id: Any
-    """None of one that would be added."""
+    """Null for an endpoint that a dry run would add."""
     changed: dict[str, list[str]] | None = None
-    owed: int | None = None
-    """What is given up with it."""
+    pending: int | None = None
+    """Pending deliveries that are dead-lettered with it."""
     secret: str | None = None
-    """Of a new one, shown this once."""
+    """Secret of a new endpoint, shown once."""
 
 
-class Applied(Shown):
-    """What was done, or in a dry run would be."""
+class ApplyReport(ResponseModel):
+    """Result of applying a declaration, or of its dry run."""
 
     dry_run: bool
     changes: int
-    endpoints: list[Step]
+    endpoints: list[ApplyStep]
     not_in_the_file: tuple[str, ...]
 
 
@@ -59,28 +59,28 @@ async def _export(call: Call[Paging, None]) -> Page:
     rows = await endpoints.settings_page(
         call.db, call.schema, limit=limit + 1, after=call.query.after
     )
-    told = [{"id": id_, **endpoint_config.write(each)} for id_, each in rows[:limit]]
+    items = [{"id": id_, **endpoint_config.to_file_values(each)} for id_, each in rows[:limit]]
     more = len(rows) > limit
-    return Page(told, rows[limit - 1][1].name if more else None)
+    return Page(items, rows[limit - 1][1].name if more else None)
 
 
-async def _apply(call: Call[ApplyQuery, Declaration]) -> dict[str, Any]:
+async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> dict[str, Any]:
     query = call.query
-    if query.give_up and not query.prune:
-        raise UsageError("give_up is about what prune removes; say both")
-    said = call.body.model_dump()
-    declared = endpoint_config.read({**said, "endpoints": list(said["endpoints"])})
+    if query.dead_letter and not query.prune:
+        raise UsageError("dead_letter: needs prune as well")
+    document = call.body.model_dump()
+    declared = endpoint_config.parse_file({**document, "endpoints": list(document["endpoints"])})
     policy = policy_of(call.settings)
-    await aside(check_declared, declared, policy)
-    outcome = await apply(
+    await run_in_thread(check_declared, declared, policy)
+    outcome = await apply_file(
         call.db,
         call.schema,
         declared,
         actor=call.actor,
         prune=query.prune,
-        give_up=query.give_up,
+        dead_letter=query.dead_letter,
         dry_run=query.dry_run,
-        vault=Vault.of(call.settings),
+        vault=Vault.from_settings(call.settings),
     )
     return applied(outcome, dry_run=query.dry_run)
 
@@ -89,20 +89,20 @@ ROUTES = (
     Route(
         method="GET",
         path="/v1/declaration",
-        summary="All endpoints as a file declares them, headers without their values",
+        summary="Export all endpoints as a declaration, without header values",
         handler=_export,
         scope="operate",
         query=Paging,
-        answers={200: PageOf(dict[str, Any])},
+        responses={200: PageOf(dict[str, Any])},
     ),
     Route(
         method="PUT",
         path="/v1/declaration",
-        summary="Make the endpoints what is declared: all of it, or nothing",
+        summary="Apply a declaration in one transaction",
         handler=_apply,
         scope="operate",
         query=ApplyQuery,
-        body=Declaration,
-        answers={200: Applied},
+        body=DeclarationBody,
+        responses={200: ApplyReport},
     ),
 )

@@ -1,4 +1,4 @@
-"""/v1/endpoints: destinations, and everything that is done with them."""
+"""/v1/endpoints: create, read, change, remove, pause and test endpoints."""
 
 from __future__ import annotations
 
@@ -10,18 +10,29 @@ from pydantic import Field
 from yarl import URL
 
 from outbox.api import tenancy
-from outbox.api.rate_limit import too_many
-from outbox.api.redaction import teller
+from outbox.api.rate_limit import too_many_requests
+from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import NoQuery, Paging, Seconds
-from outbox.api.route import Call, For, Later, Model, Page, PageOf, Reply, Route, Shown, paged
+from outbox.api.route import (
+    Call,
+    DeferredReply,
+    Page,
+    PageOf,
+    Reply,
+    RequestModel,
+    ResponseModel,
+    Route,
+    TenantAccess,
+    page_of_rows,
+)
 from outbox.core.model import endpoint_config
 from outbox.destinations.http.endpoint_validation import (
-    aside,
-    check_way,
+    check_reachable,
     policy_of,
-    why_not_trusted,
+    run_in_thread,
+    trust_error,
 )
-from outbox.destinations.http.test_deliveries import RETRY_S, TRIAL_S, TooMany
+from outbox.destinations.http.test_deliveries import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.http.tls import check_identity
 from outbox.errors import Conflict, UsageError
 from outbox.operations import (
@@ -31,103 +42,110 @@ from outbox.operations import (
     endpoint_states,
     endpoints,
 )
-from outbox.operations.endpoint_certificate import Identity, set_identity
+from outbox.operations.endpoint_certificate import CertificateChange, set_identity
 from outbox.operations.endpoint_removal import Removal
 from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
-from outbox.operations.endpoint_states import Change
-from outbox.operations.endpoints import EndpointRow, Hand, Health, LaneRow, SecretRow
+from outbox.operations.endpoint_states import StateChange
+from outbox.operations.endpoints import (
+    EndpointHealth,
+    EndpointRow,
+    LaneRow,
+    OwnershipRecord,
+    SecretRow,
+)
 from outbox.operations.views import endpoints as views
 from outbox.store import endpoints as destinations
 from outbox.store.connection.secrets import Vault
 
 NAME = "/v1/endpoints/{name}"
-TEST_TIMEOUT_S = TRIAL_S + 10.0
+TEST_TIMEOUT_S = TEST_S + 10.0
 
 
-class EndpointBody(Model):
-    """Settings by the names that files have for them; what is null is the default."""
+class EndpointBody(RequestModel):
+    """Settings of an endpoint; null resets a setting to its default."""
 
-    flags = endpoint_config.FLAGS
+    command_flags = endpoint_config.FLAGS
 
     name: str | None = None
-    """Of a tenant's token it begins with the tenant's: acme.shop."""
+    """With a tenant token it must begin with the tenant's prefix: acme.shop."""
     url: str | None = None
     types: tuple[str, ...] | None = None
-    """Patterns; none: everything but outbox.*."""
+    """Type patterns; empty: all types except outbox.*."""
     tenant: str | None = None
     all_tenants: bool | None = None
     filter: str | None = None
-    """An SQL/JSON path condition on the payload."""
+    """SQL/JSON path predicate on the payload."""
     method: str | None = None
     headers: dict[str, str | None] | None = None
-    """A header that is null keeps the value that it has."""
+    """Request headers; null keeps the current value of a header."""
     connect_timeout: float | str | None = None
     timeout: float | str | None = None
     in_flight_max: int | None = None
-    """So many requests at once, over all lanes."""
+    """Maximum number of concurrent requests, over all lanes."""
     rate: float | None = None
-    """So many requests begun in a second."""
+    """Maximum request rate per second."""
     batch_max: int | None = None
-    """So many deliveries of a lane in one request, as a JSON array."""
+    """Maximum number of deliveries of a lane in one request, sent as a JSON array."""
     allow_networks: tuple[str, ...] | None = None
-    """Private networks that it may be in; not for a tenant's token."""
+    """Private networks that deliveries may enter; not for tenant tokens."""
     ca: str | None = None
-    """Certificates (PEM) to trust instead of the system's authorities."""
+    """CA certificates (PEM) to trust instead of the system's."""
     retry: str | dict[str, Any] | None = None
-    """A policy such as patient, or values such as {"preset": "plane", "attempts": 8}."""
+    """Retry policy: a preset, or values such as {"preset": "stepped", "attempts": 8}."""
     retryable: tuple[str | int, ...] | None = None
     on_dead_letter: str | None = None
     backlog_max: int | None = None
     backlog_age: float | str | None = None
     disable_after: float | str | None = None
     checkpoint_every: float | str | None = None
-    """So often its receiver is told the last number of each lane."""
+    """Interval of checkpoint messages with the last sequence number of each lane."""
     lanes: int | None = None
 
-    def said(self) -> dict[str, Any]:
-        """What was said, null or not, as a file has it."""
+    def given_fields(self) -> dict[str, Any]:
+        """Return the fields that the request contains, null included."""
         values = self.model_dump(exclude_unset=True)
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
 class NewEndpointBody(EndpointBody):
-    """Settings of a new endpoint, and how it is signed for."""
+    """Settings of a new endpoint and its signature type."""
 
     ed25519: bool = False
-    """Sign with a private key, and show the receiver's public one, instead of a secret."""
+    """Sign with an Ed25519 key instead of a shared secret; the response has the public key."""
 
 
-class RemovalQuery(Model):
-    give_up: bool = False
-    """Never send what it is owed."""
+class RemovalQuery(RequestModel):
+    dead_letter: bool = False
+    """Dead-letter pending deliveries."""
     drain: bool = False
-    """Give it nothing new, and remove it when all is sent: ask again until it is gone."""
+    """Stop new events, and remove the endpoint after its backlog is delivered.  202 means
+    that it is not removed yet: repeat the request."""
 
 
-class CertificateBody(Model):
-    """What the relay shows to an endpoint's receiver."""
+class CertificateBody(RequestModel):
+    """Client certificate for mutual TLS."""
 
     pem: str
-    """The certificate, what stands between it and the receiver's authority, and its key."""
+    """PEM: the certificate, its intermediates and its private key."""
 
 
-class Why(Model):
-    """What for; kept with the change, and in the journal."""
+class ChangeBody(RequestModel):
+    """Comment on a change, recorded with it and in the journal."""
 
-    why: str | None = None
+    comment: str | None = None
 
 
-class RotationBody(Model):
-    """What becomes of the secret that there is."""
+class RotationBody(RequestModel):
+    """Options of a secret rotation."""
 
     overlap: Seconds = Field(default=OVERLAP_S, ge=0)
-    """The old secret signs beside the new one for so long; 0: no longer."""
+    """How long the old secret also signs; 0: it expires immediately."""
     ed25519: bool | None = None
-    """A private key, of which the receiver is given the public one, or not; null: as before."""
+    """Whether the new secret is an Ed25519 key; null: the type does not change."""
 
 
-class Added(Shown):
-    """A new endpoint, with its signing secret, which is shown this once, or its public key."""
+class AddedEndpoint(ResponseModel):
+    """A new endpoint, with its signing secret (shown once) or its public key."""
 
     id: UUID
     name: str
@@ -136,48 +154,48 @@ class Added(Shown):
     lanes: int
 
 
-class Updated(Shown):
-    """What was changed."""
+class UpdatedEndpoint(ResponseModel):
+    """A changed endpoint."""
 
     id: UUID
     name: str
     changed: dict[str, list[str]]
-    """Each setting with its old and its new value."""
+    """Old and new value by setting."""
 
 
-class Detail(Shown):
-    """Everything about an endpoint."""
+class EndpointDetail(ResponseModel):
+    """An endpoint with its settings, health, secrets and lanes."""
 
     endpoint: EndpointRow
     settings: dict[str, Any]
-    """By the names that files have for them; headers are without their values."""
-    health: Health
+    """Settings by name; header values are null."""
+    health: EndpointHealth
     secrets: tuple[SecretRow, ...]
     certificate: dict[str, Any] | None
-    """What its receiver is shown: subject, the end of its time, fingerprint."""
+    """Client certificate: subject, expiry, fingerprint."""
     lanes: tuple[LaneRow, ...]
-    hands: tuple[Hand, ...]
-    """The last relays that it went through; a tenant is not told."""
+    ownership_history: tuple[OwnershipRecord, ...]
+    """Last changes of the owning relay; empty for tenant tokens."""
 
 
-class StillOwed(Shown):
-    """An endpoint that is not removed yet, because it is owed something."""
+class DrainingEndpoint(ResponseModel):
+    """An endpoint that is being drained before its removal."""
 
     id: UUID
     name: str
     state: str
-    owed: int
+    pending: int
     blocked: int
-    """Lanes that wait for an operator."""
+    """Number of blocked lanes."""
 
 
-class Trial(Shown):
-    """What came of a test delivery."""
+class TestResponse(ResponseModel):
+    """Result of a test delivery."""
 
     endpoint: str
     url: str
     outcome: str
-    """What the relay would make of the answer: delivered, retried, dead_letter or disabled."""
+    """How the relay would classify it: delivered, retried, dead_letter or disabled."""
     version: int
     elapsed_ms: float
     status: int | None = None
@@ -192,53 +210,55 @@ async def _list(call: Call[Paging, None]) -> Page:
     rows = await endpoints.page(
         call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
     )
-    to = await teller(call)
-    return paged([to.endpoint(row) for row in rows], limit, lambda row: row.name)
+    redactor = await redactor_for(call)
+    return page_of_rows(
+        [redactor.redact_endpoint(row) for row in rows], limit, lambda row: row.name
+    )
 
 
 async def _add(call: Call[NoQuery, NewEndpointBody]) -> Reply:
-    said = call.body.said()
-    said["tenant"] = tenancy.forced(call.tenant, said.get("tenant"))
+    fields = call.body.given_fields()
+    fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields.get("tenant"))
     for name in ("name", "url"):
-        if said.get(name) is None:
-            raise UsageError(f"{name}: is missing")
-    ed25519 = said.pop("ed25519", False)
-    wanted = endpoint_config.one(said)
-    _hold_to_tenant(call, wanted)
-    tenancy.require_name(call.tenant, wanted.name)
-    check_way(wanted, policy_of(call.settings))
-    if (wrong := await aside(why_not_trusted, wanted.ca)) is not None:
-        raise wrong
+        if fields.get(name) is None:
+            raise UsageError(f"{name}: is required")
+    ed25519 = fields.pop("ed25519", False)
+    settings = endpoint_config.parse_one(fields)
+    _check_tenant_rules(call, settings)
+    tenancy.require_name(call.tenant, settings.name)
+    check_reachable(settings, policy_of(call.settings))
+    if (ca_error := await run_in_thread(trust_error, settings.ca)) is not None:
+        raise ca_error
     made = await endpoint_changes.add(
-        call.db, call.schema, wanted, actor=call.actor, vault=_vault(call), ed25519=ed25519
+        call.db, call.schema, settings, actor=call.actor, vault=_vault(call), ed25519=ed25519
     )
     return Reply(views.added(made), 201)
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
     found = await endpoints.get(call.db, call.schema, call.path["name"])
-    return views.detail((await teller(call)).detail(found))
+    return views.detail((await redactor_for(call)).redact_endpoint_detail(found))
 
 
 async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
-    said = call.body.said()
+    fields = call.body.given_fields()
     for name in ("name", "url"):
-        if name in said and said[name] is None:
-            raise UsageError(f"{name}: must be a text")
-    # Now, because a lock is held while it is edited.
-    wrong = await aside(why_not_trusted, call.body.ca)
+        if name in fields and fields[name] is None:
+            raise UsageError(f"{name}: must be a string")
+    # Before the transaction: it locks the endpoint, and parsing certificates is slow.
+    ca_error = await run_in_thread(trust_error, call.body.ca)
 
-    def edit(there: Any) -> Any:
-        wanted = endpoint_config.one(said, there)
-        _hold_to_tenant(call, wanted, there)
-        if call.tenant is not None and _origin(wanted.url) != _origin(there.url):
-            _hold_to_given(wanted, said.get("headers"))
-        check_way(wanted, policy_of(call.settings), there)
-        if wrong is not None and wanted.ca != there.ca:
-            raise wrong
-        if wanted.name != there.name:
-            tenancy.require_name(call.tenant, wanted.name)
-        return wanted
+    def edit(current: Any) -> Any:
+        settings = endpoint_config.parse_one(fields, current)
+        _check_tenant_rules(call, settings, current)
+        if call.tenant is not None and _origin(settings.url) != _origin(current.url):
+            _require_headers_given(settings, fields.get("headers"))
+        check_reachable(settings, policy_of(call.settings), current)
+        if ca_error is not None and settings.ca != current.ca:
+            raise ca_error
+        if settings.name != current.name:
+            tenancy.require_name(call.tenant, settings.name)
+        return settings
 
     done = await endpoint_changes.update(
         call.db, call.schema, call.path["name"], edit, actor=call.actor, vault=_vault(call)
@@ -248,39 +268,39 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
 
 async def _remove(call: Call[RemovalQuery, None]) -> Any:
     name, query = call.path["name"], call.query
-    if query.drain and query.give_up:
-        raise UsageError("say one of give_up and drain, not both")
+    if query.drain and query.dead_letter:
+        raise UsageError("dead_letter, drain: are mutually exclusive")
     if query.drain:
         endpoint_id = await endpoint_removal.drain(call.db, call.schema, name, actor=call.actor)
-        left = await endpoint_removal.waiting(call.db, call.schema, endpoint_id)
-        if left.owed and left.state != "removing":
-            told = {"id": endpoint_id, "name": name, "state": left.state}
-            return Reply({**told, "owed": left.owed, "blocked": left.blocked}, 202)
+        left = await endpoint_removal.read_drain_status(call.db, call.schema, endpoint_id)
+        if left.pending and left.state != "removing":
+            endpoint = {"id": endpoint_id, "name": name, "state": left.state}
+            return Reply({**endpoint, "pending": left.pending, "blocked": left.blocked}, 202)
     try:
         return await endpoint_removal.remove(
-            call.db, call.schema, name, actor=call.actor, give_up=query.give_up
+            call.db, call.schema, name, actor=call.actor, dead_letter=query.dead_letter
         )
-    except endpoint_removal.StillOwed as still:
-        raise Conflict(f"{still} (drain, or give_up)") from None
+    except endpoint_removal.StillPending as still:
+        raise Conflict(f"{still} (use drain or dead_letter)") from None
 
 
-async def _pause(call: Call[NoQuery, Why]) -> Change:
+async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
     (change,) = await endpoint_states.pause(
-        call.db, call.schema, [call.path["name"]], actor=call.actor, why=call.body.why
+        call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
     )
     return change
 
 
-async def _resume(call: Call[NoQuery, Why]) -> Change:
+async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
     (change,) = await endpoint_states.resume(
-        call.db, call.schema, [call.path["name"]], actor=call.actor, why=call.body.why
+        call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
     )
     return change
 
 
-async def _enable(call: Call[NoQuery, Why]) -> Change:
+async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
     return await endpoint_states.enable(
-        call.db, call.schema, call.path["name"], actor=call.actor, why=call.body.why
+        call.db, call.schema, call.path["name"], actor=call.actor, comment=call.body.comment
     )
 
 
@@ -296,8 +316,8 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
     )
 
 
-async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> Identity:
-    about = asdict(await aside(check_identity, call.body.pem))
+async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> CertificateChange:
+    about = asdict(await run_in_thread(check_identity, call.body.pem))
     return await set_identity(
         call.db,
         call.schema,
@@ -309,36 +329,38 @@ async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> Identity:
     )
 
 
-async def _remove_certificate(call: Call[NoQuery, None]) -> Identity:
+async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
     return await set_identity(call.db, call.schema, call.path["name"], None, None, actor=call.actor)
 
 
-async def _test(call: Call[NoQuery, None]) -> Later:
-    endpoint = await destinations.find(call.db, call.schema, call.path["name"], _vault(call))
-    to = await teller(call)
+async def _test(call: Call[NoQuery, None]) -> DeferredReply:
+    endpoint = await destinations.find_endpoint(
+        call.db, call.schema, call.path["name"], _vault(call)
+    )
+    redactor = await redactor_for(call)
 
-    async def go() -> dict[str, Any]:
+    async def send_test() -> dict[str, Any]:
         try:
-            came = await call.trials.attempt(endpoint, call.tenant)
-        except TooMany as error:
-            raise too_many(str(error), RETRY_S) from None
-        return came.as_json(to.answer(came.summary))
+            result = await call.endpoint_tester.run_test(endpoint, call.tenant)
+        except TooManyTests as error:
+            raise too_many_requests(str(error), TEST_RETRY_S) from None
+        return result.as_json(redactor.redact_response(result.summary))
 
-    return Later(go)
+    return DeferredReply(send_test)
 
 
-def _hold_to_given(wanted: Any, given: dict[str, Any] | None) -> None:
-    """Keep headers that somebody else may have set from being sent somewhere else.
+def _require_headers_given(settings: Any, given: dict[str, Any] | None) -> None:
+    """Prevent a URL change from sending stored header values to another host.
 
     Raises:
-        UsageError: one of them would stay without being said again.
+        UsageError: the request does not set a stored header again.
     """
-    said = {name.lower() for name, value in (given or {}).items() if value is not None}
-    for name in wanted.headers:
-        if name.lower() not in said:
+    names_given = {name.lower() for name, value in (given or {}).items() if value is not None}
+    for name in settings.headers:
+        if name.lower() not in names_given:
             raise UsageError(
-                f"url: another host would be sent the header {name}, which is not shown; say "
-                "headers with it: their values anew, or {} for none"
+                f"url: the new host would receive the stored header {name}; send headers as well: "
+                "with their values, or {} for none"
             )
 
 
@@ -348,39 +370,39 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def _vault(call: Call[Any, Any]) -> Vault:
-    return Vault.of(call.settings)
+    return Vault.from_settings(call.settings)
 
 
-def _hold_to_tenant(call: Call[Any, Any], wanted: Any, there: Any = None) -> None:
-    """Keep a tenant's endpoints the tenant's, and out of networks that are not its own.
+def _check_tenant_rules(call: Call[Any, Any], settings: Any, current: Any = None) -> None:
+    """Check the settings that a tenant token may not change.
 
     Raises:
-        UsageError: it would be for another one, for all, or for none; or it would go
-            somewhere else in a network that an operator opened for where it goes.
+        UsageError: the endpoint would belong to another tenant, to all or to none; or it
+            would use a private network that an operator opened for another URL.
     """
     if call.tenant is None:
         return
-    if wanted.tenant != call.tenant:
-        raise UsageError(f'tenant: this token is for "{call.tenant}" alone; leave it out')
-    if wanted.allow_networks != (() if there is None else there.allow_networks):
-        raise UsageError("allow_networks: only an operator opens a network, and no tenant's token")
-    if wanted.allow_networks and wanted.url != there.url:
+    if settings.tenant != call.tenant:
+        raise UsageError(f'tenant: this token is restricted to "{call.tenant}"; omit the field')
+    if settings.allow_networks != (() if current is None else current.allow_networks):
+        raise UsageError("allow_networks: a tenant token cannot open networks; ask an operator")
+    if settings.allow_networks and settings.url != current.url:
         raise UsageError(
-            "url: an operator opened a private network for the one that it has; ask for another"
+            "url: a private network is open for the current URL only; ask an operator to change it"
         )
 
 
-def _action(name: str, summary: str, handler: Any, answer: Any, body: Any = Why) -> Route:
+def _action(name: str, summary: str, handler: Any, response: Any, body: Any = ChangeBody) -> Route:
     return Route(
         method="POST",
         path=f"{NAME}/{name}",
         summary=summary,
         handler=handler,
         scope="operate",
-        tenants=For.ENDPOINT,
+        tenants=TenantAccess.ENDPOINT,
         body=body,
         body_required=False,
-        answers={200: answer},
+        responses={200: response},
     )
 
 
@@ -388,85 +410,91 @@ ROUTES = (
     Route(
         method="GET",
         path="/v1/endpoints",
-        summary="Endpoints by name",
+        summary="List endpoints by name",
         handler=_list,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=Paging,
-        answers={200: PageOf(EndpointRow)},
+        responses={200: PageOf(EndpointRow)},
     ),
     Route(
         method="POST",
         path="/v1/endpoints",
-        summary="Add an endpoint; shows its signing secret, this once",
+        summary="Create an endpoint; the response contains its signing secret, once",
         handler=_add,
         scope="operate",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         body=NewEndpointBody,
-        answers={201: Added},
+        responses={201: AddedEndpoint},
     ),
     Route(
         method="GET",
         path=NAME,
-        summary="An endpoint, its health and its lanes",
+        summary="Show an endpoint with its health and lanes",
         handler=_show,
         scope="read",
-        tenants=For.ENDPOINT,
-        answers={200: Detail},
+        tenants=TenantAccess.ENDPOINT,
+        responses={200: EndpointDetail},
     ),
     Route(
         method="PATCH",
         path=NAME,
-        summary="Change an endpoint; what is not said stays, what is null is the default again",
+        summary="Change an endpoint; omitted settings are kept, null resets one to its default",
         handler=_update,
         scope="operate",
-        tenants=For.ENDPOINT,
+        tenants=TenantAccess.ENDPOINT,
         body=EndpointBody,
-        answers={200: Updated},
+        responses={200: UpdatedEndpoint},
     ),
     Route(
         method="DELETE",
         path=NAME,
-        summary="Remove an endpoint; 409 while it is owed something and nobody said what then",
+        summary="Remove an endpoint; 409 if deliveries are pending, without drain or dead_letter",
         handler=_remove,
         scope="operate",
-        tenants=For.ENDPOINT,
+        tenants=TenantAccess.ENDPOINT,
         query=RemovalQuery,
-        answers={200: Removal, 202: StillOwed},
+        responses={200: Removal, 202: DrainingEndpoint},
     ),
-    _action("pause", "Send nothing until it is resumed", _pause, Change),
-    _action("resume", "Send again, at once if it is failing; blocked lanes go on", _resume, Change),
-    _action("enable", "Let a disabled endpoint receive again, from now on", _enable, Change),
+    _action("pause", "Pause deliveries", _pause, StateChange),
     _action(
-        "rotate-secret", "A new signing secret, shown this once", _rotate, Rotation, RotationBody
+        "resume", "Resume deliveries, retry immediately, and unblock lanes", _resume, StateChange
+    ),
+    _action("enable", "Re-enable a disabled endpoint for new events", _enable, StateChange),
+    _action(
+        "rotate-secret",
+        "Rotate the signing secret; the response contains it, once",
+        _rotate,
+        Rotation,
+        RotationBody,
     ),
     Route(
         method="PUT",
         path=f"{NAME}/certificate",
-        summary="Show its receiver a certificate (mutual TLS); it is not shown here again",
+        summary="Set the client certificate (mutual TLS)",
         handler=_set_certificate,
         scope="operate",
-        tenants=For.ENDPOINT,
+        tenants=TenantAccess.ENDPOINT,
         body=CertificateBody,
-        answers={200: Identity},
+        responses={200: CertificateChange},
     ),
     Route(
         method="DELETE",
         path=f"{NAME}/certificate",
-        summary="Show its receiver no certificate any more",
+        summary="Remove the client certificate",
         handler=_remove_certificate,
         scope="operate",
-        tenants=For.ENDPOINT,
-        answers={200: Identity},
+        tenants=TenantAccess.ENDPOINT,
+        responses={200: CertificateChange},
     ),
     Route(
         method="POST",
         path=f"{NAME}/test",
-        summary="Send one signed test delivery, now and from here",
+        summary="Send one signed test delivery from this relay",
         handler=_test,
         scope="operate",
-        tenants=For.ENDPOINT,
+        tenants=TenantAccess.ENDPOINT,
         timeout_s=TEST_TIMEOUT_S,
-        answers={200: Trial},
+        responses={200: TestResponse},
     ),
 )

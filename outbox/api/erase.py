@@ -1,56 +1,56 @@
-"""/v1/erase: what events said is gone, what happened stays."""
+"""/v1/erase: erase the content of events; ids, states and times are kept."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from outbox.api import tenancy
-from outbox.api.route import Call, For, Model, Route, Shown
+from outbox.api.route import Call, RequestModel, ResponseModel, Route, TenantAccess
 from outbox.errors import UsageError
 from outbox.operations import erase
-from outbox.operations.erase import Whose
+from outbox.operations.erase import ErasureTarget
 from outbox.operations.views.erase import erased
 
 if TYPE_CHECKING:
     from outbox.api.request_parsing import NoQuery
 
 TIMEOUT_S = 600.0
-"""It goes in steps, and what was erased stays erased: whoever is cut off says it again."""
+"""Erasure runs in committed steps; after a timeout, repeat the request to continue."""
 
 
-class EraseBody(Model):
-    """Whose events: of a tenant, or with a key."""
+class EraseBody(RequestModel):
+    """Events of a tenant, or with a key."""
 
     tenant: str | None = None
     key: str | None = None
     dry_run: bool = False
-    """Only count."""
+    """Count only."""
 
 
-class Erased(Shown):
-    """What was erased, or would be."""
+class EraseReport(ResponseModel):
+    """Result of an erasure, or of its dry run."""
 
     dry_run: bool
     events: int
     future_events: int
     dead_letters: int
-    answers: int | None
-    """Of attempts; not counted beforehand."""
+    responses: int | None
+    """Responses of attempts; null in a dry run."""
     schedules: tuple[str, ...]
-    """Those that go on publishing such events."""
+    """Schedules that still publish such events."""
 
 
 async def _erase(call: Call[NoQuery, EraseBody]) -> dict[str, Any]:
     body = call.body
     if call.tenant is not None and body.key is not None:
         raise UsageError(
-            "key: others may have events with the same one; this token erases by its tenant"
+            "key: other tenants may use the same key; a tenant token erases by tenant only"
         )
-    whose = Whose(tenancy.forced(call.tenant, body.tenant), body.key)
+    target = ErasureTarget(tenancy.resolve_tenant(call.tenant, body.tenant), body.key)
     if body.dry_run:
-        done = await erase.count(call.db, call.schema, whose)
+        done = await erase.count_erasable(call.db, call.schema, target)
     else:
-        done = await erase.erase(call.db, call.schema, whose, actor=call.actor)
+        done = await erase.erase_events(call.db, call.schema, target, actor=call.actor)
     return erased(done, dry_run=body.dry_run)
 
 
@@ -58,13 +58,13 @@ ROUTES = (
     Route(
         method="POST",
         path="/v1/erase",
-        summary="Erase payloads, headers and answers of a tenant's or a key's events, for good",
+        summary="Erase payloads, headers and responses of a tenant's or a key's events permanently",
         handler=_erase,
         scope="operate",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         body=EraseBody,
         timeout_s=TIMEOUT_S,
         long=True,
-        answers={200: Erased},
+        responses={200: EraseReport},
     ),
 )

@@ -1,4 +1,4 @@
-"""/v1/events and /v1/trace: publishing, and finding what became of it."""
+"""/v1/events and /v1/trace: publish, search and trace events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from uuid import UUID
 from pydantic import AwareDatetime, Field, model_validator
 
 from outbox.api import tenancy
-from outbox.api.redaction import teller
-from outbox.api.request_parsing import Paging, Seconds, When, moment
-from outbox.api.route import ID_MAX, Call, For, Model, Page, PageOf, Reply, Route, Shown, id_cursor
-from outbox.api.schemas import joined
+from outbox.api.redaction import redactor_for
+from outbox.api.request_parsing import Paging, Seconds, TimeOrAge, absolute_time
+from outbox.api.route import (
+    ID_MAX,
+    Call,
+    Page,
+    PageOf,
+    Reply,
+    RequestModel,
+    ResponseModel,
+    Route,
+    TenantAccess,
+    id_cursor,
+)
+from outbox.api.schemas import merged_response_model
 from outbox.errors import InvalidEvent, NotFound, UsageError
 from outbox.operations import (
     dead_letter_filter,
@@ -23,78 +34,78 @@ from outbox.operations import (
 from outbox.operations import (
     idempotency_keys as once,
 )
-from outbox.operations.dead_letter_filter import endpoint_ids
-from outbox.operations.event_trace import Delivery, Fate, Story
-from outbox.operations.events import EventRow, Wanted
-from outbox.operations.views.trace import traced
+from outbox.operations.dead_letter_filter import find_endpoint_ids
+from outbox.operations.event_trace import DeliveryState, EventTrace, TracedDelivery
+from outbox.operations.events import EventFilter, EventRow
+from outbox.operations.views.trace import trace_result
 from outbox.producers.publish import Event, publish_many
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EVENTS_MAX = 1000
-"""In one request, which is one transaction."""
-STORIES_MAX = 100
+"""Maximum number of events in one request (one transaction)."""
+TRACED_EVENTS_MAX = 100
 IDEMPOTENCY_KEY = "Idempotency-Key"
 
 # ---------------------------------------------------------------- publishing
 
 
-class NewEvent(Model):
-    """An event, by the names of `outbox publish`."""
+class NewEvent(RequestModel):
+    """A new event."""
 
     type: str
     payload: Any = Field(default_factory=dict)
-    """Any JSON.  Numbers have 64 bits; what needs more digits goes as a text."""
+    """Any JSON.  Numbers have 64 bits; send longer ones as strings."""
     key: str | None = None
-    """Events with the same key keep their order."""
+    """Ordering key: events with the same key are delivered in order."""
     tenant: str | None = None
-    """Only for this tenant's endpoints."""
+    """Deliver to this tenant's endpoints only."""
     once: str | None = None
-    """Publish nothing when this key was taken before, for whatever event."""
+    """Idempotency key: publish only if the key is unused."""
     once_for: Seconds | None = None
-    """Keep that key for so long; 30 days where it is not said."""
+    """Lifetime of the idempotency key; default: 30 days."""
     expires_in: Seconds | None = None
-    """Not worth sending after so long."""
+    """Dead-letter undelivered events after this time."""
     deliver_at: AwareDatetime | None = None
-    """Publish it then."""
+    """Publish at this time."""
     headers: dict[str, str] | None = None
-    """Sent along."""
+    """Headers of the delivery."""
 
 
 class NewEvents(NewEvent):
-    """One event, or `{"events": [one, another]}`: all of them are published, or none."""
+    """One event, or `{"events": [...]}`, published atomically."""
 
-    many = "events"
+    list_field = "events"
 
     type: str = ""
     events: Annotated[tuple[NewEvent, ...], Field(min_length=1, max_length=EVENTS_MAX)] | None = (
         None
     )
-    """Instead of one, so many in this order."""
+    """Several events, published in this order."""
 
     @model_validator(mode="after")
     def _one_or_many(self) -> NewEvents:
-        said = self.model_fields_set
-        if self.events is not None and said != {"events"}:
-            raise ValueError("say one event, or events, not both")
-        if self.events is None and "type" not in said:
-            raise ValueError("type: is missing")
+        fields = self.model_fields_set
+        if self.events is not None and fields != {"events"}:
+            raise ValueError("send the fields of one event, or events, not both")
+        if self.events is None and "type" not in fields:
+            raise ValueError("type: is required")
         return self
 
 
-class Published(Shown):
-    """What became of one event."""
+class Published(ResponseModel):
+    """Result of publishing one event."""
 
     id: UUID | None
-    """The event's; of a once key that was taken, the one that was published for it.  None:
-    that was claimed, and nothing was published for it."""
+    """Id of the event; with a used idempotency key, the id of the earlier event.  Null: the key
+    was claimed without an event."""
     already: bool
-    """True: its once key was taken, and nothing was published now."""
+    """True: the idempotency key was already used, and nothing was published."""
 
 
-class ManyPublished(Shown):
-    """What became of each, in the order of the request."""
+class ManyPublished(ResponseModel):
+    """Results in the order of the request."""
 
     events: list[Published]
 
@@ -103,141 +114,147 @@ async def _publish(call: Call[Any, NewEvents]) -> Reply:
     body = call.body
     key = call.headers.get(IDEMPOTENCY_KEY)
     if body.events is not None and key is not None:
-        raise UsageError(f"{IDEMPOTENCY_KEY}: is for one event; of many each has its own once")
+        raise UsageError(
+            f"{IDEMPOTENCY_KEY}: applies to a single event; with events, set once in each"
+        )
     if key is not None and body.once is not None:
-        raise UsageError(f"say {IDEMPOTENCY_KEY} or once, not both")
+        raise UsageError(f"{IDEMPOTENCY_KEY}, once: are mutually exclusive")
     given = [body] if body.events is None else body.events
-    wanted = [_event(call, each, each.once if key is None else key) for each in given]
+    events_to_publish = [_event(call, each, each.once if key is None else key) for each in given]
     try:
         async with call.db.transaction(isolation="read_committed"):
-            ids = await publish_many(call.db, wanted, schema=call.schema)
+            ids = await publish_many(call.db, events_to_publish, schema=call.schema)
     except InvalidEvent as error:
         if body.events is not None:
             raise
-        # Of one, its number tells nothing.
+        # The index is meaningless for a single event.
         raise UsageError(str(error).removesuffix(" (event 1)")) from None
-    taken = await _taken(call, [e.once for e, id_ in zip(wanted, ids, strict=True) if id_ is None])
-    told = [
+    taken = await _find_used(
+        call, [e.once for e, id_ in zip(events_to_publish, ids, strict=True) if id_ is None]
+    )
+    results = [
         {"id": event_id or taken.get(each.once or ""), "already": event_id is None}
-        for each, event_id in zip(wanted, ids, strict=True)
+        for each, event_id in zip(events_to_publish, ids, strict=True)
     ]
     status = 201 if any(ids) else 200
-    return Reply(told[0] if body.events is None else {"events": told}, status)
+    return Reply(results[0] if body.events is None else {"events": results}, status)
 
 
-def _event(call: Call[Any, Any], said: NewEvent, once_key: str | None) -> Event:
+def _event(call: Call[Any, Any], new: NewEvent, once_key: str | None) -> Event:
     return Event(
-        type=said.type,
-        payload=said.payload,
-        key=said.key,
-        tenant=tenancy.forced(call.tenant, said.tenant),
-        once=None if once_key is None else tenancy.once_key(call.tenant, once_key),
-        once_for=said.once_for,
-        expires_in=said.expires_in,
-        deliver_at=said.deliver_at,
-        headers=said.headers,
+        type=new.type,
+        payload=new.payload,
+        key=new.key,
+        tenant=tenancy.resolve_tenant(call.tenant, new.tenant),
+        once=None if once_key is None else tenancy.stored_key(call.tenant, once_key),
+        once_for=new.once_for,
+        expires_in=new.expires_in,
+        deliver_at=new.deliver_at,
+        headers=new.headers,
     )
 
 
-async def _taken(call: Call[Any, Any], keys: Sequence[str | None]) -> dict[str, UUID]:
-    """Which events were published for once keys that were taken."""
-    return await once.events_of(call.db, call.schema, [key for key in keys if key is not None])
+async def _find_used(call: Call[Any, Any], keys: Sequence[str | None]) -> dict[str, UUID]:
+    """Find the earlier events of used idempotency keys."""
+    return await once.find_events(call.db, call.schema, [key for key in keys if key is not None])
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- queries
 
 
 class EventsQuery(Paging):
     key: str | None = None
     type: tuple[str, ...] = ()
-    """Only of these types, such as order.*; may be given several times."""
+    """Type patterns such as order.*; repeatable."""
     tenant: str | None = None
-    since: When | None = None
-    """Published then or later."""
-    until: When | None = None
-    """Published before."""
+    since: TimeOrAge | None = None
+    """Published at this time or later."""
+    until: TimeOrAge | None = None
+    """Published before this time."""
 
 
-class Looked(Shown):
-    """How far was looked, which a tenant is not told: a page may have few events, and go on."""
+class SearchExtent(ResponseModel):
+    """Extent of the search; null for tenant tokens.  A page may have few events and a `next`."""
 
-    looked_at: int | None
-    looked_back_to: datetime | None
+    scanned: int | None
+    scanned_back_to: datetime | None
 
 
 async def _list(call: Call[EventsQuery, None]) -> Page:
     query = call.query
-    now = await dead_letter_filter.now(call.db)
-    found = await events.find(
+    now = await dead_letter_filter.read_now(call.db)
+    found = await events.find_events(
         call.db,
         call.schema,
-        Wanted(
+        EventFilter(
             query.key,
             query.type,
-            tenancy.forced(call.tenant, query.tenant),
-            moment(query.since, now),
-            moment(query.until, now),
+            tenancy.resolve_tenant(call.tenant, query.tenant),
+            absolute_time(query.since, now),
+            absolute_time(query.until, now),
         ),
         limit=query.limit,
         below=id_cursor(query.after, ID_MAX),
     )
-    rest: dict[str, Any] = {"looked_at": None, "looked_back_to": None}
+    rest: dict[str, Any] = {"scanned": None, "scanned_back_to": None}
     if call.tenant is None:
-        rest = {"looked_at": found.looked_at, "looked_back_to": found.looked_back_to}
+        rest = {"scanned": found.scanned, "scanned_back_to": found.scanned_back_to}
     return Page(found.events, None if found.next is None else str(found.next), rest)
 
 
-class TraceQuery(Model):
+class TraceQuery(RequestModel):
     endpoint: str | None = None
-    """Only what this endpoint got, or why it did not."""
-    limit: int = Field(default=5, ge=1, le=STORIES_MAX)
-    """Of a key's events, at most so many, the newest first."""
+    """Deliveries to this endpoint only."""
+    limit: int = Field(default=5, ge=1, le=TRACED_EVENTS_MAX)
+    """Maximum number of a key's events, newest first."""
     before: int = Field(default=ID_MAX, ge=1, le=ID_MAX)
-    """Of a key's events, those before this outbox id."""
+    """Events of a key before this outbox id."""
     payload: bool = False
-    """With payloads."""
+    """Include payloads."""
 
 
-DeliveryShown: Any = joined("TracedDelivery", Delivery, fate=Fate)
-StoryShown: Any = joined(
-    "Story", Story, deliveries=tuple[DeliveryShown, ...], diagnosis=tuple[str, ...]
+DeliveryModel: Any = merged_response_model("TracedDelivery", TracedDelivery, state=DeliveryState)
+TraceModel: Any = merged_response_model(
+    "EventTrace", EventTrace, deliveries=tuple[DeliveryModel, ...], diagnosis=tuple[str, ...]
 )
 
 
-class Traced(Shown):
-    """What something stands for."""
+class Traced(ResponseModel):
+    """Traces of the events that match an id or key."""
 
     version: int
     found_by: str
     more: bool
-    """There are older ones."""
-    events: list[StoryShown]
+    """Whether there are older events."""
+    events: list[TraceModel]
 
 
 async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
     query = call.query
     found = await _find(call, call.path["id"])
-    only = await endpoint_ids(call.db, query.endpoint, call.tenant)
-    told = [
-        await trace.read(call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload)
+    only = await find_endpoint_ids(call.db, query.endpoint, call.tenant)
+    traces = [
+        await trace.read_trace(
+            call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload
+        )
         for outbox_id in found.outbox_ids
     ]
-    to = await teller(call)
-    return traced(found, [to.story(each) for each in told])
+    redactor = await redactor_for(call)
+    return trace_result(found, [redactor.redact_trace(each) for each in traces])
 
 
-async def _find(call: Call[TraceQuery, None], text: str) -> find_event.Found:
-    """By whatever is in hand; of a tenant's token also its own once keys."""
+async def _find(call: Call[TraceQuery, None], text: str) -> find_event.EventMatch:
+    """Find events by id or key; for a tenant, also by its own idempotency keys."""
     query, tenant = call.query, call.tenant
     try:
-        return await find_event.find(
+        return await find_event.find_events(
             call.db, call.schema, text, limit=query.limit, below=query.before, tenant=tenant
         )
     except NotFound:
         if tenant is None:
             raise
-    own = tenancy.once_key(tenant, text)
-    return await find_event.find(call.db, call.schema, own, tenant=tenant)
+    own = tenancy.stored_key(tenant, text)
+    return await find_event.find_events(call.db, call.schema, own, tenant=tenant)
 
 
 ROUTES = (
@@ -247,33 +264,33 @@ ROUTES = (
         summary="Publish one event, or up to 1,000 in one transaction",
         handler=_publish,
         scope="publish",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         body=NewEvents,
         headers={
-            IDEMPOTENCY_KEY: "The once key of the one event: at most one event is published with "
-            "it until it is reset or expires, whatever the body of a later request says. 201: it "
-            "was published now. 200: it was already, and `id` is the earlier event's.",
+            IDEMPOTENCY_KEY: "Idempotency key of a single event: at most one event is published "
+            "with it until the key is reset or expires. The body of a repeat is not compared. "
+            "201: the event was published. 200: the key was used; `id` is the earlier event.",
         },
-        answers={201: Published | ManyPublished, 200: Published | ManyPublished},
+        responses={201: Published | ManyPublished, 200: Published | ManyPublished},
     ),
     Route(
         method="GET",
         path="/v1/events",
-        summary="Look for events, the newest first",
+        summary="Search events, newest first",
         handler=_list,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=EventsQuery,
-        answers={200: PageOf(EventRow, Looked)},
+        responses={200: PageOf(EventRow, SearchExtent)},
     ),
     Route(
         method="GET",
         path="/v1/trace/{id}",
-        summary="What happened to an event; by its id or key, a once key, or an X-Delivery",
+        summary="Trace an event by id, ordering key, idempotency key or X-Delivery",
         handler=_trace,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=TraceQuery,
-        answers={200: Traced},
+        responses={200: Traced},
     ),
 )

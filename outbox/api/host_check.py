@@ -1,10 +1,9 @@
-"""Which Host headers are taken: a guard against DNS rebinding.
+"""Host header check: protection against DNS rebinding.
 
-A web page from elsewhere can give its own name the address 127.0.0.1, and then talk to
-what listens there as if that were its own server.  Requests here carry a token that
-such a page does not have, so this is the second lock.  It costs nothing where the
-names of this server are known, which is on loopback; elsewhere it may be reached by
-any name, and whoever binds there has more in front of it.
+A hostile web page can resolve its own name to 127.0.0.1 and send requests to a local
+listener as same-origin.  Requests need a token that such a page does not have, so this is
+defense in depth.  Only a listener on loopback knows its valid names; other listeners accept
+any Host, because a proxy in front of them decides.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from yarl import URL
 
-from outbox.api.problem import Kind, Problem
+from outbox.api.problem import Problem, ProblemKind
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine for itself."""
+    """Whether a host is loopback."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:
@@ -35,24 +34,24 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def hold_to_host(address: Address) -> Any:
-    """A middleware that refuses requests for other hosts than this one."""
+def host_middleware(address: Address) -> Any:
+    """Create a middleware that rejects foreign Host headers on loopback listeners."""
     guarded = is_loopback(address.host)
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if guarded and not _is_here(request.headers.get("Host", "")):
+    async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if guarded and not _is_loopback_host(request.headers.get("Host", "")):
             raise Problem(
-                Kind.WRONG_HOST,
-                "this listens on loopback: ask for localhost or 127.0.0.1, or let the proxy in "
-                "front of it send Host: localhost",
+                ProblemKind.WRONG_HOST,
+                "this listener is on loopback: use localhost or 127.0.0.1, or configure the proxy "
+                "to send Host: localhost",
             )
         return await handler(request)
 
-    return guard
+    return check_host
 
 
-def _is_here(host: str) -> bool:
+def _is_loopback_host(host: str) -> bool:
     try:
         name = URL(f"http://{host}").host
     except ValueError:

@@ -1,4 +1,4 @@
-"""/v1/once: what once keys stand for."""
+"""/v1/once: idempotency keys."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import replace
 from typing import Any
 
 from outbox.api import tenancy
-from outbox.api.request_parsing import NoQuery, Paging, When, moment
-from outbox.api.route import Call, For, Page, PageOf, Route, Shown, paged
-from outbox.api.schemas import joined
+from outbox.api.request_parsing import NoQuery, Paging, TimeOrAge, absolute_time
+from outbox.api.route import Call, Page, PageOf, ResponseModel, Route, TenantAccess, page_of_rows
+from outbox.api.schemas import merged_response_model
 from outbox.operations import dead_letter_filter, idempotency_keys
-from outbox.operations.idempotency_keys import OnceRow, State
-from outbox.operations.views.merge import flat
+from outbox.operations.idempotency_keys import IdempotencyKeyRow, IdempotencyKeyState
+from outbox.operations.views.merge import merge_fields
 
 
 class OnceQuery(Paging):
     prefix: str = ""
-    """Only keys that begin like this."""
-    since: When | None = None
-    """Claimed then or later."""
-    until: When | None = None
-    """Claimed before."""
-    state: State | None = None
+    """Keys with this prefix only."""
+    since: TimeOrAge | None = None
+    """Claimed at this time or later."""
+    until: TimeOrAge | None = None
+    """Claimed before this time."""
+    state: IdempotencyKeyState | None = None
 
 
-class Reset(Shown):
-    """Whether the key is free now, and was held."""
+class ResetKey(ResponseModel):
+    """Result of resetting an idempotency key."""
 
     key: str
     reset: bool
@@ -34,30 +34,30 @@ class Reset(Shown):
 
 async def _list(call: Call[OnceQuery, None]) -> Page:
     query, tenant = call.query, call.tenant
-    now = await dead_letter_filter.now(call.db)
+    now = await dead_letter_filter.read_now(call.db)
     rows = await idempotency_keys.page(
         call.db,
         call.schema,
-        prefix=tenancy.once_key(tenant, query.prefix),
-        since=moment(query.since, now),
-        until=moment(query.until, now),
+        prefix=tenancy.stored_key(tenant, query.prefix),
+        since=absolute_time(query.since, now),
+        until=absolute_time(query.until, now),
         state=query.state,
         limit=query.limit + 1,
-        after="" if query.after is None else tenancy.once_key(tenant, query.after),
+        after="" if query.after is None else tenancy.stored_key(tenant, query.after),
     )
-    told = [replace(row, key=tenancy.told_once_key(tenant, row.key)) for row in rows]
-    return paged(told, query.limit, lambda row: row.key)
+    items = [replace(row, key=tenancy.public_key(tenant, row.key)) for row in rows]
+    return page_of_rows(items, query.limit, lambda row: row.key)
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
     key = call.path["key"]
-    found = await idempotency_keys.get(call.db, call.schema, tenancy.once_key(call.tenant, key))
-    return flat(replace(found.row, key=key)) | {"type": found.type}
+    found = await idempotency_keys.get(call.db, call.schema, tenancy.stored_key(call.tenant, key))
+    return merge_fields(replace(found.row, key=key)) | {"type": found.type}
 
 
 async def _reset(call: Call[NoQuery, None]) -> dict[str, Any]:
     key = call.path["key"]
-    own = tenancy.once_key(call.tenant, key)
+    own = tenancy.stored_key(call.tenant, key)
     return {
         "key": key,
         "reset": await idempotency_keys.reset(call.db, call.schema, own, actor=call.actor),
@@ -68,29 +68,29 @@ ROUTES = (
     Route(
         method="GET",
         path="/v1/once",
-        summary="Once keys by key",
+        summary="List idempotency keys by key",
         handler=_list,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=OnceQuery,
-        answers={200: PageOf(OnceRow)},
+        responses={200: PageOf(IdempotencyKeyRow)},
     ),
     Route(
         method="GET",
         path="/v1/once/{key}",
-        summary="What a once key stands for, and until when",
+        summary="Show the event and the expiry of an idempotency key",
         handler=_show,
         scope="read",
-        tenants=For.NARROWED,
-        answers={200: joined("OnceKey", OnceRow, type=str | None)},
+        tenants=TenantAccess.NARROWED,
+        responses={200: merged_response_model("OnceKey", IdempotencyKeyRow, type=str | None)},
     ),
     Route(
         method="POST",
         path="/v1/once/{key}/reset",
-        summary="Free a once key, so that its next event is published again",
+        summary="Reset an idempotency key, so that it can be used again",
         handler=_reset,
         scope="operate",
-        tenants=For.NARROWED,
-        answers={200: Reset},
+        tenants=TenantAccess.NARROWED,
+        responses={200: ResetKey},
     ),
 )

@@ -1,18 +1,27 @@
-"""/v1/journal: what happened, and who did it."""
+"""/v1/journal: audit log of changes and state transitions."""
 
 from __future__ import annotations
 
-from outbox.api.redaction import teller
+from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import Paging
-from outbox.api.route import ID_MAX, Call, For, Page, PageOf, Route, id_cursor, paged
+from outbox.api.route import (
+    ID_MAX,
+    Call,
+    Page,
+    PageOf,
+    Route,
+    TenantAccess,
+    id_cursor,
+    page_of_rows,
+)
 from outbox.operations import journal
-from outbox.operations.dead_letter_filter import endpoint_ids
+from outbox.operations.dead_letter_filter import find_endpoint_ids
 from outbox.operations.journal import JournalRow
 
 
 class JournalQuery(Paging):
     endpoint: str | None = None
-    """Only what happened to this endpoint."""
+    """Entries of this endpoint only."""
 
 
 async def _list(call: Call[JournalQuery, None]) -> Page:
@@ -20,24 +29,26 @@ async def _list(call: Call[JournalQuery, None]) -> Page:
     rows = await journal.page(
         call.db,
         call.schema,
-        endpoint_ids=await endpoint_ids(call.db, query.endpoint, call.tenant),
-        hands=call.tenant is None,
+        endpoint_ids=await find_endpoint_ids(call.db, query.endpoint, call.tenant),
+        ownership_changes=call.tenant is None,
         limit=query.limit + 1,
         before=id_cursor(query.after, ID_MAX),
     )
-    to = await teller(call)
-    return paged([to.journal(row) for row in rows], query.limit, lambda row: row.id)
+    redactor = await redactor_for(call)
+    return page_of_rows(
+        [redactor.redact_journal_row(row) for row in rows], query.limit, lambda row: row.id
+    )
 
 
 ROUTES = (
     Route(
         method="GET",
         path="/v1/journal",
-        summary="What happened, the newest first; to a tenant only of its own endpoints",
+        summary="List journal entries, newest first; a tenant sees those of its endpoints",
         handler=_list,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=JournalQuery,
-        answers={200: PageOf(JournalRow)},
+        responses={200: PageOf(JournalRow)},
     ),
 )

@@ -1,7 +1,7 @@
-"""/v1/live: what moves, for a page that asks again and again.
+"""/v1/live: current totals, rates and lanes, for polling clients.
 
-Nothing is looked at while nobody asks.  However many ask, the database is asked once in
-`FRESH_S`, and the last minutes are remembered as long as somebody watches now and then.
+The database is queried on demand, at most once per `FRESH_S` for each tenant, however many
+clients poll.  Samples of the last minutes are kept while clients poll.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import AwareDatetime, Field
 
-from outbox.api.route import Call, For, Model, Route, Shown
-from outbox.api.schemas import joined
+from outbox.api.route import Call, RequestModel, ResponseModel, Route, TenantAccess
+from outbox.api.schemas import merged_response_model
 from outbox.operations import live_status
-from outbox.operations.live_status import EndpointView, Look, Totals
-from outbox.operations.status import rates
-from outbox.operations.views.merge import flat
+from outbox.operations.live_status import EndpointView, LiveStatus, LiveTotals
+from outbox.operations.status import compute_rates
+from outbox.operations.views.merge import merge_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,147 +28,153 @@ if TYPE_CHECKING:
 
 FRESH_S = 1.0
 SAMPLES_MAX = 600
-"""Ten minutes, however many watch."""
-LATELY_S = 10.0
-"""What was seen so long ago will do for whoever asks while it is looked at again."""
+"""Ten minutes of samples."""
+STALE_S = 10.0
+"""While a refresh is running, other requests get a snapshot that is at most this old."""
 FORGET_S = 600.0
-"""A look that is older says nothing of rates."""
+"""An older snapshot is not used as the base of a rate."""
 WATCHED_MAX = 50
-"""Tenants whose last minutes are remembered at once."""
+"""Maximum number of tenants with cached samples."""
 ENDPOINTS, ENDPOINTS_MAX = 30, 200
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How fast things moved up to a time, per second."""
+    """Rates per second over an interval that ends at `at`."""
 
     at: datetime
     seconds: float
-    """Over so long: of what was between two looks that are far apart nothing is known."""
+    """Length of the interval; a long one is an average over a time without polling."""
     events: float
-    """Sequenced; 0 for a tenant, of which it is not known."""
-    numbered: float
-    """Deliveries that were made of them."""
+    """Events sequenced; 0 for a tenant."""
+    deliveries: float
+    """Deliveries created."""
     ended: float
-    """Deliveries that were acknowledged or given up."""
-    owed: int
+    """Deliveries acknowledged or dead-lettered."""
+    pending: int
 
 
-class _Watched:
-    """The last minutes of what one tenant, or everybody, sees."""
+class _TenantCache:
+    """Snapshot and samples of one tenant, or of the whole installation."""
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
-        self.seen: Look | None = None
+        self.snapshot: LiveStatus | None = None
         self.limit = 0
-        """So many endpoints are looked at."""
-        self.much_at = float("-inf")
-        """When more than the usual were asked for."""
-        self.looked_at = float("-inf")
-        self.looking = asyncio.Lock()
+        """Number of endpoints in the snapshot."""
+        self.large_request_at = float("-inf")
+        """Time of the last request for more than `ENDPOINTS` endpoints."""
+        self.refreshed_at = float("-inf")
+        self.refreshing = asyncio.Lock()
 
-    def shown(self, limit: int) -> Look | None:
-        """What was seen last, if that is as much as is asked for."""
-        if self.seen is None or self.limit < limit:
+    def limited(self, limit: int) -> LiveStatus | None:
+        """Return the snapshot with `limit` endpoints; None: it has too few."""
+        if self.snapshot is None or self.limit < limit:
             return None
-        return replace(self.seen, endpoints=self.seen.endpoints[:limit])
+        return replace(self.snapshot, endpoints=self.snapshot.endpoints[:limit])
 
 
-class LiveBook:
-    """What was seen lately.
+class LiveStatusCache:
+    """Cache of live status per tenant.
 
     Args:
-        clock: steady seconds.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._watched: OrderedDict[str | None, _Watched] = OrderedDict()
+        self._caches: OrderedDict[str | None, _TenantCache] = OrderedDict()
 
-    async def look(
+    async def snapshot(
         self, connection: Connection[Any], schema: str, tenant: str | None, limit: int
-    ) -> tuple[Look, Iterable[Sample]]:
-        """What there is to see, looked at now unless that was just done, and how it got there.
+    ) -> tuple[LiveStatus, Iterable[Sample]]:
+        """Return the current status, refreshed unless it is fresh, and the samples.
 
         Args:
-            limit: show so many endpoints, at most.
+            limit: maximum number of endpoints.
         """
-        watched = self._watched.setdefault(tenant, _Watched())
-        self._watched.move_to_end(tenant)
-        while len(self._watched) > WATCHED_MAX:
-            self._watched.popitem(last=False)
-        lately = self._clock() - watched.looked_at < LATELY_S
-        if watched.looking.locked() and lately and (seen := watched.shown(limit)) is not None:
-            return seen, watched.samples  # Nobody waits with a connection in hand.
-        async with watched.looking:
+        cache = self._caches.setdefault(tenant, _TenantCache())
+        self._caches.move_to_end(tenant)
+        while len(self._caches) > WATCHED_MAX:
+            self._caches.popitem(last=False)
+        is_recent = self._clock() - cache.refreshed_at < STALE_S
+        if (
+            cache.refreshing.locked()
+            and is_recent
+            and (snapshot := cache.limited(limit)) is not None
+        ):
+            return snapshot, cache.samples  # Do not wait for the lock while holding a connection.
+        async with cache.refreshing:
             now = self._clock()
-            age_s = now - watched.looked_at
-            before = watched.seen if age_s < FORGET_S else None
-            if age_s < FRESH_S and (seen := watched.shown(limit)) is not None:
-                return seen, watched.samples
+            age_s = now - cache.refreshed_at
+            before = cache.snapshot if age_s < FORGET_S else None
+            if age_s < FRESH_S and (snapshot := cache.limited(limit)) is not None:
+                return snapshot, cache.samples
             if limit > ENDPOINTS:
-                watched.much_at = now
-            # Who asks for more gets it at once, and then everybody is served of that.
-            watched.limit = ENDPOINTS_MAX if now - watched.much_at < FORGET_S else ENDPOINTS
-            seen = await live_status.look(
+                cache.large_request_at = now
+            # A request for more endpoints refreshes at once; later requests share that snapshot.
+            cache.limit = ENDPOINTS_MAX if now - cache.large_request_at < FORGET_S else ENDPOINTS
+            snapshot = await live_status.read_live_status(
                 connection,
                 schema,
                 tenant=tenant,
                 since_batch=None if before is None else before.totals.batch,
-                limit=watched.limit,
+                limit=cache.limit,
             )
             if before is not None and age_s < FRESH_S:
-                # Of rates so short a time says nothing.
-                watched.seen = replace(seen, totals=before.totals)
+                # The interval is too short for a rate: keep the base of the next one.
+                cache.snapshot = replace(snapshot, totals=before.totals)
             else:
                 if before is None:
-                    watched.samples.clear()
-                elif (sample := _sample(before.totals, seen.totals)) is not None:
-                    watched.samples.append(sample)
-                watched.seen, watched.looked_at = seen, now
-            seen = watched.shown(limit)
-            assert seen is not None
-        return seen, watched.samples
+                    cache.samples.clear()
+                elif (sample := _sample(before.totals, snapshot.totals)) is not None:
+                    cache.samples.append(sample)
+                cache.snapshot, cache.refreshed_at = snapshot, now
+            snapshot = cache.limited(limit)
+            assert snapshot is not None
+        return snapshot, cache.samples
 
 
-def _sample(before: Totals, now: Totals) -> Sample | None:
-    moved = rates(before, now, now.events)
+def _sample(before: LiveTotals, now: LiveTotals) -> Sample | None:
+    moved = compute_rates(before, now, now.events)
     if moved is None:
         return None
     seconds = (now.at - before.at).total_seconds()
-    return Sample(now.at, seconds, moved.events, moved.deliveries, moved.ended, now.owed)
+    return Sample(now.at, seconds, moved.events, moved.deliveries, moved.ended, now.pending)
 
 
-class LiveQuery(Model):
+class LiveQuery(RequestModel):
     endpoints: int = Field(default=ENDPOINTS, ge=0, le=ENDPOINTS_MAX)
-    """At most so many, those that are owed most first."""
+    """Maximum number of endpoints, those with the most pending deliveries first."""
     since: AwareDatetime | None = None
-    """Leave out samples up to this time: the page has them already."""
+    """Return only samples after this time."""
 
 
-TotalsShown: Any = joined("Totals", Totals, batch=int | None)
+TotalsModel: Any = merged_response_model("Totals", LiveTotals, batch=int | None)
 
 
-class Live(Shown):
-    """What moves."""
+class Live(ResponseModel):
+    """Current totals, rates and lanes."""
 
-    totals: TotalsShown
-    """Of a tenant's endpoints to that tenant, which is not told the batch."""
+    totals: TotalsModel
+    """Totals; for a tenant token of the tenant's endpoints, with `batch` null."""
     samples: list[Sample]
-    """How fast things moved lately, for as long as somebody was watching."""
+    """Rates of the last minutes, as far as clients polled."""
     endpoints: list[EndpointView]
 
 
 async def _live(call: Call[LiveQuery, None]) -> dict[str, Any]:
-    seen, samples = await call.live.look(call.db, call.schema, call.tenant, call.query.endpoints)
+    snapshot, samples = await call.live.snapshot(
+        call.db, call.schema, call.tenant, call.query.endpoints
+    )
     since = call.query.since
-    totals = flat(seen.totals)
+    totals = merge_fields(snapshot.totals)
     if call.tenant is not None:
         totals["batch"] = None
     return {
         "totals": totals,
         "samples": [each for each in samples if since is None or each.at > since],
-        "endpoints": seen.endpoints,
+        "endpoints": snapshot.endpoints,
     }
 
 
@@ -176,11 +182,11 @@ ROUTES = (
     Route(
         method="GET",
         path="/v1/live",
-        summary="What moves, for a page that asks every few seconds",
+        summary="Current totals, rates and lanes, for polling",
         handler=_live,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=LiveQuery,
-        answers={200: Live},
+        responses={200: Live},
     ),
 )

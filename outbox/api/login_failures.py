@@ -1,7 +1,7 @@
-"""Failed logins in the journal, bounded: nobody fills a disk by guessing.
+"""Failed logins in the journal, aggregated so that guessing cannot fill the disk.
 
-They are counted here, and written together, in at most one row for each interval;
-the first one at once.  A row names a few addresses and counts the rest.
+Failures are counted and written as at most one journal entry per interval, the first one
+immediately.  An entry names up to `ADDRESSES_MAX` addresses and counts the rest.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ INTERVAL_S = 60.0
 ADDRESSES_MAX = 20
 OTHERS = "others"
 LAST_WRITE_S = 1.0
-"""For what is left when the server ends."""
+"""Timeout of the last write at shutdown."""
 
 
 class FailedLogins:
-    """Counts those who came without a good token; `run` writes it down."""
+    """Counts failed logins; `run` writes them to the journal."""
 
     def __init__(self, database: Database, *, interval_s: float = INTERVAL_S) -> None:
         self._database = database
         self._interval_s = interval_s
         self._addresses: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._some = asyncio.Event()
+        self._has_failures = asyncio.Event()
 
-    def note(self, address: str, why: str) -> None:
-        """One more."""
+    def record_failure(self, address: str, why: str) -> None:
+        """Count one failed login."""
         known = address in self._addresses or len(self._addresses) < ADDRESSES_MAX
         self._addresses[address if known else OTHERS] += 1
         self._reasons[why.partition(";")[0]] += 1
-        self._some.set()
+        self._has_failures.set()
 
     async def run(self) -> None:
-        """Write them down until cancelled, and then what is left."""
+        """Write entries until cancelled, then write the remainder."""
         try:
             while True:
-                await self._some.wait()
+                await self._has_failures.wait()
                 await self._write()
                 await asyncio.sleep(self._interval_s)
         finally:
@@ -61,14 +61,14 @@ class FailedLogins:
     async def _write(self) -> None:
         addresses, reasons = self._addresses, self._reasons
         self._addresses, self._reasons = Counter(), Counter()
-        self._some.clear()
-        told = {
+        self._has_failures.clear()
+        entry = {
             "attempts": addresses.total(),
             "addresses": dict(addresses.most_common()),
             "reasons": dict(reasons),
         }
         try:
             async with self._database.connection() as connection:
-                await note_failed_logins(connection, self._database.schema, told)
-        except Exception as error:  # Whatever it is: the log has it then, and the API goes on.
-            log.warning("failed logins", **told, not_journalled=in_one_line(error))
+                await note_failed_logins(connection, self._database.schema, entry)
+        except Exception as error:  # The log keeps the entry, and the API keeps running.
+            log.warning("failed logins", **entry, not_journalled=in_one_line(error))

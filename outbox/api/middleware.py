@@ -1,4 +1,4 @@
-"""What the listeners with tokens answer alike: errors as problems."""
+"""Error middleware of the authenticated listeners: every error becomes a problem."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import orjson
 from aiohttp import web
 
 from outbox.api import problem
-from outbox.api.problem import Kind, Problem
-from outbox.api.request_parsing import too_large
+from outbox.api.problem import Problem, ProblemKind
+from outbox.api.request_parsing import body_too_large
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -18,44 +18,44 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def unexpected(log: Any, error: Exception, request: web.Request, path: str) -> Problem:
-    """An error that nobody expected: the log has it, under an id that is told."""
+def log_unexpected(log: Any, error: Exception, request: web.Request, path: str) -> Problem:
+    """Log an unexpected error under an id, and return a problem that contains the id."""
     error_id = str(uuid.uuid4())
     log.error(
         "unexpected error", error_id=error_id, method=request.method, route=path, exc_info=error
     )
-    return Problem(Kind.INTERNAL, f"the log of this relay has it as error {error_id}")
+    return Problem(ProblemKind.INTERNAL, f"internal error {error_id}; see the log of this relay")
 
 
-def problems(no_such_path: str) -> Any:
-    """A middleware that answers every error as a problem, aiohttp's own as well.
+def problem_middleware(no_such_path: str) -> Any:
+    """Create a middleware that turns all errors, aiohttp's included, into problems.
 
     Args:
-        no_such_path: says where to look instead.
+        no_such_path: detail of the 404 for unknown paths.
     """
 
     @web.middleware
-    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def handle_problems(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
-        except Problem as told:
-            return _response(told)
+        except Problem as error:
+            return _response(error)
         except web.HTTPRequestEntityTooLarge:
-            return _response(too_large())
+            return _response(body_too_large())
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
-            detail = f"{request.path} understands {allowed}"
-            return _response(Problem(Kind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed}))
+            detail = f"{request.path} allows {allowed}"
+            return _response(Problem(ProblemKind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed}))
         except web.HTTPNotFound:
-            return _response(Problem(Kind.NOT_FOUND, no_such_path))
+            return _response(Problem(ProblemKind.NOT_FOUND, no_such_path))
 
-    return answer
+    return handle_problems
 
 
-def _response(told: Problem) -> web.Response:
+def _response(error: Problem) -> web.Response:
     return web.Response(
-        body=orjson.dumps(told.body()),
-        status=told.kind.status,
-        headers=dict(told.headers),
+        body=orjson.dumps(error.to_json()),
+        status=error.kind.status,
+        headers=dict(error.headers),
         content_type=problem.MEDIA_TYPE,
     )

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made of the table of routes."""
+"""OpenAPI 3.1 document, generated from the table of routes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from aiohttp import web
 
 import outbox
 from outbox.api import problem
-from outbox.api.route import For, PageOf
-from outbox.api.schemas import schemas
+from outbox.api.route import PageOf, TenantAccess
+from outbox.api.schemas import json_schemas
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -25,50 +25,48 @@ if TYPE_CHECKING:
 
 PATH = "/openapi.json"
 
-ABOUT = """
-Everything that the commands do, for programs. `outbox token add` makes a token, which
-goes as `Authorization: Bearer obx_…`; a revoked one is refused within two seconds.
+DESCRIPTION = """
+HTTP API for all operations of the command line. Create a token with `outbox token add`, and
+send it as `Authorization: Bearer obx_…`. A revoked token is rejected within two seconds.
 
-A token has scopes, of which none stands for another one: `read` looks at everything,
-payloads included, `publish` publishes, `operate` changes everything else. A token of a
-tenant sees and touches what is that tenant's own; everything else is as if it did not
-exist, and what is about the system as a whole is not for it. It is told neither who runs
-the system (`operator`, `relay`) nor how much there is of others; the numbers of events,
-dead letters, jobs and journal rows are counted over everything, though, and so are
-cursors. The endpoints and schedules that it makes have names that begin with its tenant's
-own and a dot (`acme.shop`): names are unique in all of the system, and whether somebody
-else has one is not told.
+Scopes are independent: `read` reads everything, payloads included; `publish` publishes
+events; `operate` makes all other changes. A tenant token reads and changes the objects of its
+tenant only; other objects respond with 404, and routes for the whole system with 403. Actors
+outside the tenant are shown as `operator` or `relay`, and totals of the system are hidden. Ids
+of events, dead letters, jobs and journal entries, and cursors, count over the whole system.
+Endpoints and schedules created with a tenant token have names with the tenant's prefix
+(`acme.shop`), because names are unique in the system.
 
-Each token has a rate, and so has each address from which tokens come that are not good:
-beyond it the answer is 429, with Retry-After.
+Requests are limited per token, and failed logins per address; above the limit the response is
+429 with Retry-After.
 
-Listings are in pages: `next` of one is `after` of the following, and null at the end.
-Errors are problems after RFC 9457, with a `type` that does not change.
+Listings are paginated: pass `next` of a page as `after` of the next request; it is null on the
+last page. Errors are problem details (RFC 9457) with a stable `type`.
 """.strip()
 
 PROBLEM = {
     "type": "object",
-    "description": "What went wrong (RFC 9457).",
+    "description": "Problem details (RFC 9457).",
     "required": ["type", "title", "status", "detail"],
     "properties": {
-        "type": {"type": "string", "enum": [kind.type for kind in problem.Kind]},
+        "type": {"type": "string", "enum": [kind.type for kind in problem.ProblemKind]},
         "title": {"type": "string"},
         "status": {"type": "integer"},
-        "detail": {"type": "string", "description": "In one line, with what to do next."},
+        "detail": {"type": "string", "description": "One line, with the next step."},
     },
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Forms:
-    """The schemas of what goes in and comes out, and what they share."""
+class SchemaSet:
+    """JSON schemas of queries, bodies and responses, and their shared definitions."""
 
-    found: dict[str, Any]
+    by_name: dict[str, Any]
     shared: dict[str, Any]
 
     def fields(self, name: str) -> dict[str, Any]:
-        """The fields of one of them, each with its schema."""
-        schema = self.found[name]
+        """Return the schemas of the fields of an object."""
+        schema = self.by_name[name]
         if "$ref" in schema:
             schema = self.shared[_name_in(schema["$ref"])]
         fields: dict[str, Any] = schema["properties"]
@@ -76,14 +74,14 @@ class Forms:
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """The whole document."""
-    forms = Forms(*schemas(_forms(routes)))
+    """Generate the document."""
+    forms = SchemaSet(*json_schemas(_forms(routes)))
     paths: dict[str, Any] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, forms)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "outbox", "version": outbox.__version__, "description": ABOUT},
+        "info": {"title": "outbox", "version": outbox.__version__, "description": DESCRIPTION},
         "security": [{"token": []}],
         "paths": paths,
         "components": {
@@ -91,8 +89,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             "schemas": {**_used(paths, forms.shared), "Problem": PROBLEM},
             "responses": {
                 "TooManyRequests": {
-                    "description": "Too many tokens from this address were not good, or this "
-                    "one asks too often.",
+                    "description": "Too many failed logins from this address, or the token "
+                    "exceeds its request rate.",
                     "headers": {
                         "Retry-After": {
                             "description": "Seconds.",
@@ -104,7 +102,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
                     },
                 },
                 "Problem": {
-                    "description": "What went wrong.",
+                    "description": "Error.",
                     "content": {
                         problem.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}
                     },
@@ -115,42 +113,42 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def handler(routes: Sequence[Route]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """What answers with the document; it is made when it is asked for the first time."""
+    """Create a handler that serves the document, generated at the first request."""
 
     @lru_cache(1)
-    def made() -> bytes:
+    def generate() -> bytes:
         return orjson.dumps(document(routes))
 
     async def handle(_: web.Request) -> web.Response:
-        # It takes a third of a second, the first time, which deliveries need not wait for.
-        body = await asyncio.to_thread(made)
+        # In a thread: generating takes a third of a second, and must not block deliveries.
+        body = await asyncio.to_thread(generate)
         return web.Response(body=body, content_type="application/json")
 
     return handle
 
 
 def _forms(routes: Sequence[Route]) -> dict[str, tuple[Any, JsonSchemaMode]]:
-    """What goes in and comes out, each by a name."""
+    """Types of queries, bodies and responses by name."""
     forms: dict[str, tuple[Any, JsonSchemaMode]] = {}
     for route in routes:
         if route.query is not None:
-            forms[f"{route.operation} query"] = route.query, "validation"
+            forms[f"{route.operation_id} query"] = route.query, "validation"
         if route.body is not None:
-            forms[f"{route.operation} body"] = route.body, "validation"
-        for status, form in route.answers.items():
-            name = f"{route.operation} {status}"
+            forms[f"{route.operation_id} body"] = route.body, "validation"
+        for status, form in route.responses.items():
+            name = f"{route.operation_id} {status}"
             if isinstance(form, PageOf):
                 forms[name] = form.item, "serialization"
-                if form.rest is not None:
-                    forms[f"{name} rest"] = form.rest, "serialization"
+                if form.extra is not None:
+                    forms[f"{name} rest"] = form.extra, "serialization"
             else:
                 forms[name] = form, "serialization"
     return forms
 
 
-def _operation(route: Route, forms: Forms) -> dict[str, Any]:
-    name = route.operation
-    told: dict[str, Any] = {
+def _operation(route: Route, forms: SchemaSet) -> dict[str, Any]:
+    name = route.operation_id
+    operation: dict[str, Any] = {
         "operationId": name,
         "summary": route.summary,
         "description": _description(route),
@@ -158,26 +156,36 @@ def _operation(route: Route, forms: Forms) -> dict[str, Any]:
         "parameters": [*_in_path(route), *_in_query(route, forms), *_in_headers(route)],
         "responses": {
             str(status): {
-                "description": "Done.",
-                "content": {"application/json": {"schema": _answer(name, status, form, forms)}},
+                "description": "Success.",
+                "content": {
+                    "application/json": {"schema": _response_schema(name, status, form, forms)}
+                },
             }
-            for status, form in route.answers.items()
+            for status, form in route.responses.items()
         }
         | {"429": {"$ref": "#/components/responses/TooManyRequests"}}
         | {"default": {"$ref": "#/components/responses/Problem"}},
         "x-scope": route.scope,
     }
     if route.body is not None:
-        told["requestBody"] = {
+        operation["requestBody"] = {
             "required": route.body_required,
-            "content": {"application/json": {"schema": forms.found[f"{name} body"]}},
+            "content": {"application/json": {"schema": forms.by_name[f"{name} body"]}},
         }
-    return told
+    return operation
 
 
 def _description(route: Route) -> str:
-    scope = f"Needs the scope `{route.scope}`." if route.scope is not None else "For every token."
-    return f"{scope} Not for a tenant's token." if route.tenants is For.SYSTEM else scope
+    scope = (
+        f"Requires the scope `{route.scope}`."
+        if route.scope is not None
+        else "Available to every token."
+    )
+    return (
+        f"{scope} Not available to tenant tokens."
+        if route.tenants is TenantAccess.SYSTEM
+        else scope
+    )
 
 
 def _in_path(route: Route) -> list[dict[str, Any]]:
@@ -187,12 +195,12 @@ def _in_path(route: Route) -> list[dict[str, Any]]:
     ]
 
 
-def _in_query(route: Route, forms: Forms) -> list[dict[str, Any]]:
+def _in_query(route: Route, forms: SchemaSet) -> list[dict[str, Any]]:
     if route.query is None:
         return []
     return [
         {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in forms.fields(f"{route.operation} query").items()
+        for name, schema in forms.fields(f"{route.operation_id} query").items()
     ]
 
 
@@ -203,12 +211,12 @@ def _in_headers(route: Route) -> list[dict[str, Any]]:
     ]
 
 
-def _answer(name: str, status: int, form: Any, forms: Forms) -> dict[str, Any]:
-    schema: dict[str, Any] = forms.found[f"{name} {status}"]
+def _response_schema(name: str, status: int, form: Any, forms: SchemaSet) -> dict[str, Any]:
+    schema: dict[str, Any] = forms.by_name[f"{name} {status}"]
     if not isinstance(form, PageOf):
         return schema
     rest: dict[str, Any] = {}
-    if form.rest is not None:
+    if form.extra is not None:
         rest = forms.fields(f"{name} {status} rest")
     return {
         "type": "object",
@@ -217,7 +225,7 @@ def _answer(name: str, status: int, form: Any, forms: Forms) -> dict[str, Any]:
             "items": {"type": "array", "items": schema},
             "next": {
                 "type": ["string", "null"],
-                "description": "`after` of the following page; null: this is the last one.",
+                "description": "Value of `after` for the next page; null: last page.",
             },
             **rest,
         },
@@ -225,14 +233,14 @@ def _answer(name: str, status: int, form: Any, forms: Forms) -> dict[str, Any]:
 
 
 def _used(paths: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """What of the shared schemas something refers to, at last."""
+    """Return the shared schemas that are referenced, directly or indirectly."""
     used: dict[str, Any] = {}
-    look = [paths]
-    while look:
-        for name in map(_name_in, re.findall(r"#/components/schemas/\w+", str(look.pop()))):
+    unvisited = [paths]
+    while unvisited:
+        for name in map(_name_in, re.findall(r"#/components/schemas/\w+", str(unvisited.pop()))):
             if name in shared and name not in used:
                 used[name] = shared[name]
-                look.append(shared[name])
+                unvisited.append(shared[name])
     return dict(sorted(used.items()))
 
 

@@ -1,8 +1,7 @@
-"""The page: files that are served as they are, to anybody.
+"""The web UI: static files, served without authentication.
 
-There is nothing in them that is anybody's.  What the page shows it asks of the API, with
-the token that its user gave it.  No file comes from another host, and nothing that the
-API tells is ever read as a program: the policy below forbids both.
+The files contain no data; the UI reads data from the API with the user's token.  The
+Content-Security-Policy forbids other hosts and inline scripts.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
-    # It may be kept, and is asked for each time: a new version is seen at once.
+    # no-cache: browsers revalidate by ETag, so that a new version is used at once.
     "Cache-Control": "no-cache",
 }
 
 
 def add_routes(application: web.Application) -> None:
-    """Serve the page at `/`, and what it is made of at `/page/`."""
+    """Serve the UI at `/`, and its other files at `/page/`."""
     files = dict(_files(resources.files(__package__) / FOLDER, ""))
     index = files.pop("index.html")
     application.router.add_get("/", _handler("index.html", index))

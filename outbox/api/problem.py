@@ -1,12 +1,11 @@
-"""What went wrong, as RFC 9457 (Problem Details for HTTP APIs) has it.
+"""API errors as problem details (RFC 9457).
 
     {"type": "urn:outbox:problem:not-found", "title": "not found", "status": 404,
      "detail": "there is no endpoint \"shop\"; see: outbox endpoint list"}
 
-`type` is for programs and does not change; `detail` is the one line that a command
-would print, and may.  What a command says of the database, though, is for its operator:
-addresses, roles and names.  Anybody may ask here, so the log has that, and the answer does
-not (`is_veiled`).
+`type` is stable and for programs; `detail` is one line for people and may change.  Database
+errors contain addresses, roles and names: the log has them, the response has a generic
+detail (`hides_cause`).
 """
 
 from __future__ import annotations
@@ -26,40 +25,40 @@ from outbox.errors import (
     SchemaTooNew,
     UsageError,
 )
-from outbox.store.connection.connect import TROUBLE, in_one_line
+from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
-AWAY = "the database cannot be used just now; the log of this relay says why"
-MISSING = "the tables are not there, or not of this version; run: outbox migrate"
+DATABASE_UNAVAILABLE = "the database is unavailable; see the log of this relay"
+SCHEMA_MISSING = "the schema is missing or has another version; run: outbox migrate"
 NOT_GRANTED = (
-    "the database does not let this relay do that: its role was not granted to operate, or to "
-    "publish; run: outbox migrate --operator ROLE --producer ROLE"
+    "the database role of this relay lacks the privilege to operate or to publish; "
+    "run: outbox migrate --operator ROLE --producer ROLE"
 )
-TOO_NEW = "the tables are of a later version than this relay"
+SCHEMA_TOO_NEW = "the schema has a later version than this relay; upgrade the relay"
 
 
-class Kind(Enum):
-    """Each with its type, status and title."""
+class ProblemKind(Enum):
+    """Problem types with HTTP status and title."""
 
-    BAD_REQUEST = ("bad-request", 400, "the request cannot be read")
-    UNAUTHENTICATED = ("unauthenticated", 401, "a good token is needed")
-    SCOPE_MISSING = ("scope-missing", 403, "the token may not do this")
-    NOT_FOR_TENANTS = ("not-for-tenants", 403, "not for a tenant's token")
+    BAD_REQUEST = ("bad-request", 400, "malformed request")
+    UNAUTHENTICATED = ("unauthenticated", 401, "a valid token is required")
+    SCOPE_MISSING = ("scope-missing", 403, "insufficient scope")
+    NOT_FOR_TENANTS = ("not-for-tenants", 403, "not available to tenant tokens")
     NOT_FOUND = ("not-found", 404, "not found")
-    METHOD_NOT_ALLOWED = ("method-not-allowed", 405, "wrong method")
-    CONFLICT = ("conflict", 409, "what is there stands in the way")
+    METHOD_NOT_ALLOWED = ("method-not-allowed", 405, "method not allowed")
+    CONFLICT = ("conflict", 409, "conflict with the current state")
     TOO_LARGE = ("too-large", 413, "the body is too large")
     WRONG_CONTENT_TYPE = ("wrong-content-type", 415, "the body is not JSON")
-    WRONG_HOST = ("wrong-host", 421, "this is not the host that was asked for")
-    INVALID = ("invalid", 422, "something in the request is wrong")
+    WRONG_HOST = ("wrong-host", 421, "the Host header names another host")
+    INVALID = ("invalid", 422, "invalid request")
     TOO_MANY_REQUESTS = ("too-many-requests", 429, "too many requests")
-    INTERNAL = ("internal", 500, "an error of ours")
-    NOT_GRANTED = ("not-granted", 501, "this relay's role in the database may not do this")
-    UNAVAILABLE = ("unavailable", 503, "the database cannot be used just now")
+    INTERNAL = ("internal", 500, "internal error")
+    NOT_GRANTED = ("not-granted", 501, "the relay's database role lacks a privilege")
+    UNAVAILABLE = ("unavailable", 503, "the database is unavailable")
 
     def __init__(self, name: str, status: int, title: str) -> None:
         self.type = f"urn:outbox:problem:{name}"
@@ -69,67 +68,67 @@ class Kind(Enum):
 
 @dataclass(eq=False)
 class Problem(Exception):
-    """A request that is answered with a problem."""
+    """An error response."""
 
-    kind: Kind
+    kind: ProblemKind
     detail: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.detail
 
-    def body(self) -> dict[str, Any]:
-        """What is answered."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the response body."""
         kind = self.kind
         return {
             "type": kind.type,
             "title": kind.title,
             "status": kind.status,
-            # Whatever was quoted in it, it stays one line that can be shown.
+            # Quoted input must not add lines or control characters.
             "detail": one_line(self.detail),
         }
 
 
-def of(error: Exception) -> Problem | None:
-    """What to answer for an error; None: nobody expected it."""
+def problem_for(error: Exception) -> Problem | None:
+    """Map an exception to a problem; None: the exception is unexpected."""
     match error:
         case Problem():
             return error
         case NotFound():
-            return Problem(Kind.NOT_FOUND, str(error))
+            return Problem(ProblemKind.NOT_FOUND, str(error))
         case Conflict():
-            return Problem(Kind.CONFLICT, str(error))
+            return Problem(ProblemKind.CONFLICT, str(error))
         case UsageError():
-            return Problem(Kind.INVALID, str(error))
+            return Problem(ProblemKind.INVALID, str(error))
         case SchemaMissing():
-            return unavailable(MISSING)
+            return unavailable(SCHEMA_MISSING)
         case SchemaTooNew():
-            return unavailable(TOO_NEW)
+            return unavailable(SCHEMA_TOO_NEW)
         case _ if _not_granted(error):
-            return Problem(Kind.NOT_GRANTED, NOT_GRANTED)
+            return Problem(ProblemKind.NOT_GRANTED, NOT_GRANTED)
         case asyncpg.QueryCanceledError():
-            return unavailable("the database took too long; try again when it has less to do")
+            return unavailable("the database query timed out; try again later")
         case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():
-            return unavailable("somebody else changed the same at that moment; try again")
+            return unavailable("a concurrent change conflicted with this one; try again")
         case asyncpg.LockNotAvailableError():
-            return unavailable("somebody else holds what this needs; try again")
+            return unavailable("a lock is held by another transaction; try again")
         case asyncpg.DataError():
-            # A value that passed our own checks and that no column can hold.
-            return Problem(Kind.INVALID, in_one_line(error))
+            # The value passed validation but does not fit its column.
+            return Problem(ProblemKind.INVALID, in_one_line(error))
         case asyncpg.PostgresError() if error.sqlstate[:2] not in _TRANSIENT:
             return None
         case asyncpg.InterfaceError() if "closed" not in str(error):
             return None
         case TimeoutError():
-            return unavailable("no answer in time; try again when there is less to do")
-        case _ if isinstance(error, (OutboxError, *TROUBLE)):
-            return unavailable(AWAY)
+            return unavailable("the request timed out; try again later")
+        case _ if isinstance(error, (OutboxError, *CONNECTION_ERRORS)):
+            return unavailable(DATABASE_UNAVAILABLE)
     return None
 
 
-def is_veiled(told: Problem) -> bool:
-    """Whether the error behind it says more than is answered."""
-    return told.detail in (AWAY, MISSING, NOT_GRANTED, TOO_NEW)
+def hides_cause(problem: Problem) -> bool:
+    """Whether the detail is generic, so that the cause belongs in the log."""
+    return problem.detail in (DATABASE_UNAVAILABLE, SCHEMA_MISSING, NOT_GRANTED, SCHEMA_TOO_NEW)
 
 
 def _not_granted(error: Exception) -> bool:
@@ -138,9 +137,9 @@ def _not_granted(error: Exception) -> bool:
 
 
 _TRANSIENT = ("08", "25", "53", "55", "57")
-"""Classes of SQLSTATE that tell of the server's state, not of a mistake of ours."""
+"""SQLSTATE classes of server conditions: a retry may succeed."""
 
 
 def unavailable(detail: str) -> Problem:
-    """What cannot be answered now, and perhaps later."""
-    return Problem(Kind.UNAVAILABLE, detail, {"Retry-After": str(RETRY_AFTER_S)})
+    """Return a 503 problem with Retry-After."""
+    return Problem(ProblemKind.UNAVAILABLE, detail, {"Retry-After": str(RETRY_AFTER_S)})

@@ -1,12 +1,12 @@
-"""The listener for receivers: what was sent to them, for who lost it or was not there.
+"""Listener for receivers: fetch and replay the deliveries of an endpoint.
 
-    GET  /v1/lanes                            how far each lane of the endpoint is
-    GET  /v1/lanes/{lane}/deliveries?after=N  what was delivered or given up behind N
-    POST /v1/lanes/{lane}/replay?after=N      have that sent again
+    GET  /v1/lanes                            progress of the endpoint's lanes
+    GET  /v1/lanes/{lane}/deliveries?after=N  deliveries completed after sequence N
+    POST /v1/lanes/{lane}/replay?after=N      replay those deliveries
 
-A receiver shows its endpoint's fetch token, and sees that endpoint alone.  What it is
-given are whole deliveries, headers and body, signed afresh: whatever verifies and
-processes a delivery that was sent takes one that was fetched.
+A receiver authenticates with the fetch token of its endpoint and has access to that endpoint
+only.  Fetched deliveries have headers and body with a new signature, so that a receiver can
+verify and process them like sent ones.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import structlog
 from aiohttp import web
 
 from outbox.api import problem
-from outbox.api.auth import UNKNOWN
+from outbox.api.auth import UNKNOWN_ADDRESS
 from outbox.api.host_check import is_loopback
-from outbox.api.middleware import problems, unexpected
-from outbox.api.problem import Kind, Problem
-from outbox.api.rate_limit import Limits
+from outbox.api.middleware import log_unexpected, problem_middleware
+from outbox.api.problem import Problem, ProblemKind
+from outbox.api.rate_limit import RateLimiter
 from outbox.api.server import listening
 from outbox.core.delivery.message import prepare
 from outbox.core.model.api_token import digest, is_fetch_token
-from outbox.core.model.headers import pairs
+from outbox.core.model.headers import parse_lines
 from outbox.errors import CannotRun, NotFound
 from outbox.operations import fetch_tokens, lane_history, receiver_replays
 from outbox.store import endpoints as destinations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.core.delivery.signature import SigningKey
     from outbox.operations.fetch_tokens import Fetcher
-    from outbox.operations.lane_history import Fetched, Lane
+    from outbox.operations.lane_history import FetchedDelivery, LaneHistory
     from outbox.web.address import Address
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-    Answering = Callable[[web.Request, Connection[Any], Fetcher], Awaitable[object]]
+    LaneHandler = Callable[[web.Request, Connection[Any], Fetcher], Awaitable[object]]
 
 log = structlog.get_logger("outbox.receivers")
 
@@ -60,23 +60,23 @@ _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
 @asynccontextmanager
 async def running(settings: Settings, address: Address) -> AsyncIterator[Address]:
-    """Serve receivers while the context lasts; yields where it really listens.
+    """Serve receivers while the context lasts; yields the bound address.
 
     Raises:
-        CannotRun: the address is taken, or not ours.
+        CannotRun: the address cannot be bound.
     """
-    limits = Limits(settings.api_rate_max, time.monotonic)
-    vault = Vault.of(settings)
+    limits = RateLimiter(settings.api_rate_max, time.monotonic)
+    vault = Vault.from_settings(settings)
 
     def receivers(database: Database, failures: FailedLogins) -> web.Application:
         return application(database, failures, limits, vault)
 
     async with listening(settings, address, receivers) as at:
-        log.info("receivers can fetch", url=at.url)
+        log.info("listening for receivers", url=at.url)
         if not is_loopback(address.host):
             log.warning(
-                "receivers can reach this from other machines, and tokens cross in clear; "
-                "put TLS in front of it"
+                "the receiver API listens on a non-loopback address without TLS; "
+                "put a TLS proxy in front of it"
             )
         yield at
 
@@ -84,14 +84,14 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
 def application(
     database: Database,
     failures: FailedLogins,
-    limits: Limits,
+    limits: RateLimiter,
     vault: Vault = CLEAR,
     *,
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
-    """The listener; `clock` tells epoch seconds, to sign with."""
+    """Create the application; `clock` returns epoch seconds for signatures."""
     receivers = _Receivers(database, failures, limits, vault, clock)
-    app = web.Application(middlewares=[problems("there is no such path; there is /v1/lanes")])
+    app = web.Application(middlewares=[problem_middleware("no such path; see /v1/lanes")])
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     app.router.add_get("/v1/lanes/{lane}/deliveries", receivers.handler(receivers.deliveries))
     app.router.add_post("/v1/lanes/{lane}/replay", receivers.handler(receivers.replay))
@@ -99,13 +99,13 @@ def application(
 
 
 class _Receivers:
-    """Answers who shows a fetch token."""
+    """Request handlers, authenticated by fetch token."""
 
     def __init__(
         self,
         database: Database,
         failures: FailedLogins,
-        limits: Limits,
+        limits: RateLimiter,
         vault: Vault,
         clock: Callable[[], float],
     ) -> None:
@@ -115,27 +115,27 @@ class _Receivers:
         self._limits = limits
         self._clock = clock
 
-    def handler(self, answering: Answering) -> Handler:
-        """What answers the requests for a route."""
+    def handler(self, respond: LaneHandler) -> Handler:
+        """Create the handler of a route."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    fetcher = await self._fetcher(request)
-                    self._limits.let_ask(fetcher.endpoint_id)
+                    fetcher = await self._authenticate(request)
+                    self._limits.require_request_quota(fetcher.endpoint_id)
                     async with self._database.connection() as connection:
-                        answer = await answering(request, connection, fetcher)
+                        response = await respond(request, connection, fetcher)
             except Exception as error:
                 raise _as_problem(error, request) from error
-            return web.json_response(body=orjson.dumps(answer))
+            return web.json_response(body=orjson.dumps(response))
 
         return handle
 
     async def lanes(
         self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
     ) -> object:
-        """How far each lane is, those of older generations first."""
-        limit = _number(request, "limit", LIMIT, lane_history.PAGE_MAX)
+        """List lanes with their progress, older generations first."""
+        limit = _parse_number(request, "limit", LIMIT, lane_history.PAGE_MAX)
         after = (0, -1)
         if name := request.query.get("after"):
             last = await lane_history.lane(
@@ -151,15 +151,17 @@ class _Receivers:
     async def deliveries(
         self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
     ) -> object:
-        """A page of what a lane delivered or gave up."""
-        after = _number(request, "after", 0, lane_history.SEQUENCE_MAX)
-        limit = max(1, _number(request, "limit", LIMIT, lane_history.PAGE_MAX))
+        """List completed deliveries of a lane."""
+        after = _parse_number(request, "after", 0, lane_history.SEQUENCE_MAX)
+        limit = max(1, _parse_number(request, "limit", LIMIT, lane_history.PAGE_MAX))
         schema = self._database.schema
         lane = await lane_history.lane(
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
         found = await lane_history.page(connection, schema, lane, after, limit)
-        endpoints = await destinations.read(connection, [fetcher.endpoint_id], self._vault)
+        endpoints = await destinations.read_endpoints(
+            connection, [fetcher.endpoint_id], self._vault
+        )
         if not endpoints:
             raise NotFound("the endpoint is removed")
         now = self._clock()
@@ -168,7 +170,7 @@ class _Receivers:
         keys = endpoints[0].secrets_at(now)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {
-            # What lies between is not kept any more.
+            # Earlier deliveries were removed by retention.
             "kept_from": found[0].sequence if found else last + 1,
             "items": [_item(lane, each, int(now), keys) for each in found],
             "next": last if last < lane.acknowledged else None,
@@ -177,48 +179,53 @@ class _Receivers:
     async def replay(
         self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
     ) -> object:
-        """Have what a lane delivered sent again, at the end of the lanes."""
+        """Replay deliveries of a lane at the end of the lanes."""
         if "after" not in request.query:
-            raise Problem(Kind.INVALID, "say behind which number: ?after=N, 0 for all that is kept")
-        after = _number(request, "after", 0, lane_history.SEQUENCE_MAX)
+            raise Problem(
+                ProblemKind.INVALID,
+                "after: is required, such as ?after=N; 0 replays all retained deliveries",
+            )
+        after = _parse_number(request, "after", 0, lane_history.SEQUENCE_MAX)
         lane, schema = request.match_info["lane"], self._database.schema
-        to = _number(request, "to", lane_history.SEQUENCE_MAX, lane_history.SEQUENCE_MAX)
-        asked = await receiver_replays.ask(connection, schema, fetcher, lane, after, to)
+        to = _parse_number(request, "to", lane_history.SEQUENCE_MAX, lane_history.SEQUENCE_MAX)
+        accepted = await receiver_replays.request_replay(
+            connection, schema, fetcher, lane, after, to
+        )
         return {
-            "lane": asked.lane,
-            "job": asked.job,
-            "from": asked.from_sequence,
-            "to": asked.to_sequence,
-            "acknowledged": asked.acknowledged,
+            "lane": accepted.lane,
+            "job": accepted.job,
+            "from": accepted.from_sequence,
+            "to": accepted.to_sequence,
+            "acknowledged": accepted.acknowledged,
         }
 
-    async def _fetcher(self, request: web.Request) -> Fetcher:
+    async def _authenticate(self, request: web.Request) -> Fetcher:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        token, address = token.strip(), request.remote or UNKNOWN
+        token, address = token.strip(), request.remote or UNKNOWN_ADDRESS
         try:
             if not scheme:
                 raise _unauthenticated("send Authorization: Bearer TOKEN")
             if scheme.lower() != "bearer" or not is_fetch_token(token):
-                self._limits.let_try(address, None)
-                self._limits.was_bad(address, None)
-                raise _unauthenticated("this is not a fetch token")
+                self._limits.require_login_quota(address, None)
+                self._limits.record_bad_token(address, None)
+                raise _unauthenticated("malformed fetch token")
             key = digest(token)
-            self._limits.let_try(address, key)
+            self._limits.require_login_quota(address, key)
             async with self._database.login() as connection:
-                # Again, because others from there may have come before.
-                self._limits.let_try(address, key)
-                found = await fetch_tokens.find(connection, self._database.schema, token)
+                # Check again: other requests of this address may have failed meanwhile.
+                self._limits.require_login_quota(address, key)
+                found = await fetch_tokens.find_fetcher(connection, self._database.schema, token)
             if found is None:
-                self._limits.was_bad(address, key)
-                raise _unauthenticated("the fetch token is not known, or good no more")
-            self._limits.was_good(key)
-        except Problem as told:
-            self._failures.note(address, told.detail)
+                self._limits.record_bad_token(address, key)
+                raise _unauthenticated("the fetch token is unknown, expired or revoked")
+            self._limits.record_good_token(key)
+        except Problem as error:
+            self._failures.record_failure(address, error.detail)
             raise
         return found
 
 
-def _lane(lane: Lane) -> dict[str, object]:
+def _lane(lane: LaneHistory) -> dict[str, object]:
     return {
         "lane": lane.name,
         "generation": lane.generation,
@@ -228,10 +235,12 @@ def _lane(lane: Lane) -> dict[str, object]:
     }
 
 
-def _item(lane: Lane, fetched: Fetched, now: int, keys: Sequence[SigningKey]) -> dict[str, object]:
+def _item(
+    lane: LaneHistory, fetched: FetchedDelivery, now: int, keys: Sequence[SigningKey]
+) -> dict[str, object]:
     item: dict[str, object] = {"sequence": fetched.sequence}
-    if fetched.given_up is not None:
-        item["given_up"] = fetched.given_up
+    if fetched.dead_lettered is not None:
+        item["dead_lettered"] = fetched.dead_lettered
     if fetched.delivery is None:
         return item | {"erased": True, "previous_sequence": fetched.previous_sequence}
     prepared = prepare(
@@ -239,28 +248,32 @@ def _item(lane: Lane, fetched: Fetched, now: int, keys: Sequence[SigningKey]) ->
         fetched.previous_sequence,
         lane_ends=lane.ended and fetched.sequence == lane.last,
     )
-    # No attempt: nobody tried to deliver it just now.
-    headers = dict(pairs(prepared.attempt(0, now, keys)))
+    # Attempt 0: fetching is not a delivery attempt.
+    headers = dict(parse_lines(prepared.attempt(0, now, keys)))
     return item | {"headers": headers, "body": prepared.body.decode()}
 
 
-def _number(request: web.Request, name: str, default: int, most: int) -> int:
+def _parse_number(request: web.Request, name: str, default: int, most: int) -> int:
     text = request.query.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
-        raise Problem(Kind.INVALID, f"{name}: {text[:40]!r} is not a number from 0 to {most}")
+        raise Problem(
+            ProblemKind.INVALID, f"{name}: {text[:40]!r} is not a number from 0 to {most}"
+        )
     return int(text)
 
 
 def _unauthenticated(detail: str) -> Problem:
     return Problem(
-        Kind.UNAUTHENTICATED, f"{detail}; outbox endpoint fetch-token makes one", _CHALLENGE
+        ProblemKind.UNAUTHENTICATED,
+        f"{detail}; create one with outbox endpoint fetch-token",
+        _CHALLENGE,
     )
 
 
 def _as_problem(error: Exception, request: web.Request) -> Exception:
-    told = problem.of(error)
-    if told is not None:
-        return told
-    return unexpected(log, error, request, request.path)
+    mapped = problem.problem_for(error)
+    if mapped is not None:
+        return mapped
+    return log_unexpected(log, error, request, request.path)

@@ -1,23 +1,19 @@
-"""What a token is told: of answers nothing but to operators, and to a tenant nothing of others.
+"""Redaction of API responses by scope and tenant.
 
-What a receiver answers goes to those who operate the system: who has an endpoint point to
-something inside of a network must not be shown what that says.  All others, those with
-`read` alone and every tenant's token, are told its status, or how the attempt failed, and
-how long it took.
+Receiver responses (headers, body, detail) are visible to system tokens with the scope
+`operate` only: a user who points an endpoint at an internal service must not read its
+response (SSRF).  Other tokens see the status or the failure, and the elapsed time.
 
-A tenant's token is told nothing of who and what is beside it.
+Tenant tokens see nothing about other tenants or about the installation.  Redacted are
 
-Left out, wherever it stands, is
+    actors        operators become `operator`, relays `relay`; tokens of the same tenant
+                  keep their names
+    totals        batches, sequencing progress, number of scanned events
+    network       whether a host name did not resolve or resolved to a refused address
 
-    who runs it       an operator is `operator`, a relay is `relay`; of tokens those of
-                      the tenant itself have their names
-    how much there is batches, how far the sequencing is, how many events were looked at
-    what is inside    whether a name leads nowhere, or to an address that is refused
-
-Numbers of things (events, dead letters, jobs, rows of the journal) and the cursors made
-of them are counted over the whole installation.  They stay: whoever asks needs them to
-name a thing, and an X-Delivery has the event's in it anyway.  They tell that something
-happened, never what.
+Ids (events, dead letters, jobs, journal entries) and cursors count over the whole
+installation.  They are not redacted: clients need them to address an object, and
+X-Delivery contains the event's id.  They reveal that something happened, not what.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.response import outcome, veiled
+from outbox.core.model.response import generalize_failure, outcome_fields
 from outbox.operations import tenancy
 from outbox.operations.receiver_replays import is_receiver
 
@@ -34,138 +30,159 @@ if TYPE_CHECKING:
 
     from outbox.api.route import Call
     from outbox.operations.dead_letters import DeadLetter
-    from outbox.operations.endpoints import Detail, EndpointRow
-    from outbox.operations.event_trace import Attempt, Delivery, Story
+    from outbox.operations.endpoints import EndpointDetail, EndpointRow
+    from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
     from outbox.operations.journal import JournalRow
-    from outbox.operations.replay_jobs import Job
+    from outbox.operations.replay_jobs import ReplayJob
     from outbox.operations.schedules import Schedule
     from outbox.operations.status import EndpointStatus, Overview
 
 NOT_SHOWN = "(not shown)"
 OPERATOR, RELAY = "operator", "relay"
-INSIDES = frozenset(
+INTERNAL_FIELDS = frozenset(
     ("epoch", "from_batch", "from_id", "relay", "replica", "timeline", "to_batch", "to_id")
 )
-"""What the journal has of how the installation works."""
-HUNDREDTHS = 100
+"""Journal fields that describe the installation."""
+PERCENT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Teller:
-    """Tells things to a caller.
+class Redactor:
+    """Redacts results for one caller.
 
     Args:
-        own: how those who act with the tenant's tokens are called; None: the caller may know
-            of everybody.
-        answers: it may know what receivers say.
+        own_actors: actor names of the tenant's tokens; None: no tenant restriction.
+        may_see_responses: whether the caller may read receiver responses.
     """
 
-    own: Set[str] | None
-    answers: bool
+    own_actors: Set[str] | None
+    may_see_responses: bool
 
-    def who(self, actor: str | None) -> str | None:
-        """Who did something."""
-        if self.own is None or actor is None or actor in self.own or is_receiver(actor):
+    def redact_actor(self, actor: str | None) -> str | None:
+        if (
+            self.own_actors is None
+            or actor is None
+            or actor in self.own_actors
+            or is_receiver(actor)
+        ):
             return actor
         return RELAY if actor.startswith("replica ") else OPERATOR
 
-    def answer(self, told: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What came of an attempt, in a summary of the answer or with it."""
-        if self.answers or told is None:
-            return told
-        summary = outcome(told)
-        if self.own is not None and "failure" in summary:
-            summary["failure"] = veiled(summary["failure"])
+    def redact_response(self, response: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Reduce a stored response to its status or failure."""
+        if self.may_see_responses or response is None:
+            return response
+        summary = outcome_fields(response)
+        if self.own_actors is not None and "failure" in summary:
+            summary["failure"] = generalize_failure(summary["failure"])
         return summary
 
-    def endpoint(self, row: EndpointRow) -> EndpointRow:
-        """An endpoint of a listing."""
-        return replace(row, state_by=self.who(row.state_by))
+    def redact_endpoint(self, row: EndpointRow) -> EndpointRow:
+        return replace(row, state_by=self.redact_actor(row.state_by))
 
-    def detail(self, found: Detail) -> Detail:
-        """Everything about an endpoint."""
-        health = replace(found.health, last_answer=self.answer(found.health.last_answer))
-        lanes = tuple(
-            replace(lane, last_answer=self.answer(lane.last_answer)) for lane in found.lanes
+    def redact_endpoint_detail(self, found: EndpointDetail) -> EndpointDetail:
+        health = replace(
+            found.health, last_response=self.redact_response(found.health.last_response)
         )
-        hands = found.hands if self.own is None else ()
-        return replace(found, row=self.endpoint(found.row), health=health, lanes=lanes, hands=hands)
+        lanes = tuple(
+            replace(lane, last_response=self.redact_response(lane.last_response))
+            for lane in found.lanes
+        )
+        history = found.ownership_history if self.own_actors is None else ()
+        return replace(
+            found,
+            row=self.redact_endpoint(found.row),
+            health=health,
+            lanes=lanes,
+            ownership_history=history,
+        )
 
-    def letter(self, found: DeadLetter) -> DeadLetter:
-        """A dead letter."""
-        return replace(found, last_answer=self.answer(found.last_answer))
+    def redact_dead_letter(self, found: DeadLetter) -> DeadLetter:
+        return replace(found, last_response=self.redact_response(found.last_response))
 
-    def overview(self, seen: Overview) -> Overview:
-        """One look at everything."""
-        return replace(seen, endpoints=tuple(map(self._status, seen.endpoints)))
+    def redact_overview(self, overview: Overview) -> Overview:
+        return replace(overview, endpoints=tuple(map(self._redact_status, overview.endpoints)))
 
-    def _status(self, row: EndpointStatus) -> EndpointStatus:
+    def _redact_status(self, row: EndpointStatus) -> EndpointStatus:
         head = row.failing
         if head is None:
             return row
-        return replace(row, failing=replace(head, last_answer=self.answer(head.last_answer)))
-
-    def schedule(self, found: Schedule) -> Schedule:
-        """A schedule."""
-        return replace(found, state_by=self.who(found.state_by))
-
-    def job(self, job: Job) -> Job:
-        """A replay job; of a backfill the share, as its range is one of everybody's events."""
-        if self.own is None:
-            return job
-        told = replace(job, asked_by=self.who(job.asked_by) or OPERATOR)
-        if job.kind != "history" or not job.all:
-            return told
-        return replace(told, done=int(job.share * HUNDREDTHS), all=HUNDREDTHS)
-
-    def journal(self, row: JournalRow) -> JournalRow:
-        """Something that happened."""
-        data = dict(row.data)
-        if "last_answer" in data:
-            data["last_answer"] = self.answer(data["last_answer"])
-        if self.own is None:
-            return replace(row, data=data)
-        data = {name: value for name, value in data.items() if name not in INSIDES}
-        return replace(row, actor=self.who(row.actor) or OPERATOR, session_role=None, data=data)
-
-    def story(self, story: Story) -> Story:
-        """The life of an event."""
-        if self.own is None:
-            return replace(story, deliveries=tuple(map(self._answered, story.deliveries)))
-        sequenced, sequencing = story.sequenced, story.sequencing
         return replace(
-            story,
+            row, failing=replace(head, last_response=self.redact_response(head.last_response))
+        )
+
+    def redact_schedule(self, found: Schedule) -> Schedule:
+        return replace(found, state_by=self.redact_actor(found.state_by))
+
+    def redact_job(self, job: ReplayJob) -> ReplayJob:
+        """Redact a replay job: a backfill range counts events of all tenants: show percent."""
+        if self.own_actors is None:
+            return job
+        redacted = replace(job, requested_by=self.redact_actor(job.requested_by) or OPERATOR)
+        if job.kind != "history" or not job.all:
+            return redacted
+        return replace(redacted, done=int(job.share * PERCENT), all=PERCENT)
+
+    def redact_journal_row(self, row: JournalRow) -> JournalRow:
+        data = dict(row.data)
+        if "last_response" in data:
+            data["last_response"] = self.redact_response(data["last_response"])
+        if self.own_actors is None:
+            return replace(row, data=data)
+        data = {name: value for name, value in data.items() if name not in INTERNAL_FIELDS}
+        return replace(
+            row, actor=self.redact_actor(row.actor) or OPERATOR, session_role=None, data=data
+        )
+
+    def redact_trace(self, trace: EventTrace) -> EventTrace:
+        if self.own_actors is None:
+            return replace(trace, deliveries=tuple(map(self._redact_responses, trace.deliveries)))
+        sequenced, sequencing = trace.sequenced, trace.sequencing
+        return replace(
+            trace,
             sequenced=sequenced and replace(sequenced, batch=None),
             sequencing=sequencing
             and replace(sequencing, high=None, in_gap=None, relays=None, leader=None),
-            deliveries=tuple(map(self._delivery, story.deliveries)),
+            deliveries=tuple(map(self._redact_delivery, trace.deliveries)),
         )
 
-    def _delivery(self, told: Delivery) -> Delivery:
-        standing = told.standing
-        if standing is not None:
-            relay = None if standing.relay is None else NOT_SHOWN
-            standing = replace(standing, relay=relay, state_by=self.who(standing.state_by))
-        attempts = tuple(replace(each, replica_id=None) for each in told.attempts)
-        return self._answered(replace(told, standing=standing, attempts=attempts))
+    def _redact_delivery(self, delivery: TracedDelivery) -> TracedDelivery:
+        lane_state = delivery.lane_state
+        if lane_state is not None:
+            relay = None if lane_state.relay is None else NOT_SHOWN
+            lane_state = replace(
+                lane_state, relay=relay, state_by=self.redact_actor(lane_state.state_by)
+            )
+        attempts = tuple(replace(each, replica_id=None) for each in delivery.attempts)
+        return self._redact_responses(replace(delivery, lane_state=lane_state, attempts=attempts))
 
-    def _answered(self, told: Delivery) -> Delivery:
-        if self.answers:
-            return told
-        standing = told.standing
-        if standing is not None:
-            head = replace(standing.head, last_answer=self.answer(standing.head.last_answer))
-            standing = replace(standing, head=head)
-        return replace(told, standing=standing, attempts=tuple(map(self._attempted, told.attempts)))
+    def _redact_responses(self, delivery: TracedDelivery) -> TracedDelivery:
+        if self.may_see_responses:
+            return delivery
+        lane_state = delivery.lane_state
+        if lane_state is not None:
+            head = replace(
+                lane_state.head, last_response=self.redact_response(lane_state.head.last_response)
+            )
+            lane_state = replace(lane_state, head=head)
+        return replace(
+            delivery,
+            lane_state=lane_state,
+            attempts=tuple(map(self._redact_attempt, delivery.attempts)),
+        )
 
-    def _attempted(self, attempt: Attempt) -> Attempt:
-        # What was wrong with an answer may quote it.
-        failure = (attempt.answer or {}).get("failure") if attempt.status is None else None
-        return replace(attempt, answer=None, error=failure if self.own is None else veiled(failure))
+    def _redact_attempt(self, attempt: TracedAttempt) -> TracedAttempt:
+        # A detail may quote the response.
+        failure = (attempt.response or {}).get("failure") if attempt.status is None else None
+        return replace(
+            attempt,
+            response=None,
+            error=failure if self.own_actors is None else generalize_failure(failure),
+        )
 
 
-async def teller(call: Call[Any, Any]) -> Teller:
-    """What tells things to this caller."""
+async def redactor_for(call: Call[Any, Any]) -> Redactor:
+    """Return the redactor for a caller's scopes and tenant."""
     if call.tenant is None:
-        return Teller(None, answers="operate" in call.caller.scopes)
-    return Teller(await tenancy.actors(call.db, call.tenant), answers=False)
+        return Redactor(None, may_see_responses="operate" in call.caller.scopes)
+    return Redactor(await tenancy.actors(call.db, call.tenant), may_see_responses=False)

@@ -1,4 +1,4 @@
-"""/v1/replays: jobs that send again, dead letters or an endpoint's history."""
+"""/v1/replays: replay jobs of dead letters and backfills of history."""
 
 from __future__ import annotations
 
@@ -8,37 +8,48 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outbox.api import tenancy
-from outbox.api.redaction import teller
-from outbox.api.request_parsing import NoQuery, Paging, When, moment
-from outbox.api.route import Call, For, Model, Page, PageOf, Reply, Route, Shown, id_cursor, paged
+from outbox.api.redaction import redactor_for
+from outbox.api.request_parsing import NoQuery, Paging, TimeOrAge, absolute_time
+from outbox.api.route import (
+    Call,
+    Page,
+    PageOf,
+    Reply,
+    RequestModel,
+    ResponseModel,
+    Route,
+    TenantAccess,
+    id_cursor,
+    page_of_rows,
+)
 from outbox.operations import backfill, dead_letter_filter, replay_jobs
 from outbox.operations.backfill import Backfill
-from outbox.operations.replay_jobs import Job, State
+from outbox.operations.replay_jobs import JobState, ReplayJob
 from outbox.operations.views.replays import planned
 
 
 class ReplaysQuery(Paging):
-    state: State | Literal["all"] = "running"
+    state: JobState | Literal["all"] = "running"
 
 
-class BackfillBody(Model):
-    """Which history is to be sent to an endpoint, in order, at the end of its lanes."""
+class BackfillBody(RequestModel):
+    """History to send to an endpoint, in order, at the end of its lanes."""
 
     endpoint: str
-    since: When
-    """Published then or later."""
-    until: When | None = None
-    """Published before."""
+    since: TimeOrAge
+    """Published at this time or later."""
+    until: TimeOrAge | None = None
+    """Published before this time."""
     type: tuple[str, ...] = ()
-    """Only those of its types that match this, too."""
+    """Restrict to types that match, in addition to the endpoint's subscription."""
     rate: Annotated[float, Field(gt=0)] | None = None
-    """At most so many deliveries a second."""
+    """Maximum rate, in deliveries per second."""
     dry_run: bool = False
-    """Only say how many there are."""
+    """Count only."""
 
 
-class Planned(Shown):
-    """What a backfill would make now."""
+class BackfillPlan(ResponseModel):
+    """Plan of a backfill."""
 
     dry_run: bool
     endpoint: str
@@ -58,72 +69,76 @@ async def _list(call: Call[ReplaysQuery, None]) -> Page:
         limit=query.limit + 1,
         after=id_cursor(query.after, 0),
     )
-    to = await teller(call)
-    return paged([to.job(row) for row in rows], query.limit, lambda job: job.id)
+    redactor = await redactor_for(call)
+    return page_of_rows([redactor.redact_job(row) for row in rows], query.limit, lambda job: job.id)
 
 
-async def _show(call: Call[NoQuery, None]) -> Job:
-    job = await replay_jobs.get(call.db, call.schema, tenancy.number(call.path["id"]))
-    return (await teller(call)).job(job)
+async def _show(call: Call[NoQuery, None]) -> ReplayJob:
+    job = await replay_jobs.get(call.db, call.schema, tenancy.parse_id(call.path["id"]))
+    return (await redactor_for(call)).redact_job(job)
 
 
-async def _ask(call: Call[NoQuery, BackfillBody]) -> Any:
+async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     body = call.body
     await tenancy.require_endpoint(call.db, call.tenant, body.endpoint)
-    now = await dead_letter_filter.now(call.db)
-    since = moment(body.since, now)
+    now = await dead_letter_filter.read_now(call.db)
+    since = absolute_time(body.since, now)
     assert since is not None
-    asked = Backfill(body.endpoint, since, moment(body.until, now), tuple(body.type))
+    request = Backfill(body.endpoint, since, absolute_time(body.until, now), tuple(body.type))
     if body.dry_run:
-        return planned(asked, await backfill.plan(call.db, call.schema, asked))
-    job = await backfill.ask(call.db, call.schema, asked, actor=call.actor, rate_per_s=body.rate)
-    to = await teller(call)
-    return Reply(to.job(await replay_jobs.get(call.db, call.schema, job)), 201)
+        return planned(request, await backfill.count_deliveries(call.db, call.schema, request))
+    job = await backfill.request_backfill(
+        call.db, call.schema, request, actor=call.actor, rate_per_s=body.rate
+    )
+    redactor = await redactor_for(call)
+    return Reply(redactor.redact_job(await replay_jobs.get(call.db, call.schema, job)), 201)
 
 
-async def _abort(call: Call[NoQuery, None]) -> Job:
-    job_id = tenancy.number(call.path["id"])
-    to = await teller(call)
-    return to.job(await replay_jobs.abort(call.db, call.schema, job_id, actor=call.actor))
+async def _abort(call: Call[NoQuery, None]) -> ReplayJob:
+    job_id = tenancy.parse_id(call.path["id"])
+    redactor = await redactor_for(call)
+    return redactor.redact_job(
+        await replay_jobs.abort(call.db, call.schema, job_id, actor=call.actor)
+    )
 
 
 ROUTES = (
     Route(
         method="GET",
         path="/v1/replays",
-        summary="Replay jobs, the oldest first: of dead letters, and of history",
+        summary="List replay jobs, oldest first",
         handler=_list,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=ReplaysQuery,
-        answers={200: PageOf(Job)},
+        responses={200: PageOf(ReplayJob)},
     ),
     Route(
         method="POST",
         path="/v1/replays",
-        summary="Send an endpoint its history again",
-        handler=_ask,
+        summary="Start a backfill: send an endpoint its history",
+        handler=_start_backfill,
         scope="operate",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         body=BackfillBody,
-        answers={201: Job, 200: Planned},
+        responses={201: ReplayJob, 200: BackfillPlan},
     ),
     Route(
         method="GET",
         path="/v1/replays/{id}",
-        summary="How far a replay job is",
+        summary="Show the progress of a replay job",
         handler=_show,
         scope="read",
-        tenants=For.JOB,
-        answers={200: Job},
+        tenants=TenantAccess.JOB,
+        responses={200: ReplayJob},
     ),
     Route(
         method="POST",
         path="/v1/replays/{id}/abort",
-        summary="Take nothing more of a replay job",
+        summary="Abort a replay job; deliveries already queued are still sent",
         handler=_abort,
         scope="operate",
-        tenants=For.JOB,
-        answers={200: Job},
+        tenants=TenantAccess.JOB,
+        responses={200: ReplayJob},
     ),
 )

@@ -1,4 +1,4 @@
-"""Reading queries and bodies, and saying where they are wrong."""
+"""Parse and validate queries and JSON bodies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 import orjson
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, WithJsonSchema
 
-from outbox.api.problem import Kind, Problem
-from outbox.api.route import LIMIT, LIMIT_MAX, Model
-from outbox.api.validation_errors import reason
+from outbox.api.problem import Problem, ProblemKind
+from outbox.api.route import LIMIT, LIMIT_MAX, RequestModel
+from outbox.api.validation_errors import describe_errors
 from outbox.core.model import duration
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 BODY_BYTES_MAX = 4 * 1024 * 1024
 
 
-def _when(value: Any) -> Any:
-    """A moment that says its zone, or how long ago: `2026-01-31T12:00:00Z`, `2h`."""
+def _parse_time_or_age(value: Any) -> Any:
+    """Parse a time with its zone or an age: `2026-01-31T12:00:00Z`, `2h`."""
     if not isinstance(value, str):
-        # pydantic reads false as no time ago, and so {"until": false} would mean everything.
-        raise ValueError("must be a moment with its zone, or a time ago such as 2h, as a text")
+        # pydantic coerces false to timedelta(0), so {"until": false} would select everything.
+        raise ValueError("must be a string: a time with its zone, or an age such as 2h")
     try:
         return timedelta(seconds=duration.parse(value))
     except UsageError:
@@ -37,135 +37,141 @@ def _when(value: Any) -> Any:
         at = None
     if at is None or at.utcoffset() is None:
         raise ValueError(
-            f'"{value[:40]}" is neither a moment with its zone, such as 2026-01-31T12:00:00Z, '
-            "nor a time ago such as 2h or 3d"
+            f'"{value[:40]}" is neither a time with its zone, such as 2026-01-31T12:00:00Z, '
+            "nor an age such as 2h or 3d"
         )
     return at
 
 
-def _seconds(value: Any) -> Any:
-    """Seconds, as a number or in units: `90`, `"10m"`."""
+def _parse_seconds(value: Any) -> Any:
+    """Parse seconds, as a number or with a unit: `90`, `"10m"`."""
     if isinstance(value, bool):
-        raise ValueError("must be seconds, or a text such as 10m")
+        raise ValueError("must be a number of seconds, or a string such as 10m")
     return duration.parse(value) if isinstance(value, str) else value
 
 
-When = Annotated[
+TimeOrAge = Annotated[
     datetime | timedelta,
-    BeforeValidator(_when),
+    BeforeValidator(_parse_time_or_age),
     PlainSerializer(str),
     WithJsonSchema(
         {
             "type": "string",
-            "description": "A moment with its zone, such as 2026-01-31T12:00:00Z, or how long "
-            "ago: 2h, 3d.",
+            "description": "A time with its zone, such as 2026-01-31T12:00:00Z, or an age: 2h, 3d.",
         }
     ),
 ]
 Seconds = Annotated[
     float,
-    BeforeValidator(_seconds),
+    BeforeValidator(_parse_seconds),
     WithJsonSchema(
-        {"type": ["number", "string"], "description": "Seconds, or a text such as 10m, 2h, 1d."}
+        {"type": ["number", "string"], "description": "Seconds, or a string such as 10m, 2h, 1d."}
     ),
 ]
 
 
-def moment(when: datetime | timedelta | None, now: datetime) -> datetime | None:
-    """The moment that was meant, by the database's clock."""
+def absolute_time(when: datetime | timedelta | None, now: datetime) -> datetime | None:
+    """Convert an age to a time, by the database clock."""
     return now - when if isinstance(when, timedelta) else when
 
 
-class Paging(Model):
-    """What every listing understands."""
+class Paging(RequestModel):
+    """Query of all paginated listings."""
 
     limit: int = Field(default=LIMIT, ge=1, le=LIMIT_MAX)
-    """At most so many items."""
+    """Maximum number of items."""
     after: str | None = None
-    """`next` of the page before."""
+    """Cursor: `next` of the previous page."""
 
 
-class NoQuery(Model):
-    """A route that understands nothing."""
+class NoQuery(RequestModel):
+    """Query without parameters."""
 
 
-def read_query(given: MultiMapping[str], model: type[Model]) -> Model:
-    """The query of a request.
+def read_query(given: MultiMapping[str], model: type[RequestModel]) -> RequestModel:
+    """Parse and validate a query string.
 
     Raises:
-        Problem: something in it is wrong, or unknown.
+        Problem: a parameter is unknown or invalid.
     """
     values: dict[str, Any] = {}
     for name in given:
         field = model.model_fields.get(name)
-        many = field is not None and get_origin(field.annotation) is tuple
-        said = given.getall(name)
-        if len(said) > 1 and not many:
-            raise Problem(Kind.INVALID, f"{name}: stands there {len(said)} times")
-        values[name] = said if many else said[0]
-    return hold_to(model, values, "the query")
+        is_list = field is not None and get_origin(field.annotation) is tuple
+        values_given = given.getall(name)
+        if len(values_given) > 1 and not is_list:
+            raise Problem(
+                ProblemKind.INVALID, f"{name}: given {len(values_given)} times; give it once"
+            )
+        values[name] = values_given if is_list else values_given[0]
+    return validate(model, values, "the query")
 
 
-async def read_body(request: web.Request, model: type[Model], *, required: bool) -> Model:
-    """The body of a request, as JSON.
+async def read_body(
+    request: web.Request, model: type[RequestModel], *, required: bool
+) -> RequestModel:
+    """Read, parse and validate a JSON body.
 
     Raises:
-        Problem: it is too large, not JSON, or something in it is wrong.
+        Problem: the body is too large, not JSON, or invalid.
     """
     if (request.content_length or 0) > BODY_BYTES_MAX:
-        raise too_large()
+        raise body_too_large()
     if not request.body_exists and not required:
-        return hold_to(model, {}, "the body")
+        return validate(model, {}, "the body")
     if request.content_type != "application/json" or "Content-Encoding" in request.headers:
         raise Problem(
-            Kind.WRONG_CONTENT_TYPE, "say Content-Type: application/json, and do not compress it"
+            ProblemKind.WRONG_CONTENT_TYPE,
+            "send Content-Type: application/json without Content-Encoding",
         )
     raw = await request.read()
     try:
         values = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise Problem(
-            Kind.BAD_REQUEST,
+            ProblemKind.BAD_REQUEST,
             f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}",
         ) from None
     if not isinstance(values, dict):
-        many = model.many if isinstance(values, list) else None
-        hint = f'; several go as {{"{many}": [one, another]}}' if many else ""
-        raise Problem(Kind.INVALID, f"the body: must be an object{hint}")
-    return hold_to(model, values, "the body")
+        list_field = model.list_field if isinstance(values, list) else None
+        hint = f'; send several as {{"{list_field}": [...]}}' if list_field else ""
+        raise Problem(ProblemKind.INVALID, f"the body: must be a JSON object{hint}")
+    return validate(model, values, "the body")
 
 
-def too_large() -> Problem:
-    """A body beyond all bounds."""
-    return Problem(Kind.TOO_LARGE, f"a body has at most {BODY_BYTES_MAX} bytes")
+def body_too_large() -> Problem:
+    return Problem(ProblemKind.TOO_LARGE, f"the body is larger than {BODY_BYTES_MAX} bytes")
 
 
-def hold_to_text(value: object) -> None:
-    """Refuse text that PostgreSQL cannot hold, wherever it stands.
+def require_storable_text(value: object) -> None:
+    """Reject text that PostgreSQL cannot store (NUL, lone surrogates), in nested values as well.
 
     Raises:
-        Problem: there is some.
+        Problem: a string contains such a character.
     """
     if isinstance(value, str):
         if "\0" in value or not is_text(value):
-            raise Problem(Kind.BAD_REQUEST, "there is a character that PostgreSQL cannot hold")
+            raise Problem(
+                ProblemKind.BAD_REQUEST,
+                "the request contains a character that PostgreSQL cannot store",
+            )
     elif isinstance(value, dict):
         for key, each in value.items():
-            hold_to_text(key)
-            hold_to_text(each)
+            require_storable_text(key)
+            require_storable_text(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            hold_to_text(each)
+            require_storable_text(each)
 
 
-def hold_to(model: type[Model], values: dict[str, Any], where: str) -> Model:
-    """Values as a model has them.
+def validate(model: type[RequestModel], values: dict[str, Any], where: str) -> RequestModel:
+    """Validate values against a model.
 
     Raises:
-        Problem: something is wrong; it says where.
+        Problem: a value is invalid; the detail names the field.
     """
     try:
         return model.model_validate(values)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-        raise Problem(Kind.INVALID, reason(found, model, where)) from None
+        raise Problem(ProblemKind.INVALID, describe_errors(found, model, where)) from None

@@ -1,8 +1,7 @@
-"""What a route is: everything that is known of it stands in one row of the table.
+"""Declarative routes: scope, tenant access, query, body and responses in one row.
 
-The table (`outbox.api.routes`) decides who may call a route, reads the query and
-the body for it, and is what the OpenAPI document is made of.  A route that says
-nothing about tenants is not for their tokens.
+The table (`outbox.api.routes`) drives authorization, request parsing and the OpenAPI
+document.  Tenant tokens cannot call a route that does not declare tenant access.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from outbox.api.problem import Kind, Problem
+from outbox.api.problem import Problem, ProblemKind
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from asyncpg import Connection
 
-    from outbox.api.live import LiveBook
+    from outbox.api.live import LiveStatusCache
     from outbox.config import Settings
     from outbox.core.model.api_token import Scope
-    from outbox.destinations.http.test_deliveries import Trials
+    from outbox.destinations.http.test_deliveries import EndpointTester
 
 LIMIT, LIMIT_MAX = 100, 1000
 ID_MAX = 2**63 - 1
 TIMEOUT_S = 30.0
-"""For a whole request, unless its route says otherwise."""
+"""Default timeout of a request."""
 
 
-class Model(BaseModel):
-    """A query or a body; what it does not know is a mistake."""
+class RequestModel(BaseModel):
+    """Base of query and body models; unknown fields are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -42,16 +41,16 @@ class Model(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    flags: ClassVar[Mapping[str, str]] = {}
-    """What somebody may call a field who knows the commands, with what it is called here."""
-    many: ClassVar[str | None] = None
-    """The field that takes several of what the others are one of."""
+    command_flags: ClassVar[Mapping[str, str]] = {}
+    """CLI flag names with the API field, for 'did you mean' hints."""
+    list_field: ClassVar[str | None] = None
+    """Field that takes a list of objects, for a hint when the body is an array."""
 
 
-class Shown(BaseModel):
-    """The form of an answer; only the document is made of it."""
+class ResponseModel(BaseModel):
+    """Base of response models, used for the OpenAPI document only."""
 
-    # What it consists of are types of ours that name others only for type checkers.
+    # defer_build: field types have forward references, resolved by `outbox.api.schemas`.
     model_config = ConfigDict(defer_build=True, use_attribute_docstrings=True)
 
 
@@ -61,7 +60,7 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: a token."""
+    """The authenticated token."""
 
     id: int
     name: str
@@ -71,13 +70,13 @@ class Caller:
 
     @property
     def actor(self) -> str:
-        """As changes and the journal have it."""
+        """Actor name in changes and in the journal."""
         return f"token {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Q, B]):
-    """A request that may be answered: it was let in, and it could be read."""
+    """An authorized and parsed request."""
 
     caller: Caller
     db: Connection[Any]
@@ -86,61 +85,59 @@ class Call(Generic[Q, B]):
     headers: Mapping[str, str]
     query: Q
     body: B
-    live: LiveBook
-    trials: Trials
+    live: LiveStatusCache
+    endpoint_tester: EndpointTester
 
     @property
     def schema(self) -> str:
-        """The schema of the outbox."""
         return self.settings.schema_name
 
     @property
     def tenant(self) -> str | None:
-        """Whose own the caller is kept to; None: nobody's."""
+        """Tenant that the caller is restricted to; None: no restriction."""
         return self.caller.tenant
 
     @property
     def actor(self) -> str:
-        """Who does it."""
         return self.caller.actor
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer with another status than 200."""
+    """A result with a status other than 200."""
 
     value: Any
     status: int = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
-    """An answer that takes its time, and no connection to the database meanwhile."""
+class DeferredReply:
+    """A result computed after the database connection was released."""
 
-    go: Callable[[], Awaitable[Any]]
+    produce: Callable[[], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Items, and the cursor that goes on behind them."""
+    """One page of items and the cursor of the next page."""
 
     items: list[Any]
     next: str | None
-    rest: Mapping[str, Any] = field(default_factory=dict)
-    """What else is told of it."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Additional fields of the response."""
 
 
-class For(Enum):
-    """Whose tokens may call a route; how a tenant's are kept to its own is in `tenancy`."""
+class TenantAccess(Enum):
+    """Which tokens may call a route, and how `outbox.api.tenancy` restricts tenant tokens."""
 
     SYSTEM = "system"
-    """Not a tenant's."""
-    ANYBODY = "anybody"
-    """There is nothing in it that is anybody's."""
+    """System tokens only."""
+    ALL_CALLERS = "anybody"
+    """All tokens; the response has no tenant data."""
     NARROWED = "narrowed"
-    """The handler is given the tenant, and asks for no more than what is its own."""
+    """All tokens; the handler filters by `Call.tenant`."""
     ENDPOINT = "endpoint"
-    """`name` in the path is an endpoint, which has to be its own; so with the next ones."""
+    """The tenant must own the object in the path: here the endpoint `name`."""
     SCHEDULE = "schedule"
     DEAD_LETTER = "dead letter"
     JOB = "replay job"
@@ -155,56 +152,59 @@ class Route:
     summary: str
     handler: Callable[[Call[Any, Any]], Awaitable[Any]]
     scope: Scope | None
-    """None: any token will do."""
-    answers: Mapping[int, Any]
-    """What is answered with each status of success; `PageOf` for a page."""
-    tenants: For = For.SYSTEM
-    query: type[Model] | None = None
-    body: type[Model] | None = None
+    """None: any token."""
+    responses: Mapping[int, Any]
+    """Response model by success status; `PageOf` for a page."""
+    tenants: TenantAccess = TenantAccess.SYSTEM
+    query: type[RequestModel] | None = None
+    body: type[RequestModel] | None = None
     body_required: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Request headers that it heeds, and what for."""
+    """Request headers with their descriptions."""
     timeout_s: float = TIMEOUT_S
     long: bool = False
-    """It may have a connection for minutes."""
-    asks: bool = True
-    """False: it needs no connection, and has none."""
+    """Uses a connection of the pool for long requests (minutes)."""
+    needs_connection: bool = True
+    """False: `Call.db` is not available."""
 
     @property
     def tag(self) -> str:
-        """What it is about: the first word of its path."""
+        """OpenAPI tag: the resource in the path."""
         return self.path.split("/")[2]
 
     @property
-    def operation(self) -> str:
-        """Its name in the document."""
+    def operation_id(self) -> str:
+        """OpenAPI operationId."""
         words = [word.strip("{}") for word in self.path.split("/")[2:]]
         return "_".join([self.method.lower(), *(word.replace("-", "_") for word in words)])
 
 
 @dataclass(frozen=True, slots=True)
 class PageOf:
-    """A page of such items, with what else is told of it."""
+    """Response model of a page."""
 
     item: Any
-    rest: type[Shown] | None = None
+    extra: type[ResponseModel] | None = None
 
 
-def paged(rows: list[Any], limit: int, cursor: Callable[[Any], object]) -> Page:
-    """A page of rows, of which one more than `limit` was asked for."""
+def page_of_rows(rows: list[Any], limit: int, cursor: Callable[[Any], object]) -> Page:
+    """Build a page from up to `limit + 1` rows; the extra row shows that there is a next page."""
     more = len(rows) > limit
     rows = rows[:limit]
     return Page(rows, str(cursor(rows[-1])) if more else None)
 
 
 def id_cursor(text: str | None, default: int) -> int:
-    """The number that a cursor stands for.
+    """Parse an id cursor.
 
     Raises:
-        Problem: it is none of ours.
+        Problem: the cursor is malformed.
     """
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= ID_MAX):
-        raise Problem(Kind.BAD_REQUEST, "after: this is not a cursor that a page ended with")
+        raise Problem(
+            ProblemKind.BAD_REQUEST,
+            "after: not a valid cursor; use the `next` value of the previous page",
+        )
     return int(text)

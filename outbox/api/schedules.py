@@ -1,4 +1,4 @@
-"""/v1/schedules: events by the clock."""
+"""/v1/schedules: recurring events (cron)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from uuid import UUID
 from pydantic import Field
 
 from outbox.api import tenancy
-from outbox.api.endpoints import Why
-from outbox.api.redaction import teller
+from outbox.api.endpoints import ChangeBody
+from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import NoQuery, Paging, Seconds
-from outbox.api.route import Call, For, Model, Page, PageOf, Reply, Route, Shown, paged
-from outbox.api.schemas import joined
+from outbox.api.route import (
+    Call,
+    Page,
+    PageOf,
+    Reply,
+    RequestModel,
+    ResponseModel,
+    Route,
+    TenantAccess,
+    page_of_rows,
+)
+from outbox.api.schemas import merged_response_model
 from outbox.core.schedules.schedule import GRACE_S, Misfire, Overlap, ScheduleSettings
 from outbox.operations import schedule_changes, schedules
 from outbox.operations.schedules import Schedule
@@ -22,19 +32,21 @@ from outbox.operations.views import schedules as views
 
 NAME = "/v1/schedules/{name}"
 
-ScheduleShown = joined("Schedule", Schedule, without=("now",), next_runs=list[datetime])
-ListedSchedule = joined(
+ScheduleModel = merged_response_model(
+    "Schedule", Schedule, without=("now",), next_runs=list[datetime]
+)
+ListedScheduleModel = merged_response_model(
     "ListedSchedule", Schedule, without=("now", "payload", "headers"), next_runs=list[datetime]
 )
 
 
-class ScheduleBody(Model):
-    """A schedule, by the names of `outbox schedule add`."""
+class ScheduleBody(RequestModel):
+    """A schedule and its event."""
 
     name: str
-    """Of a tenant's token it begins with the tenant's: acme.nightly."""
+    """With a tenant token it must begin with the tenant's prefix: acme.nightly."""
     cron: str
-    """Five fields, or a nickname such as @daily."""
+    """Cron expression with five fields, or a nickname such as @daily."""
     type: str
     timezone: str = "UTC"
     payload: Any = Field(default_factory=dict)
@@ -42,35 +54,35 @@ class ScheduleBody(Model):
     tenant: str | None = None
     headers: dict[str, str] | None = None
     misfire: Misfire = "once"
-    """What becomes of ticks that were missed."""
+    """Policy for missed runs: skip, once or all."""
     grace: Annotated[Seconds, Field(ge=0)] = GRACE_S
-    """With skip: how late a tick may be."""
+    """With `skip`: how late a run may be published."""
     overlap: Overlap = "allow"
-    """wait: the next run only after the last one was delivered or given up."""
+    """`wait`: the next run waits until the previous one was delivered or dead-lettered."""
     replace: bool = False
-    """Change the one of this name, if there is one."""
+    """Replace an existing schedule of this name."""
 
 
-class FutureEvents(Shown):
-    """Events that wait for their time, of everybody; a tenant is not told."""
+class FutureEvents(ResponseModel):
+    """Events with a future `deliver_at`, of all tenants; null for tenant tokens."""
 
     events: int
-    """Above 10,000: more than that."""
+    """A value above 10,000 means more than 10,000."""
     first_at: datetime | None
 
 
-class Rest(Shown):
+class SchedulesExtra(ResponseModel):
     future_events: FutureEvents | None
 
 
-class Run(Shown):
-    """The event that was published."""
+class ScheduleRun(ResponseModel):
+    """The published event."""
 
     id: UUID
 
 
-class Removed(Shown):
-    """The name of the schedule that is gone."""
+class RemovedSchedule(ResponseModel):
+    """The removed schedule."""
 
     removed: str
 
@@ -80,52 +92,52 @@ async def _list(call: Call[Paging, None]) -> Page:
     rows = await schedules.page(
         call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
     )
-    page = paged(rows, limit, lambda row: row.name)
+    page = page_of_rows(rows, limit, lambda row: row.name)
     waiting = None
     if call.tenant is None:
-        future = await schedules.future(call.db, call.schema)
+        future = await schedules.count_future_events(call.db, call.schema)
         waiting = {"events": future.events, "first_at": future.first_at}
-    to = await teller(call)
-    items = [views.schedule(to.schedule(row), of_many=True) for row in page.items]
+    redactor = await redactor_for(call)
+    items = [views.schedule(redactor.redact_schedule(row), of_many=True) for row in page.items]
     return Page(items, page.next, {"future_events": waiting})
 
 
 async def _add(call: Call[NoQuery, ScheduleBody]) -> Reply:
-    said = call.body.model_dump()
-    replace, grace_s = said.pop("replace"), said.pop("grace")
-    said["tenant"] = tenancy.forced(call.tenant, said["tenant"])
-    wanted = ScheduleSettings(**said, grace_s=grace_s)
+    fields = call.body.model_dump()
+    replace, grace_s = fields.pop("replace"), fields.pop("grace")
+    fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields["tenant"])
+    wanted = ScheduleSettings(**fields, grace_s=grace_s)
     if call.tenant is not None:
-        # What is somebody else's is not replaced: it stands in the way, if anything does.
+        # Another tenant's schedule is never replaced; it causes a conflict.
         replace = replace and await owns_schedule(call.db, call.tenant, wanted.name)
         if not replace:
             tenancy.require_name(call.tenant, wanted.name)
     added = await schedule_changes.add(
         call.db, call.schema, wanted, actor=call.actor, replace=replace
     )
-    return Reply(await _told(call, added), 201)
+    return Reply(await _redacted(call, added), 201)
 
 
-async def _told(call: Call[Any, Any], found: Schedule) -> dict[str, Any]:
-    return views.schedule((await teller(call)).schedule(found))
+async def _redacted(call: Call[Any, Any], found: Schedule) -> dict[str, Any]:
+    return views.schedule((await redactor_for(call)).redact_schedule(found))
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
-    return await _told(call, await schedules.get(call.db, call.schema, call.path["name"]))
+    return await _redacted(call, await schedules.get(call.db, call.schema, call.path["name"]))
 
 
-async def _pause(call: Call[NoQuery, Why]) -> dict[str, Any]:
+async def _pause(call: Call[NoQuery, ChangeBody]) -> dict[str, Any]:
     (paused,) = await schedule_changes.pause(
-        call.db, call.schema, [call.path["name"]], actor=call.actor, why=call.body.why
+        call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
     )
-    return await _told(call, paused)
+    return await _redacted(call, paused)
 
 
-async def _resume(call: Call[NoQuery, Why]) -> dict[str, Any]:
+async def _resume(call: Call[NoQuery, ChangeBody]) -> dict[str, Any]:
     (resumed,) = await schedule_changes.resume(
-        call.db, call.schema, [call.path["name"]], actor=call.actor, why=call.body.why
+        call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
     )
-    return await _told(call, resumed)
+    return await _redacted(call, resumed)
 
 
 async def _run_now(call: Call[NoQuery, None]) -> Reply:
@@ -145,12 +157,12 @@ ROUTES = (
     Route(
         method="GET",
         path="/v1/schedules",
-        summary="Schedules by name, and how many events wait for their time",
+        summary="List schedules by name, and count future events",
         handler=_list,
         scope="read",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         query=Paging,
-        answers={200: PageOf(ListedSchedule, Rest)},
+        responses={200: PageOf(ListedScheduleModel, SchedulesExtra)},
     ),
     Route(
         method="POST",
@@ -158,57 +170,57 @@ ROUTES = (
         summary="Add a schedule, or replace one",
         handler=_add,
         scope="operate",
-        tenants=For.NARROWED,
+        tenants=TenantAccess.NARROWED,
         body=ScheduleBody,
-        answers={201: ScheduleShown},
+        responses={201: ScheduleModel},
     ),
     Route(
         method="GET",
         path=NAME,
-        summary="A schedule with its event and its next runs",
+        summary="Show a schedule with its event and next runs",
         handler=_show,
         scope="read",
-        tenants=For.SCHEDULE,
-        answers={200: ScheduleShown},
+        tenants=TenantAccess.SCHEDULE,
+        responses={200: ScheduleModel},
     ),
     Route(
         method="DELETE",
         path=NAME,
-        summary="Remove a schedule; events that it has published are delivered",
+        summary="Remove a schedule; events already published are delivered",
         handler=_remove,
         scope="operate",
-        tenants=For.SCHEDULE,
-        answers={200: Removed},
+        tenants=TenantAccess.SCHEDULE,
+        responses={200: RemovedSchedule},
     ),
     Route(
         method="POST",
         path=f"{NAME}/pause",
-        summary="Publish nothing until it is resumed",
+        summary="Pause a schedule",
         handler=_pause,
         scope="operate",
-        tenants=For.SCHEDULE,
-        body=Why,
+        tenants=TenantAccess.SCHEDULE,
+        body=ChangeBody,
         body_required=False,
-        answers={200: ScheduleShown},
+        responses={200: ScheduleModel},
     ),
     Route(
         method="POST",
         path=f"{NAME}/resume",
-        summary="Go on with the next tick from now",
+        summary="Resume a schedule with its next run",
         handler=_resume,
         scope="operate",
-        tenants=For.SCHEDULE,
-        body=Why,
+        tenants=TenantAccess.SCHEDULE,
+        body=ChangeBody,
         body_required=False,
-        answers={200: ScheduleShown},
+        responses={200: ScheduleModel},
     ),
     Route(
         method="POST",
         path=f"{NAME}/run-now",
-        summary="Publish its event at once, whether it is paused or not",
+        summary="Publish its event now, even if the schedule is paused",
         handler=_run_now,
         scope="operate",
-        tenants=For.SCHEDULE,
-        answers={201: Run},
+        tenants=TenantAccess.SCHEDULE,
+        responses={201: ScheduleRun},
     ),
 )

@@ -1,7 +1,6 @@
-"""The forms of answers, made of the types that the answers are made of.
+"""JSON schemas of responses, generated from the dataclasses of `outbox.operations`.
 
-So there is one description of a thing, where it is read from the database, and
-what it says of its fields is what the document says.
+Field docstrings of the dataclasses become the descriptions in the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from uuid import UUID
 import orjson
 from pydantic import BaseModel, TypeAdapter, create_model
 
-from outbox.api.route import Shown
+from outbox.api.route import ResponseModel
 from outbox.core.model.api_token import Scope
 
 if TYPE_CHECKING:
@@ -28,14 +27,16 @@ if TYPE_CHECKING:
 NAMES: dict[str, Any] = {
     each.__name__: each for each in (Mapping, Sequence, datetime, timedelta, UUID)
 } | {"Any": Any, "Scope": Scope}
-"""What our types import for type checkers alone."""
+"""Names that the dataclasses import under TYPE_CHECKING only."""
 
 
-def joined(name: str, *parts: type, without: Iterable[str] = (), **more: Any) -> type[Shown]:
-    """The form of what `outbox.operations.views.merge.flat` makes of such objects.
+def merged_response_model(
+    name: str, *parts: type, without: Iterable[str] = (), **more: Any
+) -> type[ResponseModel]:
+    """Create the response model of dataclasses merged by `merge_fields`.
 
     Args:
-        more: fields beside theirs, or in the place of theirs, with their types.
+        more: additional or replacing fields, with their types.
     """
     fields: dict[str, Any] = {}
     for part in parts:
@@ -46,11 +47,11 @@ def joined(name: str, *parts: type, without: Iterable[str] = (), **more: Any) ->
             if field in part.__slots__ and field not in without  # type: ignore[attr-defined]
         }
     fields |= {field: (hint, ...) for field, hint in more.items()}
-    return create_model(name, __base__=Shown, __doc__=inspect.getdoc(parts[0]), **fields)
+    return create_model(name, __base__=ResponseModel, __doc__=inspect.getdoc(parts[0]), **fields)
 
 
 def adapter(form: Any) -> TypeAdapter[Any]:
-    """What knows the JSON schema of a form."""
+    """Return a type adapter with resolved forward references."""
     if isinstance(form, type) and issubclass(form, BaseModel):
         form.model_rebuild(_types_namespace=NAMES)
     made: TypeAdapter[Any] = TypeAdapter(form)
@@ -58,18 +59,18 @@ def adapter(form: Any) -> TypeAdapter[Any]:
     return made
 
 
-def schemas(
+def json_schemas(
     forms: Mapping[str, tuple[Any, JsonSchemaMode]],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON schemas of forms, and the definitions that they share.
+    """Generate the JSON schemas of types, and their shared definitions.
 
     Args:
-        forms: by a name of the caller's; with what is asked for: what goes in or comes out.
+        forms: type and mode (validation or serialization) by name.
     """
     inputs = [(name, mode, adapter(form)) for name, (form, mode) in forms.items()]
     found, shared = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
     whole = {"found": [[name, schema] for (name, _), schema in found.items()], "shared": shared}
-    # Where two are called the same, pydantic puts the module's whole path before them.
+    # pydantic prefixes ambiguous class names with the module path; shorten it to the module name.
     text = re.sub(
         r"outbox(?:__\w+?)*?__(\w+?)__([A-Z]\w+)",
         lambda match: match[1].rpartition("__")[2].title().replace("_", "") + match[2],

@@ -1,4 +1,4 @@
-"""The API's server, which lives and dies with the relay."""
+"""The API server, which runs inside the relay process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ log = structlog.get_logger("outbox.api")
 
 @asynccontextmanager
 async def running(settings: Settings, address: Address) -> AsyncIterator[Address]:
-    """Serve the API while the context lasts; yields where it really listens.
+    """Serve the API while the context lasts; yields the bound address.
 
     Raises:
-        CannotRun: the address is taken, or not ours.
+        CannotRun: the address cannot be bound.
     """
-    # Imported here: a relay without the API need not know its routes.
+    # Imported here: a relay without the API does not load the routes.
     from outbox.api.app import application
     from outbox.api.host_check import is_loopback
 
@@ -42,8 +42,8 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
         log.info("the API listens", url=at.url)
         if not is_loopback(address.host):
             log.warning(
-                "the API can be reached from other machines, and tokens cross in clear; "
-                "put TLS in front of it"
+                "the API listens on a non-loopback address without TLS; "
+                "put a TLS proxy in front of it"
             )
         yield at
 
@@ -54,15 +54,15 @@ async def listening(
     address: Address,
     make: Callable[[Database, FailedLogins], web.Application],
 ) -> AsyncIterator[Address]:
-    """Serve an application that has connections of its own, and tells of failed logins.
+    """Serve an application with its own connection pool and a log of failed logins.
 
     Raises:
-        CannotRun: the address is taken, or not ours.
+        CannotRun: the address cannot be bound.
     """
     from outbox.api.database import Database
     from outbox.api.login_failures import FailedLogins
 
-    database = Database(dsn.of(settings), settings)
+    database = Database(dsn.from_settings(settings), settings)
     failures = FailedLogins(database)
     async with database.opened():
         writing = asyncio.ensure_future(failures.run())

@@ -1,4 +1,4 @@
-"""/v1/me, /v1/status, /v1/replicas, /v1/doctor, /v1/verify: how everything is."""
+"""/v1/me, /v1/status, /v1/replicas, /v1/doctor, /v1/verify: status and diagnostics."""
 
 from __future__ import annotations
 
@@ -8,91 +8,99 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from outbox.api.problem import Kind, Problem
-from outbox.api.redaction import teller
-from outbox.api.route import LIMIT, LIMIT_MAX, Call, For, Model, Route, Shown
-from outbox.api.schemas import joined
+from outbox.api.problem import Problem, ProblemKind
+from outbox.api.redaction import redactor_for
+from outbox.api.route import (
+    LIMIT,
+    LIMIT_MAX,
+    Call,
+    RequestModel,
+    ResponseModel,
+    Route,
+    TenantAccess,
+)
+from outbox.api.schemas import merged_response_model
 from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.operations import status
-from outbox.operations.doctor import Finding, Look, examine
-from outbox.operations.status import Cursor, EndpointStatus, Replica
+from outbox.operations.doctor import DoctorContext, DoctorFinding, examine
+from outbox.operations.status import CursorStatus, EndpointStatus, ReplicaStatus
 from outbox.operations.views import status as views
-from outbox.operations.views.doctor import examined
-from outbox.operations.views.verify import audited
+from outbox.operations.views.doctor import doctor_report
+from outbox.operations.views.verify import run_audit
 
 if TYPE_CHECKING:
     from outbox.api.request_parsing import NoQuery
     from outbox.operations.views.verify import Audit
 
-VERIFY_S = 60.0
-"""An audit reads everything that is kept; what takes longer is for the command."""
-DOCTOR_S = 70.0
-"""It bounds itself, a bit below this."""
+VERIFY_TIMEOUT_S = 60.0
+"""An audit reads all retained rows; run `outbox verify` if it takes longer."""
+DOCTOR_TIMEOUT_S = 70.0
+"""Backstop; the checks have their own, shorter bound."""
 
 
-class StatusQuery(Model):
+class StatusQuery(RequestModel):
     limit: int = Field(default=LIMIT, ge=1, le=LIMIT_MAX)
-    """At most so many endpoints, those that are owed most first."""
+    """Maximum number of endpoints, those with the most pending deliveries first."""
 
 
-class Me(Shown):
-    """What this token may do."""
+class Me(ResponseModel):
+    """Scopes and tenant of the calling token."""
 
     name: str
     scopes: tuple[str, ...]
     tenant: str | None
     expires_at: datetime | None
     schema_name: str = Field(serialization_alias="schema")
-    """The schema of the outbox that it is for."""
+    """Database schema of the outbox."""
 
 
-CursorShown: Any = joined("Cursor", Cursor, lag=int)
+CursorModel: Any = merged_response_model("Cursor", CursorStatus, lag=int)
 
 
-class Status(Shown):
-    """One look at everything."""
+class Status(ResponseModel):
+    """Status of the installation."""
 
     schema_name: str = Field(serialization_alias="schema")
     at: datetime
-    cursor: CursorShown
+    cursor: CursorModel
     open_gaps: int
-    replicas: tuple[Replica, ...]
-    owed: int
+    replicas: tuple[ReplicaStatus, ...]
+    pending: int
     endpoints_total: int
     endpoints: tuple[EndpointStatus, ...]
     dead_letters: dict[str, int]
 
 
-class Replicas(Shown):
-    """The relays that are registered."""
+class Replicas(ResponseModel):
+    """Registered relays."""
 
-    items: tuple[Replica, ...]
+    items: tuple[ReplicaStatus, ...]
 
 
-class Examined(Shown):
-    """What the doctor found."""
+class DoctorReport(ResponseModel):
+    """Findings of the diagnostics."""
 
     schema_name: str = Field(serialization_alias="schema")
     problems: int
     warnings: int
-    findings: list[Finding]
+    findings: list[DoctorFinding]
 
 
-class Check(Shown):
-    """A promise, and the exceptions to it."""
+class VerifyCheck(ResponseModel):
+    """An invariant and its violations."""
 
     name: str
     promise: str
     violations: int
     examples: tuple[str, ...]
-    do: str | None
+    action: str | None
 
 
-class Audited(Shown):
-    """What an audit found."""
+class VerifyReport(ResponseModel):
+    """Result of an audit."""
 
     violations: int
-    checks: list[Check]
+    checks: list[VerifyCheck]
     counts: dict[str, int]
     seconds: float
 
@@ -109,37 +117,37 @@ async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
 
 
 async def _status(call: Call[StatusQuery, None]) -> dict[str, Any]:
-    seen = await status.read(call.db, call.schema, limit=call.query.limit)
-    return views.overview(call.schema, (await teller(call)).overview(seen))
+    seen = await status.read_overview(call.db, call.schema, limit=call.query.limit)
+    return views.overview(call.schema, (await redactor_for(call)).redact_overview(seen))
 
 
 async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:
-    return {"items": await status.replicas(call.db, call.schema)}
+    return {"items": await status.list_replicas(call.db, call.schema)}
 
 
 async def _doctor(call: Call[NoQuery, None]) -> dict[str, Any]:
     settings = call.settings
     policy = policy_of(settings)
-    look = Look(
+    context = DoctorContext(
         call.db,
         call.schema,
         listening=settings.notify and not settings.pooled,
         pooled=settings.pooled,
-        refusal=policy.refusal_of_url,
+        explain_url_rejection=policy.refusal_of_url,
         allow_networks=settings.allow_networks,
         keep=settings.keep,
     )
-    return examined(call.schema, [finding async for finding in examine(look)])
+    return doctor_report(call.schema, [finding async for finding in examine(context)])
 
 
 async def _verify(call: Call[NoQuery, None]) -> dict[str, Any]:
     try:
-        async with asyncio.timeout(VERIFY_S):
-            found: Audit = await audited(call.db, call.schema)
+        async with asyncio.timeout(VERIFY_TIMEOUT_S):
+            found: Audit = await run_audit(call.db, call.schema)
     except TimeoutError:
         raise Problem(
-            Kind.UNAVAILABLE,
-            f"the audit took over {VERIFY_S:.0f} s and was given up; run: outbox verify",
+            ProblemKind.UNAVAILABLE,
+            f"the audit exceeded {VERIFY_TIMEOUT_S:.0f} s and was cancelled; run: outbox verify",
         ) from None
     return found.as_json()
 
@@ -148,48 +156,48 @@ ROUTES = (
     Route(
         method="GET",
         path="/v1/me",
-        summary="What this token may do",
+        summary="Show the scopes and the tenant of this token",
         handler=_me,
-        asks=False,
+        needs_connection=False,
         scope=None,
-        tenants=For.ANYBODY,
-        answers={200: Me},
+        tenants=TenantAccess.ALL_CALLERS,
+        responses={200: Me},
     ),
     Route(
         method="GET",
         path="/v1/status",
-        summary="What is owed, failing and running",
+        summary="Show backlog, failures, dead letters and relays",
         handler=_status,
         scope="read",
         query=StatusQuery,
-        answers={200: Status},
+        responses={200: Status},
     ),
     Route(
         method="GET",
         path="/v1/replicas",
-        summary="The relays that are registered",
+        summary="List registered relays",
         handler=_replicas,
         scope="read",
-        answers={200: Replicas},
+        responses={200: Replicas},
     ),
     Route(
         method="GET",
         path="/v1/doctor",
-        summary="Preconditions and live health, with what to do; without the probe, which writes",
+        summary="Check preconditions and health, read-only (without the probe)",
         handler=_doctor,
         scope="read",
-        timeout_s=DOCTOR_S,
+        timeout_s=DOCTOR_TIMEOUT_S,
         long=True,
-        answers={200: Examined},
+        responses={200: DoctorReport},
     ),
     Route(
         method="POST",
         path="/v1/verify",
-        summary=f"Audit the tables, for at most {VERIFY_S:.0f} s; to repair is for the command",
+        summary=f"Audit the tables, read-only, for at most {VERIFY_TIMEOUT_S:.0f} s",
         handler=_verify,
         scope="operate",
-        timeout_s=VERIFY_S + 5,
+        timeout_s=VERIFY_TIMEOUT_S + 5,
         long=True,
-        answers={200: Audited},
+        responses={200: VerifyReport},
     ),
 )

@@ -1,26 +1,24 @@
-"""A tenant's token sees and touches what belongs to that tenant, and nothing else.
+"""Tenant isolation: a tenant token reads and changes objects of its tenant only.
 
-What is its own:
+A tenant owns:
 
-    an endpoint       that is for this tenant alone
+    an endpoint       for this tenant alone
     a dead letter     of such an endpoint, and of an event of this tenant (or a range,
-                      which has no event of its own)
-    a replay job      all of whose endpoints are its own
+                      which has no single event)
+    a replay job      if the tenant owns all of its endpoints
     a schedule, an event      of this tenant
-    a once key        that was claimed with a token of this tenant: they are kept apart
+    an idempotency key        claimed with a token of this tenant (separate key space)
 
-All the rest is as if it did not exist: 404, in the same words whether it is somebody
-else's or nobody's.  The rules are here and in `outbox.operations.tenancy`; which of them
-holds for a route stands in its row of the table, and a route that says nothing is not
-for such tokens at all.
+Other objects respond with the same 404 as missing ones.  The rules are here and in
+`outbox.operations.tenancy`; `Route.tenants` selects the rule of a route, and the default
+denies tenant tokens.
 
-An object is looked at before it is changed, by a statement of its own.  What it is told
-of its own is in `outbox.api.redaction`.
+Ownership is checked before a change, in a separate statement.  `outbox.api.redaction`
+redacts results.
 
-Names of endpoints and schedules are unique in the whole installation, so a name that is
-taken would tell that somebody else has it.  Therefore such a token gives only names that
-begin with its tenant's own first part (`name_prefix`), which no other tenant's begin
-with; what an operator named is not held to that, and may be called as it likes.
+Names of endpoints and schedules are unique in the whole installation, so a conflict would
+reveal another tenant's name.  Tenant tokens therefore create only names with the tenant's
+prefix (`name_prefix`), which no other tenant has.  Operators may choose any name.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from outbox.api.problem import Kind, Problem
-from outbox.api.route import ID_MAX, For
+from outbox.api.problem import Problem, ProblemKind
+from outbox.api.route import ID_MAX, TenantAccess
 from outbox.errors import NotFound, UsageError
 from outbox.operations import tenancy
-from outbox.operations.dead_letter_filter import Filter, Selection
+from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
 from outbox.store.routing_change import LOCK_CURSOR
 
 if TYPE_CHECKING:
@@ -46,34 +44,34 @@ if TYPE_CHECKING:
     from outbox.api.route import Caller, Route
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,60}")
-"""A tenant that can be the first part of a name."""
-NOT_YOURS = "there is nothing of this name or number that belongs to this token's tenant"
+"""Tenant names that can be used as a name prefix."""
+NOT_OWNED = "not found, or it does not belong to this token's tenant"
 
 
-def let_in(route: Route, caller: Caller) -> None:
-    """Refuse a tenant's token what is not for tenants.
+def require_tenant_access(route: Route, caller: Caller) -> None:
+    """Reject tenant tokens on routes for system tokens.
 
     Raises:
-        Problem: the route is about the system as a whole.
+        Problem: the route is for system tokens only.
     """
-    if caller.tenant is not None and route.tenants is For.SYSTEM:
+    if caller.tenant is not None and route.tenants is TenantAccess.SYSTEM:
         raise Problem(
-            Kind.NOT_FOR_TENANTS,
+            ProblemKind.NOT_FOR_TENANTS,
             f'"{caller.name}" is a token of the tenant "{caller.tenant}"; '
-            "this is about the system as a whole",
+            "this route needs a token without a tenant",
         )
 
 
 @asynccontextmanager
-async def steady(
+async def lock_endpoint_name(
     connection: Connection[Any], route: Route, tenant: str | None
 ) -> AsyncIterator[None]:
-    """While it lasts, the name in the path is the same endpoint's.
+    """Lock the mapping of endpoint names during a tenant's change.
 
-    Otherwise an operator who swaps the names of two endpoints, after the tenant's was looked
-    up and before it is changed, would have the tenant change the other one.
+    Without the lock, an operator could swap the names of two endpoints between the ownership
+    check and the change, and the tenant would change another tenant's endpoint.
     """
-    if tenant is None or route.method == "GET" or route.tenants is not For.ENDPOINT:
+    if tenant is None or route.method == "GET" or route.tenants is not TenantAccess.ENDPOINT:
         yield
         return
     async with connection.transaction(isolation="read_committed"):
@@ -81,121 +79,118 @@ async def steady(
         yield
 
 
-async def require_own(
+async def require_owned_path(
     connection: Connection[Any], route: Route, tenant: str | None, path: Mapping[str, str]
 ) -> None:
-    """Hold what the path names to be the tenant's own, before the handler sees it.
+    """Check that the tenant owns the object in the path.
 
     Raises:
-        NotFound: it is not.
+        NotFound: the tenant does not own it.
     """
     if tenant is None:
         return
     match route.tenants:
-        case For.ENDPOINT:
+        case TenantAccess.ENDPOINT:
             await require_endpoint(connection, tenant, path["name"])
-        case For.SCHEDULE:
+        case TenantAccess.SCHEDULE:
             if not await tenancy.owns_schedule(connection, tenant, path["name"]):
-                raise NotFound(NOT_YOURS)
-        case For.DEAD_LETTER:
-            await require_dead_letters(connection, tenant, [number(path["id"])])
-        case For.JOB:
-            if not await tenancy.owns_job(connection, tenant, number(path["id"])):
-                raise NotFound(NOT_YOURS)
+                raise NotFound(NOT_OWNED)
+        case TenantAccess.DEAD_LETTER:
+            await require_dead_letters(connection, tenant, [parse_id(path["id"])])
+        case TenantAccess.JOB:
+            if not await tenancy.owns_job(connection, tenant, parse_id(path["id"])):
+                raise NotFound(NOT_OWNED)
 
 
 async def require_endpoint(connection: Connection[Any], tenant: str | None, name: str) -> None:
-    """The same for an endpoint that stands somewhere else.
+    """Check that the tenant owns an endpoint.
 
     Raises:
-        NotFound: it is not the tenant's own.
+        NotFound: the tenant does not own it.
     """
     if tenant is not None and not await tenancy.owns_endpoint(connection, tenant, name):
-        raise NotFound(NOT_YOURS)
+        raise NotFound(NOT_OWNED)
 
 
 async def require_dead_letters(
     connection: Connection[Any], tenant: str | None, ids: Iterable[int]
 ) -> None:
-    """The same for dead letters.
+    """Check that the tenant owns dead letters.
 
     Raises:
-        NotFound: one of them is not the tenant's own.
+        NotFound: the tenant does not own all of them.
     """
     if tenant is not None and not await tenancy.owns_dead_letters(connection, tenant, set(ids)):
-        raise NotFound(NOT_YOURS)
+        raise NotFound(NOT_OWNED)
 
 
-def forced(tenant: str | None, said: str | None) -> str | None:
-    """The tenant that something new is of.
+def resolve_tenant(tenant: str | None, said: str | None) -> str | None:
+    """Return the tenant of a new object.
 
     Raises:
-        UsageError: somebody else's was said.
+        UsageError: the request names another tenant.
     """
     if tenant is not None and said not in (None, tenant):
-        raise UsageError(f'tenant: this token is for "{tenant}" alone; leave it out')
+        raise UsageError(f'tenant: this token is restricted to "{tenant}"; omit the field')
     return said if tenant is None else tenant
 
 
 def name_prefix(tenant: str) -> str:
-    """What the names begin with that this tenant's tokens give.
-
-    Up to the first dot it is of one tenant alone.
-    """
+    """Return the name prefix of a tenant, which is unique up to the first dot."""
     return f"{tenant if _PLAIN.fullmatch(tenant) else _digest(tenant, 16)}."
 
 
 def require_name(tenant: str | None, name: str) -> None:
-    """Hold a new name to those that the tenant may give.
+    """Check that a new name has the prefix of the tenant.
 
     Raises:
-        UsageError: it is none of them, whether somebody has it or not.
+        UsageError: the prefix is missing.
     """
     if tenant is None or name.startswith(name_prefix(tenant)):
         return
     prefix = name_prefix(tenant)
-    raise UsageError(f'name: this token gives names that begin with "{prefix}": "{prefix}{name}"')
+    raise UsageError(f'name: must begin with "{prefix}", for example "{prefix}{name}"')
 
 
-def listed(tenant: str | None, which: Filter) -> Filter:
-    """Dead letters that may be looked at, of those that are meant."""
-    return which if tenant is None else replace(which, owner=tenant)
+def restrict_filter(tenant: str | None, base: DeadLetterFilter) -> DeadLetterFilter:
+    """Restrict a filter to dead letters that the tenant may read."""
+    return base if tenant is None else replace(base, owner=tenant)
 
 
-def swept(tenant: str | None, which: Selection) -> Selection:
-    """Dead letters that may be swept; ranges, which have no tenant, are named one by one."""
+def restrict_selection(tenant: str | None, which: DeadLetterSelection) -> DeadLetterSelection:
+    """Restrict a bulk selection to the tenant; ranges have no tenant and are selected by id."""
     if tenant is None or which.ids:
         return which
-    own = replace(which.filter, tenant=forced(tenant, which.filter.tenant), owner=tenant)
-    return Selection(filter=own)
+    own = replace(which.filter, tenant=resolve_tenant(tenant, which.filter.tenant), owner=tenant)
+    return DeadLetterSelection(filter=own)
 
 
-def once_key(tenant: str | None, key: str) -> str:
-    """A once key as the table has it: what a tenant's token claims is apart from the rest.
+def stored_key(tenant: str | None, key: str) -> str:
+    """Return the stored form of an idempotency key: tenants have separate key spaces.
 
-    Otherwise it would be told whether somebody else has claimed it.
+    A shared key space would reveal which keys other tenants have claimed.
     """
     return key if tenant is None else _once_prefix(tenant) + key
 
 
-def told_once_key(tenant: str | None, key: str) -> str:
-    """And as whoever claimed it knows it."""
+def public_key(tenant: str | None, key: str) -> str:
+    """Return an idempotency key as the tenant gave it."""
     return key if tenant is None else key.removeprefix(_once_prefix(tenant))
 
 
-def number(text: str) -> int:
-    """The number that stands in a path.
+def parse_id(text: str) -> int:
+    """Parse an id in a path.
 
     Raises:
-        NotFound: it is none, so nothing is called so.
+        NotFound: the text is not an id.
     """
     if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= ID_MAX):
-        raise NotFound(f'"{text[:40]}" is not a number')
+        raise NotFound(f'"{text[:40]}" is not an id')
     return int(text)
 
 
 def _once_prefix(tenant: str) -> str:
-    # An application's own keys may well begin with a tenant's name, and none begins so.
+    # "@" and a digest: application keys may begin with a tenant's name, but not with this.
     return f"@{_digest(tenant, 32)}/"
 
 

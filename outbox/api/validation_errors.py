@@ -1,7 +1,6 @@
-"""What is wrong in a query or a body, in words of the API's.
+"""Validation errors in JSON terms.
 
-pydantic tells of types of Python's, and puts the branches of a union into the place: who
-asks has to know neither.
+pydantic's messages name Python types, and its locations contain the branches of a union.
 """
 
 from __future__ import annotations
@@ -11,27 +10,27 @@ import re
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.text import cut
+from outbox.core.model.text import truncate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from outbox.api.route import Model
+    from outbox.api.route import RequestModel
 
-_WORDS = {
+_JSON_TYPES = {
     "bool": "true or false",
-    "datetime": "a moment with its zone, such as 2026-01-31T12:00:00Z",
+    "datetime": "a time with its zone, such as 2026-01-31T12:00:00Z",
     "dict": "an object",
     "finite": "a number",
     "float": "a number",
-    "int": "a whole number",
+    "int": "an integer",
     "model": "an object",
-    "string": "a text",
-    "time": "a time ago such as 2h or 3d",
-    "timezone": "a moment with its zone, such as 2026-01-31T12:00:00Z",
-    "tuple": "a list",
+    "string": "a string",
+    "time": "an age such as 2h or 3d",
+    "timezone": "a time with its zone, such as 2026-01-31T12:00:00Z",
+    "tuple": "an array",
 }
-"""By what the kinds of pydantic's errors begin with."""
+"""JSON types by the prefix of pydantic's error types."""
 _BOUNDS = {
     "greater_than_equal": "at least {ge}",
     "greater_than": "above {gt:g}",
@@ -41,41 +40,41 @@ _BOUNDS = {
 _BRANCHES = frozenset(("bool", "datetime", "float", "int", "str", "timedelta"))
 
 
-def reason(errors: Sequence[Any], model: type[Model], where: str) -> str:
-    """The first mistake in one line, with its place.
+def describe_errors(errors: Sequence[Any], model: type[RequestModel], where: str) -> str:
+    """Describe the first error in one line, with its field.
 
     Args:
-        errors: what pydantic tells of a value for this model.
-        where: what the model is of: the query, the body.
+        errors: pydantic's errors for this model.
+        where: the part of the request: "the query" or "the body".
     """
     first = errors[0]
     parts = list(_place(first["loc"]))
     place = ".".join(parts) or where
     match first["type"]:
         case "extra_forbidden":
-            # Its own name, which may be called as a branch is: "?filter[type]=a".
-            return _unknown(str(first["loc"][-1]), model, where)
+            # The raw name, because it may look like a union branch: "?filter[type]=a".
+            return _unknown_field(str(first["loc"][-1]), model, where)
         case "missing":
-            return f"{place}: is missing"
+            return f"{place}: is required"
         case "too_short":
-            return f"{place}: has {first['ctx']['actual_length']}, must have at least one"
+            return f"{place}: has {first['ctx']['actual_length']} items, must have at least one"
         case "too_long":
             context = first["ctx"]
             return (
-                f"{place}: has {context['actual_length']}, at most {context['max_length']} go in "
-                "one request; send them in several"
+                f"{place}: has {context['actual_length']} items, at most {context['max_length']} "
+                "are allowed; split them into several requests"
             )
-    # What a union takes, all of its branches together.
+    # For a union, combine the expectations of all branches.
     same = [each for each in errors if list(_place(each["loc"])) == parts]
     for each in same:
         if each["type"] == "value_error":
             return f"{place}: {each['ctx']['error']}"
-    wanted = dict.fromkeys(each for error in same for each in _wanted(error))
-    return f"{place}: must be {' or '.join(wanted)}"
+    expected = dict.fromkeys(each for error in same for each in _expected(error))
+    return f"{place}: must be {' or '.join(expected)}"
 
 
 def _place(location: Sequence[int | str]) -> Iterator[str]:
-    """Names and numbers, up to what is only a branch of a union."""
+    """Field names and indexes of a location, without union branches."""
     return map(str, takewhile(lambda part: not _is_branch(part), location))
 
 
@@ -83,19 +82,20 @@ def _is_branch(part: int | str) -> bool:
     return isinstance(part, str) and (part in _BRANCHES or "[" in part)
 
 
-def _wanted(error: Any) -> list[str]:
-    """What may stand there."""
+def _expected(error: Any) -> list[str]:
     kind: str = error["type"]
     if kind == "literal_error":
         return re.findall(r"'([^']*)'", error["ctx"]["expected"])
     if kind in _BOUNDS:
         return [_BOUNDS[kind].format_map(error["ctx"])]
-    return [_WORDS.get(kind.partition("_")[0], "something else")]
+    return [_JSON_TYPES.get(kind.partition("_")[0], "another type")]
 
 
-def _unknown(name: str, model: type[Model], where: str) -> str:
+def _unknown_field(name: str, model: type[RequestModel], where: str) -> str:
     known = list(model.model_fields)
-    near = model.flags.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+    near = model.command_flags.get(name) or next(
+        iter(difflib.get_close_matches(name, known, 1)), None
+    )
     if near is not None:
-        return f'{where}: there is no "{cut(name)}"; did you mean "{near}"?'
-    return f'{where}: there is no "{cut(name)}"; it understands {", ".join(known) or "nothing"}'
+        return f'{where}: unknown field "{truncate(name)}"; did you mean "{near}"?'
+    return f'{where}: unknown field "{truncate(name)}"; known: {", ".join(known) or "none"}'

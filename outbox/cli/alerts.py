@@ -1,4 +1,4 @@
-"""`outbox alerts`."""
+"""`outbox alerts`: Prometheus alert rules and a Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Prometheus, 2.42 or later, in prometheus.yml:
       static_configs:
         - targets: ["relay-1:9090", "relay-2:9090"]
 
-Each relay runs with --health, and all that work beside one database and schema are
-scraped under one job: it tells installations apart. In Kubernetes the rules are the
-spec of a PrometheusRule, and the ServiceMonitor or PodMonitor says honorLabels: true,
-since the metrics have a label "endpoint" of their own.
+Start each relay with --health. Scrape all relays of one database and schema under one
+job; the job label identifies the installation. In Kubernetes, use the rules as the spec
+of a PrometheusRule, and set honorLabels: true in the ServiceMonitor or PodMonitor,
+because the metrics have their own label "endpoint".
 
-Grafana, 10 or later: Dashboards, New, Import, and paste the dashboard; or put the file
-where a dashboard provider looks. The data source is chosen at the top.
+Grafana 10 or later: import the dashboard under Dashboards, New, Import, or provision the
+file. Select the data source at the top of the dashboard.
 
-Thresholds are yours to change; each alert's annotation "runbook" names the command that
-tells more.
+Adjust the thresholds as needed. Each alert's annotation "runbook" names the command that
+shows the details.
 """
 )
 @click.argument("which", type=click.Choice(list(alerts.FILES)))
 def command(which: str) -> None:
-    """Print alerts for Prometheus, or a dashboard for Grafana.
+    """Print Prometheus alert rules or a Grafana dashboard for the relay's metrics.
 
-    They are for the metrics of outbox relay, and need no database.
+    Needs no database.
     """
     click.echo(alerts.read(which), nl=False)

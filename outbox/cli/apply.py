@@ -1,4 +1,4 @@
-"""`outbox apply`: endpoints as a file declares them."""
+"""`outbox apply`: apply endpoints from a declaration file."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from outbox.cli.common import (
     json_option,
     run_async,
     settings_options,
-    warn_of_networks,
+    warn_about_networks,
 )
 from outbox.cli.output import count, emit_json, style
 from outbox.core.model import endpoint_config
 from outbox.core.model.text import safe
 from outbox.destinations.http.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
-from outbox.operations.apply import apply
+from outbox.operations.apply import apply_file
 from outbox.operations.views.endpoints import applied
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.apply import Outcome
+    from outbox.operations.apply import ApplyOutcome
 
 _SIGNS = {"add": "+", "change": "~", "remove": "-", "keep": "="}
 _COLOURS = {"add": "green", "change": "yellow", "remove": "red", "keep": None}
 FILE_BYTES_MAX = 4 * 1024 * 1024
 VALUES_MAX = 1_000_000
-"""More than a file of that length has, unless it says the same thing over and over."""
+"""Limit after alias expansion; no file of `FILE_BYTES_MAX` without aliases has that many values."""
 
 
 @click.command(
@@ -52,7 +52,7 @@ A file:
     - name: audit
       url: https://audit.example.com/
       all_tenants: true
-      retry: {preset: plane, attempts: 8}
+      retry: {preset: stepped, attempts: 8}
 
 \b
 Examples:
@@ -63,49 +63,53 @@ Examples:
 )
 @click.option(
     "-f", "--file", "path", required=True, metavar="FILE",
-    help="YAML, or JSON or TOML by its ending; - is stdin, in YAML.",
+    help="YAML file, or JSON or TOML by its extension; - reads YAML from stdin.",
 )  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would change; change nothing.")
 @click.option("--prune", is_flag=True, help="Remove endpoints that are not in the file.")
-@click.option("--give-up", is_flag=True, help="With --prune: also those that are owed deliveries.")
+@click.option(
+    "--dead-letter",
+    is_flag=True,
+    help="With --prune: dead-letter the pending deliveries of removed endpoints.",
+)
 @json_option
 @settings_options
 def command(
-    settings: Settings, path: str, dry_run: bool, prune: bool, give_up: bool, as_json: bool
+    settings: Settings, path: str, dry_run: bool, prune: bool, dead_letter: bool, as_json: bool
 ) -> None:
-    """Make the endpoints what a file declares: all of it, or nothing.
+    """Apply endpoints from a file, all of them or none.
 
-    What the file does not say is the default, so saying it again changes
-    nothing.  An endpoint is known by its name, or by its id where the file has
-    one: with that, another name renames it.  Signing secrets of new endpoints
-    are shown this once.  Pausing and the like is not declared, and stays.
+    Omitted settings have their defaults, so applying a file twice changes nothing.
+    An endpoint is identified by its id, if the file has one, or else by its name; with
+    an id, a different name renames it. Signing secrets of new endpoints are shown
+    once. The state (paused, disabled) is not part of the file, and stays.
     """
-    if give_up and not prune:
-        raise UsageError("--give-up is about what --prune removes; say both")
+    if dead_letter and not prune:
+        raise UsageError("--dead-letter requires --prune")
     try:
-        declared = endpoint_config.read(_document(path))
+        declared = endpoint_config.parse_file(_document(path))
         policy = policy_of(settings)
         check_declared(declared, policy)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 
-    vault = Vault.of(settings)
+    vault = Vault.from_settings(settings)
 
-    async def go() -> Outcome:
+    async def apply_declarations() -> ApplyOutcome:
         async with database(settings) as connection:
-            return await apply(
+            return await apply_file(
                 connection,
                 settings.schema_name,
                 declared,
                 actor=actor(),
                 prune=prune,
-                give_up=give_up,
+                dead_letter=dead_letter,
                 dry_run=dry_run,
                 vault=vault,
             )
 
     try:
-        outcome = run_async(go())
+        outcome = run_async(apply_declarations())
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     opened = {
@@ -115,18 +119,18 @@ def command(
     }
     for each in declared:
         if each.settings.name in opened:
-            warn_of_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
+            warn_about_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
     if as_json:
         emit_json(applied(outcome, dry_run=dry_run))
     else:
         _show(outcome, dry_run=dry_run)
 
 
-def _show(outcome: Outcome, *, dry_run: bool) -> None:
+def _show(outcome: ApplyOutcome, *, dry_run: bool) -> None:
     for step in outcome.steps:
         line = f"{_SIGNS[step.action]} {step.name}"
-        if step.owed:
-            line += f" (gives up {count(step.owed, 'delivery')})"
+        if step.pending:
+            line += f" (dead-letters {count(step.pending, 'delivery')})"
         click.echo(style(safe(line), fg=_COLOURS[step.action]))
         for each in step.differences:
             click.echo(safe(f"    {each.setting}: {each.old} -> {each.new}"))
@@ -134,29 +138,29 @@ def _show(outcome: Outcome, *, dry_run: bool) -> None:
             click.echo(f"    secret: {step.secret}")
     if outcome.others:
         names = " ".join(outcome.others)
-        click.echo(safe(f"not in the file, and left alone (--prune removes them): {names}"))
+        click.echo(safe(f"not in the file, unchanged (--prune removes them): {names}"))
     changes = count(outcome.changes, "endpoint")
     if not outcome.changes:
         click.echo("nothing to change")
     elif dry_run:
-        click.echo(f"{changes} would change; nothing was done")
+        click.echo(f"{changes} would change; nothing was changed")
     else:
         click.echo(f"{changes} changed")
     if any(step.secret for step in outcome.steps):
-        click.echo("Keep the secrets now: they are not shown again.", err=True)
+        click.echo("Save the secrets now; they are not shown again.", err=True)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML's plain values; a key that stands there twice is a mistake.
+    """A YAML loader that rejects duplicate keys and alias bombs.
 
-    Otherwise the last one would win without a word.  Nor may a file of a few lines become
-    more than fits into the memory, by naming again and again what names something else.
+    PyYAML silently keeps the last of several duplicate keys, and nested aliases can
+    expand a file of a few lines beyond the memory ("billion laughs").
     """
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if node is not None:
-            _hold_to_size(node, {})
+            _check_size(node, {})
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -164,23 +168,23 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
-                    None, None, "a name is a list or a mapping", key.start_mark
+                    None, None, "a key is a list or a mapping", key.start_mark
                 )
             name = str(key.value)
             if name in seen and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(
-                    None, None, f'"{name}" stands there twice', key.start_mark
+                    None, None, f'duplicate key "{name}"', key.start_mark
                 )
             seen.add(name)
         return dict(super().construct_mapping(node, deep=deep))
 
 
-def _hold_to_size(node: Any, sizes: dict[int, int]) -> int:
-    """How many values a node is, written out.
+def _check_size(node: Any, sizes: dict[int, int]) -> int:
+    """Count the values of a node after alias expansion.
 
     Raises:
-        UsageError: more than can be meant.
-        RecursionError: it holds itself.
+        UsageError: there are more than `VALUES_MAX`.
+        RecursionError: an alias refers to a node that contains it.
     """
     if (known := sizes.get(id(node))) is not None:
         return known
@@ -189,25 +193,29 @@ def _hold_to_size(node: Any, sizes: dict[int, int]) -> int:
         parts = node.value
     elif isinstance(node, yaml.MappingNode):
         parts = [each for pair in node.value for each in pair]
-    size = sizes[id(node)] = 1 + sum(_hold_to_size(each, sizes) for each in parts)
+    size = sizes[id(node)] = 1 + sum(_check_size(each, sizes) for each in parts)
     if size > VALUES_MAX:
         line = node.start_mark.line + 1
-        raise UsageError(f"line {line}: with all that it names, more than {VALUES_MAX} values")
+        raise UsageError(f"line {line}: expands to more than {VALUES_MAX} values by its aliases")
     return size
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The same for JSON."""
-    made: dict[str, Any] = {}
+    """Reject duplicate keys in JSON objects."""
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in made:
-            raise ValueError(f'"{key}" stands there twice')
-        made[key] = value
-    return made
+        if key in result:
+            raise ValueError(f'duplicate key "{key}"')
+        result[key] = value
+    return result
 
 
 def _document(path: str) -> Any:
-    """What a file holds, whatever it is written in."""
+    """Parse a declaration file in YAML, JSON or TOML.
+
+    Raises:
+        UsageError: the file cannot be read or parsed.
+    """
     raw = _bytes(path)
     if len(raw) > FILE_BYTES_MAX:
         raise UsageError(f"is longer than {FILE_BYTES_MAX} bytes")
@@ -224,8 +232,8 @@ def _document(path: str) -> Any:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UsageError(f"{line}{error.problem}") from None
     except (AttributeError, LookupError, TypeError) as error:
-        # So PyYAML fails at "!!bool maybe" and "!!timestamp soon".
-        raise UsageError(f"cannot be read: a value is not what its tag says: {error}") from None
+        # PyYAML's errors for values such as "!!bool maybe" and "!!timestamp soon".
+        raise UsageError(f"cannot be read: a value does not match its tag: {error}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"cannot be read: {error}") from None
 

@@ -1,4 +1,4 @@
-"""What all commands share: options, the connection, the actor's name."""
+"""Shared parts of the commands: options, the database connection, warnings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 
 from outbox.config import Settings, load
 from outbox.core.model import duration
-from outbox.core.model.cloud_metadata_ranges import exposing
+from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
 from outbox.core.model.text import one_line
 from outbox.errors import UsageError
 from outbox.store.connection import dsn
@@ -35,18 +35,20 @@ T = TypeVar("T")
 LIMIT_MAX = 10_000
 CLOSE_TIMEOUT_S = 2.0
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one line of JSON on stdout."
+)
 limit_option = click.option(
     "--limit",
     type=click.IntRange(1, LIMIT_MAX),
     default=100,
     show_default=True,
-    help="At most so many rows.",
+    help="Maximum number of rows.",
 )
 
 
 def settings_options(command: Callable[..., T]) -> Callable[..., T]:
-    """The options that every command has; it gets `settings` for them."""
+    """Add --dsn, --schema and --config; the command receives them as `settings`."""
 
     @functools.wraps(command)
     def with_settings(
@@ -56,10 +58,12 @@ def settings_options(command: Callable[..., T]) -> Callable[..., T]:
         return command(settings=load(flags, config=config), **arguments)
 
     for option in (
-        click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml."),
-        click.option("--schema", metavar="NAME", help="Schema of the outbox; default: relay."),
+        click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml."),
         click.option(
-            "--dsn", metavar="DSN", help="The database; better set as OUTBOX_DSN, which ps hides."
+            "--schema", metavar="NAME", help="Schema of the outbox tables; default: relay."
+        ),
+        click.option(
+            "--dsn", metavar="DSN", help="Database DSN; prefer OUTBOX_DSN, because ps shows flags."
         ),
     ):
         with_settings = option(with_settings)
@@ -68,16 +72,16 @@ def settings_options(command: Callable[..., T]) -> Callable[..., T]:
 
 @asynccontextmanager
 async def database(settings: Settings, *, current: bool = True) -> AsyncIterator[Connection[Any]]:
-    """A connection for one command.
+    """Open a database connection for one command.
 
     Args:
-        current: hold the schema to this version first.  Not for those who only
-            publish: their role cannot see the history.
+        current: check first that the schema has this program's version.  False for
+            commands that only publish: a producer's role cannot read the migration history.
 
     Raises:
-        OutboxError: everything that `connect` and `require_current` raise.
+        OutboxError: any error of `connect` and `require_current`.
     """
-    address = dsn.of(settings)
+    address = dsn.from_settings(settings)
     for warning in address.warnings:
         warn(warning)
     connection = await connect(
@@ -92,17 +96,16 @@ async def database(settings: Settings, *, current: bool = True) -> AsyncIterator
         yield connection
         await connection.close(timeout=CLOSE_TIMEOUT_S)
     finally:
-        # After a failure or Ctrl-C nobody waits for a server's goodbye.
+        # After a failure or Ctrl-C, do not wait for the server to close the connection.
         connection.terminate()
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine to its end."""
     return asyncio.run(main)
 
 
-async def until_told(work: Coroutine[Any, Any, T]) -> T:
-    """Run it; a closed terminal or SIGTERM takes it down as Ctrl-C does."""
+async def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine; SIGTERM and SIGHUP (a closed terminal) cancel it as Ctrl-C does."""
     running = asyncio.ensure_future(work)
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
@@ -113,23 +116,23 @@ async def until_told(work: Coroutine[Any, Any, T]) -> T:
 
 
 def warn(message: str) -> None:
-    """One line on stderr; stdout belongs to the answer."""
+    """Print a one-line warning on stderr; stdout is for the result."""
     click.echo(f"outbox: warning: {one_line(message)}", err=True)
 
 
-def warn_of_networks(name: str, networks: Iterable[str | Network]) -> None:
-    """Say on stderr which networks that are opened lead to a metadata service."""
-    for why in exposing(networks):
+def warn_about_networks(name: str, networks: Iterable[str | Network]) -> None:
+    """Warn about allowed networks that expose a cloud metadata service."""
+    for why in exposed_metadata_warnings(networks):
         warn(f"{name}: {why}; open narrower ranges")
 
 
-def tell_more(last: object) -> None:
-    """Say on stderr that --limit cut something off, and how to go on."""
-    click.echo(f"there are more; go on with: --after {shlex.quote(str(last))}", err=True)
+def print_next_page(last: object) -> None:
+    """Print on stderr how to get the next page, after --limit cut the list."""
+    click.echo(f"more rows exist; next page: --after {shlex.quote(str(last))}", err=True)
 
 
 def actor() -> str:
-    """Who does this, for the journal: `user@host`."""
+    """The actor for journal entries: `user@host`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -138,25 +141,25 @@ def actor() -> str:
 
 
 def require_http_url(name: str, text: str) -> None:
-    """Refuse what is no URL to be asked, in the name of its argument.
+    """Check that a URL argument is http or https.
 
     Raises:
-        UsageError: it is neither http nor https.
+        UsageError: the URL has another scheme; the message names the argument.
     """
     if not text.startswith(("http://", "https://")):
-        raise UsageError(f"{name}: {text!r} does not begin with http:// or https://")
+        raise UsageError(f"{name}: {text!r} does not start with http:// or https://")
 
 
 def duration_s(text: str) -> float:
-    """Seconds of a positive time: `90`, `90s`, `10m`, `2h`, `1d`.
+    """Parse a positive duration such as `90`, `90s`, `10m`, `2h` or `1d` into seconds.
 
     Raises:
-        click.BadParameter: it is none.
+        click.BadParameter: the text is no duration, or zero.
     """
     try:
         seconds = duration.parse(text)
     except UsageError as error:
         raise click.BadParameter(str(error)) from None
     if not seconds:
-        raise click.BadParameter(f'"{text}" is not a time to wait')
+        raise click.BadParameter(f'"{text}" is not a positive duration')
     return seconds

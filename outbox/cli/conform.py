@@ -1,4 +1,4 @@
-"""`outbox conform`: is a receiver one that a relay can rely on?"""
+"""`outbox conform`: test a receiver against the protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outbox.core.model.text import safe
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
-    from outbox.devtools.conformance.grading import Grade
+    from outbox.devtools.conformance.grading import CaseGrade
 
 OTHER_SECRET = "whsec_" + base64.b64encode(b"a secret that nobody has").decode()
 VECTORS_AT = 1_770_000_000
@@ -29,30 +29,28 @@ VECTORS_ENDPOINT = uuid.UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
 Examples:
   OUTBOX_SECRET=whsec_… outbox conform http://127.0.0.1:9000/hooks
   outbox conform http://127.0.0.1:9000/hooks --processed http://127.0.0.1:9000/processed
-  outbox conform --vectors > vectors.json      the same cases, for tests of your own
+  outbox conform --vectors > vectors.json      test vectors for your own tests
 
-Give the receiver a database of its own: it is sent events of the type conform.check,
-and forgeries, copies, gaps and replays of them. Exit code 1: it fails some of the cases.
+Use a receiver with a separate database: it is sent events of type conform.check, and
+forged, duplicate, missing and replayed ones. Exit code 1 means that a case failed.
 """
 )
 @click.argument("url", required=False)
 @click.option(
     "--secret",
     metavar="SECRET",
-    help="The whsec_… that the receiver knows. Better set as OUTBOX_SECRET, which ps hides.",
+    help="Signing secret of the receiver, whsec_…; prefer OUTBOX_SECRET, because ps shows flags.",
 )
 @click.option(
     "--processed",
     metavar="URL",
-    help="Answers GET with a JSON array of the ids of all events processed: checks that each "
-    "was, once.",
+    help="URL that returns a JSON array of the ids of all processed events; used to check that "
+    "each was processed exactly once.",
 )
-@click.option(
-    "--checkpoints", is_flag=True, help="It wants checkpoints: there are cases about them, too."
-)
-@click.option("--batches", is_flag=True, help="It wants batches: there are cases about them, too.")
+@click.option("--checkpoints", is_flag=True, help="Also test checkpoints.")
+@click.option("--batches", is_flag=True, help="Also test batches.")
 @click.option("--vectors", is_flag=True, help="Print the cases as JSON, with fixed times.")
-@click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml.")
+@click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
 @json_option
 def command(
     url: str | None,
@@ -64,10 +62,10 @@ def command(
     config: str | None,
     as_json: bool,
 ) -> None:
-    """Grade a receiver, in whatever language it is written.
+    """Test a receiver, in any language, against the delivery protocol.
 
-    It is sent what a relay sends on its worst days, and what somebody sends who is no
-    relay; its answers tell how it does.
+    Sends valid deliveries, duplicates, gaps, replays and forged requests, and checks
+    the receiver's responses.
     """
     from outbox.testing.sender import SECRET
 
@@ -75,7 +73,7 @@ def command(
         _print_vectors(secret or SECRET, checkpoints, batches)
         return
     if url is None:
-        raise UsageError("URL: say where the receiver listens, or --vectors")
+        raise UsageError("URL: give the URL of the receiver, or --vectors")
     for text in (url, processed):
         if text is not None:
             require_http_url("URL", text)
@@ -83,7 +81,7 @@ def command(
     if secret is None and settings.secret is not None:
         secret = settings.secret.get_secret_value()
     if secret is None:
-        raise UsageError("--secret: say which one the receiver knows, or set OUTBOX_SECRET")
+        raise UsageError("--secret: give the signing secret of the receiver, or set OUTBOX_SECRET")
     grades = run_async(_grade(url, secret, processed, checkpoints, batches, as_json))
     failed = sum(not grade.passed for grade in grades)
     if as_json:
@@ -93,19 +91,19 @@ def command(
         good = style("conforms", fg="green") if not failed else style("does not conform", fg="red")
         click.echo(f"{len(grades) - failed} of {len(grades)} cases passed: it {good}")
         if processed is None:
-            click.echo("whether each event was processed once was not seen; see --processed")
+            click.echo("not checked: that each event was processed exactly once; see --processed")
     if failed:
         raise click.exceptions.Exit(1)
 
 
 async def _grade(
     url: str, secret: str, processed: str | None, checkpoints: bool, batches: bool, as_json: bool
-) -> list[Grade]:
+) -> list[CaseGrade]:
     from outbox.devtools.conformance.cases import cases
     from outbox.devtools.conformance.grading import grade
 
     endpoint_id = uuid.UUID(bytes=random_secrets.token_bytes(16), version=4)
-    told = cases(
+    test_cases = cases(
         secret,
         endpoint_id,
         time.time,
@@ -114,7 +112,7 @@ async def _grade(
         batches=batches,
     )
 
-    def show(done: Grade) -> None:
+    def show(done: CaseGrade) -> None:
         if as_json:
             return
         if done.passed:
@@ -123,13 +121,13 @@ async def _grade(
             click.echo(f"  {style('failed', fg='red')}  {done.case}: {safe(done.failure or '')}")
             click.echo(f"          ({done.why})")
 
-    return await grade(url, told, processed_url=processed, told=show)
+    return await grade(url, test_cases, processed_url=processed, on_grade=show)
 
 
 def _print_vectors(secret: str, checkpoints: bool, batches: bool) -> None:
     from outbox.devtools.conformance.cases import cases, vectors
 
-    told = cases(
+    test_cases = cases(
         secret,
         VECTORS_ENDPOINT,
         lambda: VECTORS_AT,
@@ -137,8 +135,10 @@ def _print_vectors(secret: str, checkpoints: bool, batches: bool) -> None:
         checkpoints=checkpoints,
         batches=batches,
     )
-    # What is far too large is not worth printing.
+    # Omit the cases with very large bodies.
     small = tuple(
-        case for case in told if sum(len(step.request.body) for step in case.steps) < 1_000_000
+        case
+        for case in test_cases
+        if sum(len(step.request.body) for step in case.steps) < 1_000_000
     )
     emit_json({"secret": secret, "now": VECTORS_AT, "cases": list(vectors(small))})

@@ -1,4 +1,4 @@
-"""`outbox dead`: list, count, show, replay, discard."""
+"""`outbox dead`: list, count, show, replay and discard dead letters."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from outbox.cli.common import (
     database,
     json_option,
     limit_option,
+    print_next_page,
     run_async,
     settings_options,
-    tell_more,
 )
 from outbox.cli.main import Group
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.operations import dead_letter_filter, dead_letters, replays
 from outbox.operations import discard as discards
-from outbox.operations.dead_letter_filter import Selection
-from outbox.operations.replays import Outcome
+from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.replays import ReplayOutcome
 from outbox.operations.views import dead_letters as views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.operations.dead_letters import DeadLetter, DeadRow, ReplayRow
+    from outbox.operations.dead_letters import DeadLetter, DeadLetterRow, ReplayRow
 
 
 _SKIPPED = {
     "erased": "erased",
     "disabled": "of disabled endpoints",
     "removed": "of removed endpoints",
-    "replaying": "replaying already",
+    "replaying": "already being replayed",
     "discarded": "discarded",
 }
 
 
-def _numbers(row: DeadRow) -> str:
+def _sequences(row: DeadLetterRow) -> str:
     if row.to_sequence == row.sequence:
         return str(row.sequence)
     return f"{row.sequence}-{row.to_sequence}"
 
 
-def _state(row: DeadRow) -> str:
+def _state(row: DeadLetterRow) -> str:
     return row.state if row.again is None else f"dead again as {row.again}"
 
 
-_COLUMNS: tuple[tuple[str, Callable[[DeadRow], Any]], ...] = (
+_COLUMNS: tuple[tuple[str, Callable[[DeadLetterRow], Any]], ...] = (
     ("id", lambda row: row.id),
     ("state", _state),
     ("endpoint", lambda row: row.endpoint),
     ("lane", lambda row: row.lane),
-    ("number", _numbers),
+    ("sequence", _sequences),
     ("type", lambda row: row.type),
     ("reason", lambda row: row.reason),
     ("status", lambda row: row.status),
@@ -68,9 +68,10 @@ _COLUMNS: tuple[tuple[str, Callable[[DeadRow], Any]], ...] = (
 def command() -> None:
     """List, count, show, replay and discard dead letters.
 
-    A dead letter is a delivery that was given up: refused by its receiver, out
-    of attempts, expired, or owed to an endpoint that was disabled or removed;
-    such ones are together, as a range of numbers for each lane.
+    A dead letter is a delivery that is no longer attempted: its receiver rejected
+    it, its retries are exhausted, it expired, or its endpoint was disabled or
+    removed. Disabling or removing an endpoint turns its pending deliveries into one
+    dead letter per lane, which covers a range of sequence numbers.
     """
 
 
@@ -89,11 +90,14 @@ Examples:
     type=click.Choice([*dead_letters.STATES, "all"]),
     default="dead",
     show_default=True,
-    help="Sent again: replaying, then replayed or dead_again; discarded: set aside.",
+    help="A replay changes dead to replaying, then to replayed or dead_again.",
 )
 @limit_option
 @click.option(
-    "--after", type=click.IntRange(0, filter_options.ID_MAX), default=0, help="Only ids above this."
+    "--after",
+    type=click.IntRange(0, filter_options.ID_MAX),
+    default=0,
+    help="Only IDs above this (paging).",
 )
 @json_option
 @settings_options
@@ -107,23 +111,25 @@ def list_(
         else tuple(s for s in dead_letters.STATES if s == state)
     )
 
-    async def go() -> None:
+    async def print_page() -> None:
         async with database(settings) as connection:
             rows = await dead_letters.page(
                 connection,
                 settings.schema_name,
-                only=filter_options.of(await dead_letter_filter.now(connection), chosen),
+                only=filter_options.build_filter(
+                    await dead_letter_filter.read_now(connection), chosen
+                ),
                 states=states,
                 limit=limit + 1,
                 after=after,
             )
         rows, more = rows[:limit], len(rows) > limit
         if more:
-            tell_more(rows[-1].id)
+            print_next_page(rows[-1].id)
         if as_json:
             emit_json(rows)
             return
-        # Where all are in the same state, a column of it tells nothing.
+        # Omit the state column when all rows have the same state.
         columns = [c for c in _COLUMNS if state in ("all", "dead_again") or c[0] != "state"]
         emit_table(
             [name for name, _ in columns],
@@ -131,7 +137,7 @@ def list_(
             "no dead letters",
         )
 
-    run_async(go())
+    run_async(print_page())
 
 
 @command.command(
@@ -148,12 +154,14 @@ Examples:
 def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
     """Count dead letters by endpoint, reason and state."""
 
-    async def go() -> list[dead_letters.Count]:
+    async def read_counts() -> list[dead_letters.DeadLetterCount]:
         async with database(settings) as connection:
-            only = filter_options.of(await dead_letter_filter.now(connection), chosen)
-            return await dead_letters.counts(connection, settings.schema_name, only=only)
+            only = filter_options.build_filter(
+                await dead_letter_filter.read_now(connection), chosen
+            )
+            return await dead_letters.count_by_state(connection, settings.schema_name, only=only)
 
-    found = views.counts(run_async(go()))
+    found = views.counts(run_async(read_counts()))
     if as_json:
         emit_json(found)
         return
@@ -180,17 +188,17 @@ Example:
 @json_option
 @settings_options
 def show(settings: Settings, dead_id: int, as_json: bool) -> None:
-    """Show a dead letter with its event and the last answer."""
+    """Show a dead letter with its event and the last response of the receiver."""
 
-    async def go() -> None:
+    async def print_details() -> None:
         async with database(settings) as connection:
             letter = await dead_letters.get(connection, settings.schema_name, dead_id)
         if as_json:
-            emit_json(views.letter(letter))
+            emit_json(views.dead_letter(letter))
         else:
             _show(letter)
 
-    run_async(go())
+    run_async(print_details())
 
 
 @command.command(
@@ -200,7 +208,7 @@ Examples:
   outbox dead replay --endpoint billing --since 2h --dry-run
   outbox dead replay --reason exhausted --type "order.*" --rate 50
 
-How far it is, and to abort it: outbox replay list | show | abort
+To follow or abort the replay: outbox replay list | show | abort
 """
 )
 @filter_options.filter_options()
@@ -219,53 +227,55 @@ def replay(
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """Send dead letters again, at the end of their lanes.
+    """Replay dead letters at the end of their lanes.
 
-    Each is a new delivery with a number of its own and the same X-Delivery, and
-    its attempts start again; a range becomes as many as it holds. They go no
-    faster than live events allow.
+    Each becomes a new delivery with its own sequence number and the same
+    X-Delivery, and its attempts start again; a range becomes one delivery per
+    sequence number. Live events have priority over replays.
     """
-    filter_options.require_some(ids, everything, chosen)
+    filter_options.require_selection(ids, everything, chosen)
 
-    async def go() -> None:
+    async def replay_dead_letters() -> None:
         schema = settings.schema_name
         async with database(settings) as connection:
-            only = filter_options.of(await dead_letter_filter.now(connection), chosen)
-            which = Selection(ids, only, everything)
+            only = filter_options.build_filter(
+                await dead_letter_filter.read_now(connection), chosen
+            )
+            which = DeadLetterSelection(ids, only, everything)
             if dry_run:
-                _, outcome = await replays.plan(connection, schema, which)
-                _tell_plan("replaying", outcome, as_json)
+                _, outcome = await replays.plan_replay(connection, schema, which)
+                _print_plan("replaying", outcome, as_json)
                 return
-            outcome = await replays.replay(
+            outcome = await replays.start_replay(
                 connection, schema, which, actor=actor(), rate_per_s=rate_per_s
             )
             if not as_json:
-                _tell("replaying", outcome, as_json)
+                _print_result("replaying", outcome, as_json)
             job = None
             if outcome.job is not None:
-                # What is named by number is few, and nobody need watch it.
-                stay = False if wait is None and ids else wait
+                # Dead letters selected by ID are few, so do not wait by default.
+                follow_job = False if wait is None and ids else wait
                 job = await progress.follow(
-                    connection, schema, outcome.job, wait=stay, as_json=as_json
+                    connection, schema, outcome.job, wait=follow_job, as_json=as_json
                 )
             if job is not None:
-                progress.tell(job, as_json=as_json)
+                progress.print_result(job, as_json=as_json)
             elif as_json:
-                _tell("replaying", outcome, as_json)
+                _print_result("replaying", outcome, as_json)
 
-    run_async(go())
+    run_async(replay_dead_letters())
 
 
 @command.command(
     epilog="""\b
 Examples:
-  outbox dead discard 42 --reason "the customer left"
+  outbox dead discard 42 --comment "the customer left"
   outbox dead discard --type "cart.*" --until 30d --dry-run
 """
 )
-@filter_options.filter_options("--given-up")
+@filter_options.filter_options()
 @filter_options.selection_options
-@click.option("--reason", metavar="TEXT", help="Kept in the journal, beside who did it.")
+@click.option("--comment", metavar="TEXT", help="Reason, recorded in the journal with the actor.")
 @json_option
 @settings_options
 def discard(
@@ -273,58 +283,60 @@ def discard(
     ids: tuple[int, ...],
     everything: bool,
     dry_run: bool,
-    reason: str | None,
+    comment: str | None,
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """Set dead letters aside for good."""
-    filter_options.require_some(ids, everything, chosen)
+    """Discard dead letters permanently."""
+    filter_options.require_selection(ids, everything, chosen)
 
-    async def go() -> None:
+    async def discard_dead_letters() -> None:
         schema = settings.schema_name
         async with database(settings) as connection:
-            which = Selection(
-                ids, filter_options.of(await dead_letter_filter.now(connection), chosen), everything
+            which = DeadLetterSelection(
+                ids,
+                filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen),
+                everything,
             )
             if dry_run:
-                _tell_plan(
+                _print_plan(
                     "discarded",
-                    Outcome(await discards.count(connection, schema, which), {}),
+                    ReplayOutcome(await discards.count_discardable(connection, schema, which), {}),
                     as_json,
                 )
                 return
             outcome = await discards.discard(
-                connection, schema, which, actor=actor(), reason=reason
+                connection, schema, which, actor=actor(), comment=comment
             )
-        _tell("discarded", outcome, as_json)
+        _print_result("discarded", outcome, as_json)
 
-    run_async(go())
+    run_async(discard_dead_letters())
 
 
-def _tell_plan(verb: str, outcome: Outcome, as_json: bool) -> None:
+def _print_plan(verb: str, outcome: ReplayOutcome, as_json: bool) -> None:
     if as_json:
         emit_json(views.planned(verb, outcome))
         return
-    what = "sent again" if verb == "replaying" else verb
-    click.echo(f"would be {what}: {count(outcome.done, 'dead letter')}; nothing was done")
-    _tell_skipped(outcome)
+    what = "replay" if verb == "replaying" else "discard"
+    click.echo(f"would {what} {count(outcome.done, 'dead letter')}; nothing was changed")
+    _print_skipped(outcome)
     if outcome.by_endpoint and len(outcome.by_endpoint) > 1:
         emit_table(["endpoint", "dead letters"], list(outcome.by_endpoint.items()), "")
 
 
-def _tell(verb: str, outcome: Outcome, as_json: bool) -> None:
+def _print_result(verb: str, outcome: ReplayOutcome, as_json: bool) -> None:
     if as_json:
         emit_json(views.done(verb, outcome))
         return
     job = "" if outcome.job is None else f" (replay job {outcome.job})"
     click.echo(f"{verb} {count(outcome.done, 'dead letter')}{job}")
-    _tell_skipped(outcome)
+    _print_skipped(outcome)
 
 
-def _tell_skipped(outcome: Outcome) -> None:
+def _print_skipped(outcome: ReplayOutcome) -> None:
     if outcome.skipped:
-        left = ", ".join(f"{n} {_SKIPPED[why]}" for why, n in outcome.skipped.items())
-        click.echo(f"left alone: {left}")
+        skipped = ", ".join(f"{n} {_SKIPPED[reason]}" for reason, n in outcome.skipped.items())
+        click.echo(f"skipped: {skipped}")
 
 
 def _show(letter: DeadLetter) -> None:
@@ -335,10 +347,10 @@ def _show(letter: DeadLetter) -> None:
             ("state", _state(row)),
             ("endpoint", row.endpoint),
             ("lane", row.lane),
-            ("number", _numbers(row)),
+            ("sequence", _sequences(row)),
             ("reason", row.reason),
             ("attempts", row.attempts),
-            ("given up", row.at),
+            ("dead-lettered", row.at),
             ("event", row.event),
             ("type", row.type),
             ("tenant", letter.tenant),
@@ -347,18 +359,18 @@ def _show(letter: DeadLetter) -> None:
             ("expires", letter.expires_at),
             ("headers", letter.headers),
             ("payload", letter.payload),
-            ("last answer", letter.last_answer),
-            *(("sent again", _again(row, again)) for again in letter.replays),
+            ("last response", letter.last_response),
+            *(("replayed", _describe_replay(row, again)) for again in letter.replays),
         ]
     )
 
 
-def _again(row: DeadRow, again: ReplayRow) -> str:
-    numbers = row.to_sequence - row.sequence + 1
+def _describe_replay(row: DeadLetterRow, again: ReplayRow) -> str:
+    sequences = row.to_sequence - row.sequence + 1
     if not again.taken:
         where = "not yet"
     elif again.lane:
-        where = f"as number {again.sequence} of lane {again.lane}"
+        where = f"as sequence {again.sequence} of lane {again.lane}"
     else:
-        where = f"{again.taken} of {count(numbers, 'number')}"
-    return f"{where}, asked for at {cell(again.asked_at)}"
+        where = f"{again.taken} of {count(sequences, 'delivery')}"
+    return f"{where}, requested at {cell(again.requested_at)}"

@@ -1,4 +1,4 @@
-"""`outbox demo`: the shop window."""
+"""`outbox demo`: a complete example on a temporary PostgreSQL."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import json_option, run_async, until_told
+from outbox.cli.common import json_option, run_async, run_until_signal
 from outbox.cli.output import emit_json, style
 
 if TYPE_CHECKING:
-    from outbox.devtools.demo.run import Result
+    from outbox.devtools.demo.run import DemoReport
 
 
 @click.command(
@@ -23,8 +23,8 @@ Examples:
   outbox demo --events 20000
   outbox demo --json | tail -1 | jq .missing
 
-Needs no database of yours: it starts a real PostgreSQL for itself and removes
-it again. Exit code 1 says that something was missing or out of order.
+Needs no database: the command starts a temporary PostgreSQL server and removes it
+afterwards. Exit code 1 means that an event was missing or out of order.
 """
 )
 @click.option(
@@ -32,38 +32,38 @@ it again. Exit code 1 says that something was missing or out of order.
     type=click.IntRange(10, 1_000_000),
     default=1000,
     show_default=True,
-    help="How many events are committed.",
+    help="Number of committed events.",
 )
-@click.option("--seed", type=int, help="Repeat the random choices of an earlier run.")
-@click.option("--pg", "major", type=int, help="PostgreSQL's major version; default: the newest.")
+@click.option("--seed", type=int, help="Random seed, to repeat an earlier run.")
+@click.option("--pg", "major", type=int, help="PostgreSQL major version; default: the newest.")
 @json_option
 def command(events: int, seed: int | None, major: int | None, as_json: bool) -> None:
-    """See it all at work, on a database of its own.
+    """Run a complete example on a temporary database.
 
-    A shop publishes events in its transactions, some of which roll back. A
-    relay delivers them to three receivers that fail at random, and is killed
-    with kill -9 on the way. Then the books are compared.
+    A shop publishes events in transactions, some of which roll back. A relay delivers
+    them to three receivers that fail at random, and is killed with kill -9. Then the
+    published events are compared with the received ones.
     """
-    from outbox.devtools.demo.run import run
+    from outbox.devtools.demo.run import run_demo
 
     live = sys.stdout.isatty() and not as_json
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         click.echo(line, err=True)
 
-    tell("starting PostgreSQL, three receivers and a relay …")
+    log("starting PostgreSQL, three receivers and a relay …")
     chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    result = run_async(until_told(run(events, chosen, major, live=live, tell=tell)))
+    result = run_async(run_until_signal(run_demo(events, chosen, major, live=live, log=log)))
     if as_json:
         _emit(result)
     else:
         _show(result)
-    if not result.proof.good:
+    if not result.checks.good:
         raise click.exceptions.Exit(1)
 
 
-def _emit(result: Result) -> None:
-    proof = result.proof
+def _emit(result: DemoReport) -> None:
+    proof = result.checks
     emit_json(
         {
             "published": proof.published,
@@ -73,7 +73,7 @@ def _emit(result: Result) -> None:
             "missing": proof.missing,
             "dead_lettered": proof.dead_lettered,
             "seconds": result.seconds,
-            "owed": proof.owed,
+            "expected": proof.expected,
             "rolled_back": proof.rolled_back,
             "rolled_back_but_delivered": proof.phantoms,
             "broken_promises": proof.broken_promises,
@@ -84,21 +84,26 @@ def _emit(result: Result) -> None:
     )
 
 
-def _show(result: Result) -> None:
-    proof = result.proof
+def _show(result: DemoReport) -> None:
+    proof = result.checks
     rows: list[tuple[str, int | float, str, bool | None]] = [
         ("published", proof.published, f"and {proof.rolled_back} rolled back", None),
-        ("owed", proof.owed, "deliveries to 3 endpoints", None),
+        ("expected", proof.expected, "deliveries to 3 endpoints", None),
         ("delivered", proof.delivered, "each processed once", None),
-        ("dead lettered", proof.dead_lettered, "refused by the receiver, kept for replay", None),
-        ("duplicates", proof.duplicates, "same X-Delivery and number, so dropped", None),
-        ("missing", proof.missing, "owed, not delivered, not given up", not proof.missing),
-        ("out of order", proof.out_of_order, "in a lane or of a key", not proof.out_of_order),
-        ("phantoms", proof.phantoms, "rolled back, delivered nevertheless", not proof.phantoms),
+        ("dead lettered", proof.dead_lettered, "rejected by the receiver, kept for replay", None),
+        (
+            "duplicates",
+            proof.duplicates,
+            "same X-Delivery and sequence, dropped by the receiver",
+            None,
+        ),
+        ("missing", proof.missing, "neither delivered nor dead-lettered", not proof.missing),
+        ("out of order", proof.out_of_order, "within a lane or a key", not proof.out_of_order),
+        ("phantoms", proof.phantoms, "rolled back, but delivered", not proof.phantoms),
         (
             "broken promises",
             proof.broken_promises,
-            "found by outbox verify in the tables",
+            "found by outbox verify",
             not proof.broken_promises,
         ),
     ]
@@ -111,10 +116,10 @@ def _show(result: Result) -> None:
         f"\nPostgreSQL {result.postgres}, {killed}, {result.seconds:.1f} s, seed {result.seed}"
     )
     if proof.good:
-        # Behind run.py the command is not on the path.
+        # With run.py the command is not on PATH.
         outbox = "outbox" if shutil.which("outbox") else "python3 run.py outbox"
         click.echo(
-            "\nNext, with a database of yours:\n"
+            "\nNext, with your database:\n"
             "  export OUTBOX_DSN=postgresql://localhost/app\n"
             f"  {outbox} migrate\n"
             f"  {outbox} endpoint add billing https://example.com/hooks --type 'order.*'\n"

@@ -1,4 +1,4 @@
-"""`outbox doctor`."""
+"""`outbox doctor`: check preconditions and health."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import click
 from outbox.cli.common import database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, fold, style
 from outbox.destinations.http.endpoint_validation import policy_of
-from outbox.operations.doctor import Finding, Look, Severity, examine
-from outbox.operations.views.doctor import examined
+from outbox.operations.doctor import DoctorContext, DoctorFinding, Severity, examine
+from outbox.operations.views.doctor import doctor_report
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -25,13 +25,13 @@ _MARK_CHARS = max(map(len, Severity))
 Examples:
   outbox doctor
   outbox doctor --json | jq '.findings[] | select(.severity != "ok")'
-  outbox doctor --no-probe                     only read
+  outbox doctor --no-probe                     read-only
 
-Exit code 1 says that there is a problem; warnings are none. It asks nothing for
-more than some seconds, so it may be run by a monitor: with --no-probe, as a role
-that sees everything by `outbox migrate --reader ROLE` and `GRANT pg_monitor TO ROLE`.
-The probe, for operators, publishes one event of the type outbox.probe, which only
-endpoints get that name all of it in their types.
+Exit code 1 means at least one problem; warnings do not count. Every query has a
+time-out of a few seconds, so a monitoring system can run the command: with --no-probe,
+as a role that was granted `outbox migrate --reader ROLE` and `GRANT pg_monitor TO ROLE`.
+The probe needs an operator's role. It publishes one event of type outbox.probe, which
+only endpoints receive that list exactly this type.
 """
 )
 @click.option(
@@ -39,34 +39,34 @@ endpoints get that name all of it in their types.
     "probing",
     default=True,
     show_default=True,
-    help="Send an event through the database, and time it.",
+    help="Publish a test event, and measure how long sequencing takes.",
 )
 @json_option
 @settings_options
 def command(settings: Settings, probing: bool, as_json: bool) -> None:
-    """Look at preconditions and live health, and say what to do."""
+    """Check preconditions and live health, and suggest what to do."""
 
     policy = policy_of(settings)
 
-    async def go() -> list[Finding]:
+    async def run_checks() -> list[DoctorFinding]:
         async with database(settings, current=False) as connection:
-            look = Look(
+            context = DoctorContext(
                 connection,
                 settings.schema_name,
                 listening=settings.notify and not settings.pooled,
                 pooled=settings.pooled,
                 probing=probing,
-                refusal=policy.refusal_of_url,
+                explain_url_rejection=policy.refusal_of_url,
                 allow_networks=settings.allow_networks,
                 keep=settings.keep,
             )
-            return [finding async for finding in examine(look)]
+            return [finding async for finding in examine(context)]
 
-    findings = run_async(go())
-    told = examined(settings.schema_name, findings)
-    problems, warnings = told["problems"], told["warnings"]
+    findings = run_async(run_checks())
+    report = doctor_report(settings.schema_name, findings)
+    problems, warnings = report["problems"], report["warnings"]
     if as_json:
-        emit_json(told)
+        emit_json(report)
     else:
         _show(findings)
         click.echo(f"\n{_verdict(problems, warnings)}")
@@ -76,33 +76,33 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
 
 def _verdict(problems: int, warnings: int) -> str:
     if not problems and not warnings:
-        return "everything is as it should be"
+        return "no problems found"
     return ", ".join(
         count(n, noun) for n, noun in ((problems, "problem"), (warnings, "warning")) if n
     )
 
 
-def _show(findings: list[Finding]) -> None:
-    """One line a finding, and one for what to do; on a terminal folded at spaces."""
+def _show(findings: list[DoctorFinding]) -> None:
+    """Print each finding and its recommended action, wrapped at spaces on a terminal."""
     name_chars = max(len(finding.check) for finding in findings)
     for number, (subject, group) in enumerate(groupby(findings, key=lambda f: f.subject)):
         click.echo(("\n" if number else "") + style(subject.capitalize(), bold=True))
-        told = ""
+        previous = ""
         for finding in group:
-            # A check's name stands at the first of its findings.
-            name = "" if finding.check == told else finding.check
-            told = finding.check
-            _tell(finding, name.ljust(name_chars))
+            # Print the name of a check at its first finding only.
+            name = "" if finding.check == previous else finding.check
+            previous = finding.check
+            _print_finding(finding, name.ljust(name_chars))
 
 
-def _tell(finding: Finding, name: str) -> None:
+def _print_finding(finding: DoctorFinding, name: str) -> None:
     mark = finding.severity.ljust(_MARK_CHARS)
     margin = " " * (2 + len(mark) + 2 + len(name) + 2)
-    first, *others = fold(finding.says, len(margin))
+    first, *others = fold(finding.message, len(margin))
     click.echo(f"  {style(mark, fg=_COLOURS[finding.severity])}  {name}  {first}")
     for line in others:
         click.echo(f"{margin}{line}")
-    if finding.do is not None:
-        first, *others = fold(f"→ {finding.do}", len(margin) + 2)
+    if finding.action is not None:
+        first, *others = fold(f"→ {finding.action}", len(margin) + 2)
         for line in (first, *(f"  {line}" for line in others)):
             click.echo(f"{margin}{line}")

@@ -1,4 +1,4 @@
-"""The options that say which dead letters a command is about."""
+"""Options that select dead letters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from outbox.cli import moments
 from outbox.operations import dead_letter_filter
-from outbox.operations.dead_letter_filter import Filter, Selection
+from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,40 +19,38 @@ ID_MAX = 2**63 - 1
 
 
 def dead_id(text: str) -> int:
-    """The number of a dead letter."""
+    """Parse the ID of a dead letter.
+
+    Raises:
+        click.BadParameter: the text is no positive 64-bit integer.
+    """
     if not re.fullmatch("[0-9]{1,19}", text) or not 1 <= int(text) <= ID_MAX:
-        raise click.BadParameter(f'"{text}" is not the number of a dead letter')
+        raise click.BadParameter(f'"{text}" is not the ID of a dead letter')
     return int(text)
 
 
-def filter_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Which ones, by what they have in common; the command gets them as `chosen`.
-
-    Args:
-        names: of the option for the reason; where a decision has one of its own,
-            that is called so.
-    """
+def filter_options() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options that filter dead letters; the command receives them as `chosen`."""
     reasons = ", ".join(dead_letter_filter.REASONS)
 
     def add(callback: Callable[..., Any]) -> Callable[..., Any]:
         for option in (
-            moments.options("given up"),
+            moments.options("dead-lettered"),
             click.option(
-                *(names or ("--reason", "--given-up")),
-                "given_up",
+                "--reason",
                 metavar="REASON",
                 type=click.Choice(dead_letter_filter.REASONS),
-                help=f"Only those given up for this: {reasons}.",
+                help=f"Only dead letters with this reason: {reasons}.",
             ),
-            click.option("--tenant", metavar="NAME", help="Only of this tenant."),
+            click.option("--tenant", metavar="NAME", help="Only dead letters of this tenant."),
             click.option(
                 "--type",
                 "types",
                 metavar="PATTERN",
                 multiple=True,
-                help='Only of these types, such as "order.*"; may be given several times.',
+                help='Only events of this type, such as "order.*"; repeatable.',
             ),
-            click.option("--endpoint", metavar="NAME", help="Only of this endpoint."),
+            click.option("--endpoint", metavar="NAME", help="Only dead letters of this endpoint."),
         ):
             callback = option(callback)
         return callback
@@ -61,28 +59,32 @@ def filter_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def selection_options(callback: Callable[..., Any]) -> Callable[..., Any]:
-    """By number, or all of them; and whether it is meant."""
+    """Select dead letters by ID, or all of them; and --dry-run."""
     for option in (
-        click.option("--dry-run", is_flag=True, help="Only say how many there are."),
-        click.option("--all", "everything", is_flag=True, help="All dead letters."),
+        click.option("--dry-run", is_flag=True, help="Only count them; change nothing."),
+        click.option("--all", "everything", is_flag=True, help="Select all dead letters."),
         click.argument("ids", metavar="[ID]...", type=dead_id, nargs=-1),
     ):
         callback = option(callback)
     return callback
 
 
-def of(now: datetime, chosen: dict[str, Any]) -> Filter:
-    """What the options said."""
-    return Filter(
+def build_filter(now: datetime, chosen: dict[str, Any]) -> DeadLetterFilter:
+    """The filter that the options describe, with relative times resolved against `now`."""
+    return DeadLetterFilter(
         chosen["endpoint"],
         chosen["types"],
         chosen["tenant"],
-        chosen["given_up"],
+        chosen["reason"],
         moments.moment(chosen["since"], now),
         moments.moment(chosen["until"], now),
     )
 
 
-def require_some(ids: tuple[int, ...], everything: bool, chosen: dict[str, Any]) -> None:
-    """Refuse a sweep without a word for it, before anybody is connected to."""
-    Selection(ids, Filter(endpoint="any") if any(chosen.values()) else Filter(), everything)
+def require_selection(ids: tuple[int, ...], everything: bool, chosen: dict[str, Any]) -> None:
+    """Reject a command without IDs, filter or --all, before connecting to the database."""
+    DeadLetterSelection(
+        ids,
+        DeadLetterFilter(endpoint="any") if any(chosen.values()) else DeadLetterFilter(),
+        everything,
+    )

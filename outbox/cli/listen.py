@@ -1,4 +1,4 @@
-"""`outbox listen`: a receiver to develop against."""
+"""`outbox listen`: a receiver for development."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from outbox.cli.output import count, emit_json, style
 from outbox.config import load
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.text import safe
-from outbox.devtools.development_receiver import DevelopmentReceiver, Handled, Outcome, Totals
+from outbox.devtools.development_receiver import (
+    DevelopmentReceiver,
+    DevelopmentTotals,
+    HandledOutcome,
+    HandledRequest,
+)
 from outbox.errors import UsageError
-from outbox.receiver.lane_order import Kind
-from outbox.receiver.proxy import forwarding
+from outbox.receiver.lane_order import OrderKind
+from outbox.receiver.proxy import open_proxy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +33,12 @@ if TYPE_CHECKING:
 
 LATENCY_MAX_MS = 3_600_000
 _COLOURS = {
-    Outcome.ACCEPTED: "green",
-    Outcome.DUPLICATE: "yellow",
-    Outcome.FAILED: "magenta",
-    Outcome.REFUSED: "red",
-    Outcome.REJECTED: "red",
-    Outcome.CHECKPOINT: "blue",
+    HandledOutcome.ACCEPTED: "green",
+    HandledOutcome.DUPLICATE: "yellow",
+    HandledOutcome.FAILED: "magenta",
+    HandledOutcome.REFUSED: "red",
+    HandledOutcome.REJECTED: "red",
+    HandledOutcome.CHECKPOINT: "blue",
 }
 
 
@@ -44,31 +49,38 @@ Examples:
   outbox listen --port 8080 --fail-rate 0.2 --latency 50
   outbox listen --port 8080 --forward-to http://127.0.0.1:9000/hooks
 
-Ctrl-C ends it with the totals; exit code 1 says that something is missing, came
-out of order, or was not signed.
+Ctrl-C stops the receiver and prints totals. Exit code 1 means that an event was missing,
+out of order, or not signed.
 """
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="The port."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
     "--secret",
     "secrets",
     multiple=True,
     metavar="SECRET",
-    help="The endpoint's whsec_…; repeatable. Better set as OUTBOX_SECRET, which ps hides.",
+    help="Signing secret of the endpoint, whsec_…; repeatable; prefer OUTBOX_SECRET, because ps "
+    "shows flags.",
 )
 @click.option(
-    "--fail-rate", type=float, default=0.0, metavar="R", help="Fail this share of requests, 0 to 1."
+    "--fail-rate", type=float, default=0.0, metavar="R", help="Share of requests to fail, 0 to 1."
 )
 @click.option(
-    "--latency", type=float, default=0.0, metavar="MS", help="Answer only after so many ms."
+    "--latency",
+    type=float,
+    default=0.0,
+    metavar="MS",
+    help="Delay of each response in milliseconds.",
 )
 @click.option(
     "--forward-to",
     metavar="URL",
-    help="Pass each delivery on, as it is, and answer what comes back.",
+    help="Forward each delivery unchanged to this URL, and return its response.",
 )
-@click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml.")
+@click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
 @json_option
 def command(
     port: int,
@@ -82,8 +94,8 @@ def command(
 ) -> None:
     """Run a receiver for development.
 
-    It verifies signatures, drops duplicates, checks that every number comes in
-    order, and prints what it got.
+    The receiver verifies signatures, drops duplicates, checks the order of sequence
+    numbers, and prints each request.
     """
     if not 0 <= latency <= LATENCY_MAX_MS:
         raise UsageError(f"--latency: must be between 0 and {LATENCY_MAX_MS} ms, not {latency:g}")
@@ -94,7 +106,7 @@ def command(
         secrets = (settings.secret.get_secret_value(),)
     keys = [parse_secret(secret) for secret in secrets]
     if not keys:
-        warn("signatures are not looked at; set OUTBOX_SECRET to the endpoint's secret")
+        warn("signatures are not verified; set OUTBOX_SECRET to the endpoint's secret")
     totals = run_async(_listen(host, port, keys, fail_rate, latency / 1000, forward_to, as_json))
     if not totals.good:
         raise click.exceptions.Exit(1)
@@ -108,16 +120,16 @@ async def _listen(
     latency_s: float,
     forward_to: str | None,
     as_json: bool,
-) -> Totals:
+) -> DevelopmentTotals:
     stop = asyncio.Event()
     broken = False
 
-    def tell(handled: Handled) -> None:
+    def report(handled: HandledRequest) -> None:
         nonlocal broken
         try:
             emit_json(_as_json(handled)) if as_json else click.echo(_line(handled))
         except BrokenPipeError:
-            # Nobody reads on; not the sender's fault, so this request ends as usual.
+            # The reader of stdout is gone; still complete this request, then stop.
             broken = True
             stop.set()
 
@@ -128,13 +140,13 @@ async def _listen(
     async with AsyncExitStack() as stack:
         forward = None
         if forward_to is not None:
-            forward = await stack.enter_async_context(forwarding(forward_to, None))
+            forward = await stack.enter_async_context(open_proxy(forward_to, None))
         receiver = DevelopmentReceiver(
             keys,
             fail_rate=fail_rate,
             latency_s=latency_s,
             forward=forward,
-            on_request=tell,
+            on_request=report,
         )
         url = await stack.enter_async_context(receiver.serve(host, port))
         click.echo(f"listening on {url}", err=True)
@@ -149,13 +161,13 @@ async def _listen(
     return totals
 
 
-def _line(handled: Handled) -> str:
+def _line(handled: HandledRequest) -> str:
     message = handled.message
     outcome = style(f"{handled.outcome:<9}", fg=_COLOURS[handled.outcome])
     parts = [f"{datetime.now().astimezone():%H:%M:%S}", outcome]
     if message is None:
         return " ".join([*parts, f"{handled.status}: {safe(handled.reason)}"])
-    parts.append(safe(f"lane {message.lane} number {message.sequence} {message.type}"))
+    parts.append(safe(f"lane {message.lane} sequence {message.sequence} {message.type}"))
     if message.key is not None:
         parts.append(safe(f"key {message.key}"))
     if message.attempt is not None and message.attempt > 1:
@@ -164,53 +176,53 @@ def _line(handled: Handled) -> str:
     return " ".join(parts) + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def _notes(handled: Handled) -> list[str]:
+def _notes(handled: HandledRequest) -> list[str]:
     notes = []
     if handled.fault is not None:
-        answered = "no answer" if handled.status is None else f"answered {handled.status}"
-        notes.append(f"{answered}, on purpose")
-    elif handled.outcome is Outcome.FAILED:
+        response = "no response" if handled.status is None else f"response {handled.status}"
+        notes.append(f"{response}, simulated failure")
+    elif handled.outcome is HandledOutcome.FAILED:
         notes.append(handled.reason)
     message, seen = handled.message, handled.observation
     if message is not None and message.replay_of is not None:
-        notes.append(safe(f"replay of number {message.replay_of[1]} of {message.replay_of[0]}"))
+        notes.append(safe(f"replay of sequence {message.replay_of[1]} of {message.replay_of[0]}"))
     if message is not None and message.copy_of is not None:
-        notes.append("sent again on request")
+        notes.append("redelivered on request")
     elif message is not None and message.backfill is not None:
-        notes.append(f"of backfill {message.backfill}")
+        notes.append(f"replay job {message.backfill} (backfill)")
     if message is not None and message.lane_ends:
-        notes.append("the last of its lane")
+        notes.append("last of its lane")
     if seen is None:
         return notes
     if seen.missing:
         notes.append(f"missing: {_ranges(seen.missing)}")
     if seen.holes:
-        notes.append(f"given up by the sender: {_ranges(seen.holes)}")
+        notes.append(f"dead-lettered by the sender: {_ranges(seen.holes)}")
     if seen.lost is not None:
-        notes.append(f"lost by the sender, though received: {_ranges((seen.lost,))}")
-    if seen.kind in (Kind.OLD, Kind.CONFLICT):
+        notes.append(f"received, but lost by the sender: {_ranges((seen.lost,))}")
+    if seen.kind in (OrderKind.OLD, OrderKind.CONFLICT):
         was = f", was {seen.was}" if seen.was else ""
         notes.append(f"{seen.kind}{was}")
     return notes
 
 
-def _as_json(handled: Handled) -> dict[str, Any]:
+def _as_json(handled: HandledRequest) -> dict[str, Any]:
     message, seen = handled.message, handled.observation
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "outcome": handled.outcome,
         "status": handled.status,
         "fault": handled.fault,
     }
     if message is None:
-        return {**told, "reason": handled.reason}
-    told |= asdict(message)
+        return {**fields, "reason": handled.reason}
+    fields |= asdict(message)
     if seen is not None:
-        told |= {"order": seen.kind, "missing": seen.missing, "holes": seen.holes}
-        told["lost"] = seen.lost
-    return told
+        fields |= {"order": seen.kind, "missing": seen.missing, "holes": seen.holes}
+        fields["lost"] = seen.lost
+    return fields
 
 
-def _show(totals: Totals) -> None:
+def _show(totals: DevelopmentTotals) -> None:
     order = totals.order
     click.echo(
         f"{count(totals.requests, 'request')}: {totals.accepted} accepted, "
@@ -219,7 +231,7 @@ def _show(totals: Totals) -> None:
     )
     click.echo(
         f"missing {order.missing}, out of order {order.out_of_order}, "
-        f"given up by the sender {order.holes}, conflicts {order.conflicts}"
+        f"dead-lettered by the sender {order.holes}, conflicts {order.conflicts}"
     )
 
 

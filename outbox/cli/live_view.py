@@ -1,4 +1,4 @@
-"""An overview as one picture on the terminal's other screen, which changes in place."""
+"""Live status view on the terminal's alternate screen."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from outbox.operations.status import Overview
 
 NOTES_SHARE = 2
-"""Notes get at most one in so many lines that are left, where the endpoints need them, too."""
+"""Notes get at most 1/2 of the remaining lines if the endpoints need the space as well."""
 
 
 class Screen:
-    """One picture on the terminal's other screen."""
+    """A status view that is redrawn in place on the alternate screen."""
 
     def __init__(self, console: Console, schema: str, interval_s: float) -> None:
         from rich.live import Live
@@ -35,29 +35,29 @@ class Screen:
         self._schema = schema
         self._interval_s = interval_s
         self._shown: Overview | None = None
-        self._away: str | None = None
+        self._unavailable: str | None = None
         self.live = Live(console=console, screen=True, auto_refresh=False)
 
     def show(self, overview: Overview) -> None:
-        self._shown, self._away = overview, None
+        self._shown, self._unavailable = overview, None
         self.draw()
 
-    def away(self, why: str, since: datetime) -> None:
-        self._away = away_text(why, since)
+    def show_unavailable(self, why: str, since: datetime) -> None:
+        self._unavailable = unavailable_text(why, since)
         self.draw()
 
     def draw(self) -> None:
-        """Draw what there is, to the size that the terminal has now."""
+        """Redraw the latest overview at the terminal's current size."""
         if self._shown is not None:
             self.live.update(picture(self._console, self._schema, self._shown, self._foot()))
             self.live.refresh()
 
     def _foot(self) -> str:
-        return self._away or f"every {self._interval_s:g} s; q ends it"
+        return self._unavailable or f"every {self._interval_s:g} s; q to quit"
 
 
 def picture(console: Console, schema: str, overview: Overview, foot: str) -> RenderableType:
-    """As much of an overview as the console's size holds, the foot in any case."""
+    """Lay out an overview for the console's size; the foot is always shown."""
     from rich.console import Group
     from rich.text import Text
 
@@ -69,7 +69,7 @@ def picture(console: Console, schema: str, overview: Overview, foot: str) -> Ren
     named = [
         (name, cell(value)) for name, value in view.pairs(schema, overview) if value is not None
     ]
-    named.insert(0, ("seen at", cell(overview.at)))
+    named.insert(0, ("read at", cell(overview.at)))
     name_chars = max(len(name) for name, _ in named)
     parts: list[RenderableType] = [
         Text.assemble(
@@ -106,16 +106,15 @@ def picture(console: Console, schema: str, overview: Overview, foot: str) -> Ren
     return Group(*parts, Text(), *(Text(str(line), style="dim") for line in foot_lines))
 
 
-def away_text(why: str, since: datetime) -> str:
-    """For when the database is away."""
-    return f"nothing seen since {since.astimezone():%H:%M:%S}, trying again: {why}"
+def unavailable_text(why: str, since: datetime) -> str:
+    return f"database unavailable since {since.astimezone():%H:%M:%S}, retrying: {why}"
 
 
 @contextmanager
 def on_screen(
     console: Console, schema: str, interval_s: float, stop: asyncio.Event
 ) -> Iterator[Screen]:
-    """The screen, given back at the end as it was; q sets `stop`."""
+    """Open the alternate screen, and restore the terminal afterwards; q sets `stop`."""
     screen = Screen(console, schema, interval_s)
     loop = asyncio.get_running_loop()
     with _keys(stop), screen.live:
@@ -128,13 +127,13 @@ def on_screen(
 
 @contextmanager
 def _keys(stop: asyncio.Event) -> Iterator[None]:
-    """q ends it, if there are keys to read."""
+    """Set `stop` on q, if the process is in the terminal's foreground."""
     try:
         keyboard = sys.stdin.fileno()
-        # In the background the keys are another program's.
+        # In the background, key presses belong to the foreground process.
         if os.tcgetpgrp(keyboard) != os.getpgrp():
             raise OSError
-        # The same terminal, opened anew: stdin itself is shared with the shell.
+        # Open the terminal again: O_NONBLOCK on stdin would also affect the shell.
         unblocked = os.open("/dev/tty", os.O_RDONLY | os.O_NONBLOCK)
     except (AttributeError, OSError, ValueError):
         yield
@@ -148,8 +147,8 @@ def _keys(stop: asyncio.Event) -> Iterator[None]:
         try:
             keys = os.read(unblocked, 64)
         except BlockingIOError:
-            # A Ctrl-C threw away the key that was seen. To wait for another one
-            # would keep the loop from hearing the Ctrl-C.
+            # Ctrl-C flushed the input after the wake-up. A blocking read would keep the
+            # loop from handling the signal.
             return
         if b"q" in keys.lower() or not keys:
             stop.set()
@@ -157,7 +156,7 @@ def _keys(stop: asyncio.Event) -> Iterator[None]:
 
     before = termios.tcgetattr(keyboard)
     tty.setcbreak(keyboard)
-    # Seen at stdin, because not every system's loop can watch /dev/tty.
+    # Watch stdin, because some systems' event loops cannot watch /dev/tty.
     loop.add_reader(keyboard, pressed)
     try:
         yield

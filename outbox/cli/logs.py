@@ -1,4 +1,4 @@
-"""How a long-running command logs: JSON lines for machines, colours on a terminal."""
+"""Log configuration of long-running commands: JSON lines, or colours on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def configure(settings: Settings) -> None:
-    """Send the log to stderr, in the format and from the level that is set."""
+    """Log to stderr, in the configured format and from the configured level."""
     human = settings.log_format == "console" or (
         settings.log_format == "auto" and sys.stderr.isatty()
     )
@@ -44,16 +44,16 @@ def configure(settings: Settings) -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
-    # It warns of every trace state that a producer got wrong, each time it is read.
+    # OpenTelemetry logs a warning for every invalid tracestate header of a producer.
     logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
 class _Forward(logging.Handler):
-    """What libraries log goes the same way, and looks the same."""
+    """Forward log records of libraries to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            # The names that structlog has for levels, and one line whatever is quoted.
+            # Round to a level that structlog knows, and keep the message on one line.
             level = min(record.levelno // 10 * 10, logging.CRITICAL)
             text = " ".join(record.getMessage().split())
             structlog.get_logger(record.name).log(

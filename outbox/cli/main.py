@@ -1,13 +1,12 @@
-"""The command line's root: which commands there are, and how they fail.
+"""The root of the command line: the list of commands, error messages and exit codes.
 
-Commands are imported when they are called, so `outbox --help` and a mistyped
-name answer at once.  Whatever goes wrong ends as one line on stderr and an
-exit code:
+A command's module is imported when the command is called, so `outbox --help` and
+a mistyped name need no imports.  Every error is one line on stderr and an exit code:
 
     0    done
-    1    it ran, and the answer is bad, or could not be written
+    1    the command ran, and found a problem or could not write its output
     2    wrong usage
-    3    it could not run
+    3    the command could not run
     130  interrupted
 """
 
@@ -32,51 +31,53 @@ if TYPE_CHECKING:
 
 PROGRAM = "outbox"
 DEBUG_VARIABLE = "OUTBOX_DEBUG"
-EXIT_UNANSWERED = 1
+EXIT_OUTPUT_FAILED = 1
 EXIT_UNEXPECTED = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-"""What a shell reports for a program that SIGPIPE ended."""
+"""The shell's exit status for a program that SIGPIPE ended (128 + 13)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A command by name; its module `outbox.cli.<name>` has it as `command`."""
+class CommandEntry:
+    """A command in the list; the module `outbox.cli.<name>` defines it as `command`."""
 
     name: str
     help: str
     section: str
 
 
-_SET_UP, _WORK, _LOOK = "Set up", "Publish and deliver", "Look and repair"
+_SET_UP, _WORK, _INSPECT = "Set up", "Publish and deliver", "Inspect and repair"
 
 COMMANDS = (
-    Entry("demo", "See it all at work, on a database of its own.", _SET_UP),
-    Entry("migrate", "Make the schema, or bring it up to date.", _SET_UP),
-    Entry("endpoint", "Add, change, pause, test and remove destinations.", _SET_UP),
-    Entry("apply", "Make endpoints what a file declares.", _SET_UP),
-    Entry("rekey", "Encrypt the secrets in the database, or with another key.", _SET_UP),
-    Entry("token", "Add, list and revoke tokens of the HTTP API.", _SET_UP),
-    Entry("publish", "Publish one event.", _WORK),
-    Entry("schedule", "Publish events by the clock, again and again.", _WORK),
-    Entry("relay", "Run the relay: deliver what is published.", _WORK),
-    Entry("listen", "Run a receiver for development.", _WORK),
-    Entry("conform", "Grade a receiver, in whatever language it is written.", _WORK),
-    Entry("status", "Show what is owed, failing and running.", _LOOK),
-    Entry("trace", "Tell what happened to an event, and why it is not delivered.", _LOOK),
-    Entry("doctor", "Look at preconditions and health, and say what to do.", _LOOK),
-    Entry("alerts", "Print alerts for Prometheus, or a dashboard for Grafana.", _LOOK),
-    Entry("dead", "List, count, show, replay and discard dead letters.", _LOOK),
-    Entry("replay", "Send an endpoint its history again; follow and abort replays.", _LOOK),
-    Entry("once", "List, show and reset once keys.", _LOOK),
-    Entry("erase", "Erase what a tenant's or a key's events say.", _LOOK),
-    Entry("prove", "Run relays under faults on your database, and judge them.", _LOOK),
-    Entry("verify", "Prove from the tables that nothing is lost.", _LOOK),
+    CommandEntry("demo", "Run a complete example on a temporary database.", _SET_UP),
+    CommandEntry("migrate", "Create the schema, or upgrade it.", _SET_UP),
+    CommandEntry("endpoint", "Add, change, pause, test and remove destinations.", _SET_UP),
+    CommandEntry("apply", "Apply endpoints from a declaration file.", _SET_UP),
+    CommandEntry(
+        "rekey", "Encrypt secrets in the database, or rotate the encryption key.", _SET_UP
+    ),
+    CommandEntry("token", "Add, list and revoke tokens of the HTTP API.", _SET_UP),
+    CommandEntry("publish", "Publish one event.", _WORK),
+    CommandEntry("schedule", "Publish events on a cron schedule.", _WORK),
+    CommandEntry("relay", "Run the relay, which delivers published events.", _WORK),
+    CommandEntry("listen", "Run a receiver for development.", _WORK),
+    CommandEntry("conform", "Test a receiver in any language against the protocol.", _WORK),
+    CommandEntry("status", "Show relays, pending deliveries and failing endpoints.", _INSPECT),
+    CommandEntry("trace", "Trace an event, and explain why it is not delivered.", _INSPECT),
+    CommandEntry("doctor", "Check the configuration and health, and suggest fixes.", _INSPECT),
+    CommandEntry("alerts", "Print Prometheus alert rules or a Grafana dashboard.", _INSPECT),
+    CommandEntry("dead", "List, count, show, replay and discard dead letters.", _INSPECT),
+    CommandEntry("replay", "Replay past events to an endpoint; list and abort replays.", _INSPECT),
+    CommandEntry("once", "List, show and reset idempotency keys.", _INSPECT),
+    CommandEntry("erase", "Erase the payloads of a tenant's or a key's events.", _INSPECT),
+    CommandEntry("prove", "Run relays under injected faults, and check the result.", _INSPECT),
+    CommandEntry("verify", "Check the tables for lost, duplicate or misordered events.", _INSPECT),
 )
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are modules, imported one at a time."""
+    """A command group that imports a command's module when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [entry.name for entry in COMMANDS]
@@ -101,10 +102,10 @@ class LazyGroup(click.Group):
 
 
 def suggest(group: click.Group, ctx: click.Context, args: list[str]) -> None:
-    """Refuse a command that does not exist, with the nearest one.
+    """Reject an unknown command, and suggest the nearest name.
 
     Raises:
-        click.UsageError: there is no such command.
+        click.UsageError: the command does not exist.
     """
     names = group.list_commands(ctx)
     if args[0] in names or args[0].startswith("-"):
@@ -115,7 +116,7 @@ def suggest(group: click.Group, ctx: click.Context, args: list[str]) -> None:
 
 
 class Group(click.Group):
-    """A group of commands that are there already."""
+    """A command group whose commands are already imported."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -129,7 +130,7 @@ class Group(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 First steps:
-  outbox demo                                      nothing to set up
+  outbox demo                                      needs no set-up
   export OUTBOX_DSN=postgresql://localhost/app
   outbox migrate
   outbox endpoint add billing https://example.com/hooks --type "order.*"
@@ -139,21 +140,21 @@ First steps:
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Deliver events out of PostgreSQL transactions: in order, numbered, signed.
-    Applications insert events; the relay sends them to whoever wants them.
-    Settings are flags, then OUTBOX_* variables, then outbox.toml.
+    """Deliver events from PostgreSQL transactions as ordered, signed webhooks.
+
+    Settings: flags, then OUTBOX_* variables, then outbox.toml.
     """
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The console script."""
+    """Entry point of the console script."""
     if f"_{PROGRAM.upper()}_COMPLETE" in os.environ:
-        cli.main(prog_name=PROGRAM)  # Shell completion answers and exits.
+        cli.main(prog_name=PROGRAM)  # Shell completion prints its result and exits.
     sys.exit(run(sys.argv[1:] if args is None else list(args)))
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command; returns the exit code and raises nothing."""
+    """Run one command and return its exit code; no exception escapes."""
     try:
         try:
             with cli.make_context(PROGRAM, list(args)) as ctx:
@@ -172,32 +173,33 @@ def run(args: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads us has enough.
+        # The reader of the pipe has closed it, as `| head` does.
         _drop_output()
         return EXIT_BROKEN_PIPE
-    except Exception as error:  # The last resort: still one line.
-        if isinstance(error, OSError) and _is_of_the_output(error):
+    except Exception as error:  # Unexpected errors, too, are reported in one line.
+        if isinstance(error, OSError) and _is_output_error(error):
             _drop_output()
             why = error.strerror or str(error)
             return _fail(
-                f"it was done, but the answer could not be written: {why}", EXIT_UNANSWERED
+                f"the command succeeded, but its output could not be written: {why}",
+                EXIT_OUTPUT_FAILED,
             )
         return _fail(_unexpected(error), EXIT_UNEXPECTED)
     return 0
 
 
 def _flush() -> None:
-    # There is no stdout at all when it was closed before we were started.
+    # stdout is None if it was closed before this process started.
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
-def _is_of_the_output(error: OSError) -> bool:
-    """Whether it was the answer that could not be written: a full disk, say."""
+def _is_output_error(error: OSError) -> bool:
+    """Whether writing the output failed, for example on a full disk."""
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_code is click.echo.__code__ for frame, _ in frames):
         return True
-    # Or stdout still holds it, and fails again.
+    # The failed data is still in the buffer of stdout, so that flushing it fails again.
     try:
         _flush()
     except OSError:
@@ -206,7 +208,7 @@ def _is_of_the_output(error: OSError) -> bool:
 
 
 def _drop_output() -> None:
-    """Let go of what cannot be written; Python would complain once more at exit."""
+    """Discard output that cannot be written; Python would report the error again at exit."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -237,7 +239,7 @@ def _fail(message: str, exit_code: int) -> int:
         traceback.print_exc()
     from outbox.core.model.text import one_line
 
-    # Whatever was quoted in it, it stays one line.
-    with suppress(OSError):  # The exit code tells even where stderr is full.
+    # Quoted user input may contain line breaks; the message stays one line.
+    with suppress(OSError):  # stderr may be full as well; the exit code still reports the error.
         click.echo(f"{PROGRAM}: {one_line(message)}", err=True)
     return exit_code

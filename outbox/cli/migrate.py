@@ -1,4 +1,4 @@
-"""`outbox migrate`."""
+"""`outbox migrate`: create or upgrade the schema, and grant privileges."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 _MAY = {
     "producer": "may publish",
     "relay": "may run outbox relay",
-    "operator": "may change endpoints and the like",
-    "reader": "may look at everything but secrets",
+    "operator": "may manage endpoints, replays and schedules",
+    "reader": "may read everything but secrets",
 }
 
-# Detaching waits for whoever may still look into a partition, and nobody for it.
+# Detaching a partition waits for transactions that use it; the time-out limits how long
+# other sessions queue behind this lock request.
 DROP_WAIT = "SET lock_timeout = '5s'"
 
 
@@ -38,40 +39,49 @@ Examples:
   outbox migrate
   outbox migrate --producer app            the role "app" may publish, nothing else
   outbox migrate --relay app_relay         and "app_relay" may run outbox relay
-  outbox migrate --revoke app --reader app looks from now on, and publishes no more
+  outbox migrate --revoke app --reader app the role "app" may only read from now on
   outbox migrate --check || outbox migrate
-  outbox migrate --sql > outbox.sql        for those who apply SQL by hand
+  outbox migrate --sql > outbox.sql        to apply the SQL by other means
 """
 )
-@click.option("--check", is_flag=True, help="Change nothing; exit 1 when it is needed.")
-@click.option("--sql", "as_sql", is_flag=True, help="Print the SQL instead; needs no database.")
+@click.option("--check", is_flag=True, help="Change nothing; exit 1 if a migration is pending.")
+@click.option(
+    "--sql", "as_sql", is_flag=True, help="Print the SQL instead of running it; needs no database."
+)
 @click.option(
     "--from",
     "from_version",
     type=click.IntRange(min=0),
     default=0,
     metavar="VERSION",
-    help="With --sql: what comes after this version.",
-)
-@click.option("--producer", multiple=True, metavar="ROLE", help="Let a role publish.")
-@click.option("--relay", multiple=True, metavar="ROLE", help="Let a role run outbox relay.")
-@click.option(
-    "--operator", multiple=True, metavar="ROLE", help="Let a role change endpoints and the like."
+    help="With --sql: only the migrations after this version.",
 )
 @click.option(
-    "--reader", multiple=True, metavar="ROLE", help="Let a role look at everything but secrets."
+    "--producer", multiple=True, metavar="ROLE", help="Grant a role the right to publish."
+)
+@click.option(
+    "--relay", multiple=True, metavar="ROLE", help="Grant a role what outbox relay needs."
+)
+@click.option(
+    "--operator",
+    multiple=True,
+    metavar="ROLE",
+    help="Grant a role the right to manage endpoints, replays and schedules.",
+)
+@click.option(
+    "--reader", multiple=True, metavar="ROLE", help="Grant a role read access, except to secrets."
 )
 @click.option(
     "--revoke",
     multiple=True,
     metavar="ROLE",
-    help="Take all of that away from a role, before the others are given theirs.",
+    help="Revoke all of these rights from a role, before the grants are made.",
 )
 @click.option(
     "--payload-bytes-max",
     type=int,
     metavar="N",
-    help="Limit on an event's payload as JSON text; 262144 at first.",
+    help="Maximum payload size in bytes of JSON text; initially 262144.",
 )
 @json_option
 @settings_options
@@ -85,21 +95,21 @@ def command(
     as_json: bool,
     **named: tuple[str, ...],
 ) -> None:
-    """Make the schema, or bring it up to date.
+    """Create the schema, or upgrade it to this version.
 
-    Runs as often as you like: what is applied is left alone, and of several at
-    once one does the work.
+    The command is idempotent: applied migrations are skipped, and concurrent runs wait
+    for each other.
     """
     if check and as_sql:
-        raise UsageError("say one of --check and --sql, not both")
+        raise UsageError("--check and --sql exclude each other")
     roles = [(purpose, role) for purpose in migrate.PURPOSES for role in named[purpose]]
     if check and (roles or revoke or payload_bytes_max is not None):
         given = "--revoke" if revoke else "--payload-bytes-max"
         given = f"--{roles[0][0]}" if roles else given
-        raise UsageError(f"--check changes nothing; it does not go with {given}")
+        raise UsageError(f"--check changes nothing; it cannot be combined with {given}")
     if as_sql:
         if as_json:
-            raise UsageError("--sql prints SQL; it does not go with --json")
+            raise UsageError("--sql prints SQL; it cannot be combined with --json")
         script = migrate.sql(
             settings.schema_name,
             after=from_version,
@@ -109,7 +119,7 @@ def command(
         )
         click.echo(script, nl=False)
     elif from_version:
-        raise UsageError("--from goes with --sql only")
+        raise UsageError("--from requires --sql")
     elif check:
         run_async(_check(settings, as_json))
     else:
@@ -170,7 +180,7 @@ async def _migrate(
     else:
         click.echo(f'schema "{schema}" is up to date, at version {version}')
     for role in revoked:
-        click.echo(f'role "{role}" had what it could do here taken away')
+        click.echo(f'role "{role}": all rights revoked')
     for purpose, role in roles:
         click.echo(f'role "{role}" {_MAY[purpose]}')
     if dropped:
@@ -180,15 +190,17 @@ async def _migrate(
 
 
 async def _drop_partitions(connection: Connection[Any]) -> int:
-    """Drop what relays that own nothing have emptied; how many partitions went.
+    """Drop the empty partitions that relays, which do not own the tables, had to leave.
 
-    What a long transaction may still look into is left to the next time.
+    Returns the number of dropped partitions.
+
+    A partition that a long transaction may still read is left for the next run.
     """
     await connection.execute(DROP_WAIT)
     store = PartitionStore(connection)
     try:
-        async with store.alone() as alone:
+        async with store.maintenance_lock() as alone:
             return await store.drop_owned() if alone else 0
     except asyncpg.LockNotAvailableError:
-        warn("a transaction may still look into partitions that are to be dropped; run it again")
+        warn("an open transaction still uses partitions that are to be dropped; run again")
         return 0

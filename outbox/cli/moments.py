@@ -1,4 +1,4 @@
-"""Times on the command line: moments, or how long ago."""
+"""Points in time on the command line: absolute, or relative to now."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 When: TypeAlias = datetime | timedelta
-"""A moment; or how long ago it is, by the database's clock."""
+"""An absolute time, or an age relative to the database's clock."""
 
 
 def parse(_: click.Context, __: click.Parameter, text: str | None) -> When | None:
-    """A moment in ISO 8601, in local time unless it says otherwise, or a time such as `2h`.
+    """Parse an ISO 8601 time (local time unless it has an offset) or an age such as `2h`.
 
     Raises:
-        click.BadParameter: it is neither.
+        click.BadParameter: the text is neither.
     """
     if text is None:
         return None
@@ -33,34 +33,36 @@ def parse(_: click.Context, __: click.Parameter, text: str | None) -> When | Non
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
         raise click.BadParameter(
-            f'"{text[:40]}" is neither a moment such as 2026-01-31T12:00Z '
-            "nor a time ago such as 2h or 3d"
+            f'"{text[:40]}" is neither a time such as 2026-01-31T12:00Z nor an age such as 2h or 3d'
         ) from None
 
 
 def moment(when: When | None, now: datetime) -> datetime | None:
-    """The moment that was meant."""
+    """The absolute time."""
     return now - when if isinstance(when, timedelta) else when
 
 
 def options(what: str, *, required: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """`--since` and `--until`.
+    """The options `--since` and `--until`.
 
     Args:
-        what: happened then.
+        what: the participle for the help text, such as "published".
     """
 
     def add(callback: Callable[..., Any]) -> Callable[..., Any]:
         for option in (
             click.option(
-                "--until", metavar="TIME", callback=parse, help=f"Only those {what} before this."
+                "--until",
+                metavar="TIME",
+                callback=parse,
+                help=f"Only those {what} before this time.",
             ),
             click.option(
                 "--since",
                 metavar="TIME",
                 callback=parse,
                 required=required,
-                help=f"Only those {what} at or after this: 2h, 3d, 2026-01-31T12:00Z.",
+                help=f"Only those {what} at or after this time: 2h (ago), 3d, 2026-01-31T12:00Z.",
             ),
         ):
             callback = option(callback)

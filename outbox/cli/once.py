@@ -1,4 +1,4 @@
-"""`outbox once`: list, show, reset."""
+"""`outbox once`: list, show and reset idempotency keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from outbox.cli.common import (
     database,
     json_option,
     limit_option,
+    print_next_page,
     run_async,
     settings_options,
-    tell_more,
 )
 from outbox.cli.main import Group
 from outbox.cli.output import emit_json, emit_pairs, emit_table
@@ -22,38 +22,38 @@ from outbox.core.model import duration
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
 from outbox.operations import idempotency_keys
-from outbox.operations.views.merge import flat
+from outbox.operations.views.merge import merge_fields
 
 if TYPE_CHECKING:
     from outbox.config import Settings
 
 
-def _moment(text: str) -> datetime:
-    """A time stamp, or how long ago: `2026-05-01`, `2026-05-01T12:00Z`, `2h`.
+def _parse_time(text: str) -> datetime:
+    """Parse a time (`2026-05-01`, `2026-05-01T12:00Z`) or an age (`2h`).
 
     Raises:
-        click.BadParameter: it is neither.
+        click.BadParameter: the text is neither.
     """
     try:
         return datetime.now(UTC) - timedelta(seconds=duration.parse(text))
     except OverflowError:
-        raise click.BadParameter(f'"{text}" is before there were years') from None
+        raise click.BadParameter(f'"{text}" is before the year 1') from None
     except UsageError:
         pass
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
         raise click.BadParameter(
-            f'"{text[:40]}" is neither a time such as 2026-05-01T12:00Z nor how long ago: 2h, 7d'
+            f'"{text[:40]}" is neither a time such as 2026-05-01T12:00Z nor an age such as 2h or 7d'
         ) from None
 
 
 @click.group("once", cls=Group)
 def command() -> None:
-    """List, show and reset once keys.
+    """List, show and reset idempotency keys.
 
-    An event that is published with a once key is the only one for that key until it
-    expires, 30 days later where nobody chose another time, or is reset.
+    For an idempotency key (--once) only the first event is published, until the key
+    expires (30 days by default) or is reset.
     """
 
 
@@ -66,20 +66,23 @@ Examples:
   outbox once list --since 2026-05-01 --limit 10 --after plan:7 --json
 """,
 )
-@click.option("--prefix", metavar="TEXT", default="", help="Only keys that begin like this.")
+@click.option("--prefix", metavar="TEXT", default="", help="Only keys with this prefix.")
 @click.option(
-    "--since", type=_moment, metavar="TIME", help="Claimed then or later; 2h: within two hours."
+    "--since",
+    type=_parse_time,
+    metavar="TIME",
+    help="Only keys claimed at or after this time: 2h (ago), 2026-05-01T12:00Z.",
 )
 @click.option(
-    "--until", type=_moment, metavar="TIME", help="Claimed before; 2h: two hours ago or more."
+    "--until", type=_parse_time, metavar="TIME", help="Only keys claimed before this time."
 )
 @click.option(
     "--state",
     type=click.Choice(idempotency_keys.STATES),
-    help="claimed-without-event: what it was claimed for was not published.",
+    help="claimed-without-event: the key was claimed, but no event was published.",
 )
 @limit_option
-@click.option("--after", metavar="KEY", default="", help="Only keys behind this one.")
+@click.option("--after", metavar="KEY", default="", help="Only keys after this one (paging).")
 @json_option
 @settings_options
 def list_(
@@ -92,11 +95,11 @@ def list_(
     after: str,
     as_json: bool,
 ) -> None:
-    """List once keys by key."""
+    """List idempotency keys in key order."""
     for name, text in (("--prefix", prefix), ("--after", after)):
-        _hold_to_text(name, text)
+        _require_text(name, text)
 
-    async def go() -> None:
+    async def print_page() -> None:
         async with database(settings) as connection:
             rows = await idempotency_keys.page(
                 connection,
@@ -104,23 +107,23 @@ def list_(
                 prefix=prefix,
                 since=since,
                 until=until,
-                state=cast("idempotency_keys.State | None", state),
+                state=cast("idempotency_keys.IdempotencyKeyState | None", state),
                 limit=limit + 1,
                 after=after,
             )
         rows, more = rows[:limit], len(rows) > limit
         if more:
-            tell_more(rows[-1].key)
+            print_next_page(rows[-1].key)
         if as_json:
             emit_json(rows)
             return
         emit_table(
             ["key", "state", "event", "claimed", "expires", "resets"],
             [(r.key, r.state, r.event_id, r.claimed_at, r.expires_at, r.resets) for r in rows],
-            "no once keys",
+            "no idempotency keys",
         )
 
-    run_async(go())
+    run_async(print_page())
 
 
 @command.command(
@@ -133,14 +136,14 @@ Example:
 @json_option
 @settings_options
 def show(settings: Settings, key: str, as_json: bool) -> None:
-    """Show what a once key stands for, and until when."""
+    """Show the event and the expiry of an idempotency key."""
 
-    async def go() -> None:
+    async def print_details() -> None:
         async with database(settings) as connection:
             found = await idempotency_keys.get(connection, settings.schema_name, key)
         row = found.row
         if as_json:
-            emit_json(flat(row) | {"type": found.type})
+            emit_json(merge_fields(row) | {"type": found.type})
             return
         emit_pairs(
             [
@@ -149,13 +152,16 @@ def show(settings: Settings, key: str, as_json: bool) -> None:
                 ("claimed", row.claimed_at),
                 ("expires", row.expires_at),
                 ("resets", row.resets),
-                ("event", row.event_id or "none was published"),
-                ("type", found.type or (row.event_id and "not known: the event is not there")),
+                ("event", row.event_id or "not published"),
+                (
+                    "type",
+                    found.type or (row.event_id and "unknown: the event is no longer retained"),
+                ),
                 ("see", row.event_id and found.type and f"outbox trace {row.event_id}"),
             ]
         )
 
-    run_async(go())
+    run_async(print_details())
 
 
 @command.command(
@@ -168,9 +174,9 @@ Example:
 @json_option
 @settings_options
 def reset(settings: Settings, key: str, as_json: bool) -> None:
-    """Free a once key, so that its next event is published again."""
+    """Release an idempotency key, so that its next event is published."""
 
-    async def go() -> None:
+    async def reset_key() -> None:
         async with database(settings) as connection:
             was_held = await idempotency_keys.reset(
                 connection, settings.schema_name, key, actor=actor()
@@ -178,13 +184,13 @@ def reset(settings: Settings, key: str, as_json: bool) -> None:
         if as_json:
             emit_json({"key": key, "reset": was_held})
         elif was_held:
-            click.echo(f'reset "{key}": its next event is published')
+            click.echo(f'reset "{key}": its next event will be published')
         else:
-            click.echo(f'"{key}" was free already')
+            click.echo(f'"{key}" was not taken')
 
-    run_async(go())
+    run_async(reset_key())
 
 
-def _hold_to_text(name: str, text: str) -> None:
+def _require_text(name: str, text: str) -> None:
     if not is_text(text):
         raise UsageError(f"{name}: not Unicode text")

@@ -1,7 +1,8 @@
-"""What people and machines read on stdout.
+"""Output on stdout: tables, name-value pairs and JSON.
 
-A terminal gets rich tables; a pipe gets the same rows as plain aligned text;
-`--json` gets one line.  Text from elsewhere never steers the terminal.
+A terminal gets rich tables, a pipe gets the same rows as aligned plain text, and
+`--json` prints one line.  Control characters in values are escaped, so data from
+events and receivers cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-# Columns that a narrow terminal does without, in this order; --json has them all.
+# Columns that are dropped on a narrow terminal, in this order; --json has all of them.
 DISPENSABLE = ("attempts", "status", "version", "tenant", "lane", "lanes", "types", "relay")
 
-# Columns whose text may end in an ellipsis, and the least that is left of it.
+# Columns that may be shortened with an ellipsis, and their minimum width.
 SHORTEST = {"url": 16, "types": 10, "type": 10, "endpoint": 12, "name": 12, "relay": 12}
 
-# Columns of sentences, which are folded at spaces.
+# Columns of sentences, which are wrapped at spaces, and their minimum width.
 SENTENCES = {"promise": 30}
 
 _COLUMN_GAP = 2
@@ -39,13 +40,13 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
 def emit_json(value: Any) -> None:
-    """One line; times in RFC 3339, dataclasses as objects."""
-    # asyncpg's UUIDs are a class of its own, which orjson does not know.
+    """Print one line of JSON; times in RFC 3339, dataclasses as objects."""
+    # asyncpg returns its own UUID class, which orjson does not serialize.
     click.echo(orjson.dumps(value, default=str, option=orjson.OPT_UTC_Z).decode())
 
 
 def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
-    """Rows under headings; without rows, a sentence that says so."""
+    """Print rows under headings; without rows print `empty`."""
     if not rows:
         click.echo(empty)
         return
@@ -63,20 +64,20 @@ def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str
 
 
 def emit_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
-    """Names and values below each other; None is left out."""
+    """Print one name and value per line; None is omitted."""
     shown = [(name, cell(value)) for name, value in pairs if value is not None]
     width = max(len(name) for name, _ in shown)
     for name, value in shown:
         click.echo(f"{style(name.ljust(width), dim=True)}  {value}")
 
 
-def style(text: str, **how: Any) -> str:
-    """Text in click's styles, unless NO_COLOR says otherwise (no-color.org)."""
-    return text if os.environ.get("NO_COLOR") else click.style(text, **how)
+def style(text: str, **styles: Any) -> str:
+    """Style text with click, unless NO_COLOR is set (no-color.org)."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, **styles)
 
 
 def cell(value: Any) -> str:
-    """A value as people read it, on one line."""
+    """A value as human-readable text on one line."""
     if value is None:
         return "-"
     if isinstance(value, datetime):
@@ -89,24 +90,24 @@ def cell(value: Any) -> str:
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal that stdout is; None: it is none."""
+    """The width of stdout's terminal in characters; None if stdout is no terminal."""
     if sys.stdout is None or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
 
 
 def fold(text: str, margin: int = 0) -> list[str]:
-    """A sentence in lines that a terminal holds, broken between words only."""
+    """Wrap a sentence to the terminal's width, at spaces only."""
     width = terminal_width()
     if width is None:
         return [safe(text)]
     room = max(width - margin, _FOLD_CHARS_MIN)
-    # A command that is broken elsewhere can be neither read nor copied.
+    # A command that is broken inside a word cannot be copied.
     return textwrap.wrap(safe(text), room, break_long_words=False, break_on_hyphens=False)
 
 
 def age(seconds: float | None) -> str | None:
-    """A length of time in its two largest units: `3m 20s`."""
+    """A duration in its two largest units: `3m 20s`."""
     if seconds is None:
         return None
     rest = max(int(seconds), 0)
@@ -119,7 +120,7 @@ def age(seconds: float | None) -> str | None:
 
 
 def clock_time(at: datetime) -> str:
-    """To the minute, in the zone that it has."""
+    """A time to the minute, in its own time zone."""
     return at.isoformat(sep=" ", timespec="minutes")
 
 
@@ -134,9 +135,9 @@ def count(number: int, noun: str) -> str:
 def rich_table(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int
 ) -> tuple[Table, list[str]]:
-    """A table for a terminal of this width, and the columns that it has no room for.
+    """A table for a terminal of this width, and the names of the columns that do not fit.
 
-    Words are not broken: less important columns are shortened, then left out.
+    Words are not broken: less important columns are shortened first, then dropped.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -162,22 +163,23 @@ def rich_table(
 
 
 def fit(columns: Sequence[str], naturals: Sequence[int], room: int) -> dict[int, int]:
-    """The width of each column that is shown, by its place.
+    """The width of each visible column, by its index.
 
     Args:
-        naturals: how wide each would be by itself.
+        naturals: the width of each column's longest cell.
+        room: the width of the terminal.
     """
     kept = dict(enumerate(naturals))
     spare = [columns.index(name) for name in DISPENSABLE if name in columns]
     while (widths := _squeezed(columns, kept, room)) is None:
         if not spare:
-            return kept  # Too narrow for anything; rich folds what is left.
+            return kept  # Too narrow for even the required columns; rich wraps them.
         del kept[spare.pop(0)]
     return widths
 
 
 def _squeezed(columns: Sequence[str], naturals: dict[int, int], room: int) -> dict[int, int] | None:
-    """Widths that fit, taken from the widest columns that may give; None: they cannot."""
+    """Widths that fit, shrinking the widest shrinkable columns; None if they cannot fit."""
     least = SHORTEST | SENTENCES
     widths = dict(naturals)
     over = sum(widths.values()) + _COLUMN_GAP * (len(widths) - 1) - room

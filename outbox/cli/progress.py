@@ -1,4 +1,4 @@
-"""Following a replay job to its end."""
+"""Options and progress display of replay jobs."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.replay_jobs import Job
+    from outbox.operations.replay_jobs import ReplayJob
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 wait_option = click.option(
     "--wait/--detach",
     default=None,
-    help="Stay until it has ended, or not; default: stay in a terminal.",
+    help="Wait until the replay has ended; default: wait on a terminal.",
 )
 rate_option = click.option(
     "--rate",
     "rate_per_s",
     metavar="N",
     type=click.FloatRange(0, 1e6, min_open=True),
-    help="At most so many deliveries per second.",
+    help="Maximum deliveries per second.",
 )
 
 
 async def follow(
     connection: Connection[Any], schema: str, job_id: int, *, wait: bool | None, as_json: bool
-) -> Job | None:
-    """Stay with a job until it has ended; None: nobody is to wait for it.
+) -> ReplayJob | None:
+    """Wait until a job has ended, and return it; None if the command does not wait.
 
-    Ctrl-C leaves it to the relay, and says how to abort it.
+    Ctrl-C stops waiting, not the job, and prints the command that aborts it.
     """
     terminal = sys.stdout is not None and sys.stdout.isatty() and not as_json
     if wait is False or (wait is None and not terminal):
         return None
-    if wait is None and not await replay_jobs.any_relay(connection):
-        warn("no relay is alive: it begins when one is")
+    if wait is None and not await replay_jobs.has_live_relay(connection):
+        warn("no relay is running: the replay starts when one does")
         return None
     try:
         if terminal:
             return await _with_a_bar(connection, schema, job_id)
         return await _ended(connection, schema, job_id, lambda _: None)
     except asyncio.CancelledError:
-        warn(f"replay job {job_id} goes on; to abort it: outbox replay abort {job_id}")
+        warn(f"replay job {job_id} continues; to abort it: outbox replay abort {job_id}")
         raise
 
 
 async def _ended(
-    connection: Connection[Any], schema: str, job_id: int, show: Callable[[Job], None]
-) -> Job:
+    connection: Connection[Any], schema: str, job_id: int, show: Callable[[ReplayJob], None]
+) -> ReplayJob:
     while True:
         job = await replay_jobs.get(connection, schema, job_id)
         show(job)
         if job.state != "running":
             return job
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def _with_a_bar(connection: Connection[Any], schema: str, job_id: int) -> Job:
+async def _with_a_bar(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = (
@@ -80,31 +80,31 @@ async def _with_a_bar(connection: Connection[Any], schema: str, job_id: int) -> 
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task(f"replay job {job_id}", total=1.0, taken=0)
 
-        def show(job: Job) -> None:
+        def show(job: ReplayJob) -> None:
             bar.update(task, completed=job.share, taken=job.taken)
 
         return await _ended(connection, schema, job_id, show)
 
 
-def tell(job: Job, *, as_json: bool) -> None:
-    """How a job ended; exit 1 if that was before its time."""
+def print_result(job: ReplayJob, *, as_json: bool) -> None:
+    """Print the result of a job; exit with 1 if it was aborted or incomplete."""
     if as_json:
         emit_json(job)
     else:
         click.echo(f"replay job {job.id} is {job.state}: {count(job.taken, 'delivery')}")
-        if text := stopped(job):
-            click.echo(f"it ended early at {text}")
+        if text := describe_stopped(job):
+            click.echo(f"incomplete: {text}")
     if job.state == "aborted" or job.stopped:
         raise click.exceptions.Exit(1)
 
 
 _STOPPED = {
-    "disabled": "disabled meanwhile",
-    "removed": "removed meanwhile",
-    "unsubscribed": "to be removed",
+    "disabled": "disabled during the replay",
+    "removed": "removed during the replay",
+    "unsubscribed": "being removed",
 }
 
 
-def stopped(job: Job) -> str:
-    """Where it ended before its time, in words."""
+def describe_stopped(job: ReplayJob) -> str:
+    """The endpoints where the replay ended early, and why."""
     return ", ".join(f"{count(n, 'endpoint')} {_STOPPED[why]}" for why, n in job.stopped.items())

@@ -1,4 +1,4 @@
-"""`outbox prove`: relays under every fault, on the user's own database."""
+"""`outbox prove`: fault-injection test on the user's own database."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 
 import click
 
-from outbox.cli.common import json_option, run_async, until_told, warn
+from outbox.cli.common import json_option, run_async, run_until_signal, warn
 from outbox.cli.output import emit_json, emit_table, style
 from outbox.config import load
 from outbox.core.model.text import safe
-from outbox.devtools.chaos.plan import KINDS, Plan, choose
+from outbox.devtools.chaos.plan import FAULT_KINDS, ChaosPlan, select_faults
 from outbox.errors import CannotRun, UsageError
 
 if TYPE_CHECKING:
-    from outbox.devtools.chaos.run import Report
+    from outbox.devtools.chaos.run import ChaosReport
 
 SEED_MAX = 1_000_000_000
 
@@ -25,11 +25,11 @@ SEED_MAX = 1_000_000_000
 def _kinds() -> str:
     lines = []
     group = ""
-    for kind in KINDS.values():
+    for kind in FAULT_KINDS.values():
         if kind.group != group:
             group = kind.group
             lines.append(f"  {group}")
-        lines.append(f"    {kind.name:<17} {kind.what}")
+        lines.append(f"    {kind.name:<17} {kind.description}")
     return "\n".join(lines)
 
 
@@ -40,18 +40,17 @@ Faults:
 
 \b
 Examples:
-  outbox prove --embedded                    needs no database of yours
+  outbox prove --embedded                    use a temporary PostgreSQL
   outbox prove --dsn postgresql://localhost/app --minutes 10
   outbox prove --embedded --faults kill,freeze,restart --seed 17
   outbox prove --embedded --receiver http://127.0.0.1:8080/hooks --rate 50
   outbox prove --embedded --json | jq .lost
 
-On your database nothing is touched but the schema outbox_prove_SEED, which is
-made and dropped again, and the sessions of the run's own relays. Behind Ctrl-C
-and SIGTERM everything is taken down as well.
+In your database the command uses only the schema outbox_prove_SEED, which it creates
+and drops, and the sessions of its own relays. Ctrl-C and SIGTERM clean up as well.
 
-Exit code 1 says that something was lost, inverted or not explained, 3 that it
-could not run.
+Exit code 1 means that an event was lost, out of order or duplicated without a cause; 3
+that the test could not run.
 """
 )
 @click.option(
@@ -59,10 +58,10 @@ could not run.
     type=click.FloatRange(0.1, 60),
     default=1.0,
     show_default=True,
-    help="How long faults and producers go on.",
+    help="Duration of the faults and the load.",
 )
 @click.option(
-    "--replicas", type=click.IntRange(1, 16), default=3, show_default=True, help="How many relays."
+    "--replicas", type=click.IntRange(1, 16), default=3, show_default=True, help="Number of relays."
 )
 @click.option(
     "--rate",
@@ -76,7 +75,7 @@ could not run.
     type=click.IntRange(1, 2000),
     default=200,
     show_default=True,
-    help="How many endpoints; each event is for one of them.",
+    help="Number of endpoints; each event goes to one of them.",
 )
 @click.option(
     "--fault-every",
@@ -85,7 +84,7 @@ could not run.
     default=3.0,
     show_default=True,
     metavar="SECONDS",
-    help="A fault begins so often.",
+    help="Interval between faults.",
 )
 @click.option(
     "--lease",
@@ -94,27 +93,29 @@ could not run.
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="The relays' lease.",
+    help="Lease time-out of the relays.",
 )
-@click.option("--faults", metavar="A,B,…", help='Only these; "none" for none. Default: all.')
+@click.option("--faults", metavar="A,B,…", help='Only these faults, or "none". Default: all.')
 @click.option(
     "--receiver",
     metavar="URL",
-    help="Pass every delivery on to it, signed with "
-    "OUTBOX_SECRET if that is set, and answer as it does.",
+    help="Forward every delivery to this receiver, signed with OUTBOX_SECRET if it is set, and "
+    "return its response.",
 )
 @click.option(
     "--embedded",
     is_flag=True,
-    help="On a PostgreSQL of its own, which is also restarted as after a crash.",
+    help="Use a temporary PostgreSQL, which is also crashed and restarted.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0, SEED_MAX), help="Repeat the faults of an earlier run."
+    "--seed",
+    type=click.IntRange(0, SEED_MAX),
+    help="Random seed, to repeat the faults of an earlier run.",
 )
-@click.option("--keep", is_flag=True, help="Leave the schema, to look at it.")
-@click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml.")
+@click.option("--keep", is_flag=True, help="Keep the schema for inspection.")
+@click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
 @click.option(
-    "--dsn", metavar="DSN", help="The database; better set as OUTBOX_DSN, which ps hides."
+    "--dsn", metavar="DSN", help="Database DSN; prefer OUTBOX_DSN, because ps shows flags."
 )
 @json_option
 def command(
@@ -133,29 +134,29 @@ def command(
     dsn: str | None,
     as_json: bool,
 ) -> None:
-    """Prove it on your own database: nothing lost, nothing out of order.
+    """Run relays under injected faults, and check that no event is lost or misordered.
 
-    Relays deliver to receivers that fail, while they are killed, frozen and cut
-    off from the database. Afterwards everything that was committed is held
-    against everything that came, and every copy has to have a cause.
+    Relays deliver to failing receivers while they are killed, frozen and disconnected
+    from the database. Afterwards all committed events are compared with all received
+    requests, and every duplicate must have a known cause.
     """
     from outbox.core.delivery.signature import parse_secret
-    from outbox.devtools.chaos.proxy_dsn import require_detour
-    from outbox.devtools.chaos.run import run
+    from outbox.devtools.chaos.proxy_dsn import require_proxyable
+    from outbox.devtools.chaos.run import run_chaos
     from outbox.store.connection import dsn as addresses
 
     if embedded and dsn is not None:
-        raise UsageError("--dsn and --embedded are two databases; say one")
+        raise UsageError("--dsn and --embedded exclude each other")
     if embedded and keep:
-        raise UsageError("--keep: an embedded database is removed with all that is in it")
-    plan = Plan(
+        raise UsageError("--keep has no effect with --embedded: the temporary database is removed")
+    plan = ChaosPlan(
         minutes=minutes,
         replicas=replicas,
         rate=rate,
         endpoints=endpoints,
         fault_every_s=fault_every_s,
         lease_s=lease_s,
-        kinds=() if faults == "none" else choose(faults, own_server=embedded),
+        kinds=() if faults == "none" else select_faults(faults, own_server=embedded),
         receiver=_url(receiver),
         seed=random.SystemRandom().randrange(SEED_MAX) if seed is None else seed,
     )
@@ -164,33 +165,32 @@ def command(
     if not embedded:
         if not settings.dsn_source:
             raise CannotRun(
-                "no database was named: use --dsn or OUTBOX_DSN, "
-                "or --embedded for one that is started for this"
+                "no database: set --dsn or OUTBOX_DSN, or use --embedded for a temporary one"
             )
         if settings.pooled:
             raise CannotRun(
-                "OUTBOX_POOLED is set: give a direct connection, because a proxy that pools "
-                "transactions does not know the schema that this makes"
+                "OUTBOX_POOLED is set: this command needs a direct connection, because a "
+                "transaction pooler cannot use the schema that it creates"
             )
-        address = addresses.of(settings)
-        require_detour(address)
+        address = addresses.from_settings(settings)
+        require_proxyable(address)
         for warning in address.warnings:
             warn(warning)
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         click.echo(safe(line), err=True)
 
-    tell(_announcement(plan, str(address) if address else "an embedded PostgreSQL"))
+    log(_announcement(plan, str(address) if address else "an embedded PostgreSQL"))
     secret = parse_secret(settings.secret.get_secret_value()) if settings.secret else None
     live = sys.stdout.isatty() and not as_json
     report = run_async(
-        until_told(run(plan, address, secret=secret, keep=keep, live=live, tell=tell))
+        run_until_signal(run_chaos(plan, address, secret=secret, keep=keep, live=live, log=log))
     )
     if as_json:
         _emit(report)
     else:
         _show(report)
-    if not report.judgement.good:
+    if not report.result.good:
         raise click.exceptions.Exit(1)
 
 
@@ -207,40 +207,40 @@ def _url(receiver: str | None) -> str | None:
     return receiver
 
 
-def _announcement(plan: Plan, where: str) -> str:
-    """What is going to be done, before it is."""
+def _announcement(plan: ChaosPlan, where: str) -> str:
+    """A one-line summary of the plan."""
     faults = len(plan.schedule())
     return (
-        f"on {where}, in a schema of its own ({plan.schema}): for {plan.seconds:.0f} s some "
+        f"on {where}, in the schema {plan.schema}: for {plan.seconds:.0f} s some "
         f"{plan.events:,} events to {plan.endpoints} endpoints by {plan.replicas} relays, "
         f"{faults} faults, seed {plan.seed}; then at most {plan.settle_s:.0f} s to settle"
     )
 
 
-def _emit(report: Report) -> None:
-    judgement, plan = report.judgement, report.plan
+def _emit(report: ChaosReport) -> None:
+    result, plan = report.result, report.plan
     emit_json(
         {
-            "proven": judgement.good,
-            **{name: note.count for name, note in judgement.findings.items()},
+            "proven": result.good,
+            **{name: note.count for name, note in result.findings.items()},
             "examples": {
-                name: note.examples for name, note in judgement.findings.items() if note.count
+                name: note.examples for name, note in result.findings.items() if note.count
             },
-            "committed": judgement.committed,
+            "committed": result.committed,
             "rolled_back": report.rolled_back,
-            "delivered": judgement.deliveries,
-            "dead_lettered": judgement.dead,
+            "delivered": result.deliveries,
+            "dead_lettered": result.dead,
             "requests": report.requests,
-            "copies": judgement.copies,
+            "copies": result.copies,
             "events_per_s": report.events_per_s,
             "faults": report.faults,
             "orders_skipped": report.skipped,
-            "take_overs": judgement.take_overs,
-            "hand_overs": judgement.hand_overs,
-            "longest_pause_s": round(judgement.longest_pause_s, 2),
+            "take_overs": result.take_overs,
+            "hand_overs": result.hand_overs,
+            "longest_pause_s": round(result.longest_pause_s, 2),
             "recovery_s": {
                 kind: {"median": round(middle, 2), "max": round(worst, 2)}
-                for kind, (middle, worst) in judgement.recovery_s.items()
+                for kind, (middle, worst) in result.recovery_s.items()
             },
             "settle_s": report.settle_s,
             "stalled_s": report.stalled_s,
@@ -256,12 +256,12 @@ def _emit(report: Report) -> None:
     )
 
 
-def _show(report: Report) -> None:
+def _show(report: ChaosReport) -> None:
     from outbox.devtools.chaos.checker import CHECKS
 
-    judgement, plan = report.judgement, report.plan
+    result, plan = report.result, report.plan
     click.echo()
-    recovery = judgement.recovery_s
+    recovery = result.recovery_s
     rows = [
         (kind, n, *(f"{each:.1f} s" for each in recovery.get(kind, ())))
         if kind in recovery
@@ -270,25 +270,25 @@ def _show(report: Report) -> None:
     ]
     emit_table(["fault", "times", "recovery", "longest"], rows, "no faults")
     click.echo()
-    copies = [(cause, n) for cause, n in judgement.copies.items()]
+    copies = [(cause, n) for cause, n in result.copies.items()]
     emit_table(["copies because of", "times"], copies, "no copies")
     click.echo()
     about = [
         (
             "committed",
-            judgement.committed,
+            result.committed,
             f"{report.events_per_s:,.0f} per second, and {report.rolled_back:,} rolled back",
         ),
-        ("delivered", judgement.deliveries, f"in {report.requests:,} requests"),
-        ("dead letters", judgement.dead, "refused for good, kept with their reason"),
-        ("take-overs", judgement.take_overs, "endpoints taken from a relay that was gone"),
-        ("hand-overs", judgement.hand_overs, "endpoints that a relay handed on"),
+        ("delivered", result.deliveries, f"in {report.requests:,} requests"),
+        ("dead letters", result.dead, "rejected permanently, kept with the reason"),
+        ("take-overs", result.take_overs, "endpoints acquired after a relay's lease expired"),
+        ("hand-overs", result.hand_overs, "endpoints released to another relay"),
     ]
     for name, value, meaning in about:
         click.echo(f"    {name:<13} {value:>9,}   {style(meaning, dim=True)}")
     click.echo(
-        f"    {'longest pause':<13} {judgement.longest_pause_s:>7.1f} s   "
-        + style("of a lane that owed something", dim=True)
+        f"    {'longest pause':<13} {result.longest_pause_s:>7.1f} s   "
+        + style("of a lane with pending deliveries", dim=True)
     )
     click.echo(
         f"    {'settled':<13} {report.settle_s:>7.1f} s   "
@@ -297,10 +297,10 @@ def _show(report: Report) -> None:
     if report.stalled_s:
         click.echo(
             f"    {'held up':<13} {report.stalled_s:>7.1f} s   "
-            + style("at most: this process had no time, and its answers were late", dim=True)
+            + style("at most, because this process was not scheduled in time", dim=True)
         )
     for name, meaning in CHECKS.items():
-        note = judgement.findings[name]
+        note = result.findings[name]
         mark = style("✗", fg="red") if note.count else style("✓", fg="green")
         click.echo(f"  {mark} {name:<13} {note.count:>9,}   {style(meaning, dim=True)}")
         for example in note.examples:
@@ -309,18 +309,18 @@ def _show(report: Report) -> None:
     click.echo(
         f"\noutbox {versions['outbox']}, PostgreSQL {versions['postgres']}, "
         f"{plan.replicas} relays, lease {plan.lease_s:g} s, {plan.endpoints} endpoints, "
-        f"{report.storm_s:.0f} s, seed {plan.seed}"
+        f"{report.faults_s:.0f} s, seed {plan.seed}"
     )
     if report.logs:
         click.echo(f"the relays' logs are in {report.logs}")
     faults = sum(report.faults.values())
     verdict = (
-        f"proven: {judgement.committed:,} events under {faults} faults, "
+        f"proven: {result.committed:,} events under {faults} faults, "
         "nothing lost, nothing out of order, every copy explained"
-        if judgement.good
+        if result.good
         else "not proven: "
         + ", ".join(
-            f"{name} {note.count:,}" for name, note in judgement.findings.items() if note.count
+            f"{name} {note.count:,}" for name, note in result.findings.items() if note.count
         )
     )
-    click.echo(style(verdict, fg="green" if judgement.good else "red", bold=True))
+    click.echo(style(verdict, fg="green" if result.good else "red", bold=True))

@@ -1,4 +1,4 @@
-"""`outbox publish`."""
+"""`outbox publish`: publish one event."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def time_with_zone(text: str) -> datetime:
-    """A moment: `2027-01-31T09:00:00+01:00`, or with `Z` for UTC.
+    """Parse a time with a zone: `2027-01-31T09:00:00+01:00`, or `Z` for UTC.
 
     Raises:
-        click.BadParameter: it is none, or does not say its zone.
+        click.BadParameter: the text is no time, or has no zone.
     """
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
         raise click.BadParameter(f'"{text}" is not a time such as 2027-01-31T09:00:00Z') from None
     if at.utcoffset() is None:
-        raise click.BadParameter(f'"{text}" does not say its zone; write {text}Z or {text}+01:00')
+        raise click.BadParameter(f'"{text}" has no time zone; write {text}Z or {text}+01:00')
     return at
 
 
@@ -43,24 +43,34 @@ Examples:
 """
 )
 @click.argument("type_", metavar="TYPE")
-@click.option("--key", metavar="KEY", help="Events with the same key keep their order.")
-@click.option("--payload", metavar="JSON", default="{}", help="The event's data; - reads stdin.")
-@click.option("--once", metavar="KEY", help="Publish nothing when this key was taken before.")
+@click.option(
+    "--key", metavar="KEY", help="Ordering key: events with the same key keep their order."
+)
+@click.option(
+    "--payload", metavar="JSON", default="{}", help="Payload; - reads stdin.  Default: {}."
+)
+@click.option(
+    "--once", metavar="KEY", help="Idempotency key: publish only if this key is not taken."
+)
 @click.option(
     "--once-for",
     type=duration_s,
     metavar="TIME",
-    help="Keep that key for so long: 10m, 2h, 1d; default: 30d.",
+    help="Retention of the idempotency key: 10m, 2h, 1d; default: 30d.",
 )
-@click.option("--tenant", metavar="TENANT", help="Only for this tenant's endpoints.")
+@click.option("--tenant", metavar="TENANT", help="Tenant of the event.")
 @click.option(
-    "--header", "headers", multiple=True, metavar="NAME=VALUE", help="Sent along; repeatable."
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Header of the event; repeatable.",
 )
 @click.option(
     "--expires-in",
     type=duration_s,
     metavar="TIME",
-    help="Not worth sending after: 30s, 10m, 2h, 1d; with --at, counted from then on.",
+    help="Expiry, after which the event is not sent: 30s, 10m, 2h, 1d; counted from --at.",
 )
 @click.option(
     "--at",
@@ -68,7 +78,7 @@ Examples:
     "deliver_at",
     type=time_with_zone,
     metavar="TIME",
-    help="Publish it then: 2027-01-31T09:00:00+01:00.",
+    help="Delay the event until this time: 2027-01-31T09:00:00+01:00.",
 )
 @json_option
 @settings_options
@@ -88,7 +98,7 @@ def command(
     """Publish one event of TYPE, in a transaction of its own."""
     raw = read_payload(payload)
 
-    async def go() -> None:
+    async def publish_event() -> None:
         async with database(settings, current=False) as connection:
             event_id = await publish(
                 connection,
@@ -104,23 +114,23 @@ def command(
                 schema=settings.schema_name,
             )
         if as_json:
-            told = {} if deliver_at is None else {"deliver_at": deliver_at}
-            emit_json({"id": event_id, "already": event_id is None, **told})
+            extra = {} if deliver_at is None else {"deliver_at": deliver_at}
+            emit_json({"id": event_id, "already": event_id is None, **extra})
         elif event_id is None:
-            click.echo(f'not published: the once key "{once}" was already taken')
+            click.echo(f'not published: the idempotency key "{once}" was already taken')
         elif deliver_at is not None:
             click.echo(f"published {event_id}, due {cell(deliver_at)}")
         else:
             click.echo(f"published {event_id}")
 
-    run_async(go())
+    run_async(publish_event())
 
 
 def read_payload(payload: str) -> bytes:
-    """What --payload stands for.
+    """The payload's bytes; `-` reads stdin.
 
     Raises:
-        UsageError: stdin is to be read, and is closed.
+        UsageError: stdin is closed.
     """
     if payload == "-":
         if sys.stdin is None:
@@ -130,10 +140,10 @@ def read_payload(payload: str) -> bytes:
 
 
 def parse_headers(pairs: tuple[str, ...]) -> dict[str, str] | None:
-    """What --header, said any number of times, stands for; None: it was not said.
+    """Parse the values of --header; None if there are none.
 
     Raises:
-        UsageError: one is not NAME=VALUE, or stands there twice.
+        UsageError: a value is not NAME=VALUE, or a name is given twice.
     """
     headers: dict[str, str] = {}
     for pair in pairs:
@@ -141,6 +151,6 @@ def parse_headers(pairs: tuple[str, ...]) -> dict[str, str] | None:
         if not equals:
             raise UsageError(f'--header: "{pair}" is not NAME=VALUE')
         if name in headers:
-            raise UsageError(f'--header: "{name}" stands there twice')
+            raise UsageError(f'--header: "{name}" is given twice')
         headers[name] = value
     return headers or None

@@ -1,4 +1,4 @@
-"""`outbox rekey`: secrets at rest are encrypted, with another key, or no more."""
+"""`outbox rekey`: encrypt stored secrets, rotate the key, or decrypt."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox.config import Settings
-    from outbox.operations.rotate_key import Kept, Rekeyed
+    from outbox.operations.rotate_key import RekeyProgress, SecretCount
 
 EXIT_NOT_ALL = 1
 
 
 @click.command(
     epilog=f"""\b
-Example, for the first time (without OLD) or with another key:
-  outbox rekey --generate                        a new key, NEW
-  {SETTING}="NEW OLD"                           to every relay; restart them, one by one
-  {SETTING}="NEW OLD" outbox rekey              now all is encrypted with NEW
-  {SETTING}=NEW                                 OLD is needed no more
+Example, for the first encryption (without OLD) or a key rotation:
+  outbox rekey --generate                        generate a key, NEW
+  {SETTING}="NEW OLD"                           set on every relay; restart them one by one
+  {SETTING}="NEW OLD" outbox rekey              encrypt all secrets with NEW
+  {SETTING}=NEW                                 OLD is no longer needed
 
 \b
-Keep keys where the database is not, such as in {SETTING}_FILE.  Without the key what is
-encrypted with it is lost: receivers would need new secrets.
+Store keys outside the database, for example with {SETTING}_FILE. Secrets cannot be
+recovered without their key: receivers would need new secrets.
 """
 )
-@click.option("--generate", is_flag=True, help="Print a new key, and do nothing else.")
-@click.option("--check", is_flag=True, help="Change nothing; exit 1 when it is needed.")
-@click.option("--decrypt", is_flag=True, help="Write all in clear, so that no key is needed.")
-@click.option("--yes", is_flag=True, help="With --decrypt: do not ask.")
-@click.option("--force", is_flag=True, help="Although a running relay has not the key.")
+@click.option("--generate", is_flag=True, help="Print a new key; change nothing.")
+@click.option("--check", is_flag=True, help="Change nothing; exit 1 if secrets would be rewritten.")
+@click.option("--decrypt", is_flag=True, help="Decrypt all secrets, so that no key is needed.")
+@click.option("--yes", is_flag=True, help="With --decrypt: do not ask for confirmation.")
+@click.option(
+    "--force", is_flag=True, help="Continue even if a running relay does not have the key."
+)
 @json_option
 @settings_options
 @click.pass_context
@@ -55,11 +57,11 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Encrypt the secrets in the database anew, with the first key of OUTBOX_KEY.
+    """Encrypt all secrets in the database with the first key of OUTBOX_KEY.
 
-    Signing secrets, values of endpoints' headers, and client certificates.  New
-    ones are encrypted as soon as there is a key; this is for those that are there.
-    Deliveries go on meanwhile, and an interrupted run goes on when it is repeated.
+    Secrets are signing secrets, header values and client certificates. New secrets
+    are always encrypted if OUTBOX_KEY is set; this command converts existing ones.
+    Deliveries continue meanwhile, and an interrupted run can be repeated.
     """
     if generate:
         key = new_key()
@@ -68,49 +70,53 @@ def command(
         else:
             click.echo(key)
         return
-    vault = Vault.of(settings)
+    vault = Vault.from_settings(settings)
     if not vault.key_ids:
-        raise UsageError(f"there is no key; set {SETTING} (outbox rekey --generate makes one)")
+        raise UsageError(
+            f"no encryption key; set {SETTING} (generate one with: outbox rekey --generate)"
+        )
     if decrypt:
         if not yes:
-            _ask()
+            _confirm_decryption()
         vault = vault.in_clear()
     if check:
         kept = run_async(_survey(settings))
-        ctx.exit(EXIT_NOT_ALL if _tell_kept(kept, vault, as_json=as_json) else 0)
+        ctx.exit(EXIT_NOT_ALL if _print_encryption(kept, vault, as_json=as_json) else 0)
     kept, done = run_async(_rekey(settings, vault, force=force))
     if as_json:
         emit_json(done)
     else:
         how = "in clear" if done.key is None else f"encrypted with the key {done.key}"
         click.echo(
-            f"{count(done.secrets, 'secret')} of {count(done.endpoints, 'endpoint')} written anew, "
+            f"{count(done.secrets, 'secret')} of {count(done.endpoints, 'endpoint')} rewritten, "
             f"{how}"
         )
         for why in done.locked:
-            click.echo(safe(f"left alone: {why}"), err=True)
+            click.echo(safe(f"skipped: {why}"), err=True)
         if done.left and not done.locked:
-            click.echo(f"{count(done.left, 'secret')} left: somebody writes them; again!", err=True)
+            click.echo(f"{count(done.left, 'secret')} changed concurrently; run again", err=True)
         was_in_clear = any(each.key is None for each in kept)
         if done.secrets and was_in_clear and done.key is not None:
             click.echo(
-                "What was in clear may still stand in backups and logs of the database: "
-                "outbox endpoint rotate-secret gives other secrets.",
+                "Backups and logs of the database may still contain the clear text; to replace the "
+                "secrets: outbox endpoint rotate-secret.",
                 err=True,
             )
     if done.left:
         ctx.exit(EXIT_NOT_ALL)
 
 
-async def _survey(settings: Settings) -> list[Kept]:
+async def _survey(settings: Settings) -> list[SecretCount]:
     async with database(settings) as connection:
-        return await rotate_key.survey(connection, settings.schema_name)
+        return await rotate_key.count_secrets(connection, settings.schema_name)
 
 
-async def _rekey(settings: Settings, vault: Vault, *, force: bool) -> tuple[list[Kept], Rekeyed]:
-    """How secrets were kept before, and what was done."""
+async def _rekey(
+    settings: Settings, vault: Vault, *, force: bool
+) -> tuple[list[SecretCount], RekeyProgress]:
+    """Rewrite the secrets; returns their encryption before, and the result."""
     async with database(settings) as connection:
-        kept = await rotate_key.survey(connection, settings.schema_name)
+        kept = await rotate_key.count_secrets(connection, settings.schema_name)
         with _progress() as show:
             return kept, await rotate_key.rekey(
                 connection,
@@ -122,8 +128,8 @@ async def _rekey(settings: Settings, vault: Vault, *, force: bool) -> tuple[list
             )
 
 
-def _tell_kept(kept: list[Kept], vault: Vault, *, as_json: bool) -> bool:
-    """Say how secrets are kept; returns whether some are not as they should be."""
+def _print_encryption(kept: list[SecretCount], vault: Vault, *, as_json: bool) -> bool:
+    """Print how secrets are encrypted; returns whether some need to be rewritten."""
     other = sum(each.count for each in kept if each.key != vault.key_id)
     if as_json:
         emit_json({"key": vault.key_id, "secrets": kept, "needed": bool(other)})
@@ -134,25 +140,29 @@ def _tell_kept(kept: list[Kept], vault: Vault, *, as_json: bool) -> bool:
     unread = [each.key for each in kept if each.key and each.key not in vault.key_ids]
     if unread:
         keys = f"the key {unread[0]}" if len(unread) == 1 else f"the keys {', '.join(unread)}"
-        click.echo(f"outbox rekey would leave alone what {SETTING} cannot read; add {keys} to it")
+        click.echo(
+            f"outbox rekey would skip secrets that {SETTING} cannot decrypt; add {keys} to it"
+        )
     if any(each.key != vault.key_id and each.key not in unread for each in kept):
         rest = "the rest" if unread else "the others"
-        click.echo(f"outbox rekey would write {rest} anew")
+        click.echo(f"outbox rekey would rewrite {rest}")
     if not other:
         click.echo("nothing to do")
     return bool(other)
 
 
-def _ask() -> None:
+def _confirm_decryption() -> None:
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError("whoever reads the database can sign then; say --yes to do it")
-    if not click.confirm("write all secrets in clear?", err=True):
+        raise UsageError(
+            "clear-text secrets allow every reader of the database to sign; confirm with --yes"
+        )
+    if not click.confirm("decrypt all secrets?", err=True):
         raise UsageError("nothing was changed")
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Rekeyed], None]]:
-    """A bar on stderr, where somebody looks at it."""
+def _progress() -> Iterator[Callable[[RekeyProgress], None]]:
+    """A progress bar on stderr, if it is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

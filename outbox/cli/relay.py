@@ -1,4 +1,4 @@
-"""`outbox relay`: the sidecar."""
+"""`outbox relay`: run the relay as a sidecar process."""
 
 from __future__ import annotations
 
@@ -20,82 +20,95 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   outbox relay --dsn postgresql://localhost/app
-  OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox relay      deliver to this machine, too
-  outbox relay --health 127.0.0.1:9090                metrics for Prometheus, probes
-  outbox relay --admin 127.0.0.1:8080                 with the HTTP API: /openapi.json
+  OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox relay      also deliver to this machine
+  outbox relay --health 127.0.0.1:9090                with metrics and probes
+  outbox relay --admin 127.0.0.1:8080                 with the HTTP API
 
-Metrics are at /metrics of --health. With OTEL_EXPORTER_OTLP_ENDPOINT they are also
-pushed by OTLP, and so are traces, from the producer's transaction to the receiver;
-OTEL_TRACES_SAMPLER=parentbased_traceidratio with OTEL_TRACES_SAMPLER_ARG=0.01 keeps one
-of a hundred.
+Prometheus scrapes /metrics on the --health address. OTEL_EXPORTER_OTLP_ENDPOINT also
+exports metrics and traces by OTLP; a trace runs from the producer's transaction to the
+receiver. To sample 1% of the traces, set OTEL_TRACES_SAMPLER=parentbased_traceidratio
+and OTEL_TRACES_SAMPLER_ARG=0.01.
 
-SIGTERM (or Ctrl-C) ends what is in flight, for at most OUTBOX_DRAIN_S seconds,
-and hands everything over; a second one stops at once. Nothing is lost either
-way: what was not acknowledged is sent again, with the same number.
+The first SIGTERM (or Ctrl-C) waits for requests in flight, at most --drain seconds, and
+releases the endpoints to other relays. The second one stops at once. Neither loses an
+event: unacknowledged deliveries are sent again with the same sequence number.
 """
 )
-@click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml.")
+@click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
 @click.option(
-    "--schema", "schema_name", metavar="NAME", help="Schema of the outbox; default: relay."
+    "--schema", "schema_name", metavar="NAME", help="Schema of the outbox tables; default: relay."
 )
 @click.option(
-    "--dsn", metavar="DSN", help="The database; better set as OUTBOX_DSN, which ps hides."
+    "--dsn", metavar="DSN", help="Database DSN; prefer OUTBOX_DSN, because ps shows flags."
 )
 @click.option(
     "--lease",
     "lease_s",
     metavar="SECONDS",
-    help="After so long without a sign of life others take over; default: 5.",
+    help="Lease time-out in seconds after which another relay takes over; default: 5.",
 )
-@click.option("--drain", "drain_s", metavar="SECONDS", help="At most so long to stop; default: 15.")
+@click.option(
+    "--drain",
+    "drain_s",
+    metavar="SECONDS",
+    help="Graceful-shutdown time-out in seconds; default: 15.",
+)
 @click.option(
     "--notify/--no-notify",
     default=None,
-    help="LISTEN for producers (default), or look each OUTBOX_POLL_S seconds alone.",
+    help="LISTEN for new events (default), or only poll every OUTBOX_POLL_S seconds.",
 )
 @click.option(
     "--admin",
     metavar="HOST:PORT",
-    help="Serve the HTTP API there, for tokens of `outbox token`; default: nowhere.",
+    help="Serve the HTTP API at this address, for tokens of `outbox token`; default: off.",
 )
 @click.option(
     "--allow-networks",
     metavar="RANGES",
-    help="Private networks that may be delivered to, such as 127.0.0.0/8,10.0.0.0/8.",
+    help="Private networks that endpoints may be in, such as 127.0.0.0/8,10.0.0.0/8.",
 )
 @click.option(
     "--proxy",
     metavar="URL",
-    help="Deliver by https through this proxy; better set as OUTBOX_PROXY, which ps hides.",
+    help="Forward proxy for https deliveries; prefer OUTBOX_PROXY, because ps shows flags.",
 )
 @click.option(
     "--health",
     metavar="HOST:PORT",
-    help="Serve /healthz, /readyz and /metrics there, to everybody who can reach it.",
+    help="Serve /healthz, /readyz and /metrics at this address, without authentication.",
 )
 @click.option(
     "--receivers",
     metavar="HOST:PORT",
-    help="Let receivers fetch there what they are missing; see outbox endpoint fetch-token.",
+    help="Serve missing events to receivers at this address; see outbox endpoint fetch-token.",
 )
 @click.option(
     "--tenant-in-flight-max",
     metavar="N",
-    help="Requests open at once to one tenant's endpoints; default: no limit.",
+    help="Maximum concurrent requests to one tenant's endpoints; default: no limit.",
 )
 @click.option(
     "--tenant-rate",
     "tenant_rate_per_s",
     metavar="N",
-    help="Requests begun in a second for one tenant; default: no limit.",
+    help="Maximum requests per second to one tenant's endpoints; default: no limit.",
 )
-@click.option("--log-format", metavar="FORMAT", help="json, console, or auto (default).")
-@click.option("--log-level", metavar="LEVEL", help="debug, info (default), warning or error.")
+@click.option(
+    "--log-format",
+    metavar="FORMAT",
+    help="json, console, or auto (default): console on a terminal.",
+)
+@click.option(
+    "--log-level",
+    metavar="LEVEL",
+    help="Minimum log level: debug, info (default), warning or error.",
+)
 def command(config: str | None, **flags: Any) -> None:
-    """Run the relay: deliver what is published.
+    """Run the relay, which delivers published events to their endpoints.
 
-    Run it beside the application, as one process or as many: they share the
-    endpoints among themselves, and each takes over from one that died.
+    Run one or more relays beside the application. They divide the endpoints among
+    themselves, and take over the endpoints of a relay that has stopped.
     """
     settings = load(flags, config=config)
     configure(settings)
@@ -105,7 +118,7 @@ def command(config: str | None, **flags: Any) -> None:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's, where there is one: its sockets and timers cost a fraction."""
+    """uvloop's event loop if it is installed, for cheaper sockets and timers."""
     try:
         import uvloop
     except ImportError:  # Windows
@@ -114,10 +127,10 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _allow_many_sockets() -> None:
-    """As many open files as the system lets us have: every kept connection is one."""
+    """Raise the limit of open files to the hard limit, because idle connections stay open."""
     try:
         import resource
-    except ImportError:  # Windows has no such limit.
+    except ImportError:  # Not available on Windows.
         return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):

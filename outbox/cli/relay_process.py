@@ -1,4 +1,4 @@
-"""The relay's process: the relay, and what goes along with it.
+"""The relay's process: signals, metrics, listeners and systemd around the relay.
 
 signals ──▶ relay ──▶ metrics and traces ──▶ the health listener, OTLP
                   └─▶ systemd
@@ -17,17 +17,17 @@ import structlog
 
 import outbox
 from outbox.api.server import running as admin
-from outbox.cli.common import warn, warn_of_networks
+from outbox.cli.common import warn, warn_about_networks
 from outbox.cli.systemd import Supervisor
 from outbox.destinations.http.egress import SETTING, EgressPolicy
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from outbox.relay.cluster.connections import Connections
-from outbox.relay.delivery.telemetry import Observer
+from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.relay import Relay, default_name
 from outbox.store.connection import dsn
-from outbox.telemetry.exporters import exporting
+from outbox.telemetry.exporters import configure_export
 from outbox.telemetry.meters import Meters
-from outbox.telemetry.prometheus import Page
+from outbox.telemetry.prometheus import PrometheusRenderer
 from outbox.web import health
 from outbox.web.serving import serving
 
@@ -35,33 +35,33 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from outbox.config import Settings
-    from outbox.telemetry.exporters import Exporting
+    from outbox.telemetry.exporters import TelemetryExport
 
 log = structlog.get_logger("outbox.relay")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 YOUNG_OBJECTS_MAX = 10_000
-"""So many more objects than before, and garbage is collected."""
+"""Allocations that trigger a collection of the youngest generation."""
 
 
 async def run(settings: Settings) -> None:
-    """Run a relay until it is told to stop.
+    """Run a relay until SIGTERM or SIGINT.
 
     Raises:
-        OutboxError: it cannot run.
+        OutboxError: the relay cannot run.
     """
-    address = dsn.of(settings)
+    address = dsn.from_settings(settings)
     for warning in address.warnings:
         warn(warning)
-    warn_of_networks(SETTING, settings.allow_networks)
+    warn_about_networks(SETTING, settings.allow_networks)
     name = default_name()
-    telemetry = exporting(name, outbox.__version__)
+    telemetry = configure_export(name, outbox.__version__)
     meters = Meters(time.time(), settings.metrics_endpoints_max)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(telemetry.close)
-        transport = Outbound(
+        transport = TransportRouter(
             EgressPolicy(settings.allow_networks),
-            proxy=settings.leaves_by,
+            proxy=settings.outbound_proxy,
             kind=settings.transport,
         )
         stack.push_async_callback(transport.aclose)
@@ -70,7 +70,7 @@ async def run(settings: Settings) -> None:
             transport,
             Connections(address, settings),
             name=name,
-            observer=Observer(meters, telemetry.tracing),
+            telemetry=DeliveryTelemetry(meters, telemetry.tracing),
         )
         if settings.health is not None:
             where = await stack.enter_async_context(
@@ -80,21 +80,21 @@ async def run(settings: Settings) -> None:
         if settings.admin is not None:
             await stack.enter_async_context(admin(settings, settings.admin))
         if settings.receivers is not None:
-            # Imported here: most relays have no such listener.
+            # Imported here, because most relays have no receivers' listener.
             from outbox.api import receivers
 
             await stack.enter_async_context(receivers.running(settings, settings.receivers))
-        # What has been imported stays: collecting garbage need not go through it again and again.
+        # Imported modules are permanent: freeze them, so that collections do not scan them.
         gc.collect()
         gc.freeze()
-        # A delivery makes hundreds of objects and no cycles: looking for those so often as is
-        # usual took 4 % of the time.
+        # A delivery allocates hundreds of objects and no cycles; with the default threshold,
+        # the cycle collector took 4 % of the CPU time.
         gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])
         await _deliver(relay, telemetry)
 
 
-async def _deliver(relay: Relay, telemetry: Exporting) -> None:
-    """Deliver until a signal says to stop; a second one stops at once."""
+async def _deliver(relay: Relay, telemetry: TelemetryExport) -> None:
+    """Deliver until the first stop signal drains the relay; the second cancels it."""
     supervisor = Supervisor()
     task = asyncio.current_task()
     assert task is not None
@@ -114,33 +114,34 @@ async def _deliver(relay: Relay, telemetry: Exporting) -> None:
     failed: Exception | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
-            beside = [
+            background = [
                 tasks.create_task(telemetry.push(lambda: relay.snapshot(time.time()))),
                 tasks.create_task(supervisor.follow(relay)),
             ]
             try:
                 await relay.run()
             except Exception as error:
-                failed = error  # As it is, and not in a group.
+                failed = error  # Raised below, not inside an ExceptionGroup.
             finally:
-                for each in beside:
+                for each in background:
                     each.cancel()
     except asyncio.CancelledError:
         if not stopping:
             raise
     finally:
-        # What is left is bounded, and nothing is in flight any more.
+        # The remaining clean-up is bounded and has no requests in flight: a second signal
+        # must not cancel it.
         over = True
     if failed is not None:
         raise failed
 
 
-def _health(relay: Relay, telemetry: Exporting) -> web.Application:
-    page = Page(telemetry.resource.attributes)
+def _health(relay: Relay, telemetry: TelemetryExport) -> web.Application:
+    page = PrometheusRenderer(telemetry.resource.attributes)
 
     def why_not_ready() -> str | None:
-        condition = relay.condition()
-        return None if condition.ready else condition.to_anybody
+        condition = relay.readiness()
+        return None if condition.ready else condition.public_reason
 
     async def metrics(accept: str) -> tuple[bytes, str]:
         snapshot = await relay.snapshot(time.time())

@@ -1,4 +1,4 @@
-"""`outbox replay`: send history again; and list, show, abort what is being replayed."""
+"""`outbox replay`: replay past events (backfill); list, show and abort replay jobs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from outbox.cli.common import (
     database,
     json_option,
     limit_option,
+    print_next_page,
     run_async,
     settings_options,
-    tell_more,
 )
 from outbox.cli.main import Group
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table
@@ -25,7 +25,7 @@ from outbox.operations.views.replays import planned
 if TYPE_CHECKING:
     from outbox.cli.moments import When
     from outbox.config import Settings
-    from outbox.operations.replay_jobs import Job
+    from outbox.operations.replay_jobs import ReplayJob
 
 ID_MAX = 2**63 - 1
 
@@ -43,20 +43,20 @@ Examples:
   outbox replay list
   outbox replay abort 7
 
-Dead letters are sent again by: outbox dead replay
+To replay dead letters: outbox dead replay
 """,
 )
-@click.option("--endpoint", metavar="NAME", help="To this endpoint.")
+@click.option("--endpoint", metavar="NAME", help="The endpoint that receives the events.")
 @moments.options("published")
 @click.option(
     "--type",
     "types",
     metavar="PATTERN",
     multiple=True,
-    help="Only those of its types that match this, too; may be given several times.",
+    help="Only subscribed types that also match this; repeatable.",
 )
 @progress.rate_option
-@click.option("--dry-run", is_flag=True, help="Only say how many there are.")
+@click.option("--dry-run", is_flag=True, help="Only count them; change nothing.")
 @progress.wait_option
 @json_option
 @settings_options
@@ -73,48 +73,50 @@ def command(
     wait: bool | None,
     as_json: bool,
 ) -> None:
-    """Send an endpoint its history: what it should have got, from some time on.
+    """Replay the events that were published since some time to an endpoint.
 
-    In the order in which it was published, at the end of the endpoint's lanes, by
-    the subscription that it has now, and no faster than live events allow. Every
-    delivery has a number and an X-Delivery of its own, and says "backfill" in its
-    body: receivers take it as new. What is not published yet comes live.
+    The events are selected by the endpoint's current subscription, and appended to
+    its lanes in the order of publication. Live events have priority. Every delivery
+    has a new sequence number and a new X-Delivery, so receivers process it as a new
+    one; its body has the field "backfill".
     """
     if ctx.invoked_subcommand is not None:
         return
     if endpoint is None or since is None:
-        raise click.UsageError("say --endpoint NAME and --since TIME, or list, show or abort", ctx)
+        raise click.UsageError(
+            "give --endpoint NAME and --since TIME, or a command: list, show or abort", ctx
+        )
 
-    async def go() -> None:
+    async def start_replay() -> None:
         schema = settings.schema_name
         async with database(settings) as connection:
-            now = await dead_letter_filter.now(connection)
+            now = await dead_letter_filter.read_now(connection)
             first = moments.moment(since, now)
             assert first is not None
             asked = Backfill(endpoint, first, moments.moment(until, now), types)
             if dry_run:
-                deliveries = await backfill.plan(connection, schema, asked)
-                _tell_plan(asked, deliveries, as_json)
+                deliveries = await backfill.count_deliveries(connection, schema, asked)
+                _print_plan(asked, deliveries, as_json)
                 return
-            job_id = await backfill.ask(
+            job_id = await backfill.request_backfill(
                 connection, schema, asked, actor=actor(), rate_per_s=rate_per_s
             )
             if not as_json:
-                click.echo(f"replay job {job_id} began; see: outbox replay show {job_id}")
+                click.echo(f"replay job {job_id} started; see: outbox replay show {job_id}")
             job = await progress.follow(connection, schema, job_id, wait=wait, as_json=as_json)
             if job is not None:
-                progress.tell(job, as_json=as_json)
+                progress.print_result(job, as_json=as_json)
             elif as_json:
                 emit_json({"job": job_id})
 
-    run_async(go())
+    run_async(start_replay())
 
 
-def _tell_plan(asked: Backfill, deliveries: int, as_json: bool) -> None:
+def _print_plan(asked: Backfill, deliveries: int, as_json: bool) -> None:
     if as_json:
         emit_json(planned(asked, deliveries))
     else:
-        click.echo(f"would make {count(deliveries, 'delivery')}; nothing was done")
+        click.echo(f"would create {count(deliveries, 'delivery')}; nothing was changed")
 
 
 @command.command(
@@ -130,39 +132,50 @@ Examples:
     type=click.Choice([*replay_jobs.STATES, "all"]),
     default="running",
     show_default=True,
-    help="Only in this state.",
+    help="Only jobs in this state.",
 )
 @limit_option
-@click.option("--after", type=click.IntRange(0, ID_MAX), default=0, help="Only jobs above this.")
+@click.option(
+    "--after", type=click.IntRange(0, ID_MAX), default=0, help="Only job IDs above this (paging)."
+)
 @json_option
 @settings_options
 def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool) -> None:
-    """List replay jobs, oldest first: of dead letters, of history, and of lanes."""
+    """List replay jobs (of dead letters, past events and lanes), oldest first."""
     states = (
         replay_jobs.STATES if state == "all" else tuple(s for s in replay_jobs.STATES if s == state)
     )
 
-    async def go() -> None:
+    async def print_page() -> None:
         async with database(settings) as connection:
             rows = await replay_jobs.page(
                 connection, settings.schema_name, states=states, limit=limit + 1, after=after
             )
         rows, more = rows[:limit], len(rows) > limit
         if more:
-            tell_more(rows[-1].id)
+            print_next_page(rows[-1].id)
         if as_json:
             emit_json(rows)
             return
         emit_table(
-            ["job", "kind", "state", "selection", "deliveries", "done", "asked at", "by"],
+            ["job", "kind", "state", "selection", "deliveries", "done", "requested at", "by"],
             [
-                [j.id, j.kind, j.state, _selection(j), j.taken, _share(j), j.asked_at, j.asked_by]
+                [
+                    j.id,
+                    j.kind,
+                    j.state,
+                    _selection(j),
+                    j.taken,
+                    _share(j),
+                    j.requested_at,
+                    j.requested_by,
+                ]
                 for j in rows
             ],
             "no replay jobs",
         )
 
-    run_async(go())
+    run_async(print_page())
 
 
 @command.command(
@@ -175,13 +188,13 @@ Example:
 @json_option
 @settings_options
 def show(settings: Settings, job_id: int, as_json: bool) -> None:
-    """Show how far a replay job is."""
+    """Show the progress of a replay job."""
 
-    async def go() -> Job:
+    async def read_details() -> ReplayJob:
         async with database(settings) as connection:
             return await replay_jobs.get(connection, settings.schema_name, job_id)
 
-    job = run_async(go())
+    job = run_async(read_details())
     if as_json:
         emit_json(job)
     else:
@@ -198,17 +211,17 @@ Example:
 @json_option
 @settings_options
 def abort(settings: Settings, job_id: int, as_json: bool) -> None:
-    """Take nothing more of a replay job.
+    """Cancel a replay job.
 
-    What is in lanes already, which is little, is delivered. Dead letters that were
-    not taken stay dead letters.
+    The few deliveries that are already in their lanes are still sent. The other dead
+    letters stay dead letters.
     """
 
-    async def go() -> Job:
+    async def abort_replay_job() -> ReplayJob:
         async with database(settings) as connection:
             return await replay_jobs.abort(connection, settings.schema_name, job_id, actor=actor())
 
-    job = run_async(go())
+    job = run_async(abort_replay_job())
     if as_json:
         emit_json(job)
     else:
@@ -216,17 +229,17 @@ def abort(settings: Settings, job_id: int, as_json: bool) -> None:
 
 
 _COUNTED = {
-    "dead": "numbers of dead letters",
-    "history": "ids of events",
-    "lane": "numbers of the lane",
+    "dead": "dead-lettered deliveries",
+    "history": "event ids",
+    "lane": "sequence numbers of the lane",
 }
 
 
-def _selection(job: Job) -> str:
-    """What was asked for, in the words of the command line if it was asked for there."""
+def _selection(job: ReplayJob) -> str:
+    """The selection of a job, as flags of the command line."""
     if job.kind == "lane":
-        return f"numbers {job.from_sequence} to {job.to_sequence} of lane {job.lane}"
-    said: list[tuple[str, Any]] = [
+        return f"sequences {job.from_sequence} to {job.to_sequence} of lane {job.lane}"
+    flags: list[tuple[str, Any]] = [
         ("endpoint", job.endpoint),
         *(("type", each) for each in job.types or ()),
         ("tenant", job.tenant),
@@ -234,14 +247,14 @@ def _selection(job: Job) -> str:
         ("since", job.since and f"{job.since.astimezone():%Y-%m-%dT%H:%M:%S%z}"),
         ("until", job.until and f"{job.until.astimezone():%Y-%m-%dT%H:%M:%S%z}"),
     ]
-    return " ".join(f"--{name} {value}" for name, value in said if value)
+    return " ".join(f"--{name} {value}" for name, value in flags if value)
 
 
-def _share(job: Job) -> str:
+def _share(job: ReplayJob) -> str:
     return f"{100 * job.share:.0f}%"
 
 
-def _pairs(job: Job) -> list[tuple[str, Any]]:
+def _pairs(job: ReplayJob) -> list[tuple[str, Any]]:
     what = _COUNTED[job.kind]
     pairs: list[tuple[str, Any]] = [
         ("job", job.id),
@@ -249,15 +262,15 @@ def _pairs(job: Job) -> list[tuple[str, Any]]:
         ("state", job.state),
         ("selection", _selection(job) or None),
         ("rate", None if job.rate_per_s is None else f"{job.rate_per_s:g}/s"),
-        ("asked", job.asked_at),
-        ("by", job.asked_by),
+        ("requested", job.requested_at),
+        ("by", job.requested_by),
         ("ended", job.ended_at),
-        ("endpoints", f"{job.endpoints}, {job.open} not done"),
+        ("endpoints", f"{job.endpoints}, {job.open} in progress"),
         ("deliveries", job.taken),
         ("done", f"{_share(job)}: {job.done} of {job.all} {what}"),
     ]
     if job.erased:
-        pairs.append(("left alone", f"{job.erased} erased"))
-    if text := progress.stopped(job):
+        pairs.append(("skipped", f"{job.erased} erased"))
+    if text := progress.describe_stopped(job):
         pairs.append(("ended early", text))
     return pairs

@@ -1,4 +1,4 @@
-"""`outbox status`."""
+"""`outbox status`: relays, endpoints and pending deliveries."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ INTERVAL_S = 2.0
 Examples:
   outbox status
   outbox status --watch --interval 1
-  outbox status --json | jq '.endpoints[] | select(.owed > 0)'
+  outbox status --json | jq '.endpoints[] | select(.pending > 0)'
 """
 )
-@click.option("--watch", is_flag=True, help="Look again and again; q or Ctrl-C ends it.")
+@click.option("--watch", is_flag=True, help="Refresh until q or Ctrl-C.")
 @click.option(
     "--interval",
     "interval_s",
     type=click.FloatRange(0.05, 3600),
     metavar="SECONDS",
-    help=f"With --watch: between two looks; default: {INTERVAL_S:g}.",
+    help=f"With --watch: refresh interval; default: {INTERVAL_S:g}.",
 )
 @limit_option
 @json_option
@@ -43,23 +43,23 @@ Examples:
 def command(
     settings: Settings, limit: int, as_json: bool, watch: bool, interval_s: float | None
 ) -> None:
-    """Show what is owed, failing and running.
+    """Show relays, pending deliveries and failing endpoints.
 
-    Endpoints that are owed most come first.
+    Endpoints with the most pending deliveries come first.
     """
     if interval_s is not None and not watch:
-        raise click.UsageError("--interval goes with --watch only")
+        raise click.UsageError("--interval requires --watch")
     if watch:
-        from outbox.cli.watch import watch as look_again
+        from outbox.cli.watch import watch as watch_status
 
-        run_async(look_again(settings, limit, interval_s or INTERVAL_S, as_json=as_json))
+        run_async(watch_status(settings, limit, interval_s or INTERVAL_S, as_json=as_json))
         return
 
-    async def go() -> Overview:
+    async def read_overview() -> Overview:
         async with database(settings) as connection:
-            return await status.read(connection, settings.schema_name, limit=limit)
+            return await status.read_overview(connection, settings.schema_name, limit=limit)
 
-    overview = run_async(go())
+    overview = run_async(read_overview())
     if as_json:
         emit_json(status_json.overview(settings.schema_name, overview))
     else:
@@ -67,7 +67,6 @@ def command(
 
 
 def emit(schema: str, overview: Overview) -> None:
-    """Print an overview."""
     emit_pairs(view.pairs(schema, overview))
     if relays := view.relay_rows(overview):
         click.echo()

@@ -1,4 +1,4 @@
-"""How the overview reads: names and values, a table, and notes about what needs a look."""
+"""Text of the status overview: name-value pairs, table rows, and notes on problems."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import age, count
-from outbox.core.delivery.circuit_breaker import PROBED, PROBING
+from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.model.endpoint_status import HEALTHY
-from outbox.core.model.response import in_words
+from outbox.core.model.response import describe_response
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from outbox.operations.status import EndpointStatus, Overview
 
 RELAY_COLUMNS = ("relay", "state", "sequences", "endpoints", "version", "since")
-ENDPOINT_COLUMNS = ("endpoint", "state", "owed", "oldest", "failing", "dead letters", "relay")
+ENDPOINT_COLUMNS = ("endpoint", "state", "pending", "oldest", "failing", "dead letters", "relay")
 NO_ENDPOINTS = "no endpoints; add one with: outbox endpoint add NAME URL"
 
 
 def pairs(schema: str, overview: Overview) -> list[tuple[str, Any]]:
-    """What there is one of."""
+    """The installation-wide values."""
     alive = sum(replica.alive for replica in overview.replicas)
     open_gaps = count(overview.gaps, "open gap")
     rates = overview.rates
@@ -38,7 +38,7 @@ def pairs(schema: str, overview: Overview) -> list[tuple[str, Any]]:
             "per second",
             rates
             and f"{_rate(rates.events)} events sequenced, {_rate(rates.deliveries)} deliveries "
-            f"made, {_rate(rates.ended)} ended",
+            f"created, {_rate(rates.ended)} completed",
         ),
     ]
 
@@ -50,9 +50,9 @@ def _rate(per_s: float) -> str:
 def _sequenced(overview: Overview) -> str:
     cursor = overview.cursor
     if cursor.waiting_s is None:
-        # Ids above that were rolled back or are not committed: no lag.
-        return f"up to id {cursor.high}, nothing waits"
-    return f"up to id {cursor.high} of {cursor.last_id}, the oldest waits for " + str(
+        # Higher ids were rolled back or are not committed yet, so there is no lag.
+        return f"up to id {cursor.high}, no event waiting"
+    return f"up to id {cursor.high} of {cursor.last_id}, oldest event waiting for " + str(
         age(cursor.waiting_s)
     )
 
@@ -66,7 +66,7 @@ def _timeline(overview: Overview) -> str | None:
 
 
 def relay_rows(overview: Overview) -> list[tuple[Any, ...]]:
-    """The relays, if the endpoints' table does not say it all."""
+    """Rows of the relay table; empty for a single live relay."""
     replicas = overview.replicas
     if len(replicas) == 1 and replicas[0].alive:
         return []
@@ -84,11 +84,11 @@ def relay_rows(overview: Overview) -> list[tuple[Any, ...]]:
 
 
 def endpoint_row(endpoint: EndpointStatus) -> tuple[Any, ...]:
-    """One endpoint under `ENDPOINT_COLUMNS`."""
+    """The row of an endpoint, in the order of `ENDPOINT_COLUMNS`."""
     return (
         endpoint.name,
         endpoint.condition,
-        endpoint.owed,
+        endpoint.pending,
         age(endpoint.oldest_s),
         f"{endpoint.failing_lanes}/{endpoint.lanes}" if endpoint.failing_lanes else None,
         endpoint.dead_letters,
@@ -97,7 +97,7 @@ def endpoint_row(endpoint: EndpointStatus) -> tuple[Any, ...]:
 
 
 def notes(overview: Overview) -> Iterator[str]:
-    """What needs a look, each with the command that helps, endpoint by endpoint."""
+    """Notes on problems, per endpoint, with the command that resolves each."""
     for endpoint in overview.endpoints:
         for note in _notes(endpoint, overview.at):
             yield f"{endpoint.name}: {note}"
@@ -111,42 +111,44 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
 
     if endpoint.state != "active":
         by = f" by {endpoint.state_by}" if endpoint.state_by else ""
-        why = f" ({endpoint.state_why})" if endpoint.state_why else ""
+        comment = f" ({endpoint.state_comment})" if endpoint.state_comment else ""
         undo = {"paused": "resume", "disabled": "enable"}.get(endpoint.state)
-        then = f"; outbox endpoint {undo} {name}" if undo else ""
-        yield f"{endpoint.state} {since(endpoint.state_at)}{by}{why}{then}"
+        next_step = f"; outbox endpoint {undo} {name}" if undo else ""
+        yield f"{endpoint.state} {since(endpoint.state_at)}{by}{comment}{next_step}"
     health = endpoint.health
     held_until = None if health is None else health.held_until
     if held_until is not None and held_until <= now:
         held_until = None
     if health is not None and health.state != HEALTHY:
-        goes_on = endpoint.state == "active" and endpoint.replica is not None and held_until is None
-        tried = f"; {PROBING}" if goes_on and health.state in PROBED else ""
-        yield f"{health.state} {since(health.since)}{tried}"
+        is_probed = (
+            endpoint.state == "active" and endpoint.replica is not None and held_until is None
+        )
+        probing = f"; {PROBING_TEXT}" if is_probed and health.state in PROBED_STATES else ""
+        yield f"{health.state} {since(health.since)}{probing}"
     if held_until is not None:
-        yield f"nothing is sent until {_time(held_until)}, as its receiver asked"
+        yield f"on hold until {_time(held_until)}, as requested by its receiver (Retry-After)"
     if (block := endpoint.block) is not None:
         letter = block.dead_letter
         act = f"outbox dead replay {letter}, outbox dead discard {letter} or " if letter else ""
         yield (
-            f"{count(endpoint.blocked_lanes, 'lane')} blocked, one {since(block.since)} by number "
-            f"{block.sequence}; {act}outbox endpoint resume {name}"
+            f"{count(endpoint.blocked_lanes, 'lane')} blocked, one {since(block.since)} by "
+            f"sequence {block.sequence}; {act}outbox endpoint resume {name}"
         )
     if (head := endpoint.failing) is not None:
-        said = in_words(head.last_answer)
+        response = describe_response(head.last_response)
         tried = count(head.attempts, "attempt")
         if head.probes:
-            tried += f" ({count(head.probes, 'free probe')} among them)"
-        yield f"number {head.sequence}: {said}, {tried}{_next(endpoint)}"
+            tried += f" (including {count(head.probes, 'probe')} outside the retry limit)"
+        yield f"sequence {head.sequence}: {response}, {tried}{_next(endpoint)}"
     if endpoint.old_lanes:
         yield (
-            f"{count(endpoint.old_lanes, 'lane')} of an older generation still owe "
-            f"{endpoint.old_owed}; the new ones wait"
+            f"{count(endpoint.old_lanes, 'lane')} of an older generation with "
+            f"{count(endpoint.old_pending, 'pending delivery')}; the new lanes wait for them"
         )
 
 
 def _next(endpoint: EndpointStatus) -> str:
-    """When a delivery that failed is tried again, if its own time decides."""
+    """The time of the next attempt, unless the endpoint's circuit breaker decides it."""
     head, health = endpoint.failing, endpoint.health
     if head is None or head.next_attempt_at is None or endpoint.replica is None:
         return ""

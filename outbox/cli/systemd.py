@@ -1,6 +1,6 @@
-"""What systemd is told of the relay: sd_notify(3), for units of Type=notify.
+"""Service notifications to systemd by sd_notify(3), for units of Type=notify.
 
-Without NOTIFY_SOCKET in the environment nobody is told anything.
+Does nothing if NOTIFY_SOCKET is not set.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 10.0
 WATCHDOG_SHARE = 0.5
-"""Of the time that the watchdog allows; sd_watchdog_enabled(3) recommends it."""
+"""Share of the watchdog time-out, as recommended by sd_watchdog_enabled(3)."""
 
 
 class Supervisor:
-    """Tells systemd that the relay is ready, alive, and stopping."""
+    """Reports to systemd that the relay is ready, alive and stopping."""
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         env = os.environ if env is None else env
@@ -34,10 +34,10 @@ class Supervisor:
                 self._watchdog_s = int(microseconds) / 1_000_000
 
     async def follow(self, relay: Relay) -> None:
-        """Tell of the relay until cancelled.
+        """Report readiness, status and watchdog keep-alives until cancelled.
 
-        The watchdog learns that the process is alive, not that the database is: being
-        restarted would not bring that back.
+        The keep-alive does not depend on the database: restarting the relay would not
+        repair an unavailable database.
         """
         if not self._address:
             return
@@ -48,10 +48,10 @@ class Supervisor:
         while True:
             if not ready and relay.started.is_set():
                 ready = True
-                self._tell("READY=1")
-            condition = relay.condition()
-            said = "delivering" if condition.ready else f"not ready: {condition.why}"
-            self._tell(f"WATCHDOG=1\nSTATUS={said}")
+                self._notify("READY=1")
+            condition = relay.readiness()
+            status = "delivering" if condition.ready else f"not ready: {condition.reason}"
+            self._notify(f"WATCHDOG=1\nSTATUS={status}")
             try:
                 async with asyncio.timeout(every_s):
                     if ready:
@@ -62,13 +62,13 @@ class Supervisor:
                 pass
 
     def stopping(self) -> None:
-        """The relay was told to stop."""
+        """Report that shutdown has begun."""
         if self._address:
-            self._tell("STOPPING=1")
+            self._notify("STOPPING=1")
 
-    def _tell(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         address = self._address
-        # Of the abstract name space, where systemd writes it so.
+        # A leading @ means an address in the abstract namespace.
         where = "\0" + address[1:] if address.startswith("@") else address
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as each:
             each.setblocking(False)

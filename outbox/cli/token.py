@@ -1,4 +1,4 @@
-"""`outbox token`: add, list, revoke."""
+"""`outbox token`: add, list and revoke API tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from outbox.cli.common import (
     duration_s,
     json_option,
     limit_option,
+    print_next_page,
     run_async,
     settings_options,
-    tell_more,
 )
 from outbox.cli.main import Group
 from outbox.cli.output import emit_json, emit_pairs, emit_table
@@ -31,17 +31,17 @@ ID_MAX = 2**63 - 1
 def command() -> None:
     """Add, list and revoke tokens of the HTTP API.
 
-    The API is served by: outbox relay --admin 127.0.0.1:8080
+    To serve the API: outbox relay --admin 127.0.0.1:8080
     """
 
 
 @command.command(
     epilog="""\b
-Scopes, of which none stands for another one:
-  read      look at everything, payloads included, but not at receivers' answers
+Scopes (independent of each other):
+  read      read everything, including payloads, except receivers' responses
   publish   publish events
-  operate   change endpoints, schedules and tokens; replay, discard, erase; beside
-            read it shows receivers' answers, unless the token is a tenant's
+  operate   manage endpoints, schedules and tokens; replay, discard and erase; with
+            read also receivers' responses, unless the token belongs to a tenant
 
 \b
 Examples:
@@ -50,9 +50,9 @@ Examples:
   outbox token add ops --scope read --scope publish --scope operate
   outbox token add acme --scope read --scope operate --tenant acme
 
-A token of a tenant sees and touches that tenant's own: its events, endpoints that
-are for it alone, their dead letters and replays, and its schedules. Everything else
-is as if it did not exist.
+A tenant's token gives access to the events and schedules of the tenant, and to
+endpoints for this tenant only, with their dead letters and replays. Everything else
+is hidden.
 """
 )
 @click.argument("name")
@@ -62,15 +62,15 @@ is as if it did not exist.
     type=click.Choice(SCOPES),
     multiple=True,
     required=True,
-    help="What it may do; repeatable.",
+    help="Permission of the token; repeatable.",
 )
-@click.option("--tenant", metavar="TENANT", help="Only what belongs to this tenant.")
+@click.option("--tenant", metavar="TENANT", help="Restrict the token to this tenant.")
 @click.option(
     "--expires",
     "expires_in_s",
     type=duration_s,
     metavar="TIME",
-    help="It is good for so long: 12h, 90d; default: until it is revoked.",
+    help="Lifetime: 12h, 90d; default: until it is revoked.",
 )
 @json_option
 @settings_options
@@ -82,10 +82,10 @@ def add(
     expires_in_s: float | None,
     as_json: bool,
 ) -> None:
-    """Make a token; shows its secret, this once."""
+    """Create a token, and show its secret once."""
     wanted = TokenSettings(name=name, scopes=scopes, tenant=tenant, expires_in_s=expires_in_s)
 
-    async def go() -> None:
+    async def add_token() -> None:
         async with database(settings) as connection:
             made = await api_tokens.add(connection, settings.schema_name, wanted, actor=actor())
         if as_json:
@@ -100,9 +100,9 @@ def add(
                 ("secret", made.secret),
             ]
         )
-        click.echo("Keep the secret now: it is not shown again.", err=True)
+        click.echo("Save the secret now; it is not shown again.", err=True)
 
-    run_async(go())
+    run_async(add_token())
 
 
 @command.command(
@@ -113,24 +113,24 @@ Examples:
   outbox token list --revoked --json | jq '.[] | select(.last_used_at == null)'
 """,
 )
-@click.option("--revoked", is_flag=True, help="Also those that were revoked.")
+@click.option("--revoked", is_flag=True, help="Include revoked tokens.")
 @limit_option
 @click.option(
-    "--after", type=click.IntRange(0, ID_MAX), default=0, help="Only those with an id above this."
+    "--after", type=click.IntRange(0, ID_MAX), default=0, help="Only IDs above this (paging)."
 )
 @json_option
 @settings_options
 def list_(settings: Settings, revoked: bool, limit: int, after: int, as_json: bool) -> None:
-    """List tokens, the oldest first; their secrets are not kept."""
+    """List tokens, oldest first; their secrets are not stored."""
 
-    async def go() -> None:
+    async def print_page() -> None:
         async with database(settings) as connection:
             rows = await api_tokens.page(
                 connection, settings.schema_name, revoked=revoked, limit=limit + 1, after=after
             )
         rows, more = rows[:limit], len(rows) > limit
         if more:
-            tell_more(rows[-1].id)
+            print_next_page(rows[-1].id)
         if as_json:
             emit_json(rows)
             return
@@ -153,7 +153,7 @@ def list_(settings: Settings, revoked: bool, limit: int, after: int, as_json: bo
             "no tokens; add one with: outbox token add NAME --scope read",
         )
 
-    run_async(go())
+    run_async(print_page())
 
 
 @command.command(
@@ -166,9 +166,9 @@ Example:
 @json_option
 @settings_options
 def revoke(settings: Settings, name: str, as_json: bool) -> None:
-    """End a token; every relay refuses it within two seconds."""
+    """Revoke a token; every relay rejects it within two seconds."""
 
-    async def go() -> None:
+    async def revoke_token() -> None:
         async with database(settings) as connection:
             await api_tokens.revoke(connection, settings.schema_name, name, actor=actor())
         if as_json:
@@ -176,4 +176,4 @@ def revoke(settings: Settings, name: str, as_json: bool) -> None:
         else:
             click.echo(f'revoked token "{name}"')
 
-    run_async(go())
+    run_async(revoke_token())

@@ -1,4 +1,4 @@
-"""`outbox trace`: the whole life of an event, and what it waits for."""
+"""`outbox trace`: the history of an event, and why it is not delivered."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from outbox.cli.common import (
 )
 from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, style
 from outbox.core.model.text import safe
-from outbox.operations import event_trace as stories
+from outbox.operations import event_trace as event_traces
 from outbox.operations import find_event, trace
-from outbox.operations.dead_letter_filter import endpoint_ids
-from outbox.operations.views.trace import traced
+from outbox.operations.dead_letter_filter import find_endpoint_ids
+from outbox.operations.views.trace import trace_result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.operations.event_trace import Attempt, Delivery, Missed, Story
+    from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery, UnsentGroup
 
 EVENTS_MAX = 100
 HEADERS_SHOWN = ("x-request-id", "request-id", "x-correlation-id", "retry-after", "server")
@@ -38,18 +38,20 @@ Examples:
   outbox trace order-17 --endpoint billing
   outbox trace order-17 --json | jq '.events[].diagnosis'
 
-ID is an event's id, an X-Delivery from a receiver's log, a once key, the key of
-events (the newest are shown), or an outbox id as verify and doctor name it.
+ID is an event id, an X-Delivery from a receiver's log, an idempotency key, an event
+key (the newest events are shown), or an outbox id as printed by verify and doctor.
 """
 )
 @click.argument("id", metavar="ID")
-@click.option("--endpoint", metavar="NAME", help="Only what this endpoint got, or why it did not.")
+@click.option(
+    "--endpoint", metavar="NAME", help="Only deliveries to this endpoint, or why there is none."
+)
 @click.option(
     "--limit",
     type=click.IntRange(1, EVENTS_MAX),
     default=5,
     show_default=True,
-    help="Of a key's events, at most so many, the newest first.",
+    help="With a key: maximum number of events, newest first.",
 )
 @click.option(
     "--before",
@@ -57,9 +59,9 @@ events (the newest are shown), or an outbox id as verify and doctor name it.
     type=click.IntRange(1, find_event.ID_MAX),
     default=find_event.ID_MAX,
     show_default=False,
-    help="Of a key's events, those before this one.",
+    help="With a key: only events before this one (paging).",
 )
-@click.option("--payload", is_flag=True, help="Show payloads, too.")
+@click.option("--payload", is_flag=True, help="Also show payloads.")
 @json_option
 @settings_options
 def command(
@@ -71,36 +73,39 @@ def command(
     payload: bool,
     as_json: bool,
 ) -> None:
-    """Tell everything that happened to an event, and why it is not delivered.
+    """Trace an event from its transaction to its receivers.
 
-    Published, sequenced, each attempt with its answer, dead letters, replays; and of
-    what is still owed, what it waits for and which command helps.
+    Shows publication, sequencing, each attempt with its response, dead letters and
+    replays. For a pending delivery it explains what blocks it and which command
+    helps; for an event that was never sent, which filter excluded it.
     """
 
-    async def go() -> tuple[find_event.Found, list[Story]]:
+    async def read_traces() -> tuple[find_event.EventMatch, list[EventTrace]]:
         schema = settings.schema_name
         async with database(settings) as connection:
-            only = await endpoint_ids(connection, endpoint)
-            found = await find_event.find(connection, schema, id, limit=limit, below=before)
+            only = await find_endpoint_ids(connection, endpoint)
+            found = await find_event.find_events(connection, schema, id, limit=limit, below=before)
             return found, [
-                await trace.read(connection, schema, outbox_id, endpoint_ids=only, payload=payload)
+                await trace.read_trace(
+                    connection, schema, outbox_id, endpoint_ids=only, payload=payload
+                )
                 for outbox_id in found.outbox_ids
             ]
 
-    found, told = run_async(go())
+    found, traces = run_async(read_traces())
     if found.more:
-        warn(f"there are older events; the next page: --before {found.outbox_ids[-1]}")
+        warn(f"older events exist; next page: --before {found.outbox_ids[-1]}")
     if as_json:
-        emit_json(traced(found, told))
+        emit_json(trace_result(found, traces))
         return
-    for n, story in enumerate(told):
+    for n, event_trace in enumerate(traces):
         if n:
             click.echo()
-        _show(story, found.by if len(told) == 1 else None)
+        _show(event_trace, found.by if len(traces) == 1 else None)
 
 
-def _show(story: Story, found_by: str | None) -> None:
-    event = story.event
+def _show(event_trace: EventTrace, found_by: str | None) -> None:
+    event = event_trace.event
     emit_pairs(
         [
             ("event", event.event_id),
@@ -113,54 +118,59 @@ def _show(story: Story, found_by: str | None) -> None:
             ("expires", event.expires_at),
             ("headers", event.headers),
             ("erased", event.erased_at),
-            ("payload", _payload(story)),
-            ("sequenced", _sequenced(story)),
-            ("not for", "; ".join(map(stories.why_missed, _passed_over(story))) or None),
+            ("payload", _payload(event_trace)),
+            ("sequenced", _sequenced(event_trace)),
+            (
+                "not sent to",
+                "; ".join(map(event_traces.describe_unsent, _unsent(event_trace))) or None,
+            ),
         ]
     )
-    for delivery in story.deliveries:
+    for delivery in event_trace.deliveries:
         click.echo()
         _show_delivery(delivery, event.published_at)
-    left = story.deliveries_total - len(story.deliveries)
+    left = event_trace.deliveries_total - len(event_trace.deliveries)
     if left:
         click.echo(f"\n{count(left, 'delivery')} more; see one endpoint: --endpoint NAME")
-    if story.diagnosis:
+    if event_trace.diagnosis:
         click.echo()
         click.echo(style("why it is not delivered", bold=True))
-        for sentence in story.diagnosis:
+        for sentence in event_trace.diagnosis:
             for i, line in enumerate(fold(sentence, 4)):
                 click.echo(f"{'    ' if i else '  - '}{line}")
 
 
-def _payload(story: Story) -> Any:
-    event = story.event
+def _payload(event_trace: EventTrace) -> Any:
+    event = event_trace.event
     if event.payload is not None:
         return event.payload
     return None if event.payload_bytes is None else count(event.payload_bytes, "byte")
 
 
-def _sequenced(story: Story) -> str:
-    sequenced = story.sequenced
+def _sequenced(event_trace: EventTrace) -> str:
+    sequenced = event_trace.sequenced
     if sequenced is None:
-        return "before the log that is kept" if story.log_dropped else "not yet"
-    late = ", late: its producer committed after later ones" if sequenced.late else ""
-    return f"{_after(story.event.published_at, sequenced.at)} in batch {sequenced.batch}{late}"
+        return "before the retained log" if event_trace.log_dropped else "not yet"
+    late = ", late: its transaction committed after later ids" if sequenced.late else ""
+    return (
+        f"{_after(event_trace.event.published_at, sequenced.at)} in batch {sequenced.batch}{late}"
+    )
 
 
-def _passed_over(story: Story) -> tuple[Missed, ...]:
-    # Without deliveries the diagnosis says it.
-    return story.missed if story.deliveries_total else ()
+def _unsent(event_trace: EventTrace) -> tuple[UnsentGroup, ...]:
+    # Without deliveries the diagnosis contains it.
+    return event_trace.missed if event_trace.deliveries_total else ()
 
 
-_COLOURS = {"delivered": "green", "replayed": "green", "owed": "yellow", "replaying": "yellow"}
+_COLOURS = {"delivered": "green", "replayed": "green", "pending": "yellow", "replaying": "yellow"}
 
 
-def _show_delivery(delivery: Delivery, published_at: datetime) -> None:
-    fate = delivery.fate.replace("_", " ")
-    colour = _COLOURS.get(delivery.fate, "red")
+def _show_delivery(delivery: TracedDelivery, published_at: datetime) -> None:
+    state = delivery.state.replace("_", " ")
+    colour = _COLOURS.get(delivery.state, "red")
     click.echo(
-        f"{style(safe(delivery.endpoint), bold=True)}  {style(fate, fg=colour)}  "
-        f"number {delivery.sequence} of lane {delivery.lane}  X-Delivery {delivery.delivery_id}"
+        f"{style(safe(delivery.endpoint), bold=True)}  {style(state, fg=colour)}  "
+        f"sequence {delivery.sequence} of lane {delivery.lane}  X-Delivery {delivery.delivery_id}"
     )
     rows = list(_timeline(delivery, published_at))
     width = max(len(at) for at, _ in rows)
@@ -168,41 +178,41 @@ def _show_delivery(delivery: Delivery, published_at: datetime) -> None:
         click.echo(f"  {style(at.rjust(width), dim=True)}  {what}")
 
 
-def _timeline(delivery: Delivery, published_at: datetime) -> Iterator[tuple[str, str]]:
-    told = "numbered"
+def _timeline(delivery: TracedDelivery, published_at: datetime) -> Iterator[tuple[str, str]]:
+    text = "sequenced"
     if delivery.replay_of is not None:
         lane, sequence = delivery.replay_of
-        told = f"numbered, in the place of number {sequence} of lane {lane}"
+        text = f"sequenced, as replay of sequence {sequence} of lane {lane}"
     elif delivery.backfill is not None:
-        told = f"numbered, sent once more by backfill {delivery.backfill}"
-    yield _after(published_at, delivery.numbered_at), told
+        text = f"sequenced, by replay job {delivery.backfill} (backfill)"
+    yield _after(published_at, delivery.sequenced_at), text
     for attempt in delivery.attempts:
         yield _after(published_at, attempt.started_at), _attempt(attempt)
-    if (letter := delivery.letter) is not None:
+    if (letter := delivery.dead_letter) is not None:
         unsent = "" if letter.attempts else ", never sent"
-        numbers = (
-            f", with numbers {letter.sequence} to {letter.to_sequence}"
+        covered = (
+            f", with sequences {letter.sequence} to {letter.to_sequence}"
             if letter.to_sequence != letter.sequence
             else ""
         )
         yield (
             _after(published_at, letter.at),
-            f"given up ({letter.reason}{unsent}) as dead letter {letter.id}{numbers}",
+            f"dead-lettered ({letter.reason}{unsent}) as dead letter {letter.id}{covered}",
         )
 
 
-def _attempt(attempt: Attempt) -> str:
-    said = attempt.status or attempt.error or "no answer"
-    text = f"attempt {attempt.attempt}  {said} after {_ms(attempt.elapsed_ms)}"
-    answer = attempt.answer or {}
+def _attempt(attempt: TracedAttempt) -> str:
+    result = attempt.status or attempt.error or "no response"
+    text = f"attempt {attempt.attempt}  {result} after {_ms(attempt.elapsed_ms)}"
+    response = attempt.response or {}
     details = [
-        f"{name} {answer['headers'][name]}"
+        f"{name} {response['headers'][name]}"
         for name in HEADERS_SHOWN
-        if name in answer.get("headers", {})
+        if name in response.get("headers", {})
     ]
     if attempt.status and attempt.error:
         details.append(attempt.error)
-    if body := answer.get("body", "").strip():
+    if body := response.get("body", "").strip():
         details.append(cell(body) if len(body) < 80 else _cut(body))
     return safe(f"{text}  {'  '.join(details)}".rstrip())
 

@@ -1,4 +1,4 @@
-"""`outbox verify`: the promises, asked of the database."""
+"""`outbox verify`: check the delivery guarantees in the database."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outbox.cli.output import count, emit_json, emit_table
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
 from outbox.operations.verify.promises import CHECKS, EXAMPLES_MAX
-from outbox.operations.verify.repair import ADVICE, mend, plan
-from outbox.operations.views.verify import audited
+from outbox.operations.verify.repair import ADVICE, apply_repairs, plan_repairs
+from outbox.operations.views.verify import run_audit
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from outbox.config import Settings
-    from outbox.operations.verify.repair import Mended
+    from outbox.operations.verify.repair import AppliedRepair
     from outbox.operations.views.verify import Audit
 
 
@@ -33,82 +33,86 @@ Examples:
   outbox verify --repair --dry-run
   outbox verify --repair --yes
 
-Exit code 1 says that a promise is broken. It reads everything that is kept, in
-one snapshot, while relays and producers go on working.
+Exit code 1 means that a guarantee is violated. The command reads all retained rows in
+one snapshot; relays and producers may keep running.
 
---repair mends what the other tables tell for certain how it has to be: counters,
-checkpoints, owners, gaps, and what is left of something that ended. Each repair is
-in the journal. Relays may go on running; they register anew. Then it looks again:
-exit code 0 says that nothing is broken any more.
+--repair corrects state that can be derived from other tables: counters, checkpoints,
+owners, gaps, and leftovers of completed operations. Each repair is recorded in the
+journal. Relays may keep running; they register again. A second check follows: exit
+code 0 means that no violation is left.
 """
 )
-@click.option("--repair", "repairs", is_flag=True, help="Mend what can be; asks before it does.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--dry-run", is_flag=True, help="Tell what --repair would do, and do nothing.")
+@click.option(
+    "--repair", "repairs", is_flag=True, help="Repair derivable state; asks for confirmation."
+)
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--dry-run", is_flag=True, help="Print what --repair would do; change nothing.")
 @json_option
 @settings_options
 def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json: bool) -> None:
-    """Prove from the tables that nothing is lost, doubled or out of order."""
+    """Check the tables for lost, duplicate and misordered events."""
     if (yes or dry_run) and not repairs:
-        raise UsageError("--yes and --dry-run go with --repair")
-    if repairs and not (yes or dry_run or _is_asked()):
-        raise UsageError("--repair changes the database: say --yes, or --dry-run to see how")
+        raise UsageError("--yes and --dry-run require --repair")
+    if repairs and not (yes or dry_run or _can_confirm()):
+        raise UsageError(
+            "--repair changes the database: confirm with --yes, or preview with --dry-run"
+        )
 
-    async def look() -> tuple[Audit, list[Mended]]:
+    async def audit_and_plan() -> tuple[Audit, list[AppliedRepair]]:
         async with database(settings) as connection:
-            found = await audited(connection, settings.schema_name)
-            return found, await plan(connection, settings.schema_name) if repairs else []
+            found = await run_audit(connection, settings.schema_name)
+            return found, await plan_repairs(connection, settings.schema_name) if repairs else []
 
-    async def do() -> tuple[list[Mended], Audit]:
+    async def repair_and_audit() -> tuple[list[AppliedRepair], Audit]:
         async with database(settings) as connection:
-            done = await mend(connection, settings.schema_name, actor=actor())
-            return done, await audited(connection, settings.schema_name)
+            done = await apply_repairs(connection, settings.schema_name, actor=actor())
+            return done, await run_audit(connection, settings.schema_name)
 
     with _spinner(as_json):
-        found, planned = run_async(look())
-    done: list[Mended] = []
+        found, planned = run_async(audit_and_plan())
+    done: list[AppliedRepair] = []
     if planned and not dry_run:
         if not yes:
-            _list("this can be mended", planned, err=True)
-            if not click.confirm(f"mend {count(len(planned), 'damage')}?", err=True):
+            _list("repairs", planned, err=True)
+            if not click.confirm(f"apply {count(len(planned), 'repair')}?", err=True):
                 raise UsageError("nothing was changed")
         with _spinner(as_json):
-            done, found = run_async(do())
+            done, found = run_async(repair_and_audit())
     if as_json:
         emit_json(found.as_json() | _repairs_as_json(repairs, planned, done, dry_run=dry_run))
     else:
         if repairs and not planned:
-            click.echo("there is nothing to mend\n")
+            click.echo("nothing to repair\n")
         elif dry_run:
-            _list("this would be mended", planned)
+            _list("would repair", planned)
         elif done:
-            _list("mended", done)
+            _list("repaired", done)
         _show(found)
     if found.violations:
         raise click.exceptions.Exit(1)
 
 
-def _is_asked() -> bool:
-    """Whether somebody is there to be asked."""
+def _can_confirm() -> bool:
+    """Whether stdin and stderr are a terminal, so that the user can confirm."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _repairs_as_json(
-    repairs: bool, planned: list[Mended], done: list[Mended], *, dry_run: bool
+    repairs: bool, planned: list[AppliedRepair], done: list[AppliedRepair], *, dry_run: bool
 ) -> dict[str, Any]:
     if not repairs:
         return {}
     return {"would_repair": planned} if dry_run else {"repaired": done}
 
 
-def _list(title: str, repairs: list[Mended], *, err: bool = False) -> None:
+def _list(title: str, repairs: list[AppliedRepair], *, err: bool = False) -> None:
     click.echo(f"{title}:", err=err)
-    for does, same in groupby(repairs, key=lambda mended: mended.does):
-        told = [mended.what for mended in same]
-        for what in told[:EXAMPLES_MAX]:
+    for does, same in groupby(repairs, key=lambda repair: repair.action):
+        subjects = [repair.what for repair in same]
+        for what in subjects[:EXAMPLES_MAX]:
             click.echo(f"  {safe(what)}", err=err)
-        if len(told) > EXAMPLES_MAX:
-            click.echo(f"  and {len(told) - EXAMPLES_MAX} more", err=err)
+        if len(subjects) > EXAMPLES_MAX:
+            click.echo(f"  and {len(subjects) - EXAMPLES_MAX} more", err=err)
         click.echo(f"    → {does}", err=err)
     click.echo(err=err)
 
@@ -118,12 +122,12 @@ def _spinner(as_json: bool) -> AbstractContextManager[Any]:
         return nullcontext()
     from rich.console import Console
 
-    return Console(stderr=True).status(f"asking {count(len(CHECKS), 'question')} …")
+    return Console(stderr=True).status(f"running {count(len(CHECKS), 'check')} …")
 
 
 def _show(found: Audit) -> None:
     emit_table(
-        ["check", "promise", "exceptions"],
+        ["check", "promise", "violations"],
         [(f.check.name, f.check.promise, f.violations) for f in found.findings],
         "",
     )
@@ -132,9 +136,9 @@ def _show(found: Audit) -> None:
             click.echo(f"  {finding.check.name}: {safe(example)}")
         if finding.violations:
             click.echo(f"    → {ADVICE[finding.check.name]}")
-    looked_at = ", ".join(
+    checked = ", ".join(
         count(n, noun.removesuffix("s").replace("_", " ")) for noun, n in found.about.items()
     )
     violations = found.violations
-    verdict = "every promise holds" if not violations else count(violations, "exception")
-    click.echo(f"\n{verdict}; looked at {looked_at} in {found.seconds:.1f} s")
+    verdict = "no violations" if not violations else count(violations, "violation")
+    click.echo(f"\n{verdict}; checked {checked} in {found.seconds:.1f} s")

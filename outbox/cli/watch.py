@@ -1,7 +1,7 @@
-"""`outbox status --watch`: look again and again, whatever happens to the database.
+"""`outbox status --watch`: poll the status, also while the database is unavailable.
 
-On a terminal it is one picture that changes, on the terminal's other screen;
-on a pipe one block of text, or one line of JSON, for each look.
+A terminal shows a live view on its alternate screen; a pipe gets one block of text,
+or one line of JSON, per poll.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import asyncpg
 import click
 
-from outbox.cli import status as once
+from outbox.cli import status as status_command
 from outbox.cli.common import warn
-from outbox.cli.live_view import away_text, on_screen
+from outbox.cli.live_view import on_screen, unavailable_text
 from outbox.cli.output import cell, emit_json, fold
 from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.operations import status
@@ -34,51 +34,51 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.operations.status import Overview
 
-ANSWER_TIMEOUT_S = 10.0
-"""A server that froze is taken for gone."""
+RESPONSE_TIMEOUT_S = 10.0
+"""After this time without a response, the connection is closed as lost."""
 
 _GONE = (OutboxError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
 
 
 async def watch(settings: Settings, limit: int, interval_s: float, *, as_json: bool) -> None:
-    """Look until it is ended by q, Ctrl-C or SIGTERM.
+    """Poll until q, Ctrl-C or SIGTERM.
 
     Raises:
-        OutboxError: at the first look, so that a wrong DSN is noticed; later
-            ones are shown and looked over.
+        OutboxError: the first poll failed, for example for a wrong DSN; later failures
+            are displayed and retried.
     """
     stop = asyncio.Event()
     source = Source(settings, limit)
     with _ended_by_signals(stop), _display(settings, interval_s, as_json, stop) as display:
-        looking = asyncio.create_task(_look(source, display, interval_s, stop))
+        polling = asyncio.create_task(_poll(source, display, interval_s, stop))
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        # Before anything is cancelled: it would wait for an answer to its rollback.
+        await asyncio.wait({polling, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        # Close before cancelling: a cancelled query would wait for the response to its rollback.
         source.close()
-        for task in (looking, stopping):
+        for task in (polling, stopping):
             task.cancel()
-        ended, _ = await asyncio.gather(looking, stopping, return_exceptions=True)
+        ended, _ = await asyncio.gather(polling, stopping, return_exceptions=True)
     if isinstance(ended, Exception) and not stop.is_set():
         raise ended
 
 
 class Display(Protocol):
-    """Somewhere to show it."""
+    """Output of the polled overviews."""
 
     def show(self, overview: Overview) -> None:
-        """What was seen."""
+        """Show an overview."""
 
-    def away(self, why: str, since: datetime) -> None:
-        """Nothing was seen, since that time."""
+    def show_unavailable(self, why: str, since: datetime) -> None:
+        """Show that the database has been unavailable since that time."""
 
 
 class Source:
-    """Overviews, on a connection that is opened again when it was lost."""
+    """Reads overviews, and reconnects after a lost connection."""
 
     def __init__(self, settings: Settings, limit: int) -> None:
         self._settings = settings
         self._limit = limit
-        self._dsn = dsn.of(settings)
+        self._dsn = dsn.from_settings(settings)
         self._connection: Connection[Any] | None = None
         self._before: Overview | None = None
         for warning in self._dsn.warnings:
@@ -86,24 +86,24 @@ class Source:
 
     @property
     def seen(self) -> bool:
-        """Whether there was an overview already."""
+        """Whether an overview has been read before."""
         return self._before is not None
 
     async def read(self) -> Overview:
-        """The next one, with the rates since the last.
+        """Read an overview, with the rates since the previous one.
 
         Raises:
             OutboxError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError:
-                there is none; the next call connects anew.
+                the read failed; the next call reconnects.
         """
         try:
             if self._connection is None:
                 self._connection = await self._connect()
             connection = self._connection
-            # Not by cancelling: inside a transaction that waits for an answer, too.
-            alarm = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self.close)
+            # Do not cancel the query: a cancelled transaction would wait for its rollback.
+            alarm = asyncio.get_running_loop().call_later(RESPONSE_TIMEOUT_S, self.close)
             try:
-                self._before = await status.read(
+                self._before = await status.read_overview(
                     connection, self._settings.schema_name, limit=self._limit, since=self._before
                 )
             finally:
@@ -129,15 +129,15 @@ class Source:
         return connection
 
     def close(self) -> None:
-        """Cut the connection; a statement under way fails."""
+        """Terminate the connection; a running statement fails."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.terminate()
 
 
-async def _look(source: Source, display: Display, interval_s: float, stop: asyncio.Event) -> None:
+async def _poll(source: Source, display: Display, interval_s: float, stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
-    away_since: datetime | None = None
+    unavailable_since: datetime | None = None
     while True:
         next_at = loop.time() + interval_s
         try:
@@ -146,29 +146,29 @@ async def _look(source: Source, display: Display, interval_s: float, stop: async
             if not source.seen:
                 raise
             if stop.is_set():
-                # A rollback that failed took the place of the cancellation.
+                # The cancellation surfaced as the error of a failed rollback.
                 return
-            away_since = away_since or datetime.now(UTC)
-            display.away(_why(error), away_since)
+            unavailable_since = unavailable_since or datetime.now(UTC)
+            display.show_unavailable(_why(error), unavailable_since)
         else:
-            away_since = None
+            unavailable_since = None
             display.show(overview)
         await asyncio.sleep(next_at - loop.time())
 
 
 def _why(error: BaseException) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, DatabaseUnavailable):
-        # It is run again without being told.
-        return said.removesuffix("; run it again")
-    return said
+        # The poll is repeated automatically, so omit this advice.
+        return text.removesuffix("; run it again")
+    return text
 
 
 # ------------------------------------------------------------------ displays
 
 
 class Lines:
-    """One block, or one line of JSON, for each look."""
+    """Prints one block of text, or one line of JSON, per poll."""
 
     def __init__(self, schema: str, *, as_json: bool) -> None:
         self._schema = schema
@@ -181,15 +181,15 @@ class Lines:
             emit_json({**seen, "rates": overview.rates})
             return
         self._begin(overview.at)
-        once.emit(self._schema, overview)
+        status_command.emit(self._schema, overview)
 
-    def away(self, why: str, since: datetime) -> None:
+    def show_unavailable(self, why: str, since: datetime) -> None:
         now = datetime.now(UTC)
         if self._as_json:
             emit_json({"schema": self._schema, "at": now, "error": why, "since": since})
             return
         self._begin(now)
-        for line in fold(away_text(why, since)):
+        for line in fold(unavailable_text(why, since)):
             click.echo(line)
 
     def _begin(self, at: datetime) -> None:
@@ -199,7 +199,7 @@ class Lines:
 
 @contextmanager
 def _ended_by_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Ending it is no failure, and the terminal is to be left as it was."""
+    """Set `stop` on SIGINT and SIGTERM, so that the terminal is restored and the exit code is 0."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:

@@ -1,7 +1,7 @@
-"""What the relay asks of a transport; one conformance suite holds for all.
+"""Transport interface; all implementations pass the same conformance suite.
 
-A transport sends one request and says what came back.  It knows nothing of
-lanes, retries or signatures.
+A transport sends one request and returns the result.  It has no notion of lanes, retries
+or signatures.
 """
 
 from __future__ import annotations
@@ -9,58 +9,56 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from outbox.core.model.headers import pairs
+from outbox.core.model.headers import parse_lines
 
 if TYPE_CHECKING:
-    from outbox.core.model.response import Answer, Failure, Headers
+    from outbox.core.model.response import AttemptResult, Failure, Headers
     from outbox.destinations.http.egress import Network
 
 
 KEEP_ALIVE_S = 15.0
-"""An unused connection is kept so long."""
+"""Idle time after which a pooled connection is closed."""
 POOLS_MAX = 1024
-"""So many targets have kept connections; those of others are closed."""
+"""Maximum number of targets with pooled connections; the least recently used are closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What an endpoint's own TLS stands on; `transport.tls` checks both texts.
+    """TLS settings of an endpoint, validated by `outbox.destinations.http.tls`.
 
-    There is no switch here that trusts everybody, and nowhere else either.
+    There is deliberately no option to disable verification.
     """
 
     ca: str | None = None
-    """Certificates (PEM) that are trusted for it, in place of the system's."""
+    """CA certificates (PEM), instead of the system trust store."""
     identity: str | None = field(default=None, repr=False)
-    """The relay's own certificate, its chain, and its private key (PEM), for mutual TLS."""
+    """Client certificate, chain and private key (PEM) for mutual TLS."""
 
 
 class Request(NamedTuple):
-    """One attempt, ready for the wire."""
+    """One attempt, ready to send."""
 
     url: str
     lines: str
-    """Headers as `core.headers.lines_of` makes them, without those that frame the message
-    (Host, Content-Length)."""
+    """Header lines in wire format, without the framing headers (Host, Content-Length)."""
     body: bytes
     connect_timeout_s: float = 5.0
-    """For the name look-up, the connection and the TLS handshake together."""
+    """For DNS, connect and TLS handshake together."""
     total_timeout_s: float = 15.0
-    """For everything, from the first look-up to the last byte that counts."""
+    """For the whole attempt, from DNS to the last byte read."""
     method: str = "POST"
     networks: tuple[Network, ...] = ()
-    """Opened for this endpoint, beside what is open for the whole relay."""
+    """Networks open for this endpoint, in addition to the relay's."""
     tls: Tls | None = None
-    """None: the system's trust store, and no certificate of our own."""
+    """None: system trust store, no client certificate."""
 
     @property
     def headers(self) -> Headers:
-        """Name by name."""
-        return pairs(self.lines)
+        return parse_lines(self.lines)
 
 
 class NotConnected(Exception):
-    """There is no connection to send a request on."""
+    """No connection could be established; nothing was sent."""
 
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(detail)
@@ -71,26 +69,24 @@ class NotConnected(Exception):
 class Transport(Protocol):
     """Sends requests; safe to use from many tasks of one event loop."""
 
-    async def send(self, request: Request) -> Answer:
-        """Send `request` at most once and say what came back.
+    async def send(self, request: Request) -> AttemptResult:
+        """Send `request` at most once and return the result.
 
-        * Nothing that the network or the receiver does raises: it is an
-          `Answer` with a `Failure`.
-        * As soon as the answer's head is there its status decides, whatever
-          becomes of the body; no more than `BODY_BYTES_MAX` of that are read,
-          and never decompressed.  `HEADER_BYTES_MAX` bounds the headers kept.
-        * Redirects are answers, and are not followed.
-        * Within `total_timeout_s` there is an answer, however slowly the
-          receiver drips.
-        * Every address is checked right before it is connected to.
-        * A connection is used again only for requests with the same `networks`
-          and the same `tls`.
-        * Cancelling closes the connection: the request may have arrived, but
-          its answer is never taken for another's.  If the head was there, what
-          is raised (`asyncio.CancelledError`) has the `Answer` for its argument.
+        * Network and receiver errors do not raise: they are an `AttemptResult` with
+          a `Failure`.
+        * Once the response head is complete, its status decides, even if the body
+          fails.  At most `BODY_BYTES_MAX` of the body are read, never decompressed;
+          `HEADER_BYTES_MAX` bounds the stored headers.
+        * Redirects are responses; they are not followed.
+        * The call returns within `total_timeout_s`, however slowly the receiver sends.
+        * The egress policy checks every address immediately before the connect.
+        * A connection is reused only for requests with the same `networks` and `tls`.
+        * Cancellation closes the connection: the request may have arrived, but its
+          response is never attributed to another request.  If the head was complete,
+          the raised `asyncio.CancelledError` has the `AttemptResult` as its argument.
         """
         ...
 
     async def aclose(self) -> None:
-        """Close all connections; what is in flight fails."""
+        """Close all connections; requests in flight fail."""
         ...

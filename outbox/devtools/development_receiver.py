@@ -1,16 +1,16 @@
-"""A receiver for development: verifies, counts, drops duplicates, and fails.
+"""Development receiver of `outbox listen`: verifies, deduplicates, checks order, fails on demand.
 
-What a good receiver does, in this order:
+The steps of a correct receiver, in this order:
 
-1. verify the signature, and that headers and body agree; 4xx if not;
-2. take in the sequence number, which shows what is missing;
-3. drop what was processed before, by `X-Delivery`, and still answer 2xx;
-4. answer 2xx only when the effect is there.
+1. verify the signature, and that headers and body agree; 4xx otherwise;
+2. check the order by the sequence number, which reveals gaps;
+3. drop duplicates by `X-Delivery`, and still respond 2xx;
+4. respond 2xx only after the effect.
 
-Of a batch it does so one by one, and says how far it came if it fails on the way.
+It processes a batch one by one and reports partial success by X-Accepted-Through.
 
-It can be told to fail at random, before the effect (the sender has to try
-again) or after it (so that duplicates come, and have to be dropped).
+Fault injection fails random attempts, before the effect (the sender has to retry) or after it
+(the retry is a duplicate).
 """
 
 from __future__ import annotations
@@ -32,78 +32,83 @@ from outbox.core.delivery import receiver_checkpoint
 from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.signature import SignatureError, verify
 from outbox.errors import UsageError
-from outbox.receiver.lane_order import Observation, OrderBook, OrderTotals
+from outbox.receiver.lane_order import Observation, OrderTotals, OrderTracker
 from outbox.receiver.message import Message, parse
-from outbox.receiver.proxy import behind
+from outbox.receiver.proxy import describe_status
 from outbox.web.address import Address
 from outbox.web.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-    from outbox.core.delivery.receiver_checkpoint import Mark
-    from outbox.receiver.proxy import Passed
+    from outbox.core.delivery.receiver_checkpoint import LaneMark
+    from outbox.receiver.proxy import ProxiedResponse
 
 BODY_BYTES_MAX = 65 * 1024 * 1024
-"""The largest payload that can be allowed, and what is around it."""
+"""The largest payload that can be configured, plus the envelope."""
 SEEN_MAX = 1_000_000
 
 
-class Fault(StrEnum):
-    """How an attempt goes wrong on purpose."""
+class ReceiverFault(StrEnum):
+    """How an attempt is made to fail."""
 
     ERROR = "error"
     """500"""
     UNAVAILABLE = "unavailable"
     """503 with Retry-After: 0"""
     RESET = "reset"
-    """The connection is reset without an answer."""
+    """The connection is reset without a response."""
     HANG = "hang"
-    """No answer until the sender gives up, which takes its whole time-out."""
+    """No response until the sender's time-out."""
 
 
-QUICK_FAULTS = (Fault.ERROR, Fault.UNAVAILABLE, Fault.RESET)
+IMMEDIATE_FAULTS = (ReceiverFault.ERROR, ReceiverFault.UNAVAILABLE, ReceiverFault.RESET)
 
 
-_STATUS = {Fault.ERROR: 500, Fault.UNAVAILABLE: 503, Fault.RESET: None, Fault.HANG: None}
+_STATUS = {
+    ReceiverFault.ERROR: 500,
+    ReceiverFault.UNAVAILABLE: 503,
+    ReceiverFault.RESET: None,
+    ReceiverFault.HANG: None,
+}
 
 
-class Outcome(StrEnum):
-    """What became of a request."""
+class HandledOutcome(StrEnum):
+    """Outcome of a delivery at the development receiver."""
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
-    """Had been processed before, and so was dropped."""
+    """Processed before, and dropped."""
     FAILED = "failed"
-    """On purpose, with nothing done."""
+    """Injected fault before the effect."""
     REFUSED = "refused"
-    """A good request that this receiver will never take."""
+    """A valid request that this receiver never accepts (422)."""
     CHECKPOINT = "checkpoint"
-    """Told how far lanes are; `reason` says what that shows to be missing."""
+    """A checkpoint; `reason` lists the numbers that it reveals to be missing."""
     REJECTED = "rejected"
-    """Not signed, not a delivery, or changed on its way."""
+    """Not signed, not a delivery, or changed in transit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Handled:
-    """One delivery, or what was no delivery, and what became of it."""
+class HandledRequest:
+    """One delivery or other request, with its outcome."""
 
-    outcome: Outcome
+    outcome: HandledOutcome
     status: int | None
-    """What is answered; None: nothing."""
+    """Status of the response; None: no response."""
     message: Message | None = None
-    """None when it was rejected."""
+    """None if it was rejected."""
     observation: Observation | None = None
-    """How it stands in its lane; None when nothing was done."""
-    fault: Fault | None = None
-    """With `accepted` or `duplicate`: only the answer was lost."""
+    """Result of the order check; None if it was not processed."""
+    fault: ReceiverFault | None = None
+    """With `accepted` or `duplicate`: only the response is lost."""
     reason: str = ""
-    """Why it was refused or rejected, or what a checkpoint shows."""
+    """Why it was refused or rejected, or what a checkpoint reveals."""
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """What came, up to now."""
+class DevelopmentTotals:
+    """Counters up to now."""
 
     requests: int
     accepted: int
@@ -113,31 +118,36 @@ class Totals:
     rejected: int
     checkpoints: int
     lost: int
-    """Accepted ones and duplicates whose answer was lost on purpose."""
+    """Accepted ones and duplicates whose response was lost by an injected fault."""
     order: OrderTotals
 
     @property
     def good(self) -> bool:
-        """Nothing missing, out of order, contradictory or rejected."""
+        """Nothing is missing, out of order, conflicting or rejected."""
         order = self.order
         return not (order.missing or order.out_of_order or order.conflicts or self.rejected)
 
 
 class DevelopmentReceiver:
-    """Takes deliveries at any path; see the top of this module.
+    """HTTP receiver at any path; see the top of this module.
 
-    `secrets` are the keys that may have signed (none: signatures are not
-    looked at).  Of all good requests `fail_rate` fail in one of the ways in
-    `faults`, half of them after the effect.  `refuse` may name a reason never
-    to take a delivery (422).  `on_request` is called for every delivery when
-    its outcome is known, before the answer is sent.
-    `from_start` says that all lanes begin after this receiver, so that a first
-    number other than 1 means that some are missing.  `forward` passes a request on, and
-    gives what came back; anything but 2xx is answered as it is, and what was not accepted
-    behind is not taken here.
+    Args:
+        secrets: keys for verification; empty: signatures are not verified.
+        fail_rate: share of valid requests that fail, half of them after the effect.
+        faults: the ways to fail.
+        latency_s: delay before each response, in seconds.
+        rng: source of the random choices.
+        refuse: returns the reason to refuse a delivery (422), or None.
+        on_request: called for every delivery with its outcome, before the response.
+        forward: forwards a request upstream.  A status other than 2xx is returned
+            unchanged, and only what upstream accepted is accepted here.
+        from_start: all lanes begin after this receiver, so that numbers before the first
+            one received are missing.
+        clock: returns epoch seconds.
+        seen_max: `X-Delivery` values kept for deduplication.
 
     Raises:
-        UsageError: a rate or a time is out of its bounds.
+        UsageError: a rate or a time is out of range.
     """
 
     def __init__(
@@ -145,12 +155,12 @@ class DevelopmentReceiver:
         secrets: Sequence[bytes] = (),
         *,
         fail_rate: float = 0.0,
-        faults: Sequence[Fault] = QUICK_FAULTS,
+        faults: Sequence[ReceiverFault] = IMMEDIATE_FAULTS,
         latency_s: float = 0.0,
         rng: random.Random | None = None,
         refuse: Callable[[Message], str | None] | None = None,
-        on_request: Callable[[Handled], None] | None = None,
-        forward: Callable[[Mapping[str, str], bytes], Awaitable[Passed]] | None = None,
+        on_request: Callable[[HandledRequest], None] | None = None,
+        forward: Callable[[Mapping[str, str], bytes], Awaitable[ProxiedResponse]] | None = None,
         from_start: bool = False,
         clock: Callable[[], float] = time.time,
         seen_max: int = SEEN_MAX,
@@ -160,51 +170,51 @@ class DevelopmentReceiver:
         if not 0.0 <= latency_s <= 3600.0:
             raise UsageError(f"latency: must be between 0 and 3600 s, not {latency_s:g}")
         if fail_rate and not faults:
-            raise UsageError("fail rate: there is no way to fail among the faults")
+            raise UsageError("fail rate: choose at least one fault")
         self.secrets = tuple(secrets)
         self._fail_rate = fail_rate
         self._faults = tuple(faults)
         self._latency_s = latency_s
-        self._rng = rng or random.Random()  # noqa: S311  nothing secret hangs on it
+        self._rng = rng or random.Random()  # noqa: S311  not used for secrets
         self._refuse = refuse
         self.on_request = on_request
         self._forward = forward
         self._clock = clock
         self._seen_max = seen_max
         self._seen: OrderedDict[str, None] = OrderedDict()
-        self._book = OrderBook(from_start=from_start)
-        self._outcomes = dict.fromkeys(Outcome, 0)
+        self._order_tracker = OrderTracker(from_start=from_start)
+        self._outcomes = dict.fromkeys(HandledOutcome, 0)
         self._lost = 0
 
     @property
-    def order(self) -> OrderBook:
-        """What is known of each lane."""
-        return self._book
+    def order(self) -> OrderTracker:
+        """The order check of all lanes."""
+        return self._order_tracker
 
-    def totals(self) -> Totals:
+    def totals(self) -> DevelopmentTotals:
         """The counts up to now."""
-        return Totals(
+        return DevelopmentTotals(
             requests=sum(self._outcomes.values()),
-            accepted=self._outcomes[Outcome.ACCEPTED],
-            duplicates=self._outcomes[Outcome.DUPLICATE],
-            failed=self._outcomes[Outcome.FAILED],
-            refused=self._outcomes[Outcome.REFUSED],
-            rejected=self._outcomes[Outcome.REJECTED],
-            checkpoints=self._outcomes[Outcome.CHECKPOINT],
+            accepted=self._outcomes[HandledOutcome.ACCEPTED],
+            duplicates=self._outcomes[HandledOutcome.DUPLICATE],
+            failed=self._outcomes[HandledOutcome.FAILED],
+            refused=self._outcomes[HandledOutcome.REFUSED],
+            rejected=self._outcomes[HandledOutcome.REJECTED],
+            checkpoints=self._outcomes[HandledOutcome.CHECKPOINT],
             lost=self._lost,
-            order=self._book.totals(),
+            order=self._order_tracker.totals(),
         )
 
     @contextlib.asynccontextmanager
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-        """Listen, and give the URL; port 0 takes a free one.
+        """Listen for requests; yields the URL.  Port 0 selects a free port.
 
         Raises:
-            CannotRun: the address is taken or not ours.
+            CannotRun: the address is in use or not available.
         """
         application = web.Application(client_max_size=BODY_BYTES_MAX)
         application.router.add_route("*", "/{path:.*}", self._handle)
-        # A hanging answer ends when the sender gives up.
+        # Not guarded: a hanging response ends when the sender closes the connection.
         async with serving(application, Address(host, port), guarded=False) as address:
             yield address.url
 
@@ -225,69 +235,74 @@ class DevelopmentReceiver:
             return self._reject(400, str(error))
         if not messages:
             return await self._compare(marks or (), request, body)
-        fault, late = self._draw()
+        fault, late = self._draw_fault()
         if self._latency_s:
             await asyncio.sleep(self._latency_s)
-        takes, stop = self._wanted(messages)
+        takes, stop = self._acceptable_count(messages)
         if fault is not None and not late and takes:
-            # Of a batch it has some before it fails.
+            # A batch fails after a random number of its deliveries.
             takes = self._rng.randrange(takes) if takes > 1 else 0
-            stop = Handled(Outcome.FAILED, _STATUS[fault], messages[takes], fault=fault)
+            stop = HandledRequest(
+                HandledOutcome.FAILED, _STATUS[fault], messages[takes], fault=fault
+            )
         elif takes and self._forward is not None:
             passed = await self._forward(request.headers, body)
-            takes = min(takes, passed.taken(messages))
+            takes = min(takes, passed.accepted_count(messages))
             if takes < len(messages) and not passed.is_success:
-                told = behind(passed.status)
-                stop = Handled(Outcome.FAILED, passed.status, messages[takes], reason=told)
-        # From here to the count nothing awaits, so two copies at once
-        # cannot both be the first.
+                reason = describe_status(passed.status)
+                stop = HandledRequest(
+                    HandledOutcome.FAILED, passed.status, messages[takes], reason=reason
+                )
+        # No await from here to the count, so of two concurrent copies only one is new.
         for message in messages[:takes]:
-            self._count(self._take_in(message, fault if stop is None else None))
+            self._count(self._record(message, fault if stop is None else None))
         if stop is not None:
             self._count(stop)
         accepted = {}
-        # Of one that is alone it says so, too, or 2xx would acknowledge it.
+        # Also for a batch of one: a plain 2xx would acknowledge it.
         if takes < len(messages) and (stop is None or len(messages) > 1):
             accepted[ACCEPTED_THROUGH] = str(messages[0].sequence + takes - 1)
         if stop is not None and stop.fault is None:
             return web.Response(
                 status=stop.status or 500, headers=accepted, text=f"{stop.reason}\n"
             )
-        return await _answer(request, fault, accepted)
+        return await _send_response(request, fault, accepted)
 
-    def _wanted(self, messages: Sequence[Message]) -> tuple[int, Handled | None]:
-        """How many it would take, and what becomes of the first that it refuses."""
+    def _acceptable_count(self, messages: Sequence[Message]) -> tuple[int, HandledRequest | None]:
+        """Count the messages before the first refused one; returns its outcome as well."""
         for n, message in enumerate(messages):
             if self._refuse is not None and (reason := self._refuse(message)):
-                return n, Handled(Outcome.REFUSED, 422, message, reason=reason)
+                return n, HandledRequest(HandledOutcome.REFUSED, 422, message, reason=reason)
         return len(messages), None
 
     async def _compare(
-        self, marks: Sequence[Mark], request: web.Request, body: bytes
+        self, marks: Sequence[LaneMark], request: web.Request, body: bytes
     ) -> web.Response:
-        """Hold what came against how far the sender says its lanes are."""
+        """Compare a checkpoint with the deliveries received."""
         if self._forward is not None:
             passed = await self._forward(request.headers, body)
             if not passed.is_success:
-                told = behind(passed.status)
-                self._count(Handled(Outcome.FAILED, passed.status, reason=told))
-                return web.Response(status=passed.status, text=f"{told}\n")
+                reason = describe_status(passed.status)
+                self._count(HandledRequest(HandledOutcome.FAILED, passed.status, reason=reason))
+                return web.Response(status=passed.status, text=f"{reason}\n")
         missing = [
-            f"{lo}-{hi} of {mark.lane}" for mark in marks for lo, hi in self._book.hear_of(mark)
+            f"{lo}-{hi} of {mark.lane}"
+            for mark in marks
+            for lo, hi in self._order_tracker.apply_checkpoint(mark)
         ]
-        told = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
-        self._count(Handled(Outcome.CHECKPOINT, 200, reason=told))
+        reason = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
+        self._count(HandledRequest(HandledOutcome.CHECKPOINT, 200, reason=reason))
         return web.Response(text="ok\n")
 
-    def _draw(self) -> tuple[Fault | None, bool]:
-        """Whether and how to fail, and if so, whether after the effect."""
+    def _draw_fault(self) -> tuple[ReceiverFault | None, bool]:
+        """Choose the fault of a request, if any, and whether it fails after the effect."""
         if not self._fail_rate or self._rng.random() >= self._fail_rate:
             return None, False
         return self._rng.choice(self._faults), self._rng.random() < 0.5
 
-    def _take_in(self, message: Message, fault: Fault | None) -> Handled:
-        # The number first: a replay of what is here already still closes its hole.
-        observation = self._book.observe(
+    def _record(self, message: Message, fault: ReceiverFault | None) -> HandledRequest:
+        # The order check first: a replay of a processed event still closes its hole.
+        observation = self._order_tracker.observe(
             message.lane,
             message.sequence,
             message.previous_sequence,
@@ -295,38 +310,42 @@ class DevelopmentReceiver:
             message.replay_of,
             lane_ends=message.lane_ends,
         )
-        outcome = Outcome.DUPLICATE if message.delivery_id in self._seen else Outcome.ACCEPTED
+        outcome = (
+            HandledOutcome.DUPLICATE
+            if message.delivery_id in self._seen
+            else HandledOutcome.ACCEPTED
+        )
         self._seen[message.delivery_id] = None
         self._seen.move_to_end(message.delivery_id)
         if len(self._seen) > self._seen_max:
             self._seen.popitem(last=False)
         status = 200 if fault is None else _STATUS[fault]
-        return Handled(outcome, status, message, observation, fault)
+        return HandledRequest(outcome, status, message, observation, fault)
 
     def _reject(self, status: int, reason: str) -> web.Response:
-        self._count(Handled(Outcome.REJECTED, status, reason=reason))
+        self._count(HandledRequest(HandledOutcome.REJECTED, status, reason=reason))
         return web.Response(status=status, text=f"{reason}\n")
 
-    def _count(self, handled: Handled) -> None:
+    def _count(self, handled: HandledRequest) -> None:
         self._outcomes[handled.outcome] += 1
-        if handled.fault is not None and handled.outcome is not Outcome.FAILED:
+        if handled.fault is not None and handled.outcome is not HandledOutcome.FAILED:
             self._lost += 1
         if self.on_request is not None:
             self.on_request(handled)
 
 
-async def _answer(
-    request: web.Request, fault: Fault | None, headers: Mapping[str, str]
+async def _send_response(
+    request: web.Request, fault: ReceiverFault | None, headers: Mapping[str, str]
 ) -> web.Response:
-    if fault is Fault.HANG:
-        # Until the sender closes the connection, which cancels this.
+    if fault is ReceiverFault.HANG:
+        # Until the sender closes the connection, which cancels this handler.
         await asyncio.get_running_loop().create_future()
-    if fault is Fault.RESET and request.transport is not None:
-        # With nothing to linger for, closing sends RST.
+    if fault is ReceiverFault.RESET and request.transport is not None:
+        # SO_LINGER with a time of 0 makes close send RST.
         connection: socket.socket = request.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         request.transport.abort()
-    if fault is Fault.UNAVAILABLE:
+    if fault is ReceiverFault.UNAVAILABLE:
         later = {"Retry-After": "0", **headers}
         return web.Response(status=503, headers=later, text="unavailable\n")
     if fault is not None:

@@ -1,4 +1,4 @@
-"""`outbox relay` as a child process, for those who watch one survive: demo and prove."""
+"""`outbox relay` as a child process, for the demo and chaos runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STOP_GRACE_S = 20.0
 
 
 class RelayProcess:
-    """A relay that can be killed, frozen and started again.
+    """A relay that can be killed, frozen and restarted.
 
-    It ends with this process, whatever ends that one.
+    It ends with this process, however this process ends.
 
     Args:
-        database: its DSN, which only its environment shows.
-        log_path: where its log is added to.
-        settings: `OUTBOX_*` variables; nothing of ours but these reaches it.
+        database: DSN, passed in the environment and not on the command line.
+        log_path: file to append its log to.
+        settings: `OUTBOX_*` variables; no other ones of this process are inherited.
     """
 
     def __init__(self, database: str, log_path: Path, settings: Mapping[str, str]) -> None:
@@ -38,10 +38,10 @@ class RelayProcess:
                 if not name.startswith(("OUTBOX_", "PG", "DATABASE_"))
             },
             "OUTBOX_DSN": database,
-            # The receivers listen on this machine, which is refused by default.
+            # The receivers listen on loopback, which is refused by default.
             "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
             "OUTBOX_LOG_FORMAT": "json",
-            # Not the outbox.toml of whoever watches.
+            # Ignore an outbox.toml in the working directory.
             "OUTBOX_CONFIG": os.devnull,
             **settings,
         }
@@ -51,16 +51,16 @@ class RelayProcess:
 
     @property
     def pid(self) -> int | None:
-        """The running process."""
+        """Process id of the running relay; None if it was not started or was stopped."""
         return self._process.pid if self._process is not None else None
 
     @property
     def exit_code(self) -> int | None:
-        """Of a process that ended by itself; None while it runs, and before it was started."""
+        """Exit code of a process that ended by itself; None while it runs or is not started."""
         return self._process.returncode if self._process is not None else None
 
     async def start(self) -> None:
-        """Start it; it must not be running."""
+        """Start the process; it must not be running."""
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command([sys.executable, "-m", "outbox", "relay"], account=None),
@@ -72,26 +72,26 @@ class RelayProcess:
             )
 
     async def kill(self) -> None:
-        """kill -9: no goodbye, no hand-over; also of one that is frozen."""
-        if await self._end(signal.SIGKILL):
+        """Send SIGKILL: no drain, no hand-over; also works on a frozen process."""
+        if await self._terminate(signal.SIGKILL):
             self.kills += 1
 
     async def stop(self) -> None:
-        """SIGTERM: drain and stop."""
-        await self._end(signal.SIGTERM)
+        """Send SIGTERM: drain and stop."""
+        await self._terminate(signal.SIGTERM)
 
     def freeze(self) -> None:
-        """SIGSTOP: it does nothing any more, and nobody is told."""
+        """Send SIGSTOP: the process stops running without closing its connections."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT: it goes on where it was, however late it is."""
+        """Send SIGCONT: the process resumes, possibly after its lease has expired."""
         self._signal(signal.SIGCONT)
 
-    def last_words(self) -> str:
-        """The end of its log, for when it went wrong."""
+    def last_log_line(self) -> str:
+        """Return the last line of its log, for error messages."""
         lines = self.log_path.read_text(errors="replace").splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "the log is empty"
 
     def _signal(self, number: signal.Signals) -> bool:
         process = self._process
@@ -100,8 +100,8 @@ class RelayProcess:
         process.send_signal(number)
         return True
 
-    async def _end(self, number: signal.Signals) -> bool:
-        """Whether it was running until now."""
+    async def _terminate(self, number: signal.Signals) -> bool:
+        """Signal the process and wait for its end; returns whether it was running."""
         was_running = self._signal(number)
         process, self._process = self._process, None
         if process is None:

@@ -1,4 +1,4 @@
-"""Tokens of the HTTP API: adding, listing and revoking them, and looking one up."""
+"""API tokens: add, list, revoke and look up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from outbox.core.model.api_token import SECRET_BYTES, digest, format_token, is_of
+from outbox.core.model.api_token import SECRET_BYTES, digest, format_token, matches_digest
 from outbox.errors import Conflict, NotFound
 from outbox.store.connection.connect import map_errors
 from outbox.store.routing_change import write_journal
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from outbox.core.model.api_token import Scope, TokenSettings
 
-State = Literal["live", "expired", "revoked"]
+TokenState = Literal["live", "expired", "revoked"]
 
-# Of what is kept of its secret only who looks one up is told.
+# The hash is selected only for the lookup of a token.
 _COLUMNS = """
 SELECT id, name, scopes, tenant, created_at, created_by, expires_at, revoked_at, revoked_by,
        last_used_at, {hash}
@@ -31,31 +31,31 @@ SELECT id, name, scopes, tenant, created_at, created_by, expires_at, revoked_at,
   FROM token
 """
 
-# By id, which is the order in which they were made: a name can come again.
+# In the order of creation; a name can be reused.
 LIST_TOKENS = f"""
 {_COLUMNS.format(hash="")} WHERE id > $1 AND ($2 OR revoked_at IS NULL) ORDER BY id LIMIT $3
 """
 
-# Through the unique index of hashes.  `stale`: that it is used was not written lately.
+# By the unique index of hashes.  `stale`: last_used_at is older than a minute.
 FIND_TOKEN = f"""
 SELECT *, last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute' AS stale
   FROM ({_COLUMNS.format(hash="hash,")} WHERE hash = $1) t
 """  # noqa: S608 (constants only)
 
-# At most once a minute, whoever else has just done it.
+# At most once a minute, even with concurrent requests.
 NOTE_USE = """
 UPDATE token SET last_used_at = clock_timestamp()
  WHERE id = $1
    AND (last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute')
 """
 
-# The name of a token that has expired is free; what it was stays, as a revoked one.
+# Frees the name of an expired token; its row is kept as revoked.
 END_EXPIRED = """
 UPDATE token SET revoked_at = expires_at, revoked_by = $2
  WHERE name = $1 AND revoked_at IS NULL AND expires_at <= clock_timestamp()
 """
 
-# Nothing, when there is a live one of that name.
+# Returns no row when a live token has the name.
 ADD_TOKEN = """
 INSERT INTO token (name, hash, scopes, tenant, created_by, expires_at)
 VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $6))
@@ -72,11 +72,11 @@ RETURNING id
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A token as listings show it, without its secret, which nobody knows."""
+    """A token in a listing, without its secret, of which only a hash is stored."""
 
     id: int
     name: str
-    state: State
+    state: TokenState
     scopes: tuple[Scope, ...]
     tenant: str | None
     created_at: datetime
@@ -90,7 +90,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """What `add` made; the secret is shown this once."""
+    """A new token; the secret is shown only now."""
 
     id: int
     name: str
@@ -104,10 +104,10 @@ class NewToken:
 async def add(
     connection: Connection[Any], schema: str, settings: TokenSettings, *, actor: str
 ) -> NewToken:
-    """Make a token.
+    """Create a token.
 
     Raises:
-        Conflict: there is a live one of that name.
+        Conflict: a live token has this name.
     """
     secret = format_token(secrets.token_bytes(SECRET_BYTES))
     with map_errors(schema, "operator"):
@@ -124,11 +124,11 @@ async def add(
             )
             if made is None:
                 raise Conflict(
-                    f'there is a token "{settings.name}" already; choose another name, or: '
+                    f'token "{settings.name}" exists already; choose another name, or run: '
                     f"outbox token revoke {settings.name}"
                 )
-            told = {"name": settings.name, "scopes": settings.scopes, "tenant": settings.tenant}
-            await write_journal(connection, "token_added", actor, None, told)
+            data = {"name": settings.name, "scopes": settings.scopes, "tenant": settings.tenant}
+            await write_journal(connection, "token_added", actor, None, data)
     return NewToken(
         id=made["id"],
         name=settings.name,
@@ -148,10 +148,10 @@ async def page(
     limit: int = 100,
     after: int = 0,
 ) -> list[TokenRow]:
-    """Tokens, the oldest first, at most `limit`, the ones behind `after`.
+    """List tokens by id, at most `limit`, starting after the id `after`.
 
     Args:
-        revoked: those that were revoked, too.
+        revoked: include revoked tokens.
     """
     with map_errors(schema):
         rows = await connection.fetch(LIST_TOKENS, after, revoked, limit)
@@ -159,10 +159,10 @@ async def page(
 
 
 async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: str) -> None:
-    """End a token; its name is free again.
+    """Revoke a token; its name can be reused.
 
     Raises:
-        NotFound: there is no live one of that name.
+        NotFound: no live token has this name.
     """
     with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
@@ -171,11 +171,11 @@ async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: 
             await write_journal(connection, "token_revoked", actor, None, {"name": name})
 
 
-async def find(connection: Connection[Any], schema: str, secret: str) -> TokenRow | None:
-    """The token with this secret, whatever its state; that it is used is written."""
+async def find_token(connection: Connection[Any], schema: str, secret: str) -> TokenRow | None:
+    """Find a token by its secret, in any state, and record its use."""
     with map_errors(schema):
         row = await connection.fetchrow(FIND_TOKEN, digest(secret))
-        if row is None or not is_of(secret, row["hash"]):
+        if row is None or not matches_digest(secret, row["hash"]):
             return None
         if row["stale"] and row["state"] == "live":
             await connection.execute(NOTE_USE, row["id"])
@@ -185,7 +185,7 @@ async def find(connection: Connection[Any], schema: str, secret: str) -> TokenRo
 async def note_failed_logins(
     connection: Connection[Any], schema: str, data: Mapping[str, Any]
 ) -> None:
-    """Keep that somebody came without a good token, and how often."""
+    """Write a journal entry about failed logins, with their count."""
     with map_errors(schema):
         await write_journal(connection, "logins_failed", "admin", None, data)
 

@@ -1,8 +1,8 @@
-"""Endpoints as a file declares them: what has to change, and changing it.
+"""Declarative endpoint configuration: plan and apply the changes of a file.
 
-A plan is made twice: once to look, which is all that a dry run does, and once
-more under the cursor row, in the transaction that carries it out.  All of it
-happens or none, and where nothing is to change, nothing is touched.
+The plan is computed twice: first read-only, which is all that a dry run does, and again under
+the cursor lock, in the transaction that applies it.  All changes are applied in one
+transaction; a file without differences causes no write.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from outbox.core.model import endpoint_config
 from outbox.errors import Conflict, NotFound, UsageError
 from outbox.operations.endpoint_changes import (
     LOCK_EPOCH,
-    Found,
+    LockedEndpoint,
     add_in,
     check_filter,
     name_taken,
     update_in,
 )
-from outbox.operations.endpoint_removal import COUNT_OWED, StillOwed, remove_in
+from outbox.operations.endpoint_removal import COUNT_PENDING, StillPending, remove_in
 from outbox.operations.endpoints import SETTINGS
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
-from outbox.store.routing_change import change
+from outbox.store.routing_change import routing_transaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.model.endpoint import EndpointSettings
-    from outbox.core.model.endpoint_config import Declared, Difference
+    from outbox.core.model.endpoint_config import DeclaredEndpoint, SettingDifference
     from outbox.store.connection.secrets import Vault
 
 Action = Literal["add", "change", "remove", "keep"]
@@ -48,131 +48,140 @@ SELECT e.id, e.state, e.generation, {SETTINGS},
 
 LOCK_ALL = " FOR NO KEY UPDATE OF e"
 
-# Names may change places; so all of them are given up before one is taken.
+# Endpoints may swap names, so all renamed endpoints first get a placeholder (their id).
 FREE_NAME = "UPDATE endpoint SET name = id::text WHERE id = $1"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What becomes of one endpoint."""
+class ApplyStep:
+    """The planned or applied change of one endpoint."""
 
     action: Action
     name: str
-    """As it is called now, or, when it is added, will be."""
+    """Current name, or the new name when the endpoint is added."""
     id: UUID | None
-    differences: tuple[Difference, ...] = ()
-    owed: int = 0
-    """What is given up with it, when it is removed."""
+    differences: tuple[SettingDifference, ...] = ()
+    pending: int = 0
+    """Pending deliveries that are dead-lettered, when the endpoint is removed."""
     secret: str | None = None
-    """Of a new one, shown this once."""
+    """Signing secret of a new endpoint, shown only now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What was done, or in a dry run would be."""
+class ApplyOutcome:
+    """Result of apply, or of a dry run."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ApplyStep, ...]
     others: tuple[str, ...]
-    """Endpoints that are not in the file, and stay as they are."""
+    """Endpoints that are not in the file and are kept."""
 
     @property
     def changes(self) -> int:
-        """How many endpoints are not as they were."""
+        """Number of changed endpoints."""
         return sum(step.action != "keep" for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """A step, and what it is done with."""
+class _PlannedStep:
+    """A step with its endpoint and settings."""
 
-    step: Step
+    step: ApplyStep
     place: str
-    found: Found | None
+    found: LockedEndpoint | None
     settings: EndpointSettings | None
 
 
-async def apply(
+async def apply_file(
     connection: Connection[Any],
     schema: str,
-    declared: Sequence[Declared],
+    declared: Sequence[DeclaredEndpoint],
     *,
     actor: str,
     prune: bool = False,
-    give_up: bool = False,
+    dead_letter: bool = False,
     dry_run: bool = False,
     vault: Vault = CLEAR,
-) -> Outcome:
-    """Make the endpoints what a file declares.
+) -> ApplyOutcome:
+    """Make the endpoints match a file, in one transaction.
 
     Args:
-        prune: remove those that are not in it.
-        give_up: also those that are owed deliveries.
+        prune: remove endpoints that are not in the file.
+        dead_letter: prune endpoints with pending deliveries, too, and dead-letter these.
 
     Raises:
-        UsageError: something of it cannot be; the message names the place in
-            the file, and nothing was changed.
-        Locked: a secret would be written, and those here are encrypted with a key that
-            the vault has not.
+        UsageError: a setting is invalid; the message names the place in the file, and nothing
+            was changed.
+        Locked: a secret must be written, but the vault lacks the key in use.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
     with map_errors(schema, "operator"):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
-            work, others = await _plan(connection, declared, vault, prune=prune, give_up=give_up)
-    planned = Outcome(tuple(each.step for each in work), others)
+            work, others = await _plan(
+                connection, declared, vault, prune=prune, dead_letter=dead_letter
+            )
+    planned = ApplyOutcome(tuple(each.step for each in work), others)
     if dry_run or not planned.changes:
         return planned
-    async with change(connection, schema) as from_batch:
+    async with routing_transaction(connection, schema) as from_batch:
         work, others = await _plan(
-            connection, declared, vault, prune=prune, give_up=give_up, lock=LOCK_ALL
+            connection, declared, vault, prune=prune, dead_letter=dead_letter, lock=LOCK_ALL
         )
-        steps = await _carry_out(connection, from_batch, work, actor, vault, give_up=give_up)
-    return Outcome(steps, others)
+        steps = await _carry_out(
+            connection, from_batch, work, actor, vault, dead_letter=dead_letter
+        )
+    return ApplyOutcome(steps, others)
 
 
 async def _plan(
     connection: Connection[Any],
-    declared: Sequence[Declared],
+    declared: Sequence[DeclaredEndpoint],
     vault: Vault,
     *,
     prune: bool,
-    give_up: bool,
+    dead_letter: bool,
     lock: str = "",
-) -> tuple[list[_Work], tuple[str, ...]]:
-    """What has to be done, removals first, and who is left alone."""
+) -> tuple[list[_PlannedStep], tuple[str, ...]]:
+    """Plan the steps, removals first, and list the endpoints that are kept."""
     rows = await connection.fetch(READ_ALL + lock)
-    there = {row["id"]: Found.of(row, vault) for row in rows}
-    matches = _match(declared, there)
+    there = {row["id"]: LockedEndpoint.from_row(row, vault) for row in rows}
+    matches = _match_endpoints(declared, there)
     matched = {found.id for found in matches.values()}
     rest = [found for found in there.values() if found.id not in matched]
     taken = {found.name: found.state for found in rest}
-    work: list[_Work] = []
+    work: list[_PlannedStep] = []
     for found in rest if prune else ():
         if found.state != "removing":
             name = found.name
-            owed: int = await connection.fetchval(COUNT_OWED, found.id)
-            if owed and not give_up:
-                raise Conflict(f"prune: {StillOwed(name, owed)}")
-            # Its name is free in the same change, unless it is still owed something.
+            pending: int = await connection.fetchval(COUNT_PENDING, found.id)
+            if pending and not dead_letter:
+                raise Conflict(f"prune: {StillPending(name, pending)}")
+            # The name is free in the same transaction, unless deliveries are pending.
             taken[name] = "removing"
-            if not owed:
+            if not pending:
                 del taken[name]
-            work.append(_Work(Step("remove", name, found.id, owed=owed), "prune", found, None))
+            work.append(
+                _PlannedStep(
+                    ApplyStep("remove", name, found.id, pending=pending), "prune", found, None
+                )
+            )
     for each in declared:
         match, name = matches.get(each.place), each.settings.name
         state = match.state if match and match.state == "removing" else taken.get(name)
         if state is not None:
             raise Conflict(f"{each.place}.name: {name_taken(name, state)}")
-        with _at(each.place):
-            settings = each.settings_over(match.settings if match else None)
+        with _prefix_errors(each.place):
+            settings = each.merge_over(match.settings if match else None)
             await check_filter(connection, settings)
             step = _step(match, settings)
-        work.append(_Work(step, each.place, match, settings))
+        work.append(_PlannedStep(step, each.place, match, settings))
     return work, () if prune else tuple(found.name for found in rest)
 
 
-def _match(declared: Sequence[Declared], there: Mapping[UUID, Found]) -> dict[str, Found]:
-    """The endpoint that each place of the file means: by its id, else by its name."""
-    matches: dict[str, Found] = {}
+def _match_endpoints(
+    declared: Sequence[DeclaredEndpoint], there: Mapping[UUID, LockedEndpoint]
+) -> dict[str, LockedEndpoint]:
+    """Match each place of the file to an endpoint: by id, else by name."""
+    matches: dict[str, LockedEndpoint] = {}
     for each in declared:
         if each.id is not None:
             if each.id not in there:
@@ -189,26 +198,26 @@ def _match(declared: Sequence[Declared], there: Mapping[UUID, Found]) -> dict[st
     return matches
 
 
-def _step(found: Found | None, settings: EndpointSettings) -> Step:
+def _step(found: LockedEndpoint | None, settings: EndpointSettings) -> ApplyStep:
     if found is None:
-        return Step("add", settings.name, None)
+        return ApplyStep("add", settings.name, None)
     differences = tuple(endpoint_config.differences(found.settings, settings))
-    return Step("change" if differences else "keep", found.name, found.id, differences)
+    return ApplyStep("change" if differences else "keep", found.name, found.id, differences)
 
 
 async def _carry_out(
     connection: Connection[Any],
     from_batch: int,
-    work: Sequence[_Work],
+    work: Sequence[_PlannedStep],
     actor: str,
     vault: Vault,
     *,
-    give_up: bool,
-) -> tuple[Step, ...]:
+    dead_letter: bool,
+) -> tuple[ApplyStep, ...]:
     for each in work:
         if each.found and each.settings and each.settings.name != each.found.name:
             await connection.execute(FREE_NAME, each.found.id)
-    # In the order in which a relay locks them that takes or frees several.
+    # Lock in the order that relays use when they acquire or release several, to prevent deadlocks.
     of_new_lanes = [
         each.found.id
         for each in work
@@ -216,12 +225,12 @@ async def _carry_out(
     ]
     for endpoint_id in sorted(of_new_lanes):
         await connection.execute(LOCK_EPOCH, endpoint_id)
-    steps: list[Step] = []
+    steps: list[ApplyStep] = []
     for each in work:
         step, found, settings = each.step, each.found, each.settings
-        with _at(each.place):
+        with _prefix_errors(each.place):
             if found is not None and settings is None:
-                await remove_in(connection, from_batch, found, actor, give_up=give_up)
+                await remove_in(connection, from_batch, found, actor, dead_letter=dead_letter)
             elif found is not None and settings is not None:
                 await update_in(connection, from_batch, found, settings, actor)
             elif settings is not None:
@@ -232,8 +241,8 @@ async def _carry_out(
 
 
 @contextmanager
-def _at(place: str) -> Iterator[None]:
-    """Put the place in front of what was wrong there."""
+def _prefix_errors(place: str) -> Iterator[None]:
+    """Prefix errors with their place in the file."""
     try:
         yield
     except UsageError as error:

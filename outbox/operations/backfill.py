@@ -1,7 +1,7 @@
-"""Asking for the history of an endpoint to be sent to it, once more or for the first time.
+"""Backfill: delivers past events to an endpoint, for the first time or again.
 
-A backfill is of the events that were sequenced when it was asked for; everything
-later comes live.  It goes by the subscription that the endpoint has now.
+A backfill covers the events that are sequenced at the time of the request; later events are
+delivered live.  It uses the current subscription of the endpoint.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from outbox.core.delivery.message import rfc3339
 from outbox.core.model import pattern
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
-from outbox.operations.dead_letter_filter import require_order
+from outbox.operations.dead_letter_filter import require_time_order
 from outbox.operations.replays import ADD_JOB, ADD_PARTS
 from outbox.store.connection.connect import map_errors
 from outbox.store.endpoints import endpoint_not_found
-from outbox.store.routing_change import change, write_journal
+from outbox.store.routing_change import routing_transaction, write_journal
 from outbox.store.type_match import FILTER_MET, MATCHES, TYPE_MATCHES
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ SELECT e.id, e.state, EXISTS (SELECT FROM subscription s
   FROM endpoint e WHERE e.name = $1 AND e.state <> 'removed'
 """
 
-# One statement, because all of it has to be of the same batch: up to `high` everything
-# is sequenced, or is one of the open gaps, or will never be.
+# One statement, for a consistent view of one batch: each id up to `high` is sequenced, an open
+# gap, or rolled back.
 READ_CURSOR = """
 SELECT b.high,
        b.young + coalesce((SELECT range_agg(int8range(lo, hi, '[]')) FROM gap), '{}') AS gaps
   FROM (SELECT high, young FROM batch ORDER BY batch DESC LIMIT 1) b
 """
 
-# Ids are given out as time goes on: what a batch had passed before `since` was there
-# before it.  From there on it is looked for, and from the other end for `until`.
+# Ids increase with time: ids that a batch passed before `since` are older.  The scan starts
+# there for `since`, and at the upper end for `until`.
 FIND_FIRST = """
 SELECT id FROM outbox
  WHERE id > coalesce((SELECT high FROM batch WHERE at < $1 ORDER BY at DESC LIMIT 1), 0)
@@ -54,7 +54,8 @@ SELECT id FROM outbox WHERE id BETWEEN $1 AND $2 AND ($3::timestamptz IS NULL OR
  ORDER BY id DESC LIMIT 1
 """
 
-# What is dropped from now on minds us; what was dropped a moment ago may still be seen.
+# Retention respects a running job from now on; rows of a period that was just dropped may still
+# be visible.
 READ_FIRST_KEPT = f"""
 SELECT min(number) * {WIDTH} FROM period WHERE kind = 'events' AND dropped_at IS NULL
 """  # noqa: S608 (a constant only)
@@ -73,10 +74,10 @@ SELECT count(*)
 
 @dataclass(frozen=True, slots=True)
 class Backfill:
-    """Which history is to be sent to an endpoint.
+    """A request for a backfill.
 
     Raises:
-        UsageError: a type is no pattern, or it ends before it begins.
+        UsageError: a type is not a valid pattern, or until <= since.
     """
 
     endpoint: str
@@ -84,77 +85,80 @@ class Backfill:
     until: datetime | None = None
     """Published at or after `since`, and before `until`."""
     types: tuple[str, ...] = ()
-    """Only those of its subscription that match any of these, too."""
+    """Type patterns that restrict the subscription further."""
 
     def __post_init__(self) -> None:
         for text in self.types:
             pattern.parse(text)
-        require_order(self.since, self.until)
+        require_time_order(self.since, self.until)
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """What a backfill covers, in ids of events."""
+class BackfillRange:
+    """The outbox ids that a backfill covers."""
 
     endpoint_id: UUID
     first_id: int
     last_id: int
     gaps: Any
-    """Ids in it that were not sequenced yet, and so will come live."""
+    """Open gaps in the range, which are delivered live."""
 
 
-async def plan(connection: Connection[Any], schema: str, asked: Backfill) -> int:
-    """How many deliveries it would make now; nothing is changed.
+async def count_deliveries(connection: Connection[Any], schema: str, backfill: Backfill) -> int:
+    """Count the deliveries that the backfill would create now, without a change.
 
     Raises:
-        NotFound, UsageError: as `ask`.
+        NotFound, UsageError: as in `request_backfill`.
     """
     with map_errors(schema):
-        covered = await _range(connection, asked)
+        covered = await _find_range(connection, backfill)
         deliveries: int = await connection.fetchval(
             COUNT_HISTORY,
             covered.endpoint_id,
             covered.first_id,
             covered.last_id,
             covered.gaps,
-            asked.since,
-            asked.until,
-            list(asked.types) or None,
+            backfill.since,
+            backfill.until,
+            list(backfill.types) or None,
         )
     return deliveries
 
 
-async def ask(
+async def request_backfill(
     connection: Connection[Any],
     schema: str,
-    asked: Backfill,
+    backfill: Backfill,
     *,
     actor: str,
     rate_per_s: float | None = None,
 ) -> int:
-    """Have it sent, in order, in the pace that live events leave; returns the job.
+    """Start a backfill, in order and behind live events.
 
     Args:
-        rate_per_s: at most so many deliveries.
+        rate_per_s: maximum rate in deliveries per second; None: no limit.
+
+    Returns:
+        The id of the replay job.
 
     Raises:
         NotFound: there is no such endpoint.
-        Conflict: it is disabled, being removed, or gets nothing any more.
+        Conflict: the endpoint is disabled, being removed, or without a subscription.
     """
     with map_errors(schema, "operator"):
-        covered = await _range(connection, asked)
-    types = list(asked.types) or None
-    async with change(connection, schema):
+        covered = await _find_range(connection, backfill)
+    types = list(backfill.types) or None
+    async with routing_transaction(connection, schema):
         first_id = max(covered.first_id, await connection.fetchval(READ_FIRST_KEPT))
         job: int = await connection.fetchval(
             ADD_JOB,
             "history",
-            asked.endpoint,
+            backfill.endpoint,
             types,
             None,
             None,
-            asked.since,
-            asked.until,
+            backfill.since,
+            backfill.until,
             rate_per_s,
             actor,
             covered.gaps,
@@ -162,18 +166,18 @@ async def ask(
         )
         first, last = [first_id], [covered.last_id]
         await connection.execute(ADD_PARTS, job, [covered.endpoint_id], first, last, [None], first)
-        told: dict[str, Any] = {"job": job, "since": rfc3339(asked.since)}
-        if asked.until is not None:
-            told["until"] = rfc3339(asked.until)
+        data: dict[str, Any] = {"job": job, "since": rfc3339(backfill.since)}
+        if backfill.until is not None:
+            data["until"] = rfc3339(backfill.until)
         if types is not None:
-            told["types"] = types
-        told |= {"from_id": first_id, "to_id": covered.last_id}
-        await write_journal(connection, "backfill_asked", actor, covered.endpoint_id, told)
+            data["types"] = types
+        data |= {"from_id": first_id, "to_id": covered.last_id}
+        await write_journal(connection, "backfill_requested", actor, covered.endpoint_id, data)
     return job
 
 
-async def _range(connection: Connection[Any], asked: Backfill) -> Range:
-    name = asked.endpoint
+async def _find_range(connection: Connection[Any], backfill: Backfill) -> BackfillRange:
+    name = backfill.endpoint
     found = await connection.fetchrow(FIND_ENDPOINT, name)
     if found is None:
         raise await endpoint_not_found(connection, name)
@@ -183,13 +187,13 @@ async def _range(connection: Connection[Any], asked: Backfill) -> Range:
             f"outbox endpoint enable {shlex.quote(name)}"
         )
     if found["state"] == "removing" or not found["subscribed"]:
-        raise Conflict(f'endpoint "{name}" is being removed, and gets nothing new')
+        raise Conflict(f'endpoint "{name}" is being removed, and receives no new events')
     at = await connection.fetchrow(READ_CURSOR)
-    first = await connection.fetchval(FIND_FIRST, asked.since, at["high"])
-    last = first and await connection.fetchval(FIND_LAST, first, at["high"], asked.until)
+    first = await connection.fetchval(FIND_FIRST, backfill.since, at["high"])
+    last = first and await connection.fetchval(FIND_LAST, first, at["high"], backfill.until)
     if not last:
-        # Nothing: a job about it ends at once.
-        return Range(found["id"], 1, 0, [])
-    # There can be very many, and each event is held against them.
+        # An empty range: its job ends at once.
+        return BackfillRange(found["id"], 1, 0, [])
+    # Only overlapping gaps: there can be many, and each event is compared with them.
     gaps = [gap for gap in at["gaps"] if gap.upper > first and gap.lower <= last]
-    return Range(found["id"], first, last, gaps)
+    return BackfillRange(found["id"], first, last, gaps)

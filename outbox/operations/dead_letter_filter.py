@@ -1,4 +1,4 @@
-"""Which dead letters a command is about."""
+"""Selection of dead letters: by id, by filter, or all."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 REASONS: tuple[str, ...] = get_args(DeadLetterReason)
 
-# A name may have been used by several endpoints, one after the other; dead
-# letters outlive them, so all of them are meant.
+# Several endpoints may have had the name, one after the other.  Dead letters outlive their
+# endpoint, so all of them match.
 FIND_ENDPOINTS = "SELECT id FROM endpoint WHERE name = $1"
 
-# All that are a tenant's now, or those of them that had this name.
+# All current endpoints of a tenant, or those with this name.
 FIND_OWN_ENDPOINTS = """
 SELECT id FROM endpoint WHERE tenant = $2 AND ($1::text IS NULL OR name = $1)
 """
 
 
-def given(first: int) -> str:
-    """The selection `s` from five arguments of a statement, `Filter.arguments`."""
+def filter_parameters(first: int) -> str:
+    """SQL select list for a filter `s` from five parameters: `Filter.arguments`."""
     columns = ("types text[]", "tenant text", "reason text", "since timestamptz",
                "until timestamptz")  # fmt: skip
     return ", ".join(
@@ -40,33 +40,35 @@ def given(first: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
-    """Only those of which all of this is true.
+class DeadLetterFilter:
+    """Conditions on dead letters, combined with AND.
 
     Raises:
-        UsageError: something in it is no pattern or reason, or it ends before it begins.
+        UsageError: a type is not a valid pattern, the reason is unknown, or until <= since.
     """
 
     endpoint: str | None = None
     types: tuple[str, ...] = ()
-    """Patterns, any of which the type matches."""
+    """Type patterns, combined with OR."""
     tenant: str | None = None
     reason: str | None = None
     since: datetime | None = None
     until: datetime | None = None
-    """Given up at or after `since`, and before `until`."""
+    """Dead-lettered at or after `since`, and before `until`."""
     owner: str | None = None
-    """Only of endpoints that are for this tenant alone: who asks is kept to those."""
+    """Only endpoints of this tenant alone: the tenant of the caller's token."""
 
     def __post_init__(self) -> None:
         for text in self.types:
             pattern.parse(text)
         if self.reason is not None and self.reason not in REASONS:
-            raise UsageError(f'"{self.reason}" is not a reason; there are: {", ".join(REASONS)}')
-        require_order(self.since, self.until)
+            raise UsageError(
+                f'"{self.reason}" is not a reason; choose one of: {", ".join(REASONS)}'
+            )
+        require_time_order(self.since, self.until)
 
     def __bool__(self) -> bool:
-        return replace(self, owner=None) != Filter()
+        return replace(self, owner=None) != DeadLetterFilter()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -75,59 +77,59 @@ class Filter:
         return types, self.tenant, self.reason, self.since, self.until
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What was said, for the journal."""
-        said = {name: getattr(self, name) for name in self.__slots__ if name != "owner"}
-        return {name: value for name, value in said.items() if value}
+    def criteria(self) -> dict[str, Any]:
+        """The conditions that are set, for the journal."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "owner"}
+        return {name: value for name, value in values.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """Which dead letters a command is about; sweeping needs a word for it.
+class DeadLetterSelection:
+    """Dead letters by ids, by filter, or all of them, which must be requested explicitly.
 
     Raises:
-        UsageError: nothing was selected, or two things at once.
+        UsageError: no selection, or more than one kind of selection.
     """
 
     ids: tuple[int, ...] = ()
-    filter: Filter = field(default_factory=Filter)
+    filter: DeadLetterFilter = field(default_factory=DeadLetterFilter)
     everything: bool = False
 
     def __post_init__(self) -> None:
         if not (self.ids or self.filter or self.everything):
             raise UsageError(
-                "say which dead letters: some by their ids, all, or some by "
-                "endpoint, type, tenant, reason, since, until"
+                "select dead letters: by ids, all, or by endpoint, type, tenant, reason, since, "
+                "until"
             )
         if bool(self.ids) + bool(self.filter) + self.everything > 1:
-            raise UsageError("say ids, all, or what they have in common, not several")
+            raise UsageError("combine neither ids nor all with a filter")
         if len(self.ids) > IDS_MAX:
-            raise UsageError(f"at most {IDS_MAX} by number; say what they have in common")
+            raise UsageError(f"at most {IDS_MAX} ids; use a filter for more")
 
 
 IDS_MAX = 1000
 
 
-def require_order(since: datetime | None, until: datetime | None) -> None:
-    """Refuse a time that ends before it begins.
+def require_time_order(since: datetime | None, until: datetime | None) -> None:
+    """Require until > since.
 
     Raises:
-        UsageError: it does.
+        UsageError: until is not later than since.
     """
     if since is not None and until is not None and until <= since:
         raise UsageError("until must be later than since")
 
 
-async def endpoint_ids(
+async def find_endpoint_ids(
     connection: Connection[Any], name: str | None, owner: str | None = None
 ) -> list[UUID] | None:
-    """All endpoints that ever had this name; None without one.
+    """Find the ids of all endpoints that ever had this name; None without a name.
 
     Args:
-        owner: of those, or of all, the ones that are for this tenant alone.
+        owner: only current endpoints of this tenant alone.
 
     Raises:
-        NotFound: there was none of that name.
+        NotFound: no endpoint ever had this name.
     """
     if owner is not None:
         rows = await connection.fetch(FIND_OWN_ENDPOINTS, name, owner)
@@ -140,7 +142,7 @@ async def endpoint_ids(
     return [row["id"] for row in rows]
 
 
-async def now(connection: Connection[Any]) -> datetime:
-    """The database's time, which is what events and dead letters carry."""
+async def read_now(connection: Connection[Any]) -> datetime:
+    """Read the database's clock, which timestamps events and dead letters."""
     at: datetime = await connection.fetchval(READ_NOW)
     return at

@@ -1,9 +1,8 @@
-"""Dead letters as a person looks at them.
+"""Dead letter queries: listing, counting and details.
 
-A dead letter that is sent again stays: its deliveries are new ones at the end of
-their lanes, which may die again as dead letters of their own.  The table knows
-it as `replaying` for good; what became of the new deliveries is read from their
-lanes' progress, so that an acknowledgement costs no write here.
+A replay keeps the dead letter and adds new deliveries at the end of their lanes, which may
+become new dead letters.  The table stores the state `replaying` permanently; the result of the
+replay is derived from the progress of the lanes, so an acknowledgement needs no write here.
 """
 
 from __future__ import annotations
@@ -15,10 +14,14 @@ import orjson
 
 from outbox.core.model.ids import lane_name
 from outbox.errors import NotFound
-from outbox.operations.dead_letter_filter import Filter, endpoint_ids, given
+from outbox.operations.dead_letter_filter import (
+    DeadLetterFilter,
+    filter_parameters,
+    find_endpoint_ids,
+)
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
-from outbox.store.replay_feed import SELECTED
+from outbox.store.replay_feed import MATCHES_SELECTION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,19 +30,19 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-State = Literal["dead", "replaying", "replayed", "dead_again", "discarded"]
-"""Sent again: `replaying` while any of it is owed, then `replayed`, or `dead_again`."""
-STATES: tuple[State, ...] = get_args(State)
+DeadLetterState = Literal["dead", "replaying", "replayed", "dead_again", "discarded"]
+"""State of a dead letter.  A replayed one is `replaying` while any new delivery is pending, then
+`replayed` or `dead_again`."""
+STATES: tuple[DeadLetterState, ...] = get_args(DeadLetterState)
 
-# Replays, and what became of each.  Its deliveries follow one another in each
-# lane, between others, so the last one in a lane tells whether any is owed there:
-# `ends` hops from lane to lane, instead of reading a million of them.  A later
-# dead letter that lies between the first and the last (numbers of ranges do not
-# overlap, so at most the nearest one below begins before them) is of this replay
-# if it holds one of its deliveries.
+# Replays and their states.  The deliveries of a replay are in order in each lane, between
+# others, so the last one in a lane shows whether any is pending there: `ends` skips from lane to
+# lane (a loose index scan), instead of reading a million rows.  A later dead letter between the
+# first and the last delivery belongs to this replay if it contains one of its deliveries
+# (ranges do not overlap, so at most the nearest one below begins before the first).
 _REPLAYS = """
-SELECT r.id, r.dead_id, r.asked_at, r.next_seq, made.lane_id, made.seq, made.again,
-       CASE WHEN r.next_seq <= r.to_seq OR made.owed THEN 'replaying'
+SELECT r.id, r.dead_id, r.requested_at, r.next_seq, made.lane_id, made.seq, made.again,
+       CASE WHEN r.next_seq <= r.to_seq OR made.pending THEN 'replaying'
             WHEN made.again IS NOT NULL THEN 'dead_again'
             ELSE 'replayed' END AS state
   FROM replay r
@@ -56,7 +59,7 @@ SELECT r.id, r.dead_id, r.asked_at, r.next_seq, made.lane_id, made.seq, made.aga
               bool_or(ends.seq > p.acked_seq AND NOT EXISTS (
                   SELECT FROM attempt a
                    WHERE a.lane_id = ends.lane_id AND a.batch = ends.batch
-                     AND a.seq = ends.seq AND a.outcome = 'delivered')) AS owed
+                     AND a.seq = ends.seq AND a.outcome = 'delivered')) AS pending
          FROM ends
          JOIN lane_progress p ON p.lane_id = ends.lane_id
         CROSS JOIN LATERAL (
@@ -85,35 +88,35 @@ LAST_REPLAY = f"""
 
 
 def _owned(n: int) -> str:
-    """Whether a tenant's own endpoint has `d` for an event of that tenant, or for a range.
+    """SQL condition: the dead letter `d` is of an event, or a range of events, of the tenant.
 
-    It may have been another tenant's endpoint before, or everybody's.
+    The endpoint may have belonged to another tenant, or to all tenants, before.
     """
     return f"(${n}::text IS NULL OR d.tenant = ${n} OR {OWNS_RANGE.format(tenant=f'${n}')})"
 
 
-# The stored state first: what is dead stands in an index of its own.
+# Filter by the stored state first, to use the partial index of state `dead`.
 LIST_DEAD = f"""
 SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.to_seq,
-       d.event_id, d.type, d.reason, (d.last_answer ->> 'status')::integer AS status,
+       d.event_id, d.type, d.reason, (d.last_response ->> 'status')::integer AS status,
        d.attempts, d.at, coalesce(t.state, d.state) AS state, t.again
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id
   JOIN lane l ON l.id = d.lane_id
 {LAST_REPLAY}
- CROSS JOIN (SELECT {given(6)}) s
+ CROSS JOIN (SELECT {filter_parameters(6)}) s
  WHERE d.id > $1 AND d.state = ANY ($2) AND coalesce(t.state, d.state) = ANY ($5)
-   AND ($3::uuid[] IS NULL OR d.endpoint_id = ANY ($3)) AND {SELECTED}
+   AND ($3::uuid[] IS NULL OR d.endpoint_id = ANY ($3)) AND {MATCHES_SELECTION}
    AND {_owned(11)}
  ORDER BY d.id LIMIT $4
 """  # noqa: S608
 
 GET_DEAD = f"""
 SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.to_seq,
-       d.event_id, d.type, d.reason, (d.last_answer ->> 'status')::integer AS status,
+       d.event_id, d.type, d.reason, (d.last_response ->> 'status')::integer AS status,
        d.attempts, d.at, coalesce(t.state, d.state) AS state, t.again,
        d.tenant, d.key, d.payload::text AS payload, d.headers::text AS headers,
-       d.published_at, d.expires_at, d.last_answer::text AS last_answer
+       d.published_at, d.expires_at, d.last_response::text AS last_response
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id
   JOIN lane l ON l.id = d.lane_id
@@ -121,10 +124,10 @@ SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.t
  WHERE d.id = $1
 """  # noqa: S608
 
-# When it was asked to be sent again, how far that is, and which delivery it
-# became (of a single one; those of a range are in several lanes).
+# Replays of a dead letter: request time, progress, and the new delivery (only of a single
+# delivery; those of a range may be in several lanes).
 GET_REPLAYS = f"""
-SELECT r.asked_at, r.next_seq - d.seq AS taken, d.outbox_id IS NULL AS is_range,
+SELECT r.requested_at, r.next_seq - d.seq AS taken, d.outbox_id IS NULL AS is_range,
        l.endpoint_id, l.generation, l.slot, r.seq, r.state, r.again
   FROM ({_REPLAYS}) r
   JOIN dead_letter d ON d.id = r.dead_id
@@ -133,8 +136,8 @@ SELECT r.asked_at, r.next_seq - d.seq AS taken, d.outbox_id IS NULL AS is_range,
 """  # noqa: S608
 
 
-# Of single ones that were sent again, which are nearly all, the one delivery tells; that
-# is quicker than to ask of each what `_REPLAYS` asks.
+# Most replayed dead letters are single deliveries, whose state follows from the one new
+# delivery; that is faster than `_REPLAYS`.
 COUNT_DEAD = f"""
 SELECT e.name AS endpoint, n.reason, n.state, sum(n.letters)::bigint AS letters,
        sum(n.numbers)::bigint AS numbers
@@ -165,8 +168,8 @@ SELECT e.name AS endpoint, n.reason, n.state, sum(n.letters)::bigint AS letters,
                (SELECT s.state FROM ({_REPLAYS}) s
                  WHERE s.dead_id = d.id AND d.state = 'replaying' AND d.outbox_id IS NULL
                  ORDER BY s.id DESC LIMIT 1)) t ON true
-         CROSS JOIN (SELECT {given(2)}) s
-         WHERE ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {SELECTED}
+         CROSS JOIN (SELECT {filter_parameters(2)}) s
+         WHERE ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {MATCHES_SELECTION}
            AND {_owned(7)}
          GROUP BY d.endpoint_id, d.reason, coalesce(t.state, d.state)) n
   JOIN endpoint e ON e.id = n.endpoint_id
@@ -174,29 +177,29 @@ SELECT e.name AS endpoint, n.reason, n.state, sum(n.letters)::bigint AS letters,
  ORDER BY e.name, n.reason, n.state
 """  # noqa: S608
 
-# Each of very many is a look by index, whatever the planner thinks of so many.
+# Force index lookups: the planner would choose hash or merge joins over whole tables.
 PLAN_COUNT = (
     "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL jit = off"
 )
 
-ANY = Filter()
+ANY = DeadLetterFilter()
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """Dead letters of one endpoint that have reason and state in common."""
+class DeadLetterCount:
+    """Number of dead letters of one endpoint with the same reason and state."""
 
     endpoint: str
     reason: str
-    state: State
+    state: DeadLetterState
     letters: int
     numbers: int
-    """Deliveries that they stand for: a range has many."""
+    """Number of deliveries; a range has many."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeadRow:
-    """A dead letter as listings show it."""
+class DeadLetterRow:
+    """A dead letter in a listing."""
 
     id: int
     endpoint: str
@@ -208,40 +211,40 @@ class DeadRow:
     type: str | None
     reason: str
     status: int | None
-    """Of the last answer; None when there was none."""
+    """Status of the last response; None: no response."""
     attempts: int
     at: datetime
-    state: State
+    state: DeadLetterState
     again: int | None
-    """The dead letter that it became when it was sent again."""
+    """Id of the dead letter that its replay ended in."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRow:
-    """A replay that was asked for; lane and number are the next batch's to give."""
+    """A replay of a dead letter; lane and sequence are set by the next batch."""
 
-    asked_at: datetime
+    requested_at: datetime
     taken: int
-    """How many of its numbers were given a new one."""
+    """Number of deliveries replayed so far."""
     lane: str | None
-    """None for a range, like `sequence`: its numbers may go to several lanes."""
+    """None, like `sequence`, for a range: its deliveries may go to several lanes."""
     sequence: int | None
-    state: State
+    state: DeadLetterState
     again: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Everything that is known of a dead letter; JSON is parsed."""
+    """A dead letter with its event and replays; JSON is parsed."""
 
-    row: DeadRow
+    row: DeadLetterRow
     tenant: str | None
     key: str | None
     payload: Any
     headers: dict[str, str] | None
     published_at: datetime | None
     expires_at: datetime | None
-    last_answer: dict[str, Any] | None
+    last_response: dict[str, Any] | None
     replays: tuple[ReplayRow, ...]
 
 
@@ -249,22 +252,22 @@ async def page(
     connection: Connection[Any],
     schema: str,
     *,
-    only: Filter = ANY,
-    states: Sequence[State] = ("dead",),
+    only: DeadLetterFilter = ANY,
+    states: Sequence[DeadLetterState] = ("dead",),
     limit: int = 100,
     after: int = 0,
-) -> list[DeadRow]:
-    """Dead letters by id, at most `limit`, the ones behind `after`.
+) -> list[DeadLetterRow]:
+    """List dead letters by id, at most `limit`, starting after the id `after`.
 
     Raises:
-        NotFound: no endpoint was ever called so.
+        NotFound: no endpoint ever had this name.
     """
     with map_errors(schema):
-        ids = await endpoint_ids(connection, only.endpoint, only.owner)
+        ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
         rows = await connection.fetch(
             LIST_DEAD,
             after,
-            _stored(states),
+            _stored_states(states),
             ids,
             limit,
             list(states),
@@ -274,30 +277,32 @@ async def page(
     return [_row(row) for row in rows]
 
 
-async def counts(connection: Connection[Any], schema: str, *, only: Filter = ANY) -> list[Count]:
-    """How many there are, by endpoint, reason and state.
+async def count_by_state(
+    connection: Connection[Any], schema: str, *, only: DeadLetterFilter = ANY
+) -> list[DeadLetterCount]:
+    """Count dead letters by endpoint, reason and state.
 
     Raises:
-        NotFound: no endpoint was ever called so.
+        NotFound: no endpoint ever had this name.
     """
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             await connection.execute(PLAN_COUNT)
-            ids = await endpoint_ids(connection, only.endpoint, only.owner)
+            ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
             rows = await connection.fetch(COUNT_DEAD, ids, *only.arguments, only.owner)
-    return [Count(**dict(row)) for row in rows]
+    return [DeadLetterCount(**dict(row)) for row in rows]
 
 
 async def get(connection: Connection[Any], schema: str, dead_id: int) -> DeadLetter:
-    """One dead letter with its event and its replays.
+    """Read one dead letter with its event and its replays.
 
     Raises:
-        NotFound: there is none with this id.
+        NotFound: no dead letter has this id.
     """
     with map_errors(schema):
         row = await connection.fetchrow(GET_DEAD, dead_id)
         if row is None:
-            raise no_such(dead_id)
+            raise dead_letter_not_found(dead_id)
         replays = await replays_of(connection, dead_id)
     return DeadLetter(
         row=_row(row),
@@ -307,16 +312,16 @@ async def get(connection: Connection[Any], schema: str, dead_id: int) -> DeadLet
         headers=_json(row["headers"]),
         published_at=row["published_at"],
         expires_at=row["expires_at"],
-        last_answer=_json(row["last_answer"]),
+        last_response=_json(row["last_response"]),
         replays=tuple(replays),
     )
 
 
 async def replays_of(connection: Connection[Any], dead_id: int) -> list[ReplayRow]:
-    """Every time it was sent again, oldest first."""
+    """List the replays of a dead letter, oldest first."""
     return [
         ReplayRow(
-            asked_at=r["asked_at"],
+            requested_at=r["requested_at"],
             taken=r["taken"],
             lane=None if r["is_range"] or r["seq"] is None else _lane(r),
             sequence=None if r["is_range"] else r["seq"],
@@ -327,14 +332,14 @@ async def replays_of(connection: Connection[Any], dead_id: int) -> list[ReplayRo
     ]
 
 
-def _stored(states: Sequence[State]) -> list[str]:
-    """States as the table has them."""
+def _stored_states(states: Sequence[DeadLetterState]) -> list[str]:
+    """Map states to the states that the table stores."""
     sent_again = ("replayed", "dead_again")
     return sorted({"replaying" if state in sent_again else state for state in states})
 
 
-def _row(row: Any) -> DeadRow:
-    return DeadRow(
+def _row(row: Any) -> DeadLetterRow:
+    return DeadLetterRow(
         id=row["id"],
         endpoint=row["endpoint"],
         lane=_lane(row),
@@ -359,6 +364,6 @@ def _json(text: str | None) -> Any:
     return None if text is None else orjson.loads(text)
 
 
-def no_such(dead_id: int) -> NotFound:
-    """The error for a number that no dead letter has."""
+def dead_letter_not_found(dead_id: int) -> NotFound:
+    """The error for an unknown dead letter id."""
     return NotFound(f"there is no dead letter {dead_id}; see: outbox dead list")

@@ -1,60 +1,67 @@
-"""Setting dead letters aside for good: an operator's decision, kept in the journal."""
+"""Discard of dead letters: they are kept, but not replayed, with a journal entry."""
 
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.dead_letter_filter import endpoint_ids, given
-from outbox.operations.replays import Outcome, decide, named_dead, said
+from outbox.operations.dead_letter_filter import filter_parameters, find_endpoint_ids
+from outbox.operations.replays import (
+    ReplayOutcome,
+    lock_dead_letters,
+    set_dead_letter_state,
+    to_journal_value,
+)
 from outbox.store.connection.connect import map_errors
-from outbox.store.replay_feed import SELECTED
-from outbox.store.routing_change import change, write_journal
+from outbox.store.replay_feed import MATCHES_SELECTION
+from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from asyncpg import Connection
 
-    from outbox.operations.dead_letter_filter import Selection
+    from outbox.operations.dead_letter_filter import DeadLetterSelection
 
-STEP = 1000
-"""Dead letters in one transaction: others may need them, and lanes may wait for them."""
+BATCH_SIZE = 1000
+"""Dead letters per transaction, to hold locks and block lanes only briefly."""
 
-# The next ones that are dead, and whether a lane waits for them.  They are locked after
-# this, because who frees a lane takes the cursor row first.
+# The next dead letters, and whether they block a lane.  They are locked afterwards, because
+# unblocking a lane locks the cursor row first.
 FIND_DEAD = f"""
 SELECT d.id, EXISTS (SELECT FROM lane_block b
                       WHERE b.lane_id = d.lane_id AND b.seq = d.seq) AS blocks
-  FROM dead_letter d, (SELECT {given(4)}) s
+  FROM dead_letter d, (SELECT {filter_parameters(4)}) s
  WHERE d.id > $1 AND d.state = 'dead' AND ($2::uuid[] IS NULL OR d.endpoint_id = ANY ($2))
-   AND {SELECTED}
+   AND {MATCHES_SELECTION}
  ORDER BY d.id LIMIT $3
 """  # noqa: S608 (constants only)
 
-# Locked in the order of their ids, as everybody does who locks several.
+# Locked in the order of ids, like all statements that lock several, to prevent deadlocks.
 LOCK_STILL_DEAD = """
 SELECT id FROM dead_letter WHERE id = ANY ($1) AND state = 'dead' ORDER BY id FOR UPDATE
 """
 
 COUNT = f"""
-SELECT count(*) FROM dead_letter d, (SELECT {given(2)}) s
- WHERE d.state = 'dead' AND ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {SELECTED}
+SELECT count(*) FROM dead_letter d, (SELECT {filter_parameters(2)}) s
+ WHERE d.state = 'dead' AND ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {MATCHES_SELECTION}
 """  # noqa: S608
 
 
-async def count(connection: Connection[Any], schema: str, selection: Selection) -> int:
-    """How many `discard` would set aside now.
+async def count_discardable(
+    connection: Connection[Any], schema: str, selection: DeadLetterSelection
+) -> int:
+    """Count the dead letters that `discard` would discard now.
 
     Raises:
-        NotFound, UsageError: as `discard`.
+        NotFound, UsageError: as in `discard`.
     """
     with map_errors(schema):
         if selection.ids:
             async with connection.transaction():
-                return len(await named_dead(connection, selection.ids))
+                return len(await lock_dead_letters(connection, selection.ids))
         its = selection.filter
-        ids = await endpoint_ids(connection, its.endpoint, its.owner)
+        ids = await find_endpoint_ids(connection, its.endpoint, its.owner)
         found: int = await connection.fetchval(COUNT, ids, *its.arguments)
     return found
 
@@ -62,53 +69,69 @@ async def count(connection: Connection[Any], schema: str, selection: Selection) 
 async def discard(
     connection: Connection[Any],
     schema: str,
-    selection: Selection,
+    selection: DeadLetterSelection,
     *,
     actor: str,
-    reason: str | None = None,
-) -> Outcome:
-    """Set dead letters aside; a sweep goes step by step, and each step is durable.
+    comment: str | None = None,
+) -> ReplayOutcome:
+    """Discard dead letters; a filter is processed in batches, each in its own transaction.
 
     Raises:
-        NotFound: an id or endpoint that does not exist.
-        Conflict: one named by id is not dead any more.
+        NotFound: an id or endpoint does not exist.
+        Conflict: a dead letter selected by id has another state than `dead`.
     """
-    why = {} if reason is None else {"reason": reason}
+    comment_data = {} if comment is None else {"comment": comment}
     if selection.ids:
-        async with change(connection, schema):
-            rows = await named_dead(connection, selection.ids)
+        async with routing_transaction(connection, schema):
+            rows = await lock_dead_letters(connection, selection.ids)
             ids = [row["id"] for row in rows]
-            await decide(connection, ids, "discarded")
+            await set_dead_letter_state(connection, ids, "discarded")
             endpoints = {row["endpoint_id"] for row in rows}
             only = endpoints.pop() if len(endpoints) == 1 else None
-            await write_journal(connection, "dead_discarded", actor, only, {**why, "dead": ids})
-        return Outcome(len(ids), {})
+            await write_journal(
+                connection, "dead_discarded", actor, only, {**comment_data, "dead": ids}
+            )
+        return ReplayOutcome(len(ids), {})
     its = selection.filter
-    told = {"selection": {name: said(value) for name, value in its.told.items()}}
+    criteria = {
+        "selection": {name: to_journal_value(value) for name, value in its.criteria.items()}
+    }
     with map_errors(schema, "operator"):
-        endpoints_of = await endpoint_ids(connection, its.endpoint, its.owner)
+        endpoints_of = await find_endpoint_ids(connection, its.endpoint, its.owner)
     only = endpoints_of[0] if endpoints_of is not None and len(endpoints_of) == 1 else None
     after = done = 0
     while True:
         with map_errors(schema, "operator"):
-            found = await connection.fetch(FIND_DEAD, after, endpoints_of, STEP, *its.arguments)
+            found = await connection.fetch(
+                FIND_DEAD, after, endpoints_of, BATCH_SIZE, *its.arguments
+            )
         if not found:
-            return Outcome(done, {})
+            return ReplayOutcome(done, {})
         ids, after = [row["id"] for row in found], found[-1]["id"]
-        async with _step(connection, schema, frees=any(row["blocks"] for row in found)):
+        async with _discard_transaction(
+            connection, schema, unblocks=any(row["blocks"] for row in found)
+        ):
             ids = [row["id"] for row in await connection.fetch(LOCK_STILL_DEAD, ids)]
-            await decide(connection, ids, "discarded")
+            await set_dead_letter_state(connection, ids, "discarded")
             if ids:
-                data = {**why, **told, "letters": len(ids), "from": ids[0], "to": ids[-1]}
+                data = {
+                    **comment_data,
+                    **criteria,
+                    "letters": len(ids),
+                    "from": ids[0],
+                    "to": ids[-1],
+                }
                 await write_journal(connection, "dead_discarded", actor, only, data)
         done += len(ids)
 
 
 @asynccontextmanager
-async def _step(connection: Connection[Any], schema: str, *, frees: bool) -> AsyncIterator[None]:
-    """A transaction; under the cursor row only if a lane is to go on."""
-    if frees:
-        async with change(connection, schema):
+async def _discard_transaction(
+    connection: Connection[Any], schema: str, *, unblocks: bool
+) -> AsyncIterator[None]:
+    """A transaction, which locks the cursor row only when it unblocks a lane."""
+    if unblocks:
+        async with routing_transaction(connection, schema):
             yield
     else:
         with map_errors(schema, "operator"):

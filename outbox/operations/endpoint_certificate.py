@@ -1,4 +1,4 @@
-"""Endpoints: our own certificate towards one of them, for mutual TLS."""
+"""Client certificate of an endpoint, for mutual TLS."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.operations.endpoint_changes import lock
-from outbox.operations.endpoint_states import must_be
+from outbox.operations.endpoint_changes import lock_endpoint
+from outbox.operations.endpoint_states import require_state
 from outbox.store.connection.secrets import CLEAR, IDENTITY
-from outbox.store.routing_change import change, write_journal
+from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,13 +26,13 @@ UPDATE endpoint SET identity = $2, identity_about = $3::text::jsonb WHERE id = $
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What an endpoint's receiver is shown from now on."""
+class CertificateChange:
+    """Result of a change of the client certificate."""
 
     id: UUID
     name: str
     certificate: Mapping[str, Any] | None
-    """Its subject, until when it is good, and its fingerprint; None: nothing is shown."""
+    """Subject, expiry and fingerprint; None: no certificate."""
 
 
 async def set_identity(
@@ -44,27 +44,29 @@ async def set_identity(
     *,
     actor: str,
     vault: Vault = CLEAR,
-) -> Identity:
-    """Show a certificate to the endpoint's receiver, from the next connection on.
+) -> CertificateChange:
+    """Set or remove the client certificate, from the next connection on.
 
     Args:
-        pem: the certificate, its chain and its private key, which were checked; None: none.
-        about: what of it may be told.
+        pem: the validated certificate, chain and private key; None: remove the certificate.
+        about: its public description (subject, expiry, fingerprint).
 
     Raises:
-        NotFound: there is none of that name.
-        Conflict: it is being removed.
-        Locked: secrets are encrypted here with a key that the vault has not.
+        NotFound: no endpoint has this name.
+        Conflict: the endpoint is being removed.
+        Locked: the vault lacks the key in use.
     """
-    async with change(connection, schema):
-        found = await lock(connection, name)
-        must_be(found, ("active", "paused", "disabling", "disabled"), "given a certificate")
+    async with routing_transaction(connection, schema):
+        found = await lock_endpoint(connection, name)
+        require_state(found, ("active", "paused", "disabling", "disabled"), "given a certificate")
         sealed = None
         if pem is not None:
             vault = await vault.for_writing(connection)
             sealed = vault.seal(pem, found.id, IDENTITY)
-        told = None if about is None else orjson.dumps(about, option=orjson.OPT_UTC_Z).decode()
-        await connection.execute(SET_IDENTITY, found.id, sealed, told)
+        description = (
+            None if about is None else orjson.dumps(about, option=orjson.OPT_UTC_Z).decode()
+        )
+        await connection.execute(SET_IDENTITY, found.id, sealed, description)
         kind = "endpoint_certificate_removed" if pem is None else "endpoint_certificate_set"
         await write_journal(connection, kind, actor, found.id, {"name": name, **(about or {})})
-    return Identity(found.id, name, about)
+    return CertificateChange(found.id, name, about)

@@ -1,8 +1,8 @@
-"""Endpoints: adding one, and changing what one is to be.
+"""Endpoint changes: add an endpoint, and update its settings.
 
-Everything here happens under the cursor row (see `changes`) and is journalled;
-values of headers are not, because they may be credentials.  The functions whose
-names end in `_in` are for whoever makes several changes in one transaction.
+All changes run in a routing transaction, which locks the cursor row (see `routing_change`), and
+write a journal entry, without header values, which may be credentials.  Functions with the
+suffix `_in` run in the caller's routing transaction.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outbox.core.delivery.ed25519 import KEY_BYTES, format_private_key
 from outbox.core.delivery.signature import format_secret, parse_signing_key
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.sequencing.partition_window import waiting
+from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.errors import Conflict, UsageError
 from outbox.operations.endpoints import SETTINGS, settings_of
 from outbox.store.connection.secrets import CLEAR, SIGNING
 from outbox.store.endpoints import endpoint_not_found
-from outbox.store.routing_change import END_SUBSCRIPTION, change, write_journal
+from outbox.store.routing_change import END_SUBSCRIPTION, routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,24 +32,23 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.model.endpoint_config import Difference
+    from outbox.core.model.endpoint_config import SettingDifference
     from outbox.store.connection.secrets import Vault
 
 SECRET_BYTES = 32
 
-# Under the cursor row, so nobody else takes the name meanwhile.
+# Under the cursor lock, so no other session can take the name concurrently.
 FIND_NAME = "SELECT id, state FROM endpoint WHERE name = $1 AND state <> 'removed'"
 
-# The highest id that a batch has seen, and the last one that was given out; some of
-# those between them may be rolled back.
+# The highest sequenced id, and the last assigned one; ids between them may be rolled back.
 READ_WAITING = """
 SELECT b.high, coalesce(
            pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0) AS last
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
 
-# Every setting is a column of the same name; $1 and $2 are the endpoint's id and what else
-# is written with it.
+# Each setting is a column of the same name; $1 is the endpoint's id, $2 the actor or
+# generation.
 _COLUMNS = [each.name for each in fields(EndpointSettings)]
 _VALUES = [
     f"${i}::text::jsonb" if name in ("headers", "retry") else f"${i}"
@@ -73,8 +72,7 @@ SELECT $1, coalesce(max(id), 0) + 1, $2, $3 FROM endpoint_secret WHERE endpoint_
 RETURNING id
 """  # noqa: S105
 
-# A version that no batch has seen held for nothing; it would be in the way of
-# the next one.
+# A subscription version that no batch used is deleted; it would conflict with the next one.
 DROP_UNUSED_SUBSCRIPTION = "DELETE FROM subscription WHERE endpoint_id = $1 AND from_batch = $2"
 
 ADD_SUBSCRIPTION = """
@@ -84,12 +82,12 @@ VALUES ($1, $2, $3, $4, $5, $6)
 
 NEXT_GENERATION = "SELECT next_generation($1)"
 
-# Whoever claims the endpoint waits for this, so the epoch below is still the
-# endpoint's when its new lanes appear.
+# A relay that acquires the endpoint waits for this lock, so the epoch is still current when the
+# new lanes become visible.
 LOCK_EPOCH = "SELECT epoch FROM ownership WHERE endpoint_id = $1 FOR NO KEY UPDATE"
 
-# Lanes with their counters and progress.  Nothing below the first batch can be
-# owed, so reads need not look at the partitions of older ones.
+# Lanes with their counters and progress.  No delivery before the first batch can be pending, so
+# reads skip older partitions.
 ADD_LANES = """
 WITH added AS (
     INSERT INTO lane (endpoint_id, generation, slot)
@@ -103,11 +101,11 @@ SELECT id, $1, $4, $5 FROM added
 
 ADD_HEALTH = "INSERT INTO endpoint_health (endpoint_id) VALUES ($1)"
 
-# Free to be claimed by any replica.
+# Unowned: any replica can acquire it.
 ADD_OWNERSHIP = "INSERT INTO ownership (endpoint_id) VALUES ($1)"
 
-# Locked against another change of the same endpoint, and not against new dead
-# letters, which refer to it.
+# FOR NO KEY UPDATE: excludes other changes of the endpoint, but not new dead letters, whose
+# foreign key refers to it.
 LOCK_ENDPOINT = f"""
 SELECT e.id, e.state, e.generation, {SETTINGS},
        EXISTS (SELECT FROM subscription s
@@ -120,7 +118,7 @@ READ_FILTER = "SELECT ('$ ? (' || $1::text || ')')::jsonpath::text"
 
 @dataclass(frozen=True, slots=True)
 class NewEndpoint:
-    """What `add` made; the secret is shown this once, or is the public key (`whpk_…`)."""
+    """A new endpoint, with its signing secret, shown only now, or its public key (`whpk_…`)."""
 
     id: UUID
     name: str
@@ -130,12 +128,12 @@ class NewEndpoint:
     types: tuple[str, ...]
     from_batch: int
     waiting: int
-    """At most so many events are not sequenced yet; it gets those, too."""
+    """Upper bound of events that are not sequenced yet, which the endpoint receives."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """An endpoint under its lock."""
+class LockedEndpoint:
+    """An endpoint, locked by the current transaction."""
 
     id: UUID
     name: str
@@ -146,24 +144,24 @@ class Found:
     vault: Vault
 
     @classmethod
-    def of(cls, row: Any, vault: Vault) -> Found:
-        """From a row with these columns and those of SETTINGS."""
+    def from_row(cls, row: Any, vault: Vault) -> LockedEndpoint:
+        """Build from a row with these columns and those of SETTINGS."""
         known = (row["id"], row["name"], row["state"], row["generation"], row["subscribed"])
         return cls(*known, row, vault)
 
     @property
     def settings(self) -> EndpointSettings:
-        """Read when asked for: one that cannot be read can still be removed."""
+        """Parsed on access: an endpoint with unreadable settings can still be removed."""
         return settings_of(self.row, self.vault)
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What `update` changed: perhaps nothing."""
+    """Result of an update; without differences nothing was changed."""
 
     id: UUID
     name: str
-    differences: tuple[Difference, ...]
+    differences: tuple[SettingDifference, ...]
 
 
 async def add(
@@ -175,18 +173,17 @@ async def add(
     vault: Vault = CLEAR,
     ed25519: bool = False,
 ) -> NewEndpoint:
-    """Add an endpoint; it gets what is not sequenced yet, and everything after it.
+    """Add an endpoint; it receives events from the next batch on.
 
     Args:
-        ed25519: its deliveries are signed with a private key, of which the receiver is
-            given the public one.
+        ed25519: sign deliveries with an Ed25519 private key; the receiver gets the public key.
 
     Raises:
-        UsageError: the name is taken, or the database cannot read the filter.
-        Locked: secrets are encrypted here with a key that the vault has not.
+        UsageError: the name is taken, or the filter is invalid.
+        Locked: the vault lacks the key in use.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    async with change(connection, schema) as from_batch:
+    async with routing_transaction(connection, schema) as from_batch:
         return await add_in(connection, from_batch, settings, actor, vault, ed25519=ed25519)
 
 
@@ -199,20 +196,19 @@ async def update(
     actor: str,
     vault: Vault = CLEAR,
 ) -> Updated:
-    """Change settings; another name keeps the id.
+    """Update settings; a renamed endpoint keeps its id.
 
     Args:
-        edit: makes the new settings of those there are.
+        edit: returns the new settings for the current ones.
 
     Raises:
-        NotFound: there is none of that name.
-        UsageError: a setting is wrong, the new name is taken, or the endpoint
-            is being removed.
-        Locked: a header is new, and those here are encrypted with a key that the vault
-            has not.
+        NotFound: no endpoint has this name.
+        UsageError: a setting is invalid, the new name is taken, or the endpoint is being
+            removed.
+        Locked: a header is new, but the vault lacks the key in use.
     """
-    async with change(connection, schema) as from_batch:
-        found = await lock(connection, name, vault)
+    async with routing_transaction(connection, schema) as from_batch:
+        found = await lock_endpoint(connection, name, vault)
         return await update_in(connection, from_batch, found, edit(found.settings), actor)
 
 
@@ -225,10 +221,10 @@ async def add_in(
     *,
     ed25519: bool = False,
 ) -> NewEndpoint:
-    """`add` in a change that is under way."""
+    """Add an endpoint in the caller's routing transaction; see `add`."""
     vault = await vault.for_writing(connection)
     await check_filter(connection, settings)
-    await _name_is_free(connection, settings.name)
+    await _require_free_name(connection, settings.name)
     ids = await connection.fetchrow(READ_WAITING)
     secret = new_secret(ed25519=ed25519)
     endpoint_id = uuid4()
@@ -240,8 +236,8 @@ async def add_in(
     await connection.execute(ADD_LANES, endpoint_id, 1, settings.lanes, from_batch, 0)
     await connection.execute(ADD_HEALTH, endpoint_id)
     await connection.execute(ADD_OWNERSHIP, endpoint_id)
-    told = {**_journalled(settings), "from_batch": from_batch}
-    await write_journal(connection, "endpoint_added", actor, endpoint_id, told)
+    data = {**_journal_settings(settings), "from_batch": from_batch}
+    await write_journal(connection, "endpoint_added", actor, endpoint_id, data)
     return NewEndpoint(
         id=endpoint_id,
         name=settings.name,
@@ -250,35 +246,35 @@ async def add_in(
         lanes=settings.lanes,
         types=settings.types,
         from_batch=from_batch,
-        waiting=waiting(ids["high"], ids["last"]),
+        waiting=unsequenced_ids(ids["high"], ids["last"]),
     )
 
 
 async def update_in(
     connection: Connection[Any],
     from_batch: int,
-    found: Found,
+    found: LockedEndpoint,
     settings: EndpointSettings,
     actor: str,
 ) -> Updated:
-    """`update` in a change that is under way."""
+    """Update an endpoint in the caller's routing transaction; see `update`."""
     old = found.settings
     if found.state == "removing":
-        raise Conflict(f'endpoint "{old.name}" is being removed; it cannot be changed any more')
+        raise Conflict(f'endpoint "{old.name}" is being removed, and cannot be changed')
     differences = tuple(endpoint_config.differences(old, settings))
     if not differences:
         return Updated(found.id, settings.name, ())
     await check_filter(connection, settings)
     if settings.name != old.name:
-        await _name_is_free(connection, settings.name)
+        await _require_free_name(connection, settings.name)
     generation = found.generation
     if settings.lanes != old.lanes:
-        # The lanes there are get nothing from this batch on; their owner sends
-        # those of the new generation when the old ones are drained.
+        # Existing lanes receive nothing from this batch on; the owner delivers the lanes of the
+        # new generation when the old ones are drained.
         generation = await connection.fetchval(NEXT_GENERATION, generation)
         epoch = await connection.fetchval(LOCK_EPOCH, found.id)
         await connection.execute(ADD_LANES, found.id, generation, settings.lanes, from_batch, epoch)
-    # An endpoint that gets nothing new begins with these when it is enabled.
+    # An endpoint without a subscription uses the new settings when it is enabled.
     if found.subscribed and settings.subscription != old.subscription:
         await begin_subscription(connection, from_batch, found.id, settings)
     headers = orjson.loads(found.row["headers"])
@@ -286,41 +282,43 @@ async def update_in(
         vault = await found.vault.for_writing(connection)
         headers = vault.seal_headers(settings.headers, found.id)
     await connection.execute(UPDATE_ENDPOINT, found.id, generation, *_columns(settings, headers))
-    told = {
+    data = {
         "name": old.name,
         "changes": {each.setting: [each.old, each.new] for each in differences},
         "from_batch": from_batch,
     }
-    await write_journal(connection, "endpoint_updated", actor, found.id, told)
+    await write_journal(connection, "endpoint_updated", actor, found.id, data)
     return Updated(found.id, settings.name, differences)
 
 
-async def lock(connection: Connection[Any], name: str, vault: Vault = CLEAR) -> Found:
-    """The endpoint of this name, locked for the rest of the change.
+async def lock_endpoint(
+    connection: Connection[Any], name: str, vault: Vault = CLEAR
+) -> LockedEndpoint:
+    """Lock an endpoint by name until the end of the transaction.
 
     Raises:
-        NotFound: there is none.
+        NotFound: no endpoint has this name.
     """
     row = await connection.fetchrow(LOCK_ENDPOINT, name)
     if row is None:
         raise await endpoint_not_found(connection, name)
-    return Found.of(row, vault)
+    return LockedEndpoint.from_row(row, vault)
 
 
 async def begin_subscription(
     connection: Connection[Any], from_batch: int, endpoint_id: UUID, settings: EndpointSettings
 ) -> None:
-    """A new version of what an endpoint receives, in place of the one there is."""
+    """Replace the subscription of an endpoint by a new version, valid from a batch on."""
     await connection.execute(DROP_UNUSED_SUBSCRIPTION, endpoint_id, from_batch)
     await connection.execute(END_SUBSCRIPTION, endpoint_id, from_batch)
     await connection.execute(ADD_SUBSCRIPTION, endpoint_id, from_batch, *settings.subscription)
 
 
 async def check_filter(connection: Connection[Any], settings: EndpointSettings) -> None:
-    """Let the database read a filter: it knows the syntax of its own version.
+    """Validate a filter by the database, which knows the SQL/JSON path syntax of its version.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the filter is invalid.
     """
     if settings.filter is None:
         return
@@ -328,39 +326,40 @@ async def check_filter(connection: Connection[Any], settings: EndpointSettings) 
         await connection.fetchval(READ_FILTER, settings.filter)
     except (asyncpg.DataError, asyncpg.PostgresSyntaxError) as error:
         why = str(error).partition("\n")[0].replace(" of jsonpath input", "")
-        raise UsageError(f"filter: the database cannot read it: {why}") from None
+        raise UsageError(f"filter: invalid SQL/JSON path: {why}") from None
 
 
 def new_secret(*, ed25519: bool = False) -> str:
-    """A signing secret, `whsec_…`, or a private key, `whsk_…`."""
+    """Generate a signing secret, `whsec_…`, or an Ed25519 private key, `whsk_…`."""
     if ed25519:
         return format_private_key(secrets.token_bytes(KEY_BYTES))
     return format_secret(secrets.token_bytes(SECRET_BYTES))
 
 
 def public_key(secret: str) -> str | None:
-    """What the receiver is given of a private key, `whpk_…`; None: it has the secret itself."""
+    """The public key of an Ed25519 private key, `whpk_…`; None for a symmetric secret."""
     key = parse_signing_key(secret)
     return None if isinstance(key, bytes) else key.public_text
 
 
 def name_taken(name: str, state: str) -> Conflict:
-    """The error for a name that another endpoint has."""
+    """The error for a name that is in use."""
     if state == "removing":
         return Conflict(
-            f'endpoint "{name}" is being removed; its name is free when a relay has finished that'
+            f'endpoint "{name}" is being removed; its name is available when the removal is '
+            "complete"
         )
     return Conflict(f'endpoint "{name}" exists already; choose another name, or remove it first')
 
 
-async def _name_is_free(connection: Connection[Any], name: str) -> None:
+async def _require_free_name(connection: Connection[Any], name: str) -> None:
     row = await connection.fetchrow(FIND_NAME, name)
     if row is not None:
         raise name_taken(name, row["state"])
 
 
 def _columns(settings: EndpointSettings, headers: Mapping[str, Any]) -> Iterator[Any]:
-    """The values of _COLUMNS, with the headers as they are stored."""
+    """Yield the values of _COLUMNS, with the stored form of headers."""
     for name in _COLUMNS:
         held = getattr(settings, name)
         if name == "headers":
@@ -371,8 +370,8 @@ def _columns(settings: EndpointSettings, headers: Mapping[str, Any]) -> Iterator
             yield list(held) if isinstance(held, tuple) else held
 
 
-def _journalled(settings: EndpointSettings) -> dict[str, Any]:
-    told = endpoint_config.write(settings)
+def _journal_settings(settings: EndpointSettings) -> dict[str, Any]:
+    data = endpoint_config.to_file_values(settings)
     if settings.headers:
-        told["headers"] = sorted(settings.headers)
-    return told
+        data["headers"] = sorted(settings.headers)
+    return data

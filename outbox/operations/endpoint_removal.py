@@ -1,7 +1,7 @@
-"""Endpoints: removing them, and what becomes of what they are owed.
+"""Endpoint removal.
 
-Either it is given up, or the endpoint is drained first: it gets nothing new,
-and is removed when nothing is owed any more.
+Pending deliveries are either dead-lettered, or the endpoint is drained first: it receives no new
+events, and is removed when no delivery is pending.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import lock
+from outbox.operations.endpoint_changes import lock_endpoint
 from outbox.operations.endpoint_states import SET_STATE, UNBLOCK_LANES
 from outbox.operations.endpoints import LANE_STATE
 from outbox.store.connection.connect import map_errors
 from outbox.store.replay_feed import CANCEL_REPLAYS
-from outbox.store.routing_change import END_SUBSCRIPTION, change, write_journal
+from outbox.store.routing_change import END_SUBSCRIPTION, routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from uuid import UUID
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import Found
+    from outbox.operations.endpoint_changes import LockedEndpoint
 
-COUNT_OWED = f"""
+COUNT_PENDING = f"""
 SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint FROM ({LANE_STATE}) s
  WHERE s.endpoint_id = $1
 """  # noqa: S608 (constants only)
 
-FORGET_SECRETS = "DELETE FROM endpoint_secret WHERE endpoint_id = $1"
+DELETE_SECRETS = "DELETE FROM endpoint_secret WHERE endpoint_id = $1"
 
 WAITING = f"""
-SELECT e.state, ({COUNT_OWED.replace("$1", "e.id")}) AS owed,
+SELECT e.state, ({COUNT_PENDING.replace("$1", "e.id")}) AS pending,
        (SELECT coalesce(sum(r.to_seq - r.next_seq + 1), 0)::bigint
           FROM replay r
          WHERE r.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS replays,
@@ -45,119 +45,125 @@ SELECT e.state, ({COUNT_OWED.replace("$1", "e.id")}) AS owed,
 """  # noqa: S608
 
 
-class StillOwed(Conflict):
-    """An endpoint is owed deliveries, and nobody said what is to become of them."""
+class StillPending(Conflict):
+    """The endpoint has pending deliveries, and dead-lettering them was not requested."""
 
-    def __init__(self, name: str, owed: int) -> None:
-        deliveries = "1 delivery" if owed == 1 else f"{owed} deliveries"
+    def __init__(self, name: str, pending: int) -> None:
+        deliveries = "1 delivery" if pending == 1 else f"{pending} deliveries"
         super().__init__(
-            f'endpoint "{name}" is owed {deliveries}: have them delivered first, or give them up '
-            "for good"
+            f'endpoint "{name}" has {deliveries} pending: wait until they are delivered, or '
+            "dead-letter them"
         )
-        self.owed = owed
+        self.pending = pending
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What became of an endpoint: `removed`, or `removing` until its owner gave up the rest."""
+    """Result: `removed`, or `removing` until the owner has dead-lettered pending deliveries."""
 
     id: UUID
     name: str
     state: str
-    owed: int
+    pending: int
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """What an endpoint that is to be removed still waits for."""
+class DrainStatus:
+    """Progress of draining an endpoint."""
 
     state: str
-    owed: int
-    """Deliveries, and replays that will become some."""
+    pending: int
+    """Pending deliveries, including replays that are not sequenced yet."""
     blocked: int
-    """Lanes that wait for an operator."""
+    """Number of blocked lanes."""
     relay: bool
-    """Whether any relay is alive."""
+    """Whether a relay is running."""
     subscribed: bool
-    """Whether somebody enabled it again."""
+    """Whether the endpoint was enabled again."""
 
 
 async def remove(
-    connection: Connection[Any], schema: str, name: str, *, actor: str, give_up: bool = False
+    connection: Connection[Any], schema: str, name: str, *, actor: str, dead_letter: bool = False
 ) -> Removal:
-    """Remove an endpoint: it gets nothing from the next batch on.
+    """Remove an endpoint: it receives no events from the next batch on.
 
-    When it is still owed deliveries, its owner gives them up as one
-    dead-letter range per lane; without an owner that happens when a relay
-    starts.  The name is free again when that is done.
+    The owner dead-letters pending deliveries as one range per lane; without an owner, this
+    happens when a relay starts.  Then the name is available again.
 
     Raises:
-        NotFound: there is none of that name.
-        StillOwed: it is owed deliveries, and `give_up` was not said.
+        NotFound: no endpoint has this name.
+        StillPending: deliveries are pending, and `dead_letter` is false.
     """
-    async with change(connection, schema) as from_batch:
-        found = await lock(connection, name)
-        return await remove_in(connection, from_batch, found, actor, give_up=give_up)
+    async with routing_transaction(connection, schema) as from_batch:
+        found = await lock_endpoint(connection, name)
+        return await remove_in(connection, from_batch, found, actor, dead_letter=dead_letter)
 
 
 async def remove_in(
-    connection: Connection[Any], from_batch: int, found: Found, actor: str, *, give_up: bool
+    connection: Connection[Any],
+    from_batch: int,
+    found: LockedEndpoint,
+    actor: str,
+    *,
+    dead_letter: bool,
 ) -> Removal:
-    """`remove` in a change that is under way."""
+    """Remove an endpoint in the caller's routing transaction; see `remove`."""
     name = found.name
-    owed: int = await connection.fetchval(COUNT_OWED, found.id)
+    pending: int = await connection.fetchval(COUNT_PENDING, found.id)
     if found.state == "removing":
-        return Removal(found.id, name, "removing", owed)
-    if owed and not give_up:
-        raise StillOwed(name, owed)
-    state = "removing" if owed else "removed"
+        return Removal(found.id, name, "removing", pending)
+    if pending and not dead_letter:
+        raise StillPending(name, pending)
+    state = "removing" if pending else "removed"
     await connection.execute(END_SUBSCRIPTION, found.id, from_batch)
     await connection.execute(CANCEL_REPLAYS, found.id, None)
     await connection.execute(UNBLOCK_LANES, found.id)
     await connection.execute(SET_STATE, found.id, state, actor, None)
-    told = {"name": name, "owed": owed, "to_batch": from_batch}
-    await write_journal(connection, "endpoint_removing", actor, found.id, told)
+    data = {"name": name, "pending": pending, "to_batch": from_batch}
+    await write_journal(connection, "endpoint_removing", actor, found.id, data)
     if state == "removed":
-        await connection.execute(FORGET_SECRETS, found.id)
-        await write_journal(connection, "endpoint_removed", actor, found.id, {"given_up": 0})
-    return Removal(found.id, name, state, owed)
+        await connection.execute(DELETE_SECRETS, found.id)
+        await write_journal(connection, "endpoint_removed", actor, found.id, {"dead_lettered": 0})
+    return Removal(found.id, name, state, pending)
 
 
 async def drain(connection: Connection[Any], schema: str, name: str, *, actor: str) -> UUID:
-    """Give an endpoint nothing new, so that it can be removed when nothing is owed any more.
+    """Drain an endpoint before its removal: end its subscription, and keep its state.
 
-    It stays what it is otherwise; `enable` takes this back.
+    `enable` cancels this.
 
     Returns:
-        Its id, for `waiting`.
+        The endpoint's id, for `read_drain_status`.
 
     Raises:
-        NotFound: there is none of that name.
-        Conflict: it is paused, and so would be owed forever.
+        NotFound: no endpoint has this name.
+        Conflict: the endpoint is paused, so it would never be drained.
     """
-    async with change(connection, schema) as from_batch:
-        found = await lock(connection, name)
+    async with routing_transaction(connection, schema) as from_batch:
+        found = await lock_endpoint(connection, name)
         if found.state == "paused":
             raise Conflict(
-                f'endpoint "{name}" is paused and delivers nothing; resume it first, '
-                "or give up what it is owed"
+                f'endpoint "{name}" is paused; resume it first, or dead-letter its pending '
+                "deliveries"
             )
         if found.subscribed:
             await connection.execute(END_SUBSCRIPTION, found.id, from_batch)
-            why = "to be removed when nothing is owed any more"
-            await connection.execute(SET_STATE, found.id, found.state, actor, why)
-            told = {"name": name, "why": why, "to_batch": from_batch}
-            await write_journal(connection, "endpoint_updated", actor, found.id, told)
+            comment = "draining before removal"
+            await connection.execute(SET_STATE, found.id, found.state, actor, comment)
+            data = {"name": name, "why": comment, "to_batch": from_batch}
+            await write_journal(connection, "endpoint_updated", actor, found.id, data)
     return found.id
 
 
-async def waiting(connection: Connection[Any], schema: str, endpoint_id: UUID) -> Waiting:
-    """What an endpoint that was drained still waits for."""
+async def read_drain_status(
+    connection: Connection[Any], schema: str, endpoint_id: UUID
+) -> DrainStatus:
+    """Read the progress of draining an endpoint."""
     with map_errors(schema):
         row = await connection.fetchrow(WAITING, endpoint_id)
-    return Waiting(
+    return DrainStatus(
         row["state"],
-        row["owed"] + row["replays"],
+        row["pending"] + row["replays"],
         row["blocked"],
         row["relay"],
         row["subscribed"],

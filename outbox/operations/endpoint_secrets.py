@@ -1,4 +1,4 @@
-"""Endpoints: replacing the secret that their deliveries are signed with."""
+"""Rotation of an endpoint's signing secret."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import ADD_SECRET, lock, new_secret, public_key
-from outbox.operations.endpoint_states import must_be
+from outbox.operations.endpoint_changes import ADD_SECRET, lock_endpoint, new_secret, public_key
+from outbox.operations.endpoint_states import require_state
 from outbox.store.connection.secrets import CLEAR, SIGNING
-from outbox.store.routing_change import change, write_journal
+from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 OVERLAP_S = 86400.0
 SECRETS_MAX = 3
-"""More live ones are not needed to replace one, and each is signed with."""
+"""Limit of live secrets: each delivery is signed with all of them."""
 
-# Whether the newest one is a private key.
+# Whether the newest secret is an Ed25519 private key.
 IS_ED25519 = """
 SELECT public_key IS NOT NULL FROM endpoint_secret WHERE endpoint_id = $1 ORDER BY id DESC LIMIT 1
 """
 
-# The secrets older than the new one: they expire, and those that have are not
-# kept.  Without an overlap all of them go.
+# Sets the expiry of older secrets, and deletes expired ones; without an overlap, deletes all
+# older secrets.
 END_SECRETS = """
-WITH gone AS (
+WITH deleted AS (
     DELETE FROM endpoint_secret
      WHERE endpoint_id = $1 AND id < $2 AND ($3 = 0 OR expires_at <= clock_timestamp()))
 UPDATE endpoint_secret
@@ -44,16 +44,16 @@ RETURNING expires_at
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """A new signing secret, shown this once."""
+    """A new signing secret, shown only now."""
 
     id: UUID
     name: str
     secret: str
-    """Or the public key, `whpk_…`, of one that is not shown."""
+    """The secret, or the public key `whpk_…` of an Ed25519 key."""
     live: int
-    """How many sign now, the new one among them."""
+    """Number of live secrets, including the new one."""
     old_until: datetime | None
-    """The last of the old ones signs until then; None: no more."""
+    """Expiry of the last old secret; None: all old ones are deleted."""
 
 
 async def rotate_secret(
@@ -66,20 +66,20 @@ async def rotate_secret(
     vault: Vault = CLEAR,
     ed25519: bool | None = None,
 ) -> Rotation:
-    """A new signing secret; the old ones sign beside it for `overlap_s` more seconds.
+    """Add a new signing secret; the old ones stay valid for `overlap_s` seconds.
 
     Args:
-        ed25519: a private key, of which the receiver is given the public one, or not; None: as
-            the newest one is.
+        overlap_s: validity of the old secrets, in seconds; 0 deletes them.
+        ed25519: create an Ed25519 key; None: the same kind as the newest secret.
 
     Raises:
-        NotFound: there is none of that name.
-        Locked: secrets are encrypted here with a key that the vault has not.
-        Conflict: there are as many live secrets as there may be.
+        NotFound: no endpoint has this name.
+        Locked: the vault lacks the key in use.
+        Conflict: the limit of live secrets is reached.
     """
-    async with change(connection, schema):
-        found = await lock(connection, name)
-        must_be(found, ("active", "paused", "disabling", "disabled"), "given a new secret")
+    async with routing_transaction(connection, schema):
+        found = await lock_endpoint(connection, name)
+        require_state(found, ("active", "paused", "disabling", "disabled"), "given a new secret")
         vault = await vault.for_writing(connection)
         if ed25519 is None:
             ed25519 = await connection.fetchval(IS_ED25519, found.id) or False
@@ -91,11 +91,11 @@ async def rotate_secret(
         old = [row["expires_at"] for row in rows]
         if len(old) >= SECRETS_MAX:
             raise Conflict(
-                f'endpoint "{name}" has {SECRETS_MAX} live secrets already, the first until '
-                f"{min(old).isoformat(timespec='seconds')}; wait, or give an overlap of 0"
+                f'endpoint "{name}" has {SECRETS_MAX} live secrets, the first until '
+                f"{min(old).isoformat(timespec='seconds')}; wait, or set the overlap to 0"
             )
-        told = {"name": name, "overlap_s": overlap_s, "live": len(old) + 1}
+        data = {"name": name, "overlap_s": overlap_s, "live": len(old) + 1}
         if ed25519:
-            told["ed25519"] = True
-        await write_journal(connection, "endpoint_secret_rotated", actor, found.id, told)
+            data["ed25519"] = True
+        await write_journal(connection, "endpoint_secret_rotated", actor, found.id, data)
     return Rotation(found.id, name, public or secret, len(old) + 1, max(old, default=None))

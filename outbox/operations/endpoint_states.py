@@ -1,11 +1,12 @@
-"""Endpoints: pausing, resuming and enabling them.
+"""Endpoint states: pause, resume and enable.
 
     active ──▶ paused ──▶ active           pause, resume
     active, paused ──▶ disabling ──▶ disabled      by the owner
     disabled ──▶ active                    enable
     any ──▶ removing ──▶ removed           see endpoint_removal
 
-Everything here happens under the cursor row (see `changes`) and is journalled.
+All changes run in a routing transaction, which locks the cursor row (see `routing_change`), and
+write a journal entry.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import begin_subscription, lock
-from outbox.store.routing_change import change, write_journal
+from outbox.operations.endpoint_changes import begin_subscription, lock_endpoint
+from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import Found
+    from outbox.operations.endpoint_changes import LockedEndpoint
 
 SET_STATE = """
-UPDATE endpoint SET state = $2, state_at = clock_timestamp(), state_by = $3, state_why = $4
+UPDATE endpoint SET state = $2, state_at = clock_timestamp(), state_by = $3, state_comment = $4
  WHERE id = $1
 """
 
@@ -37,20 +38,20 @@ WITH taken AS (
 SELECT count(*) FROM taken
 """
 
-# A word for the owner, who alone writes the endpoint's health.
-TRY_NOW = "UPDATE endpoint SET resumes = resumes + 1 WHERE id = $1"
+# Signals the owner to retry at once; only the owner writes endpoint_health.
+REQUEST_RETRY = "UPDATE endpoint SET resumes = resumes + 1 WHERE id = $1"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What an endpoint's state is now, and whether it was another one before."""
+class StateChange:
+    """State of an endpoint after an operation, and whether the operation changed it."""
 
     id: UUID
     name: str
     state: str
     changed: bool
     unblocked: int = 0
-    """Lanes that waited for an operator."""
+    """Number of lanes that were unblocked."""
 
 
 async def pause(
@@ -59,23 +60,23 @@ async def pause(
     names: Sequence[str],
     *,
     actor: str,
-    why: str | None = None,
-) -> list[Change]:
-    """Send nothing to these endpoints; their deliveries go on being numbered.
+    comment: str | None = None,
+) -> list[StateChange]:
+    """Pause endpoints: deliveries are sequenced, but not sent.
 
     Raises:
-        NotFound: there is none of that name; nothing was changed.
-        Conflict: one of them is disabled or being removed.
+        NotFound: no endpoint has this name; nothing was changed.
+        Conflict: an endpoint is disabled or being removed.
     """
-    changes: list[Change] = []
-    async with change(connection, schema):
+    changes: list[StateChange] = []
+    async with routing_transaction(connection, schema):
         for name in dict.fromkeys(names):
-            found = await lock(connection, name)
+            found = await lock_endpoint(connection, name)
             changed = found.state != "paused"
             if changed:
-                must_be(found, ("active",), "paused")
-                await _set_state(connection, found, "paused", actor, why)
-            changes.append(Change(found.id, name, "paused", changed))
+                require_state(found, ("active",), "paused")
+                await _set_state(connection, found, "paused", actor, comment)
+            changes.append(StateChange(found.id, name, "paused", changed))
     return changes
 
 
@@ -85,87 +86,90 @@ async def resume(
     names: Sequence[str],
     *,
     actor: str,
-    why: str | None = None,
-) -> list[Change]:
-    """Send again to paused endpoints, and try those that are not paused at once.
+    comment: str | None = None,
+) -> list[StateChange]:
+    """Resume paused endpoints, and retry failing endpoints at once.
 
-    Lanes that wait for an operator go on behind the dead letter that they
-    waited for.
+    Blocked lanes continue after the dead letter that blocks them.
 
     Raises:
-        NotFound: there is none of that name; nothing was changed.
-        Conflict: one of them is disabled or being removed.
+        NotFound: no endpoint has this name; nothing was changed.
+        Conflict: an endpoint is disabled or being removed.
     """
-    changes: list[Change] = []
-    async with change(connection, schema):
+    changes: list[StateChange] = []
+    async with routing_transaction(connection, schema):
         for name in dict.fromkeys(names):
-            found = await lock(connection, name)
-            must_be(found, ("active", "paused"), "resumed")
-            await connection.execute(TRY_NOW, found.id)
+            found = await lock_endpoint(connection, name)
+            require_state(found, ("active", "paused"), "resumed")
+            await connection.execute(REQUEST_RETRY, found.id)
             unblocked: int = await connection.fetchval(UNBLOCK_LANES, found.id)
-            told: dict[str, Any] = {"unblocked": unblocked} if unblocked else {}
+            details: dict[str, Any] = {"unblocked": unblocked} if unblocked else {}
             if found.state == "paused":
-                await _set_state(connection, found, "active", actor, why, "resumed", **told)
+                await _set_state(connection, found, "active", actor, comment, "resumed", **details)
             else:
-                told = {"name": name, "why": why, **told}
-                await write_journal(connection, "endpoint_resumed", actor, found.id, told)
-            changes.append(Change(found.id, name, "active", found.state == "paused", unblocked))
+                details = {"name": name, "comment": comment, **details}
+                await write_journal(connection, "endpoint_resumed", actor, found.id, details)
+            changes.append(
+                StateChange(found.id, name, "active", found.state == "paused", unblocked)
+            )
     return changes
 
 
 async def enable(
-    connection: Connection[Any], schema: str, name: str, *, actor: str, why: str | None = None
-) -> Change:
-    """Let a disabled endpoint receive again, from the next batch on.
+    connection: Connection[Any], schema: str, name: str, *, actor: str, comment: str | None = None
+) -> StateChange:
+    """Enable a disabled endpoint: it receives events from the next batch on.
 
-    One that waits for its removal gets new events again, too.
+    This also cancels the draining of an endpoint that is to be removed.
 
     Raises:
-        NotFound: there is none of that name.
-        Conflict: it is neither.
+        NotFound: no endpoint has this name.
+        Conflict: the endpoint is neither disabled nor draining.
     """
-    async with change(connection, schema) as from_batch:
-        found = await lock(connection, name)
+    async with routing_transaction(connection, schema) as from_batch:
+        found = await lock_endpoint(connection, name)
         if found.subscribed:
             if found.state == "paused":
                 raise Conflict(f'endpoint "{name}" is paused; resume it: outbox endpoint resume')
-            raise Conflict(f'endpoint "{name}" is {found.state}; only a disabled one is enabled')
+            raise Conflict(
+                f'endpoint "{name}" is {found.state}; only a disabled endpoint can be enabled'
+            )
         if found.state in ("disabling", "removing"):
-            raise Conflict(f'endpoint "{name}" is just {found.state}; wait until that is done')
+            raise Conflict(f'endpoint "{name}" is {found.state}; wait until that is complete')
         state = "active" if found.state == "disabled" else found.state
         await begin_subscription(connection, from_batch, found.id, found.settings)
-        await connection.execute(TRY_NOW, found.id)
-        await _set_state(connection, found, state, actor, why, "enabled", from_batch=from_batch)
-    return Change(found.id, name, state, changed=True)
+        await connection.execute(REQUEST_RETRY, found.id)
+        await _set_state(connection, found, state, actor, comment, "enabled", from_batch=from_batch)
+    return StateChange(found.id, name, state, changed=True)
 
 
 async def _set_state(
     connection: Connection[Any],
-    found: Found,
+    found: LockedEndpoint,
     state: str,
     actor: str,
-    why: str | None,
+    comment: str | None,
     verb: str | None = None,
-    **told: Any,
+    **details: Any,
 ) -> None:
-    await connection.execute(SET_STATE, found.id, state, actor, why)
-    data = {"name": found.name, "why": why, **told}
+    await connection.execute(SET_STATE, found.id, state, actor, comment)
+    data = {"name": found.name, "comment": comment, **details}
     await write_journal(connection, f"endpoint_{verb or state}", actor, found.id, data)
 
 
-def must_be(found: Found, states: Sequence[str], done: str) -> None:
-    """Refuse what cannot be done in this state.
+def require_state(found: LockedEndpoint, states: Sequence[str], done: str) -> None:
+    """Require one of these states.
 
     Raises:
-        Conflict: it is in another one.
+        Conflict: the endpoint has another state.
     """
     if found.state in states:
         return
     name = found.name
     hint = {
         "disabled": "enable it first: outbox endpoint enable",
-        "disabling": "wait until that is done, then enable it",
-    }.get(found.state, "nothing more can be done with it")
+        "disabling": "wait until that is complete, then enable it",
+    }.get(found.state, "it accepts no more changes")
     is_being = "is" if found.state == "disabled" else "is being"
     state = {"disabling": "disabled", "removing": "removed"}.get(found.state, found.state)
     raise Conflict(f'endpoint "{name}" {is_being} {state} and cannot be {done}; {hint}')

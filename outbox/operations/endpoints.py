@@ -1,4 +1,4 @@
-"""Endpoints: looking at them, and at how far their lanes are."""
+"""Endpoint queries: settings, secrets, lane progress and ownership history."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.model.endpoint_status import condition
+from outbox.core.model.endpoint_status import endpoint_status
 from outbox.core.model.ids import lane_name
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from outbox.store.connection.secrets import Vault
 
-# How far each lane really is: the checkpoint, or what was acknowledged since.  The
-# newest acknowledgement is looked up from the end: max() would not be, where the
-# statistics are from a time with few lanes.
+# Progress of each lane: its checkpoint, or a later acknowledgement.  ORDER BY ... LIMIT 1 reads
+# the newest acknowledgement from the end of the index; max() would not, where the statistics
+# are from a time with few lanes.
 LANE_STATE = """
 SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor_batch,
-       p.head_seq, p.attempts, p.spent, p.next_attempt_at, p.last_answer,
+       p.retry_seq, p.attempts, p.spent, p.next_attempt_at, p.last_response,
        greatest(p.acked_seq, (
            SELECT a.seq FROM attempt a
             WHERE a.lane_id = l.id AND a.batch >= p.floor_batch AND a.seq > p.acked_seq
@@ -38,7 +38,7 @@ SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor
   JOIN lane_progress p ON p.lane_id = l.id
 """
 
-# The columns that EndpointSettings is made of.
+# The columns of EndpointSettings.
 SETTINGS = """
        e.name, e.url, e.types, e.tenant, e.all_tenants, e.filter, e.method,
        e.headers::text AS headers, e.connect_timeout_s, e.total_timeout_s, e.in_flight_max,
@@ -47,28 +47,28 @@ SETTINGS = """
        e.checkpoint_every_s, e.lanes
 """
 
-# Whether an endpoint `e` gets what is new, and whether one of its lanes waits for an
-# operator.
+# Whether an endpoint `e` has a current subscription, and whether one of its lanes is blocked.
 SUBSCRIBED = """EXISTS (
            SELECT FROM subscription s WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)"""
 BLOCKED = """EXISTS (
            SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
 
 _ALL_ENDPOINTS = f"""
-SELECT e.id, e.state, e.state_at, e.state_by, e.state_why, e.generation, e.created_at, {SETTINGS},
-       e.identity_about, h.state AS health, h.since, h.held_until, h.last_answer,
+SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.created_at,
+       {SETTINGS},
+       e.identity_about, h.state AS health, h.since, h.held_until, h.last_response,
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
        (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0) FROM ({LANE_STATE}) s
-         WHERE s.endpoint_id = e.id)::bigint AS owed,
+         WHERE s.endpoint_id = e.id)::bigint AS pending,
        (SELECT count(*) FROM dead_letter d
          WHERE d.endpoint_id = e.id AND d.state = 'dead') AS dead_letters
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
 """  # noqa: S608 (constants only)
 
-# For a listing, and for roles that may not read headers: these may be credentials.
+# For listings, and for roles without the right to read headers, which may hold credentials.
 LIST_ENDPOINTS = _ALL_ENDPOINTS.replace("e.headers::text", "'{}'")
 
-# By name, in the order of its bytes, which is the same in every locale.
+# COLLATE "C": the order of bytes is the same in every locale.
 _PAGE = """
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.name COLLATE "C" > $1)
    AND ($3::text IS NULL OR e.tenant = $3)
@@ -89,136 +89,136 @@ SELECT s.*, b.seq AS blocked_seq, b.at AS blocked_at
  ORDER BY s.generation, s.slot
 """  # noqa: S608
 
-# The newest first; to look at them takes no right to read them.
+# Newest first.  The statement needs no right to read the column `secret`.
 LIST_SECRETS = """
 SELECT id, key_id, public_key, created_at, expires_at FROM endpoint_secret
  WHERE endpoint_id = $1 AND (expires_at IS NULL OR expires_at > clock_timestamp())
  ORDER BY id DESC
 """
 
-# Who had it when, the newest first.
-GET_HANDS = """
+# Ownership history, newest first.
+GET_OWNERSHIP_HISTORY = """
 SELECT at, kind = 'endpoint_claimed' AS claimed, data ->> 'relay' AS relay,
        (data ->> 'replica')::bigint AS replica_id, (data ->> 'epoch')::bigint AS epoch,
-       actor, data ->> 'why' AS why
+       actor, data ->> 'why' AS reason
   FROM journal
- WHERE endpoint_id = $1 AND kind IN ('endpoint_claimed', 'endpoint_freed')
+ WHERE endpoint_id = $1 AND kind IN ('endpoint_claimed', 'endpoint_released')
  ORDER BY id DESC LIMIT $2
 """
-HANDS_MAX = 10
+OWNERSHIP_HISTORY_MAX = 10
 
 NOT_SHOWN = "(not shown)"
-"""In the place of a value that this role may not read."""
+"""Placeholder for a value that this role may not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointRow:
-    """An endpoint as listings show it."""
+    """An endpoint in a listing."""
 
     id: UUID
     name: str
     url: str
     state: str
-    """The operator's word, or the owner's when it disables."""
+    """Operational state, set by an operator, or by the owner when it disables the endpoint."""
     state_at: datetime
     state_by: str | None
-    state_why: str | None
+    state_comment: str | None
     condition: str
-    """In a word, what its operator said, what waits for one, or how its receiver answers."""
+    """One word from operational state, blocked lanes and circuit breaker."""
     health: str
-    """How well it works."""
+    """State of the circuit breaker."""
     subscribed: bool
-    """False: it gets nothing new, because it is disabled or about to be removed."""
+    """False: it receives no new events, because it is disabled or being removed."""
     tenant: str | None
     all_tenants: bool
     lanes: int
     generation: int
-    """Rises when the lanes change."""
+    """Incremented when the number of lanes changes."""
     types: tuple[str, ...]
-    owed: int
-    """Deliveries that are neither acknowledged nor given up."""
+    pending: int
+    """Deliveries that are neither acknowledged nor dead-lettered."""
     dead_letters: int
     created_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
 class LaneRow:
-    """How far a lane is."""
+    """Progress of a lane."""
 
     name: str
     generation: int
     last_seq: int
     acked_seq: int
     attempts: int
-    """Of the delivery at its head, when that is failing."""
+    """Of the first pending delivery; 0 unless it is failing."""
     probes: int
-    """How many of them only found out how its receiver is: they count for no limit."""
+    """Attempts that only probed the receiver; they do not count against the retry limit."""
     next_attempt_at: datetime | None
-    """By its schedule; while its endpoint is not healthy that decides, and not this."""
-    last_answer: dict[str, Any] | None
+    """By the retry policy; while the circuit breaker is open, its probes decide instead."""
+    last_response: dict[str, Any] | None
     blocked_seq: int | None
-    """The number that was given up, and for which the lane waits for an operator."""
+    """Sequence number of the dead letter that blocks the lane."""
     blocked_at: datetime | None
 
     @property
-    def owed(self) -> int:
-        """Deliveries that are neither acknowledged nor given up."""
+    def pending(self) -> int:
+        """Deliveries that are neither acknowledged nor dead-lettered."""
         return self.last_seq - self.acked_seq
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
-    """What its owner knows of how well an endpoint works."""
+class EndpointHealth:
+    """State of an endpoint's circuit breaker."""
 
     state: str
     since: datetime
     held_until: datetime | None
-    """The receiver asked to be left alone until then."""
-    last_answer: dict[str, Any] | None
+    """Hold-off from the receiver's Retry-After."""
+    last_response: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class SecretRow:
-    """A live signing secret, which is not shown."""
+    """A live signing secret, without its value."""
 
     id: int
     key_id: str | None
-    """Of the key that it is encrypted with; None: it is in clear."""
+    """Key that the secret is encrypted with; None: it is stored in clear."""
     public_key: str | None
-    """What the receiver has of a private key, `whpk_…`; None: it has the secret."""
+    """Public key of an Ed25519 secret, `whpk_…`; None: a symmetric secret."""
     created_at: datetime
     expires_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
-    """A change of hands, as the journal tells it."""
+class OwnershipRecord:
+    """A change of an endpoint's ownership, from the journal."""
 
     at: datetime
     claimed: bool
-    """False: it was freed, and nobody had it."""
+    """True: the relay acquired the endpoint; False: it was released."""
     relay: str
     replica_id: int
-    """The one that has it, or had it."""
+    """Replica id of the relay that acquired or held the endpoint."""
     epoch: int
     actor: str
-    """Who did that; who is dead is helped by another one."""
-    why: str | None
+    """The relay or operator that made the change; an expired replica is released by another one."""
+    reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Detail:
-    """Everything that is known of an endpoint."""
+class EndpointDetail:
+    """An endpoint with its settings, secrets, lanes and ownership history."""
 
     row: EndpointRow
     settings: EndpointSettings
-    health: Health
+    health: EndpointHealth
     secrets: tuple[SecretRow, ...]
     certificate: dict[str, Any] | None
-    """What its receiver is shown: subject, the end of its time, fingerprint."""
+    """The client certificate for mutual TLS: subject, expiry, fingerprint."""
     lanes: tuple[LaneRow, ...]
-    hands: tuple[Hand, ...]
-    """The last changes of hands, the newest first."""
+    ownership_history: tuple[OwnershipRecord, ...]
+    """The last changes of ownership, newest first."""
 
 
 async def page(
@@ -229,10 +229,10 @@ async def page(
     limit: int = 100,
     after: str | None = None,
 ) -> list[EndpointRow]:
-    """Endpoints by name, at most `limit`, the ones behind `after`.
+    """List endpoints by name, at most `limit`, starting after the name `after`.
 
     Args:
-        tenant: only those that are for it alone.
+        tenant: only endpoints of this tenant alone.
     """
     with map_errors(schema):
         rows = await connection.fetch(LIST_PAGE, after, limit, tenant)
@@ -242,17 +242,17 @@ async def page(
 async def settings_page(
     connection: Connection[Any], schema: str, *, limit: int, after: str | None = None
 ) -> list[tuple[UUID, EndpointSettings]]:
-    """The same with all of their settings, and nothing else."""
+    """List endpoints like `page`, as id and settings."""
     with map_errors(schema, "operator"):
         rows = await connection.fetch(LIST_SETTINGS, after, limit, None)
     return [(row["id"], settings_of(row)) for row in rows]
 
 
-async def get(connection: Connection[Any], schema: str, name: str) -> Detail:
-    """One endpoint with everything about it.
+async def get(connection: Connection[Any], schema: str, name: str) -> EndpointDetail:
+    """Read one endpoint with all details.
 
     Raises:
-        NotFound: there is none of that name.
+        NotFound: no endpoint has this name.
     """
     with map_errors(schema):
         may_see = await connection.fetchval(MAY_SEE_HEADERS)
@@ -265,22 +265,24 @@ async def get(connection: Connection[Any], schema: str, name: str) -> Detail:
             settings = replace(settings, headers=dict.fromkeys(names, NOT_SHOWN))
         lanes = await connection.fetch(GET_LANES, row["id"])
         secrets = await connection.fetch(LIST_SECRETS, row["id"])
-        hands = await connection.fetch(GET_HANDS, row["id"], HANDS_MAX)
-    return Detail(
+        history = await connection.fetch(GET_OWNERSHIP_HISTORY, row["id"], OWNERSHIP_HISTORY_MAX)
+    return EndpointDetail(
         row=_endpoint(row),
         settings=settings,
-        health=Health(row["health"], row["since"], row["held_until"], _json(row["last_answer"])),
+        health=EndpointHealth(
+            row["health"], row["since"], row["held_until"], _json(row["last_response"])
+        ),
         secrets=tuple(SecretRow(**s) for s in secrets),
         certificate=_json(row["identity_about"]),
         lanes=tuple(_lane(lane) for lane in lanes),
-        hands=tuple(Hand(**hand) for hand in hands),
+        ownership_history=tuple(OwnershipRecord(**record) for record in history),
     )
 
 
 def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
-    """The settings in a row with the columns of SETTINGS and the id.
+    """Parse the settings from a row with the columns of SETTINGS and the id.
 
-    Of headers that cannot be read here, the values are `LockedText`.
+    Headers that the vault cannot decrypt have `LockedText` as their value.
     """
     values = {field: row[field] for field in EndpointSettings.__dataclass_fields__}
     values["retry"] = _json(row["retry"])
@@ -296,8 +298,8 @@ def _endpoint(row: Any) -> EndpointRow:
         state=row["state"],
         state_at=row["state_at"],
         state_by=row["state_by"],
-        state_why=row["state_why"],
-        condition=condition(
+        state_comment=row["state_comment"],
+        condition=endpoint_status(
             row["state"], row["health"], blocked=row["blocked"], subscribed=row["subscribed"]
         ),
         health=row["health"],
@@ -307,15 +309,15 @@ def _endpoint(row: Any) -> EndpointRow:
         lanes=row["lanes"],
         generation=row["generation"],
         types=tuple(row["types"]),
-        owed=row["owed"],
+        pending=row["pending"],
         dead_letters=row["dead_letters"],
         created_at=row["created_at"],
     )
 
 
 def _lane(row: Any) -> LaneRow:
-    # Retry state names its number; that of an earlier one is stale.
-    failing = row["head_seq"] == row["acked_seq"] + 1
+    # Retry state carries its sequence number; the state of an earlier delivery is stale.
+    failing = row["retry_seq"] == row["acked_seq"] + 1
     return LaneRow(
         name=lane_name(row["endpoint_id"], row["generation"], row["slot"]),
         generation=row["generation"],
@@ -324,7 +326,7 @@ def _lane(row: Any) -> LaneRow:
         attempts=row["attempts"] if failing else 0,
         probes=row["attempts"] - row["spent"] if failing else 0,
         next_attempt_at=row["next_attempt_at"] if failing else None,
-        last_answer=_json(row["last_answer"]) if failing else None,
+        last_response=_json(row["last_response"]) if failing else None,
         blocked_seq=row["blocked_seq"],
         blocked_at=row["blocked_at"],
     )

@@ -1,12 +1,10 @@
-"""Erasing what events say, for a tenant or a key: in the outbox, dead letters and answers.
+"""Erasure of event contents, for a tenant or a key: in the outbox, dead letters and responses.
 
-What happened stays: which events there were, to whom they went and when.  Gone are
-payloads, headers, and what is kept of receivers' answers, which may repeat them.
-What is owed is not sent any more, and becomes a dead letter with the reason
-`erased`; its place in the lane is kept.
+Erasure deletes payloads, headers, and stored responses, which may quote them.  The history
+remains: the events, their deliveries and times.  Pending deliveries are not sent; they become
+dead letters with the reason `erased`, and keep their sequence numbers.
 
-In steps, so that no transaction is long; whoever is interrupted begins again, and
-finds what is left.
+Events are erased in batches with short transactions; an interrupted erasure can be repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from outbox.errors import UsageError
 from outbox.store.channels import WAKE_ALL
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import (
-    ERASE_ANSWERS,
+    ERASE_RESPONSES,
     PLAN_BY_INDEX,
     STEP_EVENTS,
     erase_dead_letters,
@@ -30,13 +28,13 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# Events by id, from one on; of a key they are found by the index of keys.
+# Events of a tenant by an id scan; those of a key are found by the index of keys.
 NEXT_OF_TENANT = """
-SELECT id, tenant = $3 AS wanted FROM outbox WHERE id > $1 ORDER BY id LIMIT $2
+SELECT id, tenant = $3 AS selected FROM outbox WHERE id > $1 ORDER BY id LIMIT $2
 """
 ALL_OF_KEY = "SELECT array_agg(id ORDER BY id) FROM outbox WHERE key = $1"
 
-ABOUT = """
+ESTIMATE_EVENTS = """
 SELECT coalesce(sum(greatest(reltuples, 0)), 0)::bigint
   FROM pg_inherits JOIN pg_class c ON c.oid = inhrelid WHERE inhparent = 'outbox'::regclass
 """
@@ -48,15 +46,15 @@ WITH erased AS (
 SELECT count(*) FROM erased
 """
 
-# What is not published yet never will be.
+# Future events are deleted, and never published.
 DELETE_FUTURE_EVENTS = """
-WITH gone AS (
+WITH deleted AS (
     DELETE FROM future_event
      WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2) RETURNING 1)
-SELECT count(*) FROM gone
+SELECT count(*) FROM deleted
 """
 
-# What a schedule publishes is for a person to decide about.
+# Schedules are only listed: an operator decides about what they publish.
 READ_SCHEDULES = """
 SELECT name FROM schedule
  WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2) ORDER BY name
@@ -73,16 +71,16 @@ SELECT count(*) FROM future_event
 """
 COUNT_EVENTS = "SELECT count(*) FROM outbox WHERE id = ANY ($1) AND erased_at IS NULL"
 
-# Owners read again what they have in hand.
+# Makes owners reload their delivery buffers.
 RAISE_ERASURES = "UPDATE cursor SET erasures = erasures + 1"
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
-    """Whose events are meant.
+class ErasureTarget:
+    """The events to erase: those of a tenant, or of a key.
 
     Raises:
-        UsageError: nobody's, or both a tenant's and a key's.
+        UsageError: neither or both are given.
     """
 
     tenant: str | None = None
@@ -90,110 +88,110 @@ class Whose:
 
     def __post_init__(self) -> None:
         if (self.tenant is None) == (self.key is None):
-            raise UsageError("say whose events: one of tenant and key")
+            raise UsageError("specify either tenant or key")
 
 
 @dataclass(slots=True)
-class Erased:
-    """What was erased, or would be."""
+class ErasureResult:
+    """Counts of an erasure, or of its dry run."""
 
     events: int = 0
     dead_letters: int = 0
     future_events: int = 0
-    """That wait for their time; they are deleted."""
-    answers: int = 0
-    """Of attempts; not counted beforehand."""
-    looked_at: int = 0
-    """Events of anybody's."""
-    of_about: int = 0
-    """How many there are to look at, as far as the planner knows."""
+    """Future events deleted."""
+    responses: int = 0
+    """Responses of attempts erased; not counted in a dry run."""
+    scanned: int = 0
+    """Events scanned, of all tenants."""
+    estimated_total: int = 0
+    """Events to scan, as estimated by the planner."""
     schedules: tuple[str, ...] = ()
-    """Those that go on publishing such events."""
+    """Schedules that continue to publish such events."""
 
 
-async def count(
+async def count_erasable(
     connection: Connection[Any],
     schema: str,
-    whose: Whose,
+    target: ErasureTarget,
     *,
-    on_progress: Callable[[Erased], None] = lambda _: None,
-) -> Erased:
-    """What would be erased by now.
+    on_progress: Callable[[ErasureResult], None] = lambda _: None,
+) -> ErasureResult:
+    """Count what an erasure would erase now.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    found = Erased()
+    found = ErasureResult()
     with map_errors(schema):
-        async for ids in _steps(connection, whose, found):
+        async for ids in _event_batches(connection, target, found):
             found.events += await connection.fetchval(COUNT_EVENTS, ids)
             on_progress(found)
-        found.dead_letters = await connection.fetchval(COUNT_DEAD, whose.tenant, whose.key)
-        found.future_events = await connection.fetchval(COUNT_FUTURE, whose.tenant, whose.key)
-        found.schedules = await _schedules(connection, whose)
+        found.dead_letters = await connection.fetchval(COUNT_DEAD, target.tenant, target.key)
+        found.future_events = await connection.fetchval(COUNT_FUTURE, target.tenant, target.key)
+        found.schedules = await _schedules(connection, target)
     return found
 
 
-async def erase(
+async def erase_events(
     connection: Connection[Any],
     schema: str,
-    whose: Whose,
+    target: ErasureTarget,
     *,
     actor: str,
-    on_progress: Callable[[Erased], None] = lambda _: None,
-) -> Erased:
-    """Erase what the events say that are committed by now.
+    on_progress: Callable[[ErasureResult], None] = lambda _: None,
+) -> ErasureResult:
+    """Erase the contents of all events committed so far.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    done = Erased()
+    done = ErasureResult()
     with map_errors(schema, "operator"):
-        # First, or one of them could be published behind our back.
+        # First, because a future event could become due and be published concurrently.
         done.future_events = await connection.fetchval(
-            DELETE_FUTURE_EVENTS, whose.tenant, whose.key
+            DELETE_FUTURE_EVENTS, target.tenant, target.key
         )
-        async for ids in _steps(connection, whose, done):
+        async for ids in _event_batches(connection, target, done):
             async with connection.transaction(isolation="read_committed"):
                 await connection.execute(PLAN_BY_INDEX)
                 done.events += await connection.fetchval(ERASE_EVENTS, ids)
-                done.answers += await connection.fetchval(ERASE_ANSWERS, ids)
+                done.responses += await connection.fetchval(ERASE_RESPONSES, ids)
             on_progress(done)
-        done.dead_letters = await erase_dead_letters(connection, whose.tenant, whose.key, None)
+        done.dead_letters = await erase_dead_letters(connection, target.tenant, target.key, None)
         async with connection.transaction(isolation="read_committed"):
             await connection.execute(LOCK_CURSOR)
-            done.schedules = await _schedules(connection, whose)
+            done.schedules = await _schedules(connection, target)
             await connection.execute(RAISE_ERASURES)
-            data = {"tenant": whose.tenant} if whose.key is None else {"key": whose.key}
-            told = ("events", "future_events", "dead_letters", "answers")
-            counts = {name: getattr(done, name) for name in told}
+            data = {"tenant": target.tenant} if target.key is None else {"key": target.key}
+            fields = ("events", "future_events", "dead_letters", "responses")
+            counts = {name: getattr(done, name) for name in fields}
             await write_journal(connection, "erased", actor, None, data | counts)
             await connection.execute(WAKE_ALL)
     return done
 
 
-async def _schedules(connection: Connection[Any], whose: Whose) -> tuple[str, ...]:
-    rows = await connection.fetch(READ_SCHEDULES, whose.tenant, whose.key)
+async def _schedules(connection: Connection[Any], target: ErasureTarget) -> tuple[str, ...]:
+    rows = await connection.fetch(READ_SCHEDULES, target.tenant, target.key)
     return tuple(row["name"] for row in rows)
 
 
-async def _steps(
-    connection: Connection[Any], whose: Whose, looked: Erased
+async def _event_batches(
+    connection: Connection[Any], target: ErasureTarget, progress: ErasureResult
 ) -> AsyncIterator[list[int]]:
-    """The ids of their events, a step at a time; counts what was looked at."""
-    if whose.key is not None:
+    """Yield the ids of the target's events in batches, and count the scanned events."""
+    if target.key is not None:
         async with connection.transaction(readonly=True):
             await connection.execute(PLAN_BY_INDEX)
-            ids: list[int] = await connection.fetchval(ALL_OF_KEY, whose.key) or []
-        looked.of_about = len(ids)
+            ids: list[int] = await connection.fetchval(ALL_OF_KEY, target.key) or []
+        progress.estimated_total = len(ids)
         for at in range(0, len(ids), STEP_EVENTS):
             step = ids[at : at + STEP_EVENTS]
-            looked.looked_at += len(step)
+            progress.scanned += len(step)
             yield step
         return
-    looked.of_about = await connection.fetchval(ABOUT)
+    progress.estimated_total = await connection.fetchval(ESTIMATE_EVENTS)
     after = 0
-    while rows := await connection.fetch(NEXT_OF_TENANT, after, STEP_EVENTS, whose.tenant):
+    while rows := await connection.fetch(NEXT_OF_TENANT, after, STEP_EVENTS, target.tenant):
         after = rows[-1]["id"]
-        looked.looked_at += len(rows)
-        yield [row["id"] for row in rows if row["wanted"]]
+        progress.scanned += len(rows)
+        yield [row["id"] for row in rows if row["selected"]]

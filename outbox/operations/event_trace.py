@@ -1,8 +1,8 @@
-"""The life of one event, as far as the tables tell it, and why it is where it is.
+"""Event trace: the data model of one event's history, and its diagnosis.
 
-A *story* is put together by `outbox.operations.trace`.  Here it is said what is in it,
-and what it means: of each delivery what became of it, and of one that is still owed
-what it waits for, in words, with the command that helps.
+`outbox.operations.trace` reads a trace from the database.  The diagnosis explains, in one
+sentence per cause, why a delivery is pending or dead-lettered, with the command that
+resolves it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from outbox.core.delivery.circuit_breaker import PROBED, PROBING
-from outbox.core.model.response import in_words
+from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
+from outbox.core.model.response import describe_response
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from uuid import UUID
 
 VERSION = 1
-"""Of the form in which stories are told to machines; raised when a field's meaning changes."""
+"""Version of the JSON form; raised when the meaning of a field changes."""
 
-Fate: TypeAlias = Literal[
-    "delivered", "owed", "dead", "replaying", "replayed", "dead_again", "discarded"
+DeliveryState: TypeAlias = Literal[
+    "delivered", "pending", "dead", "replaying", "replayed", "dead_again", "discarded"
 ]
-"""What became of a delivery.  A dead letter that is sent again is `replaying` while any
-of it is owed, then `replayed` or `dead_again`; its new delivery has a fate of its own."""
+"""State of a delivery.  A replayed dead letter is `replaying` while any of its new
+deliveries is pending, then `replayed` or `dead_again`; each new delivery has its own state."""
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """What was published."""
+class TracedEvent:
+    """The event as it was published."""
 
     outbox_id: int
     event_id: UUID
@@ -42,27 +42,27 @@ class Event:
     expires_at: datetime | None
     headers: dict[str, str] | None
     payload_bytes: int | None
-    """None: it was erased; or the event is gone, and only what is kept of a dead letter
-    is known of it."""
+    """None: the payload was erased, or the event was dropped by retention and only the copy in
+    a dead letter is left."""
     erased_at: datetime | None
     payload: Any = None
-    """Only if it was asked for."""
+    """Only when requested."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sequenced:
-    """The batch in which an event was given its numbers."""
+class SequencedBatch:
+    """The batch that sequenced the event."""
 
     batch: int | None
-    """Here and below, None of what is the system's: it is not told to a tenant."""
+    """None, here and in `TracedAttempt.replica_id`: not shown to a tenant's token."""
     at: datetime
     late: bool
-    """It was committed when later ones had been sequenced already."""
+    """The event committed after events with higher ids had been sequenced."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """One request."""
+class TracedAttempt:
+    """One HTTP request of a delivery."""
 
     attempt: int
     replica_id: int | None
@@ -72,17 +72,17 @@ class Attempt:
     error: str | None
     started_at: datetime
     elapsed_ms: float
-    answer: dict[str, Any] | None
-    """What is kept of the answer."""
+    response: dict[str, Any] | None
+    """The stored response."""
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """The dead letter that a delivery became, alone or in a range."""
+class TracedDeadLetter:
+    """The dead letter that holds a delivery, alone or as part of a range."""
 
     id: int
     reason: str
-    state: Fate
+    state: DeliveryState
     at: datetime
     attempts: int
     sequence: int
@@ -90,276 +90,279 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """The delivery at the head of a lane: the only one that can be failing."""
+class LaneHead:
+    """The first pending delivery of a lane, the only one that can be failing."""
 
     sequence: int
     event_id: UUID | None
-    """None: that event is gone."""
+    """None: the event was dropped by retention."""
     attempts: int
     probes: int
-    """How many of them only found out how its receiver is: they count for no limit."""
+    """Attempts that only probed the receiver; they do not count against the retry limit."""
     next_attempt_at: datetime | None
-    """By its schedule; while its endpoint is not healthy that decides, and not this."""
-    last_answer: dict[str, Any] | None
+    """By the retry policy; while the circuit breaker is open, its probes decide instead."""
+    last_response: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How things stand with a lane, and its endpoint, that owes something."""
+class PendingLaneState:
+    """State of a lane with pending deliveries, and of its endpoint."""
 
     state: str
-    """The endpoint's: its operator's word."""
+    """The endpoint's operational state."""
     state_at: datetime
     state_by: str | None
-    state_why: str | None
+    state_comment: str | None
     health: str
     health_since: datetime
     held_until: datetime | None
-    """By the receiver's Retry-After."""
+    """Hold-off from the receiver's Retry-After."""
     relay: str | None
-    """Who owns the endpoint, and is alive."""
-    head: Head
+    """The live relay that owns the endpoint."""
+    head: LaneHead
     blocked_since: datetime | None
     blocked_by: int | None
-    """The dead letter that the lane waits for."""
-    older_owed: int
-    """What lanes of older generations still owe; this one waits for them."""
+    """The dead letter that blocks the lane."""
+    older_pending: int
+    """Pending deliveries in lanes of older generations, which are delivered first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """An event in a lane."""
+class TracedDelivery:
+    """A delivery of the event: its place in one lane."""
 
     endpoint: str
     endpoint_id: UUID
     lane: str
     sequence: int
     delivery_id: UUID
-    """Its X-Delivery."""
-    numbered_at: datetime
+    """The X-Delivery header."""
+    sequenced_at: datetime
     replay_of: tuple[str, int] | None
-    """The lane and number that it stands for."""
+    """Lane and sequence number of the original delivery."""
     backfill: int | None
-    """The job that gives it an X-Delivery of its own, or gave one to what it stands for."""
-    attempts: tuple[Attempt, ...]
-    letter: Letter | None
-    standing: Standing | None
-    """Of one that is owed."""
+    """The backfill job that created this delivery or its original, with its own X-Delivery."""
+    attempts: tuple[TracedAttempt, ...]
+    dead_letter: TracedDeadLetter | None
+    lane_state: PendingLaneState | None
+    """Only for a pending delivery."""
 
     @property
-    def fate(self) -> Fate:
-        """What became of it."""
-        if self.letter is not None:
-            return self.letter.state
-        return "owed" if self.standing is not None else "delivered"
+    def state(self) -> DeliveryState:
+        """State of the delivery."""
+        if self.dead_letter is not None:
+            return self.dead_letter.state
+        return "pending" if self.lane_state is not None else "delivered"
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
-    """Endpoints that did not get the event, for one and the same reason."""
+class UnsentGroup:
+    """Endpoints that the event was not sent to, for one reason."""
 
-    why: Literal["type", "tenant", "filter", "before", "after", "lost"]
-    """`before`: it was published before they were added; `lost` must never be."""
+    reason: Literal["type", "tenant", "filter", "before", "after", "lost"]
+    """`before`: published before the endpoints were added; `lost`: an invariant is violated."""
     endpoints: int
     examples: tuple[str, ...]
-    """Some of their names."""
+    """Names of some of the endpoints."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sequencing:
-    """Why an event may not be sequenced yet."""
+class SequencingProgress:
+    """State of sequencing, for an event that is not sequenced yet."""
 
     high: int | None
     in_gap: bool | None
-    """It was committed late, and its place is still held open."""
+    """The event committed late, and its id is still an open gap."""
     relays: int | None
-    """Those that are alive."""
+    """Number of live relays."""
     leader: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
-    """Everything that is known of one event."""
+class EventTrace:
+    """The history of one event."""
 
     at: datetime
-    """When it was read, by the server's clock."""
-    event: Event
-    sequenced: Sequenced | None
-    sequencing: Sequencing | None
-    """How things stand, if it is not sequenced."""
+    """Time of the snapshot, by the server's clock."""
+    event: TracedEvent
+    sequenced: SequencedBatch | None
+    sequencing: SequencingProgress | None
+    """Only for an event that is not sequenced yet."""
     log_dropped: bool
-    """It was sequenced so long ago that the log of it is gone."""
-    deliveries: tuple[Delivery, ...]
+    """The log partition with the event's deliveries was dropped by retention."""
+    deliveries: tuple[TracedDelivery, ...]
     deliveries_total: int
-    """There may be more than are told of."""
-    missed: tuple[Missed, ...]
+    """All deliveries, including those beyond the limit."""
+    missed: tuple[UnsentGroup, ...]
 
     @property
     def diagnosis(self) -> tuple[str, ...]:
-        """Why it is not delivered, one sentence each; nothing if it is."""
-        return tuple(_diagnosis(self))
+        """Causes why the event is not delivered, one sentence each; empty when it is."""
+        return tuple(_diagnose(self))
 
 
-def _diagnosis(story: Story) -> Iterator[str]:
-    if story.sequencing is not None:
-        yield _why_not_sequenced(story.sequencing, story.event.outbox_id)
+def _diagnose(trace: EventTrace) -> Iterator[str]:
+    if trace.sequencing is not None:
+        yield _explain_unsequenced(trace.sequencing, trace.event.outbox_id)
         return
-    if story.log_dropped:
+    if trace.log_dropped:
         yield (
-            "its deliveries were dropped with the log of that time, when nothing of it was owed "
-            "any more; the journal tells when (period_dropped)"
+            "retention dropped the log of its deliveries, none of which was pending; the journal "
+            "entry period_dropped has the time"
         )
         return
-    lost = [missed for missed in story.missed if missed.why == "lost"]
-    if not story.deliveries_total:
-        yield "no endpoint subscribed to it: " + "; ".join(map(why_missed, story.missed))
+    lost = [missed for missed in trace.missed if missed.reason == "lost"]
+    if not trace.deliveries_total:
+        yield "no endpoint received it: " + "; ".join(map(describe_unsent, trace.missed))
     elif lost:
-        yield "it never went to " + why_missed(lost[0])
-    for delivery in story.deliveries:
-        where = f"{delivery.endpoint}: number {delivery.sequence} of lane {delivery.lane}"
-        if delivery.letter is not None:
-            if delivery.letter.state not in ("replayed", "dead_again"):
-                yield f"{where} {_why_given_up(delivery.letter)}"
-        elif delivery.standing is not None:
-            for why in _why_owed(delivery, delivery.standing, story.at):
+        yield "it was not sent to " + describe_unsent(lost[0])
+    for delivery in trace.deliveries:
+        where = f"{delivery.endpoint}: sequence {delivery.sequence} of lane {delivery.lane}"
+        if delivery.dead_letter is not None:
+            if delivery.dead_letter.state not in ("replayed", "dead_again"):
+                yield f"{where} {_describe_dead_letter(delivery.dead_letter)}"
+        elif delivery.lane_state is not None:
+            for why in _explain_pending(delivery, delivery.lane_state, trace.at):
                 yield f"{where} {why}"
 
 
-def _why_not_sequenced(sequencing: Sequencing, outbox_id: int) -> str:
+def _explain_unsequenced(sequencing: SequencingProgress, outbox_id: int) -> str:
     if sequencing.high is None:
         return "it is not sequenced yet"
     if not sequencing.relays:
-        return "it is not sequenced: no relay is alive; start one: outbox relay"
+        return "it is not sequenced because no relay is running; start one: outbox relay"
     if sequencing.in_gap:
         return (
-            "it is not sequenced: it was committed late, and is read as soon as the producers "
-            "that were at work beside it have ended; outbox doctor names them"
+            "it is not sequenced yet because it committed late; it is read when the concurrent "
+            "producer transactions have ended; outbox doctor lists them"
         )
     behind = outbox_id - sequencing.high
-    who = f"relay {sequencing.leader}" if sequencing.leader else "no relay"
-    return f"it is not sequenced yet: {who} leads, and is {behind} ids behind; see outbox doctor"
+    who = f"leader {sequencing.leader}" if sequencing.leader else "no relay leads; sequencing"
+    return f"it is not sequenced yet: {who} is {behind} ids behind; see outbox doctor"
 
 
-_MISSED = {
-    "type": "{n} not for its type",
-    "tenant": "{n} not for its tenant",
-    "filter": "{n} with a filter that its payload does not meet",
-    "before": "{n} that were added after it",
-    "after": "{n} that had been disabled or removed before it",
-    "lost": "{n} that should have got it: run outbox verify",
+_UNSENT_REASONS = {
+    "type": "{n} not subscribed to its type",
+    "tenant": "{n} of another tenant",
+    "filter": "{n} with a filter that excludes its payload",
+    "before": "{n} added after it was published",
+    "after": "{n} disabled or removed before it was sequenced",
+    "lost": "{n} that should have received it: run outbox verify",
 }
 
 
-def why_missed(missed: Missed) -> str:
-    """How many endpoints did not get it, and why."""
-    told = _MISSED[missed.why].format(n=missed.endpoints)
-    return f"{told} ({', '.join(missed.examples)})" if missed.examples else told
+def describe_unsent(missed: UnsentGroup) -> str:
+    """Describe how many endpoints the event was not sent to, and why."""
+    text = _UNSENT_REASONS[missed.reason].format(n=missed.endpoints)
+    return f"{text} ({', '.join(missed.examples)})" if missed.examples else text
 
 
-_GIVEN_UP = {
-    "refused": "its receiver refused it",
-    "exhausted": "its retries ended",
+_DEAD_LETTER_REASONS = {
+    "refused": "its receiver rejected it",
+    "exhausted": "its retries were exhausted",
     "expired": "it had expired",
     "erased": "its event was erased",
-    "backlog": "its endpoint's backlog became too long or too old",
+    "backlog": "its endpoint exceeded a backlog limit",
     "disabled": "its endpoint was disabled",
     "removed": "its endpoint was removed",
 }
 
 
-def _why_given_up(letter: Letter) -> str:
-    why = _GIVEN_UP[letter.reason]
+def _describe_dead_letter(letter: TracedDeadLetter) -> str:
+    why = _DEAD_LETTER_REASONS[letter.reason]
     match letter.state:
         case "discarded":
-            return f"was given up because {why}, and discarded as dead letter {letter.id}"
+            return f"was dead-lettered because {why}; dead letter {letter.id} was discarded"
         case "replaying":
-            return f"was given up because {why}; it is being sent again"
+            return f"was dead-lettered because {why}; it is being replayed"
     again = "" if letter.reason in ("removed", "erased") else f": outbox dead replay {letter.id}"
-    return f"was given up because {why}; it is dead letter {letter.id}{again}"
+    return f"was dead-lettered because {why}; it is dead letter {letter.id}{again}"
 
 
-def _why_owed(delivery: Delivery, standing: Standing, now: datetime) -> Iterator[str]:
-    """Everything that stands in its way; the endpoint first, then the lane."""
+def _explain_pending(
+    delivery: TracedDelivery, lane: PendingLaneState, now: datetime
+) -> Iterator[str]:
+    """Everything that blocks a pending delivery: the endpoint first, then the lane."""
     name = shlex.quote(delivery.endpoint)
     found = False
 
-    def since(at: datetime) -> str:
-        return f"since {_age((now - at).total_seconds())}"
+    def lasted(at: datetime) -> str:
+        return f"for {_format_age((now - at).total_seconds())}"
 
-    if standing.state != "active":
+    if lane.state != "active":
         found = True
-        by = f" by {standing.state_by}" if standing.state_by else ""
-        why = f" ({standing.state_why})" if standing.state_why else ""
+        by = f" by {lane.state_by}" if lane.state_by else ""
+        why = f" ({lane.state_comment})" if lane.state_comment else ""
         undo = {"paused": "resume", "disabled": "enable", "disabling": "enable"}
-        then = f"; outbox endpoint {undo[standing.state]} {name}" if standing.state in undo else ""
-        yield f"waits: its endpoint is {standing.state} {since(standing.state_at)}{by}{why}{then}"
-    elif standing.relay is None:
+        then = f"; outbox endpoint {undo[lane.state]} {name}" if lane.state in undo else ""
+        yield f"waits: its endpoint has been {lane.state}{by} {lasted(lane.state_at)}{why}{then}"
+    elif lane.relay is None:
         found = True
-        yield "waits: no relay that is alive owns its endpoint; see outbox status"
-    if standing.blocked_since is not None:
+        yield "waits: no live relay owns its endpoint; see outbox status"
+    if lane.blocked_since is not None:
         found = True
-        letter = standing.blocked_by
+        letter = lane.blocked_by
+        by = f"dead letter {letter}" if letter else "a dead letter"
         act = f"outbox dead replay {letter}, outbox dead discard {letter} or " if letter else ""
         yield (
-            f"waits: its lane is blocked {since(standing.blocked_since)} until somebody decides "
-            f"about a dead letter: {act}outbox endpoint resume {name}"
+            f"waits: its lane has been blocked by {by} {lasted(lane.blocked_since)}; unblock it: "
+            f"{act}outbox endpoint resume {name}"
         )
-    if standing.older_owed:
+    if lane.older_pending:
         found = True
         yield (
-            f"waits for {standing.older_owed} of the lanes that its endpoint had before their "
-            "number was changed"
+            f"waits for {lane.older_pending} pending in lanes of an older generation, which are "
+            "delivered first"
         )
-    if standing.held_until is not None and standing.held_until > now:
+    if lane.held_until is not None and lane.held_until > now:
         found = True
-        left_s = (standing.held_until - now).total_seconds()
-        yield f"waits for {_age(left_s)} more, as its receiver asked (Retry-After)"
-    elif standing.health in PROBED:
+        left_s = (lane.held_until - now).total_seconds()
+        yield f"waits {_format_age(left_s)} more: its receiver sent Retry-After"
+    elif lane.health in PROBED_STATES:
         found = True
-        tried = f"; {PROBING}" if standing.state == "active" and standing.relay else ""
-        yield f"waits: its endpoint is {standing.health} {since(standing.health_since)}{tried}"
-    head = standing.head
+        tried = f"; {PROBING_TEXT}" if lane.state == "active" and lane.relay else ""
+        yield f"waits: its endpoint has been {lane.health} {lasted(lane.health_since)}{tried}"
+    head = lane.head
     if head.sequence < delivery.sequence:
         found = True
         ahead = delivery.sequence - head.sequence
         first = f" (event {head.event_id})" if head.event_id else ""
-        yield f"waits behind {ahead} of its lane, the first is number {head.sequence}{first}" + (
-            f", which {_failing(standing, now)}" if head.attempts else ""
+        yield f"waits behind {ahead} of its lane, the first is sequence {head.sequence}{first}" + (
+            f", which {_describe_failure(lane, now)}" if head.attempts else ""
         )
     elif head.attempts:
         found = True
-        yield _failing(standing, now)
+        yield _describe_failure(lane, now)
     if not found:
         yield "is about to be sent"
 
 
-def _failing(standing: Standing, now: datetime) -> str:
-    head = standing.head
+def _describe_failure(lane: PendingLaneState, now: datetime) -> str:
+    head = lane.head
     tried = "1 attempt" if head.attempts == 1 else f"{head.attempts} attempts"
     if head.probes:
-        tried += f" ({head.probes} of them free probes)"
-    text = f"failed in {tried}, the last: {in_words(head.last_answer)}"
-    if head.next_attempt_at is None or not _by_schedule(standing):
+        tried += f" ({head.probes} of them probes)"
+    text = f"failed after {tried}, the last: {describe_response(head.last_response)}"
+    if head.next_attempt_at is None or not _retries_on_schedule(lane):
         return text
     left_s = (head.next_attempt_at - now).total_seconds()
-    return f"{text}; the next is {f'in {_age(left_s)}' if left_s > 0 else 'due'}"
+    return f"{text}; the next is {f'in {_format_age(left_s)}' if left_s > 0 else 'due now'}"
 
 
-def _by_schedule(standing: Standing) -> bool:
-    """Whether a delivery that failed is tried again at its own time, and nothing else decides."""
+def _retries_on_schedule(lane: PendingLaneState) -> bool:
+    """Whether only the retry policy decides when a failed delivery is attempted again."""
     return (
-        standing.state == "active"
-        and standing.health == "healthy"
-        and standing.relay is not None
-        and standing.blocked_since is None
+        lane.state == "active"
+        and lane.health == "healthy"
+        and lane.relay is not None
+        and lane.blocked_since is None
     )
 
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for size, unit in _UNITS:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

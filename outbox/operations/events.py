@@ -1,8 +1,8 @@
-"""Events as a person looks for them: the newest first, and never all of them at once.
+"""Event search, newest first, in pages.
 
-There is no index of types, tenants or times: each would cost every producer.  A key has
-one (of bloom filters); anything else is looked for among so many events from the newest
-down, and how far that was is told, so that whoever asks can go on from there.
+Types, tenants and times have no index, because each would slow down every producer.  Keys have
+a bloom-filter index.  Other searches scan a limited number of events, from the newest down, and
+return how far they scanned, so a client can continue from there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model import pattern
-from outbox.operations.dead_letter_filter import require_order
+from outbox.operations.dead_letter_filter import require_time_order
 from outbox.operations.find_event import PLAN_BY_ID
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import PLAN_BY_INDEX
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 ID_MAX = 2**63 - 1
-LOOKED_AT_MAX = 20_000
-"""Events that one question looks at."""
+SCANNED_MAX = 20_000
+"""Maximum of events that one search scans."""
 
 _MATCHES = f"""
        (s.types IS NULL OR {TYPE_MATCHES})
@@ -38,7 +38,7 @@ SELECT $3::text[] AS types, $4::text AS tenant, $5::timestamptz AS since,
        $6::timestamptz AS until
 """
 
-# OFFSET 0: the newest are not looked for from the newest id down.
+# OFFSET 0: use the index of keys, not a walk from the newest id down.
 FIND_BY_KEY = f"""
 SELECT o.id, o.event_id, o.type, o.tenant, o.key, o.created_at, o.expires_at, o.erased_at
   FROM (SELECT * FROM outbox WHERE key = $7 OFFSET 0) o, ({_GIVEN}) s
@@ -46,37 +46,36 @@ SELECT o.id, o.event_id, o.type, o.tenant, o.key, o.created_at, o.expires_at, o.
  ORDER BY o.id DESC LIMIT $2
 """  # noqa: S608 (constants only)
 
-# What a batch had passed before `since` was there before it, so nothing below is wanted.
-# `looked` counts how many were looked at, and how far down they go: whether the events
-# ended there, or only the question.
+# Ids that a batch passed before `since` are older, so the scan ends there.  `scanned` has the
+# number of scanned events and the lowest id: it tells the end of the events from the limit.
 FIND = f"""
-WITH looked AS MATERIALIZED (
+WITH scanned AS MATERIALIZED (
     SELECT id, type, tenant, created_at FROM outbox
      WHERE id < $1
        AND id > coalesce((SELECT high FROM batch WHERE at < $5::timestamptz
                            ORDER BY at DESC LIMIT 1), 0)
      ORDER BY id DESC LIMIT $7),
 found AS MATERIALIZED (
-    SELECT o.id FROM looked o, ({_GIVEN}) s WHERE {_MATCHES} ORDER BY o.id DESC LIMIT $2)
+    SELECT o.id FROM scanned o, ({_GIVEN}) s WHERE {_MATCHES} ORDER BY o.id DESC LIMIT $2)
 SELECT l.events, l.lowest, l.oldest_at, o.id, o.event_id, o.type, o.tenant, o.key, o.created_at,
        o.expires_at, o.erased_at
-  FROM (SELECT count(*) AS events, min(id) AS lowest, min(created_at) AS oldest_at FROM looked) l
+  FROM (SELECT count(*) AS events, min(id) AS lowest, min(created_at) AS oldest_at FROM scanned) l
   LEFT JOIN (found f JOIN outbox o ON o.id = f.id) ON true
  ORDER BY o.id DESC
 """  # noqa: S608
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which events are looked for: those of which all of this is true.
+class EventFilter:
+    """Conditions of an event search, combined with AND.
 
     Raises:
-        UsageError: a type is no pattern, or it ends before it begins.
+        UsageError: a type is not a valid pattern, or until <= since.
     """
 
     key: str | None = None
     types: tuple[str, ...] = ()
-    """Patterns, any of which the type matches."""
+    """Type patterns, combined with OR."""
     tenant: str | None = None
     since: datetime | None = None
     until: datetime | None = None
@@ -85,12 +84,12 @@ class Wanted:
     def __post_init__(self) -> None:
         for text in self.types:
             pattern.parse(text)
-        require_order(self.since, self.until)
+        require_time_order(self.since, self.until)
 
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """An event as listings show it; its trace has its payload."""
+    """An event in a listing, without its payload; see its trace."""
 
     outbox_id: int
     id: UUID
@@ -103,48 +102,50 @@ class EventRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What was found, and how far was looked for it."""
+class EventPage:
+    """A page of events, and the extent of the search."""
 
     events: list[EventRow]
     next: int | None
-    """Go on below this id; None: there is nothing more."""
-    looked_at: int | None
-    """So many events; None: they were found by their key."""
-    looked_back_to: datetime | None
-    """The oldest of those was published then."""
+    """Continue below this id; None: the search is complete."""
+    scanned: int | None
+    """Number of scanned events; None: the search used the index of keys."""
+    scanned_back_to: datetime | None
+    """Publish time of the oldest scanned event."""
 
 
-async def find(
+async def find_events(
     connection: Connection[Any],
     schema: str,
-    wanted: Wanted,
+    criteria: EventFilter,
     *,
     limit: int = 100,
     below: int = ID_MAX,
-    looked_at_max: int = LOOKED_AT_MAX,
-) -> Found:
-    """Look for events, from the newest with an id below `below`.
+    scanned_max: int = SCANNED_MAX,
+) -> EventPage:
+    """Search for events, newest first, with ids below `below`.
 
-    A page can have fewer than `limit` events, or none, and go on nevertheless.
+    A page can have fewer than `limit` events, or none, although the search continues.
     """
-    given = (list(wanted.types) or None, wanted.tenant, wanted.since, wanted.until)
+    conditions = (list(criteria.types) or None, criteria.tenant, criteria.since, criteria.until)
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
-            if wanted.key is not None:
+            if criteria.key is not None:
                 await connection.execute(PLAN_BY_INDEX)
-                rows = await connection.fetch(FIND_BY_KEY, below, limit + 1, *given, wanted.key)
+                rows = await connection.fetch(
+                    FIND_BY_KEY, below, limit + 1, *conditions, criteria.key
+                )
                 found = [_event(row) for row in rows[:limit]]
                 after = found[-1].outbox_id if len(rows) > limit else None
-                return Found(found, after, None, None)
+                return EventPage(found, after, None, None)
             await connection.execute(PLAN_BY_ID)
-            rows = await connection.fetch(FIND, below, limit + 1, *given, looked_at_max)
+            rows = await connection.fetch(FIND, below, limit + 1, *conditions, scanned_max)
     found = [_event(row) for row in rows[:limit] if row["id"] is not None]
-    looked = rows[0]
+    extent = rows[0]
     if len(rows) > limit:
-        return Found(found, found[-1].outbox_id, looked["events"], looked["oldest_at"])
-    after = looked["lowest"] if looked["events"] == looked_at_max else None
-    return Found(found, after, looked["events"], looked["oldest_at"])
+        return EventPage(found, found[-1].outbox_id, extent["events"], extent["oldest_at"])
+    after = extent["lowest"] if extent["events"] == scanned_max else None
+    return EventPage(found, after, extent["events"], extent["oldest_at"])
 
 
 def _event(row: Any) -> EventRow:

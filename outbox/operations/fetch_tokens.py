@@ -1,4 +1,4 @@
-"""Tokens of receivers: one endpoint's, to fetch what its lanes delivered."""
+"""Fetch tokens: a receiver's access to the delivered events of its endpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.api_token import SECRET_BYTES, digest, format_fetch_token, is_of
-from outbox.operations.endpoint_changes import lock
+from outbox.core.model.api_token import SECRET_BYTES, digest, format_fetch_token, matches_digest
+from outbox.operations.endpoint_changes import lock_endpoint
 from outbox.store.connection.connect import map_errors
 from outbox.store.routing_change import write_journal
 
@@ -23,9 +23,9 @@ ADD_TOKEN = """
 INSERT INTO fetch_token (endpoint_id, hash, created_by) VALUES ($1, $2, $3) RETURNING id
 """  # noqa: S105 (no password)
 
-# Those before the new one: they expire, and those that have are not kept.
+# Sets the expiry of older tokens, and deletes expired ones.
 END_TOKENS = """
-WITH gone AS (
+WITH deleted AS (
     DELETE FROM fetch_token
      WHERE endpoint_id = $1 AND id < $2 AND ($3 = 0 OR expires_at <= clock_timestamp()))
 UPDATE fetch_token
@@ -37,8 +37,7 @@ RETURNING expires_at
 
 REVOKE_TOKENS = "DELETE FROM fetch_token WHERE endpoint_id = $1 RETURNING id"
 
-# Whose it is, as long as that is not removed.  `stale`: that it is used was not written
-# lately.
+# The endpoint of a token, unless it is removed.  `stale`: last_used_at is older than a minute.
 FIND_TOKEN = """
 SELECT t.id, t.endpoint_id, e.name, t.hash,
        t.last_used_at IS NULL OR t.last_used_at < clock_timestamp() - interval '1 minute' AS stale
@@ -55,19 +54,19 @@ UPDATE fetch_token SET last_used_at = clock_timestamp()
 
 @dataclass(frozen=True, slots=True)
 class FetchToken:
-    """A new token, shown this once."""
+    """A new fetch token, shown only now."""
 
     id: UUID
-    """Of the endpoint."""
+    """Id of the endpoint."""
     name: str
     token: str
     old_until: datetime | None
-    """The last of the old ones is good until then; None: none is."""
+    """Expiry of the last old token; None: no old token is valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Whose token it is."""
+    """The endpoint that a fetch token belongs to."""
 
     endpoint_id: UUID
     name: str
@@ -81,7 +80,7 @@ async def add(
     actor: str,
     overlap_s: float = OVERLAP_S,
 ) -> FetchToken:
-    """A new token for an endpoint's receiver; the old ones are good for `overlap_s` more.
+    """Add a fetch token for an endpoint; old tokens stay valid for `overlap_s` seconds.
 
     Raises:
         NotFound: there is no endpoint of that name.
@@ -89,36 +88,36 @@ async def add(
     token = format_fetch_token(secrets.token_bytes(SECRET_BYTES))
     with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
-            found = await lock(connection, name)
+            found = await lock_endpoint(connection, name)
             made = await connection.fetchval(ADD_TOKEN, found.id, digest(token), actor)
             rows = await connection.fetch(END_TOKENS, found.id, made, float(overlap_s))
-            told = {"name": name, "overlap_s": overlap_s}
-            await write_journal(connection, "fetch_token_added", actor, found.id, told)
+            data = {"name": name, "overlap_s": overlap_s}
+            await write_journal(connection, "fetch_token_added", actor, found.id, data)
     old = [row["expires_at"] for row in rows]
     return FetchToken(found.id, name, token, max(old, default=None))
 
 
 async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: str) -> int:
-    """End all tokens of an endpoint's receiver; returns how many there were.
+    """Revoke all fetch tokens of an endpoint; returns their number.
 
     Raises:
         NotFound: there is no endpoint of that name.
     """
     with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
-            found = await lock(connection, name)
-            gone = await connection.fetch(REVOKE_TOKENS, found.id)
-            if gone:
-                told = {"name": name, "tokens": len(gone)}
-                await write_journal(connection, "fetch_tokens_revoked", actor, found.id, told)
-    return len(gone)
+            found = await lock_endpoint(connection, name)
+            deleted = await connection.fetch(REVOKE_TOKENS, found.id)
+            if deleted:
+                data = {"name": name, "tokens": len(deleted)}
+                await write_journal(connection, "fetch_tokens_revoked", actor, found.id, data)
+    return len(deleted)
 
 
-async def find(connection: Connection[Any], schema: str, token: str) -> Fetcher | None:
-    """Whose token this is, if it is good; that it is used is written."""
+async def find_fetcher(connection: Connection[Any], schema: str, token: str) -> Fetcher | None:
+    """Find the endpoint of a valid fetch token, and record its use."""
     with map_errors(schema):
         row = await connection.fetchrow(FIND_TOKEN, digest(token))
-        if row is None or not is_of(token, row["hash"]):
+        if row is None or not matches_digest(token, row["hash"]):
             return None
         if row["stale"]:
             await connection.execute(NOTE_USE, row["id"])

@@ -1,7 +1,6 @@
-"""Once keys as a person looks at them: what is claimed, since when, and until when.
+"""Idempotency keys (`once=`): listing, details and reset.
 
-A key that was never reset and has expired keeps its row, so that it can be told what
-it stood for; whoever claims it next takes the row over.
+An expired key keeps its row, so its event can still be shown, until the key is claimed again.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-State = Literal["held", "expired", "claimed-without-event"]
-"""`claimed-without-event`: held by whoever never published what the key was claimed for."""
-STATES: tuple[State, ...] = get_args(State)
+IdempotencyKeyState = Literal["held", "expired", "claimed-without-event"]
+"""`claimed-without-event`: the key was claimed, but its event was never published."""
+STATES: tuple[IdempotencyKeyState, ...] = get_args(IdempotencyKeyState)
 
-# now(), which is the same all the while, so that the rest can be planned around it.
+# now() is stable within a transaction, so the planner can use it as a constant.
 _COLUMNS = """
 SELECT key, event_id, claimed_at, expires_at, resets,
        CASE WHEN expires_at <= now() THEN 'expired'
             WHEN event_id IS NULL THEN 'claimed-without-event'
             ELSE 'held' END AS state
-  FROM once
+  FROM idempotency_key
 """
 
-# By key, in the order of its characters.  A prefix is a range of keys, too ($2 to $3).
-# What is left of the CASE, when $6 is known, the planner has statistics of.
-LIST_ONCE = f"""
+# By key, in the order of code points.  A prefix is a range of keys ($2 to $3).  With a known $6
+# the planner simplifies the CASE to a condition that it has statistics for.
+LIST_KEYS = f"""
 SELECT * FROM ({_COLUMNS}) o
  WHERE key > $1 AND key >= $2 AND ($3::text IS NULL OR key < $3)
    AND ($4::timestamptz IS NULL OR claimed_at >= $4)
@@ -48,17 +47,19 @@ SELECT * FROM ({_COLUMNS}) o
  ORDER BY key LIMIT $7
 """  # noqa: S608 (constants only)
 
-GET_ONCE = f"{_COLUMNS} WHERE key = $1"
+GET_KEY = f"{_COLUMNS} WHERE key = $1"
 
-FIND_EVENTS = "SELECT key, event_id FROM once WHERE key = ANY ($1) AND event_id IS NOT NULL"
+FIND_EVENTS = (
+    "SELECT key, event_id FROM idempotency_key WHERE key = ANY ($1) AND event_id IS NOT NULL"
+)
 
-RESET_ONCE = """
-UPDATE once SET expires_at = clock_timestamp(), resets = resets + 1
+RESET_KEY = """
+UPDATE idempotency_key SET expires_at = clock_timestamp(), resets = resets + 1
  WHERE key = $1 AND expires_at > clock_timestamp()
 RETURNING event_id::text AS event, claimed_at
 """
 
-# Through the index of bloom filters; or what a dead letter kept of it.
+# By the bloom-filter index, or from the copy in a dead letter.
 READ_TYPE = """
 SELECT type FROM outbox WHERE event_id = $1
  UNION ALL
@@ -68,27 +69,27 @@ SELECT type FROM outbox WHERE event_id = $1
 
 
 @dataclass(frozen=True, slots=True)
-class OnceRow:
-    """A once key."""
+class IdempotencyKeyRow:
+    """An idempotency key in a listing."""
 
     key: str
-    state: State
+    state: IdempotencyKeyState
     event_id: UUID | None
-    """None: claimed, and its event was never published."""
+    """None: the key was claimed, but its event was never published."""
     claimed_at: datetime
     expires_at: datetime
-    """From then on it can be claimed anew."""
+    """From this time on the key can be claimed again."""
     resets: int
-    """How often it was freed before that."""
+    """Number of resets before expiry."""
 
 
 @dataclass(frozen=True, slots=True)
-class OnceDetail:
-    """A once key, and of what type its event is."""
+class IdempotencyKeyDetail:
+    """An idempotency key with the type of its event."""
 
-    row: OnceRow
+    row: IdempotencyKeyRow
     type: str | None
-    """None: there is no event, or it is gone with its retention."""
+    """None: there is no event, or retention dropped it."""
 
 
 async def page(
@@ -98,69 +99,69 @@ async def page(
     prefix: str = "",
     since: datetime | None = None,
     until: datetime | None = None,
-    state: State | None = None,
+    state: IdempotencyKeyState | None = None,
     limit: int = 100,
     after: str = "",
-) -> list[OnceRow]:
-    """Once keys by key, at most `limit`, the ones behind `after`.
+) -> list[IdempotencyKeyRow]:
+    """List idempotency keys by key, at most `limit`, starting after the key `after`.
 
     Args:
-        prefix: what the key begins with.
-        since, until: when it was claimed, the first included.
+        prefix: only keys with this prefix.
+        since: only keys claimed at or after this time.
+        until: only keys claimed before this time.
     """
     with map_errors(schema):
         async with connection.transaction(isolation="read_committed", readonly=True):
-            # A plan of its own each time: which index is the better one depends on
-            # what is asked for.
+            # A custom plan per query: the best index depends on the parameters.
             await connection.execute("SET LOCAL plan_cache_mode = force_custom_plan")
             rows = await connection.fetch(
-                LIST_ONCE, after, prefix, _behind(prefix), since, until, state, limit
+                LIST_KEYS, after, prefix, _prefix_end(prefix), since, until, state, limit
             )
     return [_row(row) for row in rows]
 
 
-async def get(connection: Connection[Any], schema: str, key: str) -> OnceDetail:
-    """One once key.
+async def get(connection: Connection[Any], schema: str, key: str) -> IdempotencyKeyDetail:
+    """Read one idempotency key.
 
     Raises:
-        NotFound: it was never claimed.
+        NotFound: the key was never claimed.
     """
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             await connection.execute(PLAN_BY_INDEX)
-            row = await connection.fetchrow(GET_ONCE, _known(key))
+            row = await connection.fetchrow(GET_KEY, _validate_key(key))
             if row is None:
-                raise _unknown(key)
+                raise _key_not_found(key)
             event_id = row["event_id"]
             of_type = event_id and await connection.fetchval(READ_TYPE, event_id)
-    return OnceDetail(_row(row), of_type)
+    return IdempotencyKeyDetail(_row(row), of_type)
 
 
 async def reset(connection: Connection[Any], schema: str, key: str, *, actor: str) -> bool:
-    """Free a once key, so that its next event is published again.
+    """Reset an idempotency key, so that the next publish with it succeeds.
 
     Returns:
-        False: it was free already.
+        False: the key had expired already.
 
     Raises:
-        NotFound: it was never claimed.
+        NotFound: the key was never claimed.
     """
     with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
-            row = await connection.fetchrow(RESET_ONCE, _known(key))
+            row = await connection.fetchrow(RESET_KEY, _validate_key(key))
             if row is None:
-                if await connection.fetchrow(GET_ONCE, key) is None:
-                    raise _unknown(key)
+                if await connection.fetchrow(GET_KEY, key) is None:
+                    raise _key_not_found(key)
                 return False
             about = {"key": key, **row}
             await write_journal(connection, "once_reset", actor, None, about)
     return True
 
 
-async def events_of(
+async def find_events(
     connection: Connection[Any], schema: str, keys: Sequence[str]
 ) -> dict[str, UUID]:
-    """The events that were published for once keys; a key without one is left out."""
+    """Find the events of idempotency keys; keys without an event are omitted."""
     if not keys:
         return {}
     with map_errors(schema):
@@ -168,29 +169,29 @@ async def events_of(
     return {row["key"]: row["event_id"] for row in rows}
 
 
-def _behind(prefix: str) -> str | None:
-    """What all keys with this prefix lie below; None: nothing does."""
-    # The last character's successor, which is what its bytes' successor is in UTF-8.
+def _prefix_end(prefix: str) -> str | None:
+    """The exclusive upper bound of keys with this prefix; None: there is none."""
+    # The successor of the last code point; UTF-8 preserves the order of code points.
     kept = prefix.rstrip("\U0010ffff")
     if not kept:
         return None
     following = ord(kept[-1]) + 1
-    # Half of a surrogate pair is no character.
+    # Surrogates are not valid code points.
     return kept[:-1] + chr(0xE000 if following == 0xD800 else following)
 
 
-def _known(key: str) -> str:
-    if "\0" in key:  # Which no text of PostgreSQL's holds.
-        raise _unknown(key)
+def _validate_key(key: str) -> str:
+    if "\0" in key:  # Not allowed in a PostgreSQL text.
+        raise _key_not_found(key)
     return key
 
 
-def _unknown(key: str) -> NotFound:
+def _key_not_found(key: str) -> NotFound:
     return NotFound(f'the once key "{key}" was never claimed; see: outbox once list')
 
 
-def _row(row: Any) -> OnceRow:
-    return OnceRow(
+def _row(row: Any) -> IdempotencyKeyRow:
+    return IdempotencyKeyRow(
         key=row["key"],
         state=row["state"],
         event_id=row["event_id"],

@@ -1,4 +1,4 @@
-"""The journal as a person reads it: what happened, the newest first."""
+"""Journal queries, newest entry first."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ LIST_ALL = f"""
  WHERE j.id < $1 ORDER BY j.id DESC LIMIT $2
 """
 
-# The newest of each endpoint by its index, and of those the newest: read together, they
-# would be looked for among what happened to all the others.
+# The newest entries of each endpoint by index, merged: one combined query would scan the
+# entries of all other endpoints.
 LIST_OF_ENDPOINTS = f"""
 {_COLUMNS} FROM unnest($3::uuid[]) AS wanted(id)
   JOIN endpoint e ON e.id = wanted.id
  CROSS JOIN LATERAL (
        SELECT * FROM journal
         WHERE endpoint_id = wanted.id AND id < $1
-          AND ($4 OR kind NOT IN ('endpoint_claimed', 'endpoint_freed'))
+          AND ($4 OR kind NOT IN ('endpoint_claimed', 'endpoint_released'))
         ORDER BY id DESC LIMIT $2) j
  ORDER BY j.id DESC LIMIT $2
 """  # noqa: S608 (constants only)
@@ -45,18 +45,18 @@ LIST_OF_ENDPOINTS = f"""
 
 @dataclass(frozen=True, slots=True)
 class JournalRow:
-    """Something that happened."""
+    """A journal entry."""
 
     id: int
     at: datetime
     kind: str
     actor: str
-    """Who did it, by its own word: a person, a token, or a relay."""
+    """The actor as it names itself: a user, a token or a relay."""
     session_role: str | None
-    """The database role that wrote this down; to a tenant's token, null."""
+    """Database role that wrote the entry; None for a tenant's token."""
     endpoint_id: UUID | None
     endpoint: str | None
-    """Its name now."""
+    """Current name of the endpoint."""
     data: dict[str, Any]
 
 
@@ -65,15 +65,15 @@ async def page(
     schema: str,
     *,
     endpoint_ids: Sequence[UUID] | None = None,
-    hands: bool = True,
+    ownership_changes: bool = True,
     limit: int = 100,
     before: int = ID_MAX,
 ) -> list[JournalRow]:
-    """What happened, the newest first, at most `limit` rows with ids below `before`.
+    """List journal entries, newest first, at most `limit` with ids below `before`.
 
     Args:
-        endpoint_ids: only to these;
-        hands: and which relays they went through.
+        endpoint_ids: only entries of these endpoints; None: all.
+        ownership_changes: include acquisitions and releases of the endpoints.
     """
     with map_errors(schema):
         async with connection.transaction(isolation="read_committed", readonly=True):
@@ -81,7 +81,9 @@ async def page(
             if endpoint_ids is None:
                 rows = await connection.fetch(LIST_ALL, before, limit)
             else:
-                rows = await connection.fetch(LIST_OF_ENDPOINTS, before, limit, endpoint_ids, hands)
+                rows = await connection.fetch(
+                    LIST_OF_ENDPOINTS, before, limit, endpoint_ids, ownership_changes
+                )
     return [
         JournalRow(
             **{name: row[name] for name in JournalRow.__slots__ if name != "data"},

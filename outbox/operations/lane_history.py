@@ -1,7 +1,7 @@
-"""What a lane has delivered or given up, for a receiver that wants it again.
+"""Lane history: completed deliveries of a lane, which receivers can fetch.
 
-Nothing here changes what is owed: a receiver that fetches a number has it, and that is
-all.  Numbers beyond what is acknowledged are on their way, and so are left out.
+Fetching does not change pending deliveries.  Sequences above the last acknowledged one are
+pending, and are not included.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.ids import lane_name
 from outbox.errors import NotFound
 from outbox.store.connection.connect import map_errors
-from outbox.store.lanes import READ_DELIVERIES, delivery_of
+from outbox.store.lanes import READ_DELIVERIES, build_delivery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 PAGE_MAX = 1000
 SEQUENCE_MAX = 2**62
 PAGE_BYTES_MAX = 1024 * 1024
-"""Payloads of a page, as they are stored; one delivery is given in any case."""
+"""Maximum of stored payload bytes per page; a page has at least one delivery."""
 
-# Each lane of an endpoint, with what was acknowledged after its checkpoint: a second's
-# worth.  OFFSET 0 keeps that a look into the lane's own partitions.
+# Lanes of an endpoint, with the acknowledgements after their checkpoint (about one second).
+# OFFSET 0 forces an index scan per lane.
 READ_LANES = """
 SELECT l.id, l.endpoint_id, l.generation, l.slot, l.generation < e.generation AS ended,
        c.last_seq, p.acked_seq, t.tail
@@ -49,8 +49,8 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot, l.generation < e.generation AS
  ORDER BY l.generation, l.slot LIMIT $6
 """
 
-# The batch that a number of a lane is in, or one before it.  Numbers rise with batches,
-# so the bounds between which it lies are halved, some forty times, a look by index each.
+# The batch of a sequence number, or an earlier one.  Sequence numbers increase with batches, so
+# this is a binary search: about forty steps, with an index lookup each.
 FIND_BATCH = """
 WITH RECURSIVE bounds AS (
     SELECT 0::bigint AS low, (SELECT max(batch) FROM batch) + 1 AS high
@@ -66,15 +66,15 @@ WITH RECURSIVE bounds AS (
 SELECT min(low) FROM bounds WHERE high - low <= 1
 """
 
-# What of some numbers was given up; a range that began before them counts, too.
-READ_GIVEN_UP = """
+# Dead letters in a range of sequences, including a dead-letter range that starts before it.
+READ_DEAD_LETTERED = """
 SELECT seq, to_seq, reason FROM dead_letter
  WHERE lane_id = $1 AND seq <= $3 AND to_seq >= $2
    AND seq >= coalesce((SELECT max(seq) FROM dead_letter WHERE lane_id = $1 AND seq <= $2), 0)
  ORDER BY seq
 """
 
-# The last number before one that was not given up, through all those that were.
+# The last sequence before $2 that was not dead-lettered.
 READ_PREVIOUS = """
 WITH RECURSIVE back AS (
     SELECT $2::bigint - 1 AS seq
@@ -88,34 +88,34 @@ SELECT min(seq) FROM back
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """A lane as its receiver may ask about it."""
+class LaneHistory:
+    """A lane with its progress, as its receiver sees it."""
 
     id: int
     endpoint_id: UUID
     generation: int
     slot: int
     acknowledged: int
-    """Up to here everything was delivered or given up."""
+    """All sequences up to this one were delivered or dead-lettered."""
     last: int
-    """The last number that was given out."""
+    """The last assigned sequence number."""
     ended: bool
-    """Nothing will follow the last number."""
+    """True: the lane is of an older generation, and receives no more deliveries."""
 
     @property
     def name(self) -> str:
-        """As receivers see it."""
+        """The name of the lane, as in X-Lane."""
         return lane_name(self.endpoint_id, self.generation, self.slot)
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """One number of a lane."""
+class FetchedDelivery:
+    """One completed delivery of a lane."""
 
     sequence: int
     previous_sequence: int
-    given_up: str | None
-    """Why it was given up; None: it was delivered."""
+    dead_lettered: str | None
+    """Reason of the dead letter; None: it was delivered."""
     delivery: Delivery | None
     """None: the event was erased."""
 
@@ -127,18 +127,20 @@ async def lanes(
     *,
     after: tuple[int, int] = (0, -1),
     limit: int = 100,
-) -> list[Lane]:
-    """Lanes of an endpoint, those of older generations first, behind a (generation, slot)."""
+) -> list[LaneHistory]:
+    """List lanes of an endpoint by (generation, slot), starting after `after`."""
     with map_errors(schema):
         rows = await connection.fetch(READ_LANES, endpoint_id, None, None, *after, limit)
     return [_lane(row) for row in rows]
 
 
-async def lane(connection: Connection[Any], schema: str, endpoint_id: UUID, name: str) -> Lane:
-    """The lane of this name.
+async def lane(
+    connection: Connection[Any], schema: str, endpoint_id: UUID, name: str
+) -> LaneHistory:
+    """Read one lane by its name.
 
     Raises:
-        NotFound: the endpoint has none of that name.
+        NotFound: the endpoint has no such lane.
     """
     prefix, _, rest = name.partition("-")
     generation, _, slot = rest.partition("-")
@@ -153,11 +155,11 @@ async def lane(connection: Connection[Any], schema: str, endpoint_id: UUID, name
 
 
 async def page(
-    connection: Connection[Any], schema: str, lane: Lane, after: int, limit: int
-) -> list[Fetched]:
-    """The numbers of a lane behind `after`, at most `limit`, as far as they are kept.
+    connection: Connection[Any], schema: str, lane: LaneHistory, after: int, limit: int
+) -> list[FetchedDelivery]:
+    """List completed deliveries of a lane after the sequence `after`, at most `limit`.
 
-    The first one is higher than `after + 1` when what lies between is not kept any more.
+    The first sequence is higher than `after + 1` when retention dropped those between.
     """
     with map_errors(schema):
         batch = await connection.fetchval(FIND_BATCH, lane.id, after + 1)
@@ -171,41 +173,41 @@ async def page(
         if not rows:
             return []
         first, last = rows[0]["seq"], rows[-1]["seq"]
-        given_up = await connection.fetch(READ_GIVEN_UP, lane.id, first, last)
+        dead_lettered = await connection.fetch(READ_DEAD_LETTERED, lane.id, first, last)
         previous: int = await connection.fetchval(READ_PREVIOUS, lane.id, first)
-    return _fetched(lane, rows, given_up, previous)
+    return _fetched(lane, rows, dead_lettered, previous)
 
 
 def _fetched(
-    lane: Lane, rows: Sequence[Any], given_up: Sequence[Any], previous: int
-) -> list[Fetched]:
-    found: list[Fetched] = []
-    reasons = iter(given_up)
+    lane: LaneHistory, rows: Sequence[Any], dead_lettered: Sequence[Any], previous: int
+) -> list[FetchedDelivery]:
+    found: list[FetchedDelivery] = []
+    reasons = iter(dead_lettered)
     covering = next(reasons, None)
     for row in rows:
         sequence = row["seq"]
         while covering is not None and covering["to_seq"] < sequence:
             covering = next(reasons, None)
-        is_given_up = covering is not None and covering["seq"] <= sequence
+        is_dead_lettered = covering is not None and covering["seq"] <= sequence
         found.append(
-            Fetched(
+            FetchedDelivery(
                 sequence,
                 previous,
-                covering["reason"] if covering is not None and is_given_up else None,
-                None if row["payload"] is None else delivery_of(lane, row),
+                covering["reason"] if covering is not None and is_dead_lettered else None,
+                None if row["payload"] is None else build_delivery(lane, row),
             )
         )
-        if not is_given_up:
+        if not is_dead_lettered:
             previous = sequence
     return found
 
 
-def _lane(row: Any) -> Lane:
+def _lane(row: Any) -> LaneHistory:
     acknowledged = row["acked_seq"]
     tail = set(row["tail"] or ())
     while acknowledged + 1 in tail:
         acknowledged += 1
-    return Lane(
+    return LaneHistory(
         row["id"],
         row["endpoint_id"],
         row["generation"],

@@ -1,9 +1,9 @@
-"""A receiver's wish to be sent again what a lane had delivered.
+"""Receiver replay: a receiver requests deliveries of a lane again.
 
-The numbers behind one that it names, up to what is acknowledged, come anew at the end of
-their lanes, in order and in the pace that live events leave: each with a number and an
-X-Delivery of its own, and with `replay_of`, so that a receiver that lost it takes it, and
-one that has it does not.  What was given up is an operator's to send again.
+The delivered sequences after a given one, up to the last acknowledged, are added again at the
+end of their lanes, in order and behind live events.  Each copy has a new sequence number and
+X-Delivery, and `replay_of`, so a receiver that has the original can discard it.  Dead letters
+are not included: an operator replays them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from outbox.operations import lane_history
 from outbox.operations.lane_history import FIND_BATCH
 from outbox.operations.replays import ADD_JOB, ADD_PARTS
 from outbox.store.connection.connect import map_errors
-from outbox.store.routing_change import change, write_journal
+from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.operations.fetch_tokens import Fetcher
-    from outbox.operations.lane_history import Lane
+    from outbox.operations.lane_history import LaneHistory
 
 READ_STATE = "SELECT state FROM endpoint WHERE id = $1"
 
 FIND_RUNNING = """
-SELECT p.job_id FROM replay_part p JOIN replay_job j ON j.id = p.job_id
+SELECT p.job_id FROM replay_job_endpoint p JOIN replay_job j ON j.id = p.job_id
  WHERE p.endpoint_id = $1 AND p.ended_at IS NULL AND j.lane_id = $2
 """
 
-# Behind a number, from a batch on that is kept: what is dropped may still be seen.
+# The first sequence after $3 in a retained batch; rows of a dropped period may still be visible.
 FIND_FIRST = f"""
 SELECT seq, batch FROM delivery
  WHERE lane_id = $1 AND seq > $3
@@ -51,77 +51,80 @@ _ACTOR = "receiver "
 
 
 def is_receiver(actor: str) -> bool:
-    """Whether it was asked for by the receiver of an endpoint, as it is told in the journal."""
+    """Whether a journal actor is the receiver of an endpoint."""
     return actor.startswith(_ACTOR)
 
 
 @dataclass(frozen=True, slots=True)
-class Resending:
-    """What will be sent again."""
+class ReceiverReplay:
+    """The accepted range of a receiver replay."""
 
     lane: str
     job: int | None
-    """That tells how far it is; None: there is nothing behind the number."""
+    """The replay job; None: there is nothing to replay."""
     from_sequence: int | None
-    """The first one that the log still has."""
+    """First replayed sequence that the log retains."""
     to_sequence: int | None
-    """What is higher is on its way anyway."""
+    """Last replayed sequence; higher ones are pending and are delivered anyway."""
     acknowledged: int
-    """Up to here the lane's numbers were delivered or given up."""
+    """All sequences up to this one were delivered or dead-lettered."""
 
 
-async def ask(
+async def request_replay(
     connection: Connection[Any],
     schema: str,
     fetcher: Fetcher,
     lane_name: str,
     after: int,
     to: int | None = None,
-) -> Resending:
-    """Have it sent again, once; the receiver of the lane's endpoint is who asks.
+) -> ReceiverReplay:
+    """Replay a range of a lane, at the request of the endpoint's receiver.
 
     Args:
-        after, to: numbers of the lane, behind the one and up to the other.
+        after: replay sequences greater than this one.
+        to: replay sequences up to this one; None: up to the last acknowledged.
 
     Raises:
         NotFound: the endpoint has no such lane.
-        Conflict: that is being done already, or the endpoint is disabled.
+        Conflict: a replay of the lane is running, or the endpoint is disabled.
     """
     with map_errors(schema):
         lane = await lane_history.lane(connection, schema, fetcher.endpoint_id, lane_name)
         await _require_idle(connection, fetcher, lane)
         last = lane.acknowledged if to is None else min(to, lane.acknowledged)
         batch = await connection.fetchval(FIND_BATCH, lane.id, after + 1)
-        nothing = Resending(lane.name, None, None, None, lane.acknowledged)
-        if await _first(connection, lane, batch, after, last) is None:
+        nothing = ReceiverReplay(lane.name, None, None, None, lane.acknowledged)
+        if await _find_first(connection, lane, batch, after, last) is None:
             return nothing
     actor = _ACTOR + fetcher.name
-    # Nothing of all that needs to hold up whoever sequences; and it may have changed.
-    async with change(connection, schema):
+    # The checks above ran without the cursor lock, to not delay the sequencer; repeat them.
+    async with routing_transaction(connection, schema):
         await _require_idle(connection, fetcher, lane)
-        first = await _first(connection, lane, batch, after, last)
+        first = await _find_first(connection, lane, batch, after, last)
         if first is None:
             return nothing
-        told = (actor, None, lane.id)
-        job: int = await connection.fetchval(ADD_JOB, "lane", fetcher.name, *(None,) * 6, *told)
+        origin = (actor, None, lane.id)
+        job: int = await connection.fetchval(ADD_JOB, "lane", fetcher.name, *(None,) * 6, *origin)
         endpoint_id, seq = fetcher.endpoint_id, first["seq"]
         await connection.execute(ADD_PARTS, job, [endpoint_id], [seq], [last], [None], [None])
         await connection.execute(ADD_REPLAY, job, endpoint_id, seq, first["batch"], last)
         data = {"job": job, "lane": lane.name, "from": seq, "to": last}
-        await write_journal(connection, "lane_asked", actor, endpoint_id, data)
-    return Resending(lane.name, job, seq, last, lane.acknowledged)
+        await write_journal(connection, "lane_replay_requested", actor, endpoint_id, data)
+    return ReceiverReplay(lane.name, job, seq, last, lane.acknowledged)
 
 
-async def _require_idle(connection: Connection[Any], fetcher: Fetcher, lane: Lane) -> None:
+async def _require_idle(connection: Connection[Any], fetcher: Fetcher, lane: LaneHistory) -> None:
     state = await connection.fetchval(READ_STATE, fetcher.endpoint_id)
     if state not in ("active", "paused"):
-        raise Conflict(f"the endpoint is {state}, and is sent nothing")
+        raise Conflict(f"the endpoint is {state}, and receives nothing")
     running = await connection.fetchval(FIND_RUNNING, fetcher.endpoint_id, lane.id)
     if running is not None:
-        raise Conflict(f"lane {lane.name} is being sent again already, by job {running}")
+        raise Conflict(f"lane {lane.name} is being replayed already, by job {running}")
 
 
-async def _first(connection: Connection[Any], lane: Lane, batch: int, after: int, last: int) -> Any:
-    """The first number behind one and up to another, with its batch; None: there is none."""
+async def _find_first(
+    connection: Connection[Any], lane: LaneHistory, batch: int, after: int, last: int
+) -> Any:
+    """The first sequence after `after` and up to `last`, with its batch; None: there is none."""
     row = await connection.fetchrow(FIND_FIRST, lane.id, batch, after)
     return row if row is not None and row["seq"] <= last else None

@@ -1,4 +1,4 @@
-"""Replay jobs as an operator looks at them, and how one is aborted."""
+"""Replay jobs: listing, progress and abort."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outbox.errors import Conflict, NotFound
 from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.connection.connect import map_errors
 from outbox.store.replay_feed import CANCEL_REPLAYS
-from outbox.store.routing_change import change, write_journal
+from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,16 +18,14 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-State = Literal["running", "done", "aborted"]
-STATES: tuple[State, ...] = get_args(State)
+JobState = Literal["running", "done", "aborted"]
+STATES: tuple[JobState, ...] = get_args(JobState)
 
-# How far a job is.  That of a backfill is told by the ids that it has passed, because
-# nobody knows beforehand how many of the events are for its endpoint; that of a lane by
-# numbers.  In a lane or on
-# the way is what the batch of the last helping gave to each part that has not ended.
+# Progress of jobs: of a backfill in outbox ids passed, because the number of matching events is
+# not known in advance; of a lane in sequence numbers; of dead letters in deliveries.
 _JOBS = """
 SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, j.until,
-       j.rate_per_s, j.asked_at, j.asked_by, j.ended_at, p.*,
+       j.rate_per_s, j.requested_at, j.requested_by, j.ended_at, p.*,
        l.endpoint_id AS lane_endpoint, l.generation, l.slot,
        CASE WHEN j.kind = 'lane' THEN p.least END AS from_sequence,
        CASE WHEN j.kind = 'lane' THEN p.greatest END AS to_sequence,
@@ -43,10 +41,10 @@ SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, 
               coalesce(sum(expected), 0)::bigint AS expected,
               coalesce(sum(next_id - first_id), 0)::bigint AS passed,
               coalesce(sum(greatest(last_id - first_id + 1, 0)), 0)::bigint AS covered,
-              count(*) FILTER (WHERE why = 'disabled') AS disabled,
-              count(*) FILTER (WHERE why = 'removed') AS removed,
-              count(*) FILTER (WHERE why = 'unsubscribed') AS unsubscribed
-         FROM replay_part WHERE job_id = j.id) p
+              count(*) FILTER (WHERE end_reason = 'disabled') AS disabled,
+              count(*) FILTER (WHERE end_reason = 'removed') AS removed,
+              count(*) FILTER (WHERE end_reason = 'unsubscribed') AS unsubscribed
+         FROM replay_job_endpoint WHERE job_id = j.id) p
 """
 
 READ_JOBS = f"""{_JOBS}
@@ -63,15 +61,15 @@ FIND_RELAY = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timest
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A replay job, and how far it is."""
+class ReplayJob:
+    """A replay job with its progress."""
 
     id: int
     kind: Literal["dead", "history", "lane"]
-    state: State
+    state: JobState
     endpoint: str | None
     lane: str | None
-    """Whose receiver asked for what it delivered, and for which numbers."""
+    """The lane of a receiver replay, with the range of sequences."""
     from_sequence: int | None
     to_sequence: int | None
     types: tuple[str, ...] | None
@@ -80,26 +78,26 @@ class Job:
     since: datetime | None
     until: datetime | None
     rate_per_s: float | None
-    asked_at: datetime
-    asked_by: str
+    requested_at: datetime
+    requested_by: str
     ended_at: datetime | None
     endpoints: int
     open: int
-    """Endpoints where something is left, or still on its way."""
+    """Endpoints that are not completed."""
     taken: int
-    """Deliveries that were made."""
+    """Deliveries created."""
     erased: int
-    """Passed over, because their events are gone."""
+    """Deliveries skipped, because their events are erased."""
     done: int
-    """Of `all`: dead letters' numbers, a lane's, or ids of events that were looked at; of
-    these a tenant is told hundredths."""
+    """Progress, of `all`: deliveries of dead letters, sequences of a lane, or outbox ids of a
+    backfill, which a tenant's token sees as a percentage."""
     all: int
     stopped: dict[str, int]
-    """Endpoints where it ended before its time, by reason."""
+    """Endpoints where the job ended early, by reason."""
 
     @property
     def share(self) -> float:
-        """How much of it is done, from 0 to 1."""
+        """Completed share, from 0 to 1."""
         if self.state == "done":
             return 1.0
         return min(self.done / self.all, 1.0) if self.all else 0.0
@@ -109,50 +107,50 @@ async def page(
     connection: Connection[Any],
     schema: str,
     *,
-    states: Sequence[State] = STATES,
+    states: Sequence[JobState] = STATES,
     tenant: str | None = None,
     limit: int = 100,
     after: int = 0,
-) -> list[Job]:
-    """Jobs by id, at most `limit`, the ones behind `after`.
+) -> list[ReplayJob]:
+    """List jobs by id, at most `limit`, starting after the id `after`.
 
     Args:
-        tenant: only those about its own endpoints alone.
+        tenant: only jobs of endpoints of this tenant alone.
     """
     with map_errors(schema):
         rows = await connection.fetch(READ_JOBS, after, list(states), limit, tenant)
     return [_job(row) for row in rows]
 
 
-async def get(connection: Connection[Any], schema: str, job_id: int) -> Job:
-    """One job.
+async def get(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:
+    """Read one job.
 
     Raises:
-        NotFound: there is none with this id.
+        NotFound: no job has this id.
     """
     with map_errors(schema):
         row = await connection.fetchrow(READ_JOB, job_id)
     if row is None:
-        raise _no_such(job_id)
+        raise _job_not_found(job_id)
     return _job(row)
 
 
-async def any_relay(connection: Connection[Any]) -> bool:
-    """Whether somebody is there to work on jobs."""
+async def has_live_relay(connection: Connection[Any]) -> bool:
+    """Whether a live relay exists, which jobs require."""
     return bool(await connection.fetchval(FIND_RELAY))
 
 
-async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor: str) -> Job:
-    """Have nothing more taken of a job; what is in lanes already goes on.
+async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor: str) -> ReplayJob:
+    """Abort a job; deliveries already in lanes are delivered.
 
     Raises:
-        NotFound: there is none with this id.
-        Conflict: it has ended.
+        NotFound: no job has this id.
+        Conflict: the job has ended.
     """
-    async with change(connection, schema):
+    async with routing_transaction(connection, schema):
         state = await connection.fetchval(LOCK_JOB, job_id)
         if state is None:
-            raise _no_such(job_id)
+            raise _job_not_found(job_id)
         if state != "running":
             text = "is done" if state == "done" else "was aborted already"
             raise Conflict(f"replay job {job_id} {text}; see: outbox replay show {job_id}")
@@ -165,16 +163,16 @@ async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor:
     return job
 
 
-def _job(row: Any) -> Job:
+def _job(row: Any) -> ReplayJob:
     values = dict(row)
     types = values["types"]
     stopped = {why: values.pop(why) for why in ("disabled", "removed", "unsubscribed")}
     others = ("stopped", "types", "lane")
-    names = {name: values[name] for name in Job.__slots__ if name not in others}
+    names = {name: values[name] for name in ReplayJob.__slots__ if name not in others}
     lane = None
     if values["lane_endpoint"] is not None:
         lane = lane_name(values["lane_endpoint"], values["generation"], values["slot"])
-    return Job(
+    return ReplayJob(
         **names,
         lane=lane,
         types=None if types is None else tuple(types),
@@ -182,5 +180,5 @@ def _job(row: Any) -> Job:
     )
 
 
-def _no_such(job_id: int) -> NotFound:
+def _job_not_found(job_id: int) -> NotFound:
     return NotFound(f"there is no replay job {job_id}; see: outbox replay list")

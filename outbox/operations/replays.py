@@ -1,8 +1,8 @@
-"""Asking for dead letters to be sent again: an operator's decision.
+"""Replay of dead letters.
 
-Those that are named by number are taken at once, so that each can be answered for.
-For a sweep a job is written, which takes as long for one as for a hundred thousand;
-the leader takes from it in the pace that live events leave.
+Dead letters selected by id are replayed at once, and each can be rejected individually.  A
+filter creates a replay job in constant time, independent of the number of dead letters; the
+leader processes it in chunks, at a rate that leaves capacity to live events.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.message import rfc3339
 from outbox.errors import Conflict
-from outbox.operations.dead_letter_filter import endpoint_ids, given
-from outbox.operations.dead_letters import no_such, replays_of
+from outbox.operations.dead_letter_filter import filter_parameters, find_endpoint_ids
+from outbox.operations.dead_letters import dead_letter_not_found, replays_of
 from outbox.store.connection.connect import map_errors
-from outbox.store.replay_feed import SELECTED
-from outbox.store.routing_change import change, wish, write_journal
+from outbox.store.replay_feed import MATCHES_SELECTION
+from outbox.store.routing_change import request_transaction, routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.dead_letter_filter import Selection
+    from outbox.operations.dead_letter_filter import DeadLetterSelection
 
-# Locked in the order of their ids, as everybody does who locks several.
+# Locked in the order of ids, like all statements that lock several, to prevent deadlocks.
 LOCK_DEAD = """
 SELECT d.id, d.state, d.outbox_id IS NOT NULL AND d.payload IS NULL AS is_erased,
        e.state AS endpoint_state, e.name AS endpoint, d.endpoint_id, d.seq, d.to_seq
@@ -37,7 +37,7 @@ SELECT d.id, d.state, d.outbox_id IS NOT NULL AND d.payload IS NULL AS is_erased
  ORDER BY d.id FOR UPDATE OF d
 """
 
-# What a sweep would find, by endpoint.
+# Dead letters that match a filter, by endpoint.
 COUNT_DEAD = f"""
 SELECT d.endpoint_id, e.name AS endpoint, e.state,
        count(*) AS letters, sum(d.to_seq - d.seq + 1)::bigint AS numbers,
@@ -45,35 +45,35 @@ SELECT d.endpoint_id, e.name AS endpoint, e.state,
        min(d.id) AS first_id, max(d.id) AS last_id
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id,
-       (SELECT {given(2)}) s
- WHERE d.state = 'dead' AND ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {SELECTED}
+       (SELECT {filter_parameters(2)}) s
+ WHERE d.state = 'dead' AND ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {MATCHES_SELECTION}
  GROUP BY d.endpoint_id, e.name, e.state
  ORDER BY e.name
 """  # noqa: S608 (constants only)
 
 ADD_JOB = """
-INSERT INTO replay_job (kind, endpoint, types, tenant, reason, since, until, rate_per_s, asked_by,
-                        gaps, lane_id)
+INSERT INTO replay_job (kind, endpoint, types, tenant, reason, since, until, rate_per_s,
+                        requested_by, gaps, lane_id)
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, coalesce($10::int8multirange, '{}'), $11)
 RETURNING id
 """
 
 ADD_PARTS = """
-INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id, expected, from_id)
+INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, last_id, expected, from_id)
 SELECT $1, p.endpoint_id, p.first_id, p.first_id, p.last_id, p.expected, p.from_id
   FROM unnest($2::uuid[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
        AS p(endpoint_id, first_id, last_id, expected, from_id)
 """
 
-# The next batches make deliveries of them.
-ASK_REPLAY = """
+# The next batches create the deliveries.
+ADD_REPLAYS = """
 INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
 SELECT $1, endpoint_id, id, seq, batch, to_seq FROM dead_letter WHERE id = ANY ($2) ORDER BY id
 """
 
 SET_STATE = "UPDATE dead_letter SET state = $2 WHERE id = ANY ($1)"
 
-# The decision that a lane waits for was made.
+# Unblock the lanes that wait for a decision about these dead letters.
 UNBLOCK = """
 DELETE FROM lane_block b USING dead_letter d
  WHERE d.id = ANY ($1) AND b.lane_id = d.lane_id AND b.seq = d.seq
@@ -81,113 +81,117 @@ DELETE FROM lane_block b USING dead_letter d
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a sweep finds at one endpoint."""
+class ReplayCandidates:
+    """Dead letters of one endpoint that a replay selects."""
 
     endpoint_id: UUID
     endpoint: str
     letters: int
     numbers: int
-    """A range has many."""
+    """Number of deliveries; a range has many."""
     skipped: int
-    """Of the letters, because of `why`."""
-    why: str | None
+    """Number of `letters` that cannot be replayed, because of `reason`."""
+    reason: str | None
     first_id: int
     last_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is done with dead letters, and which are left alone, by reason."""
+class ReplayOutcome:
+    """Result of a replay or discard: the number processed, and the skipped ones by reason."""
 
     done: int
     skipped: dict[str, int]
     job: int | None = None
-    """Whose progress tells how far it is."""
+    """The replay job; its progress is the progress of the replay."""
     by_endpoint: dict[str, int] | None = None
 
 
-async def plan(
-    connection: Connection[Any], schema: str, selection: Selection
-) -> tuple[list[Found], Outcome]:
-    """What `replay` would do now, by endpoint and in all; nothing is changed.
+async def plan_replay(
+    connection: Connection[Any], schema: str, selection: DeadLetterSelection
+) -> tuple[list[ReplayCandidates], ReplayOutcome]:
+    """Return what `start_replay` would do now, by endpoint and in all, without a change.
 
     Raises:
-        NotFound, UsageError: as `replay`.
+        NotFound, UsageError: as in `start_replay`.
     """
     with map_errors(schema):
         if selection.ids:
             async with connection.transaction():
-                found = _by_endpoint(await _named(connection, selection.ids, why_not_again))
+                found = _by_endpoint(
+                    await _lock_named(connection, selection.ids, explain_not_replayable)
+                )
         else:
-            found = await _sweep(connection, selection)
+            found = await _find_candidates(connection, selection)
     return found, _outcome(found, None)
 
 
-async def replay(
+async def start_replay(
     connection: Connection[Any],
     schema: str,
-    selection: Selection,
+    selection: DeadLetterSelection,
     *,
     actor: str,
     rate_per_s: float | None = None,
-) -> Outcome:
-    """Send dead letters again, at the end of their lanes, in the pace that live events leave.
+) -> ReplayOutcome:
+    """Replay dead letters: add new deliveries at the end of their lanes, behind live events.
 
-    Of a range each number becomes a delivery, in order; other events go on between
-    them.  What was named by id must be possible; a sweep passes over what is not.
+    Each delivery of a range is replayed, in order, interleaved with other events.  A dead letter
+    selected by id must be replayable; a filter skips those that are not.
 
     Args:
-        rate_per_s: at most so many deliveries.
+        rate_per_s: maximum rate in deliveries per second; None: no limit.
 
     Raises:
-        NotFound: an id or endpoint that does not exist.
-        Conflict: one named by id is erased, not dead any more, or of an
-            endpoint that is disabled or removed.
+        NotFound: an id or endpoint does not exist.
+        Conflict: a dead letter selected by id is erased, not dead, or of a disabled or removed
+            endpoint.
     """
     if selection.ids:
-        async with change(connection, schema):
-            rows = await _named(connection, selection.ids, why_not_again)
+        async with routing_transaction(connection, schema):
+            rows = await _lock_named(connection, selection.ids, explain_not_replayable)
             found = _by_endpoint(rows)
             ids = [row["id"] for row in rows]
-            job = await _add(connection, selection, found, rate_per_s, actor)
-            await connection.execute(ASK_REPLAY, job, ids)
-            await decide(connection, ids, "replaying")
-            told = {"job": job, "dead": ids}
-            await write_journal(connection, "dead_replayed", actor, _only(found), told)
+            job = await _add_job(connection, selection, found, rate_per_s, actor)
+            await connection.execute(ADD_REPLAYS, job, ids)
+            await set_dead_letter_state(connection, ids, "replaying")
+            data = {"job": job, "dead": ids}
+            await write_journal(connection, "dead_replayed", actor, _single_endpoint(found), data)
         return _outcome(found, job)
     with map_errors(schema, "operator"):
-        found = await _sweep(connection, selection)
+        found = await _find_candidates(connection, selection)
     some = [each for each in found if each.letters > each.skipped]
     if not some:
         return _outcome(found, None)
-    async with wish(connection, schema):
-        job = await _add(connection, selection, some, rate_per_s, actor)
-        its = {name: said(value) for name, value in selection.filter.told.items()}
-        told = {"job": job, "selection": its, "letters": _outcome(found, job).done}
-        await write_journal(connection, "dead_replayed", actor, _only(some), told)
+    async with request_transaction(connection, schema):
+        job = await _add_job(connection, selection, some, rate_per_s, actor)
+        its = {name: to_journal_value(value) for name, value in selection.filter.criteria.items()}
+        data = {"job": job, "selection": its, "letters": _outcome(found, job).done}
+        await write_journal(connection, "dead_replayed", actor, _single_endpoint(some), data)
     return _outcome(found, job)
 
 
-async def decide(connection: Connection[Any], ids: Sequence[int], state: str) -> None:
-    """Give dead letters their new state; lanes that wait for them need not any more."""
+async def set_dead_letter_state(
+    connection: Connection[Any], ids: Sequence[int], state: str
+) -> None:
+    """Set the state of dead letters, and unblock the lanes that wait for them."""
     await connection.execute(SET_STATE, ids, state)
     await connection.execute(UNBLOCK, ids)
 
 
-async def _add(
+async def _add_job(
     connection: Connection[Any],
-    selection: Selection,
-    found: Sequence[Found],
+    selection: DeadLetterSelection,
+    found: Sequence[ReplayCandidates],
     rate_per_s: float | None,
     actor: str,
 ) -> int:
-    """A job, and its part at each endpoint."""
+    """Add a replay job with one part per endpoint."""
     its = selection.filter
     job: int = await connection.fetchval(
         ADD_JOB, "dead", its.endpoint, *its.arguments, rate_per_s, actor, None, None
     )
-    # What is named was taken already, so a part has nothing more to look at.
+    # Dead letters selected by id are replayed already: their part has an empty id range.
     last_ids = [0 if selection.ids else each.last_id for each in found]
     await connection.execute(
         ADD_PARTS,
@@ -201,22 +205,24 @@ async def _add(
     return job
 
 
-async def _sweep(connection: Connection[Any], selection: Selection) -> list[Found]:
+async def _find_candidates(
+    connection: Connection[Any], selection: DeadLetterSelection
+) -> list[ReplayCandidates]:
     its = selection.filter
     rows = await connection.fetch(
-        COUNT_DEAD, await endpoint_ids(connection, its.endpoint, its.owner), *its.arguments
+        COUNT_DEAD, await find_endpoint_ids(connection, its.endpoint, its.owner), *its.arguments
     )
     found = []
     for row in rows:
-        why = _GONE.get(row["state"], "erased" if row["erased"] else None)
+        reason = _UNAVAILABLE.get(row["state"], "erased" if row["erased"] else None)
         found.append(
-            Found(
+            ReplayCandidates(
                 row["endpoint_id"],
                 row["endpoint"],
                 row["letters"],
                 row["numbers"],
-                row["letters"] if row["state"] in _GONE else row["erased"],
-                why,
+                row["letters"] if row["state"] in _UNAVAILABLE else row["erased"],
+                reason,
                 row["first_id"],
                 row["last_id"],
             )
@@ -224,7 +230,7 @@ async def _sweep(connection: Connection[Any], selection: Selection) -> list[Foun
     return found
 
 
-_GONE = {
+_UNAVAILABLE = {
     "removing": "removed",
     "removed": "removed",
     "disabling": "disabled",
@@ -232,13 +238,13 @@ _GONE = {
 }
 
 
-def _by_endpoint(rows: Sequence[Any]) -> list[Found]:
-    """The same of letters that were named."""
-    found: dict[UUID, Found] = {}
+def _by_endpoint(rows: Sequence[Any]) -> list[ReplayCandidates]:
+    """Group dead letters selected by id by endpoint."""
+    found: dict[UUID, ReplayCandidates] = {}
     for row in rows:
-        was = found.get(row["endpoint_id"])
-        letters, numbers = (was.letters, was.numbers) if was else (0, 0)
-        found[row["endpoint_id"]] = Found(
+        previous = found.get(row["endpoint_id"])
+        letters, numbers = (previous.letters, previous.numbers) if previous else (0, 0)
+        found[row["endpoint_id"]] = ReplayCandidates(
             row["endpoint_id"],
             row["endpoint"],
             letters + 1,
@@ -251,79 +257,79 @@ def _by_endpoint(rows: Sequence[Any]) -> list[Found]:
     return list(found.values())
 
 
-def _outcome(found: Sequence[Found], job: int | None) -> Outcome:
+def _outcome(found: Sequence[ReplayCandidates], job: int | None) -> ReplayOutcome:
     skipped = Counter[str]()
     for each in found:
-        if each.why is not None:
-            skipped[each.why] += each.skipped
+        if each.reason is not None:
+            skipped[each.reason] += each.skipped
     todo = {e.endpoint: e.letters - e.skipped for e in found if e.letters > e.skipped}
-    return Outcome(sum(todo.values()), dict(skipped), job, todo)
+    return ReplayOutcome(sum(todo.values()), dict(skipped), job, todo)
 
 
-def _only(found: Sequence[Found]) -> UUID | None:
-    """The endpoint, if there is but one."""
+def _single_endpoint(found: Sequence[ReplayCandidates]) -> UUID | None:
+    """The endpoint, when there is exactly one."""
     return found[0].endpoint_id if len(found) == 1 else None
 
 
-def said(value: Any) -> Any:
-    """A part of a selection as the journal keeps it."""
+def to_journal_value(value: Any) -> Any:
+    """Convert a filter value to its journal form."""
     return rfc3339(value) if hasattr(value, "astimezone") else value
 
 
-async def _named(connection: Connection[Any], ids: Sequence[int], why_not: Any) -> list[Any]:
-    """The dead letters of these numbers, locked; all of them, or none."""
+async def _lock_named(connection: Connection[Any], ids: Sequence[int], why_not: Any) -> list[Any]:
+    """Lock the dead letters with these ids; all of them, or none."""
     rows: list[Any] = await connection.fetch(LOCK_DEAD, sorted(set(ids)))
     missing = set(ids) - {row["id"] for row in rows}
     if missing:
-        raise no_such(min(missing))
+        raise dead_letter_not_found(min(missing))
     for row in rows:
         if (explanation := why_not(row)) is None:
             continue
         if row["state"] == "replaying":
-            raise await _sent_again(connection, row["id"])
+            raise await _replay_conflict(connection, row["id"])
         raise Conflict(f"dead letter {row['id']} {explanation}")
     return rows
 
 
-async def named_dead(connection: Connection[Any], ids: Sequence[int]) -> list[Any]:
-    """Those of these numbers, locked; all of them are dead.
+async def lock_dead_letters(connection: Connection[Any], ids: Sequence[int]) -> list[Any]:
+    """Lock the dead letters with these ids, and require the state `dead`.
 
     Raises:
-        NotFound: there is one that does not exist.
-        Conflict: one of them is not dead any more.
+        NotFound: an id does not exist.
+        Conflict: a dead letter has another state.
     """
-    return await _named(connection, ids, why_not_dead)
+    return await _lock_named(connection, ids, explain_not_dead)
 
 
-async def _sent_again(connection: Connection[Any], dead_id: int) -> Conflict:
-    """Why not once more: what became of the last replay."""
+async def _replay_conflict(connection: Connection[Any], dead_id: int) -> Conflict:
+    """The error for a dead letter that was replayed before, with the result of the replay."""
     last = (await replays_of(connection, dead_id))[-1]
-    as_number = "" if last.sequence is None else f" as number {last.sequence}"
+    as_sequence = "" if last.sequence is None else f" as sequence {last.sequence}"
     text = {
-        "replaying": "is being sent again already",
-        "replayed": f"was sent again{as_number}",
-        "dead_again": f"was sent again, and is dead again as {last.again}",
+        "replaying": "is being replayed already",
+        "replayed": f"was replayed{as_sequence}",
+        "dead_again": f"was replayed, and dead-lettered again as {last.again}",
     }[last.state]
     shown = last.again or dead_id
     return Conflict(f"dead letter {dead_id} {text}; see: outbox dead show {shown}")
 
 
-def why_not_dead(row: Any) -> str | None:
-    """Why nothing can be decided about it any more."""
+def explain_not_dead(row: Any) -> str | None:
+    """Reason why a dead letter cannot be decided; None: it can."""
     match row["state"]:
         case "replaying":
-            return "is being sent again already"
+            return "is being replayed already"
         case "discarded":
             return "was discarded"
     return None
 
 
-def why_not_again(row: Any) -> str | None:
-    """Why it cannot be sent again."""
+def explain_not_replayable(row: Any) -> str | None:
+    """Reason why a dead letter cannot be replayed; None: it can."""
     if row["state"] != "dead":
-        return why_not_dead(row)
+        return explain_not_dead(row)
     name = row["endpoint"]
-    match _GONE.get(row["endpoint_state"]):
+    match _UNAVAILABLE.get(row["endpoint_state"]):
         case "removed":
             return f'belongs to the endpoint "{name}", which was removed'
         case "disabled":
@@ -331,4 +337,4 @@ def why_not_again(row: Any) -> str | None:
                 f'belongs to the endpoint "{name}", which is disabled; '
                 f"enable it first: outbox endpoint enable {shlex.quote(name)}"
             )
-    return "has no event any more: it was erased" if row["is_erased"] else None
+    return "has no payload: its event was erased" if row["is_erased"] else None

@@ -1,8 +1,8 @@
-"""Encrypting anew: every secret in the tables, with the first key of the vault.
+"""Key rotation: encrypts every stored secret with the first key of the vault.
 
-Each endpoint in a transaction of its own, under its lock, so that whoever rotates a
-secret meanwhile waits for a moment; deliveries do not notice.  Running it again goes on
-where it was interrupted, because what has the right key is left alone.
+Each endpoint is processed in its own transaction, under its row lock, so a concurrent secret
+rotation waits briefly; deliveries are not affected.  An interrupted run can be repeated: secrets
+already encrypted with the first key are skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.secrets import IDENTITY, SIGNING, Locked, is_sealed, locked_values
+from outbox.store.connection.secrets import (
+    IDENTITY,
+    SIGNING,
+    UnreadableSecret,
+    is_sealed,
+    unreadable_values,
+)
 from outbox.store.routing_change import LOCK_CURSOR, write_journal
 
 if TYPE_CHECKING:
@@ -26,9 +32,9 @@ if TYPE_CHECKING:
 
 PAGE = 200
 PASSES_MAX = 5
-"""Others may write secrets meanwhile, with a key that they have; these are for the next pass."""
+"""Other sessions may write secrets with an older key concurrently; the next pass encrypts these."""
 
-KEPT = "SELECT key, count FROM secrets_kept()"
+COUNT_SECRETS = "SELECT key, count FROM count_secrets_by_key()"
 
 ENDPOINTS = "SELECT count(*) FROM endpoint WHERE state <> 'removed'"
 
@@ -37,13 +43,13 @@ SELECT id FROM endpoint WHERE state <> 'removed' AND ($1::uuid IS NULL OR id > $
  ORDER BY id LIMIT $2
 """
 
-# Whoever gives it another secret, or changes its headers, takes the same lock.
+# Rotation of a secret and changes of headers take the same lock.
 LOCK = """
 SELECT name, headers::text AS headers, identity FROM endpoint
  WHERE id = $1 AND state <> 'removed' FOR NO KEY UPDATE
 """
 
-# Those that have ended are of no use, and their key may be gone.
+# Expired secrets are deleted, because their key may not be available.
 FORGET_EXPIRED = """
 DELETE FROM endpoint_secret WHERE endpoint_id = $1 AND expires_at <= clock_timestamp()
 """
@@ -56,36 +62,36 @@ WRITE_ENDPOINT = "UPDATE endpoint SET headers = $2::text::jsonb, identity = $3 W
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """How many secrets are encrypted with a key."""
+class SecretCount:
+    """Number of secrets per encryption key."""
 
     key: str | None
-    """None: they are in clear."""
+    """Key id; None: stored in clear."""
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rekeyed:
-    """What was done."""
+class RekeyProgress:
+    """Progress and result of a key rotation."""
 
     key: str | None
-    """What they are encrypted with now; None: they are in clear."""
+    """Id of the new key; None: secrets are stored in clear."""
     endpoints: int = 0
-    """Of so many in all."""
+    """Number of endpoints."""
     done: int = 0
-    """So many were looked at."""
+    """Endpoints processed in the current pass."""
     secrets: int = 0
-    """So many were written anew."""
+    """Secrets encrypted with the new key."""
     left: int = 0
-    """So many are not as they should be, because they cannot be read, or others write them."""
+    """Secrets not encrypted with the new key: unreadable, or written concurrently."""
     locked: tuple[str, ...] = field(default=())
-    """Endpoints of which something could not be read, each with the reason."""
+    """Endpoints with secrets that could not be decrypted, with the reason."""
 
 
-async def survey(connection: Connection[Any], schema: str) -> list[Kept]:
-    """How secrets are kept."""
+async def count_secrets(connection: Connection[Any], schema: str) -> list[SecretCount]:
+    """Count the secrets by encryption key."""
     with map_errors(schema):
-        return [Kept(**row) for row in await connection.fetch(KEPT)]
+        return [SecretCount(**row) for row in await connection.fetch(COUNT_SECRETS)]
 
 
 async def rekey(
@@ -95,20 +101,20 @@ async def rekey(
     *,
     actor: str,
     force: bool = False,
-    on_progress: Callable[[Rekeyed], object] = lambda _: None,
-) -> Rekeyed:
-    """Write every secret anew as the vault does; what it cannot read is left alone.
+    on_progress: Callable[[RekeyProgress], object] = lambda _: None,
+) -> RekeyProgress:
+    """Encrypt every secret with the vault's first key; skip secrets that it cannot decrypt.
 
     Args:
-        force: although there are relays that will not be able to read them.
+        force: continue even if a running relay lacks the new key.
 
     Raises:
-        Conflict: a relay has not the key.
+        Conflict: a running relay lacks the new key.
     """
     with map_errors(schema, "operator"):
         if vault.key_id is not None and not force:
-            await vault.hold_to_relays(connection)
-        done = Rekeyed(vault.key_id, await connection.fetchval(ENDPOINTS))
+            await vault.require_key_on_relays(connection)
+        done = RekeyProgress(vault.key_id, await connection.fetchval(ENDPOINTS))
         for _ in range(PASSES_MAX):
             done = replace(done, done=0, locked=())
             after = None
@@ -119,23 +125,23 @@ async def rekey(
                     on_progress(done)
                 after = ids[-1]
             async with connection.transaction(isolation="read_committed"):
-                # Whoever writes a secret holds this, and is before us or sees what we did.
+                # Writers of secrets hold this lock, so they committed before, or see the new state.
                 await connection.execute(LOCK_CURSOR)
-                kept = [Kept(**row) for row in await connection.fetch(KEPT)]
+                kept = [SecretCount(**row) for row in await connection.fetch(COUNT_SECRETS)]
                 left = sum(each.count for each in kept if each.key != vault.key_id)
                 done = replace(done, left=left)
                 if left and not done.locked:
                     continue
                 if done.secrets:
-                    told = {"key": done.key, "secrets": done.secrets, "left": left}
-                    await write_journal(connection, "secrets_rekeyed", actor, None, told)
+                    data = {"key": done.key, "secrets": done.secrets, "left": left}
+                    await write_journal(connection, "secrets_rekeyed", actor, None, data)
                 break
     return done
 
 
 async def _endpoint(
-    connection: Connection[Any], endpoint_id: UUID, vault: Vault, done: Rekeyed
-) -> Rekeyed:
+    connection: Connection[Any], endpoint_id: UUID, vault: Vault, done: RekeyProgress
+) -> RekeyProgress:
     row = await connection.fetchrow(LOCK, endpoint_id)
     if row is None:
         return done
@@ -146,29 +152,31 @@ async def _endpoint(
             continue
         try:
             text = vault.open(secret["secret"], endpoint_id, SIGNING)
-        except Locked as locked:
+        except UnreadableSecret as locked:
             why = why or str(locked)
             continue
-        anew = vault.seal(text, endpoint_id, SIGNING)
-        await connection.execute(WRITE_SECRET, endpoint_id, secret["id"], anew)
+        encrypted = vault.seal(text, endpoint_id, SIGNING)
+        await connection.execute(WRITE_SECRET, endpoint_id, secret["id"], encrypted)
         written += 1
     stored, identity = orjson.loads(row["headers"]), row["identity"]
     headers = {n: v for n, v in stored.items() if not vault.is_current(_stored(v))}
     opened = vault.open_headers(headers, endpoint_id)
-    for locked_text in locked_values(opened):
+    for locked_text in unreadable_values(opened):
         why = why or locked_text.why
     sealed = vault.seal_headers(opened, endpoint_id)
-    anew = identity
+    encrypted = identity
     if identity is not None and not vault.is_current(identity):
         try:
-            anew = vault.seal(vault.open(identity, endpoint_id, IDENTITY), endpoint_id, IDENTITY)
-        except Locked as locked:
+            encrypted = vault.seal(
+                vault.open(identity, endpoint_id, IDENTITY), endpoint_id, IDENTITY
+            )
+        except UnreadableSecret as locked:
             why = why or str(locked)
     changed = sum(sealed[name] != stored[name] for name in sealed)
-    if changed or anew != identity:
+    if changed or encrypted != identity:
         text = orjson.dumps({**stored, **sealed}).decode()
-        await connection.execute(WRITE_ENDPOINT, endpoint_id, text, anew)
-    written += changed + (anew != identity)
+        await connection.execute(WRITE_ENDPOINT, endpoint_id, text, encrypted)
+    written += changed + (encrypted != identity)
     locked_here = (f'endpoint "{row["name"]}": {why}',) if why else ()
     return replace(
         done,
@@ -179,9 +187,9 @@ async def _endpoint(
 
 
 def _stored(value: Any) -> str:
-    """A header's value as text, encrypted or not."""
+    """The stored text of a header value, encrypted or in clear."""
     if isinstance(value, str):
-        # Whatever it says, it is in clear.
+        # A plain string is in clear, even if it resembles encrypted text.
         return f"={value}" if is_sealed(value) else value
     sealed = value.get("sealed") if isinstance(value, dict) else None
     return sealed if isinstance(sealed, str) else ""

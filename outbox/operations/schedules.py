@@ -1,4 +1,4 @@
-"""Schedules: looking at them, and at events that wait for their time."""
+"""Schedule queries, and the count of future events."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 COLUMNS = """
 name, cron, timezone, type, key, tenant, misfire, grace_s, overlap, state, state_at, state_by,
-state_why, next_at, last_at, last_run_at, last_event_id, created_at, clock_timestamp() AS now,
+state_comment, next_at, last_at, last_run_at, last_event_id, created_at, clock_timestamp() AS now,
 state = 'active' AND overlap = 'wait' AND last_outbox_id IS NOT NULL
-    AND next_at <= clock_timestamp() AND look_at > next_at AS waits
+    AND next_at <= clock_timestamp() AND due_at > next_at AS waits
 """
 
 # Without payloads, each of which may be large.
@@ -38,10 +38,10 @@ SELECT {COLUMNS}, payload::text AS payload_json, headers::text AS headers_json
   FROM schedule WHERE name = $1
 """  # noqa: S608
 
-# For a name that nobody has: which one was meant.
+# Candidates for a misspelled name.
 READ_NAMES = "SELECT name FROM schedule LIMIT 10000"
 
-# Counted only so far: there may be a million.
+# Counted up to a limit: there may be a million.
 READ_FUTURE = """
 SELECT (SELECT count(*) FROM (SELECT FROM future_event LIMIT $1 + 1) counted) AS events,
        (SELECT deliver_at FROM future_event ORDER BY deliver_at, id LIMIT 1) AS first_at,
@@ -54,7 +54,7 @@ NEXT_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule, and how it stands; JSON is parsed."""
+    """A schedule with its state; JSON is parsed."""
 
     name: str
     cron: str
@@ -63,7 +63,7 @@ class Schedule:
     key: str | None
     tenant: str | None
     payload: Any
-    """None, as the headers, in a page of many."""
+    """None in a listing, like `headers`."""
     headers: dict[str, str] | None
     misfire: str
     grace_s: float
@@ -71,37 +71,37 @@ class Schedule:
     state: str
     state_at: datetime
     state_by: str | None
-    state_why: str | None
+    state_comment: str | None
     next_at: datetime | None
-    """None: it is paused."""
+    """Next run; None: the schedule is paused."""
     last_at: datetime | None
-    """The tick that was published last."""
+    """Scheduled time of the last published run."""
     last_run_at: datetime | None
     last_event: UUID | None
     waits: bool
-    """It is due, and waits until that event was delivered or given up wherever it goes."""
+    """Due, and waiting until `last_event` is delivered or dead-lettered everywhere."""
     created_at: datetime
     now: datetime
-    """When it was looked at."""
+    """Time of the query, by the database's clock."""
 
     def next_runs(self, count: int = NEXT_SHOWN) -> list[datetime]:
-        """The next ones, in its zone; none when it is paused."""
+        """The next runs in the schedule's time zone; empty when it is paused."""
         if self.next_at is None:
             return []
         try:
             cron = Cron(self.cron, self.timezone)
-        except UsageError:  # Of a zone that is not known here.
+        except UsageError:  # The time zone is unknown on this machine.
             return [self.next_at]
         runs = [self.next_at, *islice(cron.after(self.next_at), count - 1)]
         return [at.astimezone(cron.zone) for at in runs]
 
 
 @dataclass(frozen=True, slots=True)
-class Future:
-    """Events that wait for their time."""
+class FutureEvents:
+    """Count of future events, published with deliver_at."""
 
     events: int
-    """Above `COUNT_MAX`: more than that."""
+    """Number of events; `COUNT_MAX` + 1 means more than `COUNT_MAX`."""
     first_at: datetime | None
     now: datetime
 
@@ -114,39 +114,39 @@ async def page(
     limit: int = 100,
     after: str | None = None,
 ) -> list[Schedule]:
-    """Schedules by name, at most `limit`, the ones behind `after`.
+    """List schedules by name, at most `limit`, starting after the name `after`.
 
     Args:
-        tenant: only those that publish for it.
+        tenant: only schedules that publish for this tenant.
     """
     with map_errors(schema):
         return [_schedule(row) for row in await connection.fetch(PAGE, after, limit, tenant)]
 
 
 async def get(connection: Connection[Any], schema: str, name: str) -> Schedule:
-    """One schedule.
+    """Read one schedule.
 
     Raises:
-        NotFound: there is none of that name.
+        NotFound: no schedule has this name.
     """
     with map_errors(schema):
         return await read(connection, name)
 
 
-async def future(connection: Connection[Any], schema: str) -> Future:
-    """How many events wait for their time, and when the first is due."""
+async def count_future_events(connection: Connection[Any], schema: str) -> FutureEvents:
+    """Count the future events, with the time of the first."""
     with map_errors(schema):
-        return Future(**dict(await connection.fetchrow(READ_FUTURE, COUNT_MAX)))
+        return FutureEvents(**dict(await connection.fetchrow(READ_FUTURE, COUNT_MAX)))
 
 
 # ------------------------------------------------------------------ details
 
 
 async def read(connection: Connection[Any], name: str) -> Schedule:
-    """One schedule, in the caller's transaction.
+    """Read one schedule in the caller's transaction.
 
     Raises:
-        NotFound: there is none of that name.
+        NotFound: no schedule has this name.
     """
     row = await connection.fetchrow(GET, name)
     if row is None:
@@ -155,7 +155,7 @@ async def read(connection: Connection[Any], name: str) -> Schedule:
 
 
 async def not_found(connection: Connection[Any], name: str) -> NotFound:
-    """The error for a name that no schedule has."""
+    """The error for an unknown name, with the closest match."""
     names = [row["name"] for row in await connection.fetch(READ_NAMES)]
     near = difflib.get_close_matches(name, names, 1)
     hint = f'did you mean "{near[0]}"?' if near else "see: outbox schedule list"
@@ -178,7 +178,7 @@ def _schedule(row: Record) -> Schedule:
         state=row["state"],
         state_at=row["state_at"],
         state_by=row["state_by"],
-        state_why=row["state_why"],
+        state_comment=row["state_comment"],
         next_at=row["next_at"] if row["state"] == "active" else None,
         last_at=row["last_at"],
         last_run_at=row["last_run_at"],

@@ -1,4 +1,4 @@
-"""One look at everything: who sequences, what is owed, what is failing."""
+"""Status overview: leader, sequencing lag, pending and failing deliveries."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from outbox.core.model.endpoint_status import condition
+from outbox.core.model.endpoint_status import endpoint_status
 from outbox.core.model.ids import lane_name
-from outbox.core.sequencing.partition_window import waiting
+from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations.endpoints import LANE_STATE, SUBSCRIBED
 from outbox.store.connection.connect import map_errors
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# The newest batch, and the first event it has not seen.  The sequence tells how
-# many ids were given out; some of those above `high` may be rolled back.
+# The newest batch, and the first event above it.  The sequence has the last assigned id; some
+# ids above `high` may be rolled back.
 CURSOR = """
 SELECT b.batch, b.high, b.at, clock_timestamp() AS seen_at, c.timeline, c.timeline_at,
        coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0)
@@ -29,7 +29,7 @@ SELECT b.batch, b.high, b.at, clock_timestamp() AS seen_at, c.timeline, c.timeli
   FROM batch b, cursor c ORDER BY b.batch DESC LIMIT 1
 """
 
-# Open gaps: ids that were given out and may still appear.
+# Open gaps: assigned ids that may still be committed.
 GAPS = """
 SELECT (SELECT count(*) FROM gap) + (
     SELECT count(*) FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young))
@@ -42,25 +42,24 @@ SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() A
   FROM replica r ORDER BY r.id
 """
 
-# Every endpoint, the ones that owe most first.  The lane that waits longest
-# speaks for its endpoint, by its retry state and the age of what it owes.  Only
-# what is shown is looked at closely.
+# Endpoints, those with the most pending deliveries first.  Retry state and age are of the lane
+# that has been failing or pending longest.  Details are read only for the endpoints shown.
 ENDPOINTS = f"""
 WITH lanes AS MATERIALIZED (
     SELECT s.*, s.generation < e.generation AND s.last_seq > s.acked_seq AS old,
-           s.attempts > 0 AND s.head_seq = s.acked_seq + 1 AS failing
+           s.attempts > 0 AND s.retry_seq = s.acked_seq + 1 AS failing
       FROM ({LANE_STATE}) s JOIN endpoint e ON e.id = s.endpoint_id
      WHERE e.state <> 'removed'),
 totals AS MATERIALIZED (
-    SELECT endpoint_id, sum(last_seq - acked_seq)::bigint AS owed,
+    SELECT endpoint_id, sum(last_seq - acked_seq)::bigint AS pending,
            count(*) FILTER (WHERE failing) AS failing_lanes,
            count(*) FILTER (WHERE old) AS old_lanes,
-           coalesce(sum(last_seq - acked_seq) FILTER (WHERE old), 0)::bigint AS old_owed
+           coalesce(sum(last_seq - acked_seq) FILTER (WHERE old), 0)::bigint AS old_pending
       FROM lanes GROUP BY endpoint_id),
 shown AS MATERIALIZED (
-    SELECT e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_why, e.lanes, t.*
+    SELECT e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_comment, e.lanes, t.*
       FROM endpoint e JOIN totals t ON t.endpoint_id = e.id
-     ORDER BY t.owed DESC, e.name COLLATE "C" LIMIT $1),
+     ORDER BY t.pending DESC, e.name COLLATE "C" LIMIT $1),
 near AS MATERIALIZED (
     SELECT l.* FROM lanes l WHERE l.endpoint_id IN (SELECT id FROM shown)),
 blocks AS MATERIALIZED (
@@ -71,15 +70,15 @@ blocks AS MATERIALIZED (
              ORDER BY d.seq DESC LIMIT 1) AS dead_id
       FROM lane_block b JOIN near l ON l.lane_id = b.lane_id
     WINDOW endpoints AS (PARTITION BY l.endpoint_id))
-SELECT e.*, (SELECT sum(owed) FROM totals)::bigint AS owed_by_all, r.name AS replica,
+SELECT e.*, (SELECT sum(pending) FROM totals)::bigint AS pending_total, r.name AS replica,
        (SELECT count(*) FROM dead_letter d WHERE d.endpoint_id = e.id AND d.state = 'dead')
            AS dead_letters,
        h.state AS health, h.since AS health_since, h.held_until, {SUBSCRIBED} AS subscribed,
        coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
-       f.generation, f.slot, f.head_seq, f.attempts, f.spent, f.next_attempt_at,
-       f.last_answer::text AS last_answer,
-       CASE WHEN e.owed > 0 THEN (
+       f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at,
+       f.last_response::text AS last_response,
+       CASE WHEN e.pending > 0 THEN (
            SELECT extract(epoch FROM clock_timestamp() - min(oldest.created_at))::float8
              FROM near l CROSS JOIN LATERAL (
                   SELECT o.created_at FROM delivery d JOIN outbox o ON o.id = d.outbox_id
@@ -96,163 +95,160 @@ SELECT e.*, (SELECT sum(owed) FROM totals)::bigint AS owed_by_all, r.name AS rep
        SELECT * FROM near l
         WHERE l.endpoint_id = e.id AND l.failing
         ORDER BY l.attempts DESC, l.lane_id LIMIT 1) f ON true
- ORDER BY e.owed DESC, e.name COLLATE "C"
+ ORDER BY e.pending DESC, e.name COLLATE "C"
 """  # noqa: S608 (constants only)
 
 COUNT_ENDPOINTS = "SELECT count(*) FROM endpoint WHERE state <> 'removed'"
 
 DEAD_LETTERS = "SELECT state, count(*) AS letters FROM dead_letter GROUP BY state"
 
-# Two sums that only rise; the logs are left alone.
-COUNT_NUMBERED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
+# Two monotonic counters, without a scan of the log partitions.
+COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
 COUNT_EVENTS = "SELECT coalesce(sum(events), 0)::bigint FROM batch WHERE batch > $1 AND batch <= $2"
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
-    """Where sequencing is."""
+class CursorStatus:
+    """Progress of sequencing."""
 
     batch: int
     high: int
     last_id: int
     at: datetime
     waiting_s: float | None
-    """Age of the oldest event that is not sequenced yet; None: nothing waits."""
+    """Age of the oldest event that is not sequenced yet; None: there is none."""
     timeline: int | None
-    """The server's, when something was last sequenced; None: it does not say."""
+    """Server timeline of the last batch; None: the server does not report it."""
     timeline_at: datetime | None
-    """When that changed, and new lanes began; None: never."""
+    """When the timeline changed and new lanes began; None: never."""
 
     @property
     def lag(self) -> int:
-        """Ids given out above the highest one sequenced, if there is an event among them.
-
-        Otherwise they were rolled back, or are not committed yet.
-        """
-        return 0 if self.waiting_s is None else waiting(self.high, self.last_id)
+        """Assigned ids above the highest sequenced one; 0 when no event among them is committed."""
+        return 0 if self.waiting_s is None else unsequenced_ids(self.high, self.last_id)
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaStatus:
     """A registered relay."""
 
     id: int
     name: str
     version: str
     alive: bool
-    """Its lease runs, by the database's clock."""
+    """The lease has not expired, by the database's clock."""
     leads: bool
-    """It is the one that sequences."""
+    """This relay is the leader, which sequences events."""
     endpoints: int
     started_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """The delivery that a lane is held up by."""
+class FailingDelivery:
+    """The first pending delivery of a failing lane."""
 
     lane: str
     sequence: int
     attempts: int
     probes: int
-    """How many of them only found out how its receiver is: they count for no limit."""
+    """Attempts that only probed the receiver; they do not count against the retry limit."""
     next_attempt_at: datetime | None
-    """By its schedule; while its endpoint is not healthy that decides, and not this."""
-    last_answer: dict[str, Any] | None
+    """By the retry policy; while the circuit breaker is open, its probes decide instead."""
+    last_response: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
-    """How its receiver answers, as its owner knows it."""
+class HealthStatus:
+    """State of an endpoint's circuit breaker, as its owner stored it."""
 
     state: str
     since: datetime
     held_until: datetime | None
-    """By the receiver's Retry-After."""
+    """Hold-off from the receiver's Retry-After."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A lane that waits for an operator."""
+class LaneBlock:
+    """A blocked lane, which waits for an operator's decision."""
 
     lane: str
     sequence: int
-    """The number that was given up."""
+    """Sequence number of the dead letter that blocks the lane."""
     since: datetime
     dead_letter: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointStatus:
-    """How an endpoint is doing."""
+    """Status of an endpoint."""
 
     name: str
     url: str
     state: str
-    """Its operator's word: active, paused, disabling, disabled or removing."""
+    """Operational state: active, paused, disabling, disabled or removing."""
     state_at: datetime
     state_by: str | None
-    state_why: str | None
+    state_comment: str | None
     condition: str
-    """In a word, what its operator said, what waits for one, or how its receiver answers."""
-    health: Health | None
+    """One word from operational state, blocked lanes and circuit breaker."""
+    health: HealthStatus | None
     lanes: int
-    owed: int
+    pending: int
     oldest_s: float | None
-    """Age of the oldest event it is owed."""
+    """Age of the oldest pending event, in seconds; None: none is pending."""
     failing_lanes: int
-    failing: Head | None
-    """Of the failing lanes' heads, the one tried most often."""
+    failing: FailingDelivery | None
+    """The failing delivery with the most attempts."""
     blocked_lanes: int
-    block: Block | None
-    """Of the blocked lanes, the one that waits longest."""
+    block: LaneBlock | None
+    """The lane that has been blocked longest."""
     old_lanes: int
-    """Lanes of an older generation that still owe something; the new ones wait for them."""
-    old_owed: int
+    """Lanes of older generations with pending deliveries; newer lanes wait for them."""
+    old_pending: int
     dead_letters: int
     replica: str | None
-    """Who delivers to it; None: nobody does just now."""
+    """The relay that owns the endpoint; None: no relay owns it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened between two looks, per second."""
+    """Rates between two overviews, per second."""
 
     events: float
-    """Sequenced."""
+    """Events sequenced."""
     deliveries: float
-    """Numbered in their lanes."""
+    """Deliveries sequenced in their lanes."""
     ended: float
-    """Deliveries acknowledged or given up."""
+    """Deliveries acknowledged or dead-lettered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Everything that `outbox status` shows, of one moment."""
+    """The data of `outbox status`, from one snapshot."""
 
     at: datetime
     """By the server's clock."""
     rates: Rates | None
-    """Since an earlier look, if there was one."""
-    numbered: int
-    """Deliveries made ever."""
-    owed: int
-    cursor: Cursor
+    """Rates since an earlier overview; None without one."""
+    sequenced: int
+    """Deliveries sequenced in all, since installation."""
+    pending: int
+    cursor: CursorStatus
     gaps: int
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaStatus, ...]
     endpoints: tuple[EndpointStatus, ...]
     endpoints_total: int
     dead_letters: dict[str, int]
     """By state."""
 
 
-async def read(
+async def read_overview(
     connection: Connection[Any], schema: str, *, limit: int = 100, since: Overview | None = None
 ) -> Overview:
-    """Look at everything, in one snapshot; at most `limit` endpoints.
+    """Read the overview in one snapshot, with at most `limit` endpoints.
 
     Args:
-        since: an earlier look, for the rates between the two.
+        since: an earlier overview, to compute rates against.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
@@ -265,72 +261,76 @@ async def read(
             endpoints = await connection.fetch(ENDPOINTS, limit)
             endpoints_total: int = await connection.fetchval(COUNT_ENDPOINTS)
             dead = await connection.fetch(DEAD_LETTERS)
-            numbered: int = await connection.fetchval(COUNT_NUMBERED)
+            sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
             batch = cursor["batch"] if since is None else since.cursor.batch
             events: int = await connection.fetchval(COUNT_EVENTS, batch, cursor["batch"])
     seen_at = cursor.pop("seen_at")
     overview = Overview(
         at=seen_at,
         rates=None,
-        numbered=numbered,
-        owed=endpoints[0]["owed_by_all"] if endpoints else 0,
-        cursor=Cursor(**cursor),
+        sequenced=sequenced,
+        pending=endpoints[0]["pending_total"] if endpoints else 0,
+        cursor=CursorStatus(**cursor),
         gaps=gaps,
-        replicas=tuple(Replica(**dict(row)) for row in replicas),
+        replicas=tuple(ReplicaStatus(**dict(row)) for row in replicas),
         endpoints=tuple(_endpoint(row) for row in endpoints),
         endpoints_total=endpoints_total,
         dead_letters={row["state"]: row["letters"] for row in dead},
     )
-    return overview if since is None else replace(overview, rates=rates(since, overview, events))
+    return (
+        overview
+        if since is None
+        else replace(overview, rates=compute_rates(since, overview, events))
+    )
 
 
-async def replicas(connection: Connection[Any], schema: str) -> list[Replica]:
-    """The relays that are registered, and nothing else."""
+async def list_replicas(connection: Connection[Any], schema: str) -> list[ReplicaStatus]:
+    """List the registered relays."""
     with map_errors(schema):
-        return [Replica(**dict(row)) for row in await connection.fetch(REPLICAS)]
+        return [ReplicaStatus(**dict(row)) for row in await connection.fetch(REPLICAS)]
 
 
-class Counted(Protocol):
-    """Sums over lanes at a moment."""
+class LaneTotals(Protocol):
+    """Totals over all lanes at one time."""
 
     @property
     def at(self) -> datetime: ...
     @property
-    def numbered(self) -> int: ...
+    def sequenced(self) -> int: ...
     @property
-    def owed(self) -> int: ...
+    def pending(self) -> int: ...
 
 
-def rates(before: Counted, now: Counted, events: int) -> Rates | None:
-    """How fast things moved between two looks; None: no time has passed.
+def compute_rates(before: LaneTotals, now: LaneTotals, events: int) -> Rates | None:
+    """Compute rates between two totals; None when no time has passed.
 
     Args:
-        events: sequenced between the two.
+        events: number of events sequenced between the two.
     """
     seconds = (now.at - before.at).total_seconds()
     if seconds <= 0:
         return None
-    numbered = now.numbered - before.numbered
-    # What was numbered and is owed no more has ended.
-    ended = numbered - (now.owed - before.owed)
-    return Rates(*(max(n, 0) / seconds for n in (events, numbered, ended)))
+    sequenced = now.sequenced - before.sequenced
+    # Sequenced deliveries that are no longer pending have ended.
+    ended = sequenced - (now.pending - before.pending)
+    return Rates(*(max(n, 0) / seconds for n in (events, sequenced, ended)))
 
 
 def _endpoint(row: Any) -> EndpointStatus:
     failing = health = block = None
-    if row["head_seq"] is not None:
-        failing = Head(
+    if row["retry_seq"] is not None:
+        failing = FailingDelivery(
             lane=lane_name(row["id"], row["generation"], row["slot"]),
-            sequence=row["head_seq"],
+            sequence=row["retry_seq"],
             attempts=row["attempts"],
             probes=row["attempts"] - row["spent"],
             next_attempt_at=row["next_attempt_at"],
-            last_answer=orjson.loads(row["last_answer"]) if row["last_answer"] else None,
+            last_response=orjson.loads(row["last_response"]) if row["last_response"] else None,
         )
     if row["health"] is not None:
-        health = Health(row["health"], row["health_since"], row["held_until"])
+        health = HealthStatus(row["health"], row["health_since"], row["held_until"])
     if row["block_seq"] is not None:
-        block = Block(
+        block = LaneBlock(
             lane=lane_name(row["id"], row["block_generation"], row["block_slot"]),
             sequence=row["block_seq"],
             since=row["block_at"],
@@ -341,7 +341,7 @@ def _endpoint(row: Any) -> EndpointStatus:
         for name in EndpointStatus.__slots__
         if name not in ("condition", "health", "failing", "block")
     }
-    word = condition(
+    word = endpoint_status(
         row["state"], row["health"],
         blocked=row["blocked_lanes"] > 0, subscribed=row["subscribed"],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What belongs to a tenant, asked of single things: for tokens that are a tenant's."""
+"""Tenant ownership checks of single objects, for tokens of a tenant."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# An endpoint for all tenants has none of its own.
+# An endpoint for all tenants belongs to no tenant.
 OWNS_ENDPOINT = """
 SELECT EXISTS (SELECT FROM endpoint WHERE name = $2 AND tenant = $1 AND state <> 'removed')
 """
 
 OWNS_SCHEDULE = "SELECT EXISTS (SELECT FROM schedule WHERE name = $2 AND tenant = $1)"
 
-# A range `d` has events of many transactions.  All of them are the tenant's if its endpoint
-# was of no other tenant, nor for all, since the first of them was numbered.
+# A range `d` contains events of many transactions.  All of them are the tenant's if the endpoint
+# had no subscription of another tenant, or of all tenants, since the first was sequenced.
 OWNS_RANGE = """
 d.outbox_id IS NULL AND NOT EXISTS (
     SELECT FROM subscription s
      WHERE s.endpoint_id = d.endpoint_id AND s.tenant IS DISTINCT FROM {tenant}
        AND coalesce(s.to_batch > d.batch, true))"""
 
-# Both have to be the tenant's: its endpoint may have been somebody else's before.
+# Both event and endpoint must be the tenant's: the endpoint may have had another tenant before.
 COUNT_DEAD_LETTERS = f"""
 SELECT count(*) FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id
  WHERE d.id = ANY ($2) AND e.tenant = $1
    AND (d.tenant = $1 OR {OWNS_RANGE.format(tenant="$1")})
 """  # noqa: S608 (constants only)
 
-# A job with a part at an endpoint of somebody else is nobody's but the system's.
+# A job with a part at another tenant's endpoint belongs to no tenant.
 JOB_IS_OWN = """
-EXISTS (SELECT FROM replay_part p WHERE p.job_id = {job})
+EXISTS (SELECT FROM replay_job_endpoint p WHERE p.job_id = {job})
 AND NOT EXISTS (
-    SELECT FROM replay_part p JOIN endpoint e ON e.id = p.endpoint_id
+    SELECT FROM replay_job_endpoint p JOIN endpoint e ON e.id = p.endpoint_id
      WHERE p.job_id = {job} AND e.tenant IS DISTINCT FROM {tenant})
 """
 OWNS_JOB = f"""
 SELECT {JOB_IS_OWN.format(job="$2::bigint", tenant="$1")}
 """
 
-# Those that have ended, too: what they did is still told.
+# Including revoked tokens, whose journal entries remain.
 READ_ACTORS = "SELECT DISTINCT 'token ' || name AS actor FROM token WHERE tenant = $1"
 
 
@@ -68,5 +68,5 @@ async def owns_job(connection: Connection[Any], tenant: str, job_id: int) -> boo
 
 
 async def actors(connection: Connection[Any], tenant: str) -> frozenset[str]:
-    """How those who acted with the tenant's tokens are called in what they did."""
+    """Journal actors of the tenant's tokens."""
     return frozenset(row["actor"] for row in await connection.fetch(READ_ACTORS, tenant))

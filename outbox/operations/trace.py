@@ -1,8 +1,7 @@
-"""Putting together the story of an event: one look at everything that happened to it.
+"""Event trace queries: the history of one event, read in one snapshot.
 
-Nothing here reads more than the event's own rows.  Its batch is found through the
-batches' highest ids, its deliveries through the lanes that its batch names, and its
-attempts by their key.
+The statements read only the event's own rows: its batch through the highest ids of the
+batches, its deliveries through the lanes named by its batch, its attempts by key.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from outbox.errors import NotFound
 from outbox.operations.dead_letters import LAST_REPLAY
 from outbox.operations.endpoints import LANE_STATE
 from outbox.operations.event_trace import (
-    Attempt,
-    Delivery,
-    Event,
-    Head,
-    Letter,
-    Missed,
-    Sequenced,
-    Sequencing,
-    Standing,
-    Story,
+    EventTrace,
+    LaneHead,
+    PendingLaneState,
+    SequencedBatch,
+    SequencingProgress,
+    TracedAttempt,
+    TracedDeadLetter,
+    TracedDelivery,
+    TracedEvent,
+    UnsentGroup,
 )
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import PLAN_BY_INDEX
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# The event itself, or what a dead letter keeps of it when it is gone.
+# The event, or its copy in a dead letter after retention dropped it.
 READ_EVENT = """
 SELECT id, event_id, type, tenant, key, created_at AS published_at, expires_at, erased_at,
        headers::text AS headers, octet_length(payload::text) AS payload_bytes,
@@ -60,10 +59,10 @@ SELECT b.high,
   FROM (SELECT high, young FROM batch ORDER BY batch DESC LIMIT 1) b
 """
 
-# The first batch that is as high; or, if the event was a gap then, the one that found
-# it, which is never far behind the end of the producer that held it open.  The batch
-# that the kept log begins with holds nothing: what it is the first to pass was
-# sequenced before it, or found later.
+# The first batch whose `high` reaches the event; or, if the event was an open gap then, the
+# batch that found it, which follows the end of the producer's transaction closely.  The first
+# batch of the kept log sequences nothing: an event that it is the first to pass was sequenced
+# before it, or found later.
 READ_SEQUENCED = f"""
 WITH passed AS MATERIALIZED (
     SELECT batch, at, young @> $1::bigint OR batch > 0 AND batch = (
@@ -79,8 +78,8 @@ SELECT b.batch, b.at, true AS late
 SELECT batch, at, late FROM passed WHERE NOT late
 """  # noqa: S608 (a constant only)
 
-# Where the event went in its batch, and where replays and backfills took it.  OFFSET 0
-# keeps it to a look at each lane.
+# Deliveries of the event from its batch, from replays and from backfills.  OFFSET 0 forces one
+# index scan per lane.
 READ_DELIVERIES = """
 WITH given AS MATERIALIZED (
     SELECT d.* FROM batch b CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
@@ -93,7 +92,7 @@ WITH given AS MATERIALIZED (
      UNION ALL
     SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id, was_backfill_id FROM delivery
      WHERE outbox_id = $1 AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
-SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS numbered_at,
+SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS sequenced_at,
        was.endpoint_id AS was_endpoint_id, was.generation AS was_generation,
        was.slot AS was_slot
   FROM given g
@@ -109,7 +108,7 @@ SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS num
 
 READ_ATTEMPTS = """
 SELECT d.lane_id, d.seq, a.attempt, a.replica_id, a.outcome, a.status, a.error, a.started_at,
-       a.elapsed_ms, a.answer::text AS answer
+       a.elapsed_ms, a.response::text AS response
   FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS d(lane_id, batch, seq)
  CROSS JOIN LATERAL (
        SELECT * FROM attempt
@@ -117,9 +116,9 @@ SELECT d.lane_id, d.seq, a.attempt, a.replica_id, a.outcome, a.status, a.error, 
  ORDER BY a.started_at, a.attempt
 """
 
-# The nearest dead letter below a number is the only one that can hold it.
-READ_LETTERS = f"""
-SELECT n.lane_id, n.seq AS number, d.id, d.reason, coalesce(t.state, d.state) AS state, d.at,
+# Only the nearest dead letter at or below a sequence number can contain it.
+READ_DEAD_LETTERS = f"""
+SELECT n.lane_id, n.seq AS wanted_seq, d.id, d.reason, coalesce(t.state, d.state) AS state, d.at,
        d.attempts, d.seq, d.to_seq
   FROM unnest($1::bigint[], $2::bigint[]) AS n(lane_id, seq)
  CROSS JOIN LATERAL (
@@ -129,9 +128,9 @@ SELECT n.lane_id, n.seq AS number, d.id, d.reason, coalesce(t.state, d.state) AS
  WHERE d.to_seq >= n.seq
 """  # noqa: S608 (constants only)
 
-# How things stand with lanes that may owe something.
-READ_STANDINGS = f"""
-SELECT s.*, s.last_answer::text AS answer, e.state, e.state_at, e.state_by, e.state_why,
+# State of the lanes that may have pending deliveries.
+READ_LANE_STATES = f"""
+SELECT s.*, s.last_response::text AS response, e.state, e.state_at, e.state_by, e.state_comment,
        coalesce(h.state, 'healthy') AS health, coalesce(h.since, e.created_at) AS health_since,
        h.held_until, b.at AS blocked_since,
        (SELECT x.id FROM dead_letter x
@@ -141,7 +140,7 @@ SELECT s.*, s.last_answer::text AS answer, e.state, e.state_at, e.state_by, e.st
          WHERE o.endpoint_id = e.id AND r.expires_at > clock_timestamp()) AS relay,
        (SELECT coalesce(sum(old.last_seq - old.acked_seq), 0)::bigint
           FROM ({LANE_STATE}) old
-         WHERE old.endpoint_id = e.id AND old.generation < s.generation) AS older_owed,
+         WHERE old.endpoint_id = e.id AND old.generation < s.generation) AS older_pending,
        (SELECT o.event_id FROM delivery d JOIN outbox o ON o.id = d.outbox_id
          WHERE d.lane_id = s.lane_id AND d.batch >= s.floor_batch AND d.seq = s.acked_seq + 1
          ORDER BY d.batch LIMIT 1) AS head_event
@@ -151,16 +150,16 @@ SELECT s.*, s.last_answer::text AS answer, e.state, e.state_at, e.state_by, e.st
   LEFT JOIN lane_block b ON b.lane_id = s.lane_id
 """  # noqa: S608
 
-# Who did not get it, by the first reason that there is.
-READ_MISSED = f"""
-SELECT why, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C"))[1:$4] AS examples
+# Endpoints that the event was not sent to, by the first reason that applies.
+READ_UNSENT = f"""
+SELECT reason, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C"))[1:$4] AS examples
   FROM (SELECT e.name, CASE
                WHEN s.endpoint_id IS NULL AND v.from_batch > $2 THEN 'before'
                WHEN s.endpoint_id IS NULL THEN 'after'
                WHEN NOT {TYPE_MATCHES} THEN 'type'
                WHEN NOT {TENANT_MATCHES} THEN 'tenant'
                WHEN NOT coalesce({FILTER_MET}, true) THEN 'filter'
-               ELSE 'lost' END AS why
+               ELSE 'lost' END AS reason
           FROM endpoint e
           JOIN outbox o ON o.id = $1
           LEFT JOIN subscription s ON s.endpoint_id = e.id AND s.from_batch <= $2
@@ -170,14 +169,14 @@ SELECT why, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C"))[1
                 WHERE endpoint_id = e.id) v ON true
          WHERE e.state <> 'removed' AND e.id <> ALL ($3)
            AND ($5::uuid[] IS NULL OR e.id = ANY ($5))) missed
- GROUP BY why ORDER BY why
+ GROUP BY reason ORDER BY reason
 """  # noqa: S608
 
 EXAMPLES_MAX = 3
 NO_BATCH = -1
 
 
-async def read(
+async def read_trace(
     connection: Connection[Any],
     schema: str,
     outbox_id: int,
@@ -185,16 +184,16 @@ async def read(
     endpoint_ids: Sequence[UUID] | None = None,
     limit: int = 100,
     payload: bool = False,
-) -> Story:
-    """Everything that happened to an event, in one snapshot.
+) -> EventTrace:
+    """Read the trace of an event in one snapshot.
 
     Args:
-        endpoint_ids: only what these got.
-        limit: at most so many deliveries.
-        payload: the payload, too.
+        endpoint_ids: only deliveries to these endpoints; None: to all.
+        limit: maximum number of deliveries.
+        payload: include the payload.
 
     Raises:
-        NotFound: there is no such event.
+        NotFound: no event has this outbox id.
     """
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -206,23 +205,23 @@ async def read(
             event = _event(row)
             row = await connection.fetchrow(READ_SEQUENCED, outbox_id)
             if row is None:
-                standing = await connection.fetchrow(READ_SEQUENCING, outbox_id)
-                sequencing = Sequencing(**dict(standing))
-                if standing["in_gap"] or outbox_id > standing["high"]:
-                    return Story(at, event, None, sequencing, False, (), 0, ())
-            sequenced = None if row is None else Sequenced(**dict(row))
+                progress = await connection.fetchrow(READ_SEQUENCING, outbox_id)
+                sequencing = SequencingProgress(**dict(progress))
+                if progress["in_gap"] or outbox_id > progress["high"]:
+                    return EventTrace(at, event, None, sequencing, False, (), 0, ())
+            sequenced = None if row is None else SequencedBatch(**dict(row))
             batch = NO_BATCH if sequenced is None else sequenced.batch
             rows = await connection.fetch(READ_DELIVERIES, outbox_id, batch, endpoint_ids)
             deliveries = await _deliveries(connection, event, rows[:limit])
-            got = {row["endpoint_id"] for row in rows}
+            recipients = {row["endpoint_id"] for row in rows}
             missed = (
                 []
                 if sequenced is None
                 else await connection.fetch(
-                    READ_MISSED, outbox_id, batch, list(got), EXAMPLES_MAX, endpoint_ids
+                    READ_UNSENT, outbox_id, batch, list(recipients), EXAMPLES_MAX, endpoint_ids
                 )
             )
-    return Story(
+    return EventTrace(
         at=at,
         event=event,
         sequenced=sequenced,
@@ -230,27 +229,29 @@ async def read(
         log_dropped=sequenced is None,
         deliveries=deliveries,
         deliveries_total=len(rows),
-        missed=tuple(Missed(m["why"], m["endpoints"], tuple(m["examples"])) for m in missed),
+        missed=tuple(
+            UnsentGroup(m["reason"], m["endpoints"], tuple(m["examples"])) for m in missed
+        ),
     )
 
 
 async def _deliveries(
-    connection: Connection[Any], event: Event, rows: Sequence[Any]
-) -> tuple[Delivery, ...]:
+    connection: Connection[Any], event: TracedEvent, rows: Sequence[Any]
+) -> tuple[TracedDelivery, ...]:
     lanes = [row["lane_id"] for row in rows]
-    numbers = [row["seq"] for row in rows]
-    attempts: dict[tuple[int, int], list[Attempt]] = {}
+    sequences = [row["seq"] for row in rows]
+    attempts: dict[tuple[int, int], list[TracedAttempt]] = {}
     for row in await connection.fetch(
-        READ_ATTEMPTS, lanes, [row["batch"] for row in rows], numbers
+        READ_ATTEMPTS, lanes, [row["batch"] for row in rows], sequences
     ):
         attempts.setdefault((row["lane_id"], row["seq"]), []).append(_attempt(row))
-    letters = {
-        (row["lane_id"], row["number"]): _letter(row)
-        for row in await connection.fetch(READ_LETTERS, lanes, numbers)
+    dead_letters = {
+        (row["lane_id"], row["wanted_seq"]): _dead_letter(row)
+        for row in await connection.fetch(READ_DEAD_LETTERS, lanes, sequences)
     }
-    standings = await _standings(connection, rows, attempts, letters)
+    lane_states = await _read_lane_states(connection, rows, attempts, dead_letters)
     return tuple(
-        Delivery(
+        TracedDelivery(
             endpoint=row["endpoint"],
             endpoint_id=row["endpoint_id"],
             lane=_lane(row),
@@ -262,67 +263,67 @@ async def _deliveries(
                 row["backfill_id"],
                 row["was_backfill_id"],
             ),
-            numbered_at=row["numbered_at"],
+            sequenced_at=row["sequenced_at"],
             replay_of=_replay_of(row),
             backfill=row["backfill_id"],
             attempts=tuple(attempts.get((row["lane_id"], row["seq"]), ())),
-            letter=letters.get((row["lane_id"], row["seq"])),
-            standing=standings.get((row["lane_id"], row["seq"])),
+            dead_letter=dead_letters.get((row["lane_id"], row["seq"])),
+            lane_state=lane_states.get((row["lane_id"], row["seq"])),
         )
         for row in rows
     )
 
 
-async def _standings(
+async def _read_lane_states(
     connection: Connection[Any],
     rows: Iterable[Any],
-    attempts: Mapping[tuple[int, int], Collection[Attempt]],
-    letters: Collection[tuple[int, int]],
-) -> dict[tuple[int, int], Standing]:
-    """How things stand with those that neither succeeded nor were given up."""
-    open_ones = [
+    attempts: Mapping[tuple[int, int], Collection[TracedAttempt]],
+    dead_letters: Collection[tuple[int, int]],
+) -> dict[tuple[int, int], PendingLaneState]:
+    """Lane states of the deliveries that are neither delivered nor dead-lettered, by place."""
+    pending = [
         (row["lane_id"], row["seq"])
         for row in rows
-        if (place := (row["lane_id"], row["seq"])) not in letters
+        if (place := (row["lane_id"], row["seq"])) not in dead_letters
         and not any(a.outcome == "delivered" for a in attempts.get(place, ()))
     ]
-    lanes = sorted({lane_id for lane_id, _ in open_ones})
-    found = {row["lane_id"]: row for row in await connection.fetch(READ_STANDINGS, lanes)}
+    lanes = sorted({lane_id for lane_id, _ in pending})
+    found = {row["lane_id"]: row for row in await connection.fetch(READ_LANE_STATES, lanes)}
     return {
-        (lane_id, seq): _standing(found[lane_id])
-        for lane_id, seq in open_ones
+        (lane_id, seq): _lane_state(found[lane_id])
+        for lane_id, seq in pending
         if seq > found[lane_id]["acked_seq"]
     }
 
 
-def _standing(row: Any) -> Standing:
+def _lane_state(row: Any) -> PendingLaneState:
     sequence = row["acked_seq"] + 1
-    failing = row["head_seq"] == sequence
-    return Standing(
+    failing = row["retry_seq"] == sequence
+    return PendingLaneState(
         state=row["state"],
         state_at=row["state_at"],
         state_by=row["state_by"],
-        state_why=row["state_why"],
+        state_comment=row["state_comment"],
         health=row["health"],
         health_since=row["health_since"],
         held_until=row["held_until"],
         relay=row["relay"],
-        head=Head(
+        head=LaneHead(
             sequence=sequence,
             event_id=row["head_event"],
             attempts=row["attempts"] if failing else 0,
             probes=row["attempts"] - row["spent"] if failing else 0,
             next_attempt_at=row["next_attempt_at"] if failing else None,
-            last_answer=_json(row["answer"]) if failing else None,
+            last_response=_json(row["response"]) if failing else None,
         ),
         blocked_since=row["blocked_since"],
         blocked_by=row["blocked_by"],
-        older_owed=row["older_owed"],
+        older_pending=row["older_pending"],
     )
 
 
-def _event(row: Any) -> Event:
-    return Event(
+def _event(row: Any) -> TracedEvent:
+    return TracedEvent(
         outbox_id=row["id"],
         event_id=row["event_id"],
         type=row["type"],
@@ -337,8 +338,8 @@ def _event(row: Any) -> Event:
     )
 
 
-def _attempt(row: Any) -> Attempt:
-    return Attempt(
+def _attempt(row: Any) -> TracedAttempt:
+    return TracedAttempt(
         attempt=row["attempt"],
         replica_id=row["replica_id"],
         outcome=row["outcome"],
@@ -346,12 +347,12 @@ def _attempt(row: Any) -> Attempt:
         error=row["error"],
         started_at=row["started_at"],
         elapsed_ms=row["elapsed_ms"],
-        answer=_json(row["answer"]),
+        response=_json(row["response"]),
     )
 
 
-def _letter(row: Any) -> Letter:
-    return Letter(
+def _dead_letter(row: Any) -> TracedDeadLetter:
+    return TracedDeadLetter(
         id=row["id"],
         reason=row["reason"],
         state=row["state"],

@@ -4,9 +4,9 @@
         await connection.execute("UPDATE orders SET paid = true WHERE id = $1", 7)
         await outbox.publish(connection, "order.paid", {"order": 7}, key="order-7")
 
-The event is part of that transaction: it is sent if and only if it commits.
-What is wrong with an event is told before the database sees it, so the
-caller's transaction stays usable after an InvalidEvent.
+The event is part of that transaction: it is delivered if and only if the transaction
+commits.  Events are validated before the database is called, so the caller's
+transaction stays usable after an InvalidEvent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outbox.core.model.schema_name import SCHEMA, schema_missing
 from outbox.errors import CannotRun, InvalidEvent, OutboxError
 from outbox.producers import statements
 from outbox.producers.statements import in_schema
-from outbox.producers.tracing import traced, with_trace
+from outbox.producers.tracing import add_trace_context, traced
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -70,37 +70,36 @@ async def publish(
     """Publish one event in the connection's transaction.
 
     Args:
-        connection: asyncpg's, with or without an open transaction, whatever
-            its search path and codecs.
+        connection: an asyncpg connection, with or without an open transaction; its
+            search path and codecs do not matter.
         type: dot-separated segments of letters, digits and `_`, at most 255
             bytes; `outbox.` is reserved.
-        payload: anything that is JSON; bytes are taken as JSON text.  A
-            callable, synchronous or not, is called for it: with `once` only
-            by the winner.
+        payload: a JSON-serializable value, or bytes of JSON text.  A callable,
+            synchronous or not, is called to compute it; with `once`, only if this call
+            acquires the key.
         key: events with the same key reach an endpoint in order; 512 bytes.
         tenant: the event goes to this tenant's endpoints; 255 bytes.
-        once: at most one event is published for this key within `once_for`, or
-            until `reset`; 512 bytes.  Waits while another transaction that
-            claimed it is open.
-        expires_in: not worth sending after this time, timedelta or seconds; it
-            counts from `deliver_at` on, if there is one.
-        deliver_at: publish it at this time, which says its zone; until then it waits
-            in the database.  By the database's clock: what is not in the future is
-            published at once.
-        headers: sent along with every delivery; 8192 bytes as JSON.  The
-            running trace context is added as `traceparent`.
-        once_for: how long the once key is kept, timedelta or seconds; 30 days
-            where it is not given.
-        schema: the schema of the outbox.
+        once: idempotency key: at most one event is published for it within `once_for`,
+            or until `reset`; 512 bytes.  Waits for an open transaction that claimed
+            the key.
+        expires_in: expiry, as timedelta or seconds, counted from now or from
+            `deliver_at`; an expired delivery is not sent.
+        deliver_at: delays the event until this time, which must have a time zone.
+            The database's clock decides; a time in the past means now.
+        headers: sent with every delivery; 8192 bytes as JSON.  The current trace
+            context is added as `traceparent`.
+        once_for: retention of the idempotency key, as timedelta or seconds;
+            default: 30 days.
+        schema: the schema of the outbox tables.
 
     Returns:
-        The event's id, or None when `once` was already taken.
+        The event's id, or None if the idempotency key was already taken.
 
     Raises:
-        InvalidEvent: it breaks a limit or a rule; nothing was written.
+        InvalidEvent: the event breaks a limit or a rule; nothing was written.
         SchemaMissing: `outbox migrate` was not run.
         CannotRun: this role may not publish.
-        asyncpg.PostgresError: all else, as the database says it.
+        asyncpg.PostgresError: any other error of the database.
     """
     event = Event(type, payload, key, tenant, once, expires_in, deliver_at, headers, once_for)
     with traced(type):
@@ -112,12 +111,12 @@ async def _publish_one(connection: AnyConnection, event: Event, schema: str) -> 
     once_for_s = rules.once_for_s(event.once_for, once)
     if not callable(payload):
         return await _publish(connection, _row(event), once, once_for_s, schema, claimed=False)
-    # Told before anything is claimed or worked out.
+    # Validate the other fields before the key is claimed and the payload is computed.
     _row(event, with_payload=False)
     if once is None:
         row = _row(event, await _call(payload))
         return await _publish(connection, row, None, None, schema, claimed=False)
-    # If working out the payload fails, the claim must not stay.
+    # The savepoint releases the claim if computing the payload fails.
     async with _savepoint(connection):
         with _map_errors(schema):
             claim = in_schema(statements.CLAIM_ONCE, schema)
@@ -130,15 +129,15 @@ async def _publish_one(connection: AnyConnection, event: Event, schema: str) -> 
 async def publish_many(
     connection: AnyConnection, events: Iterable[Event], *, schema: str = SCHEMA
 ) -> list[UUID | None]:
-    """Publish events in their order, with one statement.
+    """Publish several events with one statement, in their order.
 
-    All or none: when one of them is wrong, nothing is written.
+    If one event is invalid, none is published.
 
     Returns:
-        Their ids in the same order, None where `once` was already taken.
+        The ids in the same order; None where the idempotency key was already taken.
 
     Raises:
-        InvalidEvent: as in `publish`; the message says which event.
+        InvalidEvent: as in `publish`; the message contains the event's position.
         SchemaMissing, CannotRun, asyncpg.PostgresError: as in `publish`.
     """
     events = list(events)
@@ -155,7 +154,9 @@ async def _publish_many(
     for number, event in enumerate(events, 1):
         try:
             if callable(event.payload):
-                raise InvalidEvent("payload", "a callable goes with publish, not publish_many")
+                raise InvalidEvent(
+                    "payload", "callables are accepted by publish, not by publish_many"
+                )
             once_for_s = rules.once_for_s(event.once_for, event.once)
             rows.append((*_row(event), event.once, once_for_s))
         except InvalidEvent as error:
@@ -182,21 +183,21 @@ async def _publish_many(
 
 
 async def reset(connection: AnyConnection, once_key: str, *, schema: str = SCHEMA) -> bool:
-    """Free a once key, so that its next event is published again.
+    """Release an idempotency key, so that its next event is published.
 
-    Never raises and never aborts the caller's transaction: a reset that fails
-    is logged as a warning, and the key expires by itself.
+    Never raises, and never aborts the caller's transaction: a failed reset is logged
+    as a warning, and the key expires later.
 
     Returns:
-        True when the key was held and is free now (once the transaction commits).
+        True if the key was taken; it is free when the transaction commits.
     """
     try:
         async with _savepoint(connection):
             return bool(
                 await connection.fetchval(in_schema(statements.RESET_ONCE, schema), once_key)
             )
-    except Exception as error:  # Whatever it is, it is not worth the caller's transaction.
-        logger.warning("could not reset the once key %r: %s", once_key, error)
+    except Exception as error:  # No failure of a reset may abort the caller's transaction.
+        logger.warning("could not reset the idempotency key %r: %s", once_key, error)
         return False
 
 
@@ -206,7 +207,7 @@ Row = tuple[str, str, str | None, str | None, float | None, str | None, str | No
 
 
 def _row(event: Event, payload: Any = None, *, with_payload: bool = True) -> Row:
-    """type, payload, key, tenant, expires_in, headers and deliver_at as they cross over."""
+    """type, payload, key, tenant, expires_in, headers and deliver_at as SQL parameters."""
     rules.check_text("once", event.once, rules.ONCE_BYTES_MAX)
     value = event.payload if not callable(event.payload) else payload
     return (
@@ -215,7 +216,7 @@ def _row(event: Event, payload: Any = None, *, with_payload: bool = True) -> Row
         rules.check_text("key", event.key, rules.KEY_BYTES_MAX),
         rules.check_text("tenant", event.tenant, rules.TENANT_BYTES_MAX),
         rules.expires_in_s(event.expires_in),
-        rules.encode_headers(with_trace(event.headers)),
+        rules.encode_headers(add_trace_context(event.headers)),
         rules.deliver_at(event.deliver_at),
     )
 
@@ -271,10 +272,10 @@ def _uuid(text: str | None) -> UUID | None:
 
 @asynccontextmanager
 async def _savepoint(connection: AnyConnection) -> AsyncIterator[None]:
-    """All or nothing inside the caller's transaction, or in one of its own.
+    """A savepoint inside the caller's transaction, or a transaction of its own.
 
-    By hand, because asyncpg's `transaction()` refuses a transaction that was
-    begun by an execute("BEGIN").
+    asyncpg's `transaction()` cannot be used: it rejects a transaction that was started
+    by execute("BEGIN").
     """
     if not connection.is_in_transaction():
         async with connection.transaction():
@@ -291,7 +292,7 @@ async def _savepoint(connection: AnyConnection) -> AsyncIterator[None]:
 
 @contextmanager
 def _map_errors(schema: str) -> Iterator[None]:
-    """The database's refusals in words of ours; losses and conflicts stay asyncpg's."""
+    """Translate permission, schema and CHECK errors; other asyncpg errors pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -302,18 +303,18 @@ def _map_errors(schema: str) -> Iterator[None]:
 
 
 def _mapped(error: Exception, schema: str) -> OutboxError | None:
-    import asyncpg  # The caller's connection has loaded it.
+    import asyncpg  # Already loaded by the caller's connection.
 
-    said = str(error).partition("\n")[0]
+    message = str(error).partition("\n")[0]
     match error:
         case asyncpg.UndefinedFunctionError() | asyncpg.InvalidSchemaNameError():
             return schema_missing(schema)
         case asyncpg.InsufficientPrivilegeError():
             return CannotRun(
-                f"{said}: this role may not publish; run: outbox migrate --producer ROLE"
+                f"{message}: this role may not publish; run: outbox migrate --producer ROLE"
             )
         case asyncpg.CheckViolationError():
-            rule = error.constraint_name or said
+            rule = error.constraint_name or message
             field, _, rest = rule.replace(":", " ").replace("_", " ").partition(" ")
             return InvalidEvent(field, rest.strip())
     return None

@@ -1,8 +1,8 @@
-"""The producers' SQL.
+"""SQL statements of the producer API.
 
-It runs on connections that are not ours, whose search path, codecs and
-transaction belong to the application: so names are qualified, values cross as
-text, numbers and arrays of these, and nothing but one statement is sent.
+They run on the application's connections, with its search path, codecs and
+transaction.  So names are schema-qualified, parameters are text, numbers and arrays
+of them, and each call sends one statement.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import lru_cache
 
 from outbox.core.model.sql_names import quote_ident
 
-# One event.  Its size is asked first, in the same statement: a CHECK violation
-# would end the caller's transaction, an answer does not.  The time of expiry is
-# the database's, whose clock also decides whether it has come; what is published
-# later expires so long after that.
+# Publishes one event.  The statement checks the payload size itself and returns it,
+# because a CHECK violation would abort the caller's transaction.  The expiry is computed
+# with the database's clock, which also decides whether it has passed; it counts from
+# deliver_at for a delayed event.
 PUBLISH = """
 SELECT p.size, {schema}.payload_bytes_max() AS size_max,
        CASE WHEN p.size <= {schema}.payload_bytes_max() THEN {schema}.publish(
@@ -29,7 +29,7 @@ SELECT p.size, {schema}.payload_bytes_max() AS size_max,
           FROM (SELECT $2::text::jsonb AS payload OFFSET 0) d OFFSET 0) p
 """
 
-# Many events in their order; nothing is written when one of them is too large.
+# Publishes several events in their order; writes nothing if one payload is too large.
 PUBLISH_MANY = """
 SELECT p.size, p.n, {schema}.payload_bytes_max() AS size_max,
        CASE WHEN p.size <= {schema}.payload_bytes_max() THEN {schema}.publish_many(
@@ -52,15 +52,15 @@ SELECT p.size, p.n, {schema}.payload_bytes_max() AS size_max,
          ORDER BY 1 DESC LIMIT 1) p
 """
 
-# True for the one caller who may publish for this key.
+# Claims an idempotency key; true if this transaction may publish for it.
 CLAIM_ONCE = """
 SELECT {schema}.claim_once($1::text, keep => make_interval(secs => $2::float8))
 """
 
-# True when the key was held.
+# Releases an idempotency key; true if it was taken.
 RESET_ONCE = "SELECT {schema}.reset_once($1::text)"
 
-# Our savepoint, inside of whatever transaction the caller has.
+# A savepoint inside the caller's transaction.
 SAVEPOINT = "SAVEPOINT outbox"
 RELEASE = "RELEASE SAVEPOINT outbox"
 ROLL_BACK = "ROLLBACK TO SAVEPOINT outbox; RELEASE SAVEPOINT outbox"
@@ -68,5 +68,5 @@ ROLL_BACK = "ROLLBACK TO SAVEPOINT outbox; RELEASE SAVEPOINT outbox"
 
 @lru_cache(maxsize=64)
 def in_schema(statement: str, schema: str) -> str:
-    """A statement with the schema's name filled in."""
+    """Insert the quoted schema name into a statement."""
     return statement.format(schema=quote_ident(schema))

@@ -1,6 +1,6 @@
-"""The producer's part of an event's trace, with the application's own OpenTelemetry.
+"""Producer spans and trace context, with the application's OpenTelemetry.
 
-Nothing is imported, and nothing happens, in an application that does not use it.
+Does nothing in an application that has not imported OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def traced(what: str, count: int = 1) -> Iterator[None]:
-    """A span of the application's: the events published in it belong to its trace.
+    """Open a PRODUCER span around publishing; the events join its trace.
 
     Args:
-        what: the events' type, or how they are called together.
-        count: how many there are.
+        what: the event's type, or a description of the batch, for the span's name.
+        count: the number of events.
     """
-    # Without this module there is no span, and importing it is not free.
+    # If the application has not imported OpenTelemetry, no span is active; importing it is slow.
     if "opentelemetry.trace" not in sys.modules:
         yield
         return
@@ -41,8 +41,8 @@ def traced(what: str, count: int = 1) -> Iterator[None]:
         yield
 
 
-def with_trace(headers: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """An event's headers and the running trace context (W3C Trace Context)."""
+def add_trace_context(headers: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """Add the current trace context (W3C Trace Context) to an event's headers."""
     if "opentelemetry.trace" not in sys.modules:
         return headers
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -1,4 +1,4 @@
-"""The other end: each event processed once, in order, and nothing missing unnoticed.
+"""Receiver library: idempotent, ordered processing of deliveries, with gap detection.
 
     from outbox.receiver import AsyncReceiver
 
@@ -8,13 +8,13 @@
     async def paid(delivery, connection):
         await connection.execute("UPDATE orders SET …", delivery.data["order"])
 
-Imports nothing of the relay but its core.  What is named here is loaded when it is
-first used.
+The package imports only `outbox.core` and `outbox.errors`.  The names exported here are
+imported lazily, on first use.
 
-    verify          is this request what a holder of the secret sent?
-    Inbox           each delivery once, in the transaction of its effects
-    AsyncReceiver   all of it, with asyncio; `Receiver` in threads
-    adapters        ASGI, aiohttp, WSGI
+    verify          verifies the signature of a request
+    Inbox           records each delivery once, in the transaction of its effects
+    AsyncReceiver   the complete receiver for asyncio; `Receiver` is the threaded one
+    adapters        ASGI, aiohttp and WSGI
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     )
     from outbox.receiver.asynchronous import AsyncReceiver
     from outbox.receiver.decisions import Busy, Gaps, Refuse
-    from outbox.receiver.fetch import AlreadyAsked, CannotFetch, Fetch
+    from outbox.receiver.fetch import CannotFetch, FetchClient, ReplayConflict
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.memory import MemoryDatabase
-    from outbox.receiver.inbox.process import Outcome, Taken
+    from outbox.receiver.inbox.process import DeliveryOutcome, DeliveryResult
     from outbox.receiver.message import BadMessage, Message
-    from outbox.receiver.requests import Answer, Request
+    from outbox.receiver.requests import Request, Response
     from outbox.receiver.synchronous import Receiver
     from outbox.receiver.verification import Verified, Verifier, verify
 
-_HOMES = {
+_MODULES = {
     "outbox.core.delivery.signature": (
         "MalformedHeader",
         "MissingHeader",
@@ -54,39 +54,39 @@ _HOMES = {
         "TimestampTooOld",
     ),
     "outbox.receiver.asynchronous": ("AsyncReceiver",),
-    "outbox.receiver.fetch": ("AlreadyAsked", "CannotFetch", "Fetch"),
+    "outbox.receiver.fetch": ("ReplayConflict", "CannotFetch", "FetchClient"),
     "outbox.receiver.inbox.inbox": ("Inbox",),
     "outbox.receiver.inbox.memory": ("MemoryDatabase",),
-    "outbox.receiver.inbox.process": ("Outcome", "Taken"),
+    "outbox.receiver.inbox.process": ("DeliveryOutcome", "DeliveryResult"),
     "outbox.receiver.message": ("BadMessage", "Message"),
     "outbox.receiver.decisions": ("Busy", "Gaps", "Refuse"),
-    "outbox.receiver.requests": ("Answer", "Request"),
+    "outbox.receiver.requests": ("Response", "Request"),
     "outbox.receiver.synchronous": ("Receiver",),
     "outbox.receiver.verification": ("Verified", "Verifier", "verify"),
 }
 
 __all__ = [
-    "AlreadyAsked",
-    "Answer",
     "AsyncReceiver",
     "BadMessage",
     "Busy",
     "CannotFetch",
-    "Fetch",
+    "DeliveryOutcome",
+    "DeliveryResult",
+    "FetchClient",
     "Gaps",
     "Inbox",
     "MalformedHeader",
     "MemoryDatabase",
     "Message",
     "MissingHeader",
-    "Outcome",
     "Receiver",
     "Refuse",
     "RepeatedHeader",
+    "ReplayConflict",
     "Request",
+    "Response",
     "SignatureError",
     "SignatureMismatch",
-    "Taken",
     "TimestampTooNew",
     "TimestampTooOld",
     "Verified",
@@ -96,8 +96,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            value = globals()[name] = getattr(import_module(home), name)
+            value = globals()[name] = getattr(import_module(module), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

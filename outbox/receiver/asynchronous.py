@@ -1,4 +1,4 @@
-"""`AsyncReceiver`: from a request to its answer, with asyncio; see `outbox.receiver.pipeline`."""
+"""`AsyncReceiver`: the request pipeline on asyncio; see `outbox.receiver.pipeline`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import asyncio
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from outbox.receiver.catch_up import Ask, CaughtUp, Fate, Forgo, Process, catch_up, to_catch_up
+from outbox.receiver.catch_up import (
+    CatchUpResult,
+    FetchedOutcome,
+    FetchPage,
+    MarkUnavailable,
+    ProcessDelivery,
+    catch_up,
+    lanes_behind,
+)
 from outbox.receiver.databases import async_transactions
 from outbox.receiver.decisions import (
     HELD_MAX,
@@ -16,64 +24,66 @@ from outbox.receiver.decisions import (
     Gaps,
     NoDatabase,
     log,
-    logged,
-    stopped,
-    tell_caught_up,
+    log_catch_up,
+    partial_response,
+    request_log_row,
 )
-from outbox.receiver.fetch import CannotFetch, Source
+from outbox.receiver.fetch import CannotFetch, DeliverySource
 from outbox.receiver.inbox.inbox import EXPIRE_ROWS
-from outbox.receiver.inbox.process import Outcome, Taken
+from outbox.receiver.inbox.process import DeliveryOutcome, DeliveryResult
 from outbox.receiver.lane_order import LaneState
 from outbox.receiver.pipeline import (
+    CANCELLED_RESPONSE,
     EXPIRE_STEPS_MAX,
-    NO_FETCH,
-    NOT_FINISHED,
-    NOT_YET,
-    Apart,
-    Common,
-    Early,
-    go_together,
+    FETCH_UNAVAILABLE,
+    NOT_FETCHABLE_YET,
+    BatchSplit,
+    EarlyDelivery,
+    ReceiverBase,
+    can_share_transaction,
 )
-from outbox.receiver.reorder_buffer import Waiting
-from outbox.receiver.requests import Answer, Ended
+from outbox.receiver.reorder_buffer import ReorderBuffer
+from outbox.receiver.requests import RequestOutcome, Response
 from outbox.receiver.verification import Verified
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeVar
 
-    from outbox.core.delivery.receiver_checkpoint import Mark
-    from outbox.receiver.inbox.process import KeptLane
+    from outbox.core.delivery.receiver_checkpoint import LaneMark
+    from outbox.receiver.inbox.process import StoredLane
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
 
     Handler = TypeVar("Handler", bound=Callable[..., Any])
 
-LOOK_S = 0.25
-"""Another process may have received what one waits for: one looks so often."""
+POLL_S = 0.25
+"""Poll interval of a held request: another process may have received the missing one."""
 
 
-class AsyncReceiver(Common):
-    """Takes deliveries with asyncio.
+class AsyncReceiver(ReceiverBase):
+    """Receiver for asyncio: idempotent, ordered processing of deliveries.
 
     Args:
-        secrets: the endpoint's `whsec_…`; several while one is being replaced.
-        database: where the effects are: a pool of asyncpg or psycopg, an engine or a
-            sessionmaker of SQLAlchemy, `MemoryDatabase()`, or a function that gives an
-            async context manager around a transaction.
-        inbox: how its tables are called, and how long copies are known.
-        gaps: what becomes of a delivery before which others are missing.
-        hold_s: with `Gaps.HOLD`, for how long it waits for them, in seconds.
-        held_max: so many may wait at once.
-        log_requests: write each request that is signed down in the inbox's table `request`.
-        tolerance_s: how old a signature may be.
-        body_bytes_max: larger bodies are refused.
-        in_flight_max: so many requests at once; the others are asked to come back.
-        told: called with each delivery that was taken, and what it was.
-        meter_provider: of OpenTelemetry, where its metrics go; by default the global one.
+        secrets: the endpoint's secret, `whsec_…`; a list while one is being rotated.
+        database: the database of the effects: a pool of asyncpg or psycopg, an engine or
+            sessionmaker of SQLAlchemy, `MemoryDatabase()`, or a function that returns an
+            async context manager which opens a transaction and yields its connection.
+        inbox: table prefix and retention; see `Inbox`.
+        fetch: where missing deliveries are fetched; required by `Gaps.CATCH_UP` and
+            `catch_up`.
+        gaps: policy for a delivery when deliveries before it are missing.
+        hold_s: with `Gaps.HOLD`, how long its request is held, in seconds.
+        held_max: requests held at once; more get 503.
+        log_requests: insert each signed request into the inbox's `request` table.
+        tolerance_s: maximum age of a signature, in seconds.
+        body_bytes_max: larger bodies get 413.
+        in_flight_max: requests processed at once; more get 503.
+        on_delivery: called after the commit with each `Message` and its `DeliveryResult`.
+        meter_provider: OpenTelemetry MeterProvider; None selects the global one.
 
     Raises:
-        UsageError: an argument is out of its bounds.
+        UsageError: an argument is out of range.
     """
 
     def __init__(
@@ -81,7 +91,7 @@ class AsyncReceiver(Common):
         secrets: str | Sequence[str],
         database: Any,
         *,
-        gaps: Gaps = Gaps.TELL,
+        gaps: Gaps = Gaps.REPORT,
         hold_s: float = HOLD_S,
         held_max: int = HELD_MAX,
         **options: Any,
@@ -89,223 +99,248 @@ class AsyncReceiver(Common):
         super().__init__(secrets, gaps=gaps, **options)
         self._transaction = async_transactions(database)
         self._hold_s = hold_s
-        self._waiting = Waiting(held_max)
+        self._reorder_buffer = ReorderBuffer(held_max)
         self._start = asyncio.Lock()
 
     async def start(self) -> None:
-        """Make the tables that are not there yet; done by the first request otherwise."""
+        """Create the missing tables; otherwise the first request does so."""
         async with self._start:
             if not self._is_ready:
                 async with self._transaction() as connection:
                     await self.inbox.create_async(connection)
                 self._is_ready = True
 
-    async def handle(self, request: Request) -> Answer:
-        """Process a request, and say what to answer."""
+    async def handle(self, request: Request) -> Response:
+        """Process a request and return its response; never raises for a bad request."""
         began = self._rules.begin()
-        if isinstance(began, Answer):
+        if isinstance(began, Response):
             return began
-        answer = NOT_FINISHED
+        response = CANCELLED_RESPONSE
         try:
             verified = self._rules.read(request)
-            if isinstance(verified, Answer):
-                answer = verified
+            if isinstance(verified, Response):
+                response = verified
             else:
-                answer = await self._answer(verified, request.body)
+                response = await self._respond(verified, request.body)
             if self._log_requests and isinstance(verified, Verified):
-                await self._log(verified, answer)
-            return answer
+                await self._log(verified, response)
+            return response
         finally:
-            self._rules.end(answer, began)
+            self._rules.end(response, began)
 
-    async def _answer(self, verified: Verified, body: bytes) -> Answer:
+    async def _respond(self, verified: Verified, body: bytes) -> Response:
         rules = self._rules
         try:
             if not self._is_ready:
-                await self._begin()
+                await self._ensure_started()
             if verified.checkpoint is not None:
                 return await self._compare(verified.checkpoint)
             messages = verified.messages
             if messages:
-                answer = await self._take_all(messages)
+                response = await self._receive_messages(messages)
             else:
-                answer = rules.taken(None, await self._take_foreign(verified, body))
+                response = rules.delivery_committed(
+                    None, await self._receive_foreign(verified, body)
+                )
         except Exception as error:
             return rules.failed(error, verified.message_id)
         if rules.is_time_to_expire(len(messages) or 1):
             await self._expire()
-        return answer
+        return response
 
-    async def _begin(self) -> None:
+    async def _ensure_started(self) -> None:
         try:
             await self.start()
         except Exception as error:
             raise NoDatabase from error
 
-    async def _take_all(self, messages: Sequence[Message]) -> Answer:
-        """Take them in one transaction; if that does not go, each by itself."""
-        together = await self._process_together(messages) if go_together(messages) else None
+    async def _receive_messages(self, messages: Sequence[Message]) -> Response:
+        """Process messages in one transaction, or else each in its own transaction."""
+        together = (
+            await self._process_in_one_transaction(messages)
+            if can_share_transaction(messages)
+            else None
+        )
         if together is not None:
             for message in messages:
-                self._waiting.received(message.lane, message.sequence)
-            return self._rules.all_taken(messages, together)
-        taken: list[Taken] = []
+                self._reorder_buffer.received(message.lane, message.sequence)
+            return self._rules.batch_committed(messages, together)
+        taken: list[DeliveryResult] = []
         for n, message in enumerate(messages):
             try:
-                taken.append(await self._take(message))
+                taken.append(await self._receive(message))
             except Exception as error:
-                answer = self._rules.failed(error, message.delivery_id)
-                self._rules.all_taken(messages, taken)
-                return stopped(messages, n, answer)
-            self._waiting.received(message.lane, message.sequence)
-            if taken[-1].outcome is Outcome.CONFLICT:
+                response = self._rules.failed(error, message.delivery_id)
+                self._rules.batch_committed(messages, taken)
+                return partial_response(messages, n, response)
+            self._reorder_buffer.received(message.lane, message.sequence)
+            if taken[-1].outcome is DeliveryOutcome.CONFLICT:
                 break
-        return self._rules.all_taken(messages, taken)
+        return self._rules.batch_committed(messages, taken)
 
-    async def _process_together(self, messages: Sequence[Message]) -> list[Taken] | None:
-        """What a batch came to; None: one of its deliveries is not like the others."""
-        all_taken: list[Taken] = []
+    async def _process_in_one_transaction(
+        self, messages: Sequence[Message]
+    ) -> list[DeliveryResult] | None:
+        """Process a batch.  None: rolled back, so each delivery has to be processed alone."""
+        all_taken: list[DeliveryResult] = []
         try:
             async with self._transaction() as connection:
                 for message in messages:
-                    taken = await self.inbox.take_async(
-                        connection, message, gaps=self._gaps is Gaps.TELL
+                    taken = await self.inbox.receive_async(
+                        connection, message, gaps=self._gaps is Gaps.REPORT
                     )
-                    if taken.outcome in (Outcome.EARLY, Outcome.CONFLICT):
-                        raise Apart
+                    if taken.outcome in (DeliveryOutcome.EARLY, DeliveryOutcome.CONFLICT):
+                        raise BatchSplit
                     all_taken.append(taken)
                     if taken.fresh:
-                        for handler in self._rules.handlers.of(message.type):
-                            await _finished(handler(message, connection))
+                        for handler in self._rules.handlers.matching(message.type):
+                            await _await_if_needed(handler(message, connection))
                 await self.inbox.confirm_async(connection)
         except Exception:
-            # Whose fault it was shows, and is told, when each goes by itself.
+            # Not logged: the failing delivery is found by processing each one alone.
             return None
         return all_taken
 
-    async def _take(self, message: Message) -> Taken:
-        """Take it at once, or when those before it are here."""
-        if self._gaps is Gaps.TELL:
+    async def _receive(self, message: Message) -> DeliveryResult:
+        """Process a delivery, after the missing ones before it if the policy requires it."""
+        if self._gaps is Gaps.REPORT:
             return await self._process(message, gaps=True)
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self._hold_s
         while True:
-            with self._waiting.hold(message.lane, message.previous_sequence) as came:
+            with self._reorder_buffer.hold(message.lane, message.previous_sequence) as wait_until:
                 try:
                     too_late = self._gaps is Gaps.HOLD and loop.time() >= ends_at
                     return await self._process(message, gaps=too_late)
-                except Early:
+                except EarlyDelivery:
                     if self._gaps is Gaps.CATCH_UP:
-                        if await self._caught_up(message):
+                        if await self._catch_up_before(message):
                             return await self._process(message, gaps=True)
                         if loop.time() >= ends_at:
-                            raise Busy(NOT_YET) from None
+                            raise Busy(NOT_FETCHABLE_YET) from None
                     with self._rules.not_in_flight():
-                        await came(min(ends_at, loop.time() + LOOK_S))
+                        await wait_until(min(ends_at, loop.time() + POLL_S))
 
-    async def catch_up(self, lane: str | None = None) -> list[CaughtUp]:
-        """Fetch and process what is missing, of one lane or of all of them.
+    async def catch_up(self, lane: str | None = None) -> list[CatchUpResult]:
+        """Fetch and process the missing deliveries of one lane, or of all lanes.
 
-        Call it when a receiver starts, above all from a backup: what its lanes were sent
-        since then is processed in order, each once, like what is sent meanwhile.  A
-        receiver that has received nothing yet has nothing to catch up with.
+        Call it when a receiver starts, especially after a restore from a backup.  Fetched
+        deliveries are processed in order and once, also while new ones arrive.  It does
+        nothing for a receiver whose inbox is empty.
+
+        Args:
+            lane: its name; None selects all lanes that are behind.
+
+        Returns:
+            One result per lane that was behind.
 
         Raises:
-            CannotFetch: the relay does not answer.
-            UsageError: this receiver does not know where to fetch.
+            CannotFetch: the relay cannot be reached, or rejected the request.
+            UsageError: the receiver was created without `fetch=`.
         """
-        fetch = self._where_to_fetch()
+        fetch = self._require_fetch_client()
         await self.start()
         async with self._transaction() as connection:
             known = await self.inbox.lanes_async(connection)
         if lane is not None:
-            wanted = [lane]
+            lanes = [lane]
         else:
-            wanted = to_catch_up(known, [standing async for standing in fetch.lanes_async()])
-        return [await self._catch_up(fetch, each, known) for each in wanted]
+            lanes = lanes_behind(known, [progress async for progress in fetch.lanes_async()])
+        return [await self._catch_up(fetch, each, known) for each in lanes]
 
-    async def _catch_up(self, fetch: Source, lane: str, known: Mapping[str, KeptLane]) -> CaughtUp:
-        steps = catch_up(lane, known[lane].state if lane in known else LaneState())
-        came: Any = None
+    async def _catch_up(
+        self, fetch: DeliverySource, lane: str, known: Mapping[str, StoredLane]
+    ) -> CatchUpResult:
+        commands = catch_up(lane, known[lane].state if lane in known else LaneState())
+        result: Any = None
         while True:
             try:
-                step = steps.send(came)
+                command = commands.send(result)
             except StopIteration as end:
-                return tell_caught_up(end.value)
-            match step:
-                case Ask(after):
-                    came = await fetch.page_async(lane, after)
-                case Process(request):
-                    came = await self._process_fetched(request)
-                case Forgo(numbers):
+                return log_catch_up(end.value)
+            match command:
+                case FetchPage(after):
+                    result = await fetch.page_async(lane, after)
+                case ProcessDelivery(request):
+                    result = await self._process_fetched(request)
+                case MarkUnavailable(numbers):
                     async with self._transaction() as connection:
-                        came = await self.inbox.forgo_async(connection, lane, numbers)
+                        result = await self.inbox.mark_unavailable_async(connection, lane, numbers)
 
-    async def _compare(self, marks: Sequence[Mark]) -> Answer:
-        """A checkpoint: what it shows to be missing is told, and fetched if that is wanted."""
+    async def _compare(self, marks: Sequence[LaneMark]) -> Response:
+        """Compare a checkpoint with the inbox; with `Gaps.CATCH_UP` fetch what is missing."""
         async with self._transaction() as connection:
             compared = await self.inbox.compare_async(connection, marks)
-        answer = self._rules.compared(compared, fetches=self._gaps is Gaps.CATCH_UP)
-        for lane in self._to_fetch(compared):
+        response = self._rules.checkpoint_compared(compared, fetches=self._gaps is Gaps.CATCH_UP)
+        for lane in self._lanes_to_fetch(compared):
             try:
                 await self.catch_up(lane)
             except CannotFetch as error:
-                # The next one says the same.
-                log.error("lane %s: what is missing cannot be fetched now: %s", lane, error)
+                # The next checkpoint reveals the same missing numbers.
+                log.error("lane %s: missing deliveries cannot be fetched now: %s", lane, error)
             finally:
                 self._fetching.discard(lane)
-        return answer
+        return response
 
-    async def _process_fetched(self, request: Request) -> Fate:
-        """Process it now, whatever is missing before it: that was asked for already."""
+    async def _process_fetched(self, request: Request) -> FetchedOutcome:
+        """Process a fetched delivery; missing ones before it were already requested."""
         verified = self._rules.read(request)
-        if isinstance(verified, Answer) or len(verified.messages) != 1:
-            raise CannotFetch("what the relay gave is not signed with this receiver's secret")
+        if isinstance(verified, Response) or len(verified.messages) != 1:
+            raise CannotFetch("the relay's delivery is not signed with this receiver's secret")
         (message,) = verified.messages
         try:
             taken = await self._process(message, gaps=True)
         except Exception as error:
-            answer = self._rules.failed(error, verified.message_id)
-            # The sender has it as delivered, and will not send it again whatever is said.
-            return Fate.NEVER if answer.ended is Ended.REFUSED else Fate.LATER
-        self._waiting.received(message.lane, message.sequence)
+            response = self._rules.failed(error, verified.message_id)
+            # The sender has already recorded it as delivered: it will not retry.
+            return (
+                FetchedOutcome.REFUSED
+                if response.outcome is RequestOutcome.REFUSED
+                else FetchedOutcome.RETRYABLE
+            )
+        self._reorder_buffer.received(message.lane, message.sequence)
         return self._rules.fetched(message, taken)
 
-    async def _caught_up(self, message: Message) -> bool:
-        """Fetch what is before a delivery; whether there is any use in waiting longer."""
+    async def _catch_up_before(self, message: Message) -> bool:
+        """Fetch the missing deliveries before this one.
+
+        Returns:
+            True if it can be processed now; False if the relay has not yet recorded the
+            acknowledgements of the deliveries before it.
+        """
         try:
             (caught_up,) = await self.catch_up(message.lane)
         except CannotFetch as error:
-            log.warning("number %d of %s has to wait: %s", message.sequence, message.lane, error)
-            raise Busy(NO_FETCH, retry_after_s=NO_DATABASE_S) from None
+            log.warning("sequence %d of %s is postponed: %s", message.sequence, message.lane, error)
+            raise Busy(FETCH_UNAVAILABLE, retry_after_s=NO_DATABASE_S) from None
         if caught_up.failed is not None:
-            raise Busy(f"number {caught_up.failed} of its lane cannot be processed")
-        # What was acknowledged a moment ago may not be written yet.
+            raise Busy(f"sequence {caught_up.failed} of its lane cannot be processed")
+        # The relay writes acknowledgements in groups: the newest may not be durable yet.
         return caught_up.acknowledged >= message.previous_sequence
 
-    async def _process(self, message: Message, *, gaps: bool) -> Taken:
+    async def _process(self, message: Message, *, gaps: bool) -> DeliveryResult:
         began = False
         try:
             async with self._transaction() as connection:
-                taken = await self.inbox.take_async(connection, message, gaps=gaps)
-                if taken.outcome is Outcome.EARLY:
-                    raise Early
+                taken = await self.inbox.receive_async(connection, message, gaps=gaps)
+                if taken.outcome is DeliveryOutcome.EARLY:
+                    raise EarlyDelivery
                 began = True
                 if taken.fresh:
-                    for handler in self._rules.handlers.of(message.type):
-                        await _finished(handler(message, connection))
+                    for handler in self._rules.handlers.matching(message.type):
+                        await _await_if_needed(handler(message, connection))
                     await self.inbox.confirm_async(connection)
         except Exception as error:
-            if began or isinstance(error, Early):
+            if began or isinstance(error, EarlyDelivery):
                 raise
             raise NoDatabase from error
         return taken
 
-    async def _take_foreign(self, verified: Verified, body: bytes) -> Taken:
+    async def _receive_foreign(self, verified: Verified, body: bytes) -> DeliveryResult:
         async with self._transaction() as connection:
-            taken = await self.inbox.take_foreign_async(connection, verified.message_id)
+            taken = await self.inbox.receive_foreign_async(connection, verified.message_id)
             if taken.fresh and self._rules.foreign is not None:
-                await _finished(self._rules.foreign(verified, body, connection))
+                await _await_if_needed(self._rules.foreign(verified, body, connection))
                 await self.inbox.confirm_async(connection)
         return taken
 
@@ -316,18 +351,18 @@ class AsyncReceiver(Common):
                     if await self.inbox.expire_async(connection) < EXPIRE_ROWS:
                         break
         except Exception:
-            # What was received is committed, and this is done again later.
-            log.exception("what has expired was not deleted")
+            # The delivery is committed; expired rows are deleted at a later attempt.
+            log.exception("expired rows were not deleted")
 
-    async def _log(self, verified: Verified, answer: Answer) -> None:
+    async def _log(self, verified: Verified, response: Response) -> None:
         try:
             async with self._transaction() as connection:
-                await self.inbox.log_async(connection, **logged(verified, answer))
+                await self.inbox.log_async(connection, **request_log_row(verified, response))
         except Exception:
-            log.exception("a request was not written down")
+            log.exception("a request was not logged")
 
 
-async def _finished(done: Any) -> None:
-    """Whether a handler is a coroutine or not, it has ended."""
+async def _await_if_needed(done: Any) -> None:
+    """Await the result of a handler if it is a coroutine function."""
     if inspect.isawaitable(done):
         await done

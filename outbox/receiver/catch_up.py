@@ -1,11 +1,11 @@
-"""Catching up with a lane: which pages to fetch, and what to process of them.
+"""Catch-up of a lane: which pages to fetch, and which deliveries to process.
 
-Without I/O: `catch_up` yields what is to be done and is sent what came of it, so that
-it is the same with asyncio and in threads.
+Sans-IO: `catch_up` yields commands and is sent their results, so that the asyncio and the
+threaded receiver share it.
 
-    Ask(after)          the page behind a number            → Page
-    Process(request)    a delivery, as if it had been sent  → its Fate
-    Forgo(ranges)       numbers that nobody has any more    → those that were missing
+    FetchPage(after)            fetch the page after a number       → LanePage
+    ProcessDelivery(request)    process a delivery as if received   → FetchedOutcome
+    MarkUnavailable(ranges)     numbers that cannot be fetched      → the missing ones
 """
 
 from __future__ import annotations
@@ -20,125 +20,127 @@ from outbox.core.model.int_ranges import Range, RangeSet
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from outbox.receiver.fetch import LaneStanding
-    from outbox.receiver.inbox.process import KeptLane
+    from outbox.receiver.fetch import LaneProgress
+    from outbox.receiver.inbox.process import StoredLane
     from outbox.receiver.lane_order import LaneState
     from outbox.receiver.requests import Request
 
 
-class Fate(Enum):
-    """What became of a delivery that was fetched."""
+class FetchedOutcome(Enum):
+    """Outcome of a fetched delivery."""
 
-    TAKEN = auto()
-    LATER = auto()
-    """It failed, and may be processed another time."""
-    NEVER = auto()
-    """This receiver refuses it."""
+    PROCESSED = auto()
+    RETRYABLE = auto()
+    """It failed; a later catch-up tries again."""
+    REFUSED = auto()
+    """A handler refused it, or it conflicts; it is never processed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Fetch the page behind this number."""
+class FetchPage:
+    """Fetch the page after this sequence number."""
 
     after: int
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """Take this delivery."""
+class ProcessDelivery:
+    """Process this fetched delivery."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class Forgo:
-    """Wait no longer for these numbers."""
+class MarkUnavailable:
+    """Stop treating these numbers as missing: they cannot be fetched."""
 
     numbers: tuple[Range, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CaughtUp:
-    """What came of it in one lane."""
+class CatchUpResult:
+    """Result of catching up with one lane."""
 
     lane: str
     acknowledged: int
-    """How far the lane was, as its sender has it."""
+    """Last sequence number acknowledged according to the sender."""
     fetched: int = 0
-    """Deliveries that were processed."""
-    given_up: int = 0
-    """Numbers that were missing, and that the sender had given up."""
-    gone: tuple[Range, ...] = ()
-    """Numbers that were missing, and that the sender does not keep any more, or a handler
-    refuses."""
+    """Deliveries fetched and processed."""
+    dead_lettered: int = 0
+    """Missing numbers that the sender had dead-lettered."""
+    unavailable: tuple[Range, ...] = ()
+    """Missing numbers that the sender no longer retains, or that a handler refused."""
     failed: int | None = None
-    """The number that could not be processed; what follows it was not fetched."""
+    """The sequence number that could not be processed; later ones were not fetched."""
 
 
-Steps: TypeAlias = Generator[Ask | Process | Forgo, Any, CaughtUp]
+CatchUpCommands: TypeAlias = Generator[
+    FetchPage | ProcessDelivery | MarkUnavailable, Any, CatchUpResult
+]
 
 
-def catch_up(lane: str, state: LaneState) -> Steps:
-    """Fetch what is missing of a lane, and what follows its highest number, in order."""
+def catch_up(lane: str, state: LaneState) -> CatchUpCommands:
+    """Fetch the missing deliveries of a lane and those after its highest number, in order."""
     missing = RangeSet()
     for numbers in state.missing:
         missing.add(*numbers)
-    gone = RangeSet()
+    unavailable = RangeSet()
     after: int | None = min((lo for lo, _ in state.missing), default=state.high + 1) - 1
-    fetched = given_up = acknowledged = 0
+    fetched = dead_lettered = acknowledged = 0
     failed: int | None = None
     while after is not None and failed is None:
-        page = yield Ask(after)
+        page = yield FetchPage(after)
         acknowledged = page.acknowledged
-        gone.add(after + 1, page.kept_from - 1)
+        unavailable.add(after + 1, page.kept_from - 1)
         for item in page.items:
             if item.sequence <= state.high and item.sequence not in missing:
                 continue
             if item.request is None:
-                gone.add(item.sequence, item.sequence)
-            elif item.given_up:
-                given_up += 1
-                # What follows names it, unless it came before: then it is waited for.
+                unavailable.add(item.sequence, item.sequence)
+            elif item.dead_lettered:
+                dead_lettered += 1
+                # A later delivery declares it as a hole.  If that delivery was already
+                # received, the number would stay missing forever.
                 if item.sequence in missing:
-                    gone.add(item.sequence, item.sequence)
+                    unavailable.add(item.sequence, item.sequence)
             else:
-                fate: Fate = yield Process(item.request)
-                if fate is Fate.LATER:
+                outcome: FetchedOutcome = yield ProcessDelivery(item.request)
+                if outcome is FetchedOutcome.RETRYABLE:
                     failed = item.sequence
                     break
-                if fate is Fate.NEVER:
-                    gone.add(item.sequence, item.sequence)
+                if outcome is FetchedOutcome.REFUSED:
+                    unavailable.add(item.sequence, item.sequence)
                 else:
                     fetched += 1
         after = page.next
-    forgone = (yield Forgo(tuple(gone))) if gone else ()
-    return CaughtUp(lane, acknowledged, fetched, given_up, forgone, failed)
+    still_missing = (yield MarkUnavailable(tuple(unavailable))) if unavailable else ()
+    return CatchUpResult(lane, acknowledged, fetched, dead_lettered, still_missing, failed)
 
 
-def to_catch_up(known: Mapping[str, KeptLane], standings: Iterable[LaneStanding]) -> list[str]:
-    """The lanes of which something is missing, those of older generations first.
+def lanes_behind(known: Mapping[str, StoredLane], lanes: Iterable[LaneProgress]) -> list[str]:
+    """Return the lanes with missing deliveries, those of older generations first.
 
-    A lane that was never heard of is fetched from its beginning if this receiver was there
-    when it began: it knows a lane of the same generation from its number 1, or one of an
-    older generation.  Otherwise it was somebody else's, and so is what it was sent.
+    A lane without any delivery here is fetched from its beginning if this receiver already
+    existed when the lane began: it has another lane of the same generation from sequence
+    number 1 on, or a lane of an older generation.  Otherwise the deliveries of that lane
+    were made to an earlier receiver.
     """
-    told = list(standings)
+    progress = list(lanes)
     from_start = {
-        standing.generation
-        for standing in told
-        if (lane := known.get(standing.lane)) is not None and not lane.state.unknown
+        each.generation
+        for each in progress
+        if (lane := known.get(each.lane)) is not None and not lane.state.unknown
     }
-    oldest = min((each.generation for each in told if each.lane in known), default=None)
-    wanted = []
-    for standing in told:
-        lane = known.get(standing.lane)
+    oldest = min((each.generation for each in progress if each.lane in known), default=None)
+    behind = []
+    for each in progress:
+        lane = known.get(each.lane)
         if lane is not None:
-            is_behind = bool(lane.state.missing) or lane.state.high < standing.acknowledged
+            is_behind = bool(lane.state.missing) or lane.state.high < each.acknowledged
         else:
-            is_behind = standing.acknowledged > 0 and (
-                standing.generation in from_start
-                or (oldest is not None and standing.generation > oldest)
+            is_behind = each.acknowledged > 0 and (
+                each.generation in from_start or (oldest is not None and each.generation > oldest)
             )
         if is_behind:
-            wanted.append(standing.lane)
-    return wanted
+            behind.append(each.lane)
+    return behind

@@ -1,15 +1,15 @@
-"""What applications have, as something that opens transactions.
+"""Adapters from an application's pool or engine to a function that opens transactions.
 
     asyncio     asyncpg.Pool; psycopg_pool.AsyncConnectionPool; SQLAlchemy's AsyncEngine
                 and async_sessionmaker
     threads     psycopg_pool.ConnectionPool; SQLAlchemy's Engine and sessionmaker;
-                a path of a SQLite file
-    both        MemoryDatabase; a function that gives a context manager, which enters a
-                transaction, gives its connection, commits at the end of its block and
-                rolls back if the block fails
+                the path of a SQLite file
+    both        MemoryDatabase; a function that returns a context manager, which begins a
+                transaction, yields its connection, commits at the end of the block and
+                rolls back on an error
 
-They are told apart by the names of their types, so that nothing need be installed that
-is not used.
+They are recognized by the names of their types, so that unused drivers need not be
+installed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SQLITE_WAIT_S = 30.0
 
 
 def async_transactions(database: Any) -> AsyncTransactions:
-    """How to open a transaction of asyncio.
+    """Return a function that opens an asyncio transaction.
 
     Raises:
-        UsageError: it is nothing that can.
+        UsageError: the database is of an unsupported type.
     """
     if isinstance(database, MemoryDatabase):
         return database.transaction_async
@@ -62,16 +62,16 @@ def async_transactions(database: Any) -> AsyncTransactions:
         opened = database.begin
         return opened
     if kinds & _OF_THREADS or isinstance(database, (str, Path)):
-        raise UsageError("database: this one works in threads; use Receiver, not AsyncReceiver")
+        raise UsageError("database: it needs threads; use Receiver, not AsyncReceiver")
     own: AsyncTransactions = _own(database)
     return own
 
 
 def transactions(database: Any) -> Transactions:
-    """How to open a transaction in a thread.
+    """Return a function that opens a transaction in a thread.
 
     Raises:
-        UsageError: it is nothing that can.
+        UsageError: the database is of an unsupported type.
     """
     if isinstance(database, MemoryDatabase):
         return database.transaction
@@ -91,15 +91,15 @@ def transactions(database: Any) -> Transactions:
         opened = database.begin
         return opened
     if kinds & _OF_ASYNCIO:
-        raise UsageError("database: this one works with asyncio; use AsyncReceiver, not Receiver")
+        raise UsageError("database: it needs asyncio; use AsyncReceiver, not Receiver")
     own: Transactions = _own(database)
     return own
 
 
 class SQLite:
-    """One connection to a SQLite file, for one transaction at a time.
+    """A single connection to a SQLite file, for one transaction at a time.
 
-    A second connection would only wait for the lock of the first.
+    SQLite allows one writer, so a second connection would only wait for its lock.
 
     Raises:
         UsageError: the file cannot be opened.
@@ -111,7 +111,7 @@ class SQLite:
             self._connection = sqlite3.connect(
                 path, timeout=SQLITE_WAIT_S, isolation_level=None, check_same_thread=False
             )
-            # Readers do not hold up what is received; as durable as the default one.
+            # In WAL mode readers do not block the receiver; FULL keeps commits durable.
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
         except sqlite3.Error as error:
@@ -119,15 +119,15 @@ class SQLite:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that may write from its beginning, so that none fails half-way."""
+        """Open a write transaction; BEGIN IMMEDIATE avoids SQLITE_BUSY at a later upgrade."""
         with self._mutex:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                # A commit may fail, too, and leave the transaction open; or a handler may
-                # have ended it.
+                # A failed COMMIT can leave the transaction open, and a handler can have
+                # ended it.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -154,7 +154,7 @@ def _own(database: Any) -> Any:
     if not callable(database):
         kind = type(database)
         raise UsageError(
-            f"database: a {kind.__module__}.{kind.__qualname__} is none; give a pool, an engine, "
-            "the path of a SQLite file, MemoryDatabase(), or a function that opens a transaction"
+            f"database: {kind.__module__}.{kind.__qualname__} is not supported; use a pool, an "
+            "engine, a SQLite path, MemoryDatabase(), or a function that opens a transaction"
         )
     return database

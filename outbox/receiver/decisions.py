@@ -1,8 +1,8 @@
-"""What every receiver decides, whichever framework and database it has.
+"""Request rules shared by `AsyncReceiver` and `Receiver`, without database I/O.
 
-`Rules` reads a request before a transaction is opened, chooses who processes a
-delivery, and says what is answered in the end.  `AsyncReceiver` and `Receiver` do the
-waiting in between.
+`ReceiverRules` validates a request before a transaction is opened, selects the handlers
+of a delivery, and maps the result to a response.  `AsyncReceiver` and `Receiver` perform
+the database work in between.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.receiver_checkpoint import TYPE as CHECKPOINT
 from outbox.core.delivery.signature import TOLERANCE_S, SignatureError
 from outbox.errors import OutboxError, UsageError
-from outbox.receiver.catch_up import Fate
-from outbox.receiver.inbox.process import Outcome
-from outbox.receiver.lane_order import Kind
+from outbox.receiver.catch_up import FetchedOutcome
+from outbox.receiver.inbox.process import DeliveryOutcome
+from outbox.receiver.lane_order import OrderKind
 from outbox.receiver.message import BadMessage
-from outbox.receiver.metrics import Metering
+from outbox.receiver.metrics import ReceiverMetrics
 from outbox.receiver.requests import (
     BODY_BYTES_MAX,
-    Answer,
-    Ended,
+    RequestOutcome,
+    Response,
     not_post,
     one_line,
     put_off,
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.metrics import MeterProvider
 
-    from outbox.receiver.catch_up import CaughtUp
-    from outbox.receiver.inbox.process import Compared, Taken
+    from outbox.receiver.catch_up import CatchUpResult
+    from outbox.receiver.inbox.process import CheckpointComparison, DeliveryResult
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
 
@@ -55,81 +55,88 @@ HELD_MAX = 1000
 HOLD_S = 5.0
 NO_DATABASE_S = 5
 EXPIRE_EVERY = 1000
-"""Deliveries after which what is old is looked for."""
+"""Deliveries between two deletions of expired rows."""
 
 
 class Refuse(OutboxError):
-    """Raised by a handler: this event can never be processed, and why.
+    """Raised by a handler when an event can never be processed.
 
-    It is answered with 422, so that it becomes a dead letter of the sender's, with the
-    reason, to be looked at and sent again by a person.
+    The response is 422 with the message as its reason.  The sender makes the event a
+    dead letter, which an operator can inspect and replay.
     """
 
 
 class Busy(OutboxError):
-    """Raised by a handler: not now.  The sender is asked to come back later."""
+    """Raised by a handler to postpone a delivery: the response is 503 with Retry-After.
 
-    def __init__(self, why: str = "busy", *, retry_after_s: int = 1) -> None:
-        super().__init__(why)
+    Args:
+        reason: one line for the sender's log.
+        retry_after_s: hold-off in whole seconds.
+    """
+
+    def __init__(self, reason: str = "busy", *, retry_after_s: int = 1) -> None:
+        super().__init__(reason)
         self.retry_after_s = retry_after_s
 
 
 class NoDatabase(OutboxError):
-    """A transaction could not be begun, or a delivery not be looked up."""
+    """A transaction could not be opened, or the inbox could not be read."""
 
 
 class Gaps(StrEnum):
-    """What becomes of a delivery before which others are missing."""
+    """Policy for a delivery when deliveries before it are missing."""
 
-    TELL = "tell"
-    """It is processed, and what is missing is told."""
+    REPORT = "report"
+    """Process it, and report the missing numbers."""
     HOLD = "hold"
-    """It waits, for some seconds at most, for those before it."""
+    """Hold its request for up to `hold_s` seconds until the missing ones arrive."""
     CATCH_UP = "catch_up"
-    """Those before it are fetched from the relay, and processed first."""
+    """Fetch the missing ones from the relay and process them first."""
 
 
 @dataclass(slots=True)
 class ReceiverTotals:
-    """What came since this receiver began."""
+    """Counters since the receiver was created."""
 
-    ended: Counter[Ended] = field(default_factory=Counter)
-    """Requests, by what became of them."""
+    requests: Counter[RequestOutcome] = field(default_factory=Counter)
+    """Requests by outcome."""
     fetched: int = 0
-    """Deliveries that were fetched from the relay, and processed."""
+    """Deliveries fetched from the relay and processed."""
     gaps: int = 0
-    """Deliveries before which numbers were missing."""
+    """Deliveries before which sequence numbers were missing."""
     old: int = 0
-    """Deliveries that a higher number had overtaken."""
+    """Deliveries overtaken by a higher sequence number."""
     overdue: int = 0
-    """Numbers that were missing for longer than is tolerated."""
+    """Missing sequence numbers overtaken by more than the tolerance."""
 
 
 @dataclass(slots=True)
-class Handlers:
-    """Who processes which types."""
+class HandlerRegistry:
+    """Registered handlers, each with a pattern of event types."""
 
     _handlers: list[tuple[re.Pattern[str], Callable[..., Any]]] = field(default_factory=list)
-    _unwanted: set[str] = field(default_factory=set)
+    _unhandled: set[str] = field(default_factory=set)
 
-    def add(self, wanted: re.Pattern[str], handler: Callable[..., Any]) -> None:
-        """Let this handler process the types that match."""
-        self._handlers.append((wanted, handler))
+    def add(self, pattern: re.Pattern[str], handler: Callable[..., Any]) -> None:
+        """Register a handler for the event types that match."""
+        self._handlers.append((pattern, handler))
 
-    def of(self, event_type: str) -> Sequence[Callable[..., Any]]:
-        """Those of this type, in the order in which they were added."""
+    def matching(self, event_type: str) -> Sequence[Callable[..., Any]]:
+        """Return the handlers of an event type, in registration order."""
         found = [handler for pattern, handler in self._handlers if pattern.fullmatch(event_type)]
-        if not found and event_type not in self._unwanted and len(self._unwanted) < 1000:
-            self._unwanted.add(event_type)
-            log.warning("no handler wants %r: such events are only taken note of", event_type)
+        if not found and event_type not in self._unhandled and len(self._unhandled) < 1000:
+            self._unhandled.add(event_type)
+            log.warning(
+                "no handler for event type %r: its events are recorded, not processed", event_type
+            )
         return found
 
 
-class Rules:
-    """What does not depend on how a receiver waits.
+class ReceiverRules:
+    """Validation, limits, counters and responses of a receiver; thread-safe.
 
     Raises:
-        UsageError: an argument is out of its bounds.
+        UsageError: an argument is out of range.
     """
 
     def __init__(
@@ -139,7 +146,7 @@ class Rules:
         tolerance_s: float = TOLERANCE_S,
         body_bytes_max: int = BODY_BYTES_MAX,
         in_flight_max: int = IN_FLIGHT_MAX,
-        told: Callable[[Message, Taken], None] | None = None,
+        on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
         if body_bytes_max < 1:
@@ -148,47 +155,48 @@ class Rules:
             raise UsageError(f"in_flight_max: must be 1 or more, not {in_flight_max}")
         self.verifier = Verifier(secrets, tolerance_s=tolerance_s)
         self.body_bytes_max = body_bytes_max
-        self.handlers = Handlers()
+        self.handlers = HandlerRegistry()
         self.foreign: Callable[..., Any] | None = None
         self.totals = ReceiverTotals()
-        self._metering = Metering(meter_provider)
+        self._metering = ReceiverMetrics(meter_provider)
         # Requests come in threads, too.
         self._mutex = threading.Lock()
         self._in_flight_max = in_flight_max
         self._in_flight = 0
-        self._told = told
-        self._taken = 0
+        self._on_delivery = on_delivery
+        self._received_count = 0
 
-    def begin(self) -> Answer | float:
-        """Count a request in; an answer if there are too many already.
+    def begin(self) -> Response | float:
+        """Admit a request, up to `in_flight_max` at once.
 
-        Otherwise gives what `end` wants to know: when it began, in seconds of a clock that
-        is nobody else's.
+        Returns:
+            The start time for `end` (`time.perf_counter`, seconds), or a 503 response
+            when the limit is reached.
         """
         with self._mutex:
             others = self._in_flight
             is_full = others >= self._in_flight_max
             if is_full:
-                self.totals.ended[Ended.PUT_OFF] += 1
+                self.totals.requests[RequestOutcome.PUT_OFF] += 1
             else:
                 self._in_flight += 1
         if is_full:
-            self._metering.ended(Ended.PUT_OFF)
+            self._metering.request_ended(RequestOutcome.PUT_OFF)
             return put_off(f"{others} requests are being processed", 1)
         self._metering.in_flight(1)
         return time.perf_counter()
 
-    def end(self, answer: Answer, began_at: float) -> None:
-        """Count a request out that `begin` counted in."""
+    def end(self, response: Response, began_at: float) -> None:
+        """Count the end of a request that `begin` admitted."""
         with self._mutex:
             self._in_flight -= 1
-            self.totals.ended[answer.ended] += 1
+            self.totals.requests[response.outcome] += 1
         self._metering.in_flight(-1)
-        self._metering.ended(answer.ended, time.perf_counter() - began_at)
+        self._metering.request_ended(response.outcome, time.perf_counter() - began_at)
 
     @contextlib.contextmanager
     def not_in_flight(self) -> Iterator[None]:
-        """A request that only waits, and needs nothing meanwhile."""
+        """Do not count a held request as in flight: it uses no connection while it waits."""
         self._in_flight -= 1
         self._metering.in_flight(-1)
         try:
@@ -197,8 +205,12 @@ class Rules:
             self._in_flight += 1
             self._metering.in_flight(1)
 
-    def read(self, request: Request) -> Verified | Answer:
-        """What was sent, if it is to be looked at any further."""
+    def read(self, request: Request) -> Verified | Response:
+        """Verify a request.
+
+        Returns:
+            The verified request, or the 4xx response that rejects it.
+        """
         if request.method != "POST":
             return not_post()
         if len(request.body) > self.body_bytes_max:
@@ -214,116 +226,125 @@ class Rules:
             return rejected(400, "the headers X-Lane and X-Sequence are missing")
         return verified
 
-    def taken(self, message: Message | None, taken: Taken) -> Answer:
-        """Count and tell what was committed, and say what to answer."""
+    def delivery_committed(self, message: Message | None, taken: DeliveryResult) -> Response:
+        """Count and report a committed delivery; returns its response."""
         if message is not None:
-            self._tell(message, taken)
-        if taken.outcome is Outcome.CONFLICT and message is not None:
-            why = f"number {message.sequence} of {message.lane} was taken by another delivery"
-            # Not 409, by which a receiver says that it has what was sent before.
-            return Answer(Ended.CONFLICT, 422, why)
+            self._report_delivery(message, taken)
+        if taken.outcome is DeliveryOutcome.CONFLICT and message is not None:
+            reason = f"sequence {message.sequence} of {message.lane} was used by another delivery"
+            # Not 409: receivers use it for a duplicate that they already have.
+            return Response(RequestOutcome.CONFLICT, 422, reason)
         if taken.fresh:
-            return Answer(Ended.PROCESSED, 200, "processed")
-        return Answer(Ended.DUPLICATE, 200, "processed before")
+            return Response(RequestOutcome.PROCESSED, 200, "processed")
+        return Response(RequestOutcome.DUPLICATE, 200, "processed before")
 
-    def all_taken(self, messages: Sequence[Message], taken: Sequence[Taken]) -> Answer:
-        """Count and tell what was committed of a request, and say what to answer.
+    def batch_committed(
+        self, messages: Sequence[Message], taken: Sequence[DeliveryResult]
+    ) -> Response:
+        """Count and report the committed deliveries of a request; returns its response.
 
         Args:
-            taken: of the first of them; after the last of these it was not gone on.
+            taken: results of the first messages; the remaining ones were not processed.
         """
-        answer = Answer(Ended.DUPLICATE, 200, "processed before")
+        response = Response(RequestOutcome.DUPLICATE, 200, "processed before")
         for n, (message, each) in enumerate(zip(messages, taken, strict=False)):
-            became = self.taken(message, each)
-            if became.status >= 400:
-                return stopped(messages, n, became)
-            if became.ended is Ended.PROCESSED:
-                answer = became
-        return answer
+            current = self.delivery_committed(message, each)
+            if current.status >= 400:
+                return partial_response(messages, n, current)
+            if current.outcome is RequestOutcome.PROCESSED:
+                response = current
+        return response
 
-    def fetched(self, message: Message, taken: Taken) -> Fate:
-        """Count and tell what was fetched and committed, and what became of it."""
-        self._tell(message, taken)
+    def fetched(self, message: Message, taken: DeliveryResult) -> FetchedOutcome:
+        """Count and report a delivery that was fetched and committed."""
+        self._report_delivery(message, taken)
         with self._mutex:
             self.totals.fetched += taken.fresh
-        self._metering.fetched(int(taken.fresh))
-        return Fate.NEVER if taken.outcome is Outcome.CONFLICT else Fate.TAKEN
+        self._metering.deliveries_fetched(int(taken.fresh))
+        return (
+            FetchedOutcome.REFUSED
+            if taken.outcome is DeliveryOutcome.CONFLICT
+            else FetchedOutcome.PROCESSED
+        )
 
-    def compared(self, compared: Compared, *, fetches: bool) -> Answer:
-        """Count and tell what a checkpoint shows to be missing, and say what to answer.
+    def checkpoint_compared(self, compared: CheckpointComparison, *, fetches: bool) -> Response:
+        """Count and log the numbers that a checkpoint reveals to be missing.
 
         Args:
-            fetches: it is about to be fetched.
+            fetches: the receiver is about to fetch them, so they are only a warning.
         """
         for lane, numbers in compared.missing.items():
-            shown = compared.shown.get(lane)
-            if shown is not None:
+            new = compared.newly_missing.get(lane)
+            if new is not None:
                 self._count(gap=True)
-            what = "acknowledged, and not here" if shown is not None else "still not here"
-            level = logging.WARNING if fetches or shown is None else logging.ERROR
-            log.log(level, "lane %s: %s: %s", lane, what, _ranges(shown or numbers))
-        told = "something is missing" if compared.missing else "all is here"
-        return Answer(Ended.COMPARED, 200, told)
+            what = "acknowledged, not received" if new is not None else "still not received"
+            level = logging.WARNING if fetches or new is None else logging.ERROR
+            log.log(level, "lane %s: %s: %s", lane, what, _ranges(new or numbers))
+        text = "deliveries are missing" if compared.missing else "no delivery is missing"
+        return Response(RequestOutcome.COMPARED, 200, text)
 
-    def failed(self, error: Exception, message_id: str) -> Answer:
-        """What to answer when nothing was committed, by what went wrong."""
+    def failed(self, error: Exception, message_id: str) -> Response:
+        """Map the error of a rolled-back request to its response."""
         match error:
             case Refuse():
-                return Answer(Ended.REFUSED, 422, one_line(str(error)))
+                return Response(RequestOutcome.REFUSED, 422, one_line(str(error)))
             case Busy():
                 return put_off(str(error), error.retry_after_s)
             case NoDatabase():
-                # The sender need not know which database there is.
-                log.error("cannot take deliveries", exc_info=error.__cause__)
+                # The cause stays in this log: it may name the database.
+                log.error("the database is not available", exc_info=error.__cause__)
                 return put_off("the receiver's database is not available", NO_DATABASE_S)
         log.error("delivery %s was not processed", message_id, exc_info=error)
-        return Answer(Ended.FAILED, 500, "the receiver failed")
+        return Response(RequestOutcome.FAILED, 500, "the receiver failed")
 
     def is_time_to_expire(self, taken: int) -> bool:
-        """Once in a while, and at the beginning; so many more were taken."""
+        """Count received deliveries; True for the first ones and then every EXPIRE_EVERY."""
         with self._mutex:
-            before = self._taken
-            self._taken += taken
-            return before == 0 or before // EXPIRE_EVERY < self._taken // EXPIRE_EVERY
+            before = self._received_count
+            self._received_count += taken
+            return before == 0 or before // EXPIRE_EVERY < self._received_count // EXPIRE_EVERY
 
-    def _tell(self, message: Message, taken: Taken) -> None:
+    def _report_delivery(self, message: Message, taken: DeliveryResult) -> None:
         kind = taken.observation.kind if taken.observation is not None else None
-        gap, old = kind is Kind.GAP, kind is Kind.OLD
+        gap, old = kind is OrderKind.GAP, kind is OrderKind.OLD
         self._count(gap=gap, old=old, overdue=sum(hi - lo + 1 for lo, hi in taken.overdue))
         _log(message, taken)
-        if self._told is not None:
+        if self._on_delivery is not None:
             try:
-                self._told(message, taken)
+                self._on_delivery(message, taken)
             except Exception:
-                # It is committed, whatever somebody makes of it.
-                log.exception("telling of delivery %s failed", message.delivery_id)
+                # The delivery is committed: an error of the callback must not change the response.
+                log.exception("the on_delivery callback failed for %s", message.delivery_id)
 
     def _count(self, *, gap: bool, old: bool = False, overdue: int = 0) -> None:
         with self._mutex:
             self.totals.gaps += gap
             self.totals.old += old
             self.totals.overdue += overdue
-        self._metering.taken(gap=gap, old=old, overdue=overdue)
+        self._metering.delivery_committed(gap=gap, old=old, overdue=overdue)
 
 
-def stopped(messages: Sequence[Message], at: int, answer: Answer) -> Answer:
-    """What is answered when of a request's messages this one was not taken, nor those after it.
+def partial_response(messages: Sequence[Message], at: int, response: Response) -> Response:
+    """Build the response to a batch that stopped at one of its messages.
 
     Args:
-        at: its place.
-        answer: what is said of it.
+        at: index of the first message that was not committed.
+        response: the response to that message.
+
+    Returns:
+        `response`, with X-Accepted-Through if messages before it were committed.
     """
     if at == 0:
-        return answer
+        return response
     accepted = (ACCEPTED_THROUGH, str(messages[at - 1].sequence))
-    return replace(answer, headers=(*answer.headers, accepted))
+    return replace(response, headers=(*response.headers, accepted))
 
 
-def choice(gaps: Gaps | str) -> Gaps:
-    """What becomes of gaps, by its member or value.
+def parse_gaps(gaps: Gaps | str) -> Gaps:
+    """Parse a gap policy, given as a member or its value.
 
     Raises:
-        UsageError: there is no such choice.
+        UsageError: it is not one of them.
     """
     try:
         return Gaps(gaps)
@@ -332,26 +353,26 @@ def choice(gaps: Gaps | str) -> Gaps:
         raise UsageError(f"gaps: must be one of {known}, not {gaps!r}") from None
 
 
-def tell_caught_up(done: CaughtUp) -> CaughtUp:
-    """Say what was fetched, if it was anything."""
-    if done.fetched or done.gone or done.failed is not None:
-        gone = f"; given up, refused or not kept any more: {_ranges(done.gone)}"
-        failed = f"; number {done.failed} could not be processed"
+def log_catch_up(done: CatchUpResult) -> CatchUpResult:
+    """Log the result of a catch-up, unless nothing was fetched."""
+    if done.fetched or done.unavailable or done.failed is not None:
+        unavailable = f"; dead-lettered, refused or no longer retained: {_ranges(done.unavailable)}"
+        failed = f"; sequence {done.failed} could not be processed"
         log.log(
             logging.INFO if done.failed is None else logging.WARNING,
             "lane %s: caught up with %d deliveries%s%s",
             done.lane,
             done.fetched,
-            gone if done.gone else "",
+            unavailable if done.unavailable else "",
             failed if done.failed is not None else "",
         )
     return done
 
 
-def logged(verified: Verified, answer: Answer) -> dict[str, Any]:
-    """What is written down of a request.
+def request_log_row(verified: Verified, response: Response) -> dict[str, Any]:
+    """Build the row of a request for the inbox's request table.
 
-    Only of those that are signed: of the others anybody could send any number.
+    Only signed requests are logged: unsigned ones could fill the table.
     """
     first = verified.messages[0] if verified.messages else None
     return {
@@ -360,9 +381,9 @@ def logged(verified: Verified, answer: Answer) -> dict[str, Any]:
         "sequence": first.sequence if first is not None else None,
         "type": _type(verified),
         "attempt": first.attempt if first is not None else None,
-        "outcome": answer.ended.value,
-        "status": answer.status,
-        "why": answer.text,
+        "outcome": response.outcome.value,
+        "status": response.status,
+        "why": response.text,
     }
 
 
@@ -373,27 +394,27 @@ def _type(verified: Verified) -> str | None:
     return types.pop() if len(types) == 1 else None
 
 
-def _log(message: Message, taken: Taken) -> None:
+def _log(message: Message, taken: DeliveryResult) -> None:
     seen = taken.observation
     if taken.overdue:
-        log.error("lane %s: missing for too long: %s", message.lane, _ranges(taken.overdue))
+        log.error("lane %s: overdue, still missing: %s", message.lane, _ranges(taken.overdue))
     elif seen is not None and seen.missing:
         log.warning(
-            "lane %s: number %d came before %s",
+            "lane %s: sequence %d arrived before %s",
             message.lane,
             message.sequence,
             _ranges(seen.missing),
         )
-    if taken.outcome is Outcome.CONFLICT:
+    if taken.outcome is DeliveryOutcome.CONFLICT:
         log.error(
-            "lane %s: number %d was taken by another delivery than %s",
+            "lane %s: sequence %d was used by another delivery than %s",
             message.lane,
             message.sequence,
             message.delivery_id,
         )
     if seen is not None and seen.lost is not None:
         log.error(
-            "lane %s: the sender lost numbers %s, which were received",
+            "lane %s: the sender has no record of sequences %s, which were received",
             message.lane,
             _ranges((seen.lost,)),
         )

@@ -1,7 +1,7 @@
-"""Asking a relay for what a lane delivered: `outbox relay --receivers HOST:PORT`.
+"""Client for the relay's receiver API: `outbox relay --receivers HOST:PORT`.
 
-What comes back are whole deliveries, signed afresh, so that nothing here need be
-believed: each goes the way of one that was sent.
+It returns complete deliveries with new signatures, so that each is verified and processed
+like one that was sent; the API itself need not be trusted.
 """
 
 from __future__ import annotations
@@ -26,191 +26,203 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 30.0
 PAGE = 100
-ANSWER_BYTES_MAX = 256 * 1024 * 1024
+RESPONSE_BYTES_MAX = 256 * 1024 * 1024
 CONFLICT, TOO_MANY_REQUESTS = 409, 429
 WAIT_S_MAX = 60.0
-"""For a relay that asks to be asked less often."""
+"""Total time spent on Retry-After hold-offs (429) of one request, in seconds."""
 
 
 class CannotFetch(CannotRun):
-    """The relay could not be asked, or did not answer as it should."""
+    """The relay could not be reached, rejected the request, or sent an invalid response."""
 
 
-class AlreadyAsked(CannotFetch):
-    """The lane is being sent again already, or its endpoint is disabled."""
+class ReplayConflict(CannotFetch):
+    """A replay of the lane is already running, or its endpoint is disabled (409)."""
 
 
 @dataclass(frozen=True, slots=True)
-class LaneStanding:
-    """How far a lane is, as its sender has it."""
+class LaneProgress:
+    """Progress of a lane according to its sender."""
 
     lane: str
     acknowledged: int
-    """Up to here everything was delivered or given up."""
+    """Everything up to this sequence number was delivered or dead-lettered."""
     generation: int = 1
-    """It rises when the lanes of an endpoint are made anew."""
+    """Incremented when the lanes of the endpoint are recreated."""
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One number of a lane."""
+class PageItem:
+    """One sequence number of a lane."""
 
     sequence: int
-    given_up: bool
+    dead_lettered: bool
     request: Request | None
-    """The delivery; None: its event was erased."""
+    """The delivery; None if its event was erased."""
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """Some numbers of a lane, in order."""
+class LanePage:
+    """A page of sequence numbers of a lane, in order."""
 
     kept_from: int
-    """What is below, and was asked for, is not kept any more."""
-    items: tuple[Item, ...]
+    """Requested numbers below this one are no longer retained."""
+    items: tuple[PageItem, ...]
     acknowledged: int
     next: int | None
-    """Behind which number the next page begins; None: this is the last one."""
+    """The next page begins after this number; None on the last page."""
 
 
 @dataclass(frozen=True, slots=True)
-class Resending:
-    """What a relay sends again."""
+class RequestedReplay:
+    """A replay that a relay accepted."""
 
     lane: str
     job: int | None
-    """The relay's replay job; None: there is nothing behind the number."""
+    """The relay's replay job; None: there is nothing to replay."""
     from_sequence: int | None
     to_sequence: int | None
     acknowledged: int
-    """Up to here the lane's numbers were delivered or given up."""
+    """Everything up to this sequence number was delivered or dead-lettered."""
 
 
-class Source(Protocol):
-    """What a receiver fetches from."""
+class DeliverySource(Protocol):
+    """What `fetch=` of a receiver accepts: lists lanes and returns their deliveries."""
 
-    def lanes(self) -> Iterator[LaneStanding]: ...
-    def lanes_async(self) -> AsyncIterator[LaneStanding]: ...
-    def page(self, lane: str, after: int) -> Page: ...
-    async def page_async(self, lane: str, after: int) -> Page: ...
+    def lanes(self) -> Iterator[LaneProgress]: ...
+    def lanes_async(self) -> AsyncIterator[LaneProgress]: ...
+    def page(self, lane: str, after: int) -> LanePage: ...
+    async def page_async(self, lane: str, after: int) -> LanePage: ...
 
 
-class Fetch:
-    """Where to fetch, and as whom.
+class FetchClient:
+    """Client of the relay's receiver API, for one endpoint.
 
     Args:
-        url: of the relay's listener for receivers.
-        token: of the endpoint, from `outbox endpoint fetch-token`.
-        timeout_s: for a page, in seconds.
+        url: URL of the relay's `--receivers` listener.
+        token: fetch token of the endpoint, from `outbox endpoint fetch-token`.
+        timeout_s: time-out of one request, in seconds.
 
     Raises:
-        UsageError: the URL or the token is none; the message never shows the token.
+        UsageError: the URL or the token is invalid; the message never shows the token.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise UsageError(f"fetch: {url!r} is no http or https URL")
+            raise UsageError(f"fetch: {url!r} is not an http or https URL")
         token = token.strip() if isinstance(token, str) else ""
         if not (token and token.isascii() and token.isprintable()):
-            raise UsageError("fetch: the token is none; see outbox endpoint fetch-token")
+            raise UsageError("fetch: invalid token; create one with outbox endpoint fetch-token")
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
         self._timeout_s = timeout_s
 
-    def lanes(self) -> Iterator[LaneStanding]:
-        """How far each lane of the endpoint is.
+    def lanes(self) -> Iterator[LaneProgress]:
+        """Yield the progress of each lane of the endpoint.
 
         Raises:
-            CannotFetch: the relay does not answer.
+            CannotFetch: the relay cannot be reached, or rejected the request.
         """
         after: str | None = ""
         while after is not None:
-            answer = self._get("/v1/lanes", {"after": after} if after else {})
-            yield from map(_standing, _take(answer, "items", list))
-            after = _take(answer, "next", str, none=True)
+            response = self._get("/v1/lanes", {"after": after} if after else {})
+            yield from map(_lane_progress, _field(response, "items", list))
+            after = _field(response, "next", str, none=True)
 
-    async def lanes_async(self) -> AsyncIterator[LaneStanding]:
-        """The same for asyncio."""
+    async def lanes_async(self) -> AsyncIterator[LaneProgress]:
+        """Like `lanes`, for asyncio."""
         after: str | None = ""
         while after is not None:
-            answer = await self._get_async("/v1/lanes", {"after": after} if after else {})
-            for item in _take(answer, "items", list):
-                yield _standing(item)
-            after = _take(answer, "next", str, none=True)
+            response = await self._get_async("/v1/lanes", {"after": after} if after else {})
+            for item in _field(response, "items", list):
+                yield _lane_progress(item)
+            after = _field(response, "next", str, none=True)
 
-    def page(self, lane: str, after: int) -> Page:
-        """What was delivered or given up behind a number.
+    def page(self, lane: str, after: int) -> LanePage:
+        """Fetch a page of the deliveries and dead letters of a lane.
+
+        Args:
+            lane: its name.
+            after: the page begins after this sequence number.
 
         Raises:
-            CannotFetch: the relay does not answer, or has no such lane.
+            CannotFetch: the relay cannot be reached, or has no such lane.
         """
         return _page(self._get(_path(lane), {"after": str(after), "limit": str(PAGE)}))
 
-    async def page_async(self, lane: str, after: int) -> Page:
-        """The same for asyncio."""
+    async def page_async(self, lane: str, after: int) -> LanePage:
+        """Like `page`, for asyncio."""
         query = {"after": str(after), "limit": str(PAGE)}
         return _page(await self._get_async(_path(lane), query))
 
-    def replay(self, lane: str, after: int, to: int | None = None) -> Resending:
-        """Have what was delivered behind a number, up to another, sent again.
+    def replay(self, lane: str, after: int, to: int | None = None) -> RequestedReplay:
+        """Request a replay of the delivered sequence numbers of a lane.
 
-        A receiver with an inbox processes of it what it has lost.  What was given up is
-        an operator's to send again.
+        An inbox processes only the ones that it has lost.  Dead letters are not included:
+        an operator replays them.
+
+        Args:
+            lane: its name.
+            after: replay the numbers after this one.
+            to: replay up to this number; None: up to the last acknowledged one.
 
         Raises:
-            AlreadyAsked: it is about it already, or the endpoint is disabled.
-            CannotFetch: the relay does not answer, or has no such lane.
+            ReplayConflict: a replay is already running, or the endpoint is disabled.
+            CannotFetch: the relay cannot be reached, or has no such lane.
         """
         path = f"/v1/lanes/{urllib.parse.quote(lane, safe='')}/replay"
         query = {"after": str(after)} | ({} if to is None else {"to": str(to)})
-        answer = self._ask("POST", path, query)
-        job, first, last = (_take(answer, name, int, none=True) for name in ("job", "from", "to"))
-        acknowledged = _take(answer, "acknowledged", int)
-        return Resending(_take(answer, "lane", str), job, first, last, acknowledged)
+        response = self._request("POST", path, query)
+        job, first, last = (
+            _field(response, name, int, none=True) for name in ("job", "from", "to")
+        )
+        acknowledged = _field(response, "acknowledged", int)
+        return RequestedReplay(_field(response, "lane", str), job, first, last, acknowledged)
 
-    async def replay_async(self, lane: str, after: int, to: int | None = None) -> Resending:
-        """The same for asyncio."""
+    async def replay_async(self, lane: str, after: int, to: int | None = None) -> RequestedReplay:
+        """Like `replay`, for asyncio."""
         return await asyncio.to_thread(self.replay, lane, after, to)
 
     async def _get_async(self, path: str, query: Mapping[str, str]) -> Any:
-        # In a thread: few are asked, seldom, and no client need be kept for it.
+        # In a thread: requests are few and rare, not worth an asyncio HTTP client.
         return await asyncio.to_thread(self._get, path, query)
 
     def _get(self, path: str, query: Mapping[str, str]) -> Any:
-        return self._ask("GET", path, query)
+        return self._request("GET", path, query)
 
-    def _ask(self, method: str, path: str, query: Mapping[str, str]) -> Any:
+    def _request(self, method: str, path: str, query: Mapping[str, str]) -> Any:
         url = f"{self._url}{path}?{urllib.parse.urlencode(query)}"
-        asked = urllib.request.Request(  # noqa: S310 (http or https, see __init__)
+        request = urllib.request.Request(  # noqa: S310 (http or https, see __init__)
             url, headers=self._headers, method=method
         )
-        give_up_at = time.monotonic() + WAIT_S_MAX
+        deadline = time.monotonic() + WAIT_S_MAX
         while True:
             try:
-                with _OPENER.open(asked, timeout=self._timeout_s) as answer:
-                    return orjson.loads(answer.read(ANSWER_BYTES_MAX))
+                with _OPENER.open(request, timeout=self._timeout_s) as response:
+                    return orjson.loads(response.read(RESPONSE_BYTES_MAX))
             except urllib.error.HTTPError as error:
                 with error:
-                    wait_s = _asked_to_wait_s(error)
-                    if wait_s is None or time.monotonic() + wait_s > give_up_at:
-                        kind = AlreadyAsked if error.code == CONFLICT else CannotFetch
-                        told = f"the relay at {self._url} answers: {_detail(error)}"
-                        raise kind(told) from None
+                    wait_s = _retry_after_s(error)
+                    if wait_s is None or time.monotonic() + wait_s > deadline:
+                        kind = ReplayConflict if error.code == CONFLICT else CannotFetch
+                        raise kind(
+                            f"the relay at {self._url} responded: {_detail(error)}"
+                        ) from None
             except (OSError, ValueError, http.client.HTTPException) as error:
-                why = one_line(str(error) or type(error).__name__)
-                raise CannotFetch(f"the relay at {self._url} cannot be asked: {why}") from None
-            # Whoever has a thousand lanes asks more often than a token may.
+                reason = one_line(str(error) or type(error).__name__)
+                raise CannotFetch(f"the relay at {self._url} cannot be reached: {reason}") from None
+            # With a thousand lanes a catch-up exceeds the rate limit of its token.
             time.sleep(wait_s)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the token to whoever is named there."""
+    """Refuses redirects: they would send the token to another host."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
-# No proxy of the environment's: the relay is named, and the token is for it.
+# Ignores proxies of the environment, which would receive the token.
 _OPENER = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
 
 
@@ -218,42 +230,47 @@ def _path(lane: str) -> str:
     return f"/v1/lanes/{urllib.parse.quote(lane, safe='')}/deliveries"
 
 
-def _standing(item: Any) -> LaneStanding:
-    acknowledged = _take(item, "acknowledged", int)
-    return LaneStanding(_take(item, "lane", str), acknowledged, _take(item, "generation", int))
+def _lane_progress(item: Any) -> LaneProgress:
+    acknowledged = _field(item, "acknowledged", int)
+    return LaneProgress(_field(item, "lane", str), acknowledged, _field(item, "generation", int))
 
 
-def _page(answer: Any) -> Page:
-    items = tuple(map(_item, _take(answer, "items", list)))
-    kept_from, acknowledged = _take(answer, "kept_from", int), _take(answer, "acknowledged", int)
-    return Page(kept_from, items, acknowledged, _take(answer, "next", int, none=True))
+def _page(response: Any) -> LanePage:
+    items = tuple(map(_item, _field(response, "items", list)))
+    kept_from, acknowledged = (
+        _field(response, "kept_from", int),
+        _field(response, "acknowledged", int),
+    )
+    return LanePage(kept_from, items, acknowledged, _field(response, "next", int, none=True))
 
 
-def _item(item: Any) -> Item:
-    sequence, request = _take(item, "sequence", int), None
+def _item(item: Any) -> PageItem:
+    sequence, request = _field(item, "sequence", int), None
     if "body" in item:
-        headers = _take(item, "headers", dict)
+        headers = _field(item, "headers", dict)
         if not all(isinstance(value, str) for value in headers.values()):
-            raise CannotFetch('what answers is no relay: a header of "headers" is no text')
-        request = Request("POST", headers, _take(item, "body", str).encode())
-    return Item(sequence, "given_up" in item, request)
+            raise CannotFetch('invalid response, not from a relay: a value of "headers" is no text')
+        request = Request("POST", headers, _field(item, "body", str).encode())
+    return PageItem(sequence, "dead_lettered" in item, request)
 
 
-def _take(answer: Any, name: str, kind: type, *, none: bool = False) -> Any:
-    """A value of an answer, which may come from anything that listens there.
+def _field(response: Any, name: str, kind: type, *, none: bool = False) -> Any:
+    """Return a field of a response, which may come from any HTTP server.
 
     Raises:
-        CannotFetch: it is not there, or of another kind.
+        CannotFetch: the field is absent or has another type.
     """
-    value = answer.get(name) if isinstance(answer, dict) else None
+    value = response.get(name) if isinstance(response, dict) else None
     # In Python a bool is an int.
     if type(value) is not kind and not (none and value is None):
-        raise CannotFetch(f'what answers is no relay: its answer has no "{name}" as a relay\'s has')
+        raise CannotFetch(
+            f'invalid response, not from a relay: the field "{name}" is absent or has a wrong type'
+        )
     return value
 
 
-def _asked_to_wait_s(error: urllib.error.HTTPError) -> float | None:
-    """How long the relay asks to be left alone; None: it does not."""
+def _retry_after_s(error: urllib.error.HTTPError) -> float | None:
+    """Return the Retry-After of a 429 in seconds; None for other responses."""
     seconds = error.headers.get("Retry-After", "")
     if error.code != TOO_MANY_REQUESTS or not (seconds.isascii() and seconds.isdigit()):
         return None
@@ -262,7 +279,7 @@ def _asked_to_wait_s(error: urllib.error.HTTPError) -> float | None:
 
 def _detail(error: urllib.error.HTTPError) -> str:
     try:
-        told = json.loads(error.read(10_000))
-        return f"{error.code}, {one_line(str(told['detail']))}"
+        problem = json.loads(error.read(10_000))
+        return f"{error.code}, {one_line(str(problem['detail']))}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException):
         return str(error.code)

@@ -1,7 +1,7 @@
-"""Deliveries as a receiver reads them out of a request: one, or a batch of them.
+"""Parser for the body of a request: one delivery, or a batch of deliveries.
 
-Only the body is signed.  The `X-` headers say the same for those who route or
-log without parsing, so one that says something else was changed on its way.
+Only the body is signed.  The `X-` headers repeat its fields for proxies and logs, so a
+header that differs from the body was changed in transit.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 HEADERS = ("X-Delivery", "X-Event", "X-Lane", "X-Sequence", "X-Previous-Sequence")
-"""Each delivery has all of them; a batch has X-Last-Sequence in place of X-Event."""
+"""Headers of every delivery; a batch has X-Last-Sequence instead of X-Event."""
 
 
 class BadMessage(OutboxError, ValueError):
-    """The request is not a delivery; the message is one line."""
+    """The request is not a valid delivery; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Message:
     """One delivery."""
 
     delivery_id: str
-    """The same for every copy of this event at this endpoint."""
+    """The idempotency key: the same for every attempt of this delivery."""
     event_id: str
     type: str
     timestamp: str
-    """When it was published, RFC 3339."""
+    """Time of publication, RFC 3339."""
     tenant: str | None
     key: str | None
     lane: str
@@ -44,23 +44,23 @@ class Message:
     previous_sequence: int
     replay_of: tuple[str, int] | None
     backfill: int | None
-    """The backfill that sends the event once more; None: this is the first time."""
+    """Id of the backfill that sends the event again; None for the first delivery."""
     copy_of: str | None
-    """The X-Delivery that this is a copy of: sent again because this receiver asked for that."""
+    """X-Delivery of the original, if this is a replay that the receiver requested."""
     lane_ends: bool
-    """Nothing will follow it in its lane."""
+    """This is the last delivery of its lane."""
     attempt: int | None
-    """Not signed: information only."""
+    """From X-Attempt, which is not signed: for information only."""
     data: Any
 
     @property
     def identity(self) -> str:
-        """Which delivery it is, whether the first time or sent again."""
+        """Idempotency key that original and requested replay share."""
         return self.copy_of or self.delivery_id
 
 
 def is_delivery(body: bytes) -> bool:
-    """Whether the body is a relay's, whatever the headers say."""
+    """Whether the body is a relay's delivery or batch, regardless of the headers."""
     if b'"previous_sequence"' not in body:
         return False
     try:
@@ -75,12 +75,17 @@ _NUMBERED = {"lane", "sequence", "previous_sequence"}
 
 
 def parse(headers: Mapping[str, str], body: bytes) -> tuple[Message, ...]:
-    """Read the deliveries of a request, in order, and check that headers and body agree.
+    """Parse the deliveries of a request and check that headers and body agree.
 
-    Names in `headers` are in lower case, or it is a mapping that ignores case.
+    Args:
+        headers: lower-case names, or a case-insensitive mapping.
+        body: the request body.
+
+    Returns:
+        One message, or those of a batch in order.
 
     Raises:
-        BadMessage: it is no delivery and no batch, or they disagree.
+        BadMessage: neither a delivery nor a batch, or headers and body differ.
     """
     try:
         content = orjson.loads(body)
@@ -89,10 +94,10 @@ def parse(headers: Mapping[str, str], body: bytes) -> tuple[Message, ...]:
     request_id, attempt = _request_id(headers), _attempt(headers)
     if isinstance(content, list):
         messages = _batch(content, attempt)
-        _agree(headers, messages[0], (LAST_SEQUENCE, str(messages[-1].sequence)))
+        _require_matching_headers(headers, messages[0], (LAST_SEQUENCE, str(messages[-1].sequence)))
         return messages
     message = _message(content, request_id, attempt)
-    _agree(headers, message, ("X-Event", message.event_id))
+    _require_matching_headers(headers, message, ("X-Event", message.event_id))
     return (message,)
 
 
@@ -101,7 +106,7 @@ def _batch(content: list[Any], attempt: int | None) -> tuple[Message, ...]:
     for element in content:
         if not isinstance(element, dict):
             raise BadMessage("an element of the body's array is not an object")
-        delivery_id = _uuid(_take(element, "delivery", str), 'the body\'s "delivery"')
+        delivery_id = _uuid(_field(element, "delivery", str), 'the body\'s "delivery"')
         message = _message(element, delivery_id, None if messages else attempt)
         if messages:
             before = messages[-1]
@@ -112,7 +117,7 @@ def _batch(content: list[Any], attempt: int | None) -> tuple[Message, ...]:
                 )
         messages.append(message)
     if not messages:
-        raise BadMessage("the body is an array of nothing")
+        raise BadMessage("the body is an empty array")
     return tuple(messages)
 
 
@@ -121,18 +126,18 @@ def _message(content: object, delivery_id: str, attempt: int | None) -> Message:
         raise BadMessage("the body is neither a JSON object nor an array of them")
     message = Message(
         delivery_id=delivery_id,
-        event_id=_take(content, "id", str),
-        type=_take(content, "type", str),
-        timestamp=_take(content, "timestamp", str),
-        tenant=_take(content, "tenant", str) if "tenant" in content else None,
-        key=_take(content, "key", str) if "key" in content else None,
-        lane=_take(content, "lane", str),
-        sequence=_take(content, "sequence", int),
-        previous_sequence=_take(content, "previous_sequence", int),
+        event_id=_field(content, "id", str),
+        type=_field(content, "type", str),
+        timestamp=_field(content, "timestamp", str),
+        tenant=_field(content, "tenant", str) if "tenant" in content else None,
+        key=_field(content, "key", str) if "key" in content else None,
+        lane=_field(content, "lane", str),
+        sequence=_field(content, "sequence", int),
+        previous_sequence=_field(content, "previous_sequence", int),
         replay_of=_replay_of(content),
-        backfill=_take(content, "backfill", int) if "backfill" in content else None,
+        backfill=_field(content, "backfill", int) if "backfill" in content else None,
         copy_of=_copy_of(content),
-        lane_ends=_take(content, "lane_ends", bool) if "lane_ends" in content else False,
+        lane_ends=_field(content, "lane_ends", bool) if "lane_ends" in content else False,
         attempt=attempt,
         data=content.get("data"),
     )
@@ -141,13 +146,13 @@ def _message(content: object, delivery_id: str, attempt: int | None) -> Message:
     return message
 
 
-def _take(content: Mapping[str, Any], name: str, kind: type) -> Any:
+def _field(content: Mapping[str, Any], name: str, kind: type) -> Any:
     value = content.get(name)
     # In Python a bool is an int.
     if type(value) is not kind:
         what = {int: "an integer", bool: "true or false"}.get(kind, "a string")
         raise BadMessage(f'the body\'s "{name}" is not {what}')
-    # Otherwise an inbox would fail on it, and the sender would try again and again.
+    # PostgreSQL's text cannot store NUL: the inbox would fail, and the sender retry.
     if isinstance(value, str) and "\0" in value:
         raise BadMessage(f'the body\'s "{name}" has a NUL character, which no database can hold')
     if kind is int and isinstance(value, int) and not 0 <= value < 2**63:
@@ -158,16 +163,16 @@ def _take(content: Mapping[str, Any], name: str, kind: type) -> Any:
 def _replay_of(content: Mapping[str, Any]) -> tuple[str, int] | None:
     if "replay_of" not in content:
         return None
-    stands_for = content["replay_of"]
-    if not isinstance(stands_for, dict):
+    replayed = content["replay_of"]
+    if not isinstance(replayed, dict):
         raise BadMessage('the body\'s "replay_of" is not an object')
-    return _take(stands_for, "lane", str), _take(stands_for, "sequence", int)
+    return _field(replayed, "lane", str), _field(replayed, "sequence", int)
 
 
 def _copy_of(content: Mapping[str, Any]) -> str | None:
     if "copy_of" not in content:
         return None
-    return str(UUID(_uuid(_take(content, "copy_of", str), 'the body\'s "copy_of"')))
+    return str(UUID(_uuid(_field(content, "copy_of", str), 'the body\'s "copy_of"')))
 
 
 def _uuid(text: str, what: str) -> str:
@@ -181,7 +186,7 @@ def _uuid(text: str, what: str) -> str:
 def _request_id(headers: Mapping[str, str]) -> str:
     request_id = _uuid(headers.get("x-delivery", ""), "the header X-Delivery")
     if headers.get("webhook-id", request_id) != request_id:
-        # Of the two only webhook-id is signed.
+        # Only webhook-id is signed.
         raise BadMessage("the headers X-Delivery and webhook-id differ")
     return request_id
 
@@ -191,7 +196,9 @@ def _attempt(headers: Mapping[str, str]) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def _agree(headers: Mapping[str, str], first: Message, *more: tuple[str, str]) -> None:
+def _require_matching_headers(
+    headers: Mapping[str, str], first: Message, *more: tuple[str, str]
+) -> None:
     for header, value in (
         ("X-Lane", first.lane),
         ("X-Sequence", str(first.sequence)),
@@ -199,4 +206,4 @@ def _agree(headers: Mapping[str, str], first: Message, *more: tuple[str, str]) -
         *more,
     ):
         if headers.get(header.lower()) != value:
-            raise BadMessage(f"the header {header} does not say what the body says")
+            raise BadMessage(f"the header {header} differs from the body")

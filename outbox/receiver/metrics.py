@@ -1,7 +1,8 @@
-"""What a receiver counts, for whichever MeterProvider the application has set.
+"""OpenTelemetry metrics of a receiver.
 
-Only OpenTelemetry's API is used: without a provider nothing happens.  The one attribute,
-`outcome`, takes the values of `Ended`; lanes, types and ids have no end, and are none.
+Only the OpenTelemetry API is used: without a MeterProvider the instruments are no-ops.
+The only attribute is `outcome`, with the values of `RequestOutcome`; lanes, types and ids
+have unbounded cardinality and are not attributes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import get_meter
 
-from outbox.receiver.requests import Ended
+from outbox.receiver.requests import RequestOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,77 +21,79 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("outbox.receiver")
 
-# The API's own are for milliseconds.
+# The default bucket boundaries of the API are for milliseconds.
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_OUTCOMES = {each: {"outcome": each.value} for each in Ended}
+_OUTCOMES = {each: {"outcome": each.value} for each in RequestOutcome}
 
 
-class Metering:
-    """A receiver's instruments.  Nothing that goes wrong with them is raised.
+class ReceiverMetrics:
+    """A receiver's instruments; their errors are logged, never raised.
 
     Args:
-        provider: None: the global one, also when it is set later than this is made.
+        provider: None selects the global provider, even if it is set later.
     """
 
     def __init__(self, provider: MeterProvider | None = None) -> None:
         meter = get_meter("outbox.receiver", meter_provider=provider)
         self._requests = meter.create_counter(
-            "outbox.receiver.requests", "{request}", "Requests, by what became of them."
+            "outbox.receiver.requests", "{request}", "Requests, by outcome."
         )
         self._in_flight = meter.create_up_down_counter(
             "outbox.receiver.requests.in_flight",
             "{request}",
-            "Requests that are being processed; those that wait for others before them are not.",
+            "Requests being processed, without those held for earlier deliveries.",
         )
         self._duration = meter.create_histogram(
             "outbox.receiver.request.duration",
             "s",
-            "How long a request took until its answer, what it waited for included.",
+            "Time from a request to its response, including the time it was held.",
             explicit_bucket_boundaries_advisory=SECONDS,
         )
         self._gaps = meter.create_counter(
-            "outbox.receiver.gaps", "{delivery}", "Deliveries before which numbers were missing."
+            "outbox.receiver.gaps",
+            "{delivery}",
+            "Deliveries before which sequence numbers were missing.",
         )
         self._old = meter.create_counter(
-            "outbox.receiver.old", "{delivery}", "Deliveries that a higher number had overtaken."
+            "outbox.receiver.old", "{delivery}", "Deliveries overtaken by a higher number."
         )
         self._overdue = meter.create_counter(
             "outbox.receiver.overdue",
             "{number}",
-            "Numbers that were missing for longer than is tolerated.",
+            "Missing sequence numbers overtaken by more than the tolerance.",
         )
         self._fetched = meter.create_counter(
             "outbox.receiver.fetched",
             "{delivery}",
-            "Deliveries that were fetched from the relay, and processed.",
+            "Deliveries fetched from the relay and processed.",
         )
         self._has_begun = self._has_failed = False
 
     def in_flight(self, change: int) -> None:
-        """So many requests more, or less, are being processed."""
-        self._tell(self._in_flight.add, change)
+        """Add `change` to the number of requests in flight."""
+        self._record(self._in_flight.add, change)
 
-    def ended(self, outcome: Ended, elapsed_s: float | None = None) -> None:
-        """A request was answered.
+    def request_ended(self, outcome: RequestOutcome, elapsed_s: float | None = None) -> None:
+        """Count a request and its duration.
 
         Args:
-            elapsed_s: None: it was turned away before it began.
+            elapsed_s: None: it was rejected before processing began, so no duration.
         """
-        self._tell(self._requests.add, 1, _OUTCOMES[outcome])
+        self._record(self._requests.add, 1, _OUTCOMES[outcome])
         if elapsed_s is not None:
-            self._tell(self._duration.record, elapsed_s, _OUTCOMES[outcome])
+            self._record(self._duration.record, elapsed_s, _OUTCOMES[outcome])
 
-    def taken(self, *, gap: bool, old: bool, overdue: int) -> None:
-        """A delivery was committed; `overdue` numbers before it are given up for lost."""
+    def delivery_committed(self, *, gap: bool, old: bool, overdue: int) -> None:
+        """Count the observations of a committed delivery; `overdue` is an amount."""
         for counter, amount in ((self._gaps, gap), (self._old, old), (self._overdue, overdue)):
             if amount:
-                self._tell(counter.add, int(amount))
+                self._record(counter.add, int(amount))
 
-    def fetched(self, deliveries: int) -> None:
-        """So many were fetched, and processed."""
-        self._tell(self._fetched.add, deliveries)
+    def deliveries_fetched(self, deliveries: int) -> None:
+        """Count deliveries fetched from the relay and processed."""
+        self._record(self._fetched.add, deliveries)
 
-    def _tell(
+    def _record(
         self,
         record: Callable[[float, Mapping[str, str] | None], None],
         value: float,
@@ -98,18 +101,20 @@ class Metering:
     ) -> None:
         try:
             if not self._has_begun:
-                self._begin()
+                self._create_series()
             record(value, attributes)
         except Exception:
-            # Once: a provider that fails does so for every request.
+            # Logged once: a failing provider fails for every request.
             if not self._has_failed:
                 self._has_failed = True
-                log.exception("this receiver's metrics are wrong from now on")
+                log.exception(
+                    "recording a metric failed; the receiver's metrics are incomplete from now on"
+                )
 
-    def _begin(self) -> None:
-        """Tell of noughts, since a series that begins at 1 is taken for one that does not grow.
+    def _create_series(self) -> None:
+        """Record zeros, because a series that starts at 1 shows no increase to `rate()`.
 
-        Not before the first request, when the application has set its provider.
+        Called at the first request, when the application has set its provider.
         """
         self._has_begun = True
         for counter in (self._gaps, self._old, self._overdue, self._fetched):

@@ -1,16 +1,17 @@
-"""What `AsyncReceiver` and `Receiver` have in common: from a request to its answer.
+"""Request pipeline shared by `AsyncReceiver` and `Receiver`.
 
 1. verify the signature, and that headers and body agree;
-2. open a transaction, and take the delivery: its lane is locked, its number and its
-   `X-Delivery` are looked up and written down;
-3. if it is fresh, let the handlers do their work in the same transaction;
-4. commit, and only then answer 2xx.
+2. open a transaction and record the delivery: lock its lane, look up and insert its
+   sequence number and its `X-Delivery`;
+3. if it is new, run the handlers in the same transaction;
+4. commit, and only then respond 2xx.
 
-Whatever fails before the commit leaves nothing behind, and the sender tries again.
+An error before the commit rolls everything back, and the sender retries.
 
-Those of a batch are taken in one transaction.  When one of them fails, all of it is undone,
-and each is taken in a transaction of its own, up to the one that fails; the answer says how
-far that came.  So is each when one of them stands for a number of another lane.
+The deliveries of a batch are processed in one transaction.  If one fails, the transaction is
+rolled back and each delivery is processed in its own transaction, up to the one that fails;
+X-Accepted-Through reports how far that got.  A batch that contains a replay from another
+lane is always processed one by one, because of the lock order (`can_share_transaction`).
 """
 
 from __future__ import annotations
@@ -19,119 +20,124 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.pattern import parse as parse_pattern
 from outbox.errors import UsageError
-from outbox.receiver.decisions import Gaps, ReceiverTotals, Rules, choice
+from outbox.receiver.decisions import Gaps, ReceiverRules, ReceiverTotals, parse_gaps
 from outbox.receiver.inbox.inbox import Inbox
-from outbox.receiver.requests import Answer, Ended
+from outbox.receiver.requests import RequestOutcome, Response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import TypeVar
 
-    from outbox.receiver.fetch import Source
-    from outbox.receiver.inbox.process import Compared
+    from outbox.receiver.fetch import DeliverySource
+    from outbox.receiver.inbox.process import CheckpointComparison
     from outbox.receiver.message import Message
 
     Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
-NOT_FINISHED = Answer(Ended.FAILED, 500, "the request was called off")
+CANCELLED_RESPONSE = Response(RequestOutcome.FAILED, 500, "the request was cancelled")
 EXPIRE_STEPS_MAX = 20
-NO_FETCH = "what is missing before it cannot be fetched just now"
-NOT_YET = "what was acknowledged a moment ago cannot be fetched yet"
+FETCH_UNAVAILABLE = "the missing deliveries before it cannot be fetched now"
+NOT_FETCHABLE_YET = "deliveries acknowledged a moment ago cannot be fetched yet"
 
 
-class Early(Exception):
-    """Rolls back: what should come before is not here yet."""
+class EarlyDelivery(Exception):
+    """Rolls back a delivery because deliveries before it are missing."""
 
 
-def go_together(messages: Sequence[Message]) -> bool:
-    """Whether one transaction may take all of them.
+def can_share_transaction(messages: Sequence[Message]) -> bool:
+    """Whether a batch may be processed in one transaction.
 
-    Not with a replay from another lane: that lane is locked, too, and in the same order by
-    everybody only if nothing is locked before.
+    Not with a replay from another lane: it also locks that lane, and the global lock order
+    (lanes by name) holds only if the transaction has no lock yet.
     """
     of_other_lanes = (m for m in messages if m.replay_of and m.replay_of[0] != m.lane)
     return len(messages) > 1 and next(of_other_lanes, None) is None
 
 
-class Apart(Exception):
-    """Rolls back: one of a batch needs more than to be processed."""
+class BatchSplit(Exception):
+    """Rolls back a batch that has to be processed one delivery at a time."""
 
 
-class Common:
+class ReceiverBase:
+    """Configuration and registration common to both receivers."""
+
     def __init__(
         self,
         secrets: str | Sequence[str],
         *,
         inbox: Inbox | None = None,
-        fetch: Source | None = None,
-        gaps: Gaps = Gaps.TELL,
+        fetch: DeliverySource | None = None,
+        gaps: Gaps = Gaps.REPORT,
         log_requests: bool = False,
         **rules: Any,
     ) -> None:
-        gaps = choice(gaps)
+        gaps = parse_gaps(gaps)
         if gaps is Gaps.CATCH_UP and fetch is None:
-            raise UsageError("fetch: to catch up a receiver has to know where, and its token")
+            raise UsageError("fetch: Gaps.CATCH_UP needs fetch=FetchClient(url, token)")
         self.inbox = inbox or Inbox()
         self._fetch = fetch
         self._gaps = gaps
-        self._rules = Rules(secrets, **rules)
+        self._rules = ReceiverRules(secrets, **rules)
         self._log_requests = log_requests
         self._is_ready = False
-        # Lanes that a checkpoint made it catch up with, which can take longer than a sender waits.
+        # Lanes being caught up because of a checkpoint; it can outlast the sender's time-out.
         self._fetching: set[str] = set()
 
     @property
     def totals(self) -> ReceiverTotals:
-        """What came since this receiver began."""
+        """Counters since the receiver was created."""
         return self._rules.totals
 
     @property
     def body_bytes_max(self) -> int:
-        """An adapter need not read more."""
+        """Largest request body accepted, in bytes."""
         return self._rules.body_bytes_max
 
-    def _to_fetch(self, compared: Compared) -> Iterator[str]:
-        """Lanes to catch up with because of a checkpoint; not while that is under way."""
+    def _lanes_to_fetch(self, compared: CheckpointComparison) -> Iterator[str]:
+        """Yield the lanes to catch up after a checkpoint, unless a catch-up is running."""
         if self._gaps is Gaps.CATCH_UP:
             for lane in compared.missing:
                 if lane not in self._fetching:
                     self._fetching.add(lane)
                     yield lane
 
-    def _where_to_fetch(self) -> Source:
+    def _require_fetch_client(self) -> DeliverySource:
         if self._fetch is None:
-            raise UsageError("fetch: this receiver does not know where to fetch what is missing")
+            raise UsageError("fetch: catching up needs fetch=FetchClient(url, token)")
         return self._fetch
 
     def on(self, pattern: str) -> Callable[[Handler], Handler]:
-        """Let a function process what the pattern stands for: `order.paid`, `order.*`, `**`.
+        """Register a handler for event types: `order.paid`, `order.*`, `**`.
 
-        It is called with the `Message` and the connection, in whose transaction the
-        delivery is taken.  What it raises rolls both back: `Refuse` for ever, `Busy`
-        for a moment, anything else to be tried again later.
+        The handler is called with the `Message` and the connection whose transaction
+        records the delivery.  An exception rolls back both: `Refuse` makes the event a
+        dead letter (422), `Busy` postpones it (503), any other is retried (500).
+
+        Args:
+            pattern: dot-separated; `*` is one segment, a last `**` one or more.
 
         Raises:
-            UsageError: the pattern is none.
+            UsageError: the pattern is invalid, or the handler does not fit this receiver.
         """
-        wanted = parse_pattern(pattern)
+        types = parse_pattern(pattern)
 
         def add(handler: Handler) -> Handler:
-            self._require_fit(handler)
-            self._rules.handlers.add(wanted, handler)
+            self._check_handler(handler)
+            self._rules.handlers.add(types, handler)
             return handler
 
         return add
 
     def on_foreign(self, handler: Handler) -> Handler:
-        """Let a function process requests of other Standard Webhooks senders.
+        """Register a handler for requests of other Standard Webhooks senders.
 
-        It is called with the `Verified` request, its body and the connection.  They have
-        no lanes, so only copies are told.
+        It is called with the `Verified` request, its body and the connection.  These
+        requests have no lanes, so they are deduplicated but not checked for order.
         """
-        self._require_fit(handler)
+        self._check_handler(handler)
         self._rules.foreign = handler
         return handler
 
-    def _require_fit(self, handler: Callable[..., Any]) -> None:
-        """Whether this receiver can call it."""
+    def _check_handler(self, handler: Callable[..., Any]) -> None:
+        """Raise UsageError if this receiver cannot call the handler."""

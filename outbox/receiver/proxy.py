@@ -1,4 +1,4 @@
-"""Passing deliveries on, as they are, to another receiver."""
+"""Proxy that forwards deliveries unchanged to another receiver."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from outbox.receiver.message import Message
 
 TIMEOUT_S = 14.0
-"""Less than the relay waits, so that it gets an answer."""
+"""Below the relay's time-out of 15 s, so that the relay gets a response."""
 UNREACHABLE = 502
-LATE = 504
-_NO_ANSWER = {
-    UNREACHABLE: "the receiver behind cannot be reached, or answered 502",
-    LATE: f"the receiver behind did not answer within {TIMEOUT_S:g} s, or answered 504",
+TIMED_OUT = 504
+_NO_RESPONSE = {
+    UNREACHABLE: "the upstream receiver cannot be reached, or responded 502",
+    TIMED_OUT: f"the upstream receiver did not respond within {TIMEOUT_S:g} s, or responded 504",
 }
-HOPS = {"host", "connection", "content-length", "transfer-encoding", "accept-encoding"}
-"""Headers of one connection, not of the delivery."""
+HOP_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "accept-encoding"}
+"""Hop-by-hop headers (RFC 9110, 7.6.1) and those that the client sets itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """What the receiver behind made of a request."""
+class ProxiedResponse:
+    """The upstream receiver's response to a forwarded request."""
 
     status: int
     headers: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_success(self) -> bool:
-        """Whether it took what it got, or a part of it."""
+        """Whether the status is 2xx; X-Accepted-Through may still limit it to a part."""
         return 200 <= self.status < 300
 
-    def taken(self, messages: Sequence[Message]) -> int:
-        """How many deliveries it took of those that it was sent."""
+    def accepted_count(self, messages: Sequence[Message]) -> int:
+        """Count the deliveries of a request that were accepted."""
         first, last = messages[0].sequence, messages[-1].sequence
         through = accepted_through(self.headers, first, last)
         if through is not None:
@@ -50,20 +50,21 @@ class Passed:
         return len(messages) if self.is_success else 0
 
 
-def behind(status: int) -> str:
-    """What a status of `forwarding` that is no 2xx means."""
-    return _NO_ANSWER.get(status, f"the receiver behind answered {status}")
+def describe_status(status: int) -> str:
+    """Describe a status that is not 2xx in words."""
+    return _NO_RESPONSE.get(status, f"the upstream receiver responded {status}")
 
 
 @asynccontextmanager
-async def forwarding(
+async def open_proxy(
     url: str, secret: bytes | None
-) -> AsyncIterator[Callable[[Mapping[str, str], bytes], Awaitable[Passed]]]:
-    """A function that passes a request on and returns what came back.
+) -> AsyncIterator[Callable[[Mapping[str, str], bytes], Awaitable[ProxiedResponse]]]:
+    """Open an HTTP client; yields a function that forwards a request.
 
     Args:
-        secret: deliveries are signed with it anew, because every endpoint of a
-            run has a secret of its own; None: they stay signed as they are.
+        url: of the upstream receiver.
+        secret: signs forwarded deliveries again, because every endpoint of a chaos run
+            has its own secret; None keeps the original signature.
     """
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
@@ -71,8 +72,10 @@ async def forwarding(
         timeout=timeout, connector=connector, auto_decompress=False
     ) as session:
 
-        async def forward(headers: Mapping[str, str], body: bytes) -> Passed:
-            sent = {name: value for name, value in headers.items() if name.lower() not in HOPS}
+        async def forward(headers: Mapping[str, str], body: bytes) -> ProxiedResponse:
+            sent = {
+                name: value for name, value in headers.items() if name.lower() not in HOP_HEADERS
+            }
             if secret is not None:
                 now = int(time.time())
                 sent[TIMESTAMP_HEADER] = str(now)
@@ -80,11 +83,11 @@ async def forwarding(
             try:
                 async with session.post(
                     url, data=body, headers=sent, allow_redirects=False
-                ) as answer:
-                    return Passed(answer.status, tuple(answer.headers.items()))
+                ) as response:
+                    return ProxiedResponse(response.status, tuple(response.headers.items()))
             except TimeoutError:
-                return Passed(LATE)
+                return ProxiedResponse(TIMED_OUT)
             except aiohttp.ClientError:
-                return Passed(UNREACHABLE)
+                return ProxiedResponse(UNREACHABLE)
 
         yield forward

@@ -1,8 +1,8 @@
-"""The reorder buffer: deliveries that came too early wait for those before them.
+"""Reorder buffer: holds the requests of early deliveries until the missing ones arrive.
 
-What waits is the request itself, so nothing is kept that is not processed yet, and the
-sender holds the event until it is.  The number of those who wait is bounded, and how
-long they do is up to the caller.
+The request itself is held open, so no unprocessed event is stored, and the sender keeps
+the event until the response.  The number of held requests is bounded; the caller sets the
+deadline of each.
 """
 
 from __future__ import annotations
@@ -17,48 +17,49 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
 
-class Waiting:
-    """Who waits for which number of which lane; `held_max` at most."""
+class ReorderBuffer:
+    """Requests waiting for a sequence number of a lane; `held_max` at most."""
 
     def __init__(self, held_max: int) -> None:
         self._max = held_max
         self.held = 0
-        """So many wait just now."""
-        self.wanted: dict[tuple[str, int], set[asyncio.Event]] = {}
-        """For which number of which lane somebody listens."""
+        """Requests held now."""
+        self.waiters: dict[tuple[str, int], set[asyncio.Event]] = {}
+        """Events to set when a number arrives, by lane and sequence number."""
 
     @contextlib.contextmanager
     def hold(self, lane: str, sequence: int) -> Iterator[Callable[[float], Awaitable[None]]]:
-        """Listen for a number; gives what waits for it, until a time of the loop.
+        """Register for a sequence number; yields a function that waits for it.
 
-        One listens before one looks whether it is here, or it could come in between.
+        Register before checking the inbox: a number that arrives in between would
+        otherwise be missed.  The function takes a deadline (loop time, seconds).
 
         Raises:
-            Busy: by waiting, when too many wait already.
+            Busy: from the waiting function, when `held_max` requests are held.
         """
-        came = asyncio.Event()
-        wanted = self.wanted.setdefault((lane, sequence), set())
-        wanted.add(came)
+        arrived = asyncio.Event()
+        waiters = self.waiters.setdefault((lane, sequence), set())
+        waiters.add(arrived)
 
         async def wait(until: float) -> None:
             if self.held >= self._max:
-                raise Busy(f"{self.held} deliveries wait for others before them")
+                raise Busy(f"{self.held} deliveries are held for missing ones before them")
             self.held += 1
             try:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
-                        await came.wait()
+                        await arrived.wait()
             finally:
                 self.held -= 1
 
         try:
             yield wait
         finally:
-            wanted.discard(came)
-            if not wanted and self.wanted.get((lane, sequence)) is wanted:
-                del self.wanted[lane, sequence]
+            waiters.discard(arrived)
+            if not waiters and self.waiters.get((lane, sequence)) is waiters:
+                del self.waiters[lane, sequence]
 
     def received(self, lane: str, sequence: int) -> None:
-        """A number is here: those who waited for it look again."""
-        for came in self.wanted.get((lane, sequence), ()):
-            came.set()
+        """Wake the requests that wait for this number; they check the inbox again."""
+        for arrived in self.waiters.get((lane, sequence), ()):
+            arrived.set()

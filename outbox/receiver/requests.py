@@ -1,13 +1,13 @@
-"""A request to a receiver and its answer, whatever the web framework calls them.
+"""Framework-independent requests and responses of a receiver.
 
-| status | when | what the relay makes of it |
+| status | cause | effect at the relay |
 |---|---|---|
-| 200 | processed, or it had been before | delivered |
-| 400, 401 | it contradicts itself; it is not signed | a dead letter |
-| 405, 413 | not a POST; too large | a dead letter |
-| 422 | refused by a handler, or its number was taken by another delivery | a dead letter |
-| 500 | a handler failed | tried again later |
-| 503 | too much at once, no database, something is missing | tried again after Retry-After |
+| 200 | processed, now or before | delivered |
+| 400, 401 | headers and body disagree; no valid signature | dead letter |
+| 405, 413 | not a POST; body too large | dead letter |
+| 422 | refused by a handler, or sequence number used by another delivery | dead letter |
+| 500 | a handler failed | retried |
+| 503 | overloaded, no database, or earlier deliveries missing | retried after Retry-After |
 """
 
 from __future__ import annotations
@@ -20,80 +20,81 @@ if TYPE_CHECKING:
     from outbox.receiver.verification import Headers
 
 BODY_BYTES_MAX = 1024 * 1024
-"""The largest payload that is published by default, four times."""
+"""Four times the largest payload that can be published by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What came."""
+    """An HTTP request to a receiver."""
 
     method: str
     headers: Headers
     body: bytes
 
 
-class Ended(StrEnum):
-    """What became of a request."""
+class RequestOutcome(StrEnum):
+    """Outcome of a request; the `outcome` attribute of the receiver's metrics."""
 
     PROCESSED = "processed"
     DUPLICATE = "duplicate"
-    """It had been processed before."""
+    """Processed before."""
     CONFLICT = "conflict"
-    """Its number was taken by another delivery."""
+    """Its sequence number was used by another delivery."""
     REJECTED = "rejected"
-    """It is not signed, or contradicts itself."""
+    """No valid signature, or headers and body disagree."""
     REFUSED = "refused"
-    """A handler will never process it."""
+    """A handler raised `Refuse`: the event can never be processed."""
     FAILED = "failed"
-    """A handler failed."""
+    """A handler raised another error."""
     COMPARED = "compared"
-    """A checkpoint: what is missing is known now."""
+    """A checkpoint, compared with the inbox."""
     PUT_OFF = "put_off"
-    """The sender was asked to come back later."""
+    """503 with Retry-After: overloaded, no database, or earlier deliveries missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What to say to it."""
+class Response:
+    """The HTTP response to a request."""
 
-    ended: Ended
+    outcome: RequestOutcome
     status: int
     text: str
-    """One line, for the sender's log."""
+    """One line for the sender's log; the body without its newline."""
     headers: tuple[tuple[str, str], ...] = ()
 
     @property
     def body(self) -> bytes:
-        """The text with an end of line."""
+        """The response body: `text` and a newline."""
         return f"{self.text}\n".encode()
 
     @property
     def all_headers(self) -> tuple[tuple[str, str], ...]:
-        """Those of this answer, and what every one has."""
+        """All response headers, including Content-Type and Content-Length."""
         length = ("Content-Length", str(len(self.body)))
         return (("Content-Type", "text/plain; charset=utf-8"), length, *self.headers)
 
 
-def rejected(status: int, why: str, *headers: tuple[str, str]) -> Answer:
-    """Not looked at any further: 4xx."""
-    return Answer(Ended.REJECTED, status, why, headers)
+def rejected(status: int, reason: str, *headers: tuple[str, str]) -> Response:
+    """Build a 4xx response for a request that is not a valid delivery."""
+    return Response(RequestOutcome.REJECTED, status, reason, headers)
 
 
-def put_off(why: str, retry_after_s: int) -> Answer:
-    """Not now: 503 with Retry-After."""
-    return Answer(Ended.PUT_OFF, 503, one_line(why), (("Retry-After", str(retry_after_s)),))
+def put_off(reason: str, retry_after_s: int) -> Response:
+    """Build a 503 response with Retry-After."""
+    headers = (("Retry-After", str(retry_after_s)),)
+    return Response(RequestOutcome.PUT_OFF, 503, one_line(reason), headers)
 
 
-def too_large(bytes_max: int) -> Answer:
-    """More than is read: 413."""
+def too_large(bytes_max: int) -> Response:
+    """Build the 413 response."""
     return rejected(413, f"the body is larger than {bytes_max} bytes")
 
 
-def not_post() -> Answer:
-    """Deliveries are sent by POST: 405."""
+def not_post() -> Response:
+    """Build the 405 response."""
     return rejected(405, "send deliveries by POST", ("Allow", "POST"))
 
 
 def one_line(text: str) -> str:
-    """The text as it can stand in an answer's one line."""
+    """Collapse a text to one line of at most 500 characters."""
     return " ".join(text.split())[:500]

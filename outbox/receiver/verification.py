@@ -1,14 +1,14 @@
-"""Is this request what a holder of the secret sent just now?
+"""Signature verification of requests.
 
     verified = verify(headers, body, ["whsec_…"])
 
-It says so of every sender that signs as Standard Webhooks 1.0 has it.  Of the relay's
-own deliveries the body is read, too, and the `X-` headers are held against it, because
-the signature does not cover them: see `outbox.receiver.message`.
+It accepts every sender that signs according to Standard Webhooks 1.0.  For deliveries of
+a relay it also parses the body and compares the `X-` headers with it, because the
+signature does not cover them: see `outbox.receiver.message`.
 
-    SignatureError       no, and why: see `outbox.core.delivery.signature`
-    BadMessage           signed, but the headers say something else than the body, or it
-                         is no delivery of a relay although its headers say so
+    SignatureError       no valid signature: see `outbox.core.delivery.signature`
+    BadMessage           signed, but headers and body differ, or the headers are those of
+                         a delivery and the body is not one
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
-    from outbox.core.delivery.receiver_checkpoint import Mark
+    from outbox.core.delivery.receiver_checkpoint import LaneMark
 
     Headers: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
-    """Names in any case; as pairs, so that one that is there twice can be told."""
+    """Names in any case; pairs preserve repeated headers, which are refused."""
 
 _READ = {
     ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER,
@@ -48,31 +48,31 @@ _READ = {
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A request that a holder of the secret sent."""
+    """A request with a valid signature."""
 
     message_id: str
-    """The header `webhook-id`: the same for every copy.  Drop what you have seen; of a batch,
-    by the `delivery_id` of each message."""
+    """The header `webhook-id`: the idempotency key of the request.  For a batch, use the
+    `delivery_id` of each message instead."""
     timestamp: int
-    """When this attempt was signed, in epoch seconds."""
+    """Time of the signature, in epoch seconds."""
     messages: tuple[Message, ...] = ()
-    """The delivery of a relay, or those of a batch; none: a checkpoint, or another sender's
-    request."""
-    checkpoint: tuple[Mark, ...] | None = None
-    """How far its lanes are, if that is what a relay tells; see
+    """The delivery of a relay, or those of a batch; empty for a checkpoint and for
+    requests of other senders."""
+    checkpoint: tuple[LaneMark, ...] | None = None
+    """The progress of the lanes, if the request is a checkpoint; see
     `outbox.core.delivery.receiver_checkpoint`."""
 
 
 class Verifier:
-    """Checks requests against the same keys.
+    """Verifies requests with a fixed set of keys.
 
     Args:
-        secrets: one or more texts, `whsec_…` for a secret or `whpk_…` for an ed25519 key.
-        tolerance_s: how old, or how far in the future, a signature may be.
-        clock: epoch seconds.
+        secrets: one or more of `whsec_…` (HMAC secret) and `whpk_…` (ed25519 public key).
+        tolerance_s: maximum difference between signature time and clock, in seconds.
+        clock: returns epoch seconds.
 
     Raises:
-        UsageError: there is none, or one cannot be read; the message never shows it.
+        UsageError: no secret, or an invalid one; the message never shows it.
     """
 
     def __init__(
@@ -85,22 +85,27 @@ class Verifier:
         texts = [secrets] if isinstance(secrets, str) else list(secrets or ())
         self._keys = tuple(parse_key(text.strip()) for text in texts)
         if not self._keys:
-            raise UsageError("secret: at least one is needed to verify a signature")
+            raise UsageError("secret: at least one is required to verify signatures")
         self._tolerance_s = tolerance_s
         self._clock = clock
 
     def verify(self, headers: Headers, body: bytes) -> Verified:
-        """Check one request.
+        """Verify one request.
+
+        Args:
+            headers: of the request; names in any case.
+            body: the raw body.
 
         Raises:
-            SignatureError: it is not signed as it should be.
-            BadMessage: it is signed, and contradicts itself.
+            SignatureError: no valid signature.
+            BadMessage: signed, but headers and body differ.
         """
         read = fold(headers)
         signed = verify_signature(read, body, self._keys, self._clock(), self._tolerance_s)
-        says_so = any(name.lower() in read for name in HEADERS)
-        # Nor is it somebody else's when the headers are taken away, which nobody signed.
-        if says_so or is_delivery(body):
+        has_delivery_headers = any(name.lower() in read for name in HEADERS)
+        # The headers are not signed: removing them must not turn a delivery into a
+        # request of another sender.
+        if has_delivery_headers or is_delivery(body):
             return Verified(signed.message_id, signed.timestamp, parse(read, body))
         try:
             marks = checkpoint.parse(body)
@@ -117,30 +122,30 @@ def verify(
     tolerance_s: float = TOLERANCE_S,
     now: float | None = None,
 ) -> Verified:
-    """Check that a holder of one of `secrets` signed this request just now.
+    """Verify the signature of a request and parse its deliveries.
 
     Args:
         headers: of the request; names in any case.
-        body: its bytes as they came, not parsed and written anew.
-        secrets: one or more texts, `whsec_…` or `whpk_…`.  While a secret is being
-            replaced, give both.
-        tolerance_s: how old, or how far in the future, the signature may be.
-        now: epoch seconds; by default this machine's clock.
+        body: the raw body, not parsed and serialized again.
+        secrets: one or more of `whsec_…` and `whpk_…`; both the old and the new one
+            while a secret is being rotated.
+        tolerance_s: maximum difference between signature time and `now`, in seconds.
+        now: epoch seconds; None: the system clock.
 
     Raises:
-        SignatureError: it is not signed as it should be; each way has its own kind.
-        BadMessage: it is signed, and its headers say something else than its body.
-        UsageError: a secret cannot be read, or there is none.
+        SignatureError: no valid signature; a subclass for each cause.
+        BadMessage: signed, but headers and body differ.
+        UsageError: no secret, or an invalid one.
     """
     clock = time.time if now is None else lambda: now
     return Verifier(secrets, tolerance_s=tolerance_s, clock=clock).verify(headers, body)
 
 
 def fold(headers: Headers) -> dict[str, str]:
-    """The headers that are read here, in lower case.
+    """Return the relevant headers with lower-case names.
 
     Raises:
-        RepeatedHeader: one is there more than once.
+        RepeatedHeader: one of them occurs more than once.
     """
     folded: dict[str, str] = {}
     for name, value in pairs_of(headers):
@@ -153,5 +158,5 @@ def fold(headers: Headers) -> dict[str, str]:
 
 
 def pairs_of(headers: Headers) -> Iterable[tuple[str, str]]:
-    """The headers as pairs."""
+    """Return headers as (name, value) pairs."""
     return headers.items() if hasattr(headers, "items") else headers

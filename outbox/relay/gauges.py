@@ -1,4 +1,4 @@
-"""What is not counted but looked at: how everything is at the moment when somebody asks."""
+"""Gauges: metrics that are sampled when they are collected."""
 
 from __future__ import annotations
 
@@ -7,72 +7,72 @@ import heapq
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from outbox.core.admission.endpoint_queue import Why
-from outbox.core.delivery.circuit_breaker import State
+from outbox.core.admission.endpoint_queue import WaitReason
+from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.telemetry import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.core.delivery.lane import Lane
-    from outbox.relay.delivery.owned_endpoints import OwnedEndpoint
-    from outbox.store.database_stats import Survey
+    from outbox.relay.delivery.owned_endpoints import EndpointRuntime
+    from outbox.store.database_stats import DatabaseStats
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.meters import Meters
     from outbox.telemetry.snapshot import Series
 
 LANES_AT_ONCE = 500
-"""Between two of so many, others have their turn: deliveries do not wait for numbers."""
+"""Lanes per slice before yielding to the event loop, so that deliveries do not wait."""
 
-LANE_STATES = ("idle", "owing", "failing", "blocked")
-TROUBLE = (State.FAILING, State.REFUSING, State.RECOVERING)
+LANE_STATES = ("idle", "pending", "failing", "blocked")
+TROUBLE = (BreakerState.FAILING, BreakerState.REJECTING, BreakerState.RECOVERING)
 
 
-async def of_endpoints(
-    owned: list[OwnedEndpoint],
+async def endpoint_gauges(
+    owned: list[EndpointRuntime],
     meters: Meters,
     now: float,
-    why_waiting: Callable[[OwnedEndpoint], Why | None],
+    wait_reason: Callable[[EndpointRuntime], WaitReason | None],
 ) -> dict[Metric, Series]:
-    """How the endpoints of this replica and their lanes are.
+    """Sample the endpoints of this replica and their lanes.
 
     Args:
         now: epoch seconds.
-        why_waiting: what lanes of an endpoint wait for that could be sent to.
+        wait_reason: why the sendable lanes of an endpoint wait for a slot.
     """
     backlog: Counter[str] = Counter()
     depth: dict[str, int] = defaultdict(int)
     age: dict[str, float] = defaultdict(float)
     lanes: Counter[str] = Counter(dict.fromkeys(LANE_STATES, 0))
-    states: Counter[str] = Counter(dict.fromkeys(State, 0))
+    states: Counter[str] = Counter(dict.fromkeys(BreakerState, 0))
     troubled: list[tuple[float, str, str]] = []
-    waiting: Counter[str] = Counter(dict.fromkeys(Why, 0))
+    waiting: Counter[str] = Counter(dict.fromkeys(WaitReason, 0))
     in_flight = 0
-    looked_at = 0
-    for home in owned:
-        looked_at += 1 + len(home.lanes)
-        if looked_at >= LANES_AT_ONCE:
-            looked_at = 0
+    visited = 0
+    for runtime in owned:
+        visited += 1 + len(runtime.lanes)
+        if visited >= LANES_AT_ONCE:
+            visited = 0
             await asyncio.sleep(0)
-        name = home.endpoint.name
+        name = runtime.endpoint.name
         label = meters.label(name)
-        state = home.health.state
+        state = runtime.breaker.state
         states[state] += 1
-        since = home.health.troubled_since
+        since = runtime.breaker.unhealthy_since
         if state in TROUBLE and since is not None:
             troubled.append((now - since, name, state))
-        if (why := why_waiting(home)) is not None:
-            waiting[why] += len(home.line.waiting)
-        # Also of one that owes nothing: a series that is not there cannot be told from a lost one.
+        if (reason := wait_reason(runtime)) is not None:
+            waiting[reason] += len(runtime.queue.waiting)
+        # Also at 0: an absent series cannot be distinguished from a lost one.
         backlog[label] += 0
-        for each in home.lanes.values():
-            lane = each.machine
+        for each in runtime.lanes.values():
+            lane = each.state
             lanes[_state(lane)] += 1
             in_flight += lane.in_flight
-            owed = lane.owed
-            backlog[label] += owed
-            depth[label] = max(depth[label], owed)
-            since = lane.head_since if owed else None
+            pending = lane.pending
+            backlog[label] += pending
+            depth[label] = max(depth[label], pending)
+            since = lane.head_since if pending else None
             age[label] = max(age[label], 0.0 if since is None else now - since)
     longest = heapq.nlargest(meters.endpoints_max, troubled)
     return {
@@ -89,27 +89,27 @@ async def of_endpoints(
     }
 
 
-def of_leader(lag_s: float | None, survey: Survey | None) -> dict[Metric, Series]:
-    """What only the replica that leads tells; the others tell that they do not lead.
+def leader_gauges(lag_s: float | None, survey: DatabaseStats | None) -> dict[Metric, Series]:
+    """Gauges of the leader; other replicas report only that they do not lead.
 
     Args:
-        lag_s: None: another one leads.
-        survey: None: it has not looked yet.
+        lag_s: None: another replica leads.
+        survey: None: not sampled yet.
     """
     if lag_s is None:
         return {catalogue.LEADS: {(): 0}}
-    found: dict[Metric, Series] = {
+    gauges: dict[Metric, Series] = {
         catalogue.LEADS: {(): 1},
         catalogue.RELAY_LAG: {(): lag_s},
     }
     if survey is not None:
-        found |= {
+        gauges |= {
             catalogue.DEAD_LETTERS: {(): survey.dead_letters},
             catalogue.GAP_AGE: {(): survey.gap_age_s or 0.0},
             catalogue.HORIZON_AGE: {(): survey.horizon_age_s or 0.0},
             catalogue.REPLICAS: {("alive",): survey.alive, ("lapsed",): survey.lapsed},
         }
-    return found
+    return gauges
 
 
 def _state(lane: Lane) -> str:
@@ -117,4 +117,4 @@ def _state(lane: Lane) -> str:
         return "blocked"
     if lane.failing:
         return "failing"
-    return "owing" if lane.owed else "idle"
+    return "pending" if lane.pending else "idle"

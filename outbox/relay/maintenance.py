@@ -1,4 +1,4 @@
-"""Maintenance: periods and their partitions, what is old, statistics for the planner."""
+"""Maintenance: partitions, retention, and statistics for the planner."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HOURLY_S = 3600.0
 async def maintain(partitions: PartitionStore, retention: RetentionStore) -> None:
     """Maintain until cancelled.
 
-    What the database refuses (a time-out behind a long transaction, a missing
-    right) is said and tried again: there is room enough for a long while.
+    Errors of the database (a time-out behind a long transaction, a missing
+    privilege) are logged and retried: partitions are created well ahead.
     """
     clock = asyncio.get_running_loop().time
     hourly_at = clock()
     while True:
         try:
-            async with partitions.alone() as alone:
+            async with partitions.maintenance_lock() as alone:
                 if alone:
                     hourly = clock() >= hourly_at
                     await _once(partitions, retention, hourly=hourly)
@@ -39,24 +39,26 @@ async def maintain(partitions: PartitionStore, retention: RetentionStore) -> Non
         except asyncpg.PostgresConnectionError:
             raise
         except asyncpg.PostgresError as error:
-            log.warning("maintenance was refused", reason=in_one_line(error), retry_s=EVERY_S)
+            log.warning("maintenance failed", reason=in_one_line(error), retry_s=EVERY_S)
         await asyncio.sleep(EVERY_S)
 
 
 async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly: bool) -> None:
-    """What is due; last of all what may wait for the longest transaction there is."""
+    """Run the due work; statements that may wait for the longest transaction come last."""
     made = await partitions.extend()
     if made:
         log.info("partitions added", partitions=made)
     await partitions.summarize()
-    for period in await retention.tend():
-        log.info("a period is dropped", kind=period.kind, number=period.number)
-    if hourly and (deleted := await retention.clean()):
-        log.info("old dead letters and once keys deleted", rows=deleted)
+    for period in await retention.advance_periods():
+        log.info("partition window dropped", kind=period.kind, number=period.number)
+    if hourly and (deleted := await retention.delete_expired()):
+        log.info("old dead letters and idempotency keys deleted", rows=deleted)
     if made or hourly:
         await partitions.analyze()
     gone, emptied = await partitions.drop()
     if gone:
         log.info("partitions dropped", partitions=gone)
     if emptied:
-        log.info("partitions emptied; their owner drops them by outbox migrate", partitions=emptied)
+        log.info(
+            "partitions emptied; run outbox migrate as their owner to drop them", partitions=emptied
+        )

@@ -1,4 +1,4 @@
-"""The relay process: session after session, until it is told to stop."""
+"""The relay process: runs sessions one after the other until it is stopped."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import structlog
 import outbox
 from outbox.errors import OutboxError
 from outbox.relay.cluster.lease_clock import steady
-from outbox.relay.delivery.telemetry import Observer
+from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.session import Session
-from outbox.relay.session_state import Condition
-from outbox.store.connection.connect import TROUBLE, in_one_line, not_granted
+from outbox.relay.session_state import Readiness
+from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line, not_granted
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
@@ -32,22 +32,22 @@ log = structlog.get_logger("outbox.relay")
 
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 5.0
 
-SURVIVABLE = (*TROUBLE, Fenced)
-"""What ends a session but not the relay: the database, or the lease, was lost."""
+SURVIVABLE = (*CONNECTION_ERRORS, Fenced)
+"""Errors that end a session but not the relay: the database or the lease was lost."""
 
-NOT_WORKING = "it is not at work with its database just now; its log says why"
-"""The reason itself may have the database's address in it."""
+SESSION_UNAVAILABLE = "it has no working database session; see its log for the reason"
+"""Shown in place of the reason, which may contain the database's address."""
 
 
 class Relay:
-    """Delivers until `stop`; survives the database's restarts.
+    """Delivers until `stop`; reconnects after restarts of the database.
 
     Args:
-        transport: used over all sessions, closed by whoever made it.
-        name: what it is called among the replicas; the host and the process if not said.
-        clock: seconds that nobody sets and that go on while the machine sleeps.
+        transport: shared by all sessions; the caller closes it.
+        name: the replica's name; default: host and process id.
+        clock: monotonic seconds that include the time in which the machine is suspended.
         rng: for the jitter of retries and probes.
-        observer: told of everything that happens.
+        telemetry: receives logs, metrics and traces of deliveries.
     """
 
     def __init__(
@@ -59,34 +59,36 @@ class Relay:
         name: str | None = None,
         clock: Callable[[], float] = steady,
         rng: random.Random | None = None,
-        observer: Observer | None = None,
+        telemetry: DeliveryTelemetry | None = None,
     ) -> None:
         self._settings = settings
         self._transport = transport
         self._connections = connections
         self._name = name or default_name()
-        self._observer = observer or Observer()
+        self._telemetry = telemetry or DeliveryTelemetry()
         self.started = asyncio.Event()
-        """Set when it was registered for the first time."""
+        """Set at the first registration."""
         self._session: Session | None = None
         # Why there is no session.
-        self._lost = "it has not reached the database yet"
+        self._down_reason = "it has not reached the database yet"
         self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """Drain and return; bounded by `drain_s`."""
+        """Drain, then let `run` return; takes at most `drain_s`."""
         self._stop.set()
 
-    def condition(self) -> Condition:
-        """Whether it does its work, and if not, why."""
+    def readiness(self) -> Readiness:
+        """Whether the relay is ready, and why not."""
         if self._stop.is_set():
-            return Condition(ready=False, why="it is stopping")
-        working = None if self._session is None else self._session.working
+            return Readiness(ready=False, reason="it is stopping")
+        working = None if self._session is None else self._session.running
         if working is None:
-            return Condition(ready=False, why=self._lost, told=NOT_WORKING)
-        return working.condition()
+            return Readiness(
+                ready=False, reason=self._down_reason, redacted_reason=SESSION_UNAVAILABLE
+            )
+        return working.readiness()
 
     async def snapshot(self, at: float) -> Snapshot:
         """All metrics.
@@ -94,8 +96,8 @@ class Relay:
         Args:
             at: epoch seconds.
         """
-        working = None if self._session is None else self._session.working
-        meters = self._observer.meters
+        working = None if self._session is None else self._session.running
+        meters = self._telemetry.meters
         gauges = {} if working is None else await working.gauges(meters)
         return meters.snapshot(at, gauges)
 
@@ -104,7 +106,7 @@ class Relay:
 
         Raises:
             OutboxError: the database cannot be used at the first attempt;
-                later ones are repeated.
+                after the first registration, errors are retried.
         """
         former: list[int] = []
         delay_s = RETRY_MIN_S
@@ -118,7 +120,7 @@ class Relay:
                 former=former,
                 clock=self._clock,
                 rng=self._rng,
-                observer=self._observer,
+                telemetry=self._telemetry,
                 on_registered=self.started.set,
             )
             self._session = session
@@ -135,10 +137,12 @@ class Relay:
                 break
             finally:
                 self._session = None
-            self._lost = reason
-            self._observer.meters.session_losses += 1
+            self._down_reason = reason
+            self._telemetry.meters.session_losses += 1
             if self._stop.is_set():
-                log.warning("others take over when the lease has ended", reason=reason)
+                log.warning(
+                    "stopping; other replicas take over when the lease expires", reason=reason
+                )
                 break
             if asyncio.get_running_loop().time() - started_at > RETRY_MAX_S:
                 delay_s = RETRY_MIN_S
@@ -153,15 +157,15 @@ class Relay:
 
 
 def default_name() -> str:
-    """What this process is called among the replicas."""
+    """The default replica name: host and process id."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def _why_survivable(error: Exception, *, registered: bool) -> str:
-    """The reason to try again, or the error itself if there is none.
+    """Return why the session ended, if a new one may be tried; otherwise raise the error.
 
-    Before it was ever registered, the relay says what is wrong and ends, so
-    that a wrong DSN is noticed; afterwards the database is expected back.
+    Before its first registration the relay fails at once, so that a wrong DSN is
+    noticed; afterwards it waits for the database to return.
     """
     leaves = list(_leaves(error))
     for leaf in leaves:

@@ -1,8 +1,8 @@
-"""One life of a replica: from registering to leaving or losing the database.
+"""A session of a replica: from its registration to its release or the loss of the database.
 
-Everything runs in one task group.  Whatever fails ends all of it, closes what
-is in flight, and leaves a new session to start from the tables: there is no
-half-alive replica.
+All tasks run in one task group.  Any failure ends the group and closes requests
+in flight; the next session starts from the tables.  No replica runs with only
+some of its tasks.
 """
 
 from __future__ import annotations
@@ -15,36 +15,26 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.admission.adaptive_scheduler import PacedTurns
+from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
 from outbox.core.cluster.database_clock import DatabaseClock
 from outbox.core.cluster.lease import Lease
-from outbox.core.sequencing.batch_notifications import LATER
+from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.relay.cluster.listener import Listener
 from outbox.relay.cluster.ownership import Ownership, keep_lease
-from outbox.relay.cluster.watchdog import Watchdog, answering
+from outbox.relay.cluster.watchdog import Watchdog, response_deadline
 from outbox.relay.delivery.dispatcher import Dispatcher
-from outbox.relay.delivery.endpoint_supervisor import Caretaker
-from outbox.relay.delivery.loop_lag import feel
-from outbox.relay.delivery.receiver_checkpoints import Checkpoints
+from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
+from outbox.relay.delivery.loop_lag import sample_loop_lag
+from outbox.relay.delivery.receiver_checkpoints import CheckpointSender
 from outbox.relay.delivery.recorder import Recorder
 from outbox.relay.maintenance import maintain
-from outbox.relay.sequencing.schedule_runner import Ticker
+from outbox.relay.sequencing.schedule_runner import ScheduleRunner
 from outbox.relay.sequencing.sequencer import Sequencer
-from outbox.relay.session_state import Working
-from outbox.relay.wake_event import Bell
-from outbox.store import timeline
-from outbox.store.channels import WAKE_ALL, WAKE_OWNERS
-from outbox.store.connection.migrate import require_current
+from outbox.relay.session_state import RunningSession
+from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.secrets import Vault
-from outbox.store.cursor import CursorStore
-from outbox.store.endpoint_state import CareStore
-from outbox.store.lanes import LaneStore
-from outbox.store.partitions import PartitionStore
-from outbox.store.receiver_checkpoints import CheckpointStore
-from outbox.store.records import Fenced, RecordStore
-from outbox.store.replicas import WORKERS, ReplicaStore, application_name
-from outbox.store.retention import RetentionStore
-from outbox.store.schedule_runs import TickStore
+from outbox.store.records import Fenced
+from outbox.store.replicas import WORKERS, application_name
 
 if TYPE_CHECKING:
     import random
@@ -53,49 +43,50 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.destinations.interface import Transport
     from outbox.relay.cluster.connections import Connections
-    from outbox.relay.delivery.telemetry import Observer
+    from outbox.relay.delivery.telemetry import DeliveryTelemetry
     from outbox.store.connection.worker import Worker
+    from outbox.store.replicas import ReplicaStore
 
 log = structlog.get_logger("outbox.relay")
 
 REGISTER_S = 30.0
-"""Time to get ready to register."""
+"""Limit for the steps before registration."""
 QUIET_SHARE, HAND_OVER_MIN_S = 0.8, 1.0
-"""Of the time to stop, for requests in flight; the rest, and in all not less than so
-many seconds, is for handing over to a database that may take its time."""
+"""Share of `drain_s` for requests in flight; the rest is for releasing endpoints.  The
+whole shutdown gets at least `HAND_OVER_MIN_S`, since the database may be slow."""
 CANCEL_MAX_S = 1.0
-"""Time for what goes on in the background to break off."""
+"""Limit for cancelled background tasks to end."""
 CLOCK_JUMP_S = 1.0
-"""What the database's clock may move by without a word; timers are as late as that."""
+"""Smaller moves of the database's clock are ignored; timers are late by at most that."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """A replica that has just been registered, and its connections."""
+    """A newly registered replica and its connections."""
 
     replica_id: int
     timeline: int | None
-    """The server's; None: it does not say."""
+    """The server's timeline; None: unknown."""
     control: Worker
     others: tuple[Worker, ...]
     pids: list[int]
-    """The backends of all of them that may be ended; none behind a proxy."""
-    said: float
-    """The database's clock, when it was registered."""
+    """Backends that may be terminated; none behind a proxy, which shares them."""
+    server_time: float
+    """The database's clock at registration, in epoch seconds."""
     started_at: float
-    """Our own clock, before it was asked to."""
+    """The replica's steady clock before the registration was sent."""
 
 
 class Session:
     """A registered replica.
 
     Args:
-        former: the replicas that this process was before, and that may still be registered;
-            they have ended, so their endpoints are free at once. This one is added.
-        clock: steady seconds, for the lease; the database tells the time.
+        former: replicas of earlier sessions of this process that may still be registered;
+            their endpoints are released at once. This session's replica is added.
+        clock: steady seconds for the lease; wall-clock time comes from the database.
         rng: for the jitter of retries and probes.
-        observer: told of everything that happens.
-        on_registered: called when it is one of the replicas.
+        telemetry: receives logs, metrics and traces of deliveries.
+        on_registered: called after the registration.
     """
 
     def __init__(
@@ -108,34 +99,35 @@ class Session:
         former: list[int],
         clock: Callable[[], float],
         rng: random.Random,
-        observer: Observer,
+        telemetry: DeliveryTelemetry,
         on_registered: Callable[[], object],
     ) -> None:
         self._on_registered = on_registered
-        self._observer = observer
+        self._telemetry = telemetry
         self._settings = settings
         self._transport = transport
         self._connections = connections
+        self._stores = connections.stores
         self._clock = clock
         self._rng = rng
         self._name = name
         self._version = version
         self._former = former
-        self._left = False
-        self.working: Working | None = None
-        """The parts that can be asked how they are; None: it is not registered yet."""
+        self._released = False
+        self.running: RunningSession | None = None
+        """Readiness and gauges; None: the replica is not registered yet."""
         self._open: list[Worker] = []
-        # Set when a connection was closed, whoever did it.
+        # Set when any connection was closed.
         self._closed = asyncio.Event()
-        self._vault = Vault.of(settings)
+        self._vault = Vault.from_settings(settings)
         self._listening = settings.notify and not settings.pooled
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set and everything is handed over.
+        """Run until `stop` is set and all endpoints are released.
 
         Raises:
-            ExceptionGroup: of asyncpg's errors, OSError or Fenced when the
-                session is over for another reason.
+            ExceptionGroup: of asyncpg's errors, OSError or Fenced, if the session
+                ended for another reason.
             OutboxError: the database cannot be used.
         """
         try:
@@ -144,99 +136,105 @@ class Session:
                 try:
                     await self._work(registered, stop)
                 except Exception:
-                    # What is cut after that has nothing left to do.
-                    if not self._left:
+                    # After the release, a terminated connection loses nothing.
+                    if not self._released:
                         raise
         finally:
-            self._cut()
+            self._terminate_connections()
 
     async def _work(self, registered: _Registered, stop: asyncio.Event) -> None:
-        settings, clock = self._settings, self._clock
+        settings, clock, stores = self._settings, self._clock, self._stores
         lease = Lease(settings.lease_s)
 
         def lease_left_s() -> float:
             return lease.left_s(clock())
 
         me, here, control = registered.replica_id, registered.timeline, registered.control
-        for_cursor, for_renewal, for_reader, for_records, for_care, for_ticks, for_upkeep = (
-            registered.others
-        )
-        replicas = ReplicaStore(control, here)
+        (
+            for_cursor,
+            for_renewal,
+            for_reader,
+            for_records,
+            for_endpoint_state,
+            for_schedules,
+            for_maintenance,
+        ) = registered.others
+        replicas = stores.replicas(control, here)
         lease.renewed(registered.started_at)
-        time = DatabaseClock(registered.said, registered.started_at, clock())
+        time = DatabaseClock(registered.server_time, registered.started_at, clock())
 
         def now() -> float:
             return time.now(clock())
 
-        def hear_time(said: float, asked_at: float, answered_at: float) -> None:
-            moved_s = time.heard(said, asked_at, answered_at)
+        def adjust_clock(said: float, requested_at: float, responded_at: float) -> None:
+            moved_s = time.adjust(said, requested_at, responded_at)
             if abs(moved_s) >= CLOCK_JUMP_S:
-                log.warning("the database's clock jumped", by_s=round(moved_s, 3))
+                log.warning("database clock jumped", by_s=round(moved_s, 3))
                 dispatcher.clock_jumped()
 
         log.info("replica registered", replica=me, lease_s=settings.lease_s)
 
-        events, health = Bell(), Bell()
+        events, health = WakeEvent(), WakeEvent()
         recorder = Recorder(
-            RecordStore(for_records, me, here),
+            stores.records(for_records, me, here),
             settings.ack_group_ms / 1000,
             lease_left_s,
         )
-        turns = PacedTurns(
+        scheduler = AdaptiveRequestScheduler(
             settings.in_flight_max, settings.tenant_in_flight_max, settings.tenant_rate_per_s
         )
         dispatcher = Dispatcher(
-            LaneStore(for_reader, self._vault),
+            stores.lanes(for_reader, self._vault),
             recorder,
             self._transport,
             lease_left_s,
-            turns,
-            on_quiet=lambda: ownership.look(),
-            on_health=health.ring,
+            scheduler,
+            on_idle=lambda: ownership.poll_now(),
+            on_breaker_change=health.set,
             now=now,
             rng=self._rng,
-            observer=self._observer,
+            telemetry=self._telemetry,
         )
         ownership = Ownership(
             replicas,
-            LaneStore(control, self._vault),
+            stores.lanes(control, self._vault),
             dispatcher,
             recorder,
             me,
             lease,
-            tell_others=lambda: control.execute(WAKE_ALL),
-            tell_news=lambda: control.execute(WAKE_OWNERS, LATER),
+            wake_replicas=lambda: stores.wake_all(control),
+            notify_batches=lambda: stores.wake_owners(control, READ_BATCHES),
             clock=clock,
-            observer=self._observer,
+            telemetry=self._telemetry,
         )
-        ticker = Ticker(TickStore(for_ticks, me), settings.poll_s)
+        schedule_runner = ScheduleRunner(stores.schedule_runs(for_schedules, me), settings.poll_s)
 
         def lead(leads: bool) -> None:
-            listener.hear_producers(wanted=leads)
-            ticker.lead(leads)
+            listener.listen_to_producers(wanted=leads)
+            schedule_runner.set_leader(leads)
 
         sequencer = Sequencer(
-            CursorStore(for_cursor, here),
+            stores.cursor(for_cursor, here),
             me,
             settings,
             events,
-            ownership.sequenced,
+            ownership.batch_written,
             notified=self._listening,
-            wants=dispatcher.wants,
-            tells=ownership.tells,
+            needs_inline_payloads=dispatcher.needs_inline_payloads,
+            notification_payload=ownership.notification_payload,
             on_lead=lead,
         )
 
-        def look_at_changes() -> None:
-            ownership.look()
-            sequencer.look()
+        def poll_changes() -> None:
+            ownership.poll_now()
+            sequencer.wake_standby()
 
         listener = Listener(
             lambda: self._connections.listener(me),
             settings.schema_name,
             events,
-            look_at_changes,
-            ownership.hear,
+            poll_changes,
+            ownership.receive_notification,
             [for_cursor.get_server_pid(), control.get_server_pid()],
             settings.poll_s,
         )
@@ -246,43 +244,45 @@ class Session:
                 "sequencing": for_cursor,
                 "reading": for_reader,
                 "recording": for_records,
-                "care": for_care,
-                "schedules": for_ticks,
-                "upkeep": for_upkeep,
+                "supervision": for_endpoint_state,
+                "schedules": for_schedules,
+                "maintenance": for_maintenance,
             },
-            self._connections.working,
+            self._connections.find_busy_backends,
             settings.lease_s,
         )
-        checkpoints = Checkpoints(CheckpointStore(for_care), self._transport, now)
-        care = Caretaker(
-            CareStore(for_care, settings.schema_name, me, here),
+        checkpoints = CheckpointSender(stores.checkpoints(for_endpoint_state), self._transport, now)
+        supervisor = EndpointSupervisor(
+            stores.endpoint_state(for_endpoint_state, settings.schema_name, me, here),
             dispatcher,
             health,
             now,
             lambda: sequencer.cursor.leads,
             checkpoints,
         )
-        self._observer.meters.begin()
-        self.working = Working(settings, dispatcher, sequencer, care, lease_left_s, now)
+        self._telemetry.meters.begin()
+        self.running = RunningSession(
+            settings, dispatcher, sequencer, supervisor, lease_left_s, now
+        )
         self._on_registered()
         async with asyncio.TaskGroup() as tasks:
-            cut = tasks.create_task(self._cut_at_the_end())
+            cut = tasks.create_task(self._terminate_at_end())
             delivering = tasks.create_task(dispatcher.run())
             background = [
-                tasks.create_task(self._notice_an_end()),
+                tasks.create_task(self._watch_connections()),
                 tasks.create_task(watchdog.run()),
-                tasks.create_task(feel(turns)),
+                tasks.create_task(sample_loop_lag(scheduler)),
                 tasks.create_task(
-                    keep_lease(ReplicaStore(for_renewal, here), me, lease, clock, hear_time)
+                    keep_lease(stores.replicas(for_renewal, here), me, lease, clock, adjust_clock)
                 ),
                 tasks.create_task(recorder.run()),
-                tasks.create_task(care.run()),
+                tasks.create_task(supervisor.run()),
                 tasks.create_task(checkpoints.run()),
-                tasks.create_task(ticker.run()),
+                tasks.create_task(schedule_runner.run()),
                 tasks.create_task(
                     maintain(
-                        PartitionStore(for_upkeep, pooled=settings.pooled),
-                        RetentionStore(for_upkeep, settings.keep),
+                        stores.partitions(for_maintenance, pooled=settings.pooled),
+                        stores.retention(for_maintenance, settings.keep),
                     )
                 ),
             ]
@@ -297,82 +297,81 @@ class Session:
             loop = asyncio.get_running_loop()
             quiet_by = loop.time() + settings.drain_s * QUIET_SHARE
             stopped_by = loop.time() + max(settings.drain_s, HAND_OVER_MIN_S)
-            # Not by cancelling, which would wait for transactions to be rolled back.
-            too_late = loop.call_at(stopped_by, self._cut)
+            # Terminated, not cancelled: a cancelled transaction waits for its rollback.
+            too_late = loop.call_at(stopped_by, self._terminate_connections)
             dispatcher.stop(e.id for e in dispatcher.endpoints())
             ownership.stop()
             sequencer.stop()
             await asyncio.wait(working)
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(quiet_by):
-                    await ownership.quiet()
-            # What is still in flight is closed before anybody else may send it.
+                    await ownership.drain()
+            # Requests in flight are closed before another replica may send them again.
             delivering.cancel()
             await asyncio.wait([delivering])
-            await recorder.flushed()
+            await recorder.flush()
             await recorder.checkpoint()
-            await sequencer.leave()
-            await replicas.leave(me, f"replica {me}")
-            self._left = True
-            await control.execute(WAKE_ALL)
+            await sequencer.release_leadership()
+            await replicas.release_all(me, f"replica {me}")
+            self._released = True
+            await stores.wake_all(control)
             for task in background:
                 task.cancel()
             left_s = (stopped_by - loop.time()) / 2
             await asyncio.wait(background, timeout=min(left_s, CANCEL_MAX_S))
-            # Also where everything here has ended: of a COMMIT that hangs nobody waits for
-            # the answer any more, and its locks are there.
-            await replicas.end_sessions(me, registered.pids)
+            # A COMMIT that hangs keeps its locks after its task has ended.
+            await replicas.terminate_busy_sessions(me, registered.pids)
             too_late.cancel()
             cut.cancel()
 
     async def _register_unless(self, stop: asyncio.Event) -> _Registered | None:
-        """Connect and register; None if `stop` is set first, whoever is waited for."""
+        """Connect and register; None if `stop` is set first."""
 
-        async def cut_when_told() -> None:
+        async def cancel_on_stop() -> None:
             await stop.wait()
-            self._cut()
-            raise _ToldToStop
+            self._terminate_connections()
+            raise _RegistrationCancelled
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                cutting = tasks.create_task(cut_when_told())
+                cancelling = tasks.create_task(cancel_on_stop())
                 registered = await self._register()
-                cutting.cancel()
+                cancelling.cancel()
         except ExceptionGroup:
-            # Whatever comes of a registration that was broken off.
+            # Any error of a registration that was cancelled by `stop`.
             if not stop.is_set():
                 raise
             return None
         return registered
 
     async def _register(self) -> _Registered:
-        settings, clock = self._settings, self._clock
+        settings, clock, stores = self._settings, self._clock, self._stores
         control = await self._connect("outbox-relay")
-        with answering(control, REGISTER_S, "register a replica"):
-            await require_current(control, settings.schema_name)
-            # Before anything is written: if a proxy leads us elsewhere after this,
-            # the fence says so.
-            here = await timeline.read(control)
-            replicas = ReplicaStore(control, here)
-            me = await replicas.reserve()
+        with response_deadline(control, REGISTER_S, "register a replica"):
+            await stores.require_current(control, settings.schema_name)
+            # Before the first write: if a proxy switches to another server after this,
+            # the fence rejects the write.
+            here = await stores.read_timeline(control)
+            replicas = stores.replicas(control, here)
+            me = await replicas.reserve_id()
             if not settings.pooled:
-                await replicas.call_session(me)
+                await replicas.name_session(me)
         own_name = application_name(me)
         others = [await self._connect(own_name) for _ in range(WORKERS - 1)]
-        # A proxy's backends are everybody's.  Otherwise all of them: whoever hangs
-        # may still hold a lock, such as the maintainer's, or one on what it was burying.
+        # A proxy shares its backends.  Otherwise all of them: any session that hangs may
+        # hold a lock, such as the maintenance lock or one on a replica that it expires.
         ours = () if settings.pooled else (*others, control)
         pids = [each.get_server_pid() for each in ours]
         self._former.append(me)
-        with answering(control, settings.lease_s, "register a replica"):
-            # When everything is there that it takes to renew the lease in time.
+        with response_deadline(control, settings.lease_s, "register a replica"):
+            # Last, so that all connections for renewing the lease are open.
             started_at = clock()
             said = await replicas.register(
                 me, self._name, self._version, settings.lease_s, pids, self._vault.key_ids
             )
         if self._former != [me]:
-            with answering(control, settings.lease_s, "bury a replica"):
-                await self._bury_former(replicas, me)
+            with response_deadline(control, settings.lease_s, "expire a replica"):
+                await self._expire_former(replicas, me)
                 started_at = clock()
                 renewed = await replicas.renew(me)
             if renewed is None:
@@ -380,19 +379,21 @@ class Session:
             said = renewed
         return _Registered(me, here, control, tuple(others), pids, said, started_at)
 
-    async def _bury_former(self, replicas: ReplicaStore, me: int) -> None:
-        """Free what this process owned as another replica, whose session has ended.
+    async def _expire_former(self, replicas: ReplicaStore, me: int) -> None:
+        """Release the endpoints of this process's former replicas, whose sessions have ended.
 
-        Whoever hangs in the middle of it, with the locks that it takes, is registered by now:
-        its successor ends its sessions.
+        If this hangs while it holds locks, the replica is already registered, so that its
+        successor terminates its sessions.
         """
         lock_timeout_s = self._settings.lease_s / 2
-        # The last one first: it may have hung in burying the others.
+        # The newest first: it may have hung while it expired the older ones.
         for was in reversed([was for was in self._former if was != me]):
-            bury = partial(replicas.bury, was, f"replica {was}", lock_timeout_s, called=self._name)
-            if not await bury():
-                # One of its sessions may have been in the way, and has been ended.
-                await bury()
+            expire = partial(
+                replicas.expire_replica, was, f"replica {was}", lock_timeout_s, name=self._name
+            )
+            if not await expire():
+                # One of its sessions may have held a lock, and has been terminated.
+                await expire()
         self._former[:] = [me]
 
     async def _connect(self, name: str) -> Worker:
@@ -401,31 +402,31 @@ class Session:
         connection.add_termination_listener(lambda _: self._closed.set())
         return connection
 
-    def _cut(self) -> None:
-        """End every connection, and not politely: that could wait for ever."""
+    def _terminate_connections(self) -> None:
+        """Terminate every connection; a graceful close could wait for ever."""
         for connection in self._open:
             connection.terminate()
 
-    async def _cut_at_the_end(self) -> None:
-        """Cut all connections as soon as the work ends.
+    async def _terminate_at_end(self) -> None:
+        """Terminate all connections as soon as the task group ends.
 
-        Whoever is cancelled inside a transaction rolls it back and waits for the
-        answer, which never comes from a server that cannot be reached.
+        A task that is cancelled inside a transaction waits for the response to its
+        rollback, which an unreachable server never sends.
         """
         try:
             await asyncio.Event().wait()
         finally:
-            self._cut()
+            self._terminate_connections()
 
-    async def _notice_an_end(self) -> None:
-        """End the session when one of its connections has ended.
+    async def _watch_connections(self) -> None:
+        """End the session when one of its connections was closed.
 
-        Who does not use it just now would notice with its next statement: when
-        something was delivered, and cannot be recorded any more.
+        Otherwise an idle connection's loss is noticed only by its next statement: after
+        a delivery that can then not be recorded.
         """
         await self._closed.wait()
         raise ConnectionResetError("a connection to the database was closed")
 
 
-class _ToldToStop(Exception):
-    """Ends a registration that is under way."""
+class _RegistrationCancelled(Exception):
+    """Cancels a registration in progress."""

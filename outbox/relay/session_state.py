@@ -1,4 +1,4 @@
-"""A session at work: how it is, for whoever asks from outside."""
+"""The state of a running session: readiness and gauges for the HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.relay.delivery.dispatcher import Dispatcher
-    from outbox.relay.delivery.endpoint_supervisor import Caretaker
+    from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
     from outbox.relay.sequencing.sequencer import Sequencer
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.meters import Meters
     from outbox.telemetry.snapshot import Series
 
-LOOKS_MISSED_MAX = 3
-"""So many looks at the cursor may be late, besides the lease, before that is told."""
+MISSED_POLLS_MAX = 3
+"""Cursor polls that may be missed, on top of the lease, before the replica is not ready."""
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """Whether a replica does its work."""
+class Readiness:
+    """Whether a replica is ready, and why not."""
 
     ready: bool
-    why: str = ""
-    """Why not, in one line."""
-    told: str | None = None
-    """The same to whoever asks, where the reason has addresses and names in it."""
+    reason: str = ""
+    """Why it is not ready, in one line."""
+    redacted_reason: str | None = None
+    """The reason for unauthenticated clients, if `reason` may contain addresses or names."""
 
     @property
-    def to_anybody(self) -> str:
-        """Why not, with nothing in it that is for operators alone."""
-        return self.why if self.told is None else self.told
+    def public_reason(self) -> str:
+        """The reason without details that only operators may see."""
+        return self.reason if self.redacted_reason is None else self.redacted_reason
 
 
 @dataclass(frozen=True, slots=True)
-class Working:
-    """The parts of a session that can be asked."""
+class RunningSession:
+    """The parts of a session that report state."""
 
     settings: Settings
     dispatcher: Dispatcher
     sequencer: Sequencer
-    care: Caretaker
+    supervisor: EndpointSupervisor
     lease_left_s: Callable[[], float]
     now: Callable[[], float]
     """Epoch seconds, by the database's clock."""
 
-    def condition(self) -> Condition:
-        """Whether database and cursor work; how the receivers are is no matter here."""
+    def readiness(self) -> Readiness:
+        """Readiness of database, lease and cursor; receivers do not affect it."""
         if self.lease_left_s() <= 0:
-            return Condition(ready=False, why="its lease ran out")
+            return Readiness(ready=False, reason="its lease ran out")
         sequencer = self.sequencer
         if sequencer.broken is not None:
-            return Condition(ready=False, why=f"sequencing stopped: {sequencer.broken}")
-        if sequencer.looked_at is None:
-            return Condition(ready=False, why="it has not read the cursor yet")
-        since_s = asyncio.get_running_loop().time() - sequencer.looked_at
-        if since_s > self.settings.lease_s + LOOKS_MISSED_MAX * self.settings.poll_s:
-            return Condition(ready=False, why=f"it last read the cursor {since_s:.0f} s ago")
-        return Condition(ready=True)
+            return Readiness(ready=False, reason=f"sequencing stopped: {sequencer.broken}")
+        if sequencer.polled_at is None:
+            return Readiness(ready=False, reason="it has not read the cursor yet")
+        since_s = asyncio.get_running_loop().time() - sequencer.polled_at
+        if since_s > self.settings.lease_s + MISSED_POLLS_MAX * self.settings.poll_s:
+            return Readiness(ready=False, reason=f"it last read the cursor {since_s:.0f} s ago")
+        return Readiness(ready=True)
 
     async def gauges(self, meters: Meters) -> dict[Metric, Series]:
-        """What is not counted but looked at."""
+        """Metrics that are sampled, not counted."""
         dispatcher = self.dispatcher
-        found = await gauges.of_endpoints(
-            dispatcher.owned(), meters, self.now(), dispatcher.why_waiting
+        found = await gauges.endpoint_gauges(
+            dispatcher.owned(), meters, self.now(), dispatcher.wait_reason
         )
-        return {**found, **gauges.of_leader(self.sequencer.lag_s, self.care.survey)}
+        return {**found, **gauges.leader_gauges(self.sequencer.lag_s, self.supervisor.survey)}

@@ -1,33 +1,33 @@
-"""A bell: rung by a notification, a command or a shutdown, heard once."""
+"""A wake event: set by a notification, a command or a shutdown, and consumed by one wait."""
 
 from __future__ import annotations
 
 import asyncio
 
 
-class Bell:
-    """Wakes the one task that waits for it; a ring that nobody waits for is kept."""
+class WakeEvent:
+    """Wakes the one task that waits for it; stays set until a wait consumes it."""
 
     def __init__(self) -> None:
-        self._rung = asyncio.Event()
+        self._event = asyncio.Event()
 
-    def ring(self) -> None:
-        """Wake the listener, now or when it next waits."""
-        self._rung.set()
+    def set(self) -> None:
+        """Wake the waiting task, now or at its next wait."""
+        self._event.set()
 
     def clear(self) -> None:
-        """Forget a ring that was not heard yet."""
-        self._rung.clear()
+        """Discard a set event that no wait has consumed."""
+        self._event.clear()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether it rang within `timeout_s` seconds; the ring is consumed."""
-        if self._rung.is_set():
-            self._rung.clear()
+        """Wait up to `timeout_s` seconds; return whether the event was set, and consume it."""
+        if self._event.is_set():
+            self._event.clear()
             return True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._rung.wait()
+                await self._event.wait()
         except TimeoutError:
             return False
-        self._rung.clear()
+        self._event.clear()
         return True

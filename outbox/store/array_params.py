@@ -1,4 +1,4 @@
-"""Columns on their way to `unnest`."""
+"""Array parameters for `unnest`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def as_text(values: Iterable[object]) -> str:
-    """An array of numbers and plain words as PostgreSQL reads it (`$1::text::bigint[]`).
+    """An array literal of numbers and plain words (`$1::text::bigint[]`).
 
-    Of arrays that it writes itself, asyncpg looks at each element twice before it does.
+    asyncpg checks each element twice when it encodes an array itself.
     """
     return f"{{{','.join(map(str, values))}}}"
 
 
 def sparse(values: list[T | None]) -> list[T | None]:
-    """Without what `unnest` fills up with NULL."""
+    """An empty array if all values are NULL: `unnest` pads a shorter array with NULL."""
     return values if any(value is not None for value in values) else []

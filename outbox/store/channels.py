@@ -1,8 +1,15 @@
-"""The two channels: producers ring the schema's own, sequencers ring the owners'.
+"""NOTIFY channels: producers notify the schema's channel, sequencers the owners' channel.
 
-A command that changes who gets what rings both; only who sequences listens to the
-first.  What sequencers tell is in `outbox.core.sequencing.batch_notifications`.
+A routing change notifies both; only sequencers listen to the first.  The payload that
+sequencers send is defined in `outbox.core.sequencing.batch_notifications`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
 
 OWNERS_SUFFIX = ":owners"
 RECONFIGURED = "reconfigured"
@@ -12,3 +19,13 @@ WAKE_ALL = f"""
 SELECT pg_notify(current_schema(), '{RECONFIGURED}'),
        pg_notify(current_schema() || '{OWNERS_SUFFIX}', '{RECONFIGURED}')
 """
+
+
+async def wake_all(connection: Connection[Any]) -> None:
+    """Notify every replica of a routing change."""
+    await connection.execute(WAKE_ALL)
+
+
+async def wake_owners(connection: Connection[Any], payload: str) -> None:
+    """Notify the owners of endpoints of new batches."""
+    await connection.execute(WAKE_OWNERS, payload)

@@ -1,4 +1,4 @@
-"""What the leader tells of the database as a whole: a few numbers, now and then."""
+"""Statistics of the database as a whole, which the leader reports periodically."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 DEAD_LETTERS_MAX = 100_000
-"""More are not counted: they are read one by one."""
+"""Upper bound of the count of dead letters, which reads them one by one."""
 
-# Ids are given out in order, so the lowest open gap is the oldest: it is there since
-# the first batch that saw a higher one.  What a role may not see of others' sessions
-# (without pg_monitor) is not in the horizon's age, nor is VACUUM, which may take hours
-# and sees to it that it does not keep what it is there to remove.
-SURVEY = f"""
+# Statistics for metrics.  Ids are assigned in order, so the lowest open gap is the oldest: it
+# exists since the first batch with a higher id.  The horizon's age excludes sessions that the
+# role may not see (without pg_monitor), and VACUUM, which may take hours and does not hold
+# back the removal of dead rows.
+READ_DATABASE_STATS = f"""
 WITH newest AS MATERIALIZED (SELECT young FROM batch ORDER BY batch DESC LIMIT 1),
 oldest AS MATERIALIZED (
     SELECT least((SELECT lo FROM gap ORDER BY lo LIMIT 1), lower(young)) AS id FROM newest)
@@ -40,8 +40,8 @@ SELECT (SELECT count(*)
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """The numbers; ages in seconds, None where there is nothing."""
+class DatabaseStats:
+    """The statistics; ages in seconds, None where there is nothing."""
 
     dead_letters: int
     gap_age_s: float | None
@@ -50,6 +50,6 @@ class Survey:
     lapsed: int
 
 
-async def survey(connection: Connection[Any]) -> Survey:
-    """Look; asyncpg's errors pass through."""
-    return Survey(**dict(await connection.fetchrow(SURVEY)))
+async def read_database_stats(connection: Connection[Any]) -> DatabaseStats:
+    """Read the statistics; asyncpg's errors propagate."""
+    return DatabaseStats(**dict(await connection.fetchrow(READ_DATABASE_STATS)))

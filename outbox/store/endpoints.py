@@ -1,4 +1,4 @@
-"""Endpoints as their owner needs them: where to send, how, and how it went so far."""
+"""Endpoints as their owner needs them: configuration, and state of the circuit breaker."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.delivery.circuit_breaker import HealthRecord, State
-from outbox.core.delivery.operational_events import Told
+from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
+from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, http_status
 from outbox.core.model.response import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
 from outbox.errors import CannotRun, NotFound, UsageError
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.secrets import IDENTITY, SIGNING, Locked, locked_values
+from outbox.store.connection.secrets import IDENTITY, SIGNING, UnreadableSecret, unreadable_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
 TIMEOUT_S_MAX = 3600.0
 
+# Configuration, secrets and circuit-breaker state of endpoints.
 READ_ENDPOINTS = """
 SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS headers,
        e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
        e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s,
-       e.generation, e.resumes, h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
-       h.last_answer::text AS last_answer, h.told_held_since, h.told_stalled_at,
+       e.generation, e.resumes, h.state AS health, h.resumes AS applied_resumes, h.since,
+       h.held_until, h.last_response::text AS last_response, h.reported_held_since,
+       h.reported_stalled_at,
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
                 AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
@@ -48,101 +50,107 @@ SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS head
  WHERE e.id = ANY ($1)
 """
 
+# Names for a "did you mean" hint.
 LIST_NAMES = (
     "SELECT name FROM endpoint WHERE state <> 'removed' ORDER BY created_at DESC LIMIT 1000"
 )
+# The id of the endpoint with a name; names of removed endpoints may repeat.
 FIND_ID = "SELECT id FROM endpoint WHERE name = $1 AND state <> 'removed'"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What its owner needs to know of a destination; times are epoch seconds."""
+    """Configuration and stored state of a destination; times are epoch seconds."""
 
     id: UUID
     name: str
     tenant: str | None
     state: str
-    """The operator's word: `active`, `paused`, `disabling`, `removing`, …"""
+    """State set by the operator: `active`, `paused`, `disabling`, `removing`, …"""
     url: str
     method: str
     headers: Headers = field(repr=False)
     secrets: tuple[tuple[SigningKey, float | None], ...] = field(repr=False)
-    """With the time at which each ends; None: it does not."""
+    """Signing keys with their expiry; None: no expiry."""
     connect_timeout_s: float
     total_timeout_s: float
     in_flight_max: int | None
     rate_per_s: float | None
     batch_max: int | None
-    """So many deliveries go in one request, as an array; None: each by itself."""
+    """Maximum number of deliveries per request, sent as an array; None: one per request."""
     networks: tuple[IPv4Network | IPv6Network, ...]
-    """Opened for it, beside those that the relay opens."""
+    """Networks allowed for this endpoint, in addition to those allowed by the relay."""
     ca: str | None
-    """Certificates (PEM) that are trusted instead of the system's."""
+    """CA certificates (PEM) that replace the system's."""
     identity: str | None = field(repr=False)
-    """Our own certificate and its key (PEM), for mutual TLS."""
+    """Client certificate and private key (PEM), for mutual TLS."""
     retry: RetryPolicy
     retryable: frozenset[int]
     blocks: bool
-    """A lane waits for an operator after a delivery was given up."""
+    """A dead letter blocks its lane until an operator decides."""
     backlog_count_max: int | None
     backlog_age_max_s: float | None
     disable_after_s: float
     checkpoint_every_s: float | None
-    """None: never."""
+    """None: off."""
     generation: int
     resumes: int
-    """Rises when an operator says that it shall be tried now."""
-    obeyed: int
-    """The same, as its last owner knew it."""
-    health: HealthRecord
-    """As its last owner left it."""
-    told: Told
-    """What operational events told of it, and is not over."""
+    """Increases when an operator resumes the endpoint."""
+    applied_resumes: int
+    """`resumes`, as last applied by an owner."""
+    health: BreakerRecord
+    """Stored by the last owner."""
+    reported: ReportedState
+    """The states that operational events have reported, and that have not ended."""
     problem: str | None = None
-    """Why it cannot be used as it is set up."""
+    """Why the endpoint cannot be used as it is configured."""
 
     @property
     def ends(self) -> bool:
-        """It is being disabled or removed: what it is owed is given up."""
+        """It is being disabled or removed: its pending deliveries are dead-lettered."""
         return self.state not in ("active", "paused")
 
     @property
     def usable(self) -> bool:
-        """Whether deliveries may be sent to it, now or when it is resumed."""
+        """Whether deliveries may be sent to it, now or after it is resumed."""
         return not self.ends and self.problem is None
 
     @property
     def credentials(self) -> tuple[str, ...]:
-        """What its requests hold that is not to be kept."""
+        """The credentials in its headers, which must not be stored or logged."""
         if not self.headers:
             return ()
-        # Also without "Bearer", because that is how receivers look at it.
+        # Also without the scheme ("Bearer"), because receivers may echo only the token.
         values = [value for _, value in self.headers]
         return (*values, *(value.rpartition(" ")[2] for value in values if " " in value))
 
     def secrets_at(self, now: float) -> list[SigningKey]:
-        """What to sign with; while one replaces the other, both."""
+        """The valid signing keys; two during a rotation."""
         return [secret for secret, ends_at in self.secrets if ends_at is None or now < ends_at]
 
 
-async def read(
+async def read_endpoints(
     connection: Connection[Any], endpoint_ids: Collection[UUID], vault: Vault
 ) -> list[Endpoint]:
-    """The endpoints as they are set up now; asyncpg's errors pass through."""
+    """Read the current configuration of endpoints; asyncpg's errors propagate."""
     rows = await connection.fetch(READ_ENDPOINTS, list(endpoint_ids))
     return [_endpoint(row, vault) for row in rows]
 
 
-async def find(connection: Connection[Any], schema: str, name: str, vault: Vault) -> Endpoint:
-    """The endpoint of this name, for whoever sends something to it just now.
+async def find_endpoint(
+    connection: Connection[Any], schema: str, name: str, vault: Vault
+) -> Endpoint:
+    """Find an endpoint by name, in order to send something to it.
 
     Raises:
-        NotFound: there is none.
-        CannotRun: it cannot be sent to as it is set up, or from here.
+        NotFound: there is no such endpoint.
+        CannotRun: its configuration does not allow sending, or secrets cannot be decrypted here.
     """
     with map_errors(schema):
         endpoint_id = await connection.fetchval(FIND_ID, name)
-        found = [] if endpoint_id is None else await read(connection, [endpoint_id], vault)
+        found = (
+            [] if endpoint_id is None else await read_endpoints(connection, [endpoint_id], vault)
+        )
         if not found:
             raise await endpoint_not_found(connection, name)
     if found[0].problem is not None:
@@ -151,7 +159,7 @@ async def find(connection: Connection[Any], schema: str, name: str, vault: Vault
 
 
 def _endpoint(row: Any, vault: Vault) -> Endpoint:
-    """An endpoint; one that is set up wrongly must not keep the others waiting."""
+    """Build an endpoint; an invalid one gets a `problem`, so that it does not stop the others."""
     retry, retryable, problem = STANDARD, RETRYABLE, None
     secrets: tuple[tuple[SigningKey, float | None], ...] = ()
     endpoint_id, own, identity = row["id"], {}, None
@@ -166,19 +174,19 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
             for text, at in row["secrets"]
         )
         if not secrets:
-            raise UsageError("secret: there is none to sign with")
+            raise UsageError("secret: there is no valid signing secret")
         if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
             raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
         networks = tuple(map(ip_network, row["allow_networks"]))
         stored = orjson.loads(row["headers"])
         if not isinstance(stored, dict):
-            raise UsageError("headers: are not names with values")
+            raise UsageError("headers: must be an object of names and values")
         own = vault.open_headers(stored, endpoint_id)
-        for locked in locked_values(own):
-            raise Locked(locked.why)
+        for locked in unreadable_values(own):
+            raise UnreadableSecret(locked.why)
         if row["identity"] is not None:
             identity = vault.open(row["identity"], endpoint_id, IDENTITY)
-    except (Locked, UsageError, TypeError, ValueError) as error:
+    except (UnreadableSecret, UsageError, TypeError, ValueError) as error:
         problem = str(error)
     return Endpoint(
         id=endpoint_id,
@@ -187,7 +195,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         state=row["state"],
         url=row["url"],
         method=row["method"],
-        headers=headers.own(own),
+        headers=headers.valid_headers(own),
         secrets=secrets,
         connect_timeout_s=timeouts[0],
         total_timeout_s=timeouts[1],
@@ -206,21 +214,23 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         checkpoint_every_s=row["checkpoint_every_s"],
         generation=row["generation"],
         resumes=row["resumes"],
-        obeyed=row["obeyed"],
-        health=HealthRecord(
-            State(row["health"]),
+        applied_resumes=row["applied_resumes"],
+        health=BreakerRecord(
+            BreakerState(row["health"]),
             row["since"].timestamp(),
             _seconds(row["held_until"]),
-            row["last_answer"] and orjson.loads(row["last_answer"]),
+            row["last_response"] and orjson.loads(row["last_response"]),
         ),
-        told=Told(_seconds(row["told_held_since"]), _seconds(row["told_stalled_at"])),
+        reported=ReportedState(
+            _seconds(row["reported_held_since"]), _seconds(row["reported_stalled_at"])
+        ),
         problem=problem,
     )
 
 
 @lru_cache(256)
 def _policy(text: str) -> RetryPolicy:
-    """Most endpoints have one of a few."""
+    """Cached: most endpoints share a few policies."""
     return RetryPolicy.from_dict(orjson.loads(text))
 
 
@@ -229,7 +239,7 @@ def _seconds(at: datetime | None) -> float | None:
 
 
 async def endpoint_not_found(connection: Connection[Any], name: str) -> NotFound:
-    """The error for a name that no endpoint has, with the nearest one."""
+    """The error for an unknown endpoint name, with the closest match."""
     names = [row["name"] for row in await connection.fetch(LIST_NAMES)]
     near = difflib.get_close_matches(name, names, 1)
     hint = f'did you mean "{near[0]}"?' if near else "see: outbox endpoint list"

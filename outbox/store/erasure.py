@@ -14,17 +14,20 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 STEP_EVENTS = 2_000
-"""Events that are looked at in one transaction."""
+"""Events per transaction."""
 
-# The planner takes bloom filters for worse than they are.
+# The planner overestimates the cost of BRIN bloom indexes.
 PLAN_BY_INDEX = """
 SET LOCAL enable_seqscan = off; SET LOCAL max_parallel_workers_per_gather = 0; SET LOCAL jit = off
 """
 
-# All deliveries of some events: those of the batch that sequenced them, which is the
-# first one that is as high, or the one that found them late; and those of replays.
+# All deliveries of some events.
+#   positions: for each event, the first batch with high >= id; `late` if the event was in a gap.
+#   sequenced: the batches that contain them: that one, or the one that found a late event.
+#   delivered: the deliveries in these batches, and those of replays.
+# MATERIALIZED, OFFSET 0 and LIMIT 1 keep each step an index lookup.
 _DELIVERIES = f"""
-passed AS MATERIALIZED (
+positions AS MATERIALIZED (
     SELECT e.id, b.batch, b.late
       FROM unnest($1::bigint[]) AS e(id)
      CROSS JOIN LATERAL (
@@ -33,13 +36,13 @@ passed AS MATERIALIZED (
                        WHERE kind = 'log' AND dropped_at IS NULL) AS late
              FROM batch WHERE high >= e.id ORDER BY high, batch LIMIT 1) b),
 sequenced AS MATERIALIZED (
-    SELECT batch FROM passed WHERE NOT late
+    SELECT batch FROM positions WHERE NOT late
      UNION
-    SELECT b.batch FROM passed p CROSS JOIN LATERAL (
+    SELECT b.batch FROM positions p CROSS JOIN LATERAL (
            SELECT batch FROM batch
             WHERE p.late AND batch > p.batch AND NOT isempty(found) AND found @> p.id
             ORDER BY batch LIMIT 1) b),
-given AS MATERIALIZED (
+delivered AS MATERIALIZED (
     SELECT d.lane_id, d.batch, d.seq
       FROM sequenced s
      CROSS JOIN LATERAL (SELECT lanes FROM batch WHERE batch = s.batch LIMIT 1) b
@@ -52,51 +55,56 @@ given AS MATERIALIZED (
      WHERE outbox_id = ANY ($1) AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
 """  # noqa: S608 (a constant only)
 
-# Of what owners write to, only what nobody is writing just now: they wait for nobody,
-# and what is left over is looked for again (`sweep`).
-ERASE_ANSWERS = f"""
+# Erases response bodies and headers of some events.  Rows that owners write are locked with SKIP
+# LOCKED, so that owners do not wait; `erase_leftovers` erases what is skipped.
+#   erased: stored responses of attempts.
+#   retrying, cleared: the retry state of lanes.  failing, reset: endpoints' circuit breakers.
+# Rows are locked in key order, as in every statement that locks several, to avoid deadlocks.
+ERASE_RESPONSES = f"""
 WITH {_DELIVERIES},
-answered AS (
-    UPDATE attempt a SET answer = a.answer - 'body' - 'headers'
-      FROM given g
+erased AS (
+    UPDATE attempt a SET response = a.response - 'body' - 'headers'
+      FROM delivered g
      WHERE a.lane_id = g.lane_id AND a.batch = g.batch AND a.seq = g.seq
-       AND a.answer ?| '{{body,headers}}'
+       AND a.response ?| '{{body,headers}}'
     RETURNING 1),
-heads AS MATERIALIZED (
-    SELECT p.lane_id FROM lane_progress p JOIN given g ON p.lane_id = g.lane_id
-     WHERE p.head_seq = g.seq AND p.last_answer ?| '{{body,headers}}'
+retrying AS MATERIALIZED (
+    SELECT p.lane_id FROM lane_progress p JOIN delivered g ON p.lane_id = g.lane_id
+     WHERE p.retry_seq = g.seq AND p.last_response ?| '{{body,headers}}'
      ORDER BY p.lane_id FOR NO KEY UPDATE OF p SKIP LOCKED),
-stripped AS (
-    UPDATE lane_progress p SET last_answer = p.last_answer - 'body' - 'headers'
-      FROM heads WHERE p.lane_id = heads.lane_id),
-ill AS MATERIALIZED (
+cleared AS (
+    UPDATE lane_progress p SET last_response = p.last_response - 'body' - 'headers'
+      FROM retrying WHERE p.lane_id = retrying.lane_id),
+failing AS MATERIALIZED (
     SELECT h.endpoint_id FROM endpoint_health h
-     WHERE h.last_answer ?| '{{body,headers}}' AND h.endpoint_id IN (
-           SELECT l.endpoint_id FROM given g JOIN lane l ON l.id = g.lane_id)
+     WHERE h.last_response ?| '{{body,headers}}' AND h.endpoint_id IN (
+           SELECT l.endpoint_id FROM delivered g JOIN lane l ON l.id = g.lane_id)
      ORDER BY h.endpoint_id FOR NO KEY UPDATE OF h SKIP LOCKED),
-told AS (
-    UPDATE endpoint_health h SET last_answer = h.last_answer - 'body' - 'headers'
-      FROM ill WHERE h.endpoint_id = ill.endpoint_id)
-SELECT count(*) FROM answered
+reset AS (
+    UPDATE endpoint_health h SET last_response = h.last_response - 'body' - 'headers'
+      FROM failing WHERE h.endpoint_id = failing.endpoint_id)
+SELECT count(*) FROM erased
 """  # noqa: S608 (constants only)
 
-# Locked in the order of their ids, as everybody does who locks several.
-ERASE_DEAD = f"""
-WITH found AS MATERIALIZED (
+# Erases dead letters of a tenant, a key or some events.
+#   selected: rows with data, locked in id order, as in every statement that locks several.
+ERASE_DEAD_LETTERS = f"""
+WITH selected AS MATERIALIZED (
     SELECT id FROM dead_letter
      WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2)
        AND ($3::bigint[] IS NULL OR outbox_id = ANY ($3))
-       AND (payload IS NOT NULL OR headers IS NOT NULL OR last_answer ?| '{{body,headers}}')
+       AND (payload IS NOT NULL OR headers IS NOT NULL OR last_response ?| '{{body,headers}}')
        AND outbox_id IS NOT NULL
      ORDER BY id LIMIT {STEP_EVENTS} FOR NO KEY UPDATE),
 erased AS (
     UPDATE dead_letter d
-       SET payload = NULL, headers = NULL, last_answer = last_answer - 'body' - 'headers'
-      FROM found WHERE d.id = found.id
+       SET payload = NULL, headers = NULL, last_response = last_response - 'body' - 'headers'
+      FROM selected WHERE d.id = selected.id
     RETURNING 1)
 SELECT count(*) FROM erased
 """  # noqa: S608
 
+# Recently erased events.
 READ_ERASED = """
 SELECT id FROM outbox
  WHERE erased_at > statement_timestamp() - make_interval(secs => $1) AND id > $2
@@ -104,33 +112,33 @@ SELECT id FROM outbox
 """
 
 
-async def sweep(connection: Connection[Any], within_s: float) -> int:
-    """Erase what was still being written when its event was erased; returns how much.
+async def erase_leftovers(connection: Connection[Any], within_s: float) -> int:
+    """Erase data that was written after its event was erased; returns the number of rows.
 
-    A request that was on its way then has ended by now, and what came of it was
-    written afterwards.
+    A request in flight at the time of the erasure has ended by now, and its result was written
+    after the erasure.
 
     Args:
-        within_s: of events that were erased in so many last seconds.
+        within_s: covers events erased during the last `within_s` seconds.
     """
-    swept = after = 0
+    erased = after = 0
     while ids := [
         row["id"] for row in await connection.fetch(READ_ERASED, within_s, after, STEP_EVENTS)
     ]:
         after = ids[-1]
         async with connection.transaction(isolation="read_committed"):
             await connection.execute(PLAN_BY_INDEX)
-            swept += await connection.fetchval(ERASE_ANSWERS, ids)
-        swept += await erase_dead_letters(connection, None, None, ids)
-    return swept
+            erased += await connection.fetchval(ERASE_RESPONSES, ids)
+        erased += await erase_dead_letters(connection, None, None, ids)
+    return erased
 
 
 async def erase_dead_letters(
     connection: Connection[Any], tenant: str | None, key: str | None, ids: list[int] | None
 ) -> int:
-    """Erase what dead letters hold, a step at a time."""
+    """Erase the data of dead letters, step by step; returns the number of rows."""
     erased, step = 0, STEP_EVENTS
     while step == STEP_EVENTS:
-        step = await connection.fetchval(ERASE_DEAD, tenant, key, ids)
+        step = await connection.fetchval(ERASE_DEAD_LETTERS, tenant, key, ids)
         erased += step
     return erased

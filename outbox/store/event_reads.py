@@ -1,7 +1,8 @@
-"""What a sequencer reads: committed events, and who may still insert those that are missing.
+"""Reads of the sequencer: committed events, and the transactions that may still insert the
+missing ids.
 
-`outbox.core.sequencing.gaps` says why the two belong together, and in which order they are
-looked at.
+`outbox.core.sequencing.gaps` explains why the two belong together and in which order they are
+read.
 """
 
 from __future__ import annotations
@@ -10,48 +11,48 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.sequencing.router import Sighting
+from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from outbox.core.sequencing.gaps import Holders
+    from outbox.core.sequencing.gaps import LockHolders
 
 AWAKE = 1
-"""The wake-up flag's value while the relay reads without being asked."""
+"""Value of the wake-up flag while the relay polls without notifications."""
 
-# Who may still insert an id that was already allocated.  The lock is taken
-# before the allocation and belongs to the top transaction until its end.  Whoever
-# asks for the sequence's last value takes it, too: not counted here, or each gap
-# would be taken for our own for a while.  (A prepared transaction has no pid.)
-HOLDERS = """
+# The transactions that may still insert an id that was already allocated.  The lock on the
+# sequence is taken before the allocation and held by the top-level transaction until its end.
+# Reading the sequence's last value takes the lock, too: this backend is excluded, or each gap
+# would be attributed to it for a while.  (A prepared transaction has no pid.)
+READ_LOCK_HOLDERS = """
 SELECT virtualtransaction FROM pg_locks
  WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND relation = $1
    AND pid IS DISTINCT FROM pg_backend_pid()
    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 
-# Which of the holders are *running*: have a transaction that this statement's
-# snapshot still takes for unfinished, so that a read before it saw none of its
-# rows.  The lock on the sequence does not tell, because a transaction's rows
-# are visible before its locks are let go.  Ids in pg_locks have 32 bits; what
-# is "at or after xmax" among them is decided modulo 2^32.
+# Which of the lock holders are *running*: their transaction is still in progress in this
+# statement's snapshot, so an earlier read saw none of their rows.  The lock on the sequence
+# does not show it, because a transaction's rows are visible before its locks are released.
+#   snapshot: MATERIALIZED, so that it is taken once.  Transaction ids in pg_locks have 32 bits;
+#     "at or after xmax" is decided modulo 2^32.
 READ_RUNNING = """
-WITH here AS MATERIALIZED (
+WITH snapshot AS MATERIALIZED (
     SELECT pg_snapshot_xmax(s)::text::bigint & 4294967295 AS xmax,
            array(SELECT x::text::bigint & 4294967295 FROM pg_snapshot_xip(s) x) AS xip
       FROM pg_current_snapshot() s)
 SELECT DISTINCT l.virtualtransaction
-  FROM pg_locks l, here
+  FROM pg_locks l, snapshot
  WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock'
-   AND (l.transactionid::text::bigint = ANY (here.xip)
-        OR (l.transactionid::text::bigint - here.xmax) & 4294967295 < 2147483648)
+   AND (l.transactionid::text::bigint = ANY (snapshot.xip)
+        OR (l.transactionid::text::bigint - snapshot.xmax) & 4294967295 < 2147483648)
 """
 
-# Gaps and everything above the highest id, in id order.  Ranges as rows: an OR
-# over a multirange would scan the whole table.
+# Events in the gaps and above the highest id, in id order.  Ranges as rows: an OR over a
+# multirange would scan the whole table.
 READ_EVENTS = """
 SELECT id, tenant, type,
        CASE WHEN key IS NULL THEN id
@@ -67,22 +68,23 @@ SELECT id, tenant, type,
  ORDER BY id LIMIT $4
 """
 
-# Producers that wait for another one's notification: whoever notifies holds this
-# lock from before its commit is written to after it is on disk.
-WAITING = """
+# The number of producers that wait for another one's NOTIFY: a transaction that notifies holds
+# this lock from before its commit is written until it is flushed to disk.
+COUNT_WAITING_PRODUCERS = """
 SELECT count(*) FROM pg_locks
  WHERE locktype = 'object' AND classid = 'pg_database'::regclass AND objid = 0 AND NOT granted
 """
 IN_FLIGHT_MIN = 3
-"""With fewer ids that were given out and are not there yet, nobody looks for them."""
+"""Minimum number of allocated but uncommitted ids at which waiting producers are counted."""
 
-# Beside the events, who may still insert one of the ids missing between them.
-# All of it is read when the statement's snapshot is there already, so no event can
-# be above the sequence, and no holder of an id that is missing escapes; who has
-# ended since then is met by the next read.  The locks are not looked into while no
-# id is missing: that costs as much as all the rest.  The one row without an id
-# carries what is said once.
-READ = f"""
+# Reads events and, in the same statement, the transactions that may still insert one of the
+# missing ids.
+#   event: MATERIALIZED, so that the locks are read after the events, when the snapshot exists:
+#     no event can be above the sequence, and no holder of a missing id escapes.  A transaction
+#     that ended in between is seen by the next read.
+# The locks are read only while an id is missing, because that costs as much as everything else.
+# The row without an id carries the values that occur once.
+READ_EVENTS_AND_STATE = f"""
 WITH event AS MATERIALIZED ({READ_EVENTS})
 SELECT id, tenant, type, spread, NULL::bigint AS last_id, NULL::bigint AS wakeup,
        NULL::bigint AS waiting, NULL::text[] AS holders, NULL::bigint AS leader,
@@ -95,10 +97,10 @@ SELECT NULL, NULL, NULL, NULL,
        CASE WHEN pg_sequence_last_value('wakeup'::regclass) <> {AWAKE}
                  AND pg_sequence_last_value($5::oid::regclass) - {IN_FLIGHT_MIN}
                      >= (SELECT max(id) FROM event)
-            THEN ({WAITING}) END,
+            THEN ({COUNT_WAITING_PRODUCERS}) END,
        CASE WHEN cardinality($2) > 0 OR $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
-            THEN array({HOLDERS.replace("$1", "$5")}) END,
+            THEN array({READ_LOCK_HOLDERS.replace("$1", "$5")}) END,
        writer, version, server_timeline(), statement_timestamp()
   FROM cursor
 """  # noqa: S608 (constants only)
@@ -106,26 +108,29 @@ SELECT NULL, NULL, NULL, NULL,
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one read finds."""
+    """The result of one read."""
 
-    events: list[Sighting]
+    events: list[RoutableEvent]
     last_id: int
-    """The last id that was given to anybody, committed or not."""
+    """The last allocated id, committed or not."""
     wakeup: int
-    """The flag."""
+    """The wake-up flag."""
     waiting: int
-    """Producers that wait for each other, because all of them notify."""
-    holders: Holders | None
-    """Who may still insert an id that is missing; None: none is."""
+    """Number of producers that wait for each other's NOTIFY."""
+    holders: LockHolders | None
+    """The transactions that may still insert a missing id; None: no id is missing."""
     leader: int | None
     version: int
     server_timeline: int | None = None
-    """None: the server does not say."""
+    """None: the server does not report it."""
     began_at: datetime | None = None
-    """By the database's clock, before it looked: what it did not see was committed later."""
+    """The database's time before the read: what it did not see was committed later."""
 
     def check(self, high: int) -> None:
-        """Hold it to what the sequence can have done since `high` was read.
+        """Check the result against the sequence.
+
+        Args:
+            high: the highest id read before.
 
         Raises:
             CursorBroken: the sequence cannot be trusted.
@@ -143,26 +148,26 @@ class Reading:
             )
 
 
-def reading_of(rows: Sequence[Any]) -> Reading:
-    """A reading from the rows of `READ`."""
-    events: list[Sighting] = []
-    said: Any = None
+def parse_reading(rows: Sequence[Any]) -> Reading:
+    """Parse the rows of `READ_EVENTS_AND_STATE`."""
+    events: list[RoutableEvent] = []
+    status: Any = None
     for row in rows:
         event_id = row["id"]
         if event_id is None:
-            said = row
+            status = row
         else:
-            events.append(Sighting(event_id, row["tenant"], row["type"], row["spread"]))
+            events.append(RoutableEvent(event_id, row["tenant"], row["type"], row["spread"]))
     events.sort(key=itemgetter(0))
-    holders = said["holders"]
+    holders = status["holders"]
     return Reading(
         events,
-        said["last_id"],
-        said["wakeup"],
-        said["waiting"] or 0,
+        status["last_id"],
+        status["wakeup"],
+        status["waiting"] or 0,
         None if holders is None else frozenset(holders),
-        said["leader"],
-        said["version"],
-        said["server_timeline"],
-        said["began_at"],
+        status["leader"],
+        status["version"],
+        status["server_timeline"],
+        status["began_at"],
     )

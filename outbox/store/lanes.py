@@ -1,4 +1,4 @@
-"""The dispatcher's SQL: endpoints, lanes and what they owe."""
+"""SQL of the dispatcher: endpoints, lanes and their pending deliveries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from outbox.core.delivery.commands import Gone, Progress
+from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.message import Delivery
 from outbox.core.model.ids import lane_name
 from outbox.store import endpoints as destinations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 READ_LAST_BATCH = "SELECT max(batch) FROM batch"
 
-# Checkpoint and counter of every lane that still owes something or may, or holds
-# newer ones until an operator decides, and when the first delivery that it owes
-# was given its number.  A lane has ended when there is a newer generation, or when
-# whoever sequences next will begin one because the server's timeline changed.
+# Checkpoint and counter of every current lane, and of every ended lane that has pending
+# deliveries or is blocked; and when the first pending delivery was sequenced.  A lane has
+# ended when there is a newer generation, or when the next leader will begin one because the
+# server's timeline changed.
 READ_LANES = """
 SELECT l.id, l.endpoint_id, l.generation, l.slot,
        l.generation < e.generation
            OR EXISTS (SELECT FROM cursor WHERE timeline <> server_timeline()) AS ended,
-       c.last_seq, p.acked_seq, p.delivered_seq, p.floor_batch, p.head_seq, p.attempts, p.spent,
-       p.first_attempt_at, p.next_attempt_at, p.last_answer, p.success_at,
+       c.last_seq, p.acked_seq, p.delivered_seq, p.floor_batch, p.retry_seq, p.attempts, p.spent,
+       p.first_attempt_at, p.next_attempt_at, p.last_response, p.success_at,
        b.lane_id IS NOT NULL AS blocked,
        CASE WHEN c.last_seq > p.acked_seq THEN (
            SELECT batch.at
              FROM (SELECT d.batch FROM delivery d
                     WHERE d.lane_id = l.id AND d.batch >= p.floor_batch AND d.seq > p.acked_seq
                     ORDER BY d.batch, d.seq LIMIT 1) head
-             JOIN batch USING (batch)) END AS owed_since
+             JOIN batch USING (batch)) END AS pending_since
   FROM endpoint e
   JOIN lane l ON l.endpoint_id = e.id
   JOIN lane_progress p ON p.lane_id = l.id
@@ -54,9 +54,9 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
    AND (l.generation = e.generation OR c.last_seq > p.acked_seq OR b.lane_id IS NOT NULL)
 """
 
-# What was acknowledged after the checkpoint.  OFFSET 0 keeps it a look into each
-# lane's own partitions: as a join it would be hashed against the whole log.
-READ_TAIL = """
+# Acknowledgements after the checkpoint.  OFFSET 0 keeps it an index lookup in each lane's own
+# partitions: as a join, the planner would hash the whole log.
+READ_ACKNOWLEDGED = """
 SELECT lane.id, a.seq, a.batch, a.started_at
   FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS lane(id, floor_batch, acked_seq)
  CROSS JOIN LATERAL (
@@ -65,23 +65,22 @@ SELECT lane.id, a.seq, a.batch, a.started_at
           AND outcome = 'delivered' OFFSET 0) a
 """
 
-# What is read of an event.  Times are kept to those that Python has a name for;
-# PostgreSQL knows others (infinity).  They come as epoch seconds, exact to the microsecond
-# for a few centuries: asyncpg takes as long to make a time as for the rest of a row.
-EVENT = """event_id, type, tenant, key,
+# The columns of an event.  Timestamps are limited to the range of Python's datetime; PostgreSQL
+# has others (infinity).  They are read as epoch seconds, exact to the microsecond for a few
+# centuries: asyncpg takes as long to build one datetime as for the rest of a row.
+EVENT_COLUMNS = """event_id, type, tenant, key,
        date_part('epoch', greatest(least(published_at, '9999-12-30'), '0001-01-02'))
            AS published_at,
        date_part('epoch', greatest(least(expires_at, '9999-12-30'), '0001-01-02')) AS expires_at,
        payload::text AS payload, headers::text AS headers"""
 
-# Deliveries with their events.  `batch >=` keeps each lane to the partitions
-# that can hold something for it.  An event that is gone is taken from the copy of
-# the dead letter that this came of, and is otherwise left empty.
-# LIMIT 1 keeps the events to a look by id: a join would hash the whole outbox.
-# Large payloads come in smaller helpings, measured as they are stored.
-# The columns come in the order of `delivery_of`.
+# Deliveries with their events.  `batch >=` limits each lane to the partitions that can contain
+# its deliveries.  An event whose row is gone is taken from the dead letter's copy, and is
+# otherwise empty.  LIMIT 1 keeps the event an index lookup: a join would hash the whole outbox.
+# bytes_before bounds a chunk by the stored size of its payloads.  The columns have the order
+# of `build_delivery`.
 READ_DELIVERIES = f"""
-SELECT lane_id, seq, batch, outbox_id, {EVENT},
+SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
        backfill_id, is_copy, was_backfill_id,
        date_part('epoch', committed_after) AS committed_after,
        was_endpoint_id, was_generation, was_slot, was_seq
@@ -128,24 +127,25 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT},
  ORDER BY lane_id, seq
 """  # noqa: S608 (constants only)
 
-# Lanes that wait for an operator.
+# Lanes blocked by a dead letter.
 READ_BLOCKED = "SELECT lane_id FROM lane_block WHERE lane_id = ANY ($1)"
 
-# What other replicas sequenced: the lanes that got something, and their counters.
-# OFFSET 0 keeps those to a look by lane.
-READ_NEWS = """
-WITH news AS MATERIALIZED (
+# Batches sequenced by other replicas: the lanes with new deliveries, and their counters.
+#   new_batches: MATERIALIZED, so that it is read once.
+# LIMIT 1 on the counter: see READ_COUNTERS.
+READ_NEW_BATCHES = """
+WITH new_batches AS MATERIALIZED (
     SELECT batch, lanes FROM batch WHERE batch > $1 ORDER BY batch LIMIT $2)
-SELECT (SELECT max(batch) FROM news) AS batch, (SELECT count(*) FROM news) AS batches,
+SELECT (SELECT max(batch) FROM new_batches) AS batch, (SELECT count(*) FROM new_batches) AS batches,
        array_agg(c.lane_id) AS lanes, array_agg(c.last_seq) AS last_seqs
-  FROM (SELECT DISTINCT unnest(lanes) AS id FROM news) lane
+  FROM (SELECT DISTINCT unnest(lanes) AS id FROM new_batches) lane
  CROSS JOIN LATERAL (
        SELECT lane_id, last_seq FROM lane_counter
         WHERE lane_id = lane.id ORDER BY last_seq DESC LIMIT 1) c
 """
-NEWS_MAX = 1000
+NEW_BATCHES_MAX = 1000
 
-# From the top: see the table.
+# Lane counters, by a backward index scan: see the table.
 READ_COUNTERS = """
 SELECT lane.id AS lane_id, c.last_seq
   FROM unnest($1::bigint[]) AS lane(id)
@@ -157,44 +157,44 @@ SELECT lane.id AS lane_id, c.last_seq
 
 @dataclass(frozen=True, slots=True)
 class LoadedLane:
-    """A lane as its checkpoint, counter and tail tell it."""
+    """A lane with its checkpoint, counter and later acknowledgements."""
 
     id: int
     endpoint_id: UUID
     name: str
     generation: int
     ended: bool
-    """A newer generation took its place."""
+    """A newer generation replaced it."""
     blocked: bool
     last_seq: int
-    owed_since: float | None
-    """Epoch seconds; None: it owes nothing."""
+    pending_since: float | None
+    """Epoch seconds; None: it has no pending delivery."""
     progress: Progress
     tail: tuple[tuple[int, int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sequenced:
+class NewBatches:
     """Batches that were sequenced."""
 
     batch: int
     """The newest of them."""
     last_seqs: dict[int, int]
-    """Of every lane that got something, the last number given out by now."""
+    """The last sequence number of each lane with new deliveries."""
     more: bool
     """There may be newer batches."""
 
 
 class LaneStore:
-    """Reads lanes, on one connection; asyncpg's errors pass through."""
+    """Reads lanes, on one connection; asyncpg's errors propagate."""
 
     def __init__(self, connection: Connection[Any], vault: Vault = CLEAR) -> None:
         self._db = connection
         self._vault = vault
 
     async def endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
-        """The endpoints as they are set up now."""
-        return await destinations.read(self._db, endpoint_ids, self._vault)
+        """The current configuration and state of endpoints."""
+        return await destinations.read_endpoints(self._db, endpoint_ids, self._vault)
 
     async def last_batch(self) -> int:
         """The newest batch."""
@@ -206,7 +206,7 @@ class LaneStore:
         rows = await self._db.fetch(READ_LANES, list(endpoint_ids))
         tails: dict[int, list[tuple[int, int, float]]] = {}
         for r in await self._db.fetch(
-            READ_TAIL,
+            READ_ACKNOWLEDGED,
             [r["id"] for r in rows],
             [r["floor_batch"] for r in rows],
             [r["acked_seq"] for r in rows],
@@ -223,17 +223,17 @@ class LaneStore:
                 r["ended"],
                 r["blocked"],
                 r["last_seq"],
-                _seconds(r["owed_since"]),
+                _seconds(r["pending_since"]),
                 Progress(
                     r["acked_seq"],
                     r["delivered_seq"],
                     r["floor_batch"],
-                    r["head_seq"],
+                    r["retry_seq"],
                     r["attempts"],
                     r["spent"],
                     _seconds(r["first_attempt_at"]),
                     _seconds(r["next_attempt_at"]),
-                    r["last_answer"] and orjson.loads(r["last_answer"]),
+                    r["last_response"] and orjson.loads(r["last_response"]),
                     _seconds(r["success_at"]),
                 ),
                 tuple(tails.get(r["id"], ())),
@@ -248,14 +248,16 @@ class LaneStore:
         after_seqs: Sequence[int],
         rows_max: Sequence[int],
         bytes_max: int,
-    ) -> dict[int, list[Delivery | Gone]]:
-        """The next deliveries of each lane, of each at most so many.
+    ) -> dict[int, list[Delivery | ErasedEvent]]:
+        """The next deliveries of each lane.
 
-        A lane gets at least one, and further ones until it has `bytes_max` of
-        payloads, as they are stored.
+        Args:
+            rows_max: maximum number per lane.
+            bytes_max: each lane gets further deliveries until their payloads, as stored, have
+                this size; at least one.
         """
         names = {lane.id: lane for lane in lanes}
-        found: dict[int, list[Delivery | Gone]] = {lane.id: [] for lane in lanes}
+        found: dict[int, list[Delivery | ErasedEvent]] = {lane.id: [] for lane in lanes}
         for r in await self._db.fetch(
             READ_DELIVERIES,
             [lane.id for lane in lanes],
@@ -268,21 +270,21 @@ class LaneStore:
             found[lane.id].append(_delivery(lane, r))
         return found
 
-    async def news(self, after_batch: int) -> Sequenced | None:
-        """What was sequenced after a batch; None: nothing was."""
-        row = await self._db.fetchrow(READ_NEWS, after_batch, NEWS_MAX)
+    async def new_batches(self, after_batch: int) -> NewBatches | None:
+        """The batches sequenced after a batch; None: there are none."""
+        row = await self._db.fetchrow(READ_NEW_BATCHES, after_batch, NEW_BATCHES_MAX)
         if not row["batches"]:
             return None
         last_seqs = dict(zip(row["lanes"] or (), row["last_seqs"] or (), strict=True))
-        return Sequenced(row["batch"], last_seqs, more=row["batches"] == NEWS_MAX)
+        return NewBatches(row["batch"], last_seqs, more=row["batches"] == NEW_BATCHES_MAX)
 
     async def counters(self, lane_ids: Collection[int]) -> dict[int, int]:
-        """The last number given out in each lane."""
+        """The last sequence number of each lane."""
         rows = await self._db.fetch(READ_COUNTERS, list(lane_ids))
         return {r["lane_id"]: r["last_seq"] for r in rows}
 
     async def blocked(self, lane_ids: Collection[int]) -> set[int]:
-        """Those of the lanes that wait for an operator."""
+        """Those of the lanes that are blocked by a dead letter."""
         rows = await self._db.fetch(READ_BLOCKED, list(lane_ids))
         return {r["lane_id"] for r in rows}
 
@@ -291,16 +293,16 @@ def _seconds(at: datetime | None) -> float | None:
     return None if at is None else at.timestamp()
 
 
-def _delivery(lane: LoadedLane, row: Any) -> Delivery | Gone:
+def _delivery(lane: LoadedLane, row: Any) -> Delivery | ErasedEvent:
     if row["payload"] is None:
-        return Gone(
+        return ErasedEvent(
             lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"], row["backfill_id"]
         )
-    return delivery_of(lane, row)
+    return build_delivery(lane, row)
 
 
-class Named(Protocol):
-    """A lane, as far as receivers see it."""
+class LaneIdentity(Protocol):
+    """The identity of a lane, as receivers see it."""
 
     @property
     def endpoint_id(self) -> UUID: ...
@@ -308,10 +310,10 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-def delivery_of(lane: Named, row: Any) -> Delivery:
-    """A delivery from a row that begins with the columns of `READ_DELIVERIES`.
+def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
+    """Build a delivery from a row that begins with the columns of `READ_DELIVERIES`.
 
-    By place: to look up each by its name took longer than all else that is done with a row.
+    By position: looking up each column by name took longer than everything else.
     """
     found = tuple(row.values())
     published_at, expires_at, payload, headers = found[8:12]
@@ -338,5 +340,5 @@ def delivery_of(lane: Named, row: Any) -> Delivery:
 
 @lru_cache(1024)
 def _time(epoch_s: float) -> datetime:
-    """Remembered: all events of a transaction have one, and so have all of a batch."""
+    """Cached: events of one transaction share a timestamp, and so do those of a batch."""
     return datetime.fromtimestamp(epoch_s, UTC)

@@ -1,9 +1,10 @@
-"""The SQL of operational events, as parts of the statements whose changes they tell of.
+"""SQL of operational events, as parts of the statements whose changes they report.
 
-`announce` (schema/0005_operational.sql) writes one and says whether somebody wanted
-it, `announce_all` many at once.  They are called only while somebody wants any at all
-(`WANTED`), so that what a mass of dead letters costs is not doubled for nobody.
-Nothing of an event's payload, of headers or of a receiver's body gets into one.
+`publish_operational_event` (schema/0005_operational.sql) publishes one event and returns
+whether an endpoint subscribes to it; `publish_operational_events` takes many.  They are called
+only while at least one subscription selects operational events (`HAS_OPERATIONAL_SUBSCRIBER`),
+so that a burst of dead letters does not cost twice as much without a subscriber.
+An event never contains a payload, headers or a response body.
 """
 
 from __future__ import annotations
@@ -18,82 +19,95 @@ from outbox.core.delivery.operational_events import (
     RELAY_LAGGING,
 )
 
-# Asked once in a statement, not for each row.
-WANTED = """(
-    SELECT EXISTS (SELECT FROM subscription WHERE to_batch IS NULL AND names_operational(types)))"""
+# An uncorrelated subquery: evaluated once per statement, not per row.
+HAS_OPERATIONAL_SUBSCRIBER = """(
+    SELECT EXISTS (SELECT FROM subscription
+                    WHERE to_batch IS NULL AND selects_operational_events(types)))"""
 
-ANSWER = "'status', {0}.last_answer -> 'status', 'failure', {0}.last_answer -> 'failure'"
+RESPONSE_FIELDS = (
+    "'status', {0}.last_response -> 'status', 'failure', {0}.last_response -> 'failure'"
+)
 
-# Of a dead letter `x` in its lane `l`: the type, the endpoint, and what is said.
-LETTER_CREATED = f"""'{DEAD_LETTER_CREATED}', x.endpoint_id, jsonb_build_object(
+# Type, endpoint and details of the event for a dead letter `x` in its lane `l`.
+DEAD_LETTER_CREATED_EVENT = f"""'{DEAD_LETTER_CREATED}', x.endpoint_id, jsonb_build_object(
                'dead_letter', x.id, 'lane', lane_name(x.endpoint_id, l.generation, l.slot),
                'sequence', x.seq, 'to_sequence', x.to_seq, 'event', x.event_id, 'type', x.type,
-               'reason', x.reason, 'attempts', x.attempts, {ANSWER.format("x")})"""
+               'reason', x.reason, 'attempts', x.attempts, {RESPONSE_FIELDS.format("x")})"""
 
-LANE_IS_BLOCKED = f"""'{LANE_BLOCKED}', x.endpoint_id, jsonb_build_object(
+LANE_BLOCKED_EVENT = f"""'{LANE_BLOCKED}', x.endpoint_id, jsonb_build_object(
                'dead_letter', x.id, 'lane', lane_name(x.endpoint_id, l.generation, l.slot),
                'sequence', x.seq, 'reason', x.reason)"""
 
-# Writes such rows of `news`.
-TELL_NEWS = """
-       SELECT announce_all(array_agg(type), array_agg(about), array_agg(told))
-         FROM news HAVING count(*) > 0"""
+# Publishes the rows of the CTE `reported`.
+PUBLISH_REPORTED_EVENTS = """
+       SELECT publish_operational_events(array_agg(type), array_agg(endpoint_id),
+                                          array_agg(details))
+         FROM reported HAVING count(*) > 0"""
 
-# Of an event that was erased its letter does not know the type, and a range has many.
+# Whether the dead letter `x` concerns an ordinary event.  The dead letter of an erased event
+# has no type, and a range covers events of many types: their deliveries are read.
 IS_ORDINARY = """
-    CASE WHEN x.type IS NULL THEN holds_ordinary(x.lane_id, x.batch, x.seq, x.to_seq)
+    CASE WHEN x.type IS NULL THEN contains_ordinary_event(x.lane_id, x.batch, x.seq, x.to_seq)
          ELSE x.type NOT LIKE 'outbox.%' END"""
 
-LETTER_COLUMNS = """id, lane_id, endpoint_id, batch, seq, to_seq, event_id, type, reason,
-              attempts, last_answer"""
-"""What the two need, and no payload."""
+DEAD_LETTER_COLUMNS = """id, lane_id, endpoint_id, batch, seq, to_seq, event_id, type, reason,
+              attempts, last_response"""
+"""The columns that these expressions require; no payload."""
 
-# Rows `w` of endpoints' health as it is written, with what was told before.
-ENDPOINT_IS_HELD = f"""announce('{ENDPOINT_HELD}', w.endpoint_id, jsonb_build_object(
-               'state', w.state, 'since', rfc3339(w.told_held_since),
-               'held_until', rfc3339(w.held_until), {ANSWER.format("w")}))"""
+# Events for a row of the CTE `health`: the new state, and what was reported before (`was_…`).
+PUBLISH_ENDPOINT_HELD = f"""publish_operational_event('{ENDPOINT_HELD}', health.endpoint_id,
+               jsonb_build_object('state', health.state,
+                                  'since', rfc3339(health.reported_held_since),
+                                  'held_until', rfc3339(health.held_until),
+                                  {RESPONSE_FIELDS.format("health")}))"""
 
-ENDPOINT_HAS_RECOVERED = f"""announce('{ENDPOINT_RECOVERED}', w.endpoint_id,
-               jsonb_build_object('held_since', rfc3339(w.was_held_since)))"""
+PUBLISH_ENDPOINT_RECOVERED = f"""publish_operational_event(
+               '{ENDPOINT_RECOVERED}', health.endpoint_id,
+               jsonb_build_object('held_since', rfc3339(health.was_held_since)))"""
 
-ENDPOINT_HAS_STALLED = f"""announce('{ENDPOINT_STALLED}', w.endpoint_id, jsonb_build_object(
-               'since', rfc3339(w.stalled_since), 'will_be_disabled_at', rfc3339(w.disabled_at)))"""
+PUBLISH_ENDPOINT_STALLED = f"""publish_operational_event('{ENDPOINT_STALLED}', health.endpoint_id,
+               jsonb_build_object('since', rfc3339(health.stalled_since),
+                                  'will_be_disabled_at', rfc3339(health.disabled_at)))"""
 
-# In the transaction that disables, after the endpoint's own subscription has ended.
-TELL_DISABLED = f"""
-SELECT announce('{ENDPOINT_DISABLED}', id, jsonb_build_object(
-           'why', state_why, 'by', state_by, 'status', $2::integer, 'failure', $3::text))
+# Publishes outbox.endpoint.disabled, in the transaction that disables the endpoint, after its
+# own subscription has ended.
+PUBLISH_ENDPOINT_DISABLED = f"""
+SELECT publish_operational_event('{ENDPOINT_DISABLED}', id, jsonb_build_object(
+           'why', state_comment, 'by', state_by, 'status', $2::integer, 'failure', $3::text))
   FROM endpoint WHERE id = $1
 """  # noqa: S608 (constants only)
 
-# Events have waited too long: told by the leader, and remembered on the cursor row,
-# so that whoever leads next does not tell it again.  Nobody waits for that row.
-TELL_LAGGING = f"""
-WITH held AS MATERIALIZED (
+# Publishes outbox.relay.lagging when events wait too long for sequencing.
+#   leader: the cursor row, while this replica leads.  The report is stored there, so that the
+#     next leader does not repeat it.  SKIP LOCKED: it never waits for a batch.
+#   late: the oldest unsequenced event, if it has waited longer than $2 seconds.
+#   reported: publishes the event; MATERIALIZED, so that it is published exactly once.
+PUBLISH_LAGGING = f"""
+WITH leader AS MATERIALIZED (
     SELECT FROM cursor
      WHERE writer = $1 AND ($4::bigint IS NULL OR server_timeline() = $4) AND NOT lagging
        AND (lagging_at IS NULL OR lagging_at < clock_timestamp() - make_interval(secs => $3))
        FOR NO KEY UPDATE SKIP LOCKED),
 late AS MATERIALIZED (
     SELECT extract(epoch FROM clock_timestamp() - o.created_at) AS waiting_s
-      FROM held, (SELECT high FROM batch ORDER BY batch DESC LIMIT 1) b
+      FROM leader, (SELECT high FROM batch ORDER BY batch DESC LIMIT 1) b
      CROSS JOIN LATERAL (
            SELECT type, created_at FROM outbox WHERE id > b.high ORDER BY id LIMIT 1) o
      WHERE o.created_at < clock_timestamp() - make_interval(secs => $2)
        AND o.type NOT LIKE 'outbox.%'),
-told AS MATERIALIZED (
-    SELECT announce('{RELAY_LAGGING}', NULL,
-                    jsonb_build_object('waiting_s', round(waiting_s::numeric, 1))) AS wanted
-      FROM late WHERE {WANTED})
-UPDATE cursor SET lagging = true, lagging_at = clock_timestamp() FROM told WHERE wanted
+reported AS MATERIALIZED (
+    SELECT publish_operational_event('{RELAY_LAGGING}', NULL,
+                    jsonb_build_object('waiting_s', round(waiting_s::numeric, 1))) AS published
+      FROM late WHERE {HAS_OPERATIONAL_SUBSCRIBER})
+UPDATE cursor SET lagging = true, lagging_at = clock_timestamp() FROM reported WHERE published
 RETURNING 1
 """  # noqa: S608 (constants only)
 
-# Nothing waits any more; also if somebody else told that it did.
+# Clears the lagging state, whichever replica reported it; SKIP LOCKED as above.
 END_LAGGING = """
-WITH held AS MATERIALIZED (
+WITH leader AS MATERIALIZED (
     SELECT lagging FROM cursor WHERE writer = $1 FOR NO KEY UPDATE SKIP LOCKED),
-over AS (
-    UPDATE cursor SET lagging = false FROM held WHERE held.lagging)
-SELECT 1 FROM held
+ended AS (
+    UPDATE cursor SET lagging = false FROM leader WHERE leader.lagging)
+SELECT 1 FROM leader
 """

@@ -1,13 +1,12 @@
-"""The partitions of periods: made before they are needed, dropped when their period is.
+"""Partitions of periods: created in advance, dropped with their period.
 
-None of that blocks a producer.  ATTACH takes a lock that goes together with theirs,
-and DETACH CONCURRENTLY waits for them, not they for it.
+Neither blocks producers: the lock of ATTACH PARTITION does not conflict with theirs, and DETACH
+CONCURRENTLY waits for them, not they for it.
 
-A relay need not own the tables: what only an owner can do is done by functions that
-run with the owner's rights (schema/0007_roles.sql).  But DETACH CONCURRENTLY cannot be
-done in a function, and without it a producer would have to wait.  So a relay that owns
-nothing empties the partitions of a dropped period, which gives their space back, and
-leaves their shells for `outbox migrate`, which their owner runs.
+A relay need not own the tables: operations that require the owner are SECURITY DEFINER functions
+(schema/0007_roles.sql).  But DETACH CONCURRENTLY cannot run in a function, and without it
+producers would wait.  So a relay that does not own the tables empties the partitions of a dropped
+period, which frees their space; `outbox migrate`, run by the owner, drops the empty tables.
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.sequencing.partition_window import Kind
+    from outbox.core.sequencing.partition_window import WindowKind
 
-PARENTS: Mapping[Kind, tuple[str, ...]] = {
+PARENTS: Mapping[WindowKind, tuple[str, ...]] = {
     "events": ("outbox",),
     "log": ("attempt", "delivery", "batch"),
 }
-"""What has a partition for each period of a kind."""
+"""The partitioned tables of each kind of period."""
 
-# One maintainer at a time; a session lock, because DETACH CONCURRENTLY cannot
-# run in a transaction.
-UPKEEP_KEY = "hashtextextended('outbox-relay maintains ' || current_schema(), 0)"
-LOCK = f"SELECT pg_try_advisory_lock({UPKEEP_KEY})"
-UNLOCK = f"SELECT pg_advisory_unlock({UPKEEP_KEY})"
+# One maintainer at a time; a session-level lock, because DETACH CONCURRENTLY cannot run in a
+# transaction.
+MAINTENANCE_LOCK_KEY = "hashtextextended('outbox-relay maintains ' || current_schema(), 0)"
+LOCK = f"SELECT pg_try_advisory_lock({MAINTENANCE_LOCK_KEY})"
+UNLOCK = f"SELECT pg_advisory_unlock({MAINTENANCE_LOCK_KEY})"
 
+# Partitions of a table with their bounds.
 READ_PARTITIONS = """
 SELECT c.relname AS name, pg_get_expr(c.relpartbound, c.oid) AS bound,
        i.inhdetachpending AS detaching
@@ -48,7 +48,7 @@ SELECT c.relname AS name, pg_get_expr(c.relpartbound, c.oid) AS bound,
  WHERE i.inhparent = $1::text::regclass
 """
 
-# The periods of a kind that should have a partition of this parent, and do not.
+# Periods of a kind that lack a partition of this table.
 READ_MISSING = """
 SELECT n AS number
   FROM (SELECT max(number) AS number FROM period WHERE kind = $2) p,
@@ -56,12 +56,12 @@ SELECT n AS number
  WHERE to_regclass(quote_ident($1 || '_' || n)) IS NULL
  ORDER BY n
 """
-ADD = "SELECT add_partition($1::text::regclass, $2)"
+ADD_PARTITION = "SELECT add_partition($1::text::regclass, $2)"
 
-# Tables of periods that are dropped, oldest first; `detaching`: somebody was
-# interrupted; NULL: it is detached already.  `owned`: this role may drop it; another
-# one's is there as long as there is something in it that may be emptied.
-READ_DOOMED = """
+# Tables of dropped periods, oldest first.  detaching: true if a DETACH was interrupted, NULL if
+# it is already detached.  owned: this role may drop the table; others are listed while they have
+# data and may be emptied.  OFFSET 0: the privilege is checked once per table.
+READ_DROPPABLE = """
 SELECT parent, p.number, c.relname AS name, i.inhdetachpending AS detaching, o.owned
   FROM period p, unnest($2::text[]) AS parent
   JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
@@ -72,12 +72,14 @@ SELECT parent, p.number, c.relname AS name, i.inhdetachpending AS detaching, o.o
                    AND pg_relation_size(c.oid) > 0)
  ORDER BY p.number, array_position($2, parent)
 """
-# Whether this role may do so.
-OWNS = "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'outbox'::regclass"
+# Whether this role owns the tables.
+READ_OWNS_TABLES = (
+    "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'outbox'::regclass"
+)
 
-EMPTY = "SELECT empty_partition($1::text::regclass, $2)"
+EMPTY_PARTITION = "SELECT empty_partition($1::text::regclass, $2)"
 
-# The indexes that producers leave to be brought up to date, one for each partition.
+# The BRIN indexes that producers do not summarize, one per partition.
 READ_SUMMARIES = """
 SELECT inhrelid::bigint AS id FROM pg_inherits WHERE inhparent = 'outbox_lookup'::regclass
 """
@@ -90,7 +92,7 @@ _BOUND = re.compile(r"FROM \('?(\d+)'?\) TO \('?(\d+)'?\)")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """[lo, hi) of a parent."""
+    """The range [lo, hi) of a partitioned table."""
 
     name: str
     lo: int
@@ -99,13 +101,13 @@ class Partition:
 
 
 class PartitionStore:
-    """Partitions, on the connection for maintenance.
+    """Partitions, on the maintenance connection.
 
     Args:
-        pooled: it leads to a proxy that pools transactions, where a lock of the
-            session would stay with whoever gets that session next.  Two
-            maintainers do no harm, then: each step looks at what is there, and of
-            two at once one is refused, and looks again.
+        pooled: the connection leads to a transaction-pooling proxy, where a session lock would
+            remain with the next client of that server session.  Two maintainers do no harm:
+            each step checks the current state, and of two concurrent steps one fails and is
+            repeated later.
     """
 
     def __init__(self, connection: Connection[Any], *, pooled: bool = False) -> None:
@@ -113,8 +115,8 @@ class PartitionStore:
         self._pooled = pooled
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[bool]:
-        """Be the one who maintains for the length of a block, if nobody else is."""
+    async def maintenance_lock(self) -> AsyncIterator[bool]:
+        """Hold the maintenance lock for a block; yields False if another session holds it."""
         if self._pooled:
             yield True
             return
@@ -126,71 +128,71 @@ class PartitionStore:
         except asyncpg.PostgresError:
             await self._db.execute(UNLOCK)
             raise
-        # Whoever is cancelled leaves it to the end of the connection.
+        # After a cancellation the lock is released when the connection ends.
         await self._db.execute(UNLOCK)
 
     async def extend(self) -> int:
-        """Have partitions for the periods to come; returns how many were made."""
+        """Create the partitions of the coming periods; returns their number."""
         made = 0
         for kind, parents in PARENTS.items():
             for parent in parents:
                 for row in await self._db.fetch(READ_MISSING, parent, kind, AHEAD):
-                    await self._db.execute(ADD, parent, row["number"])
+                    await self._db.execute(ADD_PARTITION, parent, row["number"])
                     made += 1
         return made
 
     async def drop(self) -> tuple[int, int]:
-        """Drop what periods that are dropped had, and empty what is not ours to drop.
+        """Drop the tables of dropped periods, and empty those of another owner.
 
-        Waits for every transaction that may still look into what it drops.
+        Waits for every transaction that may still read them.
 
         Returns:
-            How many tables went, and how many were emptied.
+            The number of dropped and of emptied tables.
         """
-        gone = emptied = 0
-        for row in await self._doomed():
+        dropped = emptied = 0
+        for row in await self._droppable():
             if row["owned"]:
                 await self._drop(row)
-                gone += 1
-            elif await self._db.fetchval(EMPTY, row["parent"], row["number"]):
+                dropped += 1
+            elif await self._db.fetchval(EMPTY_PARTITION, row["parent"], row["number"]):
                 emptied += 1
-        return gone, emptied
+        return dropped, emptied
 
     async def drop_owned(self) -> int:
-        """Only drop what is ours to drop; returns how many tables went."""
-        if not await self._db.fetchval(OWNS):
+        """Drop the tables that this role owns; returns their number."""
+        if not await self._db.fetchval(READ_OWNS_TABLES):
             return 0
-        owned = [row for row in await self._doomed() if row["owned"]]
+        owned = [row for row in await self._droppable() if row["owned"]]
         for row in owned:
             await self._drop(row)
         return len(owned)
 
-    async def _doomed(self) -> list[Any]:
+    async def _droppable(self) -> list[Any]:
         found: list[Any] = []
         for kind, parents in PARENTS.items():
-            found += await self._db.fetch(READ_DOOMED, kind, list(parents))
+            found += await self._db.fetch(READ_DROPPABLE, kind, list(parents))
         return found
 
     async def _drop(self, row: Any) -> None:
         name = quote_ident(row["name"])
         if row["detaching"] is not None:
-            how = "FINALIZE" if row["detaching"] else "CONCURRENTLY"
-            await self._db.execute(f"ALTER TABLE {row['parent']} DETACH PARTITION {name} {how}")
+            mode = "FINALIZE" if row["detaching"] else "CONCURRENTLY"
+            await self._db.execute(f"ALTER TABLE {row['parent']} DETACH PARTITION {name} {mode}")
         await self._db.execute(f"DROP TABLE {name}")
 
     async def summarize(self) -> None:
-        """Let new events be found by their id and key."""
+        """Summarize the lookup index, so that new events are found by their id and key."""
         for row in await self._db.fetch(READ_SUMMARIES):
             await self._db.execute(SUMMARIZE, row["id"])
 
     async def analyze(self) -> None:
-        """Tell the planner about the parents, which autovacuum leaves out."""
+        """Analyze the partitioned tables, which autovacuum does not do."""
         for parents in PARENTS.values():
             for parent in parents:
                 await self._db.execute(ANALYZE, parent)
 
     async def partitions(self, parent: str) -> list[Partition]:
-        """All partitions of a parent in order."""
+        """All partitions of a table, in order."""
         found = []
         for row in await self._db.fetch(READ_PARTITIONS, parent):
             match = _BOUND.search(row["bound"] or "")

@@ -1,10 +1,10 @@
-"""How far lanes are, for the checkpoints that their receivers want."""
+"""Positions of lanes, for the checkpoints that are sent to receivers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.receiver_checkpoint import GIVEN_UP_MAX, LANES_MAX, Mark
+from outbox.core.delivery.receiver_checkpoint import DEAD_RANGES_MAX, LANES_MAX, LaneMark
 from outbox.core.model.ids import lane_name
 
 if TYPE_CHECKING:
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# The newest lanes of each endpoint, ended ones as well: what was lost at their end is not
-# shown by anything else.  Behind the last number written down are those that were
-# acknowledged since then, one after the other.  And the numbers that were given up last.
+# The position of the newest lanes of each endpoint, including ended ones: a delivery lost at
+# the end of a lane shows in no later one.  The position is the checkpoint, or the last
+# acknowledgement after it.  And the last dead-lettered sequence numbers.  LIMIT in the
+# LATERAL subqueries keeps each to an index lookup.
 READ_MARKS = f"""
 SELECT l.endpoint_id, l.generation, l.slot,
        greatest(p.delivered_seq, (
@@ -24,9 +25,9 @@ SELECT l.endpoint_id, l.generation, l.slot,
               AND a.outcome = 'delivered'
             ORDER BY a.batch DESC, a.seq DESC LIMIT 1)) AS sequence,
        g.seqs, g.to_seqs
-  FROM unnest($1::uuid[]) AS wanted(id)
+  FROM unnest($1::uuid[]) AS requested(id)
  CROSS JOIN LATERAL (
-       SELECT id, endpoint_id, generation, slot FROM lane WHERE endpoint_id = wanted.id
+       SELECT id, endpoint_id, generation, slot FROM lane WHERE endpoint_id = requested.id
         ORDER BY generation DESC, slot LIMIT {LANES_MAX}) l
  CROSS JOIN LATERAL (
        SELECT acked_seq, delivered_seq, floor_batch FROM lane_progress
@@ -34,25 +35,25 @@ SELECT l.endpoint_id, l.generation, l.slot,
  CROSS JOIN LATERAL (
        SELECT array_agg(seq) AS seqs, array_agg(to_seq) AS to_seqs
          FROM (SELECT seq, to_seq FROM dead_letter WHERE lane_id = l.id
-                ORDER BY seq DESC LIMIT {GIVEN_UP_MAX}) x) g
+                ORDER BY seq DESC LIMIT {DEAD_RANGES_MAX}) x) g
 """  # noqa: S608 (a constant only)
 
 
 class CheckpointStore:
-    """Reads how far lanes are, on one connection; asyncpg's errors pass through."""
+    """Reads positions of lanes, on one connection; asyncpg's errors propagate."""
 
     def __init__(self, connection: Connection[Any]) -> None:
         self._db = connection
 
-    async def marks(self, endpoint_ids: Sequence[UUID]) -> dict[UUID, list[Mark]]:
-        """The lanes of each endpoint that were delivered anything."""
-        found: dict[UUID, list[Mark]] = {endpoint_id: [] for endpoint_id in endpoint_ids}
+    async def marks(self, endpoint_ids: Sequence[UUID]) -> dict[UUID, list[LaneMark]]:
+        """The lanes of each endpoint that have delivered anything."""
+        found: dict[UUID, list[LaneMark]] = {endpoint_id: [] for endpoint_id in endpoint_ids}
         for row in await self._db.fetch(READ_MARKS, list(endpoint_ids)):
             if row["sequence"]:
                 name = lane_name(row["endpoint_id"], row["generation"], row["slot"])
                 last = row["sequence"]
                 letters = zip(row["seqs"] or (), row["to_seqs"] or (), strict=True)
-                given_up = tuple(sorted(each for each in letters if each[1] < last))
-                mark = Mark(name, row["generation"], last, given_up)
+                dead_lettered = tuple(sorted(each for each in letters if each[1] < last))
+                mark = LaneMark(name, row["generation"], last, dead_lettered)
                 found[row["endpoint_id"]].append(mark)
         return found

@@ -1,10 +1,9 @@
-"""The recorder's SQL: writing what became of deliveries.
+"""SQL of the recorder: writes attempts, progress and dead letters.
 
-Whatever is written for a lane is one statement that begins with the *fence*:
-the replica's own row, locked FOR KEY SHARE while its lease runs (see `fence`).  Whoever
-takes over deletes that row first, so a stale statement finds no fence and
-writes nothing; and since it is one statement, no lock is ever held while the
-database waits for this process.
+Everything written for a lane is one statement that begins with the *fence*: the replica's
+own row, locked FOR KEY SHARE while its lease runs (see `fence`).  A replica that takes over
+deletes that row first, so a stale statement finds no fence and writes nothing.  Because it
+is a single statement, no lock is held while the database waits for this process.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from outbox.core.delivery.commands import DeadRange
 from outbox.core.delivery.message import Delivery
 from outbox.store.array_params import as_text, sparse
 from outbox.store.operational_events import (
+    DEAD_LETTER_COLUMNS,
+    DEAD_LETTER_CREATED_EVENT,
+    HAS_OPERATIONAL_SUBSCRIBER,
     IS_ORDINARY,
-    LANE_IS_BLOCKED,
-    LETTER_COLUMNS,
-    LETTER_CREATED,
-    TELL_NEWS,
-    WANTED,
+    LANE_BLOCKED_EVENT,
+    PUBLISH_REPORTED_EVENTS,
 )
 from outbox.store.replicas import fence
 
@@ -35,120 +34,132 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.commands import AttemptRow, DeadLetter, Progress, Record
 
-RANGE_GROWS_S = 3600
-"""A range grows for so long, so what is in it may be dropped so much too early."""
+RANGE_GROWTH_MAX_S = 3600
+"""Maximum time for which a dead-letter range is extended; it bounds how much too early the
+deliveries in it may be dropped."""
 
-# The times are microseconds, of the epoch and of an attempt.
+# Attempt rows from arrays.  Times are integer microseconds (since the epoch, and elapsed).
 _ATTEMPTS = """
        (SELECT lane_id, batch, seq, attempt, outcome, status, error,
                to_timestamp(started_us / float8 '1e6') AS started_at,
-               elapsed_us / real '1000' AS elapsed_ms, answer
+               elapsed_us / real '1000' AS elapsed_ms, response
           FROM unnest($2::text::bigint[], $3::text::bigint[], $4::text::bigint[],
                       $5::text::int[], $6::text::text[], $7::text::int[], $8::text[],
                       $9::text::bigint[], $10::text::bigint[], $11::jsonb[])
-               AS tried(lane_id, batch, seq, attempt, outcome, status, error, started_us,
-                        elapsed_us, answer)) AS a
+               AS attempted(lane_id, batch, seq, attempt, outcome, status, error, started_us,
+                        elapsed_us, response)) AS a
 """
 
-# A group of successes: the acknowledgements.
-WRITE_GROUP = f"""{fence("$12")}
+# Writes a group of acknowledgements: successful attempts only.
+WRITE_ACKNOWLEDGEMENTS = f"""{fence("$12")}
 INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
-                     elapsed_ms, answer, replica_id)
+                     elapsed_ms, response, replica_id)
 SELECT a.*, $1 FROM fence, {_ATTEMPTS}
 """  # noqa: S608 (constants only)
 
-# A group in which something failed or was given up.  A lane that is not ours
-# any more (its epoch moved on) writes nothing at all.  A range that follows one
-# of the same reason makes that one longer: a backlog is cut again and again.  For a
-# while only, because a range is as old as its beginning, and one that never grew old
-# would keep its events for ever.  And not one that an operator is just deciding about,
-# for whom no acknowledgement waits.  What is new of it is told, and of a range that
-# grows only its first ordinary event.
+# Writes a group of attempts with lane progress and dead letters.
+#   moved: advances the progress of the lanes.  Fencing by epoch: for a lane that this
+#     replica no longer owns, nothing at all is written.
+#   logged: the attempts, except those of lanes that were not moved.
+#   dead_lettered: the dead letters of moved lanes.
+#   preceding: the range directly before a new range of the same reason, because a backlog is
+#     trimmed repeatedly.  Only a recent one: a range is as old as its beginning, and one that
+#     never aged would keep its events for ever.  SKIP LOCKED: acknowledgements must not wait
+#     for an operator who is deciding about it.
+#   extended: extends that range.
+#   created: inserts all other dead letters.
+#   blocked: blocks lanes of endpoints with on_dead_letter = block.
+#   journalled: journal entries for dead-lettered backlogs.
+#   new: the dead letters to report: the created ones, and an extended range when it
+#     receives its first ordinary event.  MATERIALIZED: evaluated once for two readers.
+#   reported: the operational events for them.
 WRITE_RECORDS = f"""{fence("$42")},
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
-           floor_batch = v.floor_batch, head_seq = v.head_seq, attempts = v.attempts,
+           floor_batch = v.floor_batch, retry_seq = v.retry_seq, attempts = v.attempts,
            spent = v.spent, first_attempt_at = v.first_attempt_at,
-           next_attempt_at = v.next_attempt_at, last_answer = v.last_answer,
+           next_attempt_at = v.next_attempt_at, last_response = v.last_response,
            success_at = v.success_at
       FROM fence,
            unnest($12::bigint[], $13::bigint[], $14::bigint[], $15::bigint[], $16::bigint[],
                   $17::bigint[], $18::int[], $19::int[], $20::timestamptz[], $21::timestamptz[],
                   $22::jsonb[], $23::timestamptz[])
-           AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, head_seq, attempts, spent,
-                first_attempt_at, next_attempt_at, last_answer, success_at)
+           AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, retry_seq, attempts, spent,
+                first_attempt_at, next_attempt_at, last_response, success_at)
      WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq <= v.acked_seq
     RETURNING p.lane_id, p.endpoint_id),
 logged AS (
     INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
-                         elapsed_ms, answer, replica_id)
+                         elapsed_ms, response, replica_id)
     SELECT a.*, $1 FROM fence, {_ATTEMPTS}
      WHERE a.lane_id <> ALL ($12) OR a.lane_id IN (SELECT lane_id FROM moved)),
-given_up AS (
+dead_lettered AS (
     SELECT d.*, moved.endpoint_id
       FROM moved JOIN unnest($24::bigint[], $25::bigint[], $26::bigint[], $27::bigint[],
            $28::text[], $29::int[], $30::jsonb[], $31::boolean[], $32::bigint[], $33::uuid[],
            $34::text[], $35::text[], $36::text[], $37::jsonb[], $38::jsonb[],
            $39::timestamptz[], $40::timestamptz[], $41::bigint[])
-           AS d(lane_id, batch, seq, to_seq, reason, attempts, last_answer, blocks, outbox_id,
+           AS d(lane_id, batch, seq, to_seq, reason, attempts, last_response, blocks, outbox_id,
                 event_id, tenant, type, key, payload, headers, published_at, expires_at,
                 backfill_id)
            USING (lane_id)),
-followed AS MATERIALIZED (
+preceding AS MATERIALIZED (
     SELECT x.id, x.lane_id, x.batch, x.seq, x.to_seq AS was_to_seq, g.to_seq
-      FROM given_up g CROSS JOIN LATERAL (
+      FROM dead_lettered g CROSS JOIN LATERAL (
            SELECT id, lane_id, batch, seq, to_seq, outbox_id, reason, state, began_at
              FROM dead_letter
             WHERE lane_id = g.lane_id AND seq < g.seq
             ORDER BY seq DESC LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED) x
      WHERE g.outbox_id IS NULL AND x.to_seq = g.seq - 1 AND x.outbox_id IS NULL
        AND x.reason = g.reason AND x.state = 'dead'
-       AND x.began_at > clock_timestamp() - make_interval(secs => {RANGE_GROWS_S})),
+       AND x.began_at > clock_timestamp() - make_interval(secs => {RANGE_GROWTH_MAX_S})),
 extended AS (
-    UPDATE dead_letter x SET to_seq = f.to_seq, at = clock_timestamp()
-      FROM followed f WHERE x.id = f.id
-    RETURNING x.lane_id, x.endpoint_id, x.event_id, x.type, x.reason, x.attempts, x.last_answer),
-buried AS (
+    UPDATE dead_letter x SET to_seq = p.to_seq, at = clock_timestamp()
+      FROM preceding p WHERE x.id = p.id
+    RETURNING x.lane_id, x.endpoint_id, x.event_id, x.type, x.reason, x.attempts, x.last_response),
+created AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
-           last_answer, outbox_id, event_id, tenant, type, key, payload, headers,
+           last_response, outbox_id, event_id, tenant, type, key, payload, headers,
            published_at, expires_at, backfill_id, replica_id)
     SELECT lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
-           last_answer, outbox_id, event_id, tenant, type, key, payload, headers,
+           last_response, outbox_id, event_id, tenant, type, key, payload, headers,
            published_at, expires_at, backfill_id, $1
-      FROM given_up WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)
-    RETURNING {LETTER_COLUMNS}),
+      FROM dead_lettered
+     WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)
+    RETURNING {DEAD_LETTER_COLUMNS}),
 blocked AS (
-    INSERT INTO lane_block (lane_id, seq) SELECT lane_id, seq FROM given_up WHERE blocks
+    INSERT INTO lane_block (lane_id, seq) SELECT lane_id, seq FROM dead_lettered WHERE blocks
     RETURNING lane_id),
-noted AS (
+journalled AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
-    SELECT 'backlog_given_up', 'replica ' || $1::bigint, endpoint_id,
+    SELECT 'backlog_dead_lettered', 'replica ' || $1::bigint, endpoint_id,
            jsonb_build_object('lane', lane_id, 'from', seq, 'to', to_seq)
-      FROM given_up WHERE outbox_id IS NULL),
-fresh AS MATERIALIZED (
-    SELECT * FROM buried x WHERE {WANTED} AND {IS_ORDINARY}
+      FROM dead_lettered WHERE outbox_id IS NULL),
+new AS MATERIALIZED (
+    SELECT * FROM created x WHERE {HAS_OPERATIONAL_SUBSCRIBER} AND {IS_ORDINARY}
      UNION ALL
-    SELECT f.id, f.lane_id, e.endpoint_id, f.batch, f.seq, f.to_seq, e.event_id, e.type, e.reason,
-           e.attempts, e.last_answer
-      FROM followed f JOIN extended e USING (lane_id)
-     WHERE {WANTED} AND NOT holds_ordinary(f.lane_id, f.batch, f.seq, f.was_to_seq)
-       AND holds_ordinary(f.lane_id, f.batch, f.was_to_seq + 1, f.to_seq)),
-news(type, about, told) AS (
-    SELECT {LETTER_CREATED}
-      FROM fresh x JOIN lane l ON l.id = x.lane_id
+    SELECT p.id, p.lane_id, e.endpoint_id, p.batch, p.seq, p.to_seq, e.event_id, e.type, e.reason,
+           e.attempts, e.last_response
+      FROM preceding p JOIN extended e USING (lane_id)
+     WHERE {HAS_OPERATIONAL_SUBSCRIBER}
+       AND NOT contains_ordinary_event(p.lane_id, p.batch, p.seq, p.was_to_seq)
+       AND contains_ordinary_event(p.lane_id, p.batch, p.was_to_seq + 1, p.to_seq)),
+reported(type, endpoint_id, details) AS (
+    SELECT {DEAD_LETTER_CREATED_EVENT}
+      FROM new x JOIN lane l ON l.id = x.lane_id
      UNION ALL
-    SELECT {LANE_IS_BLOCKED}
-      FROM fresh x JOIN blocked USING (lane_id) JOIN lane l ON l.id = x.lane_id)
-SELECT lane_id, ({TELL_NEWS}) AS told FROM moved
+    SELECT {LANE_BLOCKED_EVENT}
+      FROM new x JOIN blocked USING (lane_id) JOIN lane l ON l.id = x.lane_id)
+SELECT lane_id, ({PUBLISH_REPORTED_EVENTS}) AS published FROM moved
 """  # noqa: S608 (constants only)
 
-# Checkpoints move forward only, and only in the owner's epoch.
+# Writes checkpoints; they only move forward, and only in the owner's epoch (fencing).
 WRITE_CHECKPOINTS = f"""{fence("$8")}
 UPDATE lane_progress p
    SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
-       head_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
-       next_attempt_at = NULL, last_answer = NULL, success_at = v.success_at
+       retry_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
+       next_attempt_at = NULL, last_response = NULL, success_at = v.success_at
   FROM fence,
        unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[],
               $7::timestamptz[])
@@ -157,74 +168,82 @@ UPDATE lane_progress p
 RETURNING p.lane_id
 """  # noqa: S608 (constants only)
 
-# The end of an endpoint that is removed or disabled: everything its lanes still
-# owe becomes one range per lane.  Only a removed one forgets its secrets.
-FINISH = f"""{fence("$5")},
+# Finishes an endpoint that is being removed or disabled.
+#   ended: sets the final state.
+#   pending: advances its lanes past their pending deliveries.
+#   created: dead-letters those deliveries as one range per lane; in lane order, as every
+#     statement locks them.
+#   unblocked, deleted_secrets: removes lane blocks, and the secrets of a removed endpoint.
+#   journalled, reported: journal entry and operational events.
+FINISH_ENDPOINT = f"""{fence("$5")},
 ended AS (
     UPDATE endpoint e
        SET state = CASE e.state WHEN 'removing' THEN 'removed' ELSE 'disabled' END
       FROM fence WHERE e.id = $2 AND e.state IN ('removing', 'disabling')
     RETURNING e.id, e.state),
-owed AS (
-    UPDATE lane_progress p SET acked_seq = c.last_seq, head_seq = NULL, attempts = 0, spent = 0,
-           first_attempt_at = NULL, next_attempt_at = NULL, last_answer = NULL
+pending AS (
+    UPDATE lane_progress p SET acked_seq = c.last_seq, retry_seq = NULL, attempts = 0, spent = 0,
+           first_attempt_at = NULL, next_attempt_at = NULL, last_response = NULL
       FROM ended, lane_counter c, unnest($3::bigint[], $4::bigint[]) AS v(lane_id, acked_seq)
      WHERE p.lane_id = v.lane_id AND c.lane_id = v.lane_id AND c.last_seq > v.acked_seq
     RETURNING p.lane_id, p.endpoint_id, p.floor_batch, v.acked_seq + 1 AS seq,
               c.last_seq AS to_seq),
-buried AS (
+created AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
                              replica_id)
-    SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, ended.state, 0, $1 FROM owed, ended
+    SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, ended.state, 0, $1 FROM pending, ended
      ORDER BY lane_id
-    RETURNING {LETTER_COLUMNS}),
+    RETURNING {DEAD_LETTER_COLUMNS}),
 unblocked AS (
     DELETE FROM lane_block b USING ended, lane l
      WHERE l.endpoint_id = ended.id AND b.lane_id = l.id),
-forgotten AS (
+deleted_secrets AS (
     DELETE FROM endpoint_secret s USING ended
      WHERE s.endpoint_id = ended.id AND ended.state = 'removed'),
-noted AS (
+journalled AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
     SELECT 'endpoint_' || ended.state, 'replica ' || $1::bigint, ended.id,
-           jsonb_build_object('given_up', (SELECT coalesce(sum(to_seq - seq + 1), 0) FROM owed))
+           jsonb_build_object('dead_lettered',
+                              (SELECT coalesce(sum(to_seq - seq + 1), 0) FROM pending))
       FROM ended),
-news(type, about, told) AS (
-    SELECT {LETTER_CREATED}
-      FROM buried x JOIN lane l ON l.id = x.lane_id
-     WHERE {WANTED} AND {IS_ORDINARY})
-SELECT count(*) AS held, ({TELL_NEWS}) AS told FROM fence
+reported(type, endpoint_id, details) AS (
+    SELECT {DEAD_LETTER_CREATED_EVENT}
+      FROM created x JOIN lane l ON l.id = x.lane_id
+     WHERE {HAS_OPERATIONAL_SUBSCRIBER} AND {IS_ORDINARY})
+SELECT count(*) AS fenced, ({PUBLISH_REPORTED_EVENTS}) AS published FROM fence
 """  # noqa: S608 (constants only)
 
 
 class Fenced(Exception):
-    """This replica's writes are refused: it is no longer the owner."""
+    """The write was rejected by the fence: this replica is no longer the owner."""
 
 
 class RecordStore:
-    """Writes what became of deliveries, on one connection.
+    """Writes attempts, checkpoints and dead letters, on one connection.
 
     Args:
-        timeline: the server's, read before the replica registered; None: not known.
+        timeline: the server's timeline when the replica registered; None: not known.
 
     Raises:
-        Fenced: nothing (or not everything) was written, because this replica
-            is no longer the owner; it must stop.
+        Fenced: some or all rows were not written, because this replica is no longer the
+            owner; it must stop.
     """
 
     def __init__(
         self, connection: Connection[Any], replica_id: int, timeline: int | None = None
     ) -> None:
         self._db = connection
-        self._me = replica_id
+        self._replica_id = replica_id
         self._timeline = timeline
 
     async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
-        """Write a group; all of it or, when fenced off, none of it."""
+        """Write a group of records atomically; when fenced, none is written."""
         attempts = _attempts([(r.lane_id, r.attempt) for r in records if r.attempt is not None])
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
-            written = await self._db.execute(WRITE_GROUP, self._me, *attempts, self._timeline)
+            written = await self._db.execute(
+                WRITE_ACKNOWLEDGEMENTS, self._replica_id, *attempts, self._timeline
+            )
             if written != f"INSERT 0 {len(records)}":
                 raise Fenced
             return
@@ -237,12 +256,12 @@ class RecordStore:
                     r.progress.acked_seq,
                     r.progress.delivered_seq,
                     r.progress.floor_batch,
-                    r.progress.head_seq,
+                    r.progress.retry_seq,
                     r.progress.attempts,
                     r.progress.spent,
                     _time(r.progress.first_attempt_at),
                     _time(r.progress.next_attempt_at),
-                    _json(r.progress.last_answer),
+                    _json(r.progress.last_response),
                     _time(r.progress.success_at),
                 )
                 for r, epoch in urgent
@@ -251,16 +270,16 @@ class RecordStore:
         )
         dead = _columns(18, (_dead_row(r, r.dead) for r, _ in urgent if r.dead is not None))
         moved = await self._db.fetch(
-            WRITE_RECORDS, self._me, *attempts, *progress, *dead, self._timeline
+            WRITE_RECORDS, self._replica_id, *attempts, *progress, *dead, self._timeline
         )
         if len(moved) != len(urgent):
             raise Fenced
 
     async def checkpoint(self, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
-        """Write (lane, epoch, progress); returns the lanes that were accepted."""
+        """Write checkpoints (lane, epoch, progress); returns the lanes that were accepted."""
         written = await self._db.fetch(
             WRITE_CHECKPOINTS,
-            self._me,
+            self._replica_id,
             [lane_id for lane_id, _, _ in rows],
             [epoch for _, epoch, _ in rows],
             [p.acked_seq for _, _, p in rows],
@@ -271,11 +290,15 @@ class RecordStore:
         )
         return {r["lane_id"] for r in written}
 
-    async def finish(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
-        """Give up what the (lane, acked number) pairs of an endpoint that ends still owe."""
+    async def finish_endpoint(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
+        """Dead-letter the pending deliveries of an endpoint that ends.
+
+        Args:
+            lanes: pairs of lane id and acknowledged sequence number.
+        """
         fenced = await self._db.fetchval(
-            FINISH,
-            self._me,
+            FINISH_ENDPOINT,
+            self._replica_id,
             endpoint_id,
             [lane_id for lane_id, _ in lanes],
             [acked for _, acked in lanes],
@@ -286,7 +309,7 @@ class RecordStore:
 
 
 def _attempts(rows: Sequence[tuple[int, AttemptRow]]) -> list[Any]:
-    """Their columns, as `_ATTEMPTS` wants them."""
+    """The columns of `_ATTEMPTS`."""
     return [
         as_text([lane_id for lane_id, _ in rows]),
         as_text([row.batch for _, row in rows]),
@@ -297,7 +320,7 @@ def _attempts(rows: Sequence[tuple[int, AttemptRow]]) -> list[Any]:
         sparse([row.error for _, row in rows]),
         as_text([round(row.started_at * 1e6) for _, row in rows]),
         as_text([round(row.elapsed_s * 1e6) for _, row in rows]),
-        sparse([_json(row.answer) for _, row in rows]),
+        sparse([_json(row.response) for _, row in rows]),
     ]
 
 
@@ -327,7 +350,7 @@ def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> tuple[Any, ...]:
         *numbers,
         dead.reason,
         dead.attempts,
-        _json(dead.last_answer),
+        _json(dead.last_response),
         record.blocks,
         *event,
     )

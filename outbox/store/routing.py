@@ -1,6 +1,6 @@
-"""The sequencer's SQL about who gets what: subscriptions, and replays asked for.
+"""SQL of the sequencer for routing: subscriptions, and requested replays.
 
-Read under the cursor row, which everybody takes who changes one of them.
+Read under the cursor row, which every routing change locks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.sequencing.router import Helping, Replay, Route, fitting
+from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.replay_throttle import Share
 
-# A paused endpoint's deliveries are numbered, though none is sent.  A filter that was
-# stopped less than so many seconds ago counts as met.
+# Current subscriptions with their lanes.  Deliveries of a paused endpoint are sequenced, but
+# not sent.  A filter that was stopped less than $1 seconds ago matches everything.
 READ_ROUTES = """
 SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
        CASE WHEN s.filter_stopped_at > clock_timestamp() - make_interval(secs => $1) THEN NULL
@@ -31,14 +31,14 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
  WHERE s.to_batch IS NULL
 """
 
-RESENT_SPARE = 20
-"""Numbers of a lane that are looked at beyond those that may be taken: some are passed over."""
+RESEND_SCAN_EXTRA = 20
+"""Sequence numbers of a lane that are read beyond those to replay, because some are skipped."""
 
-# Whether a delivery `{d}` of the lane `{lane}` is to be sent again when its receiver asks
-# for what it got from the number `{first}` on: if it was not given up, which is an
-# operator's to decide about, and is not itself a copy, made because of such a wish, of one
-# that is sent again anyway.
-RESENT = """
+# Whether a delivery `{d}` of the lane `{lane}` is sent again when its receiver requests what it
+# received from sequence number `{first}` on: if it was not dead-lettered, which is for an
+# operator to decide, and is not itself a copy, made by such a request, of a delivery that is
+# sent again anyway.
+IS_RESENDABLE = """
     (NOT EXISTS (SELECT FROM replay_job j
                   WHERE j.id = {d}.backfill_id AND j.kind = 'lane' AND j.lane_id = {lane}
                     AND {d}.replay_seq >= {first})
@@ -50,48 +50,51 @@ _IS_COPY = """
     EXISTS (SELECT FROM replay_job j WHERE j.id = n.backfill_id AND j.kind = 'lane')
 """
 
-# The next numbers of the replays that are waiting, of each of some parts of jobs the
-# oldest first, at most so many of each part; each goes to the end of the lane that its
-# key has today.  How many each replay may take is known beforehand, because numbers
-# have no holes, so no more is read of a range than is taken, and it is read from where
-# the last batch ended.  One letter has its own copy of the event; of a range only the
-# deliveries are left, whose events tell the key, or the letters that they came of, when
-# a lane gave up what was sent again.  So it is with what a lane delivered, of which some
-# are not wanted: a job has but one of these.  A number whose delivery is gone is
-# NULL here, once for its replay, and passed over.  LIMIT 1 keeps it to a look for each
-# replay, and OFFSET 0 to those that wait, whatever the planner knows.
+# The next sequence numbers of pending replays: for each part of a job the oldest replays first,
+# at most `numbers_max` numbers per part.  Each delivery is appended to the lane to which its key
+# is assigned today.
+#   requested: the replays of each part, with the sequence numbers before each.  MATERIALIZED:
+#     evaluated once.  LIMIT 1 keeps x an index lookup per replay, and OFFSET 0 keeps the inner
+#     query to pending replays, whatever the planner estimates.
+#   chunk: how many numbers each replay may take.  Sequence numbers have no gaps, so this is
+#     known beforehand: no more of a range is read than is taken, from where the last batch
+#     ended.
+# A single dead letter has its own copy of the event.  Of a range only the deliveries are left;
+# their events give the key, or the dead letters that they were copied from.  The same applies
+# to what a lane delivered, of which some is not sent again: such a job has one replay.  A
+# sequence number whose delivery is gone is NULL, once per replay, and is skipped.
 READ_REPLAYS = f"""
-WITH asked AS MATERIALIZED (
-    SELECT part.job_id, part.endpoint_id, part.most, r.*, x.*,
+WITH requested AS MATERIALIZED (
+    SELECT part.job_id, part.endpoint_id, part.numbers_max, r.*, x.*,
            sum(r.to_seq - r.next_seq + 1) OVER (
                PARTITION BY part.job_id, part.endpoint_id ORDER BY r.id
                ROWS UNBOUNDED PRECEDING) - (r.to_seq - r.next_seq + 1) AS before
-      FROM unnest($1::bigint[], $2::uuid[], $3::bigint[]) AS part(job_id, endpoint_id, most)
+      FROM unnest($1::bigint[], $2::uuid[], $3::bigint[]) AS part(job_id, endpoint_id, numbers_max)
      CROSS JOIN LATERAL (
            SELECT * FROM (
                SELECT id, dead_id, next_seq, next_batch, to_seq FROM replay
                 WHERE job_id = part.job_id AND endpoint_id = part.endpoint_id
-                  AND next_seq <= to_seq OFFSET 0) waiting
-            ORDER BY id LIMIT part.most) r
+                  AND next_seq <= to_seq OFFSET 0) pending
+            ORDER BY id LIMIT part.numbers_max) r
      CROSS JOIN LATERAL (
            SELECT j.lane_id AS resent_id, coalesce(j.lane_id, d.lane_id) AS lane_id, p.first_id,
                   d.outbox_id, d.key, d.backfill_id, d.batch, d.seq, e.generation, e.lanes
              FROM replay_job j
-             JOIN replay_part p ON p.job_id = j.id AND p.endpoint_id = part.endpoint_id
+             JOIN replay_job_endpoint p ON p.job_id = j.id AND p.endpoint_id = part.endpoint_id
              JOIN endpoint e ON e.id = part.endpoint_id AND e.state IN ('active', 'paused')
              LEFT JOIN dead_letter d ON d.id = r.dead_id
             WHERE j.id = part.job_id LIMIT 1) x),
-taking AS (
+chunk AS (
     SELECT *, least(to_seq - next_seq + 1,
-                    CASE WHEN resent_id IS NULL THEN most - before
-                         ELSE most + {RESENT_SPARE} END)::bigint AS numbers
-      FROM asked WHERE before < most)
+                    CASE WHEN resent_id IS NULL THEN numbers_max - before
+                         ELSE numbers_max + {RESEND_SCAN_EXTRA} END)::bigint AS numbers
+      FROM requested WHERE before < numbers_max)
 SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id,
-       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id, d.was_backfill_id, d.wanted
-  FROM taking t
+       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id, d.was_backfill_id, d.is_selected
+  FROM chunk t
   LEFT JOIN LATERAL (
        SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key, t.backfill_id,
-              t.dead_id AS copy_id, true AS wanted,
+              t.dead_id AS copy_id, true AS is_selected,
               (SELECT was_backfill_id FROM delivery
                 WHERE lane_id = t.lane_id AND batch = t.batch AND seq = t.seq) AS was_backfill_id
         WHERE t.outbox_id IS NOT NULL
@@ -99,7 +102,7 @@ SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id 
        SELECT n.seq, n.batch, n.outbox_id, coalesce(o.key, c.key),
               CASE WHEN t.resent_id IS NULL THEN n.backfill_id ELSE t.job_id END, n.copy_id,
               t.resent_id IS NULL OR coalesce(o.is_there, c.is_there, false)
-              AND {RESENT.format(d="n", lane="t.lane_id", first="t.first_id")},
+              AND {IS_RESENDABLE.format(d="n", lane="t.lane_id", first="t.first_id")},
               CASE WHEN t.resent_id IS NULL OR {_IS_COPY} THEN n.was_backfill_id
                    ELSE n.backfill_id END
          FROM (SELECT seq, batch, outbox_id, backfill_id, copy_id, replay_seq, was_backfill_id
@@ -120,15 +123,16 @@ SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id 
  ORDER BY t.job_id, t.endpoint_id, t.id, d.seq
 """  # noqa: S608 (constants only)
 
-WRITE_HELPINGS = """
-UPDATE replay r SET next_seq = h.next_seq, next_batch = h.next_batch
-  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS h(id, next_seq, next_batch)
- WHERE r.id = h.id
+# Stores the progress of replays after a batch.
+ADVANCE_REPLAYS = """
+UPDATE replay r SET next_seq = c.next_seq, next_batch = c.next_batch
+  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS c(id, next_seq, next_batch)
+ WHERE r.id = c.id
 """
 
 
 class RoutingStore:
-    """Reads who gets what, on the sequencer's connection and in its transaction."""
+    """Reads routes and replays, on the sequencer's connection and in its transaction."""
 
     def __init__(self, connection: Connection[Any]) -> None:
         self._db = connection
@@ -137,7 +141,7 @@ class RoutingStore:
         """Every current subscription with its lanes.
 
         Args:
-            stopped_for_s: a filter that was stopped is not asked for so long.
+            stopped_for_s: a stopped filter is not evaluated for this time.
         """
         return [
             Route(
@@ -151,8 +155,8 @@ class RoutingStore:
             for r in await self._db.fetch(READ_ROUTES, stopped_for_s)
         ]
 
-    async def replays(self, shares: Sequence[Share]) -> list[Helping]:
-        """What a batch may take of the numbers that are being sent again."""
+    async def replays(self, shares: Sequence[Share]) -> list[ReplayChunk]:
+        """The next chunk of each replay that a batch may include."""
         rows = await self._db.fetch(
             READ_REPLAYS,
             [share.part.job_id for share in shares],
@@ -160,41 +164,41 @@ class RoutingStore:
             [share.numbers for share in shares],
         )
         share_of = {(s.part.job_id, s.part.endpoint_id): s for s in shares}
-        helpings: list[Helping] = []
+        chunks: list[ReplayChunk] = []
         for part, of_part in groupby(rows, lambda r: (r["job_id"], r["endpoint_id"])):
-            its = list(of_part)
-            lane_ids = [r["lane_id"] for r in its if r["wanted"]]
-            left = fitting(lane_ids, share_of[part].per_lane, share_of[part].numbers)
-            for _, of_one in groupby(its, lambda r: r["id"]):
-                helping, left = _helping(list(of_one), left)
-                if helping is None:
+            part_rows = list(of_part)
+            lane_ids = [r["lane_id"] for r in part_rows if r["is_selected"]]
+            left = count_fitting(lane_ids, share_of[part].per_lane, share_of[part].numbers)
+            for _, of_one in groupby(part_rows, lambda r: r["id"]):
+                chunk, left = _take_chunk(list(of_one), left)
+                if chunk is None:
                     break
-                helpings.append(helping)
-        return helpings
+                chunks.append(chunk)
+        return chunks
 
-    async def advance(self, helpings: Sequence[Helping]) -> None:
-        """Remember what was taken of the replays."""
+    async def advance(self, chunks: Sequence[ReplayChunk]) -> None:
+        """Record the progress of the replays."""
         await self._db.execute(
-            WRITE_HELPINGS,
-            [h.id for h in helpings],
-            [h.next_seq for h in helpings],
-            [h.next_batch for h in helpings],
+            ADVANCE_REPLAYS,
+            [c.id for c in chunks],
+            [c.next_seq for c in chunks],
+            [c.next_batch for c in chunks],
         )
 
 
-def _helping(rows: list[Any], left: int) -> tuple[Helping | None, int]:
-    """What is taken of one replay when `left` numbers may be; and how many then still."""
+def _take_chunk(rows: list[Any], left: int) -> tuple[ReplayChunk | None, int]:
+    """The chunk of one replay when `left` numbers may be taken, and how many are left then."""
     first = rows[0]
-    wanted = [r for r in rows if r["wanted"]]
-    taken = wanted[:left]
-    if wanted and not taken:
+    selected = [r for r in rows if r["is_selected"]]
+    taken = selected[:left]
+    if selected and not taken:
         return None, 0
-    if len(taken) < len(wanted):
-        next_seq = wanted[left]["seq"]
+    if len(taken) < len(selected):
+        next_seq = selected[left]["seq"]
     else:
         next_seq = first["next_seq"] + first["numbers"]
-    passed = [r for r in rows if r["seq"] is not None and r["seq"] < next_seq]
-    helping = Helping(
+    processed = [r for r in rows if r["seq"] is not None and r["seq"] < next_seq]
+    chunk = ReplayChunk(
         first["id"],
         first["job_id"],
         first["endpoint_id"],
@@ -211,8 +215,8 @@ def _helping(rows: list[Any], left: int) -> tuple[Helping | None, int]:
             for r in taken
         ),
         next_seq=next_seq,
-        next_batch=passed[-1]["batch"] if passed else first["next_batch"],
-        missing=next_seq - first["next_seq"] - len(passed),
+        next_batch=processed[-1]["batch"] if processed else first["next_batch"],
+        missing=next_seq - first["next_seq"] - len(processed),
     )
-    # When it was cut short, nothing of the replays behind it may be taken.
-    return helping, left - len(taken) if len(taken) == len(wanted) else 0
+    # A truncated chunk ends the part: the replays behind it must wait, to keep the order.
+    return chunk, left - len(taken) if len(taken) == len(selected) else 0

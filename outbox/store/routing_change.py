@@ -1,10 +1,10 @@
-"""Changes of who gets what: the one way to make them.
+"""Routing changes: the only way to change subscriptions, lanes and replays.
 
-A batch in flight has read subscriptions, lanes and replays.  Whoever changes one
-of them takes the cursor row first, waiting for a batch that is being written, and
-raises the version, which refuses every batch that was worked out before.  So the
-change holds from the next batch on.  Otherwise a batch could leave deliveries owed
-by an endpoint that is gone, and in no dead-letter range.
+A batch that is being prepared has read subscriptions, lanes and replays.  A change of one of
+them locks the cursor row first, waiting for a batch that is being written, and increments the
+routing version, which rejects every batch prepared before (optimistic concurrency).  So the
+change applies from the next batch on.  Otherwise a batch could create deliveries for an
+endpoint that is gone, and that no dead-letter range covers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# The only clock that counts.
+# The database's time; all decisions about time use it.
 READ_NOW = "SELECT clock_timestamp()"
 
-# Waits, unlike the sequencer, which passes over a row that another one holds.
+# Locks the cursor row.  It waits, unlike the sequencer, which skips a locked row.
 LOCK_CURSOR = "SELECT FROM cursor FOR UPDATE"
 
-# A statement of its own: its snapshot begins after the lock was granted.
+# The newest batch.  A separate statement: its snapshot begins after the lock was granted.
 READ_BATCH = "SELECT max(batch) FROM batch"
 
-# A batch is written only under the version that its routes were read under.
+# Increments the routing version: a batch is written only under the version it was read under.
 RAISE_VERSION = "UPDATE cursor SET version = version + 1"
 
 END_SUBSCRIPTION = """
@@ -45,30 +45,30 @@ INSERT INTO journal (kind, actor, endpoint_id, data) VALUES ($1, $2, $3, $4::tex
 
 
 @asynccontextmanager
-async def change(connection: Connection[Any], schema: str) -> AsyncIterator[int]:
-    """A transaction for a change of who gets what.
+async def routing_transaction(connection: Connection[Any], schema: str) -> AsyncIterator[int]:
+    """Open a transaction for a routing change.
 
     Yields:
-        The batch from which on the change holds.
+        The first batch to which the change applies.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
     with map_errors(schema, "operator"):
-        # READ COMMITTED, whatever the default here: under REPEATABLE READ
-        # the newest batch would be the one from before the wait.
+        # READ COMMITTED, whatever the server's default: under REPEATABLE READ the newest
+        # batch would be the one from before the lock was granted.
         async with connection.transaction(isolation="read_committed"):
             await connection.execute(LOCK_CURSOR)
             batch: int = await connection.fetchval(READ_BATCH)
             yield batch + 1
-            await _tell_relays(connection)
+            await _notify_relays(connection)
 
 
 @asynccontextmanager
-async def wish(connection: Connection[Any], schema: str) -> AsyncIterator[None]:
-    """A transaction that asks the leader for something, and changes nothing by itself.
+async def request_transaction(connection: Connection[Any], schema: str) -> AsyncIterator[None]:
+    """Open a transaction for a request to the leader, which changes no routing by itself.
 
-    However much is written in it, the cursor row is held only while it commits.
+    However much it writes, the cursor row is locked only while it commits.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
@@ -77,12 +77,12 @@ async def wish(connection: Connection[Any], schema: str) -> AsyncIterator[None]:
         async with connection.transaction(isolation="read_committed"):
             yield
             await connection.execute(LOCK_CURSOR)
-            await _tell_relays(connection)
+            await _notify_relays(connection)
 
 
-async def _tell_relays(connection: Connection[Any]) -> None:
+async def _notify_relays(connection: Connection[Any]) -> None:
     await connection.execute(RAISE_VERSION)
-    # Sent when this commits, so relays never look too early.
+    # NOTIFY is delivered at commit, so relays see the change when they poll.
     await connection.execute(WAKE_ALL)
 
 
@@ -93,7 +93,7 @@ async def write_journal(
     endpoint_id: UUID | None,
     data: Mapping[str, Any],
 ) -> None:
-    """Keep what happened and who did it, in the transaction that does it."""
+    """Write a journal entry, in the transaction of the change."""
     await connection.execute(
         WRITE_JOURNAL, kind, actor, endpoint_id, orjson.dumps(dict(data)).decode()
     )

@@ -1,9 +1,8 @@
-"""What the clock puts into the outbox: ticks of schedules, and future events.
+"""Runs of schedules, and delayed events: both are due by the database's clock.
 
-Any number of replicas may try at the same time.  A tick is decided in one
-transaction, which locks its schedule, writes the event and moves `next_at` on, so it
-is published once or, if the transaction is lost, not yet.  A future event moves by
-one statement.  The time is the database's.
+Any number of replicas may do this concurrently.  A run is decided in one transaction, which locks
+its schedule, writes the event and advances `next_at`, so it is published exactly once; if the
+transaction fails, it is still due.  A delayed event is moved by one statement.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from outbox.core.schedules.schedule import (
     NAME_HEADER,
     RUN_HEADER,
     TIME_HEADER,
-    Due,
-    due,
-    wait_s,
+    DueTicks,
+    due_ticks,
+    overlap_poll_s,
 )
 from outbox.errors import UsageError
 from outbox.store.routing_change import write_journal
@@ -32,52 +31,56 @@ if TYPE_CHECKING:
     from asyncpg import Connection, Record
 
 SCHEDULES_MAX = 100
-"""Schedules that one transaction looks at."""
-TICKS_MAX = 100
-"""And ticks that it publishes of each."""
+"""Maximum number of schedules per transaction."""
+RUNS_MAX = 100
+"""Maximum number of runs published per schedule and transaction."""
 EVENTS_MAX = 200
-"""Future events that one statement moves."""
+"""Maximum number of delayed events per statement."""
 BROKEN_RETRY = timedelta(minutes=10)
-"""A schedule that this program cannot read is looked at again after so long."""
+"""Delay before a schedule that this program cannot parse is tried again."""
 
-# Until the first of all is due, in seconds; each an index's first entry.
+# Seconds until the first schedule or delayed event is due; each is the first entry of an index.
 READ_DUE_IN = """
 SELECT extract(epoch FROM least(
-           (SELECT look_at FROM schedule WHERE state = 'active' ORDER BY look_at, id LIMIT 1),
+           (SELECT due_at FROM schedule WHERE state = 'active' ORDER BY due_at, id LIMIT 1),
            (SELECT deliver_at FROM future_event ORDER BY deliver_at, id LIMIT 1)
        ) - clock_timestamp())::float8
 """
 
-# The row is read anew when its lock is granted, so what another replica has just
-# moved on is not due any more.  Not clock_timestamp(), which no index can serve.
+# Locks due schedules.  SKIP LOCKED: other replicas process other schedules.  PostgreSQL rechecks
+# the condition on the latest version when it grants the lock, so a schedule that another replica
+# has just advanced is not returned.  statement_timestamp(), because clock_timestamp() is volatile
+# and cannot use an index.
 LOCK_DUE = """
 SELECT id, name, cron, timezone, misfire, grace_s, overlap, next_at, last_outbox_id,
        last_run_at, statement_timestamp() AS now
   FROM schedule
- WHERE state = 'active' AND look_at <= statement_timestamp()
- ORDER BY look_at, id LIMIT $1
+ WHERE state = 'active' AND due_at <= statement_timestamp()
+ ORDER BY due_at, id LIMIT $1
    FOR UPDATE SKIP LOCKED
 """
 
-# Those of some events that are delivered or given up wherever they go: they are
-# sequenced, and no lane of their batch still owes them.  OFFSET 0 keeps it to a look
-# at each lane.
+# Which of some events are delivered or dead-lettered in every lane: they are sequenced, and no
+# lane of their batch has them pending.
+#   positions: the first batch with high >= id; `late` if the event was in a gap.
+#   sequenced: the batch that contains the event.
+# OFFSET 0 keeps the deliveries an index lookup per lane.
 READ_ENDED = """
-WITH passed AS MATERIALIZED (
+WITH positions AS MATERIALIZED (
     SELECT w.outbox_id, p.batch, p.late
       FROM unnest($1::bigint[]) AS w(outbox_id)
      CROSS JOIN LATERAL (
            SELECT batch, young @> w.outbox_id AS late FROM batch
             WHERE high >= w.outbox_id ORDER BY high, batch LIMIT 1) p),
-given AS MATERIALIZED (
-    SELECT outbox_id, batch FROM passed WHERE NOT late
+sequenced AS MATERIALIZED (
+    SELECT outbox_id, batch FROM positions WHERE NOT late
      UNION ALL
     SELECT p.outbox_id, f.batch
-      FROM passed p CROSS JOIN LATERAL (
+      FROM positions p CROSS JOIN LATERAL (
            SELECT batch FROM batch
             WHERE p.late AND batch > p.batch AND NOT isempty(found) AND found @> p.outbox_id
             ORDER BY batch LIMIT 1) f)
-SELECT g.outbox_id FROM given g
+SELECT g.outbox_id FROM sequenced g
  WHERE NOT EXISTS (
        SELECT FROM batch b CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
         CROSS JOIN LATERAL (
@@ -92,29 +95,31 @@ SELECT g.outbox_id FROM given g
                  AND a.outcome = 'delivered'))
 """
 
-# The payloads do not leave the server.  A tick's event has the same id wherever it is
-# published: a fail-over that loses commits makes it be published anew, and receivers
-# that had it already can tell.
-PUBLISH = f"""
-WITH tick AS MATERIALIZED (
+# Publishes runs; the payloads do not leave the server.  The event id of a run is deterministic: if
+# a failover loses the commit, the run is published again with the same id, and receivers
+# recognize the duplicate.
+#   run: MATERIALIZED, so that a random id (manual run, $3) is generated once.
+#   published, newest: the events, and the last one of each schedule.
+PUBLISH_RUNS = f"""
+WITH run AS MATERIALIZED (
     SELECT t.*, CASE WHEN $3 THEN gen_random_uuid() ELSE encode(substring(sha256(convert_to(
                concat_ws(' ', s.name, extract(epoch FROM s.created_at), extract(epoch FROM t.at)),
                'UTF8')) FOR 16), 'hex')::uuid END AS event_id
       FROM unnest($1::bigint[], $2::timestamptz[]) WITH ORDINALITY AS t(schedule_id, at, n)
       JOIN schedule s ON s.id = t.schedule_id),
-fired AS (
+published AS (
     INSERT INTO outbox (event_id, tenant, type, key, payload, headers)
     SELECT t.event_id, s.tenant, s.type, s.key, s.payload,
            coalesce(s.headers, '{{}}') || jsonb_build_object(
                '{NAME_HEADER}', s.name,
                '{TIME_HEADER}', to_char(t.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))
            || CASE WHEN $3 THEN '{{"{RUN_HEADER}": "{BY_HAND}"}}'::jsonb ELSE '{{}}' END
-      FROM tick t JOIN schedule s ON s.id = t.schedule_id
+      FROM run t JOIN schedule s ON s.id = t.schedule_id
      ORDER BY t.n
     RETURNING id, event_id),
 newest AS (
     SELECT DISTINCT ON (t.schedule_id) t.schedule_id, t.at, f.id, f.event_id
-      FROM tick t JOIN fired f ON f.event_id = t.event_id ORDER BY t.schedule_id, t.n DESC)
+      FROM run t JOIN published f ON f.event_id = t.event_id ORDER BY t.schedule_id, t.n DESC)
 UPDATE schedule s
    SET last_at = n.at, last_run_at = clock_timestamp(),
        last_outbox_id = n.id, last_event_id = n.event_id
@@ -122,22 +127,23 @@ UPDATE schedule s
 RETURNING s.last_event_id
 """  # noqa: S608 (constants only)
 
-ADVANCE = """
-UPDATE schedule s SET next_at = v.next_at, look_at = v.look_at
-  FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[]) AS v(id, next_at, look_at)
+# Advances schedules to their next run.
+ADVANCE_SCHEDULES = """
+UPDATE schedule s SET next_at = v.next_at, due_at = v.due_at
+  FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[]) AS v(id, next_at, due_at)
  WHERE s.id = v.id
 """
 
-# One mover at a time: a second one would wait for the first, row by row, or each for
-# the other, and then find that nothing is left of its helping.
+# Takes the lock for moving delayed events.  One session at a time: a second one would wait for the
+# first, row by row, or deadlock, and then find no rows left.
 LOCK_FUTURE = """
 SELECT pg_try_advisory_xact_lock(
            hashtextextended('outbox-relay moves future events ' || current_schema(), 0))
 """
 
-# A statement of its own: its snapshot begins after the lock was granted.  An array of
-# ids is looked up in the index however many the server thinks are due; a join with
-# them may read the whole table for one.
+# Moves due delayed events to the outbox.  A separate statement: its snapshot begins after the lock
+# was granted.  An array of ids is looked up in the index, whatever row count the planner estimates;
+# a join may read the whole table for one row.
 MOVE_FUTURE = """
 WITH moved AS (
     DELETE FROM future_event WHERE id = ANY(ARRAY(
@@ -153,30 +159,30 @@ SELECT count(*) FROM moved
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
-    """What becomes of one schedule that was looked at."""
+class ScheduleDecision:
+    """The decision about one due schedule."""
 
     schedule: Record
-    due: Due
-    look_at: datetime
+    due: DueTicks
+    due_at: datetime
     problem: str | None = None
-    """Why this program cannot read it."""
+    """Why this program cannot parse the schedule."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ticked:
-    """What came of a helping."""
+class ScheduleRunResult:
+    """The result of one transaction."""
 
     schedules: int
-    """So many were looked at."""
+    """Number of due schedules that were processed."""
     broken: tuple[tuple[str, str], ...] = ()
-    """Those that cannot be read, by name, and why."""
+    """Schedules that cannot be parsed: name and reason."""
 
 
-class TickStore:
-    """Ticks and future events, on one connection.
+class ScheduleRunStore:
+    """Runs schedules and moves delayed events, on one connection.
 
-    Not safe for concurrent use; asyncpg's errors pass through.
+    Not safe for concurrent use; asyncpg's errors propagate.
     """
 
     def __init__(self, connection: Connection[Any], replica_id: int) -> None:
@@ -184,16 +190,16 @@ class TickStore:
         self._actor = f"replica {replica_id}"
 
     async def due_in_s(self) -> float | None:
-        """Until something is due, by the database's clock; None: nothing is planned."""
+        """Seconds until something is due, by the database's clock; None: nothing is planned."""
         seconds: float | None = await self._db.fetchval(READ_DUE_IN)
         return seconds
 
-    async def tick(self) -> Ticked:
-        """Decide on a helping of the schedules that are due."""
+    async def run_due_schedules(self) -> ScheduleRunResult:
+        """Run due schedules, up to `SCHEDULES_MAX`."""
         async with self._db.transaction(isolation="read_committed"):
             rows = await self._db.fetch(LOCK_DUE, SCHEDULES_MAX)
             if not rows:
-                return Ticked(0)
+                return ScheduleRunResult(0)
             waited_for = [
                 row["last_outbox_id"]
                 for row in rows
@@ -203,29 +209,31 @@ class TickStore:
             if waited_for:
                 found = await self._db.fetch(READ_ENDED, waited_for)
                 ended = {row["outbox_id"] for row in found}
-            decided = [_decide(row, ended) for row in rows]
+            decided = [decide_run(row, ended) for row in rows]
             await self._write(decided)
         broken = tuple((d.schedule["name"], d.problem) for d in decided if d.problem is not None)
-        return Ticked(len(rows), broken)
+        return ScheduleRunResult(len(rows), broken)
 
-    async def move(self) -> int:
-        """Move a helping of the future events that are due; returns how many it was."""
+    async def move_future_events(self) -> int:
+        """Move due delayed events, up to `EVENTS_MAX`; returns their number."""
         async with self._db.transaction(isolation="read_committed"):
             if not await self._db.fetchval(LOCK_FUTURE):
                 return 0
             moved: int = await self._db.fetchval(MOVE_FUTURE, EVENTS_MAX)
         return moved
 
-    async def _write(self, decided: Sequence[Decided]) -> None:
-        # In the order of their time, over all schedules.
+    async def _write(self, decided: Sequence[ScheduleDecision]) -> None:
+        # In chronological order over all schedules.
         ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
         if ticks:
-            await self._db.execute(PUBLISH, [i for _, i in ticks], [at for at, _ in ticks], False)
+            await self._db.execute(
+                PUBLISH_RUNS, [i for _, i in ticks], [at for at, _ in ticks], False
+            )
         await self._db.execute(
-            ADVANCE,
+            ADVANCE_SCHEDULES,
             [d.schedule["id"] for d in decided],
             [d.due.next_at for d in decided],
-            [d.look_at for d in decided],
+            [d.due_at for d in decided],
         )
         for each in decided:
             if each.due.missed is not None:
@@ -233,26 +241,33 @@ class TickStore:
                 await write_journal(self._db, "schedule_skipped", self._actor, None, data)
 
 
-def _decide(row: Record, ended: set[int]) -> Decided:
+def decide_run(row: Record, ended: set[int]) -> ScheduleDecision:
+    """Decide which runs of a due schedule to publish, and when it is due again.
+
+    Args:
+        row: the schedule, with the database's time as `now`.
+        ended: ids of events that are delivered or dead-lettered in every lane.
+    """
     now, next_at = row["now"], row["next_at"]
     waits = row["overlap"] == "wait"
     if waits and row["last_outbox_id"] not in (None, *ended):
         going_s = (now - row["last_run_at"]).total_seconds()
-        return Decided(row, Due((), next_at), now + timedelta(seconds=wait_s(going_s)))
+        due_at = now + timedelta(seconds=overlap_poll_s(going_s))
+        return ScheduleDecision(row, DueTicks((), next_at), due_at)
     try:
         cron = Cron(row["cron"], row["timezone"])
     except UsageError as error:
-        # Written by hand, or its zone is not known on this machine.
-        return Decided(row, Due((), next_at), now + BROKEN_RETRY, str(error))
-    decided = due(
+        # Inserted by SQL, or the time zone is unknown on this machine.
+        return ScheduleDecision(row, DueTicks((), next_at), now + BROKEN_RETRY, str(error))
+    decided = due_ticks(
         cron,
         next_at,
         now,
         misfire=row["misfire"],
         grace_s=row["grace_s"],
-        ticks_max=1 if waits else TICKS_MAX,
+        ticks_max=1 if waits else RUNS_MAX,
     )
-    return Decided(row, decided, decided.next_at)
+    return ScheduleDecision(row, decided, decided.next_at)
 
 
 def _skipped(row: Record, first: datetime, before: datetime) -> dict[str, Any]:

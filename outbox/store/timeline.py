@@ -1,16 +1,15 @@
-"""A changed timeline: the server may have lost numbers that were given out.
+"""Timeline changes: after a failover, assigned sequence numbers may have been lost.
 
-After an asynchronous fail-over the new primary has what the old one had up to
-some moment, and nothing after it: events, deliveries, counters and sequences are
-all as of then.  It gives the same numbers out again, to other events.  Receivers
-have seen the old ones, and would take the new ones for duplicates or
-contradictions.  So nothing may be added to a lane that there was before: whoever
-sequences first on the new timeline begins a new generation of every endpoint's
-lanes, whose names nobody has seen.  What the old ones still owe was numbered
-before that moment, and is what receivers know under these numbers.
+After an asynchronous failover the new primary has the state of the old one at some moment:
+events, deliveries, counters and sequences are all as of then.  It assigns the same sequence
+numbers again, to other events.  Receivers have seen the old ones, and would take the new ones
+for duplicates or contradictions.  So no delivery may be added to an existing lane: the first
+leader on the new timeline begins a new generation of every endpoint's lanes, with names that
+no receiver has seen.  Pending deliveries of the old lanes were numbered before that moment;
+receivers know them by these numbers.
 
-A planned switch-over loses nothing and changes the timeline all the same; the
-two cannot be told apart.
+A planned switchover loses nothing but changes the timeline as well; the two cannot be
+distinguished.
 """
 
 from __future__ import annotations
@@ -25,16 +24,18 @@ if TYPE_CHECKING:
 
 READ_TIMELINE = "SELECT server_timeline()"
 
-NOTE_TIMELINE = "UPDATE cursor SET timeline = $1"
+SET_FIRST_TIMELINE = "UPDATE cursor SET timeline = $1"
 
 CHANGE_TIMELINE = "UPDATE cursor SET timeline = $1, timeline_at = clock_timestamp()"
 
-# Whoever claims an endpoint waits for this, as with a change of its lanes; in the
-# order of ids, as everybody does who locks several.
+# Locks all ownership rows: claims wait for the change, as for a change of lanes.  In endpoint
+# order, as every statement that locks several, to avoid deadlocks.
 LOCK_EPOCHS = "SELECT FROM ownership ORDER BY endpoint_id FOR NO KEY UPDATE"
 
-# Also for endpoints that are paused or disabled, which may go on some day.  One
-# that is being removed gets nothing more.
+# Begins a new generation of lanes for every endpoint, including paused and disabled ones, which
+# may be resumed.  An endpoint that is being removed gets no new lanes.
+#   renewed, added, counted, begun: the generation, its lanes, their counters and progress.
+#   changed, and the final INSERT: journal entries.
 BEGIN_GENERATIONS = """
 WITH renewed AS (
     UPDATE endpoint SET generation = next_generation(generation)
@@ -63,23 +64,23 @@ SELECT 'endpoint_lanes_renewed', $2, id,
 """
 
 
-async def read(connection: Connection[Any]) -> int | None:
-    """The server's timeline; None if it does not say."""
+async def read_timeline(connection: Connection[Any]) -> int | None:
+    """The server's timeline; None if the server does not report it."""
     timeline: int | None = await connection.fetchval(READ_TIMELINE)
     return timeline
 
 
-async def note(connection: Connection[Any], timeline: int) -> None:
-    """Remember the first timeline that is known; holding the cursor row."""
-    await connection.execute(NOTE_TIMELINE, timeline)
+async def set_first_timeline(connection: Connection[Any], timeline: int) -> None:
+    """Record the first known timeline; the caller holds the cursor row."""
+    await connection.execute(SET_FIRST_TIMELINE, timeline)
 
 
-async def begin(
+async def begin_timeline(
     connection: Connection[Any], from_batch: int, old: int, new: int, actor: str
 ) -> None:
-    """Begin new lanes on a new timeline, journalled; holding the cursor row.
+    """Begin new lanes on a new timeline, journalled; the caller holds the cursor row.
 
-    Like every change of who gets what it raises the version, and wakes the owners.
+    Like every routing change it raises the version and notifies the owners.
     """
     await connection.execute(LOCK_EPOCHS)
     await connection.execute(BEGIN_GENERATIONS, from_batch, actor, old, new)

@@ -1,13 +1,12 @@
-"""Every metric: its name, unit and attributes, and what it says.
+"""Catalogue of all metrics: name, unit, attributes and description.
 
-Names, units and attributes follow OpenTelemetry's semantic conventions for metrics;
-units are UCUM's.  Prometheus sees the same under the names that OpenTelemetry's
-compatibility rules make of them: `outbox.attempt.duration` in `s` is there
-`outbox_attempt_duration_seconds`.
+Names, units and attributes follow OpenTelemetry's semantic conventions for metrics; units are
+UCUM's.  In Prometheus the names follow OpenTelemetry's compatibility rules:
+`outbox.attempt.duration` in `s` becomes `outbox_attempt_duration_seconds`.
 
-**Cardinality is bounded.**  `endpoint` takes the names of at most
-`metrics_endpoints_max` endpoints of a replica; all others are counted together, as
-`(other)`.  Every other attribute takes a handful of values.
+**Cardinality is bounded.**  `endpoint` has the names of at most `metrics_endpoints_max`
+endpoints of a replica; the others are aggregated as `(other)`.  Every other attribute has few
+values.
 """
 
 from __future__ import annotations
@@ -18,221 +17,218 @@ from typing import get_args
 
 from outbox.core.delivery.commands import DeadLetterReason
 
-OUTCOMES: tuple[str, ...] = ("delivered", *get_args(DeadLetterReason))
-"""How a delivery ends: it was acknowledged, or given up for one of these reasons."""
-ANSWERS = ("delivered", "retry", "refused")
-"""How a request ends."""
+DELIVERY_OUTCOMES: tuple[str, ...] = ("delivered", *get_args(DeadLetterReason))
+"""Results of a delivery: delivered, or the reason of its dead letter."""
+ATTEMPT_OUTCOMES = ("delivered", "retry", "refused")
+"""Results of an attempt."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 RETRY_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 10800.0, 21600.0, 86400.0)
 ATTEMPTS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
 
 
-class Kind(StrEnum):
-    """What becomes of its values."""
+class MetricKind(StrEnum):
+    """The instrument of a metric."""
 
     COUNTER = "counter"
-    """They only rise, from the start of the process."""
+    """Monotonic since the start of the process."""
     GAUGE = "gauge"
-    """As they were when it was looked."""
+    """The value at the time of the snapshot."""
     HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric."""
-
     name: str
-    kind: Kind
+    kind: MetricKind
     unit: str
-    """UCUM; what is in braces is only counted."""
+    """UCUM; a unit in braces is a count."""
     description: str
     attributes: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
-    """Of a histogram: the upper ends of its buckets."""
+    """For a histogram: the upper bounds of its buckets."""
 
     @property
     def prometheus(self) -> str:
-        """Its name in Prometheus, by OpenTelemetry's rules."""
+        """The name in Prometheus, by OpenTelemetry's compatibility rules."""
         name = self.name.replace(".", "_")
         if self.unit == "s":
             name += "_seconds"
-        return name + "_total" if self.kind is Kind.COUNTER else name
+        return name + "_total" if self.kind is MetricKind.COUNTER else name
 
 
 DELIVERIES = Metric(
     "outbox.deliveries",
-    Kind.COUNTER,
+    MetricKind.COUNTER,
     "{delivery}",
-    "Deliveries that ended. outcome: delivered, or the reason why it was given up: refused, "
+    "Deliveries that completed. outcome: delivered, or the reason of the dead letter: refused, "
     "exhausted, expired, erased, backlog, disabled, removed.",
     ("endpoint", "outcome"),
 )
 ATTEMPTS_MADE = Metric(
     "outbox.attempts",
-    Kind.COUNTER,
+    MetricKind.COUNTER,
     "{attempt}",
-    "Requests that were made and answered, or not. outcome: delivered, retry or refused. "
-    "error.type, unless delivered: the class of the status (4xx), or why there was no answer.",
+    "Completed requests. outcome: delivered, retry or refused. error.type, unless delivered: the "
+    "class of the status (4xx), or why there was no response.",
     ("endpoint", "outcome", "error.type"),
 )
 ATTEMPT_DURATION = Metric(
     "outbox.attempt.duration",
-    Kind.HISTOGRAM,
+    MetricKind.HISTOGRAM,
     "s",
-    "How long a request took, from its first look-up to its answer.",
+    "Duration of a request, from the DNS lookup to the response.",
     ("endpoint",),
     SECONDS,
 )
 DELIVERY_LATENCY = Metric(
     "outbox.delivery.latency",
-    Kind.HISTOGRAM,
+    MetricKind.HISTOGRAM,
     "s",
-    "From the commit of an event to its acknowledgement by the receiver. What is sent again, "
-    "replays and backfills, is left out.",
+    "Time from the commit of an event to its acknowledgement by the receiver. Excludes replays "
+    "and backfills.",
     ("endpoint",),
     SECONDS,
 )
 DELIVERY_ATTEMPTS = Metric(
     "outbox.delivery.attempts",
-    Kind.HISTOGRAM,
+    MetricKind.HISTOGRAM,
     "{attempt}",
-    "How many requests a delivery took until it was acknowledged or given up.",
+    "Requests per delivery until it was acknowledged or dead-lettered.",
     (),
     ATTEMPTS,
 )
 RETRIES = Metric(
     "outbox.retries",
-    Kind.COUNTER,
+    MetricKind.COUNTER,
     "{attempt}",
-    "Second and further requests for a delivery. outcome: delivered, retry or refused.",
+    "Second and further requests of a delivery. outcome: delivered, retry or refused.",
     ("outcome",),
 )
 RETRY_DELAY = Metric(
     "outbox.retry.delay",
-    Kind.HISTOGRAM,
+    MetricKind.HISTOGRAM,
     "s",
-    "How long a delivery waits for its next try after a failed one.",
+    "Delay before the next attempt of a delivery after a failed one.",
     (),
     RETRY_SECONDS,
 )
 EVENTS = Metric(
     "outbox.events",
-    Kind.COUNTER,
+    MetricKind.COUNTER,
     "{event}",
-    "Events that this replica sequenced.",
+    "Events that this replica assigned sequence numbers to.",
 )
 LOSSES = Metric(
     "outbox.replica.losses",
-    Kind.COUNTER,
+    MetricKind.COUNTER,
     "{replica}",
-    "Replicas that this one found dead, and took over from.",
+    "Replicas that this one expired after their lease ended.",
 )
 SESSION_LOSSES = Metric(
     "outbox.session.losses",
-    Kind.COUNTER,
+    MetricKind.COUNTER,
     "{session}",
-    "How often this replica lost its lease or its database, and began anew.",
+    "Sessions that ended because this replica lost its lease or its database.",
 )
 BACKLOG = Metric(
     "outbox.backlog",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{delivery}",
-    "Deliveries that are owed to the endpoints that this replica owns.",
+    "Pending deliveries of the endpoints that this replica owns.",
     ("endpoint",),
 )
 LANE_DEPTH = Metric(
     "outbox.lane.depth",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{delivery}",
-    "Deliveries that the endpoint's deepest lane owes.",
+    "Pending deliveries of the endpoint's deepest lane.",
     ("endpoint",),
 )
 HEAD_AGE = Metric(
     "outbox.lane.head.age",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "s",
-    "Age of the oldest event at the head of one of the endpoint's lanes; 0: nothing is owed.",
+    "Age of the oldest next delivery of the endpoint's lanes; 0: no delivery is pending.",
     ("endpoint",),
 )
 LANES = Metric(
     "outbox.lanes",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{lane}",
-    "Lanes that this replica owns. state: idle, owing, failing (its head was tried), blocked "
-    "(an operator has to let it go on).",
+    "Lanes that this replica owns. state: idle, pending, failing (the next delivery was "
+    "attempted), blocked (until an operator unblocks it).",
     ("state",),
 )
 ENDPOINTS = Metric(
     "outbox.endpoints",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{endpoint}",
-    "Endpoints that this replica owns. state, of the breaker: healthy, failing, refusing, "
+    "Endpoints that this replica owns. state, of the circuit breaker: healthy, failing, rejecting, "
     "recovering, paused, disabled.",
     ("state",),
 )
 ENDPOINT_TROUBLE = Metric(
     "outbox.endpoint.trouble.age",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "s",
-    "Since when an endpoint has been failing, refusing or recovering; those that have been it for "
-    "the longest, as many as have series of their own.",
+    "Time since an endpoint was last healthy, while it is failing, rejecting or recovering. Only "
+    "the longest ones, at most OUTBOX_METRICS_ENDPOINTS_MAX.",
     ("endpoint", "state"),
 )
 IN_FLIGHT = Metric(
     "outbox.requests.in_flight",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{request}",
-    "Requests that are out.",
+    "Requests in flight.",
 )
 WAITING = Metric(
     "outbox.requests.waiting",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{request}",
-    "Requests that wait for their turn. reason: a limit of the endpoint (endpoint_in_flight, "
-    "endpoint_rate) or of its tenant (tenant_in_flight, tenant_rate), or room among the requests "
-    "of quick endpoints (quick), of new ones (new), or of slow ones (slow).",
+    "Requests that wait for admission. reason: a limit of the endpoint (endpoint_in_flight, "
+    "endpoint_rate) or of its tenant (tenant_in_flight, tenant_rate), or a slot in the capacity "
+    "class of fast endpoints (fast), of new ones (probation), or of slow ones (slow).",
     ("reason",),
 )
 LEADS = Metric(
     "outbox.replica.leads",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{replica}",
-    "1 while this replica sequences, 0 while it stands by.",
+    "1 while this replica is the leader, which assigns sequence numbers; otherwise 0.",
 )
 RELAY_LAG = Metric(
     "outbox.relay.lag",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "s",
-    "How long ago the sequencer had last read everything that was committed; by the replica that "
-    "leads. Up to OUTBOX_POLL_S while nothing is published.",
+    "Time since the sequencer had last read all committed events; reported by the leader. Up to "
+    "OUTBOX_POLL_S while no events are published.",
 )
 DEAD_LETTERS = Metric(
     "outbox.dead_letters",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{dead_letter}",
-    "Dead letters that wait for an operator; more than 100,000 are not counted. By the replica "
-    "that leads.",
+    "Open dead letters, counted up to 100,000; reported by the leader.",
 )
 GAP_AGE = Metric(
     "outbox.gap.age",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "s",
-    "Since when the oldest open gap has been there: an id that a transaction was given and has "
-    "neither committed nor let go; 0: there is none. By the replica that leads.",
+    "Age of the oldest open gap: an event id whose transaction has neither committed nor rolled "
+    "back; 0: there is none. Reported by the leader.",
 )
 HORIZON_AGE = Metric(
     "outbox.horizon.age",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "s",
-    "Age of the oldest transaction that keeps dead rows from being cleaned away. By the replica "
-    "that leads.",
+    "Age of the oldest transaction that prevents vacuum from removing dead rows; reported by the "
+    "leader.",
 )
 REPLICAS = Metric(
     "outbox.replicas",
-    Kind.GAUGE,
+    MetricKind.GAUGE,
     "{replica}",
-    "Registered replicas. state: alive, or lapsed (its lease ran out). By the replica that leads.",
+    "Registered replicas. state: alive, or lapsed (the lease expired). Reported by the leader.",
     ("state",),
 )
 
@@ -262,4 +258,4 @@ CATALOGUE: tuple[Metric, ...] = (
     LOSSES,
     SESSION_LOSSES,
 )
-"""In the order in which they are shown."""
+"""All metrics, in display order."""

@@ -1,13 +1,13 @@
-"""Where traces and metrics are pushed to, as OpenTelemetry's variables say.
+"""Export of traces and metrics, configured by OpenTelemetry's variables.
 
-    OTEL_EXPORTER_OTLP_ENDPOINT      http://collector:4318; nothing is pushed without it
+    OTEL_EXPORTER_OTLP_ENDPOINT      http://collector:4318; without it there is no push
     OTEL_TRACES_EXPORTER             otlp, console or none
     OTEL_METRICS_EXPORTER            otlp, console, none, or prometheus (the health listener has it)
     OTEL_TRACES_SAMPLER[_ARG]        parentbased_traceidratio and 0.01: one event of a hundred
     OTEL_METRIC_EXPORT_INTERVAL      milliseconds between two pushes of metrics
     OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_…, OTEL_EXPORTER_OTLP_…, OTEL_SDK_DISABLED
 
-The SDK and its exporters read most of them themselves.
+The SDK and its exporters read most of them directly.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from opentelemetry.sdk.trace.export import (
 )
 
 from outbox.errors import UsageError
-from outbox.telemetry.otlp import MetricsData
-from outbox.telemetry.sampling import sampling
-from outbox.telemetry.tracing import Ids, Tracing
+from outbox.telemetry.otlp import OtlpConverter
+from outbox.telemetry.sampling import configure_sampling
+from outbox.telemetry.tracing import PresetIdGenerator, Tracing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -46,8 +46,8 @@ log = structlog.get_logger("outbox.telemetry")
 SERVICE_NAME = "outbox-relay"
 INTERVAL_MS, TIMEOUT_MS = 60_000, 30_000
 """OpenTelemetry's defaults."""
-LAST_S = 1.0
-"""What is left at the end has so long to be pushed."""
+FINAL_PUSH_TIMEOUT_S = 1.0
+"""Time-out of the final push at shutdown."""
 
 _SIGNALS = {"traces": "OTLPSpanExporter", "metrics": "OTLPMetricExporter"}
 _MODULES = {
@@ -63,13 +63,13 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Exporting:
-    """What is pushed, and how."""
+class TelemetryExport:
+    """The configured exporters of a process."""
 
     resource: Resource
     provider: TracerProvider | None
     tracing: Tracing | None
-    """None: nothing is traced."""
+    """None: tracing is off."""
     metrics: MetricExporter | None
     interval_s: float
     timeout_s: float
@@ -77,38 +77,38 @@ class Exporting:
     version: str
 
     async def push(self, collect: Callable[[], Awaitable[Snapshot]]) -> None:
-        """Push metrics until cancelled, and once more then; what fails is logged, and is over."""
+        """Push metrics until cancelled, and once more at the end; failures are logged."""
         if self.metrics is None:
             return
-        data = MetricsData(self.resource, self.version, delta=self.delta)
+        data = OtlpConverter(self.resource, self.version, delta=self.delta)
         try:
             while True:
                 await asyncio.sleep(self.interval_s)
                 await self._push(data, collect, self.timeout_s)
         finally:
-            await self._push(data, collect, min(LAST_S, self.timeout_s))
+            await self._push(data, collect, min(FINAL_PUSH_TIMEOUT_S, self.timeout_s))
 
     async def _push(
-        self, data: MetricsData, collect: Callable[[], Awaitable[Snapshot]], timeout_s: float
+        self, data: OtlpConverter, collect: Callable[[], Awaitable[Snapshot]], timeout_s: float
     ) -> None:
-        """Once; whatever goes wrong is nobody's business but the log's."""
+        """Push once; an error is logged and must not stop the relay."""
         assert self.metrics is not None
         try:
-            pushed = data.of(await collect())
-            # An exporter may take its own time, whatever it is told.
+            pushed = data.convert(await collect())
+            # An exporter may ignore its time-out.
             async with asyncio.timeout(timeout_s):
-                await in_background(self.metrics.export, pushed, timeout_s * 1000)
+                await run_in_daemon_thread(self.metrics.export, pushed, timeout_s * 1000)
         except Exception as error:
-            log.warning("metrics were not pushed", reason=f"{type(error).__name__}: {error}")
+            log.warning("pushing metrics failed", reason=f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
-        """Push the spans that are left; bounded, whatever the collector does."""
+        """Push the remaining spans and shut down, within a bounded time."""
         for shutdown in (self._close_traces, self._close_metrics):
             try:
-                async with asyncio.timeout(LAST_S):
-                    await in_background(shutdown)
+                async with asyncio.timeout(FINAL_PUSH_TIMEOUT_S):
+                    await run_in_daemon_thread(shutdown)
             except TimeoutError:
-                log.warning("what is left of telemetry was not pushed in time", at_most_s=LAST_S)
+                log.warning("the final push of telemetry timed out", timeout_s=FINAL_PUSH_TIMEOUT_S)
 
     def _close_traces(self) -> None:
         if self.provider is not None:
@@ -116,14 +116,14 @@ class Exporting:
 
     def _close_metrics(self) -> None:
         if self.metrics is not None:
-            self.metrics.shutdown(timeout_millis=LAST_S * 1000)
+            self.metrics.shutdown(timeout_millis=FINAL_PUSH_TIMEOUT_S * 1000)
 
 
-async def in_background(call: Callable[..., object], *arguments: object) -> None:
-    """Call in a thread that nobody waits for when the process ends.
+async def run_in_daemon_thread(call: Callable[..., object], *arguments: object) -> None:
+    """Call a function in a daemon thread and raise its exception here.
 
-    The loop's own threads are waited for, and whoever pushes to a collector that says
-    nothing may hang for long.  What it raises is raised here.
+    The process waits for threads of the loop's executor at exit, and an exporter can hang on an
+    unresponsive collector; it does not wait for daemon threads.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -142,7 +142,7 @@ async def in_background(call: Callable[..., object], *arguments: object) -> None
             call(*arguments)
         except BaseException as error:
             failed = error
-        # The loop may be gone by now.
+        # The loop may be closed already.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, failed)
 
@@ -150,15 +150,18 @@ async def in_background(call: Callable[..., object], *arguments: object) -> None
     await done
 
 
-def exporting(instance: str, version: str, env: Mapping[str, str] | None = None) -> Exporting:
-    """What the environment asks for.
+def configure_export(
+    instance: str, version: str, env: Mapping[str, str] | None = None
+) -> TelemetryExport:
+    """Create the exporters that the environment configures.
 
     Args:
         instance: the name of this replica.
-        env: instead of the process's environment; the SDK reads that itself.
+        version: of this program.
+        env: replaces the process's environment; the SDK still reads the latter.
 
     Raises:
-        UsageError: a variable asks for what is not there; one line that says which.
+        UsageError: a variable has an invalid value, or a package is missing.
     """
     env = os.environ if env is None else env
     resource = _resource(instance, version, env)
@@ -167,7 +170,7 @@ def exporting(instance: str, version: str, env: Mapping[str, str] | None = None)
     metrics: MetricExporter | None = None if disabled else _exporter("metrics", env)
     provider = tracing = None
     if spans is not None:
-        ids, chosen = Ids(), sampling(env)
+        ids, chosen = PresetIdGenerator(), configure_sampling(env)
         provider = TracerProvider(chosen.sampler, resource, id_generator=ids)
         console = isinstance(spans, ConsoleSpanExporter)
         provider.add_span_processor(
@@ -175,7 +178,7 @@ def exporting(instance: str, version: str, env: Mapping[str, str] | None = None)
         )
         tracing = Tracing(provider, ids, chosen)
     preference = env.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "").strip().lower()
-    return Exporting(
+    return TelemetryExport(
         resource,
         provider,
         tracing,
@@ -198,7 +201,7 @@ def _resource(instance: str, version: str, env: Mapping[str, str]) -> Resource:
 
 
 def _exporter(signal: str, env: Mapping[str, str]) -> Any:
-    """The exporter of a signal; None: it is not pushed."""
+    """The exporter of a signal; None: the signal is not exported."""
     variable = f"OTEL_{signal.upper()}_EXPORTER"
     endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
     chosen = env.get(variable, "").strip().lower()
@@ -222,7 +225,7 @@ def _exporter(signal: str, env: Mapping[str, str]) -> Any:
         module = importlib.import_module(_MODULES[protocol, signal])
     except ImportError:
         raise UsageError(
-            f"{signal} are to be pushed by OTLP over {protocol}, which is not installed: "
+            f"exporting {signal} by OTLP over {protocol} needs a package that is not installed: "
             f"pip install '{_PACKAGES[protocol]}', or set {variable}=none"
         ) from None
     return getattr(module, _SIGNALS[signal])()

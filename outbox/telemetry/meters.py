@@ -1,6 +1,6 @@
-"""What is counted while the relay works: plain numbers, added to in well under a microsecond.
+"""Meters: counters and histograms of the relay, with updates well under a microsecond.
 
-One `Meters` lives as long as the process, over all its sessions.
+One `Meters` exists for the lifetime of the process, across sessions.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 from outbox.core.delivery.commands import DeadRange
 from outbox.core.model.endpoint import OTHERS
 from outbox.telemetry import catalogue
-from outbox.telemetry.catalogue import ANSWERS, OUTCOMES
+from outbox.telemetry.catalogue import ATTEMPT_OUTCOMES, DELIVERY_OUTCOMES
 from outbox.telemetry.snapshot import Buckets, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outbox.core.delivery.commands import AttemptRow, DeadLetter
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.snapshot import Series
 
 
 class Histogram:
-    """Counts values by the bucket that they fall into."""
+    """A histogram with fixed buckets."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -35,24 +35,24 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """A value; below nothing counts as nothing, since clocks differ a little."""
+        """Add a value; a negative one counts as 0, because clocks differ slightly."""
         if value < 0.0:
             value = 0.0
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def buckets(self) -> Buckets:
-        """The counts up to now."""
+        """The current counts."""
         return Buckets(tuple(self._counts), self._sum)
 
 
 class EndpointMeters:
-    """What is counted for one endpoint, or for all those that share a series."""
+    """The meters of one endpoint, or of all endpoints that share the series `(other)`."""
 
     __slots__ = ("attempts", "began_at", "deliveries", "duration", "latency", "owners")
 
     def __init__(self, began_at: float) -> None:
-        # Or somewhat before, in epoch seconds.
+        # Epoch seconds; may be somewhat earlier than the first count.
         self.began_at = began_at
         # By outcome.
         self.deliveries: Counter[str] = Counter()
@@ -60,53 +60,53 @@ class EndpointMeters:
         self.attempts: Counter[tuple[str, str | None]] = Counter()
         self.duration = Histogram(catalogue.ATTEMPT_DURATION)
         self.latency = Histogram(catalogue.DELIVERY_LATENCY)
-        # How many endpoints that are owned now count here.
+        # The number of owned endpoints that use these meters.
         self.owners = 0
 
     def begin(self) -> None:
-        """An endpoint counts here from now on: nothing of it has ended yet, and that is told.
+        """Export all outcomes with the value 0.
 
-        Whoever reads counters takes a series that begins at 5,000 for one that does not grow,
-        and a backlog can be given up all at once.
+        `rate` and `increase` ignore the first value of a series, and a backlog of thousands can
+        be dead-lettered at once.
         """
-        self.deliveries.update(dict.fromkeys(OUTCOMES, 0))
+        self.deliveries.update(dict.fromkeys(DELIVERY_OUTCOMES, 0))
 
 
 class Meters:
-    """Everything that a replica counts.
+    """All meters of a replica.
 
     Args:
         started_at: epoch seconds.
-        endpoints_max: so many endpoints have series of their own.
+        endpoints_max: endpoints with their own series; the others share `(other)`.
     """
 
     def __init__(self, started_at: float = 0.0, endpoints_max: int = 100) -> None:
         self.endpoints_max = endpoints_max
         self._started_at = started_at
         self._named: dict[str, EndpointMeters] = {}
-        self._looked_at = started_at
+        self._snapshot_at = started_at
         self._other = EndpointMeters(started_at)
-        self._retries: Counter[str] = Counter(dict.fromkeys(ANSWERS, 0))
+        self._retries: Counter[str] = Counter(dict.fromkeys(ATTEMPT_OUTCOMES, 0))
         self._retry_delay = Histogram(catalogue.RETRY_DELAY)
         self._delivery_attempts = Histogram(catalogue.DELIVERY_ATTEMPTS)
         self.events = 0
-        """Sequenced."""
+        """Events that were sequenced."""
         self.losses = 0
-        """Of other replicas."""
+        """Other replicas that were expired."""
         self.session_losses = 0
 
     # ------------------------------------------------------------- endpoints
 
     def begin(self) -> None:
-        """A new session: nothing is owned yet."""
+        """Start a new session, in which no endpoint is owned."""
         for each in self._named.values():
             each.owners = 0
 
-    def taken(self, name: str) -> EndpointMeters:
-        """An endpoint is owned from now on; returns where it is counted.
+    def acquire(self, name: str) -> EndpointMeters:
+        """Record that an endpoint is owned, and return its meters.
 
-        When there are more than have series of their own, those that came first keep them, and
-        those that are owned no more lose them.
+        Above `endpoints_max`, endpoints keep their series in order of acquisition, and endpoints
+        that are no longer owned lose theirs.
         """
         meters = self._named.get(name)
         if meters is None:
@@ -116,73 +116,77 @@ class Meters:
                     self._other.begin()
                     return self._other
                 del self._named[gone]
-            meters = self._named[name] = EndpointMeters(self._looked_at)
+            meters = self._named[name] = EndpointMeters(self._snapshot_at)
             meters.begin()
         meters.owners += 1
         return meters
 
-    def left(self, meters: EndpointMeters) -> None:
-        """An endpoint is not owned any more; what was counted stays until its place is needed."""
+    def release(self, meters: EndpointMeters) -> None:
+        """Record that an endpoint is no longer owned; its series stays until another needs it."""
         if meters is not self._other:
             meters.owners -= 1
 
-    def of(self, name: str) -> EndpointMeters:
-        """Where an endpoint is counted."""
+    def meters_for(self, name: str) -> EndpointMeters:
+        """The meters of an endpoint."""
         return self._named.get(name, self._other)
 
     def label(self, name: str) -> str:
-        """The value of the attribute `endpoint`."""
+        """The value of the attribute `endpoint` for an endpoint."""
         return name if name in self._named else OTHERS
 
     # ------------------------------------------------------------ deliveries
 
-    def attempted(self, meters: EndpointMeters, row: AttemptRow, answer: Answer) -> None:
-        """A request was answered, or not."""
+    def record_attempt(
+        self, meters: EndpointMeters, row: AttemptRow, response: AttemptResult
+    ) -> None:
+        """Count a completed request."""
         delivered = row.outcome == "delivered"
-        meters.attempts[row.outcome, None if delivered else error_type(answer)] += 1
+        meters.attempts[row.outcome, None if delivered else error_type(response)] += 1
         meters.duration.add(row.elapsed_s)
         if row.attempt > 1:
             self._retries[row.outcome] += 1
 
-    def delivered(self, meters: EndpointMeters, attempts: int, latency_s: float | None) -> None:
-        """A delivery was acknowledged.
+    def record_delivered(
+        self, meters: EndpointMeters, attempts: int, latency_s: float | None
+    ) -> None:
+        """Count an acknowledged delivery.
 
         Args:
-            latency_s: since the event was committed; None: it was sent again.
+            latency_s: since the event's commit; None for replays and backfills.
         """
         meters.deliveries["delivered"] += 1
         self._delivery_attempts.add(attempts)
         if latency_s is not None:
             meters.latency.add(latency_s)
 
-    def waits(self, delay_s: float) -> None:
-        """A delivery is tried again after so long."""
+    def record_retry_delay(self, delay_s: float) -> None:
+        """Add the delay before a retry."""
         self._retry_delay.add(delay_s)
 
-    def given_up(self, meters: EndpointMeters, dead: DeadLetter | DeadRange) -> None:
-        """A delivery was given up, or several together."""
+    def record_dead_letter(self, meters: EndpointMeters, dead: DeadLetter | DeadRange) -> None:
+        """Count a dead letter, which may be a range of deliveries."""
         if isinstance(dead, DeadRange):
-            self.ended(meters, dead.reason, dead.to_seq - dead.seq + 1)
+            self.record_dead_letters(meters, dead.reason, dead.to_seq - dead.seq + 1)
             return
         meters.deliveries[dead.reason] += 1
         if dead.attempts:
             self._delivery_attempts.add(dead.attempts)
 
-    def ended(self, meters: EndpointMeters, reason: str, deliveries: int) -> None:
-        """Deliveries were given up together, unsent."""
+    def record_dead_letters(self, meters: EndpointMeters, reason: str, deliveries: int) -> None:
+        """Count deliveries that were dead-lettered together, unsent."""
         meters.deliveries[reason] += deliveries
 
     # -------------------------------------------------------------- snapshot
 
     def snapshot(self, at: float, gauges: Mapping[Metric, Series]) -> Snapshot:
-        """Everything as it is now.
+        """A snapshot of all metrics.
 
         Args:
             at: epoch seconds.
-            gauges: what is not counted but looked at.
+            gauges: the current values of the gauges.
         """
         series: dict[Metric, Series] = {metric: {} for metric in catalogue.CATALOGUE}
-        series.update(self._of_endpoints())
+        series.update(self._endpoint_series())
         series[catalogue.RETRIES] = {(k,): v for k, v in self._retries.items()}
         series[catalogue.RETRY_DELAY] = {(): self._retry_delay.buckets()}
         series[catalogue.DELIVERY_ATTEMPTS] = {(): self._delivery_attempts.buckets()}
@@ -190,12 +194,12 @@ class Meters:
         series[catalogue.LOSSES] = {(): self.losses}
         series[catalogue.SESSION_LOSSES] = {(): self.session_losses}
         series.update(gauges)
-        # One that got its place since then was never told of before.
-        self._looked_at = at
+        # A series that was created since the last snapshot starts at that snapshot.
+        self._snapshot_at = at
         began = {n: m.began_at for n, m in self._named.items() if m.began_at != self._started_at}
         return Snapshot(self._started_at, at, series, began)
 
-    def _of_endpoints(self) -> dict[Metric, Series]:
+    def _endpoint_series(self) -> dict[Metric, Series]:
         series: defaultdict[Metric, dict[tuple[str | None, ...], float | Buckets]]
         series = defaultdict(dict)
         for name, each in (*self._named.items(), (OTHERS, self._other)):
@@ -213,8 +217,8 @@ class Meters:
         return dict(series)
 
 
-def error_type(answer: Answer) -> str:
-    """What went wrong, in few words: `5xx`, `timeout`."""
-    if answer.failure is not None:
-        return answer.failure.value
-    return f"{(answer.status or 0) // 100}xx"
+def error_type(response: AttemptResult) -> str:
+    """The attribute `error.type`: a status class such as `5xx`, or a failure such as `timeout`."""
+    if response.failure is not None:
+        return response.failure.value
+    return f"{(response.status or 0) // 100}xx"

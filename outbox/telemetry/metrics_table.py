@@ -5,42 +5,42 @@
 from __future__ import annotations
 
 from outbox.core.model.endpoint import OTHERS
-from outbox.telemetry.catalogue import CATALOGUE, Kind, Metric
+from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
 
 HEAD = f"""\
 # Metrics
 
-What `outbox relay` measures. Prometheus reads it at `/metrics` of the health listener
-(`outbox relay --health 127.0.0.1:9090`); with `OTEL_EXPORTER_OTLP_ENDPOINT` it is
-pushed by OTLP, too. Units are UCUM's; what is in braces is only counted.
+The metrics of `outbox relay`. Prometheus scrapes `/metrics` of the health listener
+(`outbox relay --health 127.0.0.1:9090`). With `OTEL_EXPORTER_OTLP_ENDPOINT` the relay also
+pushes them by OTLP. Units are UCUM's; a unit in braces is a count.
 
 `endpoint` is the name of an endpoint, for at most `OUTBOX_METRICS_ENDPOINTS_MAX`
-endpoints of a replica (100 if not said); all others are measured together as
-`{OTHERS}`. So ten thousand endpoints do not become a hundred thousand series.
+endpoints of a replica (default: 100); the others are aggregated as `{OTHERS}`. This bounds the
+number of series.
 
-Counters and histograms are of one replica and begin with its process: add up the
-replicas. Gauges of lanes and endpoints are of the endpoints that the replica owns;
-those that say so are told by the replica that leads.
+Counters and histograms are per replica and start with its process: sum them over the
+replicas. Gauges of lanes and endpoints cover the endpoints that the replica owns. Only the
+leader reports the metrics that say so.
 
-| OpenTelemetry | Prometheus | Kind | Unit | Attributes | What it says |
+| OpenTelemetry | Prometheus | Kind | Unit | Attributes | Description |
 |---|---|---|---|---|---|
 """
 
 FOOT = """
-Besides, Prometheus reads `target_info` (the version and the replica's name) and how the process is
+Prometheus also gets `target_info` (the version and the replica's name) and process metrics
 (`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`).
 """
 
 
 def table() -> str:
-    """The document."""
+    """The page as Markdown."""
     return HEAD + "".join(_row(metric) + "\n" for metric in CATALOGUE) + FOOT
 
 
 def _row(metric: Metric) -> str:
     attributes = ", ".join(f"`{name}`" for name in metric.attributes)
     kind = metric.kind.value
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         kind += " up to " + ", ".join(f"{bound:g}" for bound in metric.bounds)
     cells = (
         f"`{metric.name}`",
@@ -54,4 +54,4 @@ def _row(metric: Metric) -> str:
 
 
 if __name__ == "__main__":
-    print(table(), end="")  # noqa: T201 (that is what it is for)
+    print(table(), end="")  # noqa: T201 (a command-line script)

@@ -1,4 +1,4 @@
-"""A snapshot as OpenTelemetry's SDK hands it to its exporters."""
+"""Conversion of snapshots to the metrics data of OpenTelemetry's SDK."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from opentelemetry.sdk.metrics import export as sdk
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from outbox.telemetry.catalogue import Kind
+from outbox.telemetry.catalogue import MetricKind
 from outbox.telemetry.snapshot import Buckets
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 NS = 1_000_000_000
 
 
-class MetricsData:
-    """Makes of each snapshot what an exporter takes.
+class OtlpConverter:
+    """Converts snapshots to exporter input.
 
     Args:
-        delta: tell what was added since the last snapshot, not since the start; gauges are
-            told as they are.
+        resource: the resource of all metrics.
+        version: of this program.
+        delta: delta temporality, the change since the last snapshot; False: cumulative.  Gauges
+            are the same in both.
     """
 
     def __init__(self, resource: Resource, version: str, *, delta: bool = False) -> None:
@@ -33,7 +35,7 @@ class MetricsData:
         self._delta = delta
         self._last: Snapshot | None = None
 
-    def of(self, snapshot: Snapshot) -> sdk.MetricsData:
+    def convert(self, snapshot: Snapshot) -> sdk.MetricsData:
         """The data of one export."""
         last, self._last = self._last, snapshot
         if not self._delta:
@@ -61,7 +63,7 @@ class MetricsData:
             since = snapshot.since(metric, key)
             return int((since if last is None else max(since, last.at)) * NS)
 
-        if metric.kind is Kind.GAUGE:
+        if metric.kind is MetricKind.GAUGE:
             gauges = [
                 sdk.NumberDataPoint(_attributes(metric, key), start_ns(key), now_ns, _number(value))
                 for key, value in series.items()
@@ -72,16 +74,16 @@ class MetricsData:
             if self._delta
             else sdk.AggregationTemporality.CUMULATIVE
         )
-        # A series that lost its place meanwhile began anew, and nothing was before it.
+        # A series that was dropped and created again in between has no earlier value.
         before: dict[Attributes, Value] = {}
         if last is not None:
-            told = last.series.get(metric, {})
+            earlier = last.series.get(metric, {})
             before = {
                 key: value
-                for key, value in told.items()
+                for key, value in earlier.items()
                 if last.since(metric, key) == snapshot.since(metric, key)
             }
-        if metric.kind is Kind.COUNTER:
+        if metric.kind is MetricKind.COUNTER:
             counts = [
                 sdk.NumberDataPoint(
                     _attributes(metric, key),
@@ -115,7 +117,7 @@ def _histogram(
         sum=total,
         bucket_counts=counts,
         explicit_bounds=metric.bounds,
-        # They are not kept, and the field is optional on the wire.
+        # Minimum and maximum are not tracked; they are optional in OTLP.
         min=None,  # type: ignore[arg-type]
         max=None,  # type: ignore[arg-type]
     )

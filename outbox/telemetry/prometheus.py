@@ -1,6 +1,6 @@
-"""A snapshot as Prometheus reads it, in its text format or as OpenMetrics.
+"""Prometheus exposition of snapshots, in the text format or OpenMetrics.
 
-Names and labels are made by OpenTelemetry's rules for compatibility with Prometheus.
+Names and labels follow OpenTelemetry's compatibility rules for Prometheus.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from outbox.telemetry.catalogue import Kind
+from outbox.telemetry.catalogue import MetricKind
 from outbox.telemetry.snapshot import Buckets
 
 if TYPE_CHECKING:
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from outbox.telemetry.snapshot import Series, Snapshot
 
 
-_FAMILIES: dict[Kind, Any] = {
-    Kind.COUNTER: CounterMetricFamily,
-    Kind.GAUGE: GaugeMetricFamily,
-    Kind.HISTOGRAM: HistogramMetricFamily,
+_FAMILIES: dict[MetricKind, Any] = {
+    MetricKind.COUNTER: CounterMetricFamily,
+    MetricKind.GAUGE: GaugeMetricFamily,
+    MetricKind.HISTOGRAM: HistogramMetricFamily,
 }
 
 
-class Page:
-    """Renders snapshots, each with how the process itself is.
+class PrometheusRenderer:
+    """Renders snapshots together with process metrics.
 
     Args:
-        about: what is said of the process, such as its version; attributes of its resource.
+        about: resource attributes of the process, such as its version, for `target_info`.
     """
 
     def __init__(self, about: Mapping[str, object]) -> None:
@@ -49,10 +49,11 @@ class Page:
         self._process = ProcessCollector(registry=None)
 
     def render(self, snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
-        """The text, and its content type; safe to call in a thread of its own.
+        """The exposition and its content type; thread-safe.
 
         Args:
-            accept: the request's header, which chooses the format.
+            snapshot: the metrics.
+            accept: the request's Accept header, which selects the format.
         """
         encode, content_type = choose_encoder(accept)
         registry = CollectorRegistry()
@@ -67,7 +68,7 @@ class _Families(Collector):
         self._about = about
 
     def collect(self) -> Iterator[Family]:
-        yield InfoMetricFamily("target", "The relay itself.", self._about)
+        yield InfoMetricFamily("target", "The relay.", self._about)
         for metric, series in self._snapshot.series.items():
             yield _family(metric, series)
 
@@ -76,7 +77,7 @@ def _family(metric: Metric, series: Series) -> Family:
     labels = [_label(name) for name in metric.attributes]
     family: Any = _FAMILIES[metric.kind](metric.prometheus, metric.description, labels=labels)
     for attributes, value in series.items():
-        # An attribute that does not apply is an empty label, which Prometheus takes for none.
+        # Prometheus treats an empty label, for an attribute that does not apply, as absent.
         values = [each or "" for each in attributes]
         if isinstance(value, Buckets):
             bounds = [*map(str, metric.bounds), "+Inf"]

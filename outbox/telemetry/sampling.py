@@ -1,7 +1,7 @@
-"""Where an event's trace comes from, and whether it is traced at all.
+"""Trace sampling: which events are traced, and the origin of their trace.
 
-This is asked of every attempt, and mostly the answer is no: so that is found out
-without the SDK, in the SDK's words.  A test holds both against each other.
+Sampling is decided for every attempt and is negative for most, so it is implemented here
+without the SDK's overhead.  A test compares the decisions with those of the SDK's samplers.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ RATIOS = ("traceidratio", "parentbased_traceidratio")
 KNOWN = (*RATIOS, "always_on", "always_off", DEFAULT, "parentbased_always_off")
 
 TRACEPARENT = re.compile(rb'"traceparent"', re.IGNORECASE)
-# One that is valid (W3C Trace Context, 3.2.2), and whose producer did not sample it.
+# A valid traceparent (W3C Trace Context, 3.2.2) with the sampled flag off.
 UNSAMPLED = re.compile(
     rb'(?i:"traceparent")\s*:\s*'
     rb'"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]"'
 )
 _LOW, _MIXER = (1 << 64) - 1, 0x9E3779B97F4A7C15F39CC0605CEDC835
-"""The mixer is odd, so that different events have different traces."""
+"""The multiplier is odd, so that different events have different trace ids."""
 
 _propagator = TraceContextTextMapPropagator()
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where the trace of an event comes from."""
+class TraceOrigin:
+    """The origin of an event's trace."""
 
     trace_id: int
     context: Context | None
-    """The producer's; None: it told of none."""
+    """The producer's context; None: the event has no valid traceparent."""
     state: trace.TraceState | None = None
 
 
 class Sampling:
-    """Which events are traced.
+    """Sampling decisions.
 
     Args:
-        rate: the share of them, from 0 to 1.
-        follows_producer: where an event comes with a trace, its producer has decided.
+        rate: the share of events to trace, from 0 to 1.
+        follows_producer: whether an event's traceparent decides (parent-based sampling).
     """
 
     def __init__(self, rate: float, *, follows_producer: bool) -> None:
@@ -65,55 +65,55 @@ class Sampling:
         self._bound = root.bound
         self._follows = follows_producer
         self.sampler: Sampler = ParentBased(root) if follows_producer else root
-        """The same for the SDK."""
+        """The equivalent sampler of the SDK."""
 
-    def origin(self, delivery: Delivery) -> Origin | None:
-        """Where its trace comes from; None: it is not traced."""
+    def origin(self, delivery: Delivery) -> TraceOrigin | None:
+        """The origin of a delivery's trace; None: it is not sampled."""
         headers = delivery.headers
         if headers is not None and (found := TRACEPARENT.search(headers)):
             at = found.start()
-            if self._follows and UNSAMPLED.match(headers, at) and not _again(headers, at):
+            if self._follows and UNSAMPLED.match(headers, at) and not _is_repeated(headers, at):
                 return None
             origin = origin_of(delivery)
             if origin.context is not None and self._follows:
-                said = trace.get_current_span(origin.context).get_span_context()
-                return origin if said.trace_flags.sampled else None
+                span_context = trace.get_current_span(origin.context).get_span_context()
+                return origin if span_context.trace_flags.sampled else None
             return origin if origin.trace_id & _LOW < self._bound else None
         trace_id = trace_id_of(delivery.event_id)
-        return Origin(trace_id, None) if trace_id & _LOW < self._bound else None
+        return TraceOrigin(trace_id, None) if trace_id & _LOW < self._bound else None
 
 
-def _again(headers: bytes, at: int) -> bool:
-    """Whether the name is written once more, in other letters; then the last one counts."""
+def _is_repeated(headers: bytes, at: int) -> bool:
+    """Whether the header occurs again in another case; the last one takes precedence."""
     return TRACEPARENT.search(headers, at + 1) is not None
 
 
-def origin_of(delivery: Delivery) -> Origin:
-    """The trace that a delivery is part of, sampled or not."""
+def origin_of(delivery: Delivery) -> TraceOrigin:
+    """The origin of a delivery's trace, sampled or not."""
     if delivery.headers is not None and TRACEPARENT.search(delivery.headers):
         headers = orjson.loads(delivery.headers)
         context = _propagator.extract({name.lower(): headers[name] for name in headers})
-        said = trace.get_current_span(context).get_span_context()
-        if said.is_valid:
-            return Origin(said.trace_id, context, said.trace_state)
-    return Origin(trace_id_of(delivery.event_id), None)
+        span_context = trace.get_current_span(context).get_span_context()
+        if span_context.is_valid:
+            return TraceOrigin(span_context.trace_id, context, span_context.trace_state)
+    return TraceOrigin(trace_id_of(delivery.event_id), None)
 
 
 def trace_id_of(event_id: UUID) -> int:
-    """The trace of an event that came with none.
+    """The trace id of an event without a traceparent, derived from its id.
 
-    Not the UUID itself: some of its bits never change, and samplers go by the upper ones
-    of its lower half.
+    The UUID itself is unsuitable: its version and variant bits are constant, and ratio samplers
+    use the upper bits of the lower half.
     """
     number = event_id.int
     return ((number ^ number >> 64) * _MIXER & (1 << 128) - 1) or 1
 
 
-def sampling(env: Mapping[str, str]) -> Sampling:
-    """What OpenTelemetry's variables ask for.
+def configure_sampling(env: Mapping[str, str]) -> Sampling:
+    """The sampling that OpenTelemetry's variables configure.
 
     Raises:
-        UsageError: a sampler that is not known, or a share that is none.
+        UsageError: the sampler is unknown, or the ratio is invalid.
     """
     name = env.get(SAMPLER, "").strip().lower() or DEFAULT
     if name not in KNOWN:
@@ -126,5 +126,5 @@ def sampling(env: Mapping[str, str]) -> Sampling:
         except ValueError:
             rate = -1.0
         if not 0 <= rate <= 1:
-            raise UsageError(f'{ARGUMENT}: "{text}" is no share from 0 to 1, such as 0.01')
+            raise UsageError(f'{ARGUMENT}: "{text}" is not a ratio from 0 to 1, such as 0.01')
     return Sampling(rate, follows_producer=name.startswith("parentbased"))

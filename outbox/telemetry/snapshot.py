@@ -1,4 +1,4 @@
-"""All metrics at one moment, on their way to whoever asked."""
+"""Snapshot of all metrics, the input of the exporters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from outbox.telemetry.catalogue import Metric
 
 Attributes: TypeAlias = "tuple[str | None, ...]"
-"""The values of a metric's attributes, in its order; None: it does not apply."""
+"""Attribute values in the order of `Metric.attributes`; None: the attribute does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A histogram's values."""
+    """The values of a histogram."""
 
     counts: tuple[int, ...]
-    """In each bucket, the last one being what is above all bounds."""
+    """Counts per bucket; the last one is above all bounds."""
     sum: float
 
     @property
@@ -33,18 +33,18 @@ Series: TypeAlias = "Mapping[Attributes, Value]"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was measured."""
+    """All series at one time."""
 
     started_at: float
     """When counting began, in epoch seconds."""
     at: float
-    """Now."""
+    """When the snapshot was taken, in epoch seconds."""
     series: Mapping[Metric, Series]
     began: Mapping[str, float] = field(default_factory=dict)
-    """Endpoints whose counting began later, and when: owned later, or once more since then."""
+    """Start times of endpoints whose series started later than `started_at`."""
 
     def since(self, metric: Metric, key: Attributes) -> float:
-        """When counting of a series began, in epoch seconds."""
+        """The start time of a series, in epoch seconds."""
         if "endpoint" not in metric.attributes:
             return self.started_at
         endpoint = key[metric.attributes.index("endpoint")]

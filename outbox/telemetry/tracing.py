@@ -4,13 +4,13 @@
     └── publish order.paid            by `outbox.publish`
         └── deliver billing           from the event's commit to its end, for each endpoint
             ├── send billing          one attempt
-            └── send billing          another one, maybe of another replica
+            └── send billing          another attempt, possibly by another replica
                 └── the receiver's own spans
 
-What a delivery's spans have in common is worked out, not stored: the trace is the one
-of the `traceparent` that was published with the event, or is made of the event's id; the
-span of the delivery has an id made of its lane and number.  So a replica that takes
-over goes on with the same trace.  A delivery's own span is told of when it ends.
+The ids are derived, not stored.  The trace id is that of the event's `traceparent`, or derived
+from the event's id.  The id of the delivery's span is derived from its lane and sequence.  A
+replica that takes over therefore continues the trace.  The delivery's span is exported when
+the delivery completes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.commands import AttemptRow
     from outbox.core.delivery.message import Delivery
-    from outbox.core.model.response import Answer, Headers
-    from outbox.telemetry.sampling import Origin, Sampling
+    from outbox.core.model.response import AttemptResult, Headers
+    from outbox.telemetry.sampling import Sampling, TraceOrigin
 
 NS = 1_000_000_000
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -44,66 +44,68 @@ _propagator = TraceContextTextMapPropagator()
 
 @dataclass(frozen=True, slots=True)
 class AttemptSpan:
-    """An attempt that is traced."""
+    """The span of an attempt."""
 
     span: Span
-    origin: Origin
+    origin: TraceOrigin
 
     @property
     def headers(self) -> Headers:
-        """What tells the receiver of it."""
+        """Headers that propagate the trace context to the receiver."""
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, trace.set_span_in_context(self.span))
         return tuple(carrier.items())
 
 
-class Ids(RandomIdGenerator):
-    """Random ids, but for a span whose ids are known before it is begun."""
+class PresetIdGenerator(RandomIdGenerator):
+    """An id generator that uses preset ids once, and random ids otherwise."""
 
     def __init__(self) -> None:
         self.trace_id: int | None = None
         self.span_id: int | None = None
 
     def generate_trace_id(self) -> int:
-        """The one that is set, once; or a random one."""
+        """The preset trace id, once, or a random one."""
         known, self.trace_id = self.trace_id, None
         return super().generate_trace_id() if known is None else known
 
     def generate_span_id(self) -> int:
-        """The one that is set, once; or a random one."""
+        """The preset span id, once, or a random one."""
         known, self.span_id = self.span_id, None
         return super().generate_span_id() if known is None else known
 
 
 class Tracing:
-    """Makes the spans of deliveries and attempts.
+    """Creates the spans of deliveries and attempts.
 
     Args:
-        provider: the SDK's.
-        ids: the provider's generator.
-        sampling: the provider's sampler is of it.
+        provider: the SDK's tracer provider.
+        ids: the id generator of `provider`.
+        sampling: has the sampler of `provider`.
     """
 
-    def __init__(self, provider: TracerProvider, ids: Ids, sampling: Sampling) -> None:
+    def __init__(
+        self, provider: TracerProvider, ids: PresetIdGenerator, sampling: Sampling
+    ) -> None:
         self._tracer = provider.get_tracer("outbox")
         self._ids = ids
         self.origin = sampling.origin
-        """Of a delivery; None: it is not traced."""
+        """The trace origin of a delivery; None: it is not sampled."""
 
-    def attempt(
+    def start_attempt(
         self,
         endpoint: str,
         delivery: Delivery,
         attempt: int,
         started_at: float,
-        origin: Origin,
+        origin: TraceOrigin,
         together: int = 0,
     ) -> AttemptSpan:
-        """An attempt of a delivery that is traced begins.
+        """Start the span of an attempt of a sampled delivery.
 
         Args:
             started_at: epoch seconds.
-            together: it goes in a batch of so many; 0: by itself.
+            together: deliveries in the batch; 0: the request is not a batch.
         """
         attributes = {**_about(endpoint, delivery), "outbox.attempt": attempt}
         if together:
@@ -121,20 +123,20 @@ class Tracing:
         )
         return AttemptSpan(span, origin)
 
-    def answered(self, attempt: AttemptSpan, row: AttemptRow, answer: Answer) -> None:
-        """It was answered, or not; `row` is what is written down of it."""
+    def end_attempt(self, attempt: AttemptSpan, row: AttemptRow, response: AttemptResult) -> None:
+        """End the span of a completed attempt; `row` is its row of the attempt log."""
         span = attempt.span
-        if answer.status is not None:
-            span.set_attribute("http.response.status_code", answer.status)
+        if response.status is not None:
+            span.set_attribute("http.response.status_code", response.status)
         if row.attempt > 1:
             span.set_attribute("http.request.resend_count", row.attempt - 1)
         span.set_attribute("outbox.outcome", row.outcome)
         if row.outcome != "delivered":
-            span.set_attribute("error.type", error_type(answer))
+            span.set_attribute("error.type", error_type(response))
             span.set_status(Status(StatusCode.ERROR, row.error))
         span.end(int((row.started_at + row.elapsed_s) * NS))
 
-    def ended(
+    def record_delivery(
         self,
         endpoint: str,
         delivery: Delivery,
@@ -142,15 +144,15 @@ class Tracing:
         attempts: int,
         began_at: float,
         now: float,
-        origin: Origin,
+        origin: TraceOrigin,
     ) -> None:
-        """A delivery that is traced was acknowledged or given up.
+        """Export the span of a sampled delivery that was acknowledged or dead-lettered.
 
         Args:
-            outcome: `delivered`, or why it was given up.
-            began_at: when there was something to deliver, in epoch seconds.
+            outcome: `delivered`, or the reason of the dead letter.
+            began_at: when the delivery became pending, in epoch seconds.
         """
-        # Both are asked for while it is begun, and before anything else can begin.
+        # `start_span` below uses both preset ids before any other span can start.
         self._ids.span_id = _span_id(delivery)
         self._ids.trace_id = origin.trace_id if origin.context is None else None
         attributes = {
@@ -169,14 +171,14 @@ class Tracing:
             span.set_status(Status(StatusCode.ERROR, outcome))
         span.end(int(now * NS))
 
-    def abandoned(self, attempt: AttemptSpan, now: float) -> None:
-        """It was closed before it was answered."""
+    def abandon_attempt(self, attempt: AttemptSpan, now: float) -> None:
+        """End the span of an attempt that was cancelled."""
         attempt.span.set_attribute("outbox.outcome", "abandoned")
-        attempt.span.set_status(Status(StatusCode.ERROR, "closed before it was answered"))
+        attempt.span.set_status(Status(StatusCode.ERROR, "cancelled before the response"))
         attempt.span.end(int(now * NS))
 
     def trace_id(self, delivery: Delivery) -> str:
-        """The trace of a delivery, sampled or not, as it is written in logs."""
+        """The trace id of a delivery for logs, sampled or not."""
         return trace.format_trace_id(origin_of(delivery).trace_id)
 
 

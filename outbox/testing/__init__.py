@@ -1,21 +1,22 @@
-"""For tests of receivers: deliveries as a relay makes them, and a network that spoils them.
+"""Test doubles for receivers: a fake sender, and a network that drops, copies and reorders.
 
-    from outbox.testing import FakeSender, Weather
+    from outbox.testing import FakeSender, FaultyNetwork
 
     sender = FakeSender("whsec_…")
     sent = [sender.event("order.paid", {"order": n}, key=f"order-{n}") for n in range(100)]
-    for request in Weather(seed=7, copies=0.3, reorders=5, loses=0.1).through(sent):
+    network = FaultyNetwork(seed=7, duplicate_rate=0.3, reorder_distance=5, drop_rate=0.1)
+    for request in network.deliver(sent):
         receiver.handle(request)
 
-What was lost can be fetched from the sender, as from a relay's listener:
-`AsyncReceiver(…, fetch=sender)`.  Over HTTP `send` posts a request to a URL.  Fixtures
-for pytest: `pytest_plugins = ["outbox.testing.fixtures"]`.
+Dropped deliveries can be fetched from the sender, which implements the relay's receiver
+API: `AsyncReceiver(…, fetch=sender)`.  `send` posts a request to a URL.  pytest fixtures:
+`pytest_plugins = ["outbox.testing.fixtures"]`.
 """
 
 from __future__ import annotations
 
-from outbox.testing.faulty_network import Weather
+from outbox.testing.faulty_network import FaultyNetwork
 from outbox.testing.post import send
 from outbox.testing.sender import FakeSender, sign
 
-__all__ = ["FakeSender", "Weather", "send", "sign"]
+__all__ = ["FakeSender", "FaultyNetwork", "send", "sign"]

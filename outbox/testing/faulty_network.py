@@ -1,4 +1,4 @@
-"""A network on a bad day: it loses, copies, holds back and reorders what is sent."""
+"""Network fault injection for tests: drops, duplicates and reorders requests."""
 
 from __future__ import annotations
 
@@ -13,40 +13,47 @@ if TYPE_CHECKING:
     from outbox.receiver.requests import Request
 
 
-class Weather:
-    """Spoils a series of requests, the same each time for the same seed.
+class FaultyNetwork:
+    """Drops, duplicates and reorders requests, deterministically for a seed.
 
     Args:
-        seed: of its choices.
-        loses: the share of requests that never arrive.
-        copies: the share that arrives twice, the second time at any place behind.
-        reorders: by how many places a request may be overtaken.
+        seed: of the random choices.
+        drop_rate: share of requests that never arrive, 0 to 1.
+        duplicate_rate: share of requests that arrive twice, the second time at any later
+            position, 0 to 1.
+        reorder_distance: maximum number of positions by which a request is delayed.
 
     Raises:
-        UsageError: a share is none, or `reorders` is negative.
+        UsageError: a rate is not in 0 to 1, or `reorder_distance` is negative.
     """
 
     def __init__(
-        self, seed: int = 0, *, loses: float = 0.0, copies: float = 0.0, reorders: int = 0
+        self,
+        seed: int = 0,
+        *,
+        drop_rate: float = 0.0,
+        duplicate_rate: float = 0.0,
+        reorder_distance: int = 0,
     ) -> None:
-        for name, share in (("loses", loses), ("copies", copies)):
+        for name, share in (("drop_rate", drop_rate), ("duplicate_rate", duplicate_rate)):
             if not 0.0 <= share <= 1.0:
                 raise UsageError(f"{name}: must be between 0 and 1, not {share:g}")
-        if reorders < 0:
-            raise UsageError(f"reorders: must be 0 or more, not {reorders}")
-        self._rng = random.Random(seed)  # noqa: S311  nothing secret hangs on it
-        self._loses, self._copies, self._reorders = loses, copies, reorders
+        if reorder_distance < 0:
+            raise UsageError(f"reorder_distance: must be 0 or more, not {reorder_distance}")
+        self._rng = random.Random(seed)  # noqa: S311  not used for secrets
+        self._drop_rate, self._duplicate_rate = drop_rate, duplicate_rate
+        self._reorder_distance = reorder_distance
 
-    def through(self, requests: Iterable[Request]) -> list[Request]:
-        """What arrives of them, in the order in which it does."""
+    def deliver(self, requests: Iterable[Request]) -> list[Request]:
+        """Return the requests that arrive, in order of arrival."""
         rng = self._rng
         sent = list(requests)
         arrive: list[tuple[float, Request]] = []
         for place, request in enumerate(sent):
-            if rng.random() < self._loses:
+            if rng.random() < self._drop_rate:
                 continue
-            arrive.append((place + rng.random() * (self._reorders + 1e-9), request))
-            if rng.random() < self._copies:
+            arrive.append((place + rng.random() * (self._reorder_distance + 1e-9), request))
+            if rng.random() < self._duplicate_rate:
                 arrive.append((place + rng.random() * (len(sent) - place), request))
         arrive.sort(key=lambda each: each[0])
         return [request for _, request in arrive]

@@ -9,11 +9,11 @@ from outbox.testing.sender import SECRET, FakeSender
 
 @pytest.fixture
 def outbox_secret() -> str:
-    """A secret for tests alone: everybody knows it."""
+    """Publicly known secret, for tests only."""
     return SECRET
 
 
 @pytest.fixture
 def outbox_sender(outbox_secret: str) -> FakeSender:
-    """A sender whose receiver knows `outbox_secret`."""
+    """Fake sender that signs with `outbox_secret`."""
     return FakeSender(outbox_secret)

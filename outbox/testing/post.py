@@ -1,4 +1,4 @@
-"""Sending a request over HTTP, for tests of whole servers."""
+"""HTTP client for tests of a running receiver."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ TIMEOUT_S = 15.0
 
 
 async def send(url: str, request: Request, *, timeout_s: float = TIMEOUT_S) -> int:
-    """Post it, and return the status that came back.
+    """Send a request and return the response status.
+
+    Args:
+        url: of the receiver.
+        request: method, headers and body.
+        timeout_s: total time-out, in seconds.
 
     Raises:
-        aiohttp.ClientError: nobody is there, or the connection broke.
-        TimeoutError: there was no answer in time.
+        aiohttp.ClientError: connection refused or broken.
+        TimeoutError: no response within `timeout_s`.
     """
     pairs = pairs_of(request.headers)
     timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -1,4 +1,4 @@
-"""A sender with lanes, as a receiver sees one: no database, no relay."""
+"""Fake sender: produces the requests of a relay, without a relay or a database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outbox.core.delivery import receiver_checkpoint as checkpoint
 from outbox.core.delivery.batch import prepare_batch
 from outbox.core.delivery.ed25519 import PRIVATE_PREFIX, parse_private_key
 from outbox.core.delivery.message import Delivery, prepare
-from outbox.core.delivery.receiver_checkpoint import Mark
+from outbox.core.delivery.receiver_checkpoint import LaneMark
 from outbox.core.delivery.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
@@ -22,9 +22,9 @@ from outbox.core.delivery.signature import (
     sign_ed25519,
 )
 from outbox.core.delivery.signature import sign as sign_hmac
-from outbox.core.model.headers import pairs
+from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name
-from outbox.receiver.fetch import CannotFetch, Item, LaneStanding, Page
+from outbox.receiver.fetch import CannotFetch, LanePage, LaneProgress, PageItem
 from outbox.receiver.requests import Request
 
 if TYPE_CHECKING:
@@ -34,21 +34,23 @@ if TYPE_CHECKING:
 
 SECRET = "whsec_" + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
 PAGE = 100
-JOBS_FROM = 1000
-"""Numbers of jobs that a receiver asks for; an operator's are below."""
+RECEIVER_JOB_IDS_FROM = 1000
+"""First id of replay jobs requested by receivers; backfills by operators use lower ids."""
 
 
 def sign(
     secret: str, message_id: str, body: bytes, *, timestamp: int | None = None
 ) -> dict[str, str]:
-    """The three headers of Standard Webhooks for a body.
+    """Return the three signature headers of Standard Webhooks.
 
     Args:
-        secret: `whsec_…`, or an ed25519 `whsk_…`.
-        timestamp: epoch seconds; by default now.
+        secret: `whsec_…` (HMAC), or `whsk_…` (ed25519 private key).
+        message_id: the header `webhook-id`.
+        body: the raw body.
+        timestamp: epoch seconds; None: now.
 
     Raises:
-        UsageError: the secret cannot be read.
+        UsageError: the secret is invalid.
     """
     at = int(time.time()) if timestamp is None else timestamp
     if secret.startswith(PRIVATE_PREFIX):
@@ -59,19 +61,19 @@ def sign(
 
 
 class FakeSender:
-    """Numbers events lane by lane, and signs them.
+    """Assigns sequence numbers to events, lane by lane, and signs the requests.
 
-    It takes for granted that whatever it made was acknowledged, so `lanes` and `page`
-    give all of it, like a relay's listener for receivers.
+    Every request counts as acknowledged, so `lanes` and `page` return all of them, like
+    the relay's receiver API.
 
     Args:
-        secret: what the receiver knows.
-        endpoint_id: lanes and `X-Delivery` are derived from it; by default a random one.
-        clock: epoch seconds, to sign and to publish with.
-        new_id: makes the ids of events.
+        secret: the receiver's secret, `whsec_…`.
+        endpoint_id: lane names and `X-Delivery` derive from it; None: a random one.
+        clock: returns epoch seconds, for signatures and times of publication.
+        new_id: returns the id of a new event.
 
     Raises:
-        UsageError: the secret cannot be read.
+        UsageError: the secret is invalid.
     """
 
     def __init__(
@@ -87,11 +89,11 @@ class FakeSender:
         self._endpoint_id = endpoint_id or uuid.uuid4()
         self._clock = clock
         self._new_id = new_id
-        self._lanes: dict[str, list[_Numbered]] = {}
+        self._lanes: dict[str, list[_SequencedDelivery]] = {}
         self._events = self._jobs = 0
 
     def lane(self, slot: int = 0, generation: int = 1) -> str:
-        """The name of a lane."""
+        """Return the name of a lane."""
         return lane_name(self._endpoint_id, generation, slot)
 
     def event(
@@ -104,7 +106,16 @@ class FakeSender:
         lane: str | None = None,
         lane_ends: bool = False,
     ) -> Request:
-        """The next number of a lane, with a new event."""
+        """Create the next delivery of a lane, with a new event.
+
+        Args:
+            event_type: such as `order.paid`.
+            data: the payload, JSON-serializable.
+            key: ordering key of the event.
+            tenant: tenant of the event.
+            lane: name of the lane; None: the first one.
+            lane_ends: mark the delivery as the last one of its lane.
+        """
         self._events += 1
         delivery = Delivery(
             endpoint_id=self._endpoint_id,
@@ -124,35 +135,35 @@ class FakeSender:
         return self._append(delivery, lane_ends=lane_ends)
 
     def batch(self, *requests: Request) -> Request:
-        """Numbers of a lane that follow each other, together in one request."""
-        return self._together([self._of(each) for each in requests], 1)
+        """Combine consecutive deliveries of a lane into one batch request."""
+        return self._batch_request([self._find(each) for each in requests], 1)
 
-    def give_up(self, request: Request) -> None:
-        """Let a number be a hole: what comes after it in its lane says so."""
-        self._of(request).given_up = True
+    def dead_letter(self, request: Request) -> None:
+        """Dead-letter a delivery: later ones of its lane declare it as a hole."""
+        self._find(request).dead_lettered = True
 
     def replay(self, request: Request) -> Request:
-        """Send what was given up once more, at the end of its lane."""
-        found = self._of(request).delivery
+        """Replay a dead-lettered delivery at the end of its lane."""
+        found = self._find(request).delivery
         return self._append(found._replace(replay_of=(found.lane, found.seq)))
 
-    def backfill(self, request: Request, number: int = 1) -> Request:
-        """Send an event once more on purpose: it is to be processed again."""
-        return self._append(self._of(request).delivery._replace(backfill_id=number))
+    def backfill(self, request: Request, backfill_id: int = 1) -> Request:
+        """Send an event again as part of a backfill, to be processed again."""
+        return self._append(self._find(request).delivery._replace(backfill_id=backfill_id))
 
-    def send_again(self, lane: str, after: int) -> list[Request]:
-        """What a relay sends when its receiver asks for what a lane delivered behind a number."""
+    def resend_lane(self, lane: str, after: int) -> list[Request]:
+        """Replay the deliveries of a lane after a sequence number, as requested by a receiver."""
         self._jobs += 1
         found = [
             each.delivery
             for each in self._lanes.get(lane, [])[after:]
-            if not each.given_up and not each.is_sent_again
+            if not each.dead_lettered and not each.is_resent
         ]
         return [
             self._append(
                 each._replace(
                     replay_of=(lane, each.seq),
-                    backfill_id=JOBS_FROM + self._jobs,
+                    backfill_id=RECEIVER_JOB_IDS_FROM + self._jobs,
                     is_copy=True,
                     was_backfill_id=each.backfill_id,
                 ),
@@ -162,11 +173,11 @@ class FakeSender:
         ]
 
     def checkpoint(self) -> Request:
-        """The last number of each lane, as all of it was acknowledged."""
+        """Create a checkpoint with the last sequence number of each lane."""
         marks = [
-            Mark(lane, int(lane.rsplit("-", 2)[1]), last)
+            LaneMark(lane, int(lane.rsplit("-", 2)[1]), last)
             for lane, numbers in self._lanes.items()
-            if (last := max((n.delivery.seq for n in numbers if not n.given_up), default=0))
+            if (last := max((n.delivery.seq for n in numbers if not n.dead_lettered), default=0))
         ]
         now = self._clock()
         prepared = checkpoint.prepare(
@@ -174,28 +185,28 @@ class FakeSender:
         )
         return _signed(prepared, 1, self._key, now)
 
-    def again(self, request: Request, attempt: int = 2) -> Request:
-        """The same number once more, or the same batch, signed at this time."""
+    def resend(self, request: Request, attempt: int = 2) -> Request:
+        """Send a delivery or batch again as another attempt, with a new signature."""
         body = orjson.loads(request.body)
         if isinstance(body, list):
             numbers = [self._lanes[each["lane"]][each["sequence"] - 1] for each in body]
-            return self._together(numbers, attempt)
-        return self._of(request).request(attempt, self._key, self._clock())
+            return self._batch_request(numbers, attempt)
+        return self._find(request).request(attempt, self._key, self._clock())
 
-    # ------------------------------------------------- as a relay's listener for receivers
+    # --------------------------------------------------------- the relay's receiver API
 
-    def lanes(self) -> Iterator[LaneStanding]:
-        """How far each lane is."""
+    def lanes(self) -> Iterator[LaneProgress]:
+        """Yield the progress of each lane."""
         for lane, numbers in self._lanes.items():
-            yield LaneStanding(lane, len(numbers))
+            yield LaneProgress(lane, len(numbers))
 
-    async def lanes_async(self) -> AsyncIterator[LaneStanding]:
-        """How far each lane is."""
-        for standing in self.lanes():
-            yield standing
+    async def lanes_async(self) -> AsyncIterator[LaneProgress]:
+        """Like `lanes`, for asyncio."""
+        for progress in self.lanes():
+            yield progress
 
-    def page(self, lane: str, after: int) -> Page:
-        """What was sent behind a number, a hundred of them.
+    def page(self, lane: str, after: int) -> LanePage:
+        """Return up to PAGE deliveries of a lane after a sequence number.
 
         Raises:
             CannotFetch: there is no such lane.
@@ -205,28 +216,30 @@ class FakeSender:
             raise CannotFetch(f'there is no lane "{lane}"')
         through = min(after + PAGE, len(numbers))
         items = tuple(
-            Item(each.delivery.seq, each.given_up, each.request(0, self._key, self._clock()))
+            PageItem(
+                each.delivery.seq, each.dead_lettered, each.request(0, self._key, self._clock())
+            )
             for each in numbers[after:through]
         )
-        return Page(after + 1, items, len(numbers), through if through < len(numbers) else None)
+        return LanePage(after + 1, items, len(numbers), through if through < len(numbers) else None)
 
-    async def page_async(self, lane: str, after: int) -> Page:
-        """What was sent behind a number."""
+    async def page_async(self, lane: str, after: int) -> LanePage:
+        """Like `page`, for asyncio."""
         return self.page(lane, after)
 
-    # --------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------------- internals
 
     def _append(
         self, delivery: Delivery, *, lane_ends: bool = False, is_sent_again: bool = False
     ) -> Request:
         numbers = self._lanes.setdefault(delivery.lane, [])
-        previous = max((n.delivery.seq for n in numbers if not n.given_up), default=0)
-        numbered = _Numbered(delivery._replace(seq=len(numbers) + 1), previous, lane_ends)
-        numbered.is_sent_again = is_sent_again
+        previous = max((n.delivery.seq for n in numbers if not n.dead_lettered), default=0)
+        numbered = _SequencedDelivery(delivery._replace(seq=len(numbers) + 1), previous, lane_ends)
+        numbered.is_resent = is_sent_again
         numbers.append(numbered)
         return numbered.request(1, self._key, self._clock())
 
-    def _together(self, numbers: Sequence[_Numbered], attempt: int) -> Request:
+    def _batch_request(self, numbers: Sequence[_SequencedDelivery], attempt: int) -> Request:
         prepared = prepare_batch(
             [each.delivery for each in numbers],
             numbers[0].previous,
@@ -234,20 +247,20 @@ class FakeSender:
         )
         return _signed(prepared, attempt, self._key, self._clock())
 
-    def _of(self, request: Request) -> _Numbered:
+    def _find(self, request: Request) -> _SequencedDelivery:
         body = orjson.loads(request.body)
         lane, sequence = body["lane"], body["sequence"]
         numbers = self._lanes[lane]
         return numbers[int(sequence) - 1]
 
 
-class _Numbered:
-    """A number of a lane."""
+class _SequencedDelivery:
+    """A delivery with its sequence number."""
 
     def __init__(self, delivery: Delivery, previous: int, lane_ends: bool) -> None:
         self.delivery = delivery
-        self.given_up = False
-        self.is_sent_again = False
+        self.dead_lettered = False
+        self.is_resent = False
         self.previous = previous
         self.lane_ends = lane_ends
         self._prepared = prepare(delivery, previous, lane_ends=lane_ends)
@@ -257,5 +270,5 @@ class _Numbered:
 
 
 def _signed(prepared: Prepared, attempt: int, key: bytes, now: float) -> Request:
-    headers = pairs(prepared.attempt(attempt, int(now), [key]))
+    headers = parse_lines(prepared.attempt(attempt, int(now), [key]))
     return Request("POST", headers, prepared.body)

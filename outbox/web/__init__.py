@@ -1,1 +1,1 @@
-"""HTTP servers of our own: where they listen, and how they begin and end."""
+"""HTTP servers: listen addresses, start and shutdown, connection limits."""

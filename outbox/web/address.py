@@ -1,4 +1,4 @@
-"""Where a server of ours listens: `HOST:PORT`."""
+"""Listen addresses: `HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PORT_MAX = 65_535
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host, by name or address, and a port; port 0 takes any that is free."""
+    """A host name or IP address and a port; port 0 selects a free port."""
 
     host: str
     port: int
@@ -23,10 +23,10 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """`127.0.0.1:8080`, `[::1]:8080`, `localhost:8080`, or `:8080` for every address.
+    """Parse `127.0.0.1:8080`, `[::1]:8080`, `localhost:8080`, or `:8080` for all interfaces.
 
     Raises:
-        ValueError: what is wrong, without the name of the setting.
+        ValueError: the text is invalid; the message does not name the setting.
     """
     host, colon, port = text.strip().rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -34,4 +34,4 @@ def parse_address(text: str) -> Address:
         raise ValueError(f'"{text}" is not HOST:PORT, such as 127.0.0.1:8080 or [::1]:8080')
     if int(port) > PORT_MAX:
         raise ValueError(f'"{text}": a port is at most {PORT_MAX}')
-    return Address(host.strip("[]") or "0.0.0.0", int(port))  # noqa: S104 (who writes :8080 means it)
+    return Address(host.strip("[]") or "0.0.0.0", int(port))  # noqa: S104 (:8080 asks for all interfaces)

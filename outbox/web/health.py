@@ -1,8 +1,8 @@
-"""The health listener: for whoever supervises the process, and for Prometheus.
+"""Health listener: liveness and readiness probes, and Prometheus metrics.
 
-It has an address of its own, asks nobody who they are, and tells no secrets.  A
-receiver that fails is no reason to be unhealthy or not ready: it would have the relay
-restarted, or taken out of service, for somebody else's fault.
+It has its own address, needs no authentication, and exposes no secrets.  A failing
+receiver does not affect health or readiness: restarting the relay, or taking it out
+of service, would not repair the receiver.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 ACCEPT_CHARS_MAX = 1000
 PATHS = """\
-/healthz   200 as long as the process answers
-/readyz    200 while it reaches its database and follows the cursor, otherwise 503 and why
-/metrics   for Prometheus
+/healthz   200 while the process responds
+/readyz    200 while the relay reaches its database and follows the cursor, else 503 and why
+/metrics   metrics in the Prometheus format
 """
 
 
@@ -27,21 +27,21 @@ def application(
     why_not_ready: Callable[[], str | None],
     metrics: Callable[[str], Awaitable[tuple[bytes, str]]],
 ) -> web.Application:
-    """The listener's application.
+    """Build the aiohttp application of the health listener.
 
     Args:
-        why_not_ready: in one line; None: it is ready.
-        metrics: given the Accept header, the text and its content type.
+        why_not_ready: returns one line with the reason, or None if the relay is ready.
+        metrics: takes the Accept header, returns the body and its content type.
     """
-    # One at a time, also when whoever asked has hung up: who asks meanwhile is told the
-    # same, and the deliveries do not wait for many.
-    looks: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
+    # One scrape runs at a time, also after its client disconnected.  Concurrent requests
+    # share its result, so scrapes cannot delay deliveries.
+    scrapes: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
 
-    async def look(accept: str) -> tuple[bytes, str]:
+    async def scrape(accept: str) -> tuple[bytes, str]:
         try:
             return await metrics(accept)
         finally:
-            del looks[accept]
+            del scrapes[accept]
 
     async def healthz(_: web.Request) -> web.Response:
         return _text(200, "ok\n")
@@ -50,24 +50,24 @@ def application(
         why = why_not_ready()
         return _text(200, "ready\n") if why is None else _text(503, f"not ready: {why}\n")
 
-    async def measured(request: web.Request) -> web.Response:
+    async def serve_metrics(request: web.Request) -> web.Response:
         accept = request.headers.get("Accept", "")[:ACCEPT_CHARS_MAX]
-        while looks and accept not in looks:
-            await asyncio.wait(looks.values())
-        if accept not in looks:
-            looks[accept] = asyncio.ensure_future(look(accept))
-        text, content_type = await asyncio.shield(looks[accept])
+        while scrapes and accept not in scrapes:
+            await asyncio.wait(scrapes.values())
+        if accept not in scrapes:
+            scrapes[accept] = asyncio.ensure_future(scrape(accept))
+        text, content_type = await asyncio.shield(scrapes[accept])
         return web.Response(body=text, headers={"Content-Type": content_type})
 
     async def paths(_: web.Request) -> web.Response:
         return _text(200, PATHS)
 
-    made = web.Application(client_max_size=1)
-    made.router.add_get("/", paths)
-    made.router.add_get("/healthz", healthz)
-    made.router.add_get("/readyz", readyz)
-    made.router.add_get("/metrics", measured)
-    return made
+    app = web.Application(client_max_size=1)
+    app.router.add_get("/", paths)
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", serve_metrics)
+    return app
 
 
 def _text(status: int, text: str) -> web.Response:

@@ -1,4 +1,4 @@
-"""The proxy that requests leave by: `http://user:password@host:port`."""
+"""Forward proxy URLs: `http://user:password@host:port`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FORM = "must look like http://host:port or https://user:password@host:port"
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """An HTTP proxy that is asked with CONNECT."""
+    """A forward HTTP proxy for CONNECT requests."""
 
     secure: bool
-    """Whether it is spoken to by TLS."""
+    """Whether the connection to the proxy uses TLS."""
     host: str
     port: int
     authorization: str | None = field(default=None, repr=False)
@@ -22,11 +22,11 @@ class Proxy:
 
 
 def parse_proxy(text: str) -> Proxy:
-    """Read a proxy's URL.
+    """Parse a proxy URL.
 
     Raises:
-        ValueError: what is wrong, without the name of the setting and without the text, which
-            may hold a password.
+        ValueError: the URL is invalid.  The message contains neither the setting's name nor
+            the URL, which may contain a password.
     """
     text = text.strip()
     try:
@@ -39,9 +39,9 @@ def parse_proxy(text: str) -> Proxy:
     if not text.isascii() or not text.isprintable() or any(c in text for c in " \\"):
         raise ValueError(f"{_FORM}, in ASCII; write other characters as %XX")
     if not port:
-        raise ValueError("names no port, as in http://host:4750")
+        raise ValueError("has no port; write http://host:4750")
     if url.path not in ("", "/") or url.query or url.fragment:
-        raise ValueError(f"{_FORM}, with nothing behind the port")
+        raise ValueError(f"{_FORM}, with nothing after the port")
     authorization = None
     if url.username is not None:
         pair = f"{unquote(url.username)}:{unquote(url.password or '')}".encode()

@@ -1,10 +1,10 @@
-"""An HTTP server from its first request to its last, which strangers may talk to.
+"""HTTP server with limits against slow and idle clients.
 
-Nobody holds a connection for ever.  A request's head has to come within `HEAD_S`, counted
-from the last answer, and what is answered has to be taken within `ANSWER_S`; for a body
-its handler decides.  There are at most `CONNECTIONS_MAX`: one more ends the one that
-has waited longest for a request, above all for its first, so that who opens many and says
-nothing keeps out nobody.
+A client must send a request's head within `REQUEST_HEAD_TIMEOUT_S` of the last response,
+and read a response within `RESPONSE_TIMEOUT_S`; the handler limits the body.  At most
+`CONNECTIONS_MAX` connections are open.  One more closes the oldest idle connection,
+preferring one that has not sent a request yet, so a client that opens many idle
+connections cannot lock out others.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 BACKLOG = 1024
 SHUTDOWN_S = 0.5
-"""For requests that are under way when it ends; aiohttp waits twice."""
-HEAD_S = 75.0
-"""Longer than most proxies keep a connection that nothing is asked on."""
-ANSWER_S = 60.0
+"""How long shutdown waits for open requests; aiohttp waits twice."""
+REQUEST_HEAD_TIMEOUT_S = 75.0
+"""Longer than the keep-alive time-out of most proxies."""
+RESPONSE_TIMEOUT_S = 60.0
 CONNECTIONS_MAX = 512
 
 HEADERS = {
@@ -40,30 +40,30 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Of every answer, to whatever was asked and however wrong; a handler may say something else.
-Nothing says that scripts of other origins may read it."""
+"""Default headers of every response, errors included; a handler may override them.
+There are no CORS headers, so scripts of other origins cannot read responses."""
 
 
 @asynccontextmanager
 async def serving(
     application: web.Application, address: Address, *, guarded: bool = True
 ) -> AsyncIterator[Address]:
-    """Serve `application` while the context lasts; yields where it really listens.
+    """Serve `application` inside the context; yields the actual listen address.
 
-    A request's handler is cancelled when its client hangs up.
+    A request's handler is cancelled when its client disconnects.
 
     Args:
-        guarded: against strangers, as above.
+        guarded: apply the module's limits.
 
     Raises:
-        CannotRun: the address is taken, or not ours.
+        CannotRun: the address is in use, or does not belong to this host.
     """
     runner = (_GuardedRunner if guarded else web.AppRunner)(
         application,
         access_log=None,
         auto_decompress=False,
         handler_cancellation=True,
-        keepalive_timeout=HEAD_S,
+        keepalive_timeout=REQUEST_HEAD_TIMEOUT_S,
         shutdown_timeout=SHUTDOWN_S,
     )
     await runner.setup()
@@ -92,7 +92,7 @@ class _GuardedRunner(web.AppRunner):
 
 
 class _GuardedServer(web.Server):
-    """Has no more connections than it may."""
+    """An aiohttp server with at most `CONNECTIONS_MAX` connections."""
 
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
@@ -101,31 +101,30 @@ class _GuardedServer(web.Server):
         super().connection_made(handler, transport)
         if len(self._connections) > CONNECTIONS_MAX:
             waiting = (each for each in self._connections if not each._request_in_progress)
-            # In the order in which they came; where all are at work, the newest goes.
+            # The connections are in order of arrival; `waiting` is never empty, because the
+            # new connection has no request yet.
             min(waiting, key=lambda each: each._request_count > 0).force_close()
 
 
 class _Connection(RequestHandler):
-    """One client."""
-
     __slots__ = ()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        # Here, because it is where errors of aiohttp's own come by, too.
+        # aiohttp's own error responses pass through this method as well.
         if not resp.prepared:
             for name, value in HEADERS.items():
                 resp.headers.setdefault(name, value)
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
                 return await super().finish_response(request, resp, start_time)
         except TimeoutError:
             self._abort()
             return resp, True
 
     def _abort(self) -> None:
-        """End it without waiting for what the client does not take."""
+        """Close the connection without flushing data that the client does not read."""
         transport: Any = self.transport
         self.force_close()
         if transport is not None:

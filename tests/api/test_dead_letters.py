@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 
-async def given_up(database: Database, count: int, **columns: Any) -> None:
+async def dead_lettered(database: Database, count: int, **columns: Any) -> None:
     """So many dead letters at two endpoints each, numbered from 1 in turn."""
     await add_endpoint(database, "shop")
     await add_endpoint(database, "audit", types=["a.*"])
@@ -36,7 +36,7 @@ async def given_up(database: Database, count: int, **columns: Any) -> None:
 
 
 async def test_a_listing_is_filtered_and_paged(database: Database, api: Api) -> None:
-    await given_up(database, 6, type="a.b", key="k")
+    await dead_lettered(database, 6, type="a.b", key="k")
     assert len(await api.items("/v1/dead-letters", limit=5)) == 12
     ids = [row["id"] for row in await api.items("/v1/dead-letters", limit=5)]
     assert ids == sorted(set(ids))
@@ -57,7 +57,7 @@ async def test_a_listing_is_filtered_and_paged(database: Database, api: Api) -> 
 
 
 async def test_counts_and_one_of_them(database: Database, api: Api) -> None:
-    await given_up(database, 2)
+    await dead_lettered(database, 2)
     counts = (await api.get("/v1/dead-letters/counts")).json
     assert counts["total"]["dead"] == 4
     assert {(c["endpoint"], c["letters"]) for c in counts["counts"]} == {("shop", 2), ("audit", 2)}
@@ -65,13 +65,13 @@ async def test_counts_and_one_of_them(database: Database, api: Api) -> None:
     (first, *_) = await api.items("/v1/dead-letters", endpoint="shop")
     letter = (await api.get(f"/v1/dead-letters/{first['id']}")).json
     assert letter == {**letter, **first}
-    assert (letter["payload"], letter["last_answer"]["body"]) == (0, "no")
+    assert (letter["payload"], letter["last_response"]["body"]) == (0, "no")
     for text in ("999", "0", "x", "-1", "9" * 30):
         assert (await api.get(f"/v1/dead-letters/{text}")).status == 404, text
 
 
 async def test_some_are_sent_again_by_number(database: Database, api: Api) -> None:
-    await given_up(database, 2)
+    await dead_lettered(database, 2)
     ids = [row["id"] for row in await api.items("/v1/dead-letters", endpoint="shop")]
     dry = await api.post("/v1/dead-letters/replay", {"ids": ids, "dry_run": True})
     assert dry.json == {
@@ -83,9 +83,9 @@ async def test_some_are_sent_again_by_number(database: Database, api: Api) -> No
     assert await fetchval(database, "SELECT count(*) FROM replay_job") == 0
     done = await api.post("/v1/dead-letters/replay", {"ids": ids})
     assert (done.json["replaying"], done.json["job"]) == (2, 1)
-    assert await fetchval(database, "SELECT asked_by FROM replay_job") == "token all"
+    assert await fetchval(database, "SELECT requested_by FROM replay_job") == "token all"
     again = await api.post("/v1/dead-letters/replay", {"ids": ids})
-    assert (again.status, "being sent again already" in again.detail) == (409, True)
+    assert (again.status, "being replayed already" in again.detail) == (409, True)
     network = Network(lambda _: OK)
     async with running(database, network):
         await all_ended(database)
@@ -99,7 +99,7 @@ async def test_some_are_sent_again_by_number(database: Database, api: Api) -> No
 async def test_a_sweep_is_a_job_that_can_be_followed_and_aborted(
     database: Database, api: Api
 ) -> None:
-    await given_up(database, 3)
+    await dead_lettered(database, 3)
     sweep = {"endpoint": "shop", "type": ["a.*"], "since": "1h", "rate": 50}
     job = (await api.post("/v1/dead-letters/replay", sweep)).json["job"]
     told = (await api.get(f"/v1/replays/{job}")).json
@@ -121,11 +121,11 @@ async def test_a_sweep_is_a_job_that_can_be_followed_and_aborted(
 
 
 async def test_nothing_is_swept_without_a_word_for_it(database: Database, api: Api) -> None:
-    await given_up(database, 1)
+    await dead_lettered(database, 1)
     for path in ("/v1/dead-letters/replay", "/v1/dead-letters/discard"):
         for body in ({}, {"dry_run": True}, {"all": True, "endpoint": "shop"}, {"ids": []}):
-            answer = await api.post(path, body)
-            assert answer.status == 422, (path, body)
+            response = await api.post(path, body)
+            assert response.status == 422, (path, body)
         assert (await api.post(path, {"ids": [0]})).status == 422
         assert (await api.post(path, {"ids": [999]})).status == 404
         assert (await api.post(path)).status == 415
@@ -133,12 +133,12 @@ async def test_nothing_is_swept_without_a_word_for_it(database: Database, api: A
 
 
 async def test_some_are_set_aside(database: Database, api: Api) -> None:
-    await given_up(database, 3)
+    await dead_lettered(database, 3)
     (first, *_) = await api.items("/v1/dead-letters", endpoint="shop")
-    why = {"ids": [first["id"]], "why": "the customer left"}
+    why = {"ids": [first["id"]], "comment": "the customer left"}
     assert (await api.post("/v1/dead-letters/discard", why)).json["discarded"] == 1
     assert (await api.post("/v1/dead-letters/discard", why)).status == 409
-    reason = "SELECT data ->> 'reason' FROM journal WHERE kind = 'dead_discarded'"
+    reason = "SELECT data ->> 'comment' FROM journal WHERE kind = 'dead_discarded'"
     assert await fetchval(database, reason) == "the customer left"
     dry = await api.post("/v1/dead-letters/discard", {"endpoint": "audit", "dry_run": True})
     assert (dry.json["discarded"], dry.json["dry_run"]) == (3, True)
@@ -188,7 +188,7 @@ async def test_backfills_that_cannot_be(
 
 
 async def test_a_listing_is_whole_while_letters_are_added(database: Database, api: Api) -> None:
-    await given_up(database, 5)
+    await dead_lettered(database, 5)
     page = (await api.get("/v1/dead-letters", limit=3)).json
     found = [row["id"] for row in page["items"]]
     async with running(database, Network(lambda _: REFUSED)):

@@ -33,12 +33,12 @@ async def test_an_event_is_published_as_it_was_said(database: Database, api: Api
         "headers": {"X-A": "b"},
         "expires_in": "10m",
     }
-    answer = await api.post("/v1/events", said)
-    assert answer.status == 201
-    assert answer.json["already"] is False
+    response = await api.post("/v1/events", said)
+    assert response.status == 201
+    assert response.json["already"] is False
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         row = await db.fetchrow("SELECT *, payload = $1::jsonb AS same FROM outbox", _json(said))
-    assert str(row["event_id"]) == answer.json["id"]
+    assert str(row["event_id"]) == response.json["id"]
     assert (row["type"], row["key"], row["tenant"]) == ("order.paid", "order-7", "acme")
     assert row["same"]
     assert row["expires_at"] - row["created_at"] == pytest.approx(
@@ -74,21 +74,21 @@ async def test_a_key_that_was_claimed_for_nothing_has_no_event(
     database: Database, api: Api
 ) -> None:
     await fetchval(database, "SELECT claim_once('k')")
-    answer = await api.post("/v1/events", {"type": "a.b", "once": "k"})
-    assert (answer.status, answer.json) == (200, {"id": None, "already": True})
+    response = await api.post("/v1/events", {"type": "a.b", "once": "k"})
+    assert (response.status, response.json) == (200, {"id": None, "already": True})
 
 
 async def test_fifty_who_say_the_same_at_once_publish_one_event(
     database: Database, api: Api
 ) -> None:
-    answers = await asyncio.gather(
+    responses = await asyncio.gather(
         *(
             api.post("/v1/events", {"type": "a.b"}, headers={"Idempotency-Key": "k"})
             for _ in range(50)
         )
     )
-    assert sorted(answer.status for answer in answers) == [200] * 49 + [201]
-    assert len({answer.json["id"] for answer in answers}) == 1
+    assert sorted(response.status for response in responses) == [200] * 49 + [201]
+    assert len({response.json["id"] for response in responses}) == 1
     assert await fetchval(database, COUNT) == 1
 
 
@@ -97,9 +97,9 @@ async def test_many_events_keep_their_order_and_tell_what_became_of_each(
 ) -> None:
     earlier = (await api.post("/v1/events", {"type": "a.b", "once": "k"})).json["id"]
     said = [{"type": "a.b", "payload": n} for n in range(999)] + [{"type": "a.b", "once": "k"}]
-    answer = await api.post("/v1/events", {"events": said})
-    assert answer.status == 201
-    told = answer.json["events"]
+    response = await api.post("/v1/events", {"events": said})
+    assert response.status == 201
+    told = response.json["events"]
     assert [each["already"] for each in told] == [False] * 999 + [True]
     assert told[-1]["id"] == earlier
     async with database.connection(server_settings={"search_path": "relay"}) as db:
@@ -111,9 +111,9 @@ async def test_many_events_keep_their_order_and_tell_what_became_of_each(
 
 async def test_of_many_events_all_are_published_or_none(database: Database, api: Api) -> None:
     good = {"type": "a.b"}
-    answer = await api.post("/v1/events", {"events": [good, {"type": "no type"}, good]})
-    assert answer.status == 422
-    assert "(event 2)" in answer.detail
+    response = await api.post("/v1/events", {"events": [good, {"type": "no type"}, good]})
+    assert response.status == 422
+    assert "(event 2)" in response.detail
     assert await fetchval(database, COUNT) == 0
 
 
@@ -122,14 +122,14 @@ async def test_of_many_events_all_are_published_or_none(database: Database, api:
     [
         ({"type": "outbox.x"}, 'type: "outbox." is reserved'),
         ({"type": "a.b", "key": ""}, "key: 0 bytes, must be 1 to 512"),
-        ({"type": "a.b", "payload": "\0"}, "payload: PostgreSQL cannot hold a NUL"),
+        ({"type": "a.b", "payload": "\0"}, "payload: PostgreSQL cannot store a NUL"),
         ({"type": "a.b", "payload": "x" * 300_000}, "payload: 300002 bytes as JSON, the limit"),
         ({"type": "a.b", "headers": {"webhook-id": "x"}}, "headers: "),
         ({"type": "a.b", "expires_in": -1}, "expires_in: "),
         ({"type": "a.b", "expires_in": "soon"}, 'expires_in: "soon" is not a time'),
-        ({"type": "a.b", "once_for": 60}, "once_for: goes with once"),
+        ({"type": "a.b", "once_for": 60}, "once_for: requires once"),
         ({"type": "a.b", "deliver_at": "2027-01-01T00:00:00"}, "deliver_at: "),
-        ({"type": "a.b", "events": [{"type": "a.b"}]}, "say one event, or events, not both"),
+        ({"type": "a.b", "events": [{"type": "a.b"}]}, "one event, or events, not both"),
         ({"events": []}, "events: "),
         ({"events": [{"type": "a.b"}] * 1001}, "events: "),
     ],
@@ -137,10 +137,10 @@ async def test_of_many_events_all_are_published_or_none(database: Database, api:
 async def test_events_that_cannot_be(
     database: Database, api: Api, body: dict[str, Any], says: str
 ) -> None:
-    answer = await api.post("/v1/events", body)
-    assert answer.status == 422
-    assert says in answer.detail
-    assert "(event 1)" not in answer.detail
+    response = await api.post("/v1/events", body)
+    assert response.status == 422
+    assert says in response.detail
+    assert "(event 1)" not in response.detail
     assert await fetchval(database, COUNT) == 0
 
 
@@ -155,12 +155,12 @@ async def test_a_key_for_many_or_twice_is_refused(api: Api) -> None:
 
 async def test_an_event_for_later_waits(database: Database, api: Api) -> None:
     at = datetime.now(UTC) + timedelta(days=1)
-    answer = await api.post("/v1/events", {"type": "a.b", "deliver_at": at})
-    assert answer.status == 201
+    response = await api.post("/v1/events", {"type": "a.b", "deliver_at": at})
+    assert response.status == 201
     assert await fetchval(database, "SELECT deliver_at FROM future_event") == at
-    trace = await api.get(f"/v1/trace/{answer.json['id']}")
+    trace = await api.get(f"/v1/trace/{response.json['id']}")
     assert trace.status == 404
-    assert "waits for its time" in trace.detail
+    assert "is scheduled for" in trace.detail
 
 
 # ---------------------------------------------------------------- looking
@@ -188,7 +188,7 @@ async def test_events_are_found_by_what_they_have_in_common(database: Database, 
     ("query", "says"),
     [
         ({"type": "a..b"}, "type pattern"),
-        ({"since": "yesterday"}, 'since: "yesterday" is neither a moment with its zone'),
+        ({"since": "yesterday"}, 'since: "yesterday" is neither a time with its zone'),
         ({"since": "2026-01-31T12:00:00"}, "with its zone"),
         ({"since": "1h", "until": "2h"}, "must be later"),
     ],
@@ -196,9 +196,9 @@ async def test_events_are_found_by_what_they_have_in_common(database: Database, 
 async def test_questions_for_events_that_are_none(
     api: Api, query: dict[str, Any], says: str
 ) -> None:
-    answer = await api.get("/v1/events", **query)
-    assert answer.status == 422
-    assert says in answer.detail
+    response = await api.get("/v1/events", **query)
+    assert response.status == 422
+    assert says in response.detail
 
 
 async def test_pages_have_no_hole_and_no_repetition_while_events_are_added(
@@ -219,8 +219,8 @@ async def test_pages_have_no_hole_and_no_repetition_while_events_are_added(
 async def test_a_look_is_bounded_and_says_how_far_it_went(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events.find, "__kwdefaults__", {
-        **(events.find.__kwdefaults__ or {}), "looked_at_max": 10,
+    monkeypatch.setattr(events.find_events, "__kwdefaults__", {
+        **(events.find_events.__kwdefaults__ or {}), "scanned_max": 10,
     })  # fmt: skip
     await publish(database, 1, type="rare.one")
     await publish(database, *range(24))
@@ -232,9 +232,9 @@ async def test_a_look_is_bounded_and_says_how_far_it_went(
         if page["next"] is None:
             break
         after = {"after": page["next"]}
-    assert [page["looked_at"] for page in pages] == [10, 10, 5]
+    assert [page["scanned"] for page in pages] == [10, 10, 5]
     assert [len(page["items"]) for page in pages] == [0, 0, 1]
-    times = [page["looked_back_to"] for page in pages]
+    times = [page["scanned_back_to"] for page in pages]
     assert times == sorted(times, reverse=True)
 
 
@@ -276,7 +276,7 @@ async def test_a_trace_tells_what_the_command_tells(database: Database, api: Api
         told = (await api.get(f"/v1/trace/{text}")).json
         (story,) = told["events"]
         assert story["event"]["event_id"] == event_id, text
-        assert [d["fate"] for d in story["deliveries"]] == ["delivered"]
+        assert [d["state"] for d in story["deliveries"]] == ["delivered"]
         assert story["event"]["payload"] is None
     told = (await api.get("/v1/trace/k", payload=True, endpoint="other")).json
     assert told["events"][0]["event"]["payload"] == {"n": 1}
@@ -291,5 +291,5 @@ async def test_what_nobody_knows_has_no_trace(api: Api) -> None:
 
 async def test_a_key_with_a_slash_in_it_is_found(database: Database, api: Api) -> None:
     await publish(database, 1, key="a/b?c")
-    answer = await api.get("/v1/trace/a%2Fb%3Fc")
-    assert answer.json["events"][0]["event"]["key"] == "a/b?c"
+    response = await api.get("/v1/trace/a%2Fb%3Fc")
+    assert response.json["events"][0]["event"]["key"] == "a/b?c"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.api.routes import ROUTES
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from tests.api.test_endpoints import identity
 from tests.support.api import make_token
 from tests.support.relay import (
@@ -72,9 +72,9 @@ WALK: dict[str, tuple[str, Any]] = {
 """In this order."""
 
 
-def script(sent: Sent) -> Answer:
+def script(sent: Sent) -> AttemptResult:
     if sent.url.endswith("off"):
-        return Answer.of(410, 0.001)
+        return AttemptResult.completed(410, 0.001)
     return REFUSED if sent.seq < 3 else OK
 
 
@@ -99,7 +99,7 @@ async def test_who_changed_it_stands_in_the_journal(database: Database, anybody:
         before = await fetchval(database, newest)
         if body is CERTIFICATE:
             body = {"pem": identity()}
-        answer = await api.ask(route.partition(" ")[0], path, body)
-        assert answer.status in (200, 201), (route, answer.raw)
+        response = await api.request(route.partition(" ")[0], path, body)
+        assert response.status in (200, 201), (route, response.raw)
         found = await fetchval(database, by, before)
         assert found == (None if route in NOT_JOURNALLED else ["token walker"]), route

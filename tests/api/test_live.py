@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.api.live import ENDPOINTS, ENDPOINTS_MAX, FRESH_S, LiveBook
+from outbox.api.live import ENDPOINTS, ENDPOINTS_MAX, FRESH_S, LiveStatusCache
 from outbox.operations import live_status
 from tests.support.api import make_token
 from tests.support.relay import (
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.api import Api
     from tests.support.postgres import Database
     from tests.support.relay import Sent
@@ -36,7 +36,7 @@ RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
 
 
 async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api) -> None:
-    def script(sent: Sent) -> Answer:
+    def script(sent: Sent) -> AttemptResult:
         return BUSY if sent.url.endswith("/sick") else OK
 
     await add_endpoint(database, "sick", lanes=2, retry=RETRY)
@@ -47,7 +47,7 @@ async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api)
 
         async def settled() -> bool:
             told = (await api.get("/v1/live")).json["endpoints"]
-            return [(each["name"], each["owed"]) for each in told] == [("sick", 10), ("well", 0)]
+            return [(each["name"], each["pending"]) for each in told] == [("sick", 10), ("well", 0)]
 
         async def everything_is_blocked() -> bool:
             told = (await api.get("/v1/live")).json
@@ -57,11 +57,11 @@ async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api)
         await until(settled, 20, "it to settle")
         told = (await api.get("/v1/live")).json
     sick, well = told["endpoints"]
-    assert sum(lane["owed"] for lane in sick["lanes"]) == 10
+    assert sum(lane["pending"] for lane in sick["lanes"]) == 10
     assert all(lane["failing"] for lane in sick["lanes"])
     assert sick["oldest_s"] > 0
-    assert well["lanes"] == [{"owed": 0, "failing": False, "blocked": False}]
-    assert told["totals"]["owed"] == 10
+    assert well["lanes"] == [{"pending": 0, "failing": False, "blocked": False}]
+    assert told["totals"]["pending"] == 10
     assert told["totals"]["failing_lanes"] == 2
     assert told["totals"]["states"] == {"failing": 1, "healthy": 1}
     assert [each["condition"] for each in told["endpoints"]] == ["failing", "healthy"]
@@ -71,28 +71,28 @@ async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api)
 
 async def test_rates_are_between_two_looks(database: Database) -> None:
     now = 0.0
-    book = LiveBook(lambda: now)
+    book = LiveStatusCache(lambda: now)
     await add_endpoint(database, "shop")
     async with (
         running(database, Network()),
         database.connection(server_settings={"search_path": "relay"}) as connection,
     ):
-        _, samples = await book.look(connection, "relay", None, 30)
+        _, samples = await book.snapshot(connection, "relay", None, 30)
         assert list(samples) == []
         await publish(database, *range(20))
         await all_ended(database)
         now += FRESH_S
 
         async def counted() -> bool:
-            found = await live_status.look(
+            found = await live_status.read_live_status(
                 connection, "relay", tenant=None, since_batch=None, limit=0
             )
-            return found.totals.owed == 0 and found.totals.numbered == 20
+            return found.totals.pending == 0 and found.totals.sequenced == 20
 
         await until(counted, 10, "the progress to be written down")
-        (sample,) = (await book.look(connection, "relay", None, 30))[1]
-    assert sample.owed == 0
-    assert sample.events == sample.numbered == sample.ended > 0
+        (sample,) = (await book.snapshot(connection, "relay", None, 30))[1]
+    assert sample.pending == 0
+    assert sample.events == sample.deliveries == sample.ended > 0
     assert sample.events * sample.seconds == pytest.approx(20), "it says over how long"
 
 
@@ -100,41 +100,41 @@ async def test_however_many_watch_it_is_looked_at_once(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    look = live_status.look
+    look = live_status.read_live_status
 
-    async def counting(*arguments: Any, limit: int, **options: Any) -> live_status.Look:
+    async def counting(*arguments: Any, limit: int, **options: Any) -> live_status.LiveStatus:
         asked.append(limit)
         return await look(*arguments, limit=limit, **options)
 
-    monkeypatch.setattr("outbox.operations.live_status.look", counting)
+    monkeypatch.setattr("outbox.operations.live_status.read_live_status", counting)
     for name in ("a", "b", "c"):
         await add_endpoint(database, name)
     now = 0.0
-    book = LiveBook(lambda: now)
+    book = LiveStatusCache(lambda: now)
 
     async def names(connection: Connection[Any], limit: int) -> list[str]:
-        seen, _ = await book.look(connection, "relay", None, limit)
+        seen, _ = await book.snapshot(connection, "relay", None, limit)
         return [each.name for each in seen.endpoints]
 
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         for limit in range(ENDPOINTS + 1):
             assert await names(connection, limit) == ["a", "b", "c"][:limit]
         assert asked == [ENDPOINTS]
-        at = (await book.look(connection, "relay", None, 2))[0].totals.at
+        at = (await book.snapshot(connection, "relay", None, 2))[0].totals.at
         for limit in range(ENDPOINTS + 1, ENDPOINTS_MAX + 1):
             assert await names(connection, limit) == ["a", "b", "c"], "who asks for more gets it"
         assert asked == [ENDPOINTS, ENDPOINTS_MAX], "once"
-        seen, samples = await book.look(connection, "relay", None, 3)
+        seen, samples = await book.snapshot(connection, "relay", None, 3)
         assert (seen.totals.at, list(samples)) == (at, []), "it says nothing of rates"
         now += FRESH_S
         await names(connection, 3)
         assert asked == [ENDPOINTS, ENDPOINTS_MAX, ENDPOINTS_MAX]
-        looking = book._watched[None].looking
+        looking = book._caches[None].refreshing
         async with looking:  # Somebody looks, and what was seen lately does.
-            assert (await book.look(connection, "relay", None, 3))[0].totals.at > at
+            assert (await book.snapshot(connection, "relay", None, 3))[0].totals.at > at
         now += 3600
         await looking.acquire()
-        late = asyncio.ensure_future(book.look(connection, "relay", None, 3))
+        late = asyncio.ensure_future(book.snapshot(connection, "relay", None, 3))
         await asyncio.sleep(0)
         assert not late.done(), "but not what was seen an hour ago"
         looking.release()
@@ -153,12 +153,12 @@ async def test_a_tenant_sees_what_is_its_own(database: Database, api: Api) -> No
         await publish(database, 1, 2, 3, tenant="other")
 
         async def seen() -> bool:
-            return bool((await tenants.get("/v1/live")).json["totals"]["owed"])
+            return bool((await tenants.get("/v1/live")).json["totals"]["pending"])
 
-        await until(seen, 10, "it to be owed")
+        await until(seen, 10, "it to be pending")
         told = (await tenants.get("/v1/live")).json
     assert [each["name"] for each in told["endpoints"]] == ["acme"]
-    assert told["totals"]["owed"] == 1
+    assert told["totals"]["pending"] == 1
     assert told["totals"]["lanes"] == 1
     assert sum(told["totals"]["states"].values()) == 1
     assert all(each["events"] == 0 for each in told["samples"])

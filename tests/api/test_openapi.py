@@ -11,7 +11,7 @@ import pytest
 
 from outbox.api import problem
 from outbox.api.openapi import document
-from outbox.api.route import For
+from outbox.api.route import TenantAccess
 from outbox.api.routes import ROUTES
 from outbox.cli.main import COMMANDS
 
@@ -32,20 +32,22 @@ def test_every_route_is_in_it_once() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.operation)
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.operation_id)
 def test_a_route_tells_its_scope_and_what_goes_in_and_out(route: Any) -> None:
     told = OPERATIONS[route.method, route.path]
     assert told["x-scope"] == route.scope
     scope = "every token" if route.scope is None else f"`{route.scope}`"
     assert scope in told["description"]
-    assert ("Not for a tenant's token" in told["description"]) == (route.tenants is For.SYSTEM)
+    assert ("Not available to tenant tokens" in told["description"]) == (
+        route.tenants is TenantAccess.SYSTEM
+    )
     assert told["summary"] == route.summary
     inside = {each["name"] for each in told["parameters"] if each["in"] == "path"}
     assert inside == set(re.findall(r"{(\w+)}", route.path))
     query = [each["name"] for each in told["parameters"] if each["in"] == "query"]
     assert query == list(route.query.model_fields if route.query else ())
     assert ("requestBody" in told) == (route.body is not None)
-    assert set(told["responses"]) == {*map(str, route.answers), "429", "default"}
+    assert set(told["responses"]) == {*map(str, route.responses), "429", "default"}
 
 
 def test_gets_need_read_and_what_changes_something_needs_more() -> None:
@@ -81,8 +83,8 @@ def test_every_schema_is_one() -> None:
 
 def test_every_kind_of_problem_is_told() -> None:
     told = DOCUMENT["components"]["schemas"]["Problem"]["properties"]["type"]["enum"]
-    assert told == [kind.type for kind in problem.Kind]
-    assert len({kind.type for kind in problem.Kind}) == len(problem.Kind)
+    assert told == [kind.type for kind in problem.ProblemKind]
+    assert len({kind.type for kind in problem.ProblemKind}) == len(problem.ProblemKind)
 
 
 def test_every_command_has_its_routes_or_is_said_to_have_none() -> None:
@@ -104,6 +106,6 @@ def test_every_command_has_its_routes_or_is_said_to_have_none() -> None:
 
 @pytest.mark.one_major
 async def test_it_is_served_to_everybody(anybody: Api) -> None:
-    answer = await anybody.get("/openapi.json")
-    assert answer.json == json.loads(json.dumps(DOCUMENT))
-    assert answer.json["openapi"] == "3.1.0"
+    response = await anybody.get("/openapi.json")
+    assert response.json == json.loads(json.dumps(DOCUMENT))
+    assert response.json["openapi"] == "3.1.0"

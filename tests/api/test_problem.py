@@ -10,9 +10,9 @@ from multidict import MultiDict
 
 from outbox.api.events import EventsQuery, NewEvents
 from outbox.api.problem import Problem
-from outbox.api.request_parsing import hold_to, read_query
+from outbox.api.request_parsing import read_query, validate
 from outbox.api.routes import ROUTES
-from outbox.api.validation_errors import reason
+from outbox.api.validation_errors import describe_errors
 from tests.support.relay import add_endpoint, fetchval
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MODELS = list(dict.fromkeys(m for r in ROUTES for m in (r.query, r.body) if m is
 def strange(detail: str) -> str | None:
     """What in a problem only a reader of our code, or of a command's help, understands."""
     found = re.search(
-        r"--\w|tuple|literal|dict\b|validation|\bInput\b|something else|\[['\"]|ID…|e\+\d", detail
+        r"--\w|tuple|literal|dict\b|validation|\bInput\b|another type|\[['\"]|ID…|e\+\d", detail
     )
     return found and f"{found[0]!r} in {detail!r}"
 
@@ -41,7 +41,7 @@ def test_whatever_stands_in_a_field_is_refused_in_plain_words(model: Any) -> Non
     for name in [*model.model_fields, "nothing-of-it"]:
         for value in ODD:
             try:
-                hold_to(model, {name: value}, "the body")
+                validate(model, {name: value}, "the body")
             except Problem as problem:
                 told.append(problem.detail)
     assert told
@@ -51,37 +51,37 @@ def test_whatever_stands_in_a_field_is_refused_in_plain_words(model: Any) -> Non
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"events": []}, "events: has 0, must have at least one"),
+        ({"events": []}, "events: has 0 items, must have at least one"),
         (
             {"events": [{"type": "a.b"}] * 1001},
-            "events: has 1001, at most 1000 go in one request; send them in several",
+            "events: has 1001 items, at most 1000 are allowed; split them into several requests",
         ),
-        ({"events": [{"type": 7}]}, "events.0.type: must be a text"),
-        ({"type": "a.b", "tpye": 1}, 'the body: there is no "tpye"; did you mean "type"?'),
+        ({"events": [{"type": 7}]}, "events.0.type: must be a string"),
+        ({"type": "a.b", "tpye": 1}, 'the body: unknown field "tpye"; did you mean "type"?'),
     ],
 )
 def test_mistakes_of_who_publishes(values: dict[str, Any], says: str) -> None:
     with pytest.raises(Problem) as caught:
-        hold_to(NewEvents, values, "the body")
+        validate(NewEvents, values, "the body")
     assert caught.value.detail == says
 
 
 def test_a_kind_of_mistake_that_nobody_thought_of_is_told_nevertheless() -> None:
-    told = reason([{"type": "url_scheme", "loc": ("type",)}], NewEvents, "the body")
-    assert told == "type: must be something else"
+    told = describe_errors([{"type": "url_scheme", "loc": ("type",)}], NewEvents, "the body")
+    assert told == "type: must be another type"
 
 
 @pytest.mark.parametrize("name", ["str", "int", "filter[type]", "list[x]"])
 def test_a_name_that_reads_as_a_type_of_ours_is_unknown_like_any_other(name: str) -> None:
     with pytest.raises(Problem) as caught:
         read_query(MultiDict({name: "x"}), EventsQuery)
-    assert caught.value.detail.startswith(f'the query: there is no "{name}"; it understands limit')
+    assert caught.value.detail.startswith(f'the query: unknown field "{name}"; known: limit')
 
 
 def test_what_is_quoted_in_a_problem_is_cut_and_steers_no_terminal() -> None:
     with pytest.raises(Problem) as caught:
-        hold_to(NewEvents, {"\x1b[2J" * 100_000: 1}, "the body")
-    detail = caught.value.body()["detail"]
+        validate(NewEvents, {"\x1b[2J" * 100_000: 1}, "the body")
+    detail = caught.value.to_json()["detail"]
     assert len(detail) < 1000
     assert detail.isprintable()
 
@@ -91,23 +91,23 @@ def test_what_is_quoted_in_a_problem_is_cut_and_steers_no_terminal() -> None:
     ("method", "path", "body", "query", "status", "says"),
     [
         ("POST", "/v1/events", [{"type": "a.b"}], {}, 422,
-         'the body: must be an object; several go as {"events": [one, another]}'),
+         'the body: must be a JSON object; send several as {"events": [...]}'),
         ("GET", "/v1/dead-letters", None, {"state": "foo"}, 422,
          "state: must be dead or replaying or replayed or dead_again or discarded or all"),
         ("POST", "/v1/endpoints", {"name": "x", "url": URL, "policy": "patient"}, {}, 422,
-         'the body: there is no "policy"; did you mean "retry"?'),
+         'the body: unknown field "policy"; did you mean "retry"?'),
         ("PUT", "/v1/declaration", {"endpoints": [{"name": "x", "url": URL, "type": "a"}]}, {},
          422, 'endpoints[0]: there is no setting "type"; did you mean "types"?'),
         ("GET", "/v1/events", None, {"since": "1h", "until": "2h"}, 422,
          "until must be later than since"),
-        ("POST", "/v1/erase", {}, {}, 422, "say whose events: one of tenant and key"),
+        ("POST", "/v1/erase", {}, {}, 422, "specify either tenant or key"),
         ("POST", "/v1/schedules", {"name": "nightly", "cron": "@daily", "type": "a.b"}, {}, 409,
-         'there is a schedule "nightly" already; say replace to change it'),
+         'schedule "nightly" exists already; use replace to change it'),
         ("DELETE", "/v1/endpoints/shop", None, {}, 409,
-         'endpoint "shop" is owed 3 deliveries: have them delivered first, or give them up for '
-         "good (drain, or give_up)"),
+         'endpoint "shop" has 3 deliveries pending: wait until they are delivered, or '
+         "dead-letter them (use drain or dead_letter)"),
         ("POST", "/v1/dead-letters/replay", {}, {}, 422,
-         "say which dead letters: some by their ids, all, or some by endpoint, type, tenant, "
+         "select dead letters: by ids, all, or by endpoint, type, tenant, "
          "reason, since, until"),
     ],
 )  # fmt: skip
@@ -116,8 +116,8 @@ async def test_what_is_said_of_the_mistakes_that_are_made_most(
     says: str,
 ) -> None:  # fmt: skip
     await _furnish(api, database)
-    answer = await api.ask(method, path, body, **query)
-    assert (answer.status, answer.detail) == (status, says)
+    response = await api.request(method, path, body, **query)
+    assert (response.status, response.detail) == (status, says)
 
 
 async def _furnish(api: Api, database: Database) -> None:
@@ -149,7 +149,8 @@ async def test_no_route_speaks_in_flags(api: Api, database: Database) -> None:
     ]  # fmt: skip
     queries: list[dict[str, Any]] = [
         {}, {"since": "1h", "until": "2h"}, {"type": "?"}, {"after": "x"}, {"endpoint": "x"},
-        {"prune": True}, {"give_up": True}, {"give_up": True, "drain": True}, {"drain": True},
+        {"prune": True}, {"dead_letter": True}, {"dead_letter": True, "drain": True},
+        {"drain": True},
         {"reason": "x"}, {"limit": 0},
     ]  # fmt: skip
     told: set[str] = set()
@@ -166,17 +167,17 @@ async def test_no_route_speaks_in_flags(api: Api, database: Database) -> None:
                 for body in [b for b in bodies if b.keys() <= fits] if fits else [None]:
                     if _would_do(route, query):
                         continue
-                    answer = await api.ask(route.method, path, body, **query)
-                    if answer.status >= 400:
-                        told.add(answer.detail)
+                    response = await api.request(route.method, path, body, **query)
+                    if response.status >= 400:
+                        told.add(response.detail)
     assert [strange(each) for each in told if strange(each)] == []
     assert len(told) > 40
-    assert any("owed 3 deliveries" in each for each in told)
-    assert any("is paused and delivers nothing" in each for each in told)
-    assert any("live secrets already" in each for each in told)
+    assert any("3 deliveries pending" in each for each in told)
+    assert any("is paused; resume it first" in each for each in told)
+    assert any("live secrets, the first" in each for each in told)
 
 
 def _would_do(route: Route, query: dict[str, Any]) -> bool:
     """Whether it ends what the other questions are about."""
-    removes = route.method == "DELETE" and query == {"give_up": True}
+    removes = route.method == "DELETE" and query == {"dead_letter": True}
     return removes or route.path.endswith(("/resume", "/test"))

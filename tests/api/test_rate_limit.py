@@ -13,7 +13,7 @@ from outbox.api.app import application
 from outbox.api.database import Database as Connections
 from outbox.api.login_failures import FailedLogins
 from outbox.api.problem import Problem
-from outbox.api.rate_limit import FAILURES, Limits
+from outbox.api.rate_limit import FAILURES, RateLimiter
 from outbox.core.model.api_token import digest
 from outbox.operations import api_tokens, fetch_tokens
 from outbox.receiver import fetch as fetching
@@ -47,21 +47,21 @@ class Clock:
 class Asked:
     """Counts how often the database is asked for a token."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
         self.times = 0
-        find = module.find
+        find = getattr(module, name)
 
         async def counted(*arguments: Any) -> Any:
             self.times += 1
             return await find(*arguments)
 
-        monkeypatch.setattr(module, "find", counted)
+        monkeypatch.setattr(module, name, counted)
 
 
 @asynccontextmanager
 async def api_of(database: Database, clock: Clock, **options: Any) -> AsyncIterator[Api]:
     settings = settings_for(database, dsn_source="test", **options)
-    connections = Connections(dsn.of(settings), settings)
+    connections = Connections(dsn.from_settings(settings), settings)
     app = application(settings, HERE, connections, FailedLogins(connections), clock=clock)
     async with (
         connections.opened(),
@@ -74,7 +74,7 @@ async def api_of(database: Database, clock: Clock, **options: Any) -> AsyncItera
 async def test_who_guesses_is_refused_before_the_database_is_asked(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, clock = Asked(monkeypatch, api_tokens), Clock()
+    asked, clock = Asked(monkeypatch, api_tokens, "find_token"), Clock()
     async with api_of(database, clock) as anybody:
         known = anybody.with_token(await make_token(database, "known"))
         assert (await known.get("/v1/me")).status == 200
@@ -83,9 +83,7 @@ async def test_who_guesses_is_refused_before_the_database_is_asked(
         assert asked.times == 1 + FAILURES.burst
         refused = told[-1]
         assert refused.json["type"] == "urn:outbox:problem:too-many-requests"
-        assert refused.detail == (
-            "too many tokens from this address were not good; try again in 6 s"
-        )
+        assert refused.detail == ("too many failed logins from this address; retry in 6 s")
         assert refused.headers["Retry-After"] == "6"
         # What does not even look like a token counts, and one that nobody shows does not.
         assert (await anybody.with_token("obx_").get("/v1/me")).status == 429
@@ -120,7 +118,7 @@ async def test_a_token_asks_no_more_often_than_it_may(database: Database) -> Non
         assert [(await one.get("/v1/me")).status for _ in range(6)] == [200] * 4 + [429] * 2
         refused = await one.post("/v1/events", {"type": "a.b"})
         assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
-        assert "this token asks too often (OUTBOX_API_RATE_MAX)" in refused.detail
+        assert "this token exceeds its request rate (OUTBOX_API_RATE_MAX)" in refused.detail
         assert (await other.get("/v1/me")).status == 200
         clock.now += 0.5
         assert (await one.post("/v1/events", {"type": "a.b"})).status == 201
@@ -130,13 +128,13 @@ async def test_a_token_asks_no_more_often_than_it_may(database: Database) -> Non
 async def test_receivers_are_held_to_the_same(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, clock = Asked(monkeypatch, fetch_tokens), Clock()
+    asked, clock = Asked(monkeypatch, fetch_tokens, "find_fetcher"), Clock()
     await add_endpoint(database)
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         token = (await fetch_tokens.add(db, "relay", "shop", actor="test")).token
     settings = settings_for(database, dsn_source="test")
-    connections = Connections(dsn.of(settings), settings)
-    app = receivers.application(connections, FailedLogins(connections), Limits(2, clock))
+    connections = Connections(dsn.from_settings(settings), settings)
+    app = receivers.application(connections, FailedLogins(connections), RateLimiter(2, clock))
     async with (
         connections.opened(),
         serving(app, HERE) as at,
@@ -145,13 +143,13 @@ async def test_receivers_are_held_to_the_same(
 
         async def ask(shown: str) -> int:
             headers = {"Authorization": f"Bearer {shown}"}
-            async with session.get(f"{at.url}v1/lanes", headers=headers) as answer:
-                body = await answer.json(content_type=None)
-                assert answer.headers["X-Frame-Options"] == "DENY"
-                if answer.status == 429:
-                    assert int(answer.headers["Retry-After"]) >= 1
+            async with session.get(f"{at.url}v1/lanes", headers=headers) as response:
+                body = await response.json(content_type=None)
+                assert response.headers["X-Frame-Options"] == "DENY"
+                if response.status == 429:
+                    assert int(response.headers["Retry-After"]) >= 1
                     assert body["type"] == "urn:outbox:problem:too-many-requests"
-                return answer.status
+                return response.status
 
         assert [await ask(token) for _ in range(5)] == [200] * 4 + [429]
         before = asked.times
@@ -177,10 +175,10 @@ async def test_a_receiver_that_fetches_more_than_it_may_waits_and_goes_on(
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         token = (await fetch_tokens.add(db, "relay", "shop", actor="test")).token
     settings = settings_for(database, dsn_source="test")
-    connections = Connections(dsn.of(settings), settings)
-    app = receivers.application(connections, FailedLogins(connections), Limits(1, clock))
+    connections = Connections(dsn.from_settings(settings), settings)
+    app = receivers.application(connections, FailedLogins(connections), RateLimiter(1, clock))
     async with connections.opened(), serving(app, HERE) as at:
-        fetch = fetching.Fetch(at.url, token)
+        fetch = fetching.FetchClient(at.url, token)
         lanes = [standing.lane async for standing in fetch.lanes_async()]
         assert len(lanes) == 5
         for lane in lanes:
@@ -192,33 +190,33 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limit, "ADDRESSES_MAX", 50)
     monkeypatch.setattr(rate_limit, "TOKENS_MAX", 50)
     monkeypatch.setattr(rate_limit, "GOOD_MAX", 50)
-    here = Limits(1, Clock())
+    here = RateLimiter(1, Clock())
     for n in range(500):
-        here.was_bad(f"10.0.{n // 256}.{n % 256}", None)
-        here.was_good(digest(str(n)))
-        here.let_ask(n)
-    assert {len(here._failures), len(here._asked), len(here._good)} == {50}
+        here.record_bad_token(f"10.0.{n // 256}.{n % 256}", None)
+        here.record_good_token(digest(str(n)))
+        here.require_request_quota(n)
+    assert {len(here._failures), len(here._requests), len(here._good)} == {50}
 
 
 def test_that_a_token_was_good_is_forgotten_after_an_hour() -> None:
     clock = Clock()
-    here = Limits(1, clock)
-    here.was_good(GOOD)
+    here = RateLimiter(1, clock)
+    here.record_good_token(GOOD)
     for _ in range(20):
-        here.was_bad("10.0.0.1", BAD)
-    here.let_try("10.0.0.1", GOOD)
+        here.record_bad_token("10.0.0.1", BAD)
+    here.require_login_quota("10.0.0.1", GOOD)
     clock.now += rate_limit.GOOD_S + 1
     for _ in range(20):
-        here.was_bad("10.0.0.1", BAD)
+        here.record_bad_token("10.0.0.1", BAD)
     with pytest.raises(Problem):
-        here.let_try("10.0.0.1", GOOD)
-    here.let_try("10.0.0.2", GOOD)
+        here.require_login_quota("10.0.0.1", GOOD)
+    here.require_login_quota("10.0.0.2", GOOD)
 
 
 def test_networks_of_version_6_are_one_guesser() -> None:
-    here = Limits(1, Clock())
+    here = RateLimiter(1, Clock())
     for n in range(20):
-        here.was_bad(f"2001:db8::{n:x}", None)
+        here.record_bad_token(f"2001:db8::{n:x}", None)
     with pytest.raises(Problem):
-        here.let_try("2001:db8::ffff", BAD)
-    here.let_try("2001:db8:0:1::1", BAD)
+        here.require_login_quota("2001:db8::ffff", BAD)
+    here.require_login_quota("2001:db8:0:1::1", BAD)

@@ -85,7 +85,7 @@ async def test_what_was_sent_comes_again_page_by_page(
             items += page["items"]
             after = page["next"]
         assert (await client.get(path, after=7))["items"] == []
-    assert [item.get("given_up") for item in items] == [None, None, "refused", *[None] * 4]
+    assert [item.get("dead_lettered") for item in items] == [None, None, "refused", *[None] * 4]
     for item, sent in zip(items, network.sent, strict=True):
         verified = verify(item["headers"], item["body"].encode(), made.secret)
         assert item["body"].encode() == sent.request.body
@@ -108,7 +108,7 @@ async def test_a_token_is_for_one_endpoint_and_an_end_ends_it(
         assert (await client.get(path, status=404))["type"].endswith("not-found")
         for client.token in ("", "x", "obx_" + "A" * 43, "obf_" + "A" * 43):
             told = await client.get(path, status=401)
-            assert "fetch-token makes one" in told["detail"]
+            assert "create one with outbox endpoint fetch-token" in told["detail"]
         # A new one replaces it, at once or later.
         kept = await fetch_tokens.add(db, "relay", "shop", actor="test")
         newest = (await fetch_tokens.add(db, "relay", "shop", actor="test")).token
@@ -123,7 +123,7 @@ async def test_a_token_is_for_one_endpoint_and_an_end_ends_it(
         assert await fetch_tokens.revoke(db, "relay", "shop", actor="test") == 1
         await client.get(path, status=401)
         client.token = await token_of(db)
-        await endpoint_removal.remove(db, "relay", "shop", give_up=True, actor="test")
+        await endpoint_removal.remove(db, "relay", "shop", dead_letter=True, actor="test")
         async with running(database, Network()):
             pass
         await db.execute("UPDATE endpoint SET state = 'removed' WHERE name = 'shop'")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.api.route import For
+from outbox.api.route import TenantAccess
 from outbox.api.routes import ROUTES
 from outbox.api.tenancy import name_prefix
 from outbox.operations import endpoint_states
@@ -38,7 +38,7 @@ CLOCKS = {"elapsed_ms", "oldest_s"}
 
 
 def plain(told: Any, name: str = "") -> Any:
-    """An answer without what differs between any two runs."""
+    """A response without what differs between any two runs."""
     if isinstance(told, dict):
         return {n: plain(value, n) for n, value in told.items()}
     if isinstance(told, list):
@@ -54,7 +54,7 @@ def plain(told: Any, name: str = "") -> Any:
 
 
 def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """Where two answers differ."""
+    """Where two responses differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for name, value in one.items():
             yield from differences(value, other[name], f"{where}.{name}")
@@ -135,25 +135,25 @@ class World:
 
     async def told(self) -> dict[str, tuple[int, Any]]:
         """What acme's token is answered, wherever it may ask."""
-        answers: dict[str, tuple[int, Any]] = {}
+        responses: dict[str, tuple[int, Any]] = {}
         for route in sorted(
             ROUTES, key=lambda each: ORDER.index(each.method.replace("PUT", "GET"))
         ):
-            if route.tenants is For.SYSTEM:
+            if route.tenants is TenantAccess.SYSTEM:
                 continue
             asked = list(self.requests(route.method, route.path))
             assert asked, f"{route.method} {route.path} is not in the walk"
             for path, body, query in asked:
-                answer = await self.api.ask(route.method, path, body, **query)
-                key = f"{len(answers)}: {route.method} {route.path} {body} {query}"
+                response = await self.api.request(route.method, path, body, **query)
+                key = f"{len(responses)}: {route.method} {route.path} {body} {query}"
                 # What was asked for may be repeated.
-                known = answer.raw.replace(b"acme.globex-shop", b"").replace(
+                known = response.raw.replace(b"acme.globex-shop", b"").replace(
                     b"acme.globex-nightly", b""
                 )
                 assert b"globex" not in known, known
                 assert b"lonely" not in known, known
-                answers[key] = answer.status, plain(answer.json)
-        return answers
+                responses[key] = response.status, plain(response.json)
+        return responses
 
     def requests(self, method: str, path: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         ids = self.ids
@@ -202,7 +202,7 @@ class World:
                 yield "/v1/endpoints/acme-shop/enable", {}, {}
                 yield "/v1/endpoints/globex-shop/enable", {}, {}
             case "DELETE", "/v1/endpoints/{name}":
-                for query in ({}, {"drain": True}, {"give_up": True}):
+                for query in ({}, {"drain": True}, {"dead_letter": True}):
                     yield "/v1/endpoints/acme-shop", None, query
             case _, _ if path.startswith("/v1/dead-letters"):
                 yield path.replace("{id}", str(ids["letter"])), None, {}
@@ -249,7 +249,7 @@ async def test_operators_and_relays_are_told_as_such(server: Server) -> None:
         (schedule,) = await acme.items("/v1/schedules")
         assert schedule["state_by"] in (None, "token acme-helper")
         (job,) = await acme.items("/v1/replays", state="all")
-        assert (job["asked_by"], job["done"], job["all"]) == ("operator", 100, 100)
+        assert (job["requested_by"], job["done"], job["all"]) == ("operator", 100, 100)
         (story,) = (await acme.get("/v1/trace/k")).json["events"]
         assert "by operator" not in " ".join(story["diagnosis"])
         assert story["sequencing"]["high"] is None

@@ -100,7 +100,7 @@ async def test_deliveries_go_on_while_it_is_asked_and_needs_the_database(
             assert (await api.get("/v1/me")).status == 200
             transaction = db.transaction()
             await transaction.start()
-            await db.execute("LOCK TABLE once IN ACCESS EXCLUSIVE MODE")
+            await db.execute("LOCK TABLE idempotency_key IN ACCESS EXCLUSIVE MODE")
             asking = [tasks.create_task(api.get("/v1/once")) for _ in range(8)]
             sql = (
                 "SELECT count(*) = 4 FROM pg_stat_activity "

@@ -41,7 +41,7 @@ async def test_a_schedule_from_its_first_to_its_last_day(database: Database, api
     assert again.status == 409
     changed = await api.post("/v1/schedules", {**NIGHTLY, "cron": "@hourly", "replace": True})
     assert (changed.status, changed.json["cron"]) == (201, "@hourly")
-    paused = await api.post("/v1/schedules/nightly/pause", {"why": "a move"})
+    paused = await api.post("/v1/schedules/nightly/pause", {"comment": "a move"})
     assert (paused.json["state"], paused.json["state_by"]) == ("paused", "token all")
     (listed,) = await api.items("/v1/schedules")
     assert (listed["name"], listed["next_runs"], "payload" in listed) == ("nightly", [], False)
@@ -50,7 +50,7 @@ async def test_a_schedule_from_its_first_to_its_last_day(database: Database, api
     assert run.status == 201
     assert str(await fetchval(database, "SELECT event_id FROM outbox")) == run.json["id"]
     assert (await api.get("/v1/schedules/nightly")).json["last_event"] == run.json["id"]
-    assert (await api.ask("DELETE", "/v1/schedules/nightly")).json == {"removed": "nightly"}
+    assert (await api.request("DELETE", "/v1/schedules/nightly")).json == {"removed": "nightly"}
     assert (await api.get("/v1/schedules/nightly")).status == 404
     actors = "SELECT array_agg(DISTINCT actor) FROM journal WHERE kind LIKE 'schedule%'"
     assert await fetchval(database, actors) == ["token all"]
@@ -69,9 +69,9 @@ async def test_a_schedule_from_its_first_to_its_last_day(database: Database, api
     ],
 )
 async def test_schedules_that_cannot_be(api: Api, change: dict[str, Any], says: str) -> None:
-    answer = await api.post("/v1/schedules", {**NIGHTLY, **change})
-    assert answer.status == 422
-    assert says in answer.detail
+    response = await api.post("/v1/schedules", {**NIGHTLY, **change})
+    assert response.status == 422
+    assert says in response.detail
     assert await api.items("/v1/schedules") == []
 
 
@@ -115,7 +115,7 @@ async def test_what_events_say_is_erased(database: Database, api: Api) -> None:
     await publish(database, 1, tenant="acme", key="k")
     await publish(database, 2, key="k")
     counted = (await api.post("/v1/erase", {"tenant": "acme", "dry_run": True})).json
-    assert (counted["events"], counted["answers"]) == (1, None)
+    assert (counted["events"], counted["responses"]) == (1, None)
     sql = "SELECT array_agg(payload IS NULL ORDER BY id) FROM outbox"
     assert await fetchval(database, sql) == [False, False]
     assert (await api.post("/v1/erase", {"tenant": "acme"})).json["events"] == 1
@@ -144,7 +144,7 @@ async def test_the_journal_is_read_from_its_end(database: Database, api: Api) ->
         "actor": "token all",
         "session_role": await fetchval(database, "SELECT current_user"),
         "endpoint": "shop",
-        "data": {"name": "shop", "why": None},
+        "data": {"name": "shop", "comment": None},
     }
     only = await api.items("/v1/journal", endpoint="other", limit=1)
     assert [row["kind"] for row in only] == ["endpoint_added"]
@@ -167,8 +167,8 @@ async def test_tokens_are_made_listed_and_revoked(database: Database, api: Api) 
         ("ci", "live", "token all"),
     ]
     assert made.json["secret"] not in str(rows)
-    assert (await api.ask("DELETE", "/v1/tokens/ci")).json == {"revoked": "ci"}
-    assert (await api.ask("DELETE", "/v1/tokens/ci")).status == 404
+    assert (await api.request("DELETE", "/v1/tokens/ci")).json == {"revoked": "ci"}
+    assert (await api.request("DELETE", "/v1/tokens/ci")).status == 404
     assert [r["name"] for r in await api.items("/v1/tokens")] == ["all"]
     ended = await api.items("/v1/tokens", revoked=True)
     assert [(r["state"], r["revoked_by"]) for r in ended] == [
@@ -188,8 +188,8 @@ async def test_a_token_gives_no_scope_that_it_has_not(database: Database, anybod
     "change", [{"name": "two words"}, {"scopes": []}, {"scopes": ["all"]}, {"expires": 0}]
 )
 async def test_tokens_that_cannot_be(api: Api, change: dict[str, Any]) -> None:
-    answer = await api.post("/v1/tokens", {"name": "a", "scopes": ["read"], **change})
-    assert answer.status == 422
+    response = await api.post("/v1/tokens", {"name": "a", "scopes": ["read"], **change})
+    assert response.status == 422
 
 
 # ----------------------------------------------------------------- overview
@@ -201,7 +201,7 @@ async def test_the_status_is_that_of_the_command(database: Database, api: Api) -
         await publish(database, 0, 1)
         await all_ended(database)
         told = (await api.get("/v1/status")).json
-        assert (told["schema"], told["owed"], told["dead_letters"]) == ("relay", 0, {"dead": 1})
+        assert (told["schema"], told["pending"], told["dead_letters"]) == ("relay", 0, {"dead": 1})
         assert [each["leads"] for each in (await api.get("/v1/replicas")).json["items"]] == [True]
 
 
@@ -220,7 +220,7 @@ async def test_the_doctor_knows_what_is_open_for_everybody(
             (await each.with_token(await make_token(database, name)).get("/v1/doctor")).raw
             for name, each in (("a", other), ("b", anybody))
         ]
-    said = b"OUTBOX_ALLOW_NETWORKS lets every endpoint go there"
+    said = b"OUTBOX_ALLOW_NETWORKS opens this for every endpoint"
     assert [said in each for each in told] == [True, False]
 
 
@@ -234,14 +234,14 @@ async def test_an_audit_tells_what_is_broken(database: Database, api: Api) -> No
     await fetchval(database, "UPDATE subscription SET from_batch = 1 RETURNING 1")
     told = (await api.post("/v1/verify")).json
     assert told["violations"] > 0
-    assert [c["do"] for c in told["checks"] if c["violations"]]
+    assert [c["action"] for c in told["checks"] if c["violations"]]
 
 
 async def test_an_audit_that_takes_too_long_is_given_up(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "VERIFY_S", 0.05)
+    monkeypatch.setattr(status, "VERIFY_TIMEOUT_S", 0.05)
     monkeypatch.setattr(promises, "COUNTS", "SELECT pg_sleep(60)")
-    answer = await api.post("/v1/verify")
-    assert answer.status == 503
-    assert "run: outbox verify" in answer.detail
+    response = await api.post("/v1/verify")
+    assert response.status == 503
+    assert "run: outbox verify" in response.detail

@@ -1,6 +1,6 @@
 """What receivers say goes to operators alone: whoever else asks gets the status and the time.
 
-Every answer of the receivers here has the canary in its body, in its headers and in what
+Every response of the receivers here has the canary in its body, in its headers and in what
 was wrong with it, and every route is asked for everything that there is.
 """
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from aiohttp import web
 
-from outbox.api.route import For
+from outbox.api.route import TenantAccess
 from outbox.api.routes import ROUTES
-from outbox.core.model.response import Answer, Failure
+from outbox.core.model.response import AttemptResult, Failure
 from outbox.web.address import Address
 from outbox.web.serving import serving as listening
 from tests.support.api import make_token
@@ -37,30 +37,30 @@ RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
 SHOWN = {"version", "status", "failure", "elapsed_ms"}
 
 
-def script(sent: Sent) -> Answer:
+def script(sent: Sent) -> AttemptResult:
     """In every way in which something can be said."""
     kind = sent.url.rpartition("/")[2]
     match kind.split("-")[-1]:
         case "busy":
-            return Answer.of(503, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
+            return AttemptResult.completed(503, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
         case "garbled":
-            return Answer.failed(Failure.PROTOCOL, f"bad status line {CANARY}", 0.01)
+            return AttemptResult.failed(Failure.PROTOCOL, f"bad status line {CANARY}", 0.01)
         case "inside":
-            return Answer.failed(Failure.EGRESS_REFUSED, f"{CANARY} leads to 10.0.0.5", 0.01)
+            return AttemptResult.failed(Failure.EGRESS_REFUSED, f"{CANARY} leads to 10.0.0.5", 0.01)
         case "gone":
-            return Answer.of(410, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
-        case "refusing":
-            return Answer.of(400, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
-    return Answer.of(200, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
+            return AttemptResult.completed(410, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
+        case "rejecting":
+            return AttemptResult.completed(400, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
+    return AttemptResult.completed(200, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
 
 
-KINDS = ("well", "busy", "garbled", "inside", "gone", "refusing")
+KINDS = ("well", "busy", "garbled", "inside", "gone", "rejecting")
 READY = """
 SELECT (SELECT count(DISTINCT endpoint_id) FROM dead_letter) >= 3
    AND (SELECT count(*) FROM attempt) >= 13
    AND (SELECT count(*) FROM endpoint WHERE state = 'disabled') = 2
    AND (SELECT count(*) FROM endpoint_health WHERE state = 'failing') >= 6
-   AND (SELECT count(*) FROM lane_progress WHERE last_answer IS NOT NULL) >= 6
+   AND (SELECT count(*) FROM lane_progress WHERE last_response IS NOT NULL) >= 6
 """
 
 
@@ -103,13 +103,13 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
     for route in ROUTES:
         if route.method != "GET" or route.scope == "operate":
             continue
-        if tenant is not None and route.tenants is For.SYSTEM:
+        if tenant is not None and route.tenants is TenantAccess.SYSTEM:
             continue
         for path in places.get(route.path, [route.path]):
             query = {"payload": True} if "trace" in path else {}
-            answer = await api.get(path, **query)
-            assert answer.status == 200, (path, answer.raw)
-            said[path] = answer.raw
+            response = await api.get(path, **query)
+            assert response.status == 200, (path, response.raw)
+            said[path] = response.raw
     assert len(letters) >= 2
     return said
 
@@ -133,15 +133,15 @@ async def test_no_route_tells_others_what_a_receiver_said(
         assert tenant is None or b"egress_refused" not in said, path
     own = tenant or "our"
     shown = (await api.get(f"/v1/endpoints/{own}-garbled")).json
-    assert shown["health"]["last_answer"]["failure"] == "protocol"
-    assert shown["lanes"][0]["last_answer"].keys() <= SHOWN
+    assert shown["health"]["last_response"]["failure"] == "protocol"
+    assert shown["lanes"][0]["last_response"].keys() <= SHOWN
     # Which names lead inside is not for customers to find out.
     shown = (await api.get(f"/v1/endpoints/{own}-inside")).json
     failure = "egress_refused" if tenant is None else "connect"
-    assert shown["health"]["last_answer"]["failure"] == failure
-    assert shown["lanes"][0]["last_answer"]["failure"] == failure
+    assert shown["health"]["last_response"]["failure"] == failure
+    assert shown["lanes"][0]["last_response"]["failure"] == failure
     shown = (await api.get(f"/v1/endpoints/{own}-busy")).json
-    assert shown["health"]["last_answer"]["status"] == 503
+    assert shown["health"]["last_response"]["status"] == 503
     events = (await api.get("/v1/trace/k")).json["events"]
     attempts = {
         delivery["endpoint"]: delivery["attempts"][0]
@@ -150,10 +150,10 @@ async def test_no_route_tells_others_what_a_receiver_said(
         if delivery["attempts"]
     }
     garbled = attempts[f"{own}-garbled"]
-    assert (garbled["status"], garbled["error"], garbled["answer"]) == (None, "protocol", None)
+    assert (garbled["status"], garbled["error"], garbled["response"]) == (None, "protocol", None)
     assert attempts[f"{own}-inside"]["error"] == failure
     assert attempts[f"{own}-busy"]["status"] == 503
-    assert any("it answered 503" in why for event in events for why in event["diagnosis"])
+    assert any("it responded with 503" in why for event in events for why in event["diagnosis"])
 
 
 async def test_an_operator_is_told_everything(database: Database, anybody: Api) -> None:
@@ -187,10 +187,10 @@ async def test_a_trial_shows_the_answer_to_operators_of_the_system_alone(
     async with receiver() as at:
         await add_endpoint(database, url=at.url, tenant=tenant)
         secret = await make_token(database, "op", ("read", "operate"), tenant=tenant)
-        answer = await anybody.with_token(secret).post("/v1/endpoints/shop/test")
-    assert (answer.status, answer.json["status"]) == (200, 500)
-    assert answer.json["outcome"] == "retried"
-    assert (CANARY.encode() in answer.raw) == (tenant is None)
+        response = await anybody.with_token(secret).post("/v1/endpoints/shop/test")
+    assert (response.status, response.json["status"]) == (200, 500)
+    assert response.json["outcome"] == "retried"
+    assert (CANARY.encode() in response.raw) == (tenant is None)
 
 
 # ---------------------------------------------------------------- other sites
@@ -213,23 +213,23 @@ async def test_a_form_of_another_site_does_nothing(database: Database, api: Api)
 
 
 async def test_no_answer_sets_a_cookie_lets_others_read_it_or_is_framed(api: Api) -> None:
-    answers = [
+    responses = [
         await api.get("/v1/me"),
         await api.get("/v1/endpoints"),
         await api.get("/openapi.json"),
         await api.get("/nowhere"),
-        await api.ask("DELETE", "/v1/endpoints"),
+        await api.request("DELETE", "/v1/endpoints"),
         await api.post("/v1/events", {"xyz": 1}),
         await api.with_token(None).get("/v1/me"),
-        await api.ask("OPTIONS", "/v1/events", headers={"Origin": "https://evil.example"}),
-        await api.ask("GET", "/openapi.json", headers={"Host": "evil.example"}),
+        await api.request("OPTIONS", "/v1/events", headers={"Origin": "https://evil.example"}),
+        await api.request("GET", "/openapi.json", headers={"Host": "evil.example"}),
     ]
-    for answer in answers:
-        assert "Set-Cookie" not in answer.headers
-        assert not any(name.startswith("Access-Control") for name in answer.headers)
-        assert answer.headers["X-Frame-Options"] == "DENY"
-        assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
-        assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    for response in responses:
+        assert "Set-Cookie" not in response.headers
+        assert not any(name.startswith("Access-Control") for name in response.headers)
+        assert response.headers["X-Frame-Options"] == "DENY"
+        assert "frame-ancestors 'none'" in response.headers["Content-Security-Policy"]
+        assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
     async with api.session.get(f"{api.url}/") as page:
         assert page.headers["X-Frame-Options"] == "DENY"
         assert "script-src 'self'" in page.headers["Content-Security-Policy"]
@@ -256,5 +256,5 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
         headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
         async with api.session.post(
             f"{api.url}/v1/events", data=never(), headers=headers
-        ) as answer:
-            assert answer.status == 503
+        ) as response:
+            assert response.status == 503

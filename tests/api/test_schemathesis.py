@@ -94,19 +94,19 @@ async def test_what_is_asked_by_anybody_is_answered_as_the_document_says(
         await furnish(database, anybody.with_token(await make_token(database, "furnisher")))
         scopes = TOKENS[who]
         token = None if scopes is None else await make_token(database, who, **scopes)
-        # The server runs on this loop, and schemathesis waits for its answers.
+        # The server runs on this loop, and schemathesis waits for its responses.
         met = await asyncio.to_thread(_ask, anybody.url, token, api_examples)
     print(who, sorted(met.items()))
-    answers = Counter(status // 100 for status in met.elements())
-    assert answers[5] == 0, met
+    responses = Counter(status // 100 for status in met.elements())
+    assert responses[5] == 0, met
     if who == "nobody":
         assert set(met) <= {401, 405, 429}, met
     else:
-        assert answers[2] > len(ROUTES) // 10 or who == "publisher", met
+        assert responses[2] > len(ROUTES) // 10 or who == "publisher", met
 
 
 def _ask(url: str, token: str | None, examples: int) -> Counter[int]:
-    """Ask everything; the statuses of all answers."""
+    """Ask everything; the statuses of all responses."""
     schema = schemathesis.openapi.from_dict(document(ROUTES))
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     met: Counter[int] = Counter()

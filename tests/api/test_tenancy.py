@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.api.route import For
+from outbox.api.route import TenantAccess
 from outbox.api.routes import ROUTES
-from outbox.api.tenancy import NOT_YOURS, once_key
+from outbox.api.tenancy import NOT_OWNED, stored_key
 from tests.support.api import make_token
 from tests.support.relay import (
     OK,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outbox.api.route import Route
-    from tests.support.api import Answer, Api
+    from tests.support.api import Api, AttemptResult
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.one_major
 URL = "http://127.0.0.1:9/"
 
 # Everything that is the other tenant's, or nobody's, as one value.
-ACME_ONCE = once_key("acme", "")
+ACME_ONCE = stored_key("acme", "")
 THEIRS = f"""
 SELECT md5(concat_ws('|',
     (SELECT string_agg(e::text, '' ORDER BY id) FROM endpoint e
@@ -54,7 +54,7 @@ SELECT md5(concat_ws('|',
       WHERE tenant IS DISTINCT FROM 'acme'),
     (SELECT string_agg(f::text, '' ORDER BY id) FROM future_event f
       WHERE tenant IS DISTINCT FROM 'acme'),
-    (SELECT string_agg(o::text, '' ORDER BY key) FROM once o
+    (SELECT string_agg(o::text, '' ORDER BY key) FROM idempotency_key o
       WHERE NOT starts_with(key, '{ACME_ONCE}')),
     (SELECT string_agg(j::text, '' ORDER BY id) FROM replay_job j
       WHERE tenant IS DISTINCT FROM 'acme' AND endpoint IS DISTINCT FROM 'acme-shop'),
@@ -140,7 +140,7 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
         case ("GET", "/v1/declaration"):
             return [(route.path, None, {})]
         case ("PUT", "/v1/declaration"):
-            return [(route.path, {"endpoints": []}, {"prune": True, "give_up": True})]
+            return [(route.path, {"endpoints": []}, {"prune": True, "dead_letter": True})]
         case ("GET", "/v1/endpoints" | "/v1/live"):
             return [(route.path, None, {})]
         case ("POST", "/v1/endpoints"):
@@ -161,7 +161,7 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
             return [
                 (f"/v1/endpoints/{each}", None, query)
                 for each in (name, "globex-all")
-                for query in ({}, {"give_up": True}, {"drain": True})
+                for query in ({}, {"dead_letter": True}, {"drain": True})
             ]
         case (_, path) if path.startswith("/v1/endpoints/{name}"):
             return [
@@ -239,9 +239,9 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
     return None
 
 
-async def ask(api: Api, route: Route, request: Request) -> Answer:
+async def ask(api: Api, route: Route, request: Request) -> AttemptResult:
     path, body, query = request
-    return await api.ask(route.method, path, body if route.body else None, **query)
+    return await api.request(route.method, path, body if route.body else None, **query)
 
 
 async def test_no_route_shows_or_touches_what_is_not_the_tenants(world: World) -> None:
@@ -251,17 +251,17 @@ async def test_no_route_shows_or_touches_what_is_not_the_tenants(world: World) -
         asked = requests(route, ids)
         assert asked, f"{route.method} {route.path} is not in the walk"
         for request in asked:
-            answer = await ask(world.acme, route, request)
-            where = f"{route.method} {request}: {answer.status} {answer.raw!r}"
-            if route.tenants is For.SYSTEM:
-                assert answer.status == 403, where
-            assert answer.status < 500, where
-            told = answer.raw.decode().replace("globex-nightly", "")
-            assert "globex" not in told or answer.status == 422, where
+            response = await ask(world.acme, route, request)
+            where = f"{route.method} {request}: {response.status} {response.raw!r}"
+            if route.tenants is TenantAccess.SYSTEM:
+                assert response.status == 403, where
+            assert response.status < 500, where
+            told = response.raw.decode().replace("globex-nightly", "")
+            assert "globex" not in told or response.status == 422, where
             # The relays that were at work are not the tenant's, either.
             assert f"{socket.gethostname()}:{os.getpid()}" not in told, where
-            if answer.status == 404:
-                assert answer.detail == NOT_YOURS, where
+            if response.status == 404:
+                assert response.detail == NOT_OWNED, where
             assert await world.theirs() == before, where
 
 
@@ -269,11 +269,11 @@ async def test_the_walk_would_notice(world: World) -> None:
     """With a token for everything the same questions do show what is the other's."""
     shown = 0
     for route in ROUTES:
-        if route.method != "GET" or route.tenants is For.ANYBODY:
+        if route.method != "GET" or route.tenants is TenantAccess.ALL_CALLERS:
             continue
         for request in requests(route, world.ids["globex"]) or ():
-            answer = await ask(world.everything, route, request)
-            shown += "globex" in answer.raw.decode()
+            response = await ask(world.everything, route, request)
+            shown += "globex" in response.raw.decode()
     assert shown >= 20
     before = await world.theirs()
     await world.everything.post("/v1/schedules/globex-nightly/pause")
@@ -284,7 +284,7 @@ async def test_what_is_the_tenants_own_is_shown(world: World) -> None:
     acme, ids = world.acme, world.ids["acme"]
     assert [e["name"] for e in await acme.items("/v1/endpoints")] == ["acme-shop"]
     shown = (await acme.get("/v1/endpoints/acme-shop")).json
-    assert (shown["endpoint"]["tenant"], shown["hands"]) == ("acme", [])
+    assert (shown["endpoint"]["tenant"], shown["ownership_history"]) == ("acme", [])
     events = await acme.items("/v1/events")
     assert {e["tenant"] for e in events} == {"acme"}
     assert len(events) == 2
@@ -315,7 +315,7 @@ async def test_what_a_tenant_makes_is_its_own(world: World) -> None:
     assert made.status == 201
     sql = "SELECT tenant FROM endpoint WHERE name = 'acme.new'"
     assert await fetchval(database, sql) == "acme"
-    assert (await acme.ask("PATCH", "/v1/endpoints/acme.new", {"lanes": 2})).status == 200
+    assert (await acme.request("PATCH", "/v1/endpoints/acme.new", {"lanes": 2})).status == 200
     event = (await acme.post("/v1/events", {"type": "a.b"})).json["id"]
     sql = "SELECT tenant FROM outbox WHERE event_id::text = $1"
     assert await fetchval(database, sql, event) == "acme"
@@ -324,7 +324,7 @@ async def test_what_a_tenant_makes_is_its_own(world: World) -> None:
     assert (await acme.post("/v1/schedules", {**body, "replace": True})).status == 201
     replayed = await acme.post("/v1/dead-letters/replay", {"all": True})
     assert replayed.json["replaying"] == 1
-    assert await fetchval(database, "SELECT count(*) FROM replay_part") == 3
+    assert await fetchval(database, "SELECT count(*) FROM replay_job_endpoint") == 3
     network = Network(lambda _: OK)
     async with running(database, network):
         await all_ended(database)
@@ -357,7 +357,9 @@ async def test_letters_of_a_former_tenant_stay_that_tenants(
 ) -> None:
     number = world.ids["globex"]["letter"]
     body = {"tenant": "acme"}
-    assert (await world.everything.ask("PATCH", "/v1/endpoints/globex-shop", body)).status == 200
+    assert (
+        await world.everything.request("PATCH", "/v1/endpoints/globex-shop", body)
+    ).status == 200
     assert number not in [row["id"] for row in await world.acme.items("/v1/dead-letters")]
     assert (await world.acme.get(f"/v1/dead-letters/{number}")).status == 404
     counts = await world.acme.get("/v1/dead-letters/counts")
@@ -375,11 +377,11 @@ async def test_of_what_waits_the_relays_are_not_named(world: World) -> None:
 
         async def standing() -> Any:
             (story,) = (await world.acme.get("/v1/trace/waits")).json["events"]
-            found = story["deliveries"] and story["deliveries"][0]["standing"]
+            found = story["deliveries"] and story["deliveries"][0]["lane_state"]
             # It may be sequenced before anybody owns its lane.
             return found if found and found["relay"] else None
 
         told = await until(standing, 20, "the delivery, and whose it is")
         assert (told["state"], told["relay"]) == ("paused", "(not shown)")
         known = (await world.everything.get(f"/v1/trace/{made}", endpoint="acme-shop")).json
-        assert str(os.getpid()) in known["events"][0]["deliveries"][0]["standing"]["relay"]
+        assert str(os.getpid()) in known["events"][0]["deliveries"][0]["lane_state"]["relay"]

@@ -26,7 +26,7 @@ endpoints:
     url: https://audit.example.com/
     all_tenants: true
     lanes: 1
-    retry: {preset: plane, attempts: 8}
+    retry: {preset: stepped, attempts: 8}
     retryable: [429, 5xx]
     headers: {Authorization: Bearer hunter2}
     filter: '@.total > 100'
@@ -43,13 +43,13 @@ def file(tmp_path: Path) -> Path:
 
 def test_apply_shows_what_it_does(here: Command, file: Path) -> None:
     dry = here("apply", "-f", file, "--dry-run")
-    assert dry.out == "+ billing\n+ audit\n2 endpoints would change; nothing was done\n"
+    assert dry.out == "+ billing\n+ audit\n2 endpoints would change; nothing was changed\n"
     assert here("endpoint", "list", "--json").json == []
     first = here("apply", "-f", file)
     lines = first.out.splitlines()
     assert (lines[0], lines[2], lines[4:]) == ("+ billing", "+ audit", ["2 endpoints changed"])
     assert lines[1].startswith("    secret: whsec_")
-    assert first.err == "Keep the secrets now: they are not shown again.\n"
+    assert first.err == "Save the secrets now; they are not shown again.\n"
     again = here("apply", "-f", file)
     assert (again.code, again.out) == (0, "= billing\n= audit\nnothing to change\n")
     here("endpoint", "add", "other", "https://example.com/")
@@ -58,7 +58,7 @@ def test_apply_shows_what_it_does(here: Command, file: Path) -> None:
     assert changed.out == (
         "~ billing\n    lanes: 2 -> 4\n"
         "~ audit\n    headers: Authorization -> Authorization (values not shown)\n"
-        "not in the file, and left alone (--prune removes them): other\n"
+        "not in the file, unchanged (--prune removes them): other\n"
         "2 endpoints changed\n"
     )
     assert here("apply", "-f", file, "--prune").out.startswith("- other\n= billing\n")
@@ -105,7 +105,7 @@ def test_an_export_is_a_file_that_changes_nothing(here: Command, file: Path) -> 
     file.write_text(without_ids)
     lost = here("apply", "-f", file)
     assert lost.code == 2
-    assert "endpoints[0].headers.Authorization: has no value here, and none" in lost.error
+    assert "endpoints[0].headers.Authorization: has no value, and the endpoint has" in lost.error
     file.write_text(without_ids.replace("Authorization: null", "Authorization: Bearer hunter3"))
     assert here("apply", "-f", file).out.count("\n+ ") + 1 >= 2
     before = yaml.safe_load(export.out)["endpoints"]
@@ -129,21 +129,21 @@ def test_json_toml_and_stdin_say_the_same(here: Command, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("e.yaml", "endpoints:\n  - name: a\n    name: b\n", 'line 3: "name" stands there twice'),
+        ("e.yaml", "endpoints:\n  - name: a\n    name: b\n", 'line 3: duplicate key "name"'),
         ("e.yaml", "endpoints: [", "line 1: "),
         ("e.yaml", "endpoints: !!python/object:os.system {}", "could not determine a constructor"),
-        ("e.yaml", "", "endpoints: there must be a list of them"),
+        ("e.yaml", "", "endpoints: must be a list of endpoints"),
         ("e.yaml", "endpoints:\n- {name: no, url: x}", "endpoints[0].name: must be a text"),
-        ("e.yaml", "? [a]\n: 1\n", "line 1: a name is a list or a mapping"),
+        ("e.yaml", "? [a]\n: 1\n", "line 1: a key is a list or a mapping"),
         ("e.yaml", BOMB + "endpoints: [{name: *i, url: x}]", "more than 1000000 values"),
         ("e.yaml", BOMB + "? *i\n: x\n", "more than 1000000 values"),
         ("e.yaml", MERGES + "endpoints: [*i]", "more than 1000000 values"),
         ("e.yaml", "&a [*a]", "cannot be read: maximum recursion depth"),
         ("e.yaml", "[" * 5000, "cannot be read: maximum recursion depth"),
-        ("e.yaml", "lanes: !!bool maybe", "a value is not what its tag says"),
-        ("e.yaml", "at: !!timestamp soon", "a value is not what its tag says"),
-        ("e.yaml", "endpoints: [{name: a, url: b, lanes: 0x" + "f" * 5000 + "}]", "very many"),
-        ("e.json", '{"endpoints": [], "endpoints": []}', '"endpoints" stands there twice'),
+        ("e.yaml", "lanes: !!bool maybe", "a value does not match its tag"),
+        ("e.yaml", "at: !!timestamp soon", "a value does not match its tag"),
+        ("e.yaml", "endpoints: [{name: a, url: b, lanes: 0x" + "f" * 5000 + "}]", "too many"),
+        ("e.json", '{"endpoints": [], "endpoints": []}', 'duplicate key "endpoints"'),
         ("e.json", "{", "cannot be read: "),
         ("e.toml", "a = ", "cannot be read: "),
         (
@@ -175,7 +175,7 @@ def test_what_only_the_database_can_tell_names_the_place_too(here: Command, tmp_
     result = here("apply", "-f", path)
     assert result.code == 2
     assert result.error.startswith(
-        f"{path}: endpoints[0].filter: the database cannot read it: syntax error"
+        f"{path}: endpoints[0].filter: invalid SQL/JSON path: syntax error"
     )
 
 
@@ -188,4 +188,4 @@ def test_a_file_that_is_not_there_or_not_text(outbox: Command, tmp_path: Path) -
     (tmp_path / "e.yaml").write_bytes(b"\xff\xfe\x00")
     assert outbox("apply", "-f", tmp_path / "e.yaml").code == 2
     assert outbox("apply").code == 2
-    assert "say both" in outbox("apply", "-f", tmp_path / "e.yaml", "--give-up").error
+    assert "requires --prune" in outbox("apply", "-f", tmp_path / "e.yaml", "--dead-letter").error

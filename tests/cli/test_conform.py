@@ -28,9 +28,9 @@ async def test_a_receiver_is_graded_case_by_case(outbox: Command) -> None:
     assert result.code == 0
     assert "  ok      a copy\n" in result.out
     assert "cases passed: it conforms" in result.out
-    assert "was not seen; see --processed" in result.out
-    answer = orjson.loads(told.out)
-    assert answer["cases"] == len(answer["grades"]) > 40
+    assert "exactly once; see --processed" in result.out
+    response = orjson.loads(told.out)
+    assert response["cases"] == len(response["grades"]) > 40
 
 
 async def test_one_that_looks_at_no_signature_fails(outbox: Command) -> None:
@@ -38,29 +38,29 @@ async def test_one_that_looks_at_no_signature_fails(outbox: Command) -> None:
         result = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
     assert result.code == 1
     assert "  failed  another secret: step 2 of 3: expected 4xx, got 200\n" in result.out
-    assert "          (anybody can make events happen)\n" in result.out
+    assert "          (anyone can forge events)\n" in result.out
     assert "it does not conform" in result.out
 
 
 def test_vectors_hold(outbox: Command) -> None:
     result = outbox("conform", "--vectors")
     assert result.code == 0
-    answer = orjson.loads(result.out)
-    first = answer["cases"][0]["steps"][0]
+    response = orjson.loads(result.out)
+    first = response["cases"][0]["steps"][0]
     body = base64.b64decode(first["body"])
-    verified = verify(first["headers"], body, answer["secret"], now=answer["now"])
+    verified = verify(first["headers"], body, response["secret"], now=response["now"])
     assert verified.messages
-    assert answer == orjson.loads(outbox("conform", "--vectors").out)
+    assert response == orjson.loads(outbox("conform", "--vectors").out)
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ([], 2, "say where the receiver listens"),
-        (["x"], 2, "does not begin with http"),
+        ([], 2, "give the URL of the receiver"),
+        (["x"], 2, "does not start with http"),
         (["http://127.0.0.1:9/"], 2, "--secret"),
         (["http://127.0.0.1:9/", "--secret", "x"], 2, "secret: must start with"),
-        (["http://127.0.0.1:9/", "--secret", TEXT], 3, "nobody answers at http://127.0.0.1:9/"),
+        (["http://127.0.0.1:9/", "--secret", TEXT], 3, "http://127.0.0.1:9/ cannot be reached"),
     ],
 )
 def test_wrong_usage(outbox: Command, arguments: list[str], code: int, says: str) -> None:

@@ -45,7 +45,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.cli.conftest import Command
     from tests.support.postgres import Database
 
@@ -68,18 +68,18 @@ def test_policies_prints_what_the_guide_shows(outbox: Command) -> None:
 
 def test_policies_without_a_name_are_all_presets(outbox: Command) -> None:
     shown = outbox("endpoint", "policies", "--json").json
-    assert [each["policy"] for each in shown] == ["standard", "fast", "patient", "plane"]
-    plane = shown[-1]
-    assert plane["retry"]["base_s"] == 300
-    assert len(plane["schedule"]) == 6
-    assert plane["schedule"][1]["delay"] == {"min_s": 255, "mean_s": 300, "max_s": 345}
+    assert [each["policy"] for each in shown] == ["standard", "fast", "patient", "stepped"]
+    stepped = shown[-1]
+    assert stepped["retry"]["base_s"] == 300
+    assert len(stepped["schedule"]) == 6
+    assert stepped["schedule"][1]["delay"] == {"min_s": 255, "mean_s": 300, "max_s": 345}
     assert outbox("endpoint", "policies", "--markdown").out == markdown()
     text = outbox("endpoint", "policies").out
     assert text.count("\nATTEMPT") == 4
 
 
 def test_a_policy_that_is_none_is_a_usage_error(outbox: Command) -> None:
-    result = outbox("endpoint", "policies", "plane,attempts=0")
+    result = outbox("endpoint", "policies", "stepped,attempts=0")
     assert (result.code, result.error) == (
         2,
         "retry.attempts: must be between 1 and 10000, not 0",
@@ -95,7 +95,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--type", "order.*", "--type", "refund.**", "--filter", "@.total > 100",
         "--tenant", "acme", "--lanes", 2, "--method", "PUT",
         "--header", "Authorization: Bearer hunter2", "--header", "X-Env:prod",
-        "--connect-timeout", "2s", "--timeout", "1m", "--policy", "plane,attempts=8",
+        "--connect-timeout", "2s", "--timeout", "1m", "--policy", "stepped,attempts=8",
         "--in-flight-max", 2, "--rate", 0.5, "--batch-max", 50, "--allow-network", "10.1.2.3",
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
@@ -132,38 +132,38 @@ def test_every_setting_has_a_flag(here: Command) -> None:
     text = here("endpoint", "show", "a").out
     assert "hunter2" not in text
     for line in (
-        "filter        @.total > 100",
-        "headers       X-Env Authorization (values not shown)",
-        "backlog       at most 1000 deliveries and 2d",
-        "batches       at most 50 deliveries in a request",
+        "filter          @.total > 100",
+        "headers         X-Env Authorization (values not shown)",
+        "backlog         at most 1000 deliveries and 2d",
+        "batches         at most 50 deliveries in a request",
     ):
         assert line in text.splitlines()
 
 
-def test_an_endpoint_shows_whose_hands_it_went_through(here: Command, database: Database) -> None:
+def test_show_prints_the_ownership_history(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    assert "relay         none" in here("endpoint", "show", "a").out.splitlines()
+    assert "relay           none" in here("endpoint", "show", "a").out.splitlines()
 
     async def move() -> None:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             store = ReplicaStore(connection)
-            (endpoint_id,) = (await store.look()).free
+            (endpoint_id,) = (await store.read_cluster()).free
             first = await register(store, name="one:1")
             other = await register(store, name="other:2")
             await store.claim(first, [endpoint_id], f"replica {first}")
-            assert await store.bury(first, f"replica {other}", 1.0)
+            assert await store.expire_replica(first, f"replica {other}", 1.0)
             await store.claim(other, [endpoint_id], f"replica {other}")
 
     asyncio.run(move())
     text = here("endpoint", "show", "a").out
-    assert "relay         other:2 (replica 2) since " in text
-    hands = here("endpoint", "show", "a", "--json").json["hands"]
-    assert [(h["claimed"], h["relay"], h["epoch"], h["actor"], h["why"]) for h in hands] == [
+    assert "relay           other:2 (replica 2) since " in text
+    history = here("endpoint", "show", "a", "--json").json["ownership_history"]
+    assert [(h["claimed"], h["relay"], h["epoch"], h["actor"], h["reason"]) for h in history] == [
         (True, "other:2", 3, "replica 2", None),
-        (False, "one:1", 2, "replica 2", "lease ran out"),
+        (False, "one:1", 2, "replica 2", "lease expired"),
         (True, "one:1", 1, "replica 1", None),
     ]
-    told = [line.split() for line in text.splitlines() if "lease ran out" in line]
+    told = [line.split() for line in text.splitlines() if "lease expired" in line]
     assert [words[2:5] for words in told] == [["one:1", "freed", "2"]]
 
 
@@ -182,7 +182,7 @@ def test_update_says_what_is_another_one_now(here: Command) -> None:
     again = here("endpoint", "update", "b", "--lanes", 4)
     assert (again.code, again.out) == (
         0,
-        'endpoint "b" is like that already; nothing was changed\n',
+        'endpoint "b" already has these settings; nothing was changed\n',
     )
     as_json = here("endpoint", "update", "b", "--all-tenants", "--json").json
     assert as_json["name"] == "b"
@@ -220,20 +220,20 @@ def test_update_replaces_one_header_and_lists_as_a_whole(here: Command, database
 
 
 WRONG = [
-    (["--header", "X-A"], '--header: there is no ":" in it'),
+    (["--header", "X-A"], '--header: has no ":"'),
     (["--header", "X-Lane: 1"], "headers: 'X-Lane' is set by the relay"),
     (["--policy", "slow"], 'there is no policy "slow"'),
     (["--policy", "base=1h,cap=1m"], "retry.cap: must be between 1h"),
-    (["--retryable", "200"], "retryable: '200' has a 2xx"),
+    (["--retryable", "200"], "retryable: '200' contains a 2xx"),
     (["--method", "GET"], "method: must be one of POST, PUT, PATCH, not 'GET'"),
     (["--on-dead-letter", "stop"], "on_dead_letter: must be one of continue, block"),
-    (["--timeout", "2h"], "timeout: must be longer than nothing and at most 1h"),
-    (["--timeout", "0"], '"0" is not a time'),
+    (["--timeout", "2h"], "timeout: must be longer than 0 s and at most 1h"),
+    (["--timeout", "0"], '"0" is not a positive duration'),
     (["--backlog-max", "0"], "backlog_max: must be between 1"),
     (["--filter", "@.**"], "filter: "),
-    (["--filter", "@.a ="], "filter: the database cannot read it: syntax error"),
-    (["--filter", "@.a == 1", "--no-filter"], "say one of --no-filter and --filter, not both"),
-    (["--tenant", "t", "--no-tenant"], "say one of --no-tenant and --tenant, not both"),
+    (["--filter", "@.a ="], "filter: invalid SQL/JSON path: syntax error"),
+    (["--filter", "@.a == 1", "--no-filter"], "--no-filter and --filter exclude each other"),
+    (["--tenant", "t", "--no-tenant"], "--no-tenant and --tenant exclude each other"),
     (["--name", " "], "name: must be printable text"),
     (["--url", "http://10.0.0.1/"], "url: 10.0.0.1 is a private network"),
 ]
@@ -254,9 +254,9 @@ def test_help_groups_what_belongs_together(outbox: Command) -> None:
         text = outbox("endpoint", command, "--help").out
         titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
         assert titles == [
-            "What it receives",
-            "How it is called",
-            "When a delivery fails",
+            "Subscription",
+            "Requests",
+            "Failures",
             "Options",
         ]
 
@@ -267,21 +267,21 @@ def test_help_groups_what_belongs_together(outbox: Command) -> None:
 def test_pause_and_resume_several(here: Command) -> None:
     for name in ("a", "b"):
         here("endpoint", "add", name, URL)
-    assert here("endpoint", "pause", "a", "--why", "they moved").code == 0
+    assert here("endpoint", "pause", "a", "--comment", "they moved").code == 0
     both = here("endpoint", "pause", "a", "b")
-    assert both.out == 'endpoint "a" is paused already\npaused endpoint "b"\n'
+    assert both.out == 'endpoint "a" is already paused\npaused endpoint "b"\n'
     state = here("endpoint", "show", "a").out.splitlines()[4]
     assert re.fullmatch(r"state +paused since \S+ \S+ by \S+@\S+: they moved", state)
     as_json = here("endpoint", "resume", "a", "--json").json
     assert [(c["name"], c["state"], c["changed"]) for c in as_json] == [("a", "active", True)]
     assert here("endpoint", "resume", "a", "b").out == (
-        'endpoint "a" was not paused; it is tried at once\nresumed endpoint "b"\n'
+        'endpoint "a" was not paused; it is retried at once\nresumed endpoint "b"\n'
     )
     assert here("endpoint", "pause").code == 2
     enabled = here("endpoint", "enable", "a")
     assert (enabled.code, enabled.error) == (
         2,
-        'endpoint "a" is active; only a disabled one is enabled',
+        'endpoint "a" is active; only a disabled endpoint can be enabled',
     )
 
 
@@ -328,16 +328,16 @@ async def test_remove_can_wait_until_everything_is_delivered(database: Database)
     await publish(database, 1, 2, 3)
     answering = asyncio.Event()
 
-    async def answer(_: Sent) -> Answer:
+    async def response(_: Sent) -> AttemptResult:
         await answering.wait()
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network):
         await until(lambda: fetchval(database, "SELECT last_seq = 3 FROM lane_counter"))
         async with removing(database) as removal:
             assert removal.stderr is not None
-            assert await removal.stderr.readline() == b'endpoint "a" is owed 3 deliveries\n'
+            assert await removal.stderr.readline() == b'endpoint "a" has 3 pending deliveries\n'
             # Nothing new is for it any more.
             await publish(database, 4)
             answering.set()
@@ -354,22 +354,22 @@ async def test_a_removal_that_waits_ends_when_the_endpoint_is_enabled_again(
     await fetchval(database, "UPDATE lane_counter SET last_seq = 1")
     async with removing(database) as removal:
         assert removal.stderr is not None
-        assert b"is owed 1 delivery" in await removal.stderr.readline()
+        assert b"has 1 pending delivery" in await removal.stderr.readline()
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             await endpoint_states.enable(connection, "relay", "a", actor="test")
-        assert b"was enabled again meanwhile" in await removal.stderr.readline()
+        assert b"was re-enabled by another command" in await removal.stderr.readline()
         assert await removal.wait() == 2
     assert await fetchval(database, "SELECT state FROM endpoint") == "active"
 
 
 def test_remove_asks_nobody_who_is_not_there(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    both = here("endpoint", "remove", "a", "--wait", "--give-up")
-    assert (both.code, both.error) == (2, "say one of --give-up and --wait, not both")
+    both = here("endpoint", "remove", "a", "--wait", "--dead-letter")
+    assert (both.code, both.error) == (2, "--dead-letter and --wait exclude each other")
     here("endpoint", "pause", "a")
     paused = here("endpoint", "remove", "a", "--wait")
     assert paused.code == 2
-    assert "paused and delivers nothing; resume it first, or give up what it" in paused.error
+    assert "is paused; resume it first, or dead-letter its pending" in paused.error
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ async def test_remove_asks_whoever_is_there(
             assert await removal.wait() == code
     finally:
         os.close(terminal)
-    assert b'endpoint "a" is owed 2 deliveries; give up for good?' in shown
+    assert b'endpoint "a" has 2 pending deliveries; dead-letter all?' in shown
     assert await fetchval(database, "SELECT state FROM endpoint") == state
 
 
@@ -425,11 +425,13 @@ async def test_waiting_for_a_removal_can_be_interrupted(database: Database) -> N
         async with removing(database) as removal:
             assert removal.stderr is not None
             line = (await removal.stderr.readline()).decode()
-            assert line == 'endpoint "a" is owed 2 deliveries; no relay is running: outbox relay\n'
+            assert (
+                line == 'endpoint "a" has 2 pending deliveries; no relay is running: outbox relay\n'
+            )
             removal.send_signal(signal.SIGINT)
             _, err = await removal.communicate()
         assert removal.returncode == 130
-        assert "to take it back: outbox endpoint enable a" in err.decode()
+        assert "or cancel: outbox endpoint enable a" in err.decode()
         assert await fetchval(database, "SELECT state FROM endpoint") == "active"
         # And it is taken back.
         await endpoint_states.enable(db, "relay", "a", actor="test")
@@ -439,13 +441,13 @@ async def test_waiting_for_a_removal_can_be_interrupted(database: Database) -> N
 
 
 @contextmanager
-def receiver(answer: Callable[[web.Request], web.Response] | None = None) -> Iterator[Any]:
+def receiver(response: Callable[[web.Request], web.Response] | None = None) -> Iterator[Any]:
     """A receiver in a thread of its own; yields its URL and what it got."""
     got: list[tuple[str, dict[str, str], bytes]] = []
 
     async def handle(request: web.Request) -> web.Response:
         got.append((request.method, dict(request.headers), await request.read()))
-        return answer(request) if answer else web.Response(status=204)
+        return response(request) if response else web.Response(status=204)
 
     async def serve() -> None:
         app = web.Application()
@@ -492,8 +494,8 @@ def test_a_test_delivery_is_one_like_any_other(here: Command, database: Database
         result = here("endpoint", "test", "a", "--json", **local)
         assert (result.code, result.json["outcome"], result.json["status"]) == (0, "delivered", 204)
         text = here("endpoint", "test", "a", **local).out
-        assert f"sent     PUT {url}\nanswer   204\n" in text
-        assert text.endswith("outcome  delivered\n")
+        assert f"sent      PUT {url}\nresponse  204\n" in text
+        assert text.endswith("outcome   delivered\n")
     (method, headers, body), (_, _, second) = got
     assert (method, headers["X-Env"], headers["X-Sequence"]) == ("PUT", "prod", "1")
     verify(headers, body, [parse_secret(made["secret"])], time.time())
@@ -503,16 +505,21 @@ def test_a_test_delivery_is_one_like_any_other(here: Command, database: Database
     assert sent["lane"].startswith(made["id"].replace("-", "")[:12] + "-test-")
     assert orjson.loads(second)["lane"] != sent["lane"]
     # Outside of everything: nothing is written.
-    assert here("status", "--json").json["endpoints"][0]["owed"] == 0
+    assert here("status", "--json").json["endpoints"][0]["pending"] == 0
 
 
 @pytest.mark.parametrize(
     ("status", "headers", "outcome", "says"),
     [
-        (503, {"Retry-After": "30"}, "retried", "tried again after 0s to 5s (standard); it asks"),
-        (400, {}, "dead_letter", "a dead letter at once"),
-        (410, {}, "disabled", "a dead letter, and the endpoint would be disabled"),
-        (302, {"Location": "/x"}, "dead_letter", "a dead letter at once"),
+        (
+            503,
+            {"Retry-After": "30"},
+            "retried",
+            "retried after 0s to 5s (standard); the receiver requests",
+        ),
+        (400, {}, "dead_letter", "dead-lettered immediately"),
+        (410, {}, "disabled", "dead-lettered, and the endpoint would be disabled"),
+        (302, {"Location": "/x"}, "dead_letter", "dead-lettered immediately"),
     ],
 )
 def test_a_test_says_what_the_relay_would_make_of_the_answer(
@@ -520,10 +527,10 @@ def test_a_test_says_what_the_relay_would_make_of_the_answer(
 ) -> None:
     local = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
 
-    def answer(_: web.Request) -> web.Response:
+    def response(_: web.Request) -> web.Response:
         return web.Response(status=status, headers=headers, body=b"no\x1b[31m")
 
-    with receiver(answer=answer) as (url, _):
+    with receiver(response=response) as (url, _):
         here("endpoint", "add", "a", url, **local)
         as_json = here("endpoint", "test", "a", "--json", **local)
         text = here("endpoint", "test", "a", **local)
@@ -574,7 +581,7 @@ def test_no_hostile_url_becomes_an_endpoints(outbox: Command) -> None:
 def test_who_opens_a_metadata_service_is_warned(
     here: Command, tmp_path: Path, network: str, address: str | None
 ) -> None:
-    why = f"{network} has {address} in it, where clouds hand out a machine's credentials"
+    why = f"{network} includes {address}, where clouds provide a machine's credentials"
 
     def warned(result: Result, name: str) -> bool:
         assert result.code in (0, 3), result.err
@@ -612,8 +619,8 @@ def test_a_certificate_that_cannot_be_used_is_told_with_its_file(
 
 def test_how_many_authorities_an_endpoint_trusts_is_shown(here: Command, tmp_path: Path) -> None:
     here("endpoint", "add", "a", URL)
-    assert "authorities   the system's" in here("endpoint", "show", "a").out
+    assert "authorities     the system's" in here("endpoint", "show", "a").out
     authorities = tmp_path / "ca.pem"
     authorities.write_text(Authority("one").pem + Authority("two").pem)
     assert here("endpoint", "update", "a", "--ca", str(authorities)).code == 0
-    assert "authorities   its own (2 certificates)" in here("endpoint", "show", "a").out
+    assert "authorities     its own (2 certificates)" in here("endpoint", "show", "a").out

@@ -38,7 +38,7 @@ def test_a_tenant(outbox: Command, filled: Database) -> None:
     assert result.out == "would be erased: 2 events, 0 dead letters\n"
     assert left(filled) == 3
     result = outbox("erase", "--tenant", "acme", "--yes", OUTBOX_DSN=dsn)
-    assert result.out == "erased: 2 events, 0 dead letters, 0 answers\n"
+    assert result.out == "erased: 2 events, 0 dead letters, 0 responses\n"
     assert left(filled) == 1
     told = asyncio.run(fetchval(filled, "SELECT data FROM journal WHERE kind = 'erased'"))
     assert json.loads(told)["tenant"] == "acme"
@@ -55,20 +55,23 @@ def test_a_key_for_machines(outbox: Command, filled: Database) -> None:
         "events": 2,
         "future_events": 1,
         "dead_letters": 0,
-        "answers": 0,
+        "responses": 0,
         "schedules": ["nightly"],
     }
     assert left(filled) == 1
-    assert 'the schedule "nightly" goes on' in result.err
+    assert 'the schedule "nightly" still publishes' in result.err
     assert asyncio.run(fetchval(filled, "SELECT count(*) FROM future_event")) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "say whose events: one of tenant and key"),
-        (["--tenant", "a", "--key", "b"], "say whose events: one of tenant and key"),
-        (["--tenant", "acme"], "it cannot be taken back; say --yes to do it, or --dry-run"),
+        ([], "specify either tenant or key"),
+        (["--tenant", "a", "--key", "b"], "specify either tenant or key"),
+        (
+            ["--tenant", "acme"],
+            "erasing is irreversible; confirm with --yes, or count with --dry-run",
+        ),
     ],
 )
 def test_what_is_not_said_is_not_done(

@@ -45,8 +45,8 @@ class Listening:
         async with aiohttp.ClientSession() as session:
             for number in numbers:
                 headers, body = signed(delivery(number), secret=secret, lane_ends=lane_ends)
-                async with session.post(self.url, data=body, headers=headers) as answer:
-                    statuses.append(answer.status)
+                async with session.post(self.url, data=body, headers=headers) as response:
+                    statuses.append(response.status)
         return statuses
 
     def end(self, number: int = signal.SIGINT) -> tuple[int, list[str]]:
@@ -88,7 +88,7 @@ async def test_it_verifies_and_counts(how: str, tmp_path: Path) -> None:
         assert await listening.post(1, 2, 2, 3) == [200, 200, 200, 200]
         code, lines = listening.end()
     assert code == 0
-    assert "accepted  lane a-1-0 number 1 order.paid key order-7" in lines[0]
+    assert "accepted  lane a-1-0 sequence 1 order.paid key order-7" in lines[0]
     assert [line.split()[1] for line in lines[:4]] == [
         "accepted",
         "accepted",
@@ -97,7 +97,7 @@ async def test_it_verifies_and_counts(how: str, tmp_path: Path) -> None:
     ]
     assert lines[4:] == [
         "4 requests: 3 accepted, 1 duplicate, 0 failed, 0 rejected",
-        "missing 0, out of order 0, given up by the sender 0, conflicts 0",
+        "missing 0, out of order 0, dead-lettered by the sender 0, conflicts 0",
     ]
 
 
@@ -106,7 +106,7 @@ async def test_the_end_of_a_lane_is_told() -> None:
         await listening.post(1, lane_ends=True)
         code, lines = listening.end()
     assert code == 0
-    assert lines[0].endswith("number 1 order.paid key order-7 (the last of its lane)")
+    assert lines[0].endswith("sequence 1 order.paid key order-7 (last of its lane)")
 
 
 async def test_what_is_missing_is_the_verdict() -> None:
@@ -126,13 +126,13 @@ async def test_what_is_not_signed_is_rejected() -> None:
         assert await listening.post(1, secret=bytes(32)) == [401]
         code, lines = listening.end()
     assert code == 1
-    assert "rejected  401: no signature fits" in lines[0]
+    assert "rejected  401: no signature matches" in lines[0]
 
 
 async def test_without_a_secret_it_warns_and_fails_on_demand() -> None:
     with listen("--fail-rate", "1", "--latency", "1") as listening:
         assert listening.before == [
-            "outbox: warning: signatures are not looked at; set OUTBOX_SECRET to the endpoint's "
+            "outbox: warning: signatures are not verified; set OUTBOX_SECRET to the endpoint's "
             "secret\n"
         ]
         statuses: list[Any] = []
@@ -144,7 +144,7 @@ async def test_without_a_secret_it_warns_and_fails_on_demand() -> None:
         assert set(statuses) <= {500, 503, None}
         code, lines = listening.end()
     assert code == 0
-    assert all("on purpose" in line for line in lines[:3])
+    assert all("simulated failure" in line for line in lines[:3])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ async def test_without_a_secret_it_warns_and_fails_on_demand() -> None:
         (["--fail-rate", "2"], 2, "fail rate: must be between 0 and 1, not 2"),
         (["--fail-rate", "x"], 2, "'x' is not a valid float"),
         (["--latency", "-1"], 2, "--latency: must be between 0 and 3600000 ms, not -1"),
-        (["--forward-to", "localhost:1"], 2, "--forward-to: 'localhost:1' does not begin with"),
+        (["--forward-to", "localhost:1"], 2, "--forward-to: 'localhost:1' does not start with"),
         (["--port", "70000"], 2, "is not in the range"),
         (["--host", "192.0.2.1"], 3, "cannot listen on 192.0.2.1:8080"),
     ],
@@ -178,5 +178,5 @@ async def test_it_passes_deliveries_on_and_answers_what_comes_back() -> None:
             assert "3 requests: 2 accepted, 1 duplicate" in lines[-2]
             assert await before.post(3) == [502]
             code, lines = before.end()
-        assert "failed    lane a-1-0 number 3" in lines[-3]
-        assert "the receiver behind cannot be reached, or answered 502" in lines[-3]
+        assert "failed    lane a-1-0 sequence 3" in lines[-3]
+        assert "the upstream receiver cannot be reached, or responded 502" in lines[-3]

@@ -110,24 +110,30 @@ def test_the_version(outbox: Command) -> None:
         (["--nix"], 'there is no option "--nix"'),
         (["endpoint", "add", "a"], "missing argument 'URL'"),
         (["endpoint", "list", "--limit", "0"], "--limit': 0 is not in the range 1<=x<=10000"),
-        (["dead", "show", "x"], '"x" is not the number of a dead letter'),
-        (["dead", "show", str(2**63)], "is not the number of a dead letter"),
-        (["dead", "discard", "0"], '"0" is not the number of a dead letter'),
+        (["dead", "show", "x"], '"x" is not the ID of a dead letter'),
+        (["dead", "show", str(2**63)], "is not the ID of a dead letter"),
+        (["dead", "discard", "0"], '"0" is not the ID of a dead letter'),
         (["status", "--dsn", ""], "--dsn is empty"),
-        (["migrate", "--check", "--producer", "app"], "it does not go with --producer"),
-        (["migrate", "--check", "--payload-bytes-max", "5000"], "go with --payload-bytes-max"),
+        (["migrate", "--check", "--producer", "app"], "it cannot be combined with --producer"),
+        (
+            ["migrate", "--check", "--payload-bytes-max", "5000"],
+            "combined with --payload-bytes-max",
+        ),
         (
             ["dead", "replay"],
-            "say which dead letters: some by their ids, all, or some by endpoint, type",
+            "select dead letters: by ids, all, or by endpoint, type",
         ),
-        (["dead", "discard"], "say which dead letters"),
+        (["dead", "discard"], "select dead letters"),
         (["publish", "a", "--expires-in", "5y"], '"5y" is not a time such as 30s, 10m, 2h or 1d'),
-        (["publish", "a", "--expires-in", "0"], '"0" is not a time'),
-        (["migrate", "--check", "--sql"], "say one of --check and --sql, not both"),
-        (["migrate", "--sql", "--json"], "it does not go with --json"),
-        (["migrate", "--from", "1"], "--from goes with --sql only"),
+        (["publish", "a", "--expires-in", "0"], '"0" is not a positive duration'),
+        (["migrate", "--check", "--sql"], "--check and --sql exclude each other"),
+        (["migrate", "--sql", "--json"], "it cannot be combined with --json"),
+        (["migrate", "--from", "1"], "--from requires --sql"),
         (["status", "--schema", "pg_x"], '--schema: the schema cannot be "pg_x"'),
-        (["status", "--config", "/nowhere.toml"], "/nowhere.toml: there is no such settings file"),
+        (
+            ["status", "--config", "/nowhere.toml"],
+            "/nowhere.toml: the settings file does not exist",
+        ),
     ],
 )
 def test_wrong_usage(outbox: Command, args: list[str], says: str) -> None:
@@ -201,14 +207,14 @@ def test_an_answer_that_cannot_be_written_is_told() -> None:
             done = run(*args, capture_output=False, stdout=full, stderr=subprocess.PIPE)
             assert (done.returncode, done.stderr) == (
                 1,
-                "outbox: it was done, but the answer could not be written: "
+                "outbox: the command succeeded, but its output could not be written: "
                 "No space left on device\n",
             )
 
 
 def test_a_closed_stdout_and_stdin() -> None:
     shell = [sys.executable, "-m", "outbox"]
-    for args, closed, answer in (
+    for args, closed, response in (
         (["migrate", "--sql"], ">&-", (0, "")),
         (["publish", "a", "--payload", "-"], "<&-", (2, "outbox: --payload -: stdin is closed\n")),
     ):
@@ -222,4 +228,4 @@ def test_a_closed_stdout_and_stdin() -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert (done.returncode, done.stderr) == answer
+        assert (done.returncode, done.stderr) == response

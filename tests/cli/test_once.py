@@ -39,9 +39,10 @@ def claimed(database: Database) -> dict[str, UUID | None]:
             for key in ("plan:a", "plan:b", "plan:c", "e"):
                 ids[key] = await producer.publish(db, "order.paid", {}, once=key)
             await db.execute("SELECT relay.claim_once('d')")
-            await db.execute("UPDATE relay.once SET expires_at = now() WHERE key = 'e'")
+            await db.execute("UPDATE relay.idempotency_key SET expires_at = now() WHERE key = 'e'")
             await db.execute(
-                "UPDATE relay.once SET claimed_at = now() - interval '3 days' WHERE key = 'plan:a'"
+                "UPDATE relay.idempotency_key SET claimed_at = now() - interval '3 days' "
+                "WHERE key = 'plan:a'"
             )
             return ids
 
@@ -66,7 +67,7 @@ def test_a_listing(here: Command, claimed: dict[str, UUID | None]) -> None:
     shown = here("once", "list").out.splitlines()
     assert shown[0].split() == ["KEY", "STATE", "EVENT", "CLAIMED", "EXPIRES", "RESETS"]
     assert len(shown) == 6
-    assert here("once", "list", "--prefix", "none").out == "no once keys\n"
+    assert here("once", "list", "--prefix", "none").out == "no idempotency keys\n"
 
 
 @pytest.mark.usefixtures("claimed")
@@ -82,7 +83,7 @@ def test_parts_of_a_listing(here: Command) -> None:
     assert listed("--state", "claimed-without-event") == ["d"]
     assert listed("--state", "expired") == ["e"]
     first = here("once", "list", "--json", "--limit", 2)
-    assert (keys(first), first.err) == (["d", "e"], "there are more; go on with: --after e\n")
+    assert (keys(first), first.err) == (["d", "e"], "more rows exist; next page: --after e\n")
     assert listed("--after", "e", "--limit", 3) == ["plan:a", "plan:b", "plan:c"]
 
 
@@ -98,7 +99,7 @@ def test_any_prefix_finds_its_keys(here: Command, database: Database, prefix: st
 def test_a_time_that_is_none(here: Command) -> None:
     bad = here("once", "list", "--since", "yesterday")
     assert bad.code == 2
-    assert '"yesterday" is neither a time such as 2026-05-01T12:00Z nor how long ago' in bad.error
+    assert '"yesterday" is neither a time such as 2026-05-01T12:00Z nor an age such as' in bad.error
 
 
 def test_one_key(here: Command, database: Database, claimed: dict[str, UUID | None]) -> None:
@@ -106,9 +107,9 @@ def test_one_key(here: Command, database: Database, claimed: dict[str, UUID | No
     assert "order.paid" in found
     assert f"outbox trace {claimed['plan:a']}" in found
     assert here("once", "show", "plan:a", "--json").json["type"] == "order.paid"
-    assert "none was published" in here("once", "show", "d").out
+    assert "not published" in here("once", "show", "d").out
     query(database, "DELETE FROM outbox")
-    assert "the event is not there" in here("once", "show", "plan:a").out
+    assert "the event is no longer retained" in here("once", "show", "plan:a").out
     for key in ("nothing", "a\0"):
         unknown = here("once", "show", key)
         assert unknown.code == 2
@@ -118,8 +119,10 @@ def test_one_key(here: Command, database: Database, claimed: dict[str, UUID | No
 def test_a_reset_is_kept(
     here: Command, database: Database, claimed: dict[str, UUID | None]
 ) -> None:
-    assert here("once", "reset", "plan:a").out == 'reset "plan:a": its next event is published\n'
-    assert here("once", "reset", "plan:a").out == '"plan:a" was free already\n'
+    assert (
+        here("once", "reset", "plan:a").out == 'reset "plan:a": its next event will be published\n'
+    )
+    assert here("once", "reset", "plan:a").out == '"plan:a" was not taken\n'
     assert here("once", "reset", "plan:a", "--json").json == {"key": "plan:a", "reset": False}
     assert here("once", "reset", "nothing").code == 2
     (row,) = query(database, "SELECT actor, data::text FROM journal WHERE kind = 'once_reset'")
@@ -129,28 +132,32 @@ def test_a_reset_is_kept(
     assert not published["already"]
     shown = here("once", "show", "plan:a", "--json").json
     assert (shown["event_id"], shown["resets"], shown["state"]) == (published["id"], 1, "held")
-    kept = "SELECT expires_at - claimed_at < interval '3 h' AS kept FROM once WHERE key = 'plan:a'"
+    kept = (
+        "SELECT expires_at - claimed_at < interval '3 h' AS kept FROM idempotency_key "
+        "WHERE key = 'plan:a'"
+    )
     assert query(database, kept)[0]["kept"]
 
 
 def test_a_listing_of_many_keys_reads_few(database: Database) -> None:
     query(
         database,
-        "INSERT INTO once (key, event_id, expires_at) SELECT 'k' || i, gen_random_uuid(), "
+        "INSERT INTO idempotency_key (key, event_id, expires_at) "
+        "SELECT 'k' || i, gen_random_uuid(), "
         "now() + interval '1 d' FROM generate_series(1, 20000) i",
     )
 
     async def go() -> list[Any]:
         async with database.connection(server_settings={"search_path": "relay"}) as db:
-            await db.execute("ANALYZE once")
+            await db.execute("ANALYZE idempotency_key")
             begin = "BEGIN; SET LOCAL plan_cache_mode = force_custom_plan"
             await db.execute(begin)
             plans = []
             for prefix, behind in (("", None), ("k777", "k778")):
                 arguments = ("", prefix, behind, None, None, None, 100)
-                rows = await db.fetch(f"EXPLAIN {idempotency_keys.LIST_ONCE}", *arguments)
+                rows = await db.fetch(f"EXPLAIN {idempotency_keys.LIST_KEYS}", *arguments)
                 plans.append("\n".join(row[0] for row in rows))
             return plans
 
     for plan in asyncio.run(go()):
-        assert "Index Scan using once_pkey" in plan, plan
+        assert "Index Scan using idempotency_key_pkey" in plan, plan

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outbox.cli.output import DISPENSABLE, SHORTEST, fit
 
-NAMES = ("id", "owed", "state", *DISPENSABLE, *SHORTEST)
+NAMES = ("id", "pending", "state", *DISPENSABLE, *SHORTEST)
 COLUMNS = st.lists(st.sampled_from(NAMES), min_size=1, unique=True)
 
 

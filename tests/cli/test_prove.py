@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.devtools.chaos.plan import KINDS
+from outbox.devtools.chaos.plan import FAULT_KINDS
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Command
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.one_major
 
 def test_help_names_every_fault(outbox: Command) -> None:
     help_ = outbox("prove", "--help").out
-    assert [name for name in KINDS if f"    {name} " not in help_] == []
+    assert [name for name in FAULT_KINDS if f"    {name} " not in help_] == []
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_help_names_every_fault(outbox: Command) -> None:
         (["--faults", "kill,flood"], 'there is no fault "flood"; there are: kill, freeze'),
         (["--faults", "restart"], "use --embedded"),
         (["--receiver", "shop.example.com"], "must be a URL"),
-        (["--embedded", "--dsn", "postgresql://localhost/app"], "say one"),
+        (["--embedded", "--dsn", "postgresql://localhost/app"], "exclude each other"),
         (["--embedded", "--keep"], "--keep"),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_schema_that_is_there_is_not_touched(outbox: Command, database: Databa
     assert migrated.code == 0
     result = outbox("prove", "--seed", "7", OUTBOX_DSN=database.dsn)
     assert result.code == 3
-    assert "is there already" in result.err
+    assert "already exists" in result.err
     shown = outbox("status", "--json", "--schema", "outbox_prove_7", OUTBOX_DSN=database.dsn)
     assert shown.code == 0
 

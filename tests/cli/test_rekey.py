@@ -30,25 +30,25 @@ def test_secrets_are_encrypted_and_change_their_key(here: Command, database: Dat
     (first, second) = (parse_keys(key)[0].id for key in (old, new))
     made = here("endpoint", "add", "a", URL, "--header", "X-Key: hunter2", "--json").json
     assert here("rekey").error == (
-        "there is no key; set OUTBOX_KEY (outbox rekey --generate makes one)"
+        "no encryption key; set OUTBOX_KEY (generate one with: outbox rekey --generate)"
     )
     needed = here("rekey", "--check", OUTBOX_KEY=old)
     assert (needed.code, needed.out.splitlines()[0]) == (1, "2 secrets in clear")
-    assert needed.out.splitlines()[1:] == ["outbox rekey would write the others anew"]
+    assert needed.out.splitlines()[1:] == ["outbox rekey would rewrite the others"]
     done = here("rekey", OUTBOX_KEY=old)
-    assert "What was in clear may still stand in backups" in done.err
-    assert done.out == f"2 secrets of 1 endpoint written anew, encrypted with the key {first}\n"
+    assert "may still contain the clear text" in done.err
+    assert done.out == f"2 secrets of 1 endpoint rewritten, encrypted with the key {first}\n"
     assert made["secret"] not in execute(database, EVERYTHING)
     assert "hunter2" not in execute(database, "SELECT headers::text FROM endpoint")
     shown = here("endpoint", "show", "a")
-    assert f"secrets       1 live, encrypted with the key {first}" in shown.out.splitlines()
+    assert f"secrets         1 live, encrypted with the key {first}" in shown.out.splitlines()
 
     locked = here("rekey", "--check", OUTBOX_KEY=new)
     assert (locked.code, locked.out.splitlines()) == (
         1,
         [
             f"2 secrets encrypted with the key {first}",
-            f"outbox rekey would leave alone what OUTBOX_KEY cannot read; add the key {first} "
+            f"outbox rekey would skip secrets that OUTBOX_KEY cannot decrypt; add the key {first} "
             "to it",
         ],
     )
@@ -59,11 +59,11 @@ def test_secrets_are_encrypted_and_change_their_key(here: Command, database: Dat
 
     lost = here("rekey", OUTBOX_KEY=old)
     assert lost.code == 1
-    assert f'left alone: endpoint "a": its signing secret is encrypted with the key {second}' in (
+    assert f'skipped: endpoint "a": its signing secret is encrypted with the key {second}' in (
         lost.err
     )
     refused = here("rekey", "--decrypt", OUTBOX_KEY=new)
-    assert "say --yes to do it" in refused.error
+    assert "confirm with --yes" in refused.error
     again = here("rekey", OUTBOX_KEY=f"{old} {new}")
     assert (again.code, again.err) == (0, ""), "nothing was in clear"
     assert here("rekey", "--check", OUTBOX_KEY=old).out.splitlines()[1:] == ["nothing to do"]
@@ -79,7 +79,7 @@ def test_who_has_not_the_key_can_look_and_writes_no_secret(here: Command) -> Non
         refused = here(*command)
         assert refused.code == 3
         assert refused.error.startswith(
-            f"secrets are encrypted here with the key {parse_keys(key)[0].id}; set OUTBOX_KEY"
+            f"secrets are encrypted with the key {parse_keys(key)[0].id}; set OUTBOX_KEY"
         )
     assert here("endpoint", "update", "a", "--lanes", 2).code == 0
     assert here("endpoint", "export").code == 0
@@ -94,7 +94,7 @@ def test_a_key_that_is_none_is_not_shown(outbox: Command, key: str) -> None:
     assert refused.code == 2
     assert refused.error == (
         "OUTBOX_KEY: a key must be obkey_, followed by 32 bytes in base64; "
-        "outbox rekey --generate makes one"
+        "create one with outbox rekey --generate"
     )
 
 
@@ -118,8 +118,6 @@ def test_headers_come_from_a_file(here: Command, database: Database) -> None:
         '{"X-Env": "prod", "Authorization": "Bearer hunter2"}'
     )
     wrong = here("endpoint", "update", "a", "--headers-file", "-", stdin=b"\xff")
-    assert wrong.error == "--headers-file: stdin: it is not text"
+    assert wrong.error == "--headers-file: stdin: not text"
     wrong = here("endpoint", "update", "a", "--headers-file", "-", stdin=b"X-A: b\n\nhunter2\n")
-    assert wrong.error == (
-        '--headers-file: stdin, line 3: there is no ":" in it; it must look like "NAME: VALUE"'
-    )
+    assert wrong.error == ('--headers-file: stdin, line 3: has no ":"; write "NAME: VALUE"')

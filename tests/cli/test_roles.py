@@ -39,14 +39,14 @@ LOOKING = (
 OPERATING = (
     ("endpoint", "add", "new", "https://receiver.test/", "--header", "X-A: b"),
     ("endpoint", "update", "new", "--lanes", "3", "--header", "X-A: c"),
-    ("endpoint", "pause", "new", "--why", "because"),
+    ("endpoint", "pause", "new", "--comment", "because"),
     ("endpoint", "resume", "new"),
     ("endpoint", "rotate-secret", "new", "--overlap", "0"),
     ("endpoint", "rotate-secret", "new"),
     ("endpoint", "fetch-token", "new"),
     ("endpoint", "fetch-token", "new", "--overlap", "0"),
     ("endpoint", "fetch-token", "new", "--revoke"),
-    ("endpoint", "remove", "new", "--give-up"),
+    ("endpoint", "remove", "new", "--dead-letter"),
     ("dead", "replay", "1"),
     ("replay", "--endpoint", "shop", "--since", "1h"),
     ("replay", "abort", "2"),
@@ -113,7 +113,7 @@ def test_who_looks_sees_everything_but_secrets(
     unseen = [
         found["check"]
         for found in as_role(purpose, "doctor", "--no-probe", "--json").json["findings"]
-        if found["says"].startswith("could not see this")
+        if found["message"].startswith("this check needs more rights")
     ]
     assert unseen == []
     shown = as_role(purpose, "endpoint", "show", "shop", "--json")
@@ -150,8 +150,8 @@ def test_a_monitor_sees_everything_by_what_the_doctors_help_says(
     assert as_role("reader", "status").code == 0
     asyncio.run(grant())
     findings = as_role("reader", "doctor", "--json").json["findings"]
-    assert [f for f in findings if "could not see" in f["says"]] == []
-    assert [f["says"] for f in findings if "can read the secrets" in f["says"]] == []
+    assert [f for f in findings if "could not see" in f["message"]] == []
+    assert [f["message"] for f in findings if "can read the secrets" in f["message"]] == []
 
 
 @pytest.mark.one_major
@@ -161,7 +161,7 @@ def test_a_producer_that_looks_is_not_told_to_be_given_more(
     refused = as_role("producer", "doctor")
     assert refused.code == 3
     assert refused.error == (
-        "permission denied for table migration; that role is for a producer; "
+        "permission denied for table migration; this role is a producer; "
         "run it as a reader or an operator"
     )
 

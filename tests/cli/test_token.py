@@ -43,7 +43,7 @@ def test_what_people_read(here: Command) -> None:
     assert added.code == 0
     assert added.out.splitlines()[0] == "name     ci"
     assert "tenant   acme" in added.out
-    assert "Keep the secret now" in added.err
+    assert "Save the secret now" in added.err
     listed = here("token", "list").out
     assert listed.splitlines()[0].split()[:5] == ["ID", "NAME", "STATE", "SCOPES", "TENANT"]
     assert "ci" in listed
@@ -69,7 +69,7 @@ def test_a_name_is_unique_among_those_that_live(here: Command, database: Databas
     taken = here(*add)
     assert taken.code == 2
     assert taken.error == (
-        'there is a token "ci" already; choose another name, or: outbox token revoke ci'
+        'token "ci" exists already; choose another name, or run: outbox token revoke ci'
     )
     assert here("token", "revoke", "ci", "--json").json == {"revoked": "ci"}
     assert here(*add, "--expires", "1h").code == 0
@@ -105,7 +105,7 @@ def test_a_token_that_is_none_cannot_be_revoked(here: Command) -> None:
 
 def test_the_help_teaches_the_scopes(outbox: Command) -> None:
     told = outbox("token", "add", "--help").out
-    for word in ("read", "publish", "operate", "none stands for another one", "tenant"):
+    for word in ("read", "publish", "operate", "independent of each other", "tenant"):
         assert word in told
     # As outbox/docs/security.md has it, and the API does.
-    assert "payloads included, but not at receivers' answers" in told
+    assert "including payloads, except receivers' responses" in told

@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 from structlog.testing import capture_logs
 
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 
-def script(sent: Sent) -> Answer:
+def script(sent: Sent) -> AttemptResult:
     """Busy twice, then it is taken; `audit` takes nothing."""
     if sent.url.endswith("audit"):
         return REFUSED
     headers = (("X-Request-Id", f"r-{sent.attempt}"),)
     if sent.attempt < 3:
-        return Answer.of(503, 0.012, headers=headers, body=b"try\x1b[31m later\n")
+        return AttemptResult.completed(503, 0.012, headers=headers, body=b"try\x1b[31m later\n")
     return OK
 
 
@@ -59,7 +59,7 @@ def traced(database: Database) -> Database:
 def test_as_a_person_reads_it(outbox: Command, traced: Database) -> None:
     result = outbox("trace", "order-17", "--limit", "1", OUTBOX_DSN=traced.dsn)
     assert result.code == 0
-    assert result.err == "outbox: warning: there are older events; the next page: --before 2\n"
+    assert result.err == "outbox: warning: older events exist; next page: --before 2\n"
     event, audit, shop, why = result.out.split("\n\n")
     pairs = dict(re.split(r"  +", line, maxsplit=1) for line in event.splitlines())
     assert UUID(pairs.pop("event"))
@@ -71,24 +71,24 @@ def test_as_a_person_reads_it(outbox: Command, traced: Database) -> None:
         "type": "a.b",
         "key": "order-17",
         "payload": "14 bytes",
-        "not for": "1 not for its type (billing)",
+        "not sent to": "1 not subscribed to its type (billing)",
     }
     assert _lines(audit) == [
-        "audit  dead  number 2 of lane LANE-1-0  X-Delivery UUID",
-        "numbered",
+        "audit  dead  sequence 2 of lane LANE-1-0  X-Delivery UUID",
+        "sequenced",
         "attempt 1  400 after 1.0 ms  no",
-        "given up (refused) as dead letter 2",
+        "dead-lettered (refused) as dead letter 2",
     ]
     assert _lines(shop) == [
-        "shop  delivered  number 2 of lane LANE-1-0  X-Delivery UUID",
-        "numbered",
+        "shop  delivered  sequence 2 of lane LANE-1-0  X-Delivery UUID",
+        "sequenced",
         "attempt 1  503 after 12 ms  x-request-id r-1  try\ufffd[31m later",
         "attempt 2  503 after 12 ms  x-request-id r-2  try\ufffd[31m later",
         "attempt 3  204 after 1.0 ms",
     ]
     assert _lines(why) == [
         "why it is not delivered",
-        "- audit: number 2 of lane LANE-1-0 was given up because its receiver refused it; "
+        "- audit: sequence 2 of lane LANE-1-0 was dead-lettered because its receiver rejected it; "
         "it is dead letter 2: outbox dead replay 2",
     ]
 
@@ -109,11 +109,11 @@ def test_as_a_program_reads_it(outbox: Command, traced: Database) -> None:
         {"order": 17},
     )
     audit, shop = newest["deliveries"]
-    assert (audit["fate"], audit["letter"]["reason"]) == ("dead", "refused")
-    assert (shop["fate"], shop["letter"], shop["standing"]) == ("delivered", None, None)
+    assert (audit["state"], audit["dead_letter"]["reason"]) == ("dead", "refused")
+    assert (shop["state"], shop["dead_letter"], shop["lane_state"]) == ("delivered", None, None)
     assert [a["status"] for a in shop["attempts"]] == [503, 503, 204]
-    assert shop["attempts"][0]["answer"]["headers"] == {"x-request-id": "r-1"}
-    assert newest["missed"] == [{"why": "type", "endpoints": 1, "examples": ["billing"]}]
+    assert shop["attempts"][0]["response"]["headers"] == {"x-request-id": "r-1"}
+    assert newest["missed"] == [{"reason": "type", "endpoints": 1, "examples": ["billing"]}]
     assert len(newest["diagnosis"]) == 1
 
 
@@ -126,13 +126,13 @@ def test_one_endpoint_alone(outbox: Command, traced: Database) -> None:
     assert [d["endpoint"] for d in ask("shop")["deliveries"]] == ["shop"]
     assert ask("shop")["diagnosis"] == []
     assert ask("billing")["diagnosis"] == [
-        "no endpoint subscribed to it: 1 not for its type (billing)"
+        "no endpoint received it: 1 not subscribed to its type (billing)"
     ]
 
 
 def test_what_is_not_there(here: Command) -> None:
     result = here("trace", "order-18")
     assert result.code == 2
-    assert result.error.startswith('nothing is known of "order-18": ')
+    assert result.error.startswith('no event found for "order-18": ')
     assert here("trace", "x", "--endpoint", "nobody").error.startswith("there is no endpoint")
     assert here("trace", "\x1b[2J").error.count("\x1b") == 0

@@ -42,28 +42,28 @@ def counter(database: Database) -> int:
 def test_a_repair_is_told_and_verified(here: Command, damaged: Database) -> None:
     found = here("verify")
     assert found.code == 1
-    assert "numbered: lane 1: counter 1, 3 deliveries from 1 to 3\n" in found.out
-    assert "    → where --repair leaves one, numbers are missing: " in found.out
+    assert "contiguous: lane 1: counter 1, 3 deliveries from 1 to 3\n" in found.out
+    assert "    → run outbox verify --repair; if a violation remains, deliveries are " in found.out
     planned = here("verify", "--repair", "--dry-run")
     assert (planned.code, counter(damaged)) == (1, 1)
     assert planned.out.startswith(
-        "this would be mended:\n  lane 1: counter 1, the highest number is 3\n"
-        "    → count on from the highest number that was given out\n\n"
+        "would repair:\n  lane 1: counter 1, highest sequence 3\n"
+        "    → set the counter to the highest sequence\n\n"
     )
     mended = here("verify", "--repair", "--yes")
     assert (mended.code, counter(damaged)) == (0, 3)
-    assert mended.out.startswith("mended:\n  lane 1: counter 1, the highest number is 3\n")
-    assert "every promise holds; looked at 3 events" in mended.out
+    assert mended.out.startswith("repaired:\n  lane 1: counter 1, highest sequence 3\n")
+    assert "no violations; checked 3 events" in mended.out
     again = here("verify", "--repair", "--yes")
     assert again.code == 0
-    assert again.out.startswith("there is nothing to mend\n")
+    assert again.out.startswith("nothing to repair\n")
 
 
 def test_a_repair_as_json(here: Command, damaged: Database) -> None:
     what = {
         "repair": "counters",
-        "what": "lane 1: counter 1, the highest number is 3",
-        "does": "count on from the highest number that was given out",
+        "what": "lane 1: counter 1, highest sequence 3",
+        "action": "set the counter to the highest sequence",
         "before": 1,
         "after": 3,
     }
@@ -83,7 +83,7 @@ def test_what_cannot_be_mended_stays_an_exception(here: Command, damaged: Databa
     assert [r["repair"] for r in mended.json["repaired"]] == ["counters"]
     (left,) = [c for c in mended.json["checks"] if c["violations"]]
     assert left["name"] == "accounted"
-    assert "ask the receiver" in left["do"]
+    assert "ask the receiver" in left["action"]
 
 
 def test_nobody_is_taken_by_surprise(
@@ -91,14 +91,14 @@ def test_nobody_is_taken_by_surprise(
 ) -> None:
     unasked = here("verify", "--repair")
     assert unasked.code == 2
-    assert "say --yes, or --dry-run to see how" in unasked.error
+    assert "confirm with --yes, or preview with --dry-run" in unasked.error
     alone = here("verify", "--yes")
-    assert (alone.code, alone.error) == (2, "--yes and --dry-run go with --repair")
-    monkeypatch.setattr("outbox.cli.verify._is_asked", lambda: True)
+    assert (alone.code, alone.error) == (2, "--yes and --dry-run require --repair")
+    monkeypatch.setattr("outbox.cli.verify._can_confirm", lambda: True)
     refused = here("verify", "--repair", stdin=b"n\n")
     assert refused.code == 2
-    assert "this can be mended:\n  lane 1: counter 1" in refused.err
-    assert "mend 1 damage? [y/N]" in refused.err
+    assert "repairs:\n  lane 1: counter 1" in refused.err
+    assert "apply 1 repair? [y/N]" in refused.err
     assert "nothing was changed" in refused.err
     assert counter(damaged) == 1
     assert here("verify", "--repair", stdin=b"y\n").code == 0

@@ -87,10 +87,10 @@ async def line(process: Process) -> str:
 async def seen(process: Process, wanted: str) -> dict[str, Any]:
     """The next line of JSON that has this key with something in it."""
     while True:
-        answer = orjson.loads(await line(process))
-        if answer.get(wanted):
-            assert isinstance(answer, dict)
-            return answer
+        response = orjson.loads(await line(process))
+        if response.get(wanted):
+            assert isinstance(response, dict)
+            return response
 
 
 async def test_a_pipe_gets_one_block_for_each_look(database: Database) -> None:
@@ -277,11 +277,11 @@ async def test_a_terminal_shows_one_picture_until_a_key_ends_it(
     async with at_a_terminal(database) as terminal:
         await terminal.shows("per second")
         await publish(database, 1)
-        picture = await terminal.shows("up to id 0 of 1, the oldest waits for")
+        picture = await terminal.shows("up to id 0 of 1, oldest event waiting for")
         assert len(picture) == 24
         assert max(map(len, picture)) <= 80
         assert any(each.startswith("shop ") for each in picture)
-        assert "every 0.05 s; q ends it" in picture
+        assert "every 0.05 s; q to quit" in picture
         terminal.press(b"x")
         terminal.press(key)
         assert await ended(terminal.process) == 0
@@ -301,7 +301,7 @@ async def test_a_small_terminal_keeps_the_foot_and_says_what_is_cut(database: Da
         await connection.execute("UPDATE relay.endpoint SET state = 'paused'")
     async with at_a_terminal(database, 80, 24) as terminal:
         picture = await terminal.shows("and ")
-        assert "every 0.05 s; q ends it" in picture
+        assert "every 0.05 s; q to quit" in picture
         shown = [each for each in picture if re.match(r"shop-\d\d ", each)]
         assert f"and {30 - len(shown)} endpoints more" in picture
         assert any("outbox endpoint resume shop-" in each for each in picture)
@@ -319,7 +319,7 @@ async def test_a_terminal_is_told_that_the_database_is_away(private_database: Da
     async with at_a_terminal(private_database) as terminal:
         await terminal.shows("per second")
         await asyncio.to_thread(server.halt, immediate=True)
-        picture = await terminal.shows("nothing seen since ")
+        picture = await terminal.shows("database unavailable since ")
         # What was seen last stays.
         assert any(each.startswith("schema") for each in picture)
         terminal.press(b"q")

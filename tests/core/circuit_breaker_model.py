@@ -1,8 +1,8 @@
-"""An endpoint's world: lanes that owe, a receiver, and a dispatcher in slow motion.
+"""Model of an endpoint: lanes with pending deliveries, a receiver, and a step-by-step dispatcher.
 
-The health under test is driven as the dispatcher does it, but every task waits
-until it is chosen, so that anything may happen between a turn and its use.
-What the health does wrong is a `Violation`.
+The circuit breaker under test is driven as the dispatcher does it, but every task waits until it is
+chosen, so that anything may happen between a grant and its use. Every error of the breaker is a
+`Violation`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from outbox.core.delivery.circuit_breaker import (
     PROBE_MAX_S,
     PROBE_MIN_S,
     REFUSALS_MAX,
-    Health,
-    State,
+    BreakerState,
+    CircuitBreaker,
 )
 from outbox.core.delivery.commands import Gate
 from outbox.core.model.response import Verdict
@@ -22,95 +22,95 @@ from tests.core.invariants import expect
 from tests.core.lane_tables import EPOCH_S
 
 RETRY_MAX_S = 8.0
-OPENED = (State.FAILING, State.REFUSING)
+OPENED = (BreakerState.FAILING, BreakerState.REJECTING)
 
 
 @dataclass
-class LaneOf:
-    """What the dispatcher knows of a lane."""
+class LaneTask:
+    """The dispatcher's state of a lane."""
 
     id: int
-    owed: int = 0
+    pending: int = 0
     due_at: float = 0.0
     failures: int = 0
     task: bool = False
-    """It will ask; the dispatcher has not come to it."""
+    """The lane is ready, and the dispatcher has not run it yet."""
     timer: float | None = None
     in_flight: bool = False
     waits: bool = False
-    """It was told to wait, and not yet woken."""
+    """The breaker made the lane wait, and has not woken it yet."""
     width: int = 0
-    """The most that might send since it was given its turn."""
+    """The largest permitted width since the lane was granted its send."""
 
 
 class Endpoint:
-    """One endpoint, its lanes and, one after the other, its owners."""
+    """One endpoint, its lanes and its successive owners."""
 
-    def __init__(self, lanes: int, health: type[Health] = Health) -> None:
+    def __init__(self, lanes: int, health: type[CircuitBreaker] = CircuitBreaker) -> None:
         self._health_type = health
         self.health = health()
-        self.lanes = [LaneOf(n) for n in range(lanes)]
+        self.lanes = [LaneTask(n) for n in range(lanes)]
         self.now = EPOCH_S
         self.timer: float | None = None
         self._paused = self._disabled = False
         self._held_until = 0.0
         self._refusals = 0
         """Deliveries that ended by a refusal since the last success."""
-        self._width, self._answers, self._misses = 1, 0, 0
-        self._tried: set[int] = set()
-        """Lanes that were probed since it recovers."""
+        self._width, self._results, self._misses = 1, 0, 0
+        self._probed: set[int] = set()
+        """Lanes that were probed in the current recovery."""
         self._overtaken: set[tuple[int, int]] = set()
-        """(who waits, who sent meanwhile)."""
+        """Pairs (waiting lane, lane that sent meanwhile)."""
         self._probe_after = 0.0
 
     @property
-    def in_flight(self) -> list[LaneOf]:
+    def in_flight(self) -> list[LaneTask]:
         return [lane for lane in self.lanes if lane.in_flight]
 
     @property
-    def tasks(self) -> list[LaneOf]:
-        """Those that will do something when they are chosen."""
+    def tasks(self) -> list[LaneTask]:
+        """Lanes that will act when they are chosen."""
         return [lane for lane in self.lanes if lane.task]
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events
 
     def offer(self, i: int, count: int) -> None:
         lane = self.lanes[i % len(self.lanes)]
-        lane.owed += count
+        lane.pending += count
         self._activate(lane)
-        self._expect_nobody_forgotten()
+        self._expect_no_lane_forgotten()
 
     def give_up(self, i: int) -> None:
-        """What a lane owes expires: it has nothing to do with its turn."""
+        """Expire a lane's pending deliveries: it does not need its grant."""
         lane = self.lanes[i % len(self.lanes)]
         if not lane.in_flight:
-            lane.owed = lane.failures = 0
+            lane.pending = lane.failures = 0
             lane.due_at = 0.0
 
     def work(self, i: int) -> None:
-        """One task goes on: it asks, and sends, sleeps or ends."""
+        """Run one task: its lane asks the breaker, then sends, sleeps or ends."""
         if not (tasks := self.tasks):
             return
         lane = tasks[i % len(tasks)]
-        gate = self.health.ask(lane.id, self.now)
+        gate = self.health.admit(lane.id, self.now)
         is_due = lane.due_at <= self.now
-        if lane.owed and (gate is Gate.PROBE or (gate is Gate.OPEN and is_due)):
+        if lane.pending and (gate is Gate.PROBE or (gate is Gate.OPEN and is_due)):
             self._expect_may_send(lane, free=not is_due)
-            self.health.began(lane.id)
+            self.health.started(lane.id)
             lane.task, lane.in_flight, lane.waits = False, True, False
             lane.width = 0
         else:
             lane.task = False
             lane.width = 0
-            if lane.owed and gate is Gate.SHUT:
+            if lane.pending and gate is Gate.SHUT:
                 lane.waits = True
-            elif lane.owed:
+            elif lane.pending:
                 lane.timer = lane.due_at
-            if self.health.passed(lane.id) or self.timer is None:
+            if self.health.yielded(lane.id) or self.timer is None:
                 self._attend()
-        self._expect_nobody_forgotten()
+        self._expect_no_lane_forgotten()
 
-    def answer(
+    def response(
         self,
         i: int,
         verdict: Verdict,
@@ -119,46 +119,48 @@ class Endpoint:
         *,
         gone: bool = False,
     ) -> None:
-        """One of the requests that are out is answered, in any order."""
+        """Complete one of the requests in flight, in any order."""
         if not (out := self.in_flight):
             return
         lane = out[i % len(out)]
         before, others = self.health.state, len(out) - 1
-        told = self.health.answered(verdict, self.now, u, gone=gone, retry_after_s=retry_after_s)
+        returned = self.health.record_result(
+            verdict, self.now, u, gone=gone, retry_after_s=retry_after_s
+        )
         self._disabled = self._disabled or gone
         if retry_after_s:
             self._held_until = max(self._held_until, self.now + retry_after_s)
-        self._expect_rightly_told(verdict, told, before, gone=gone)
+        self._expect_correct_reports(verdict, returned, before, gone=gone)
         self._follow(verdict, before)
-        # A success that was on its way when the receiver asked to be left alone is no probe.
+        # A success that was in flight when the receiver sent Retry-After is not a probe.
         if self.health.state in OPENED and not others and verdict is not Verdict.DELIVERED:
             self._probe_after = self.now + (1.0 - u) * PROBE_MIN_S
         lane.in_flight, lane.task = False, True
-        if told is Verdict.RETRY:
+        if returned is Verdict.RETRY:
             if lane.due_at <= self.now:
                 lane.failures += 1
                 lane.due_at = self.now + min(2.0**lane.failures / 2, RETRY_MAX_S)
         else:
-            lane.owed, lane.failures, lane.due_at = lane.owed - 1, 0, 0.0
+            lane.pending, lane.failures, lane.due_at = lane.pending - 1, 0, 0.0
         if self.health.state is not before:
             self._activate_all()
             self._attend()
-        elif self.health.state is not State.HEALTHY:
+        elif self.health.state is not BreakerState.HEALTHY:
             self._attend()
-        self._expect_nobody_forgotten()
+        self._expect_no_lane_forgotten()
 
     def tick(self, seconds: float, *, late: bool = False) -> None:
-        """Time goes by; timers may be `late`, and others come first."""
+        """Advance the clock; timers may be `late`, in any order."""
         self.now += seconds
         if not late:
-            self._ring()
+            self._set_timer()
 
     def jump(self) -> bool:
-        """To the next time that somebody waits for."""
+        """Advance the clock to the next timer."""
         times = [t for t in (self.timer, *(lane.timer for lane in self.lanes)) if t is not None]
         if times:
             self.now = max(self.now, min(times))
-            self._ring()
+            self._set_timer()
         return bool(times)
 
     def pause(self) -> None:
@@ -172,11 +174,13 @@ class Endpoint:
         self._refusals = 0
         self._recovers()
         self.health.resume(self.now)
-        expect(self._disabled or self.health.state is State.RECOVERING, "it does not recover")
+        expect(
+            self._disabled or self.health.state is BreakerState.RECOVERING, "it does not recover"
+        )
         self._changed()
 
     def take_over(self, *, anew: bool = False) -> None:
-        """The owner dies; `anew`: an operator enabled the endpoint again."""
+        """Crash the owner; `anew`: an operator enabled the endpoint again."""
         for lane in self.lanes:
             lane.in_flight = lane.waits = False
             lane.timer = None
@@ -196,13 +200,13 @@ class Endpoint:
 
     # ---------------------------------------------------------- the dispatcher
 
-    def _activate(self, lane: LaneOf) -> None:
+    def _activate(self, lane: LaneTask) -> None:
         if not lane.in_flight:
             lane.task, lane.timer = True, None
 
     def _activate_all(self) -> None:
         for lane in self.lanes:
-            if lane.owed:
+            if lane.pending:
                 self._activate(lane)
 
     def _attend(self) -> None:
@@ -217,94 +221,97 @@ class Endpoint:
     def _changed(self) -> None:
         self._activate_all()
         self._attend()
-        self._expect_nobody_forgotten()
+        self._expect_no_lane_forgotten()
 
-    def _ring(self) -> None:
+    def _set_timer(self) -> None:
         for lane in self.lanes:
             if lane.timer is not None and lane.timer <= self.now:
                 self._activate(lane)
         if self.timer is not None and self.timer <= self.now:
             self._attend()
-        self._expect_nobody_forgotten()
+        self._expect_no_lane_forgotten()
 
-    # ------------------------------------------------------------ the promises
+    # -------------------------------------------------------------- invariants
 
     def _recovers(self) -> None:
-        self._width, self._answers, self._misses = 1, 0, 0
-        self._tried.clear()
+        self._width, self._results, self._misses = 1, 0, 0
+        self._probed.clear()
         for lane in self.lanes:
             lane.width = 0
 
-    def _follow(self, verdict: Verdict, before: State) -> None:
-        """How many may send at once, by the rule of slow start."""
-        if self.health.state is State.HEALTHY:
+    def _follow(self, verdict: Verdict, before: BreakerState) -> None:
+        """Follow the permitted concurrency by the rule of slow start."""
+        if self.health.state is BreakerState.HEALTHY:
             self._overtaken.clear()
-        if self.health.state is not State.RECOVERING or before is not State.RECOVERING:
+        if (
+            self.health.state is not BreakerState.RECOVERING
+            or before is not BreakerState.RECOVERING
+        ):
             if self.health.state is not before:
                 self._recovers()
         elif verdict is Verdict.RETRY or (
             verdict is Verdict.DELIVERED and self.now >= self._held_until
         ):
-            self._answers += 1
+            self._results += 1
             self._misses += verdict is Verdict.RETRY
-            if self._answers >= self._width:
-                most_failed = 2 * self._misses > self._answers
+            if self._results >= self._width:
+                most_failed = 2 * self._misses > self._results
                 self._width = max(self._width // 2, 1) if most_failed else self._width * 2
-                self._answers = self._misses = 0
+                self._results = self._misses = 0
                 for lane in self.lanes:
                     if lane.width:
                         lane.width = max(lane.width, self._width)
 
-    def _expect_may_send(self, lane: LaneOf, *, free: bool) -> None:
+    def _expect_may_send(self, lane: LaneTask, *, free: bool) -> None:
         state, out = self.health.state, len(self.in_flight)
         expect(not self._paused, "it sends while it is paused", lane)
         expect(not self._disabled, "it sends while it is disabled", lane)
         expect(self.now >= self._held_until, "it sends while it is held", lane)
-        if state is State.HEALTHY:
+        if state is BreakerState.HEALTHY:
             expect(not free, "a healthy endpoint is probed", lane)
             return
         if state in OPENED:
             expect(out == 0, "it probes while something is in flight", lane)
             expect(self.now >= self._probe_after, "it probes too soon", lane)
-        if state is State.RECOVERING:
-            # A turn that is out when the width is halved may still be used.
+        if state is BreakerState.RECOVERING:
+            # A grant that is outstanding when the width is halved may still be used.
             width = max(self._width, lane.width)
             expect(out < width, f"more than {width} are in flight", lane)
-            expect(not free or lane.id not in self._tried, "one is probed again and again", lane)
-            self._tried.add(lane.id)
+            expect(not free or lane.id not in self._probed, "one is probed again and again", lane)
+            self._probed.add(lane.id)
         for other in self.lanes:
             if other.waits and other is not lane:
                 pair = (other.id, lane.id)
                 expect(pair not in self._overtaken, "one sends twice while another waits", pair)
                 self._overtaken.add(pair)
 
-    def _expect_rightly_told(
-        self, verdict: Verdict, told: Verdict, before: State, *, gone: bool
+    def _expect_correct_reports(
+        self, verdict: Verdict, returned: Verdict, before: BreakerState, *, gone: bool
     ) -> None:
         if verdict is Verdict.DELIVERED:
             self._refusals = 0
         if verdict is not Verdict.REFUSED or gone:
-            expect(told is verdict, "an answer is turned into another", verdict, told)
+            expect(returned is verdict, "a response is turned into another", verdict, returned)
             return
-        storm = State.REFUSING in (before, self.health.state)
-        if told is Verdict.REFUSED:
+        storm = BreakerState.REJECTING in (before, self.health.state)
+        if returned is Verdict.REFUSED:
             self._refusals += 1
             expect(not storm, "a refusal ends a delivery in a storm")
             expect(self._refusals < REFUSALS_MAX, "too many deliveries end by refusal")
         elif not (self._paused or self._disabled):
             expect(storm, "a refusal does not end its delivery")
 
-    def _expect_nobody_forgotten(self) -> None:
+    def _expect_no_lane_forgotten(self) -> None:
         if self._paused or self._disabled or self.tasks or self.in_flight:
             return
-        waiting = [lane for lane in self.lanes if lane.owed and lane.timer is None]
+        waiting = [lane for lane in self.lanes if lane.pending and lane.timer is None]
         if waiting:
-            expect(self.timer is not None, "nobody wakes those who wait", waiting)
+            expect(self.timer is not None, "no timer wakes the waiting lanes", waiting)
             latest = max(self.now + PROBE_MAX_S, self._held_until)
             expect((self.timer or 0.0) <= latest, "it sleeps too long", self.timer, self.now)
 
     def expect_everything_ends(self, poison: int | None = None) -> None:
-        """From now on all goes well, but for one lane that always fails: the others end."""
+        """Check that all lanes but one that always fails end when every request succeeds."""
         if self._disabled:
             self.take_over(anew=True)
         if self._paused:
@@ -312,19 +319,19 @@ class Endpoint:
         good = [lane for lane in self.lanes if lane.id != poison]
         for lane in self.lanes:
             self.offer(lane.id, 3 * len(self.lanes))
-        steps, owed = 0, sum(lane.owed for lane in self.lanes)
+        steps, pending = 0, sum(lane.pending for lane in self.lanes)
         latest = max(self.now, self._held_until) + PROBE_MAX_S + RETRY_MAX_S
-        while any(lane.owed for lane in good):
+        while any(lane.pending for lane in good):
             steps += 1
-            expect(steps < 200 + 100 * owed, "it does not end", self.lanes)
+            expect(steps < 200 + 100 * pending, "it does not end", self.lanes)
             if self.tasks:
                 self.work(steps)
             elif out := self.in_flight:
                 i = steps % len(out)
                 fails = out[i].id == poison
-                self.answer(i, Verdict.RETRY if fails else Verdict.DELIVERED)
+                self.response(i, Verdict.RETRY if fails else Verdict.DELIVERED)
             else:
-                expect(self.jump(), "nobody waits for anything", self.lanes)
+                expect(self.jump(), "no timer and no task is left", self.lanes)
         if poison is None:
-            expect(self.health.state is State.HEALTHY, "it does not become healthy")
+            expect(self.health.state is BreakerState.HEALTHY, "it does not become healthy")
             expect(self.now <= latest, "it takes too long", self.now - latest)

@@ -1,8 +1,8 @@
-"""Replicas that take turns at the cursor, step by step, over `database_model`.
+"""Model of replicas that alternate at the cursor, step by step, over `database_model`.
 
-The tracker under test is held to the truth that the database model knows:
-which rows can still appear, and which events of one key were inserted after
-which were committed.  What it does wrong is a `Violation`.
+The tracker under test is compared with what the database model knows: which rows can still appear,
+and which events of a key were inserted after which were committed. Every error of the tracker is a
+`Violation`.
 """
 
 from __future__ import annotations
@@ -10,45 +10,45 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outbox.core.sequencing.gaps import CursorState, GapTracker, Range, Step
+from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker, Range
 from tests.core.invariants import expect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from outbox.core.sequencing.gaps import Holders
-    from tests.core.database_model import Database, Look, Row
+    from outbox.core.sequencing.gaps import LockHolders
+    from tests.core.database_model import Database, LockScan, Row
 
 REPLICAS = 2
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What a wrong relay does around the tracker."""
+    """Errors of the code around the tracker."""
 
     one_snapshot: bool = False
-    """The batch is REPEATABLE READ: all its statements see the first one's snapshot."""
+    """Run the batch in REPEATABLE READ: all its statements use the first one's snapshot."""
     keeps_holders: bool = False
-    """Holders are kept although another replica wrote."""
+    """Keep holders although another replica wrote."""
     keeps_state: bool = False
-    """The copy of the tables is kept although another replica wrote."""
+    """Keep the cached tables although another replica wrote."""
     trusts_lost_commits: bool = False
-    """A commit whose outcome is unknown counts as one."""
+    """Treat a commit with an unknown outcome as applied."""
     trusts_locks: bool = False
-    """Who holds the lock after a read counts as invisible to it."""
+    """Treat a transaction that holds the lock after a read as invisible to it."""
 
 
 NO_FAULTS = Faults()
 
 
 class Replica:
-    """What the sequencer keeps between batches."""
+    """The state that the sequencer keeps between batches."""
 
     def __init__(self, tracker: GapTracker) -> None:
         self.tracker = tracker
         self.state: CursorState | None = None
         self.quiet: dict[Range, int] = {}
-        """Old gaps that were read, and the database's `ends` by then."""
+        """Old gaps that were read, and the database's `ends` at that time."""
 
     def forget(self) -> None:
         self.tracker.forget()
@@ -58,27 +58,27 @@ class Replica:
 
 @dataclass
 class Batch:
-    """The transaction that holds the cursor row."""
+    """The transaction that locks the cursor row."""
 
     me: int
     state: CursorState
     snapshot: Mapping[int, Row] | None
     next: Callable[[Batch, int], None]
-    """The step that comes next; with it, how far the batch is."""
-    look: Look | None = None
-    before: Holders = frozenset()
+    """The next step, which is also the progress of the batch."""
+    scan_locks: LockScan | None = None
+    before: LockHolders = frozenset()
     ends_before: int = 0
     rows: list[Row] = field(default_factory=list)
     full: bool = False
     again: bool = False
-    """The first read could not be used."""
-    after: Holders = frozenset()
+    """The first read was not usable."""
+    after: LockHolders = frozenset()
     cut: bool = False
-    step: Step | None = None
+    step: CursorChange | None = None
 
 
 class Cursor:
-    """The relay's tables, and its replicas."""
+    """The relay's tables and its replicas."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Cursor:
     ) -> None:
         self.database = database
         self.limit_max = limit_max
-        """How many events a batch reads at most."""
+        """Maximum number of events per batch."""
         self.tables = CursorState()
         self.writer: int | None = None
         self.sequenced: set[int] = set()
@@ -99,37 +99,37 @@ class Cursor:
         self._faults = faults
 
     def waiting(self) -> list[Row]:
-        """Committed, and not sequenced yet."""
+        """Events that are committed and not sequenced yet."""
         return [row for i, row in self.database.visible.items() if i not in self.sequenced]
 
-    # ------------------------------------------------------- what can happen
+    # ---------------------------------------------------------------- events
 
     def tick(self, tenths: int) -> None:
         self.now += tenths / 10
 
     def advance(self, choice: int) -> None:
-        """The next step of the batch under way, or the first of a new one."""
+        """Execute the next step of the current batch, or the first step of a new one."""
         if self.batch is None:
-            # Mostly the same replica; one that takes over knows no holders.
+            # Mostly the same replica; a replica that takes over knows no holders.
             me = self.writer or 0
             self._lock(me if choice % 4 else (me + 1) % REPLICAS)
             return
         self.batch.next(self.batch, choice)
 
     def whole_batch(self, me: int | None = None) -> None:
-        """Finish the batch under way, or do a whole one, of the last writer by default."""
+        """Finish the current batch, or execute a new one, by default of the last writer."""
         if self.batch is None:
             self._lock((self.writer or 0) if me is None else me)
         while self.batch is not None:
             self.advance(self.limit_max - 1 if self.batch.next == self._read else 0)
 
     def lose_batch(self, *, applied: bool) -> None:
-        """The sequencer loses its connection; a commit may have been applied."""
+        """Lose the sequencer's connection; its commit may have been applied."""
         b, self.batch = self.batch, None
         if b is None:
             return
-        if b.look is not None:
-            self.database.looked(b.look)
+        if b.scan_locks is not None:
+            self.database.end_lock_scan(b.scan_locks)
         if b.step is not None and applied:
             self._apply(b, b.step)
         if b.step is not None and self._faults.trusts_lost_commits:
@@ -138,10 +138,10 @@ class Cursor:
             self.replicas[b.me].forget()
 
     def crash(self, skipped: int, *, hidden: bool, applied: bool) -> None:
-        """The server crashes and recovers.
+        """Crash the server and recover it.
 
-        `hidden`: a pooler stands between, so who has no transaction open does
-        not notice.  `applied`: a commit under way had reached the disk.
+        `hidden`: a pooler keeps connections, so that a replica without an open transaction does not
+        notice. `applied`: the commit in progress had reached the disk.
         """
         self.lose_batch(applied=applied)
         self.database.crash(skipped)
@@ -160,24 +160,24 @@ class Cursor:
             if replica.state is None or not faults.keeps_state:
                 replica.state = self.tables
         snapshot = dict(self.database.visible) if faults.one_snapshot else None
-        self.batch = Batch(me, replica.state, snapshot, self._look_before)
+        self.batch = Batch(me, replica.state, snapshot, self._scan_before_read)
 
-    def _look_before(self, b: Batch, _: int) -> None:
-        b.look = self.database.look()
+    def _scan_before_read(self, b: Batch, _: int) -> None:
+        b.scan_locks = self.database.scan_locks()
         b.ends_before = self.database.ends
         b.next = self._begin
 
-    def _looked(self, b: Batch, choice: int) -> tuple[Holders, Holders]:
-        """The holders, and those of them that no snapshot until then could see."""
-        assert b.look is not None
-        look, b.look = b.look, None
-        self.database.looked(look)
-        holders = look.holders(choice)
-        return holders, holders if self._faults.trusts_locks else look.running(holders)
+    def _finish_scan(self, b: Batch, choice: int) -> tuple[LockHolders, LockHolders]:
+        """Return the holders, and those that no snapshot until then could see."""
+        assert b.scan_locks is not None
+        scan_locks, b.scan_locks = b.scan_locks, None
+        self.database.end_lock_scan(scan_locks)
+        holders = scan_locks.holders(choice)
+        return holders, holders if self._faults.trusts_locks else scan_locks.running(holders)
 
     def _begin(self, b: Batch, choice: int) -> None:
-        b.before, _ = self._looked(b, choice)
-        self.replicas[b.me].tracker.begin(b.state, b.before, self.now)
+        b.before, _ = self._finish_scan(b, choice)
+        self.replicas[b.me].tracker.begin_batch(b.state, b.before, self.now)
         b.next = self._read
 
     def _read(self, b: Batch, choice: int) -> None:
@@ -186,22 +186,22 @@ class Cursor:
         if not b.again:
             self._expect_no_idle_reads(replica)
         snapshot = self.database.visible if b.snapshot is None else b.snapshot
-        found = sorted(
+        visible = sorted(
             i
             for i in snapshot
             if i > replica.tracker.high or any(lo <= i <= hi for lo, hi in ranges)
         )
         limit = 1 + choice % self.limit_max
-        b.rows, b.full = [snapshot[i] for i in found[:limit]], len(found) >= limit
-        b.next = self._look_after
+        b.rows, b.full = [snapshot[i] for i in visible[:limit]], len(visible) >= limit
+        b.next = self._scan_after_read
 
-    def _look_after(self, b: Batch, _: int) -> None:
-        b.look = self.database.look()
+    def _scan_after_read(self, b: Batch, _: int) -> None:
+        b.scan_locks = self.database.scan_locks()
         b.next = self._check
 
     def _check(self, b: Batch, choice: int) -> None:
         replica = self.replicas[b.me]
-        b.after, running = self._looked(b, choice)
+        b.after, running = self._finish_scan(b, choice)
         if not replica.tracker.left_out or replica.tracker.complete(running):
             b.next = self._close
             return
@@ -210,23 +210,23 @@ class Cursor:
             self._expect_no_idle_reads(replica)
 
     def _close(self, b: Batch, choice: int) -> None:
-        """`choice`: how many of the events do not fit into the batch's deliveries."""
+        """Close the batch; `choice` is the number of events that exceed its delivery limit."""
         fits = max(len(b.rows) - choice // 3, 1)
         b.cut = b.full or fits < len(b.rows)
         b.rows = b.rows[:fits]
         ids = [row.id for row in b.rows]
-        b.step = self.replicas[b.me].tracker.close(ids, b.cut, b.after, self.now)
+        b.step = self.replicas[b.me].tracker.close_batch(ids, b.cut, b.after, self.now)
         self._expect_sound(b, b.step)
         b.next = self._commit
 
     def _commit(self, b: Batch, _: int) -> None:
         assert b.step is not None
         self.batch = None
-        if b.step.moved or self.writer == b.me or b.state.young or b.state.old:
+        if b.step.changed or self.writer == b.me or b.state.young or b.state.old:
             self._apply(b, b.step)
             self._remember(b, b.step)
 
-    def _remember(self, b: Batch, step: Step) -> None:
+    def _remember(self, b: Batch, step: CursorChange) -> None:
         replica = self.replicas[b.me]
         reached = b.rows[-1].id if b.cut and b.rows else None
         for gap in replica.tracker.ranges():
@@ -235,9 +235,9 @@ class Cursor:
         replica.tracker.committed(step)
         replica.state = self._after(b, step)
 
-    def _apply(self, b: Batch, step: Step) -> None:
+    def _apply(self, b: Batch, step: CursorChange) -> None:
         self.writer = b.me
-        if step.moved:
+        if step.changed:
             for row in b.rows:
                 expect(row.id not in self.sequenced, f"{row.id} is sequenced twice")
                 overtaken = sorted(row.after - self.sequenced)
@@ -246,19 +246,19 @@ class Cursor:
             self.tables = self._after(b, step)
 
     @staticmethod
-    def _after(b: Batch, step: Step) -> CursorState:
-        if not step.moved:
+    def _after(b: Batch, step: CursorChange) -> CursorState:
+        if not step.changed:
             return b.state
         old = tuple(sorted({*b.state.old, *step.old_opened} - {*step.old_closed}))
         return CursorState(b.state.batch + 1, step.high, step.young, old)
 
-    # ---------------------------------------------------------- the promises
+    # ------------------------------------------------------------ invariants
 
-    def _expect_sound(self, b: Batch, step: Step) -> None:
-        """What one batch does fits the tables, and the truth."""
+    def _expect_sound(self, b: Batch, step: CursorChange) -> None:
+        """Check that the batch is consistent with the tables and the database model."""
         before, after = b.state, self._after(b, step)
         ids = [(row.id, row.id) for row in b.rows]
-        if not step.moved:
+        if not step.changed:
             unchanged = (step.high, step.young) == (before.high, before.young)
             changes = [*ids, *step.found, *step.dead, *step.old_closed, *step.old_opened]
             expect(unchanged and not changes, "a change would not be written", step)
@@ -270,35 +270,35 @@ class Cursor:
         )
         expect(set(step.old_closed) <= set(before.old), "there is no such gap to close", step)
         late = [i for i in ids if i[0] <= before.high]
-        expect(_joined(late) == _joined(step.found), "late ids are not told", step)
+        expect(_joined(late) == _joined(step.found), "late ids are not reported", step)
         for row in (*self.database.rows_to_come(), *self.waiting()):
             lost = [gap for gap in step.dead if gap[0] <= row.id <= gap[1]]
             expect(not lost, f"{row.id} is declared dead", lost)
 
     def _expect_no_idle_reads(self, replica: Replica) -> None:
-        """An old gap is read again only if somebody ended since."""
+        """Check that an old gap is read again only if a transaction ended since."""
         ends = self.database.ends
         idle = [gap for gap in replica.tracker.ranges() if replica.quiet.get(gap) == ends]
         expect(not idle, "old gaps are read for nothing", idle)
 
     def expect_everything_ends(self, commits: int) -> None:
-        """When all transactions have ended, soon nothing is open or owed.
+        """Check that nothing stays open or pending after all transactions end.
 
         `commits`: which of them commit, see `Database.end_all`.
         """
         self.lose_batch(applied=True)
         self.database.end_all(commits)
-        # Batches full of events, then: holders, the gaps' end, nothing.
+        # Batches full of events, then one each for the holders, the end of the gaps, and nothing.
         for _ in range(len(self.waiting()) // self.limit_max + 4):
             self.whole_batch(me=0)
-        owed = sorted(row.id for row in self.waiting())
-        expect(not owed, "events are never sequenced", owed)
+        pending = sorted(row.id for row in self.waiting())
+        expect(not pending, "events are never sequenced", pending)
         expect(not self.tables.young and not self.tables.old, "gaps stay open", self.tables)
         expect(self.sequenced == set(self.database.visible), "more than was committed")
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Ranges joined where they touch; those that overlap stay apart, and so differ."""
+    """Join adjacent ranges; overlapping ranges stay separate, and so compare as different."""
     joined: list[Range] = []
     for lo, hi in sorted(r for r in ranges if r[0] <= r[1]):
         if joined and joined[-1][1] + 1 == lo:

@@ -1,19 +1,18 @@
 """A reference model of PostgreSQL transactions, as far as the cursor depends on them.
 
-Everything that a producer can do between two statements of a batch is a method
-here, so that a Hypothesis machine and a plain random driver can interleave it
-at will.  Methods take small integers and pick by them among what there is;
-where nothing is possible they do nothing.
+Everything that a producer can do between two statements of a batch is a method, so that a
+Hypothesis machine and a random walk can interleave the steps. Methods take small integers as
+indexes into the possible choices; where nothing is possible they do nothing.
 
-What the model knows of PostgreSQL:
+The model has these properties of PostgreSQL:
 
-* a transaction takes the sequence's lock before it allocates, and keeps it to
-  its end, over savepoints and PREPARE TRANSACTION too;
-* its rows are visible to others *before* it lets go of its locks;
-* `pg_locks` is not read at one moment: who came or went meanwhile may be in it
-  or not;
-* PREPARE keeps the name of the holder, or changes it to `-1/xid` (14.0); a
-  crash always changes it, ends every other transaction, and skips ids.
+* A transaction locks the sequence before it allocates, and holds the lock to its end, across
+  savepoints and PREPARE TRANSACTION too.
+* Its rows become visible to others *before* it releases its locks.
+* `pg_locks` is not read atomically: a transaction that begins or ends during the scan may or
+  may not be in the result.
+* PREPARE keeps the name of the holder, or changes it to `-1/xid` (14.0). A crash always changes
+  the name, ends every other transaction, and skips ids.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outbox.core.sequencing.gaps import Holders
+    from outbox.core.sequencing.gaps import LockHolders
 
 
 class Stage(Enum):
@@ -41,7 +40,7 @@ class Row:
     id: int
     key: int
     after: frozenset[int]
-    """Ids of the same key that were committed when its INSERT began."""
+    """Ids of the same key that were committed when the INSERT of this row began."""
 
 
 @dataclass(eq=False)
@@ -49,45 +48,47 @@ class Transaction:
     name: str
     stage: Stage = Stage.OPEN
     holds: bool = False
-    """It has the sequence's lock."""
+    """The transaction holds the lock on the sequence."""
     rows: list[Row] = field(default_factory=list)
     wrote: bool = False
-    """It has a transaction id: it wrote a row, which may be rolled back by now."""
+    """The transaction has an xid: it wrote a row, which may have been rolled back."""
     savepoints: list[int] = field(default_factory=list)
     insert: tuple[int, frozenset[int]] | None = None
-    """The INSERT that is under way: its key, and what it came after."""
+    """The INSERT in progress: its key, and the ids that were committed before it."""
 
 
-class Look:
-    """One look at `pg_locks`, which takes a while."""
+class LockScan:
+    """A scan of `pg_locks`, which is not atomic."""
 
-    def __init__(self, present: Holders, running: Holders) -> None:
+    def __init__(self, present: LockHolders, running: LockHolders) -> None:
         self._throughout = set(present)
         self._at_times = set(present)
         self._running_at_start = running
 
-    def came(self, name: str) -> None:
+    def acquired(self, name: str) -> None:
         self._at_times.add(name)
 
-    def went(self, name: str) -> None:
+    def released(self, name: str) -> None:
         self._throughout.discard(name)
 
     def renamed(self, name: str, new_name: str) -> None:
-        # A lock changes hands at one moment, so one of the two is always seen.
+        # A lock changes its owner atomically, so a scan always sees one of the two names.
         self._at_times.add(new_name)
         if name in self._throughout:
             self._throughout.remove(name)
             self._throughout.add(new_name)
 
-    def holders(self, choice: int) -> Holders:
-        """What it saw; the bits of `choice` decide about who came or went meanwhile."""
+    def holders(self, choice: int) -> LockHolders:
+        """Return the observed holders; the bits of `choice` decide about transactions that began or
+        ended during the scan.
+        """
         doubtful = sorted(self._at_times - self._throughout)
         return frozenset(self._throughout).union(
             name for n, name in enumerate(doubtful) if choice >> n & 1
         )
 
-    def running(self, holders: Holders) -> Holders:
-        """Those whose rows were invisible to a snapshot taken when the look began."""
+    def running(self, holders: LockHolders) -> LockHolders:
+        """Return the holders whose rows were invisible to a snapshot taken when the scan began."""
         return holders & self._running_at_start
 
 
@@ -101,78 +102,80 @@ class Database:
         self.visible: dict[int, Row] = {}
         self.last_id = 0
         self.ends = 0
-        """How often a transaction became visible, let go of its locks, or changed its name."""
+        """Counts commits becoming visible, released locks, and renamed holders."""
         self._transactions_max = transactions_max
         self._keys = keys
         self._prepare_renames = prepare_renames
         self._numbers = count(1)
-        self._looks: list[Look] = []
+        self._lock_scans: list[LockScan] = []
 
-    # ---------------------------------------------------------------- seeing
+    # ------------------------------------------------------------ visibility
 
-    def of(self, *stages: Stage) -> list[Transaction]:
+    def in_stage(self, *stages: Stage) -> list[Transaction]:
         return [t for t in self.transactions if t.stage in stages]
 
     @property
     def idle(self) -> list[Transaction]:
-        """Open ones that are between two statements."""
-        return [t for t in self.of(Stage.OPEN) if t.insert is None]
+        """Open transactions between two statements."""
+        return [t for t in self.in_stage(Stage.OPEN) if t.insert is None]
 
     @property
-    def holders(self) -> Holders:
+    def holders(self) -> LockHolders:
         return frozenset(t.name for t in self.transactions if t.holds)
 
     @property
-    def running(self) -> Holders:
-        """Holders with a transaction id that a new snapshot takes for unfinished."""
-        return frozenset(t.name for t in self.of(Stage.OPEN, Stage.PREPARED) if t.holds and t.wrote)
+    def running(self) -> LockHolders:
+        """Holders with an xid that a new snapshot considers in progress."""
+        return frozenset(
+            t.name for t in self.in_stage(Stage.OPEN, Stage.PREPARED) if t.holds and t.wrote
+        )
 
     def rows_to_come(self) -> Iterator[Row]:
-        """What would be committed if every transaction were."""
-        for t in self.of(Stage.OPEN, Stage.PREPARED):
+        """Rows that would be committed if every transaction committed."""
+        for t in self.in_stage(Stage.OPEN, Stage.PREPARED):
             yield from t.rows
 
-    def look(self) -> Look:
-        """Begin to look at the locks; `looked` ends it."""
-        look = Look(self.holders, self.running)
-        self._looks.append(look)
-        return look
+    def scan_locks(self) -> LockScan:
+        """Begin a scan of the locks; `end_lock_scan` ends it."""
+        scan_locks = LockScan(self.holders, self.running)
+        self._lock_scans.append(scan_locks)
+        return scan_locks
 
-    def looked(self, look: Look) -> None:
-        self._looks.remove(look)
+    def end_lock_scan(self, scan_locks: LockScan) -> None:
+        self._lock_scans.remove(scan_locks)
 
-    # ------------------------------------------------------- what can happen
+    # ---------------------------------------------------------------- events
 
     def begin(self) -> None:
         if len(self.transactions) < self._transactions_max:
             self._open()
 
     def insert(self, i: int, key: int) -> None:
-        """An INSERT begins, and takes the sequence's lock."""
+        """Begin an INSERT, which locks the sequence."""
         if idle := self.idle:
             self._begin_insert(idle[i % len(idle)], key)
 
     def allocate(self, i: int, ids: int) -> None:
-        """The INSERT that is under way allocates ids and writes its rows."""
-        if busy := [t for t in self.of(Stage.OPEN) if t.insert is not None]:
+        """Allocate ids and write the rows of the INSERT in progress."""
+        if busy := [t for t in self.in_stage(Stage.OPEN) if t.insert is not None]:
             self._finish_insert(busy[i % len(busy)], ids)
 
     def start(self, key: int, ids: int) -> None:
-        """A transaction begins, and inserts."""
+        """Begin a transaction with an INSERT."""
         if len(self.transactions) < self._transactions_max:
             t = self._open()
             self._begin_insert(t, key)
             self._finish_insert(t, ids)
 
     def finish(self, i: int) -> None:
-        """A transaction commits, and lets go of its locks."""
-        if able := [*self.idle, *self.of(Stage.PREPARED)]:
+        """Commit a transaction and release its locks."""
+        if able := [*self.idle, *self.in_stage(Stage.PREPARED)]:
             t = able[i % len(able)]
             self._make_visible(t)
             self._end(t)
 
     def publish(self, key: int) -> None:
-        """A whole transaction, which no limit keeps out."""
+        """Execute a whole transaction, regardless of the limit on open ones."""
         t = self._open()
         self._begin_insert(t, key)
         self._finish_insert(t, 1)
@@ -180,7 +183,7 @@ class Database:
         self._end(t)
 
     def burn(self, ids: int) -> None:
-        """setval: ids that belong to nobody."""
+        """Skip ids with setval."""
         self.last_id += ids
 
     def savepoint(self, i: int) -> None:
@@ -189,7 +192,7 @@ class Database:
             t.savepoints.append(len(t.rows))
 
     def rollback_to_savepoint(self, i: int) -> None:
-        if marked := [t for t in self.of(Stage.OPEN) if t.savepoints]:
+        if marked := [t for t in self.in_stage(Stage.OPEN) if t.savepoints]:
             t = marked[i % len(marked)]
             del t.rows[t.savepoints.pop() :]
             t.insert = None
@@ -202,21 +205,21 @@ class Database:
                 self._rename(t)
 
     def commit(self, i: int) -> None:
-        """The rows become visible; the locks are still held."""
-        if able := [*self.idle, *self.of(Stage.PREPARED)]:
+        """Make the rows visible; the locks are still held."""
+        if able := [*self.idle, *self.in_stage(Stage.PREPARED)]:
             self._make_visible(able[i % len(able)])
 
     def release(self, i: int) -> None:
-        """A committed transaction lets go of its locks."""
-        if done := self.of(Stage.VISIBLE):
+        """Release the locks of a committed transaction."""
+        if done := self.in_stage(Stage.VISIBLE):
             self._end(done[i % len(done)])
 
     def rollback(self, i: int) -> None:
-        if unfinished := self.of(Stage.OPEN, Stage.PREPARED):
+        if unfinished := self.in_stage(Stage.OPEN, Stage.PREPARED):
             self._end(unfinished[i % len(unfinished)])
 
     def crash(self, skipped: int) -> None:
-        """The server crashes and recovers; some ids are never allocated."""
+        """Crash the server and recover it; some ids are never allocated."""
         for t in list(self.transactions):
             if t.stage is Stage.PREPARED:
                 self._rename(t)
@@ -225,13 +228,13 @@ class Database:
         self.last_id += skipped
 
     def end_all(self, commits: int) -> None:
-        """Every transaction ends; the bits of `commits` say which of them commit."""
+        """End every transaction; the bits of `commits` decide which of them commit."""
         for n, t in enumerate(list(self.transactions)):
             if t.stage is not Stage.VISIBLE and t.insert is None and commits >> n & 1:
                 self._make_visible(t)
             self._end(t)
 
-    # ---------------------------------------------------------------- inside
+    # ------------------------------------------------------------- internals
 
     def _open(self) -> Transaction:
         t = Transaction(f"3/{next(self._numbers)}")
@@ -243,8 +246,8 @@ class Database:
         t.insert = (key, frozenset(i for i, row in self.visible.items() if row.key == key))
         if not t.holds:
             t.holds = True
-            for look in self._looks:
-                look.came(t.name)
+            for scan_locks in self._lock_scans:
+                scan_locks.acquired(t.name)
 
     def _finish_insert(self, t: Transaction, ids: int) -> None:
         assert t.insert is not None
@@ -263,12 +266,12 @@ class Database:
     def _end(self, t: Transaction) -> None:
         self.transactions.remove(t)
         self.ends += 1
-        for look in self._looks:
-            look.went(t.name)
+        for scan_locks in self._lock_scans:
+            scan_locks.released(t.name)
 
     def _rename(self, t: Transaction) -> None:
         name, t.name = t.name, f"-1/{next(self._numbers)}"
         self.ends += 1
         if t.holds:
-            for look in self._looks:
-                look.renamed(name, t.name)
+            for scan_locks in self._lock_scans:
+                scan_locks.renamed(name, t.name)

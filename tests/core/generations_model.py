@@ -1,9 +1,8 @@
-"""An endpoint's world while its number of lanes changes, and its owners die.
+"""Model of an endpoint whose lane count changes while its owners crash.
 
-Every generation has its own lanes; a key has its lane by its number modulo the
-number of lanes.  The owner works as the dispatcher does it: a lane does nothing
-until it is activated, and rests when it has nothing to do.  What breaks the
-order of a key is a `Violation`.
+Every generation has its own lanes; a key is mapped to a lane by its number modulo the lane count.
+The owner works as the dispatcher does: a lane is idle until it is activated, and rests when it has
+no work. A broken order of a key is a `Violation`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import Fetch, Gate, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.lane_generations import Generations
-from outbox.core.model.response import Answer, Failure, Verdict, classify
+from outbox.core.delivery.lane_generations import LaneGenerations
+from outbox.core.model.response import AttemptResult, Failure, Verdict, classify
 from tests.core.invariants import expect
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_tables import EPOCH_S, Disk, Receiver, delivery
@@ -26,67 +25,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Faults:
-    """What a wrong relay does around the generations."""
+    """Errors of the code around the generations."""
 
-    counts_before_the_change: bool = False
-    """The last numbers of lanes that end are not read again."""
-    forgets_at_take_over: bool = False
-    """Who takes over asks for the newest lanes alone."""
+    skips_final_read: bool = False
+    """Do not fetch the last numbers of lanes that end."""
+    loads_newest_lanes_only: bool = False
+    """Let a new owner load the newest lanes only."""
     forgets_blocks: bool = False
-    """Who takes over takes an older lane that owes nothing for drained."""
+    """Let a new owner treat a blocked older lane without pending deliveries as drained."""
 
 
 NO_FAULTS = Faults()
 
 
-class Home:
-    """What an owner has in memory; gone when it dies."""
+class OwnerState:
+    """The in-memory state of an owner, lost when it crashes."""
 
     def __init__(self) -> None:
         self.lanes: dict[int, Lane] = {}
-        self.generations = Generations()
+        self.generations = LaneGenerations()
         self.ready: dict[int, None] = {}
         self.held: set[int] = set()
-        """Lanes that the endpoint's health does not let send."""
+        """Lanes that the circuit breaker holds back."""
         self.timers: dict[int, float] = {}
         self.sending: dict[int, Send] = {}
         self.fetching: dict[int, Fetch] = {}
         self.pending: list[Record] = []
         self.delivered: dict[int, int] = {}
-        """By lane the last number that was answered with success."""
+        """The last delivered number, by lane."""
         self.ended: set[int] = set()
-        """Lanes that are known to be of an older generation."""
+        """Lanes that are known to belong to an older generation."""
 
 
 class World:
-    """One endpoint: its tables, its receiver and, one after the other, its owners."""
+    """One endpoint: its tables, its receiver and its successive owners."""
 
     def __init__(
         self,
         lanes: int,
         lane: type[Lane] = Lane,
-        generations: type[Generations] = Generations,
+        generations: type[LaneGenerations] = LaneGenerations,
         faults: Faults = NO_FAULTS,
     ) -> None:
         self._lane_type, self._generations_type, self._faults = lane, generations, faults
         self.now = EPOCH_S
         self.disks: dict[int, Disk] = {}
-        """By lane, in the order of the generations."""
+        """Lanes in order of their generations."""
         self.receivers: dict[int, Receiver] = {}
         self.generation_of: dict[int, int] = {}
         self.slots: list[int] = []
-        """The lanes of the newest generation."""
+        """Lanes of the newest generation."""
         self._batch = 0
         self._of_key: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._place: dict[tuple[int, int], tuple[int, int]] = {}
-        """The key of a number, and the how manieth of its key it is."""
+        """The key of each number, and its position within the key."""
         self.change(lanes)
         self._take_over()
 
-    # ---------------------------------------------------------------- the world
+    # -------------------------------------------------------------- environment
 
     def change(self, lanes: int) -> None:
-        """An operator changes the number of lanes; the owner hears of it later."""
+        """Change the lane count; the owner is notified later."""
         generation = 1 + max(self.generation_of.values(), default=0)
         for lane_id in self.slots:
             self.disks[lane_id].closed = True
@@ -96,31 +95,31 @@ class World:
             self.disks[lane_id], self.receivers[lane_id] = Disk(), Receiver()
             self.generation_of[lane_id] = generation
 
-    def publish(self, key: int, *, told: bool) -> None:
-        """An event with a key is given its number; its owner may hear of it later."""
+    def publish(self, key: int, *, announced: bool) -> None:
+        """Publish an event with a key; its owner may be notified later."""
         self._batch += 1
         lane_id = self.slots[key % len(self.slots)]
         disk = self.disks[lane_id]
         disk.give_out(delivery(disk.last_seq + 1, self._batch), self.now)
         self._place[lane_id, disk.last_seq] = key, len(self._of_key[key])
         self._of_key[key].append((lane_id, disk.last_seq))
-        if told and lane_id in self.home.lanes:
-            self.home.lanes[lane_id].offered(disk.last_seq, self.now)
+        if announced and lane_id in self.owner_state.lanes:
+            self.owner_state.lanes[lane_id].extend_to(disk.last_seq, self.now)
             self._activate(lane_id)
 
     def unblock(self, i: int) -> None:
-        """An operator lets a lane go on."""
+        """Unblock a lane as an operator does."""
         blocked = [lane_id for lane_id, disk in self.disks.items() if disk.blocked]
         if blocked:
             lane_id = blocked[i % len(blocked)]
             self.disks[lane_id].blocked = False
-            if lane_id in self.home.lanes:
-                self.home.lanes[lane_id].unblock()
+            if lane_id in self.owner_state.lanes:
+                self.owner_state.lanes[lane_id].unblock()
                 self._activate(lane_id)
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        for lane_id, at in list(self.home.timers.items()):
+        for lane_id, at in list(self.owner_state.timers.items()):
             if at <= self.now:
                 self._activate(lane_id)
 
@@ -128,149 +127,154 @@ class World:
 
     def _load(self, lane_id: int) -> None:
         disk = self.disks[lane_id]
-        self.home.lanes[lane_id] = self._lane_type(
+        self.owner_state.lanes[lane_id] = self._lane_type(
             lane_id,
             disk.progress,
             disk.tail(),
             disk.last_seq,
             self._batch,
-            owed_since=disk.owed_since,
+            pending_since=disk.pending_since,
             blocked=disk.blocked,
             ended=disk.closed,
         )
         if disk.closed:
-            self.home.ended.add(lane_id)
+            self.owner_state.ended.add(lane_id)
 
     def _take_over(self) -> None:
-        self.home = Home()
+        self.owner_state = OwnerState()
         for lane_id, disk in self.disks.items():
-            owes = disk.last_seq > disk.progress.acked_seq and not self._faults.forgets_at_take_over
+            has_pending = (
+                disk.last_seq > disk.progress.acked_seq and not self._faults.loads_newest_lanes_only
+            )
             holds = disk.blocked and not self._faults.forgets_blocks
-            if not disk.closed or owes or holds:
+            if not disk.closed or has_pending or holds:
                 self._load(lane_id)
         self._arrange()
 
     def notice(self) -> None:
-        """The owner reads the lanes anew, all of them in one snapshot."""
+        """Reload all lanes in one snapshot."""
         for lane_id, disk in self.disks.items():
-            lane = self.home.lanes.get(lane_id)
+            lane = self.owner_state.lanes.get(lane_id)
             if lane is not None:
-                if not (disk.closed and self._faults.counts_before_the_change):
-                    lane.offered(disk.last_seq, self.now)
+                if not (disk.closed and self._faults.skips_final_read):
+                    lane.extend_to(disk.last_seq, self.now)
                 if disk.closed:
-                    lane.end()
-                    self.home.ended.add(lane_id)
+                    lane.mark_ended()
+                    self.owner_state.ended.add(lane_id)
             elif not disk.closed or disk.last_seq > disk.progress.acked_seq:
                 self._load(lane_id)
         self._arrange()
 
     def _arrange(self) -> None:
-        home = self.home
-        home.generations = self._generations_type(
+        owner_state = self.owner_state
+        owner_state.generations = self._generations_type(
             (lane_id, self.generation_of[lane_id])
-            for lane_id in home.ended
-            if not home.lanes[lane_id].drained
+            for lane_id in owner_state.ended
+            if not owner_state.lanes[lane_id].drained
         )
         self._activate_all()
 
     def _activate(self, lane_id: int) -> None:
-        if lane_id not in self.home.sending:
-            self.home.ready[lane_id] = None
+        if lane_id not in self.owner_state.sending:
+            self.owner_state.ready[lane_id] = None
 
     def _activate_all(self) -> None:
-        for lane_id, lane in self.home.lanes.items():
-            if lane.owed:
+        for lane_id, lane in self.owner_state.lanes.items():
+            if lane.pending:
                 self._activate(lane_id)
 
     def crash(self, written: int, *, received: bool) -> None:
-        """The owner dies; so many of the records that wait reach the disk all the same."""
-        self._write(self.home.pending[:written])
+        """Crash the owner after this many pending records were written."""
+        self._write(self.owner_state.pending[:written])
         if received:
-            for lane_id, send in self.home.sending.items():
+            for lane_id, send in self.owner_state.sending.items():
                 self._receive(lane_id, send)
         self._take_over()
 
     def proceed(self, i: int, gate: Gate = Gate.OPEN) -> None:
-        """One of the lanes that are active does one thing."""
-        home = self.home
-        if not home.ready:
+        """Let one active lane execute its next command."""
+        owner_state = self.owner_state
+        if not owner_state.ready:
             return
-        lane_id = list(home.ready)[i % len(home.ready)]
-        lane = home.lanes[lane_id]
-        home.timers.pop(lane_id, None)
-        may_send = home.generations.may_send(self.generation_of[lane_id])
+        lane_id = list(owner_state.ready)[i % len(owner_state.ready)]
+        lane = owner_state.lanes[lane_id]
+        owner_state.timers.pop(lane_id, None)
+        may_send = owner_state.generations.may_send(self.generation_of[lane_id])
         command = lane.next(self.now, gate if may_send else Gate.SHUT)
         match command:
             case Send() as send:
-                self._expect_rightly_sent(lane_id, send)
-                home.sending[lane_id] = send
+                self._expect_key_order(lane_id, send)
+                owner_state.sending[lane_id] = send
                 self._fetch(lane_id, lane.fetch())
             case Record() as record:
-                home.pending.append(record)
+                owner_state.pending.append(record)
             case Fetch() as fetch:
                 self._fetch(lane_id, fetch)
             case Wait(until):
-                home.timers[lane_id] = until
+                owner_state.timers[lane_id] = until
             case None if gate is Gate.SHUT:
-                home.held.add(lane_id)
-        del home.ready[lane_id]
+                owner_state.held.add(lane_id)
+        del owner_state.ready[lane_id]
         self._rest(lane_id)
 
     def _rest(self, lane_id: int) -> None:
-        home = self.home
-        drained = lane_id in home.ended and home.lanes[lane_id].drained
-        if drained and home.generations.drained(lane_id, self.generation_of[lane_id]):
+        owner_state = self.owner_state
+        drained = lane_id in owner_state.ended and owner_state.lanes[lane_id].drained
+        if drained and owner_state.generations.remove_drained(lane_id, self.generation_of[lane_id]):
             self._activate_all()
 
     def release(self) -> None:
-        """The endpoint is well again."""
-        for lane_id in self.home.held:
+        """Release the lanes: the endpoint is healthy again."""
+        for lane_id in self.owner_state.held:
             self._activate(lane_id)
-        self.home.held.clear()
+        self.owner_state.held.clear()
 
     def _fetch(self, lane_id: int, fetch: Fetch | None) -> None:
         if fetch is not None:
-            expect(lane_id not in self.home.fetching, "two reads are under way")
-            self.home.fetching[lane_id] = fetch
+            expect(lane_id not in self.owner_state.fetching, "two reads are under way")
+            self.owner_state.fetching[lane_id] = fetch
 
     def fetched(self, i: int, rows: int) -> None:
-        if self.home.fetching:
-            lane_id = list(self.home.fetching)[i % len(self.home.fetching)]
-            fetch = self.home.fetching.pop(lane_id)
-            self.home.lanes[lane_id].fetched(self.disks[lane_id].read(fetch, rows))
+        if self.owner_state.fetching:
+            lane_id = list(self.owner_state.fetching)[i % len(self.owner_state.fetching)]
+            fetch = self.owner_state.fetching.pop(lane_id)
+            self.owner_state.lanes[lane_id].append_fetched(self.disks[lane_id].read(fetch, rows))
             self._activate(lane_id)
 
-    def answer(self, i: int, status: int | None, *, received: bool, blocks: bool = False) -> None:
-        """A request is answered, in any order; without a status it timed out."""
-        home = self.home
-        if not home.sending:
+    def response(self, i: int, status: int | None, *, received: bool, blocks: bool = False) -> None:
+        """Complete a request, in any order; without a status it timed out."""
+        owner_state = self.owner_state
+        if not owner_state.sending:
             return
-        lane_id = list(home.sending)[i % len(home.sending)]
-        send = home.sending.pop(lane_id)
+        lane_id = list(owner_state.sending)[i % len(owner_state.sending)]
+        send = owner_state.sending.pop(lane_id)
         if status == 409 and send.delivery.seq not in self.receivers[lane_id].got:
             status = 400
         if status is None:
-            answer = Answer.failed(Failure.TIMEOUT, "", 0.1)
+            response = AttemptResult.failed(Failure.TIMEOUT, "", 0.1)
         else:
             received = 200 <= status <= 299
-            answer = Answer.of(status, 0.1)
+            response = AttemptResult.completed(status, 0.1)
         if received:
             self._receive(lane_id, send)
-        verdict = classify(answer, maybe_sent_before=send.maybe_sent_before)
-        record = home.lanes[lane_id].answered(
-            verdict, answer, POLICY, started_at=self.now, now=self.now, u=0.5, blocks=blocks
+        verdict = classify(response, maybe_sent_before=send.maybe_sent_before)
+        record = owner_state.lanes[lane_id].record_result(
+            verdict, response, POLICY, started_at=self.now, now=self.now, u=0.5, blocks=blocks
         )
-        home.pending.append(record)
+        owner_state.pending.append(record)
         if verdict is Verdict.DELIVERED:
-            home.delivered[lane_id] = send.delivery.seq
+            owner_state.delivered[lane_id] = send.delivery.seq
             self._activate(lane_id)
 
     def write(self, records: int) -> None:
-        """The recorder writes what waits, in order, and tells its lanes."""
-        group, self.home.pending = self.home.pending[:records], self.home.pending[records:]
+        """Write pending records in order, as the recorder does, and notify their lanes."""
+        group, self.owner_state.pending = (
+            self.owner_state.pending[:records],
+            self.owner_state.pending[records:],
+        )
         self._write(group)
         for record in group:
-            self.home.lanes[record.lane_id].recorded(record)
+            self.owner_state.lanes[record.lane_id].confirm_recorded(record)
             if record.urgent:
                 self._activate(record.lane_id)
 
@@ -279,26 +283,31 @@ class World:
             self.disks[record.lane_id].write([record])
 
     def checkpoint(self) -> None:
-        for lane_id, lane in self.home.lanes.items():
+        for lane_id, lane in self.owner_state.lanes.items():
             self.disks[lane_id].checkpoint(lane.checkpoint())
 
-    # ----------------------------------------------------------- the promises
+    # ------------------------------------------------------------- invariants
 
-    def _over(self, lane_id: int) -> int:
-        """Up to here everything was answered with success, or its end is on disk."""
-        return max(self.disks[lane_id].ended, self.home.delivered.get(lane_id, 0))
+    def _settled_seq(self, lane_id: int) -> int:
+        """Return the last number up to which all are delivered, or their outcome is written."""
+        return max(self.disks[lane_id].ended, self.owner_state.delivered.get(lane_id, 0))
 
-    def _expect_rightly_sent(self, lane_id: int, send: Send) -> None:
+    def _expect_key_order(self, lane_id: int, send: Send) -> None:
         seq, disk = send.delivery.seq, self.disks[lane_id]
         for other, generation in self.generation_of.items():
             if generation < self.generation_of[lane_id]:
-                owed = self.disks[other].last_seq - self._over(other)
-                expect(not owed, "an older generation still owes", (lane_id, seq), (other, owed))
+                pending = self.disks[other].last_seq - self._settled_seq(other)
+                expect(
+                    not pending,
+                    "an older generation still has pending deliveries",
+                    (lane_id, seq),
+                    (other, pending),
+                )
                 expect(not self.disks[other].blocked, "an older generation waits for an operator")
         key, n = self._place[lane_id, seq]
         for before, number in self._of_key[key][:n]:
-            expect(number <= self._over(before), "a key is turned around", key, n)
-        ends = lane_id in self.home.ended and seq == disk.last_seq
+            expect(number <= self._settled_seq(before), "a key is turned around", key, n)
+        ends = lane_id in self.owner_state.ended and seq == disk.last_seq
         expect(send.lane_ends == ends, "it is wrong about the end of the lane", lane_id, seq)
 
     def _receive(self, lane_id: int, send: Send) -> None:
@@ -308,32 +317,34 @@ class World:
         if is_first:
             key, n = self._place[lane_id, seq]
             for before, number in self._of_key[key][:n]:
-                came = number in self.receivers[before].got
+                acquired = number in self.receivers[before].got
                 dead = number in self.disks[before].dead
-                expect(came or dead, "a key comes in another order", key, n)
+                expect(acquired or dead, "a key comes in another order", key, n)
 
     def expect_everything_ends(self) -> None:
-        """Whatever was owed is sent, in all generations, without another word."""
+        """Check that everything pending is sent, in all generations, without further input."""
         self.notice()
-        home, steps = self.home, 0
+        owner_state, steps = self.owner_state, 0
         steps_max = 200 + 20 * sum(disk.last_seq for disk in self.disks.values())
         while any(disk.ended < disk.last_seq for disk in self.disks.values()):
             steps += 1
             expect(steps < steps_max, "it does not end")
             self.unblock(0)
             self.release()
-            if home.ready:
+            if owner_state.ready:
                 self.proceed(steps)
-            elif home.fetching:
+            elif owner_state.fetching:
                 self.fetched(steps, 4)
-            elif home.sending:
-                self.answer(steps, 200, received=True)
-            elif home.pending:
-                self.write(len(home.pending))
+            elif owner_state.sending:
+                self.response(steps, 200, received=True)
+            elif owner_state.pending:
+                self.write(len(owner_state.pending))
             else:
-                owes = [lane_id for lane_id, lane in home.lanes.items() if lane.owed]
-                expect(bool(home.timers), "what is owed is forgotten", owes)
-                self.tick(max(min(home.timers.values()) - self.now, 0.0))
+                has_pending = [
+                    lane_id for lane_id, lane in owner_state.lanes.items() if lane.pending
+                ]
+                expect(bool(owner_state.timers), "what is pending is forgotten", has_pending)
+                self.tick(max(min(owner_state.timers.values()) - self.now, 0.0))
         for lane_id, disk in self.disks.items():
             for row in disk.delivered:
-                expect(row.seq in self.receivers[lane_id].got, "delivered to nobody", row)
+                expect(row.seq in self.receivers[lane_id].got, "delivered to no receiver", row)

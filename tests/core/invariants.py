@@ -1,13 +1,13 @@
-"""What the models of this directory say when the code under test is wrong."""
+"""The exception that models raise when the code under test is wrong."""
 
 from __future__ import annotations
 
 
 class Violation(AssertionError):
-    """A promise was broken."""
+    """An invariant does not hold."""
 
 
 def expect(holds: bool, what: str, *seen: object) -> None:
-    """Raise a Violation unless it holds; `seen` goes with it."""
+    """Raise a Violation with the details in `seen` unless the condition holds."""
     if not holds:
         raise Violation(f"{what}: {seen}" if seen else what)

@@ -1,6 +1,6 @@
-"""What a lane's owners share: the tables, and a receiver that remembers.
+"""What a lane's successive owners share: the tables, and a receiver with memory.
 
-Both check what reaches them; what must not be is a `Violation`.
+Both check what they receive; an error is a `Violation`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from outbox.core.delivery.commands import DeadRange, Gone, Progress
+from outbox.core.delivery.commands import DeadRange, ErasedEvent, Progress
 from outbox.core.delivery.message import Delivery
-from outbox.receiver.lane_order import LaneOrder, State
+from outbox.receiver.lane_order import LaneOrder, SequenceState
 from tests.core.invariants import expect
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ EPOCH_S = 1_700_000_000.0
 
 
 def delivery(seq: int, batch: int = 1, expires_at: datetime | None = None) -> Delivery:
-    """The event of a number."""
+    """Return the delivery of a sequence number."""
     return Delivery(
         endpoint_id=ENDPOINT,
         lane="lane",
@@ -45,25 +45,25 @@ def delivery(seq: int, batch: int = 1, expires_at: datetime | None = None) -> De
 
 
 class Disk:
-    """The tables, written in one statement for each group as the recorder does it."""
+    """The tables, written in one statement per group, as the recorder does it."""
 
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []
         self.erased: set[int] = set()
-        """Numbers whose event is gone."""
+        """Numbers whose event was erased."""
         self.progress = Progress()
         self.delivered: list[AttemptRow] = []
-        """The successful rows of the attempt log, in the order of their numbers."""
+        """The successful rows of the attempt log, in order of their numbers."""
         self.failed: Counter[int] = Counter()
-        """How many rows of the attempt log say that a number failed."""
+        """The number of failed attempts in the attempt log, by sequence number."""
         self.dead: dict[int, DeadLetter | DeadRange] = {}
-        """What was given up, by number."""
+        """Dead letters by number."""
         self.given_out_at: list[float] = []
         self.blocked = False
         self.closed = False
         """The lane belongs to an older generation."""
         self.folded = Progress()
-        """Checkpoint and tail, as who takes over has to understand them."""
+        """The checkpoint and tail, as a new owner must read them."""
 
     @property
     def last_seq(self) -> int:
@@ -71,12 +71,12 @@ class Disk:
 
     @property
     def ended(self) -> int:
-        """Every number up to this one has an outcome."""
+        """The last number up to which every number has an outcome."""
         return len(self.delivered) + len(self.dead)
 
     @property
-    def owed_since(self) -> float | None:
-        """When the first number without an outcome was given out."""
+    def pending_since(self) -> float | None:
+        """Time at which the first number without an outcome was sequenced."""
         return self.given_out_at[self.ended] if self.ended < self.last_seq else None
 
     def give_out(self, delivery: Delivery, now: float) -> None:
@@ -84,20 +84,20 @@ class Disk:
         self.deliveries.append(delivery)
         self.given_out_at.append(now)
 
-    def read(self, fetch: Fetch, rows: int) -> list[Delivery | Gone]:
-        """The next deliveries, as `READ_DELIVERIES` finds them."""
+    def read(self, fetch: Fetch, rows: int) -> list[Delivery | ErasedEvent]:
+        """Return the next deliveries, as `READ_DELIVERIES` does."""
         found = [
             d
             for d in self.deliveries[fetch.after_seq :]
             if d.batch >= fetch.floor_batch and d.seq > fetch.after_seq
         ]
         return [
-            Gone(ENDPOINT, d.seq, d.batch, d.outbox_id) if d.seq in self.erased else d
+            ErasedEvent(ENDPOINT, d.seq, d.batch, d.outbox_id) if d.seq in self.erased else d
             for d in found[:rows]
         ]
 
     def tail(self) -> list[tuple[int, int, float]]:
-        """What was delivered after the checkpoint."""
+        """Return the numbers that were delivered after the checkpoint."""
         p = self.progress
         first = bisect_right(self.delivered, p.acked_seq, key=lambda row: row.seq)
         return [
@@ -107,7 +107,7 @@ class Disk:
         ]
 
     def write(self, group: Sequence[Record]) -> None:
-        """Attempts, dead letters and progress of a group, all at once."""
+        """Write attempts, dead letters and progress of a group in one transaction."""
         for record in group:
             row = record.attempt
             if row is not None:
@@ -115,7 +115,7 @@ class Disk:
                 expect(row.batch == batch, "an attempt is logged in another batch", row)
                 self.failed[row.seq] += row.outcome != "delivered"
             if isinstance(record.dead, DeadRange):
-                self._give_up(record.dead)
+                self._dead_letter(record.dead)
                 expect(record.seq == record.dead.to_seq, "a range ends elsewhere", record)
             elif record.dead is not None:
                 self._expect_next(record.seq)
@@ -128,7 +128,7 @@ class Disk:
             self.blocked = self.blocked or record.blocks
         self._fold()
 
-    def _give_up(self, dead: DeadRange) -> None:
+    def _dead_letter(self, dead: DeadRange) -> None:
         self._expect_next(dead.seq)
         expect(dead.seq <= dead.to_seq <= self.last_seq, "a range of what there is not", dead)
         first = self.deliveries[dead.seq - 1]
@@ -137,7 +137,7 @@ class Disk:
         self.dead.update(dict.fromkeys(range(dead.seq, dead.to_seq + 1), dead))
 
     def checkpoint(self, progress: Progress) -> None:
-        """Checkpoints move forward only."""
+        """Check that checkpoints only move forward."""
         if progress.acked_seq > self.progress.acked_seq:
             self._move(progress)
             self._fold()
@@ -160,17 +160,21 @@ class Disk:
         expect(p.delivered_seq == last, "the last one delivered is another", p)
         expect(p.acked_seq >= was.acked_seq, "progress moves back", was, p)
         expect(p.floor_batch >= was.floor_batch, "the floor sinks", was, p)
-        owed = self.deliveries[p.acked_seq :]
-        expect(not owed or p.floor_batch <= owed[0].batch, "something owed lies below the floor", p)
+        pending = self.deliveries[p.acked_seq :]
+        expect(
+            not pending or p.floor_batch <= pending[0].batch,
+            "something pending lies below the floor",
+            p,
+        )
         expect((p.success_at is None) == (last == 0), "when did it last succeed?", p)
-        if p.head_seq is not None:
-            expect(p.attempts == self.failed[p.head_seq], "attempts are not what is logged", p)
-            if p.head_seq == was.head_seq and was.first_attempt_at is not None:
+        if p.retry_seq is not None:
+            expect(p.attempts == self.failed[p.retry_seq], "attempts are not what is logged", p)
+            if p.retry_seq == was.retry_seq and was.first_attempt_at is not None:
                 expect(p.first_attempt_at == was.first_attempt_at, "a budget begins anew", p)
 
 
 class Receiver:
-    """Remembers what it got, and checks the order by what receivers are told."""
+    """A receiver that remembers its deliveries, and checks their order by the delivery headers."""
 
     def __init__(self) -> None:
         self.got: dict[int, UUID] = {}
@@ -182,4 +186,4 @@ class Receiver:
         expect(known == d.event_id, f"{d.seq} changes its event")
         seen = self._order.observe(d.seq, send.previous_seq, str(d.outbox_id))
         expect(not seen.missing, f"{d.seq} comes, and these are missing", seen)
-        expect(self._order.count(State.MISSING) == 0, "something is missing", seen)
+        expect(self._order.count(SequenceState.MISSING) == 0, "something is missing", seen)

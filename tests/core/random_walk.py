@@ -1,4 +1,4 @@
-"""Random histories: finds what takes many steps sooner than Hypothesis does.
+"""Random walks: find violations that need many steps sooner than Hypothesis does.
 
 Every run has a seed, which a violation carries as a note.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.circuit_breaker import Health
+from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.lane_generations import Generations
+from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.model.response import Verdict
 from outbox.core.sequencing.gaps import GapTracker
 from tests.core import cursor_model, generations_model, lane_model
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 STATUSES = (200, 200, 200, 503, 503, 400, 409, None)
 
 
-def _wander_cursor(cursor: Cursor, rng: random.Random, steps: int) -> None:
-    """Let things happen at random, each run with weights of its own."""
+def _walk_cursor(cursor: Cursor, rng: random.Random, steps: int) -> None:
+    """Execute random steps, with different weights in each run."""
     database, below = cursor.database, rng.randrange
     happenings: list[tuple[float, Callable[[], None]]] = [
         (20, lambda: cursor.advance(below(16))),
@@ -62,7 +62,7 @@ def hunt_cursor(
     faults: cursor_model.Faults = cursor_model.NO_FAULTS,
     first_seed: int = 0,
 ) -> None:
-    """Wander `runs` times, each with its own seed."""
+    """Walk `runs` times, each time with another seed."""
     for seed in range(first_seed, first_seed + runs):
         rng = random.Random(seed)
         database = Database(
@@ -72,20 +72,20 @@ def hunt_cursor(
         )
         cursor = Cursor(database, tracker, faults, limit_max=rng.choice((1, 2, 5)))
         try:
-            _wander_cursor(cursor, rng, 300)
+            _walk_cursor(cursor, rng, 300)
         except Violation as violation:
             violation.add_note(f"seed {seed}")
             raise
 
 
-def _wander_lane(world: World, rng: random.Random, steps: int) -> None:
-    """Let things happen at random, each run with weights of its own."""
+def _walk_lane(world: World, rng: random.Random, steps: int) -> None:
+    """Execute random steps, with different weights in each run."""
     below, chance = rng.randrange, lambda: rng.random() < 0.5
     blocks, ends = rng.random() < 0.2, rng.random() < 0.3
     together = rng.choice(((None,), (None, 1, 3, 50), (3, 50)))
     happenings: list[tuple[float, Callable[[], object]]] = [
         (2, lambda: world.offer(1 + below(4), given=chance())),
-        (0.5, lambda: world.offer(1 + below(20), told=chance(), given=chance())),
+        (0.5, lambda: world.offer(1 + below(20), announced=chance(), given=chance())),
         (0.5, lambda: world.offer(2, expires_in_s=5 * rng.random())),
         (0.3, lambda: world.erase(below(4))),
         (0.3, world.reread),
@@ -94,7 +94,7 @@ def _wander_lane(world: World, rng: random.Random, steps: int) -> None:
         (6, lambda: world.fetched(1 + below(12))),
         (
             15,
-            lambda: world.answer(
+            lambda: world.response(
                 rng.choice(STATUSES),
                 received=chance(),
                 u=rng.random(),
@@ -112,7 +112,7 @@ def _wander_lane(world: World, rng: random.Random, steps: int) -> None:
         (0.5, world.unblock),
         (0.2 if ends else 0, world.end),
         (1, lambda: world.crash(below(4), received=chance(), skew_s=rng.choice((0, 0, -2, 2)))),
-        (1, lambda: world.ghost(below(4))),
+        (1, lambda: world.deliver_late_copy(below(4))),
         (0.2, world.stop),
         (1, world.hand_over),
     ]
@@ -128,17 +128,17 @@ def hunt_lane(
     faults: lane_model.Faults = lane_model.NO_FAULTS,
     first_seed: int = 0,
 ) -> None:
-    """Wander `runs` times, each with its own seed."""
+    """Walk `runs` times, each time with another seed."""
     for seed in range(first_seed, first_seed + runs):
         try:
-            _wander_lane(World(lane, faults), random.Random(seed), 300)
+            _walk_lane(World(lane, faults), random.Random(seed), 300)
         except Violation as violation:
             violation.add_note(f"seed {seed}")
             raise
 
 
-def _wander_health(endpoint: Endpoint, rng: random.Random, steps: int) -> None:
-    """Let things happen at random; the receiver's mood lasts for some steps."""
+def _walk_circuit_breaker(endpoint: Endpoint, rng: random.Random, steps: int) -> None:
+    """Execute random steps; the receiver's behaviour persists for some steps."""
     below = rng.randrange
     moods = (Verdict.DELIVERED, Verdict.DELIVERED, Verdict.RETRY, Verdict.REFUSED)
     mood, steady = rng.choice(moods), rng.choice((0.7, 0.95, 1.0))
@@ -147,18 +147,18 @@ def _wander_health(endpoint: Endpoint, rng: random.Random, steps: int) -> None:
         nonlocal mood
         mood = rng.choice(moods)
 
-    def answer() -> None:
+    def response() -> None:
         verdict = mood if rng.random() < steady else rng.choice(moods)
-        endpoint.answer(below(8), verdict, rng.random())
+        endpoint.response(below(8), verdict, rng.random())
 
     happenings: list[tuple[float, Callable[[], object]]] = [
         (2, lambda: endpoint.offer(below(8), 1 + below(5))),
         (0.5, lambda: endpoint.give_up(below(8))),
         (20, lambda: endpoint.work(below(8))),
-        (12, answer),
+        (12, response),
         (1, turn),
-        (0.3, lambda: endpoint.answer(below(8), Verdict.RETRY, rng.random(), 1 + below(100))),
-        (0.1, lambda: endpoint.answer(below(8), Verdict.REFUSED, gone=True)),
+        (0.3, lambda: endpoint.response(below(8), Verdict.RETRY, rng.random(), 1 + below(100))),
+        (0.1, lambda: endpoint.response(below(8), Verdict.REFUSED, gone=True)),
         (2, lambda: endpoint.tick(rng.choice((0.1, 1, 5)), late=rng.random() < 0.5)),
         (3, endpoint.jump),
         (0.2, endpoint.pause),
@@ -171,23 +171,25 @@ def _wander_health(endpoint: Endpoint, rng: random.Random, steps: int) -> None:
     endpoint.expect_everything_ends(rng.choice((None, below(8))))
 
 
-def hunt_health(runs: int, health: type[Health] = Health, first_seed: int = 0) -> None:
-    """Wander `runs` times, each with its own seed."""
+def hunt_health(
+    runs: int, health: type[CircuitBreaker] = CircuitBreaker, first_seed: int = 0
+) -> None:
+    """Walk `runs` times, each time with another seed."""
     for seed in range(first_seed, first_seed + runs):
         rng = random.Random(seed)
         try:
-            _wander_health(Endpoint(1 + rng.randrange(8), health), rng, 300)
+            _walk_circuit_breaker(Endpoint(1 + rng.randrange(8), health), rng, 300)
         except Violation as violation:
             violation.add_note(f"seed {seed}")
             raise
 
 
-def _wander_generations(world: generations_model.World, rng: random.Random, steps: int) -> None:
-    """Let things happen at random, each run with weights of its own."""
+def _walk_generations(world: generations_model.World, rng: random.Random, steps: int) -> None:
+    """Execute random steps, with different weights in each run."""
     below, chance = rng.randrange, lambda: rng.random() < 0.5
     blocks = chance()
     happenings: list[tuple[float, Callable[[], object]]] = [
-        (6, lambda: world.publish(below(5), told=chance())),
+        (6, lambda: world.publish(below(5), announced=chance())),
         (0.5, lambda: world.change(1 + below(4))),
         (1.5, world.notice),
         (20, lambda: world.proceed(below(16))),
@@ -196,7 +198,9 @@ def _wander_generations(world: generations_model.World, rng: random.Random, step
         (6, lambda: world.fetched(below(8), 1 + below(4))),
         (
             10,
-            lambda: world.answer(below(8), rng.choice(STATUSES), received=chance(), blocks=blocks),
+            lambda: world.response(
+                below(8), rng.choice(STATUSES), received=chance(), blocks=blocks
+            ),
         ),
         (8, lambda: world.write(1 + below(4))),
         (1, world.checkpoint),
@@ -213,16 +217,16 @@ def _wander_generations(world: generations_model.World, rng: random.Random, step
 def hunt_generations(
     runs: int,
     lane: type[Lane] = Lane,
-    generations: type[Generations] = Generations,
+    generations: type[LaneGenerations] = LaneGenerations,
     faults: generations_model.Faults = generations_model.NO_FAULTS,
     first_seed: int = 0,
 ) -> None:
-    """Wander `runs` times, each with its own seed."""
+    """Walk `runs` times, each time with another seed."""
     for seed in range(first_seed, first_seed + runs):
         rng = random.Random(seed)
         world = generations_model.World(rng.randint(1, 3), lane, generations, faults)
         try:
-            _wander_generations(world, rng, 300)
+            _walk_generations(world, rng, 300)
         except Violation as violation:
             violation.add_note(f"seed {seed}")
             raise

@@ -4,151 +4,151 @@ import pytest
 
 from outbox.core.admission.adaptive_scheduler import (
     ALONE_AFTER_S,
-    EACH_FIRST,
-    EACH_MIN,
-    LATE_ALONE_S,
-    LATE_S,
+    LAG_ALONE_MAX_S,
+    LAG_MAX_S,
     OPEN_MIN,
-    PacedTurns,
+    SHARE_FIRST,
+    SHARE_MIN,
+    AdaptiveRequestScheduler,
 )
-from outbox.core.admission.endpoint_queue import Line, Turn
+from outbox.core.admission.endpoint_queue import EndpointQueue, Slot
 
 LATE, IN_TIME, SINCE_S = 0.03, 0.0, 0.05
 
 
 class Loop:
-    """Endpoints with as many lanes as there is room for, whose receivers answer."""
+    """Endpoints with as many lanes as there are slots, whose receivers respond."""
 
     def __init__(self, in_flight_max: int = 1024) -> None:
-        self.turns = PacedTurns(in_flight_max)
+        self.scheduler = AdaptiveRequestScheduler(in_flight_max)
         self.now = 0.0
-        self.open: dict[Line, list[Turn]] = {}
+        self.open: dict[EndpointQueue, list[Slot]] = {}
 
-    def join(self, lanes: int, tenant: str | None = None) -> Line:
-        """An endpoint that has shown that it is quick, with lanes that all want to send."""
-        line = self.turns.join(tenant, None, None)
-        line.proven = True
-        self.open[line] = []
+    def join(self, lanes: int, tenant: str | None = None) -> EndpointQueue:
+        """Add a fast endpoint whose lanes all have deliveries to send."""
+        queue = self.scheduler.add_endpoint(tenant, None, None)
+        queue.known_fast = True
+        self.open[queue] = []
         for _ in range(lanes):
-            self._took(self.turns.ask(Turn(line), self.now))
-        return line
+            self._latency(self.scheduler.admit(Slot(queue), self.now))
+        return queue
 
-    def answer(self, many: int) -> None:
-        """So many requests end, and their lanes have more to send."""
+    def response(self, many: int) -> None:
+        """End this many requests; their lanes have more to send."""
         for _ in range(many):
-            line = max(self.open, key=lambda each: len(self.open[each]))
-            turn = self.open[line].pop(0)
-            self._took(self.turns.end(turn, self.now))
-            self._took(self.turns.ask(turn, self.now))
+            queue = max(self.open, key=lambda each: len(self.open[each]))
+            slot = self.open[queue].pop(0)
+            self._latency(self.scheduler.end(slot, self.now))
+            self._latency(self.scheduler.admit(slot, self.now))
 
     def once(self) -> None:
-        """A new endpoint has a request, and no more."""
-        turn = Turn(self.join(0))
-        self._took([each for each in self.turns.ask(turn, self.now) if each is not turn])
-        self._took(self.turns.end(turn, self.now))
+        """Add a new endpoint with a single request."""
+        slot = Slot(self.join(0))
+        self._latency([each for each in self.scheduler.admit(slot, self.now) if each is not slot])
+        self._latency(self.scheduler.end(slot, self.now))
 
-    def feel(self, late_s: float, answers: int) -> None:
-        """A look at the loop, in which so many answers came since the last one."""
+    def sample_lag(self, late_s: float, responses: int) -> None:
+        """Sample the loop lag after this many responses since the last sample."""
         self.now += SINCE_S
-        self.answer(answers)
-        self.turns.felt(late_s, SINCE_S)
+        self.response(responses)
+        self.scheduler.observe_lag(late_s, SINCE_S)
 
-    def _took(self, begun: list[Turn]) -> None:
-        for turn in begun:
-            self.open[turn.line].append(turn)
+    def _latency(self, begun: list[Slot]) -> None:
+        for slot in begun:
+            self.open[slot.queue].append(slot)
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])
-def test_while_the_loop_is_late_a_flood_has_less_and_less_open(tenant: str | None) -> None:
+def test_loop_lag_reduces_the_share_of_a_flood(tenant: str | None) -> None:
     loop = Loop()
     flood = loop.join(300, tenant)
-    assert len(loop.open[flood]) == EACH_FIRST
-    had = [EACH_FIRST]
+    assert len(loop.open[flood]) == SHARE_FIRST
+    had = [SHARE_FIRST]
     for _ in range(4):
-        loop.feel(LATE, answers=300)
-        loop.answer(300)
+        loop.sample_lag(LATE, responses=300)
+        loop.response(300)
         had.append(len(loop.open[flood]))
-    # What keeps the loop busy is left.
+    # The minimum share remains, which keeps the loop busy.
     assert had == [16, 8, 4, 4, 4]
     assert had[2] <= OPEN_MIN < had[1]
 
 
-def test_many_floods_have_less_each() -> None:
+def test_loop_lag_reduces_the_share_of_each_of_many_floods() -> None:
     loop = Loop()
     floods = [loop.join(50) for _ in range(20)]
     for _ in range(8):
-        loop.feel(LATE, answers=600)
-        loop.answer(600)
-    assert [len(loop.open[each]) for each in floods] == [EACH_MIN] * 20
+        loop.sample_lag(LATE, responses=600)
+        loop.response(600)
+    assert [len(loop.open[each]) for each in floods] == [SHARE_MIN] * 20
 
 
-def test_whoever_else_wants_something_has_its_turn_at_once() -> None:
+def test_another_holder_gets_a_slot_immediately() -> None:
     loop = Loop()
     loop.join(300)
-    loop.feel(LATE, answers=300)
-    quiet = loop.join(2)
-    assert len(loop.open[quiet]) == 2
+    loop.sample_lag(LATE, responses=300)
+    idle = loop.join(2)
+    assert len(loop.open[idle]) == 2
 
 
-def test_in_time_who_waits_gets_more_up_to_what_there_is_for_anybody() -> None:
+def test_without_lag_the_share_of_a_waiting_holder_grows_to_the_limit() -> None:
     loop = Loop()
     flood = loop.join(600)
     for _ in range(40):
-        loop.feel(IN_TIME, answers=100)
-    assert loop.turns.each_max == loop.turns.quick_max
-    loop.answer(600)
-    # Half of the room, as without any pressure.
-    assert len(loop.open[flood]) == loop.turns.quick_max // 2
+        loop.sample_lag(IN_TIME, responses=100)
+    assert loop.scheduler.share_max == loop.scheduler.fast_max
+    loop.response(600)
+    # Half of the slots, as without any pressure.
+    assert len(loop.open[flood]) == loop.scheduler.fast_max // 2
 
 
-def test_as_long_as_nobody_waits_nothing_changes() -> None:
+def test_the_share_is_constant_while_no_request_waits() -> None:
     loop = Loop()
-    loop.join(EACH_FIRST)
+    loop.join(SHARE_FIRST)
     for _ in range(5):
-        loop.feel(IN_TIME, answers=100)
-    assert loop.turns.each_max == EACH_FIRST
+        loop.sample_lag(IN_TIME, responses=100)
+    assert loop.scheduler.share_max == SHARE_FIRST
 
 
-def test_receivers_that_take_long_are_not_the_loop_s_doing() -> None:
+def test_slow_receivers_do_not_count_as_loop_lag() -> None:
     loop = Loop()
     loop.join(300)
-    for answers in (0, 1, 2):
-        loop.feel(LATE, answers)
-    assert loop.turns.each_max == EACH_FIRST
-    # Lateness that is none is not counted either, however much is done.
-    loop.feel(LATE_ALONE_S, answers=300)
-    assert loop.turns.each_max > EACH_FIRST
+    for responses in (0, 1, 2):
+        loop.sample_lag(LATE, responses)
+    assert loop.scheduler.share_max == SHARE_FIRST
+    # Negligible lag does not count either, however much work is done.
+    loop.sample_lag(LAG_ALONE_MAX_S, responses=300)
+    assert loop.scheduler.share_max > SHARE_FIRST
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])
-def test_whoever_is_alone_has_more_open_until_somebody_else_is_there(tenant: str | None) -> None:
+def test_a_single_holder_has_a_larger_share_until_another_one_appears(tenant: str | None) -> None:
     loop = Loop()
     loop.join(300, tenant)
     if tenant is not None:
-        # Another endpoint of the same tenant is nobody else.
+        # Another endpoint of the same tenant is not another holder.
         loop.join(300, tenant)
-    little_late_s = (LATE_S + LATE_ALONE_S) / 2
+    little_late_s = (LAG_MAX_S + LAG_ALONE_MAX_S) / 2
     for _ in range(8):
-        loop.feel(little_late_s, answers=2000)
-    alone = loop.turns.each_max
-    assert alone > 2 * EACH_FIRST
+        loop.sample_lag(little_late_s, responses=2000)
+    alone = loop.scheduler.share_max
+    assert alone > 2 * SHARE_FIRST
     loop.once()
     for _ in range(8):
-        loop.feel(little_late_s, answers=2000)
-    beside = loop.turns.each_max
+        loop.sample_lag(little_late_s, responses=2000)
+    beside = loop.scheduler.share_max
     assert beside <= OPEN_MIN
-    loop.feel(LATE_S, answers=2000)
-    assert loop.turns.each_max > beside
-    # Not for ever: whoever has had nothing for long is not there any more.
+    loop.sample_lag(LAG_MAX_S, responses=2000)
+    assert loop.scheduler.share_max > beside
+    # Not for ever: a holder without requests for long no longer counts.
     for _ in range(int(ALONE_AFTER_S / SINCE_S) + 8):
-        loop.feel(little_late_s, answers=20)
-    assert loop.turns.each_max >= alone
+        loop.sample_lag(little_late_s, responses=20)
+    assert loop.scheduler.share_max >= alone
 
 
-def test_with_few_places_nobody_is_held_to_more_than_there_are() -> None:
+def test_the_share_never_exceeds_the_fast_slots() -> None:
     loop = Loop(in_flight_max=8)
-    assert loop.turns.each_max == loop.turns.quick_max == 4
+    assert loop.scheduler.share_max == loop.scheduler.fast_max == 4
     loop.join(20)
     for _ in range(3):
-        loop.feel(LATE, answers=50)
-    assert loop.turns.each_max == 4
+        loop.sample_lag(LATE, responses=50)
+    assert loop.scheduler.share_max == 4

@@ -1,7 +1,7 @@
-"""An endpoint's health against any answers in any order, and against wrong rules.
+"""The circuit breaker against random responses, and against mutants of its rules.
 
-`HealthMachine` lets Hypothesis choose what happens; the mutants are found by
-the random histories that the health survives, so the model has teeth.
+`CircuitBreakerMachine` lets Hypothesis choose the events; the mutants are found by the random
+histories that the breaker passes, so these tests prove that the model detects violations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from outbox.core.delivery.circuit_breaker import FAILURES_MAX, Health, State
+from outbox.core.delivery.circuit_breaker import FAILURES_MAX, BreakerState, CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.model.response import Verdict
 from tests.core.circuit_breaker_model import Endpoint
@@ -25,14 +25,14 @@ bad = st.sampled_from([Verdict.RETRY, Verdict.REFUSED])
 uniforms = st.sampled_from([0.0, 0.5, 0.99])
 
 
-class HealthMachine(RuleBasedStateMachine):
-    """Debts, answers, operators and new owners in any order."""
+class CircuitBreakerMachine(RuleBasedStateMachine):
+    """Pending deliveries, responses, operator actions and new owners in any order."""
 
-    @initialize(lanes=st.integers(1, 6), owed=st.integers(1, 9))
-    def begin(self, lanes: int, owed: int) -> None:
+    @initialize(lanes=st.integers(1, 6), pending=st.integers(1, 9))
+    def begin(self, lanes: int, pending: int) -> None:
         self.endpoint = Endpoint(lanes)
         for i in range(lanes):
-            self.endpoint.offer(i, owed)
+            self.endpoint.offer(i, pending)
 
     @rule(i=lanes, count=st.integers(1, 5))
     def offer(self, i: int, count: int) -> None:
@@ -53,11 +53,11 @@ class HealthMachine(RuleBasedStateMachine):
 
     @rule(i=lanes, u=uniforms)
     def succeed(self, i: int, u: float) -> None:
-        self.endpoint.answer(i, Verdict.DELIVERED, u)
+        self.endpoint.response(i, Verdict.DELIVERED, u)
 
     @rule(i=lanes, verdict=bad, u=uniforms)
     def fail(self, i: int, verdict: Verdict, u: float) -> None:
-        self.endpoint.answer(i, verdict, u)
+        self.endpoint.response(i, verdict, u)
 
     @rule(verdict=bad, times=st.integers(2, 10))
     def storm(self, verdict: Verdict, times: int) -> None:
@@ -65,15 +65,15 @@ class HealthMachine(RuleBasedStateMachine):
             if not self.endpoint.tasks and not self.endpoint.in_flight:
                 self.endpoint.jump()
             self.endpoint.work(0)
-            self.endpoint.answer(0, verdict)
+            self.endpoint.response(0, verdict)
 
     @rule(i=lanes, u=uniforms, seconds=st.sampled_from([0.5, 30.0, 3600.0]))
     def retry_after(self, i: int, u: float, seconds: float) -> None:
-        self.endpoint.answer(i, Verdict.RETRY, u, seconds)
+        self.endpoint.response(i, Verdict.RETRY, u, seconds)
 
     @rule(i=lanes)
     def gone(self, i: int) -> None:
-        self.endpoint.answer(i, Verdict.REFUSED, gone=True)
+        self.endpoint.response(i, Verdict.REFUSED, gone=True)
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 20.0]), late=st.booleans())
     def tick(self, seconds: float, late: bool) -> None:
@@ -100,39 +100,39 @@ class HealthMachine(RuleBasedStateMachine):
         self.endpoint.expect_everything_ends(poison)
 
 
-TestHealth = HealthMachine.TestCase
+TestHealth = CircuitBreakerMachine.TestCase
 TestHealth.settings = settings(max_examples=40)
 
 
-def test_a_success_that_was_on_its_way_puts_off_no_probe() -> None:
-    machine = HealthMachine()
-    machine.begin(lanes=2, owed=1)
+def test_a_success_in_flight_does_not_delay_a_probe() -> None:
+    machine = CircuitBreakerMachine()
+    machine.begin(lanes=2, pending=1)
     machine.work_all(2)
     machine.retry_after(i=0, u=0.5, seconds=0.5)
     machine.everything_ends(None)
 
 
-def test_trouble_lasts_until_it_is_well_or_somebody_lets_it_go_on() -> None:
-    def fail(health: Health, now: float, times: int = FAILURES_MAX) -> None:
+def test_unhealthy_since_is_reset_by_health_or_resume() -> None:
+    def fail(health: CircuitBreaker, now: float, times: int = FAILURES_MAX) -> None:
         for _ in range(times):
-            health.began(1)
-            health.answered(Verdict.RETRY, now, 0.5)
+            health.started(1)
+            health.record_result(Verdict.RETRY, now, 0.5)
 
-    health = Health()
-    assert health.troubled_since is None
+    health = CircuitBreaker()
+    assert health.unhealthy_since is None
     fail(health, 10.0)
-    assert (health.state, health.troubled_since) == (State.FAILING, 10.0)
-    health.began(1)
-    health.answered(Verdict.DELIVERED, 20.0, 0.5)
-    health.ask(2, 20.0)
-    assert (health.state, health.record().since) == (State.RECOVERING, 20.0)
-    assert health.troubled_since == 10.0, "it is not well yet"
+    assert (health.state, health.unhealthy_since) == (BreakerState.FAILING, 10.0)
+    health.started(1)
+    health.record_result(Verdict.DELIVERED, 20.0, 0.5)
+    health.admit(2, 20.0)
+    assert (health.state, health.record().since) == (BreakerState.RECOVERING, 20.0)
+    assert health.unhealthy_since == 10.0, "it is not well yet"
     health.resume(30.0)
-    assert health.troubled_since == 30.0
-    taken_over = Health(health.record())
-    assert taken_over.troubled_since == 30.0
-    taken_over.hold_to(25.0)
-    assert taken_over.troubled_since == 25.0
+    assert health.unhealthy_since == 30.0
+    taken_over = CircuitBreaker(health.record())
+    assert taken_over.unhealthy_since == 30.0
+    taken_over.clamp_times(25.0)
+    assert taken_over.unhealthy_since == 25.0
 
 
 def test_random_histories(seed: int) -> None:
@@ -142,55 +142,55 @@ def test_random_histories(seed: int) -> None:
 # --------------------------------------------------------------------- mutants
 
 
-class ProbesTwoAtATime(Health):
-    """While it is failing, two heads are probed."""
+class ProbesConcurrently(CircuitBreaker):
+    """Probes two heads while it is failing."""
 
-    def _places(self, now: float) -> int:
-        more = self._state is not State.RECOVERING and now >= self._probe_at
-        return super()._places(now) + more
-
-
-class ProbesAllTheTime(Health):
-    """It does not wait between probes."""
-
-    def _places(self, now: float) -> int:
-        return super()._places(max(now, self._probe_at))
+    def _free_slots(self, now: float) -> int:
+        more = self._state is not BreakerState.RECOVERING and now >= self._probe_at
+        return super()._free_slots(now) + more
 
 
-class RecoversAtOnce(Health):
-    """After a success everybody may send."""
+class ProbesWithoutDelay(CircuitBreaker):
+    """Does not wait between probes."""
+
+    def _free_slots(self, now: float) -> int:
+        return super()._free_slots(max(now, self._probe_at))
+
+
+class RecoversImmediately(CircuitBreaker):
+    """Lets every lane send after one success."""
 
     def _recover(self, now: float) -> None:
         super()._recover(now)
         self._width = 99
 
 
-class SlowsDownForNothing(Health):
-    """Rounds in which most fail widen it like others."""
+class WidensAfterFailedRounds(CircuitBreaker):
+    """Doubles the width after a round in which most requests fail."""
 
-    def _answered_in_recovery(self, now: float, *, failed: bool) -> None:
-        super()._answered_in_recovery(now, failed=False)
-
-
-class ProbesOneAgainAndAgain(Health):
-    """While it recovers, a head that fails is tried as often as there is a place."""
-
-    def began(self, lane_id: int) -> None:
-        super().began(lane_id)
-        self._tried.clear()
+    def _record_recovery(self, now: float, *, failed: bool) -> None:
+        super()._record_recovery(now, failed=False)
 
 
-class KeepsTurns(Health):
-    """Who has a turn may send, though it was paused or disabled since."""
+class ProbesFailingHeadRepeatedly(CircuitBreaker):
+    """Probes a failing head as often as a slot is free while it recovers."""
 
-    def ask(self, lane_id: int, now: float) -> Gate:
-        if self._shut and lane_id in self._turns:
+    def started(self, lane_id: int) -> None:
+        super().started(lane_id)
+        self._tried_lanes.clear()
+
+
+class KeepsStaleGrants(CircuitBreaker):
+    """Admits a lane with a grant although the endpoint was paused or disabled since."""
+
+    def admit(self, lane_id: int, now: float) -> Gate:
+        if self._is_shut and lane_id in self._admitted:
             return Gate.PROBE
-        return super().ask(lane_id, now)
+        return super().admit(lane_id, now)
 
 
-class LastComeFirstServed(Health):
-    """Lanes do not take turns."""
+class ServesLastInFirstOut(CircuitBreaker):
+    """Serves waiting lanes last in, first out."""
 
     def wake(self, now: float) -> list[int]:
         self._waiting = dict.fromkeys(reversed(self._waiting))
@@ -199,79 +199,81 @@ class LastComeFirstServed(Health):
         return woken
 
 
-class SleepsForEver(Health):
-    """When to probe next is not told."""
+class HidesWakeTime(CircuitBreaker):
+    """Does not report the time of the next probe."""
 
     def wake_at(self) -> float | None:
         at = super().wake_at()
         return None if at == self._probe_at else at
 
 
-class LosesWhoPasses(Health):
-    """A turn that is not used is never given on."""
+class LosesUnusedGrants(CircuitBreaker):
+    """Never passes on an unused grant."""
 
-    def passed(self, lane_id: int) -> bool:
+    def yielded(self, lane_id: int) -> bool:
         return False
 
 
-class EndsEveryRefusal(Health):
-    """In a storm, deliveries end as ever."""
+class DeadLettersEveryRefusal(CircuitBreaker):
+    """Dead-letters refused deliveries during a refusal storm."""
 
-    def _refused(self, *what: Any) -> Verdict:
-        super()._refused(*what)
+    def _record_refusal(self, *args: Any) -> Verdict:
+        super()._record_refusal(*args)
         return Verdict.REFUSED
 
 
-class CountsNoRefusals(Health):
-    """A storm is not recognised."""
+class IgnoresRefusalStorm(CircuitBreaker):
+    """Does not detect a refusal storm."""
 
-    def _refused(self, *what: Any) -> Verdict:
+    def _record_refusal(self, *args: Any) -> Verdict:
         self._refusals = 0
-        return super()._refused(*what)
+        return super()._record_refusal(*args)
 
 
-class ForgetsRetryAfter(Health):
-    """A success that was in flight ends it."""
+class ForgetsRetryAfter(CircuitBreaker):
+    """Ends a Retry-After hold-off at a success that was in flight."""
 
-    def _succeeded(self, now: float) -> None:
+    def _record_success(self, now: float) -> None:
         self._held_until = 0.0
-        super()._succeeded(now)
+        super()._record_success(now)
 
 
-class ForgetsRetryAfterWithItsOwner(Health):
-    """A new owner does not know of it."""
+class ForgetsRetryAfterOnTakeover(CircuitBreaker):
+    """Does not pass the Retry-After hold-off to a new owner."""
 
-    def __init__(self, *what: Any) -> None:
-        super().__init__(*what)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._held_until = 0.0
 
 
-class NeverHealthy(Health):
-    """It recovers for ever."""
+class NeverCloses(CircuitBreaker):
+    """Never leaves the recovering state."""
 
-    def _enter(self, state: State, *what: Any) -> None:
-        super()._enter(State.RECOVERING if state is State.HEALTHY else state, *what)
+    def _enter(self, state: BreakerState, *args: Any) -> None:
+        super()._enter(BreakerState.RECOVERING if state is BreakerState.HEALTHY else state, *args)
 
 
 @pytest.mark.parametrize(
     ("health", "violation"),
     [
-        (ProbesTwoAtATime, "while something is in flight"),
-        (ProbesAllTheTime, "too soon"),
-        (RecoversAtOnce, "are in flight"),
-        (SlowsDownForNothing, "are in flight"),
-        (ProbesOneAgainAndAgain, "again and again"),
-        (KeepsTurns, "while it is (paused|disabled)"),
-        (LastComeFirstServed, "twice while another waits"),
-        (SleepsForEver, "nobody wakes"),
-        (LosesWhoPasses, "nobody wakes"),
-        (EndsEveryRefusal, "in a storm"),
-        (CountsNoRefusals, "too many deliveries"),
+        (ProbesConcurrently, "while something is in flight"),
+        (ProbesWithoutDelay, "too soon"),
+        (RecoversImmediately, "are in flight"),
+        (WidensAfterFailedRounds, "are in flight"),
+        (ProbesFailingHeadRepeatedly, "again and again"),
+        (KeepsStaleGrants, "while it is (paused|disabled)"),
+        (ServesLastInFirstOut, "twice while another waits"),
+        (HidesWakeTime, "no timer wakes"),
+        (LosesUnusedGrants, "no timer wakes"),
+        (DeadLettersEveryRefusal, "in a storm"),
+        (IgnoresRefusalStorm, "too many deliveries"),
         (ForgetsRetryAfter, "while it is held"),
-        (ForgetsRetryAfterWithItsOwner, "while it is held"),
-        (NeverHealthy, "become healthy"),
+        (ForgetsRetryAfterOnTakeover, "while it is held"),
+        (NeverCloses, "become healthy"),
     ],
 )
-def test_without_this_rule(health: type[Health], violation: str) -> None:
+def test_a_breaker_without_this_rule_violates_the_model(
+    health: type[CircuitBreaker], violation: str
+) -> None:
     with pytest.raises(Violation, match=violation):
         hunt_health(300, health)

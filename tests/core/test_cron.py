@@ -1,4 +1,4 @@
-"""Cron expressions where calendars and clocks are difficult."""
+"""Cron expressions around clock changes, leap days and odd time zones."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ BERLIN, LORD_HOWE = "Europe/Berlin", "Australia/Lord_Howe"
 
 
 def runs(expression: str, zone: str, after: str, count: int) -> str:
-    """The next ones on the zone's clock: day, time and offset of each."""
+    """Return the next runs on the zone's clock: day, time and offset of each."""
     cron = Cron(expression, zone)
     start = datetime.fromisoformat(after).replace(tzinfo=UTC)
-    found = (at.astimezone(cron.zone) for at in islice(cron.after(start), count))
-    return " ".join(at.isoformat(timespec="minutes")[8:] for at in found)
+    runs_found = (at.astimezone(cron.zone) for at in islice(cron.after(start), count))
+    return " ".join(at.isoformat(timespec="minutes")[8:] for at in runs_found)
 
 
 @pytest.mark.parametrize(
     ("expression", "zone", "after", "expected"),
     [
-        # Clocks go from 02:00 to 03:00.
+        # The clock goes from 02:00 to 03:00.
         ("30 2 * * *", BERLIN, "2027-03-27", "27T02:30+01:00 28T03:00+02:00 29T02:30+02:00"),
         ("0,30 2,3 * * *", BERLIN, "2027-03-28", "28T03:00+02:00 28T03:30+02:00 29T02:00+02:00"),
         (
@@ -37,12 +37,12 @@ def runs(expression: str, zone: str, after: str, count: int) -> str:
             "28T01:30+01:00 28T03:00+02:00",
         ),
         ("*/30 2 * * *", BERLIN, "2027-03-27T12:00", "29T02:00+02:00 29T02:30+02:00"),
-        # And from 03:00 to 02:00.
+        # The clock goes from 03:00 to 02:00.
         ("30 2 * * *", BERLIN, "2027-10-30", "30T02:30+02:00 31T02:30+02:00 01T02:30+01:00"),
         ("30 2 * * *", BERLIN, "2027-10-31T01:10", "01T02:30+01:00"),
         ("30 2 * * *", BERLIN, "2027-10-31T00:40", "01T02:30+01:00"),
         ("0 * * * *", BERLIN, "2027-10-30T23:30", "31T02:00+02:00 31T02:00+01:00 31T03:00+01:00"),
-        # By half an hour: from 02:00 to 02:30, and from 02:00 to 01:30.
+        # A change by half an hour: from 02:00 to 02:30, and from 02:00 to 01:30.
         (
             "15 2 * * *",
             LORD_HOWE,
@@ -62,7 +62,7 @@ def runs(expression: str, zone: str, after: str, count: int) -> str:
             "2027-04-03T13:30",
             "04T01:00+11:00 04T02:00+10:30 04T03:00+10:30",
         ),
-        # At midnight.
+        # A change at midnight.
         ("0 0 * * *", "Asia/Beirut", "2026-03-28", "29T01:00+03:00 30T00:00+03:00"),
         # Leap days, and months of all lengths.
         ("0 0 29 2 *", "UTC", "2027-01-01", "29T00:00+00:00 29T00:00+00:00"),
@@ -72,12 +72,14 @@ def runs(expression: str, zone: str, after: str, count: int) -> str:
         ("0 0 13 * FRI", "UTC", "2027-01-01T12:00", "08T00:00+00:00 13T00:00+00:00 15T00:00+00:00"),
     ],
 )
-def test_when_it_fires(expression: str, zone: str, after: str, expected: str) -> None:
+def test_runs_around_clock_changes_and_leap_days(
+    expression: str, zone: str, after: str, expected: str
+) -> None:
     assert runs(expression, zone, after, len(expected.split())) == expected
 
 
-def test_a_day_that_was_left_out() -> None:
-    """Samoa went from the 29th to the 31st."""
+def test_a_skipped_day_has_no_runs() -> None:
+    """Samoa skipped the 30th and went from the 29th to the 31st."""
     expected = "29T12:00-10:00 31T00:00+14:00 31T12:00+14:00"
     assert runs("0 12 * * *", "Pacific/Apia", "2011-12-29T00:00", 3) == expected
 
@@ -99,11 +101,11 @@ def test_nicknames_stand_for_expressions(nickname: str) -> None:
         ("* * * *", 'cron: "* * * *" has 4 fields, not 5: minute, hour, day of month, month, '),
         ("* * * * * *", "has 6 fields, not 5"),
         ("", 'cron: "" has 0 fields'),
-        ("@reboot", 'cron: "@reboot" is no nickname; there are: @yearly, '),
+        ("@reboot", 'cron: "@reboot" is not a nickname; use one of: @yearly, '),
         ("0 0 * * MON#1/2", "bad day-of-week"),
     ],
 )
-def test_what_is_wrong_is_said(expression: str, says: str) -> None:
+def test_an_invalid_expression_is_rejected_with_the_reason(expression: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         Cron(expression, "UTC")
     assert says in str(caught.value)
@@ -119,7 +121,7 @@ def test_what_is_wrong_is_said(expression: str, says: str) -> None:
         ("Europe", "there is no"),
     ],
 )
-def test_zones_that_do_not_exist(zone: str, says: str) -> None:
+def test_unknown_time_zones_are_rejected(zone: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         Cron("* * * * *", zone)
     assert says in str(caught.value)
@@ -138,7 +140,7 @@ def field(low: int, high: int) -> st.SearchStrategy[str]:
     return st.one_of(
         st.just("*"),
         st.sampled_from(("*/2", "*/7", "*/15")),
-        numbers.map(lambda found: ",".join(map(str, found))),
+        numbers.map(lambda runs_found: ",".join(map(str, runs_found))),
     )
 
 
@@ -146,7 +148,7 @@ days = st.one_of(st.just("*"), field(1, 28))
 expressions = st.builds(
     lambda *parts: " ".join(parts), field(0, 59), field(0, 23), days, st.just("*"), field(0, 6)
 )
-# Around the days on which some zone sets its clocks.
+# Around the days on which some zone changes its clocks.
 DAYS = [
     datetime(2027, month, day, tzinfo=UTC)
     for month, day in ((3, 14), (3, 28), (4, 4), (6, 15), (10, 3), (10, 31), (11, 7))
@@ -159,7 +161,7 @@ moments = st.builds(
 
 
 @given(expressions, st.sampled_from(ZONES), moments, st.lists(st.integers(0, 5000), max_size=6))
-def test_the_moments_do_not_depend_on_where_one_begins(
+def test_the_runs_do_not_depend_on_the_start_time(
     expression: str, zone: str, start: datetime, cuts: list[int]
 ) -> None:
     cron = Cron(expression, zone)
@@ -172,12 +174,14 @@ def test_the_moments_do_not_depend_on_where_one_begins(
         pieces += cron.between(first, last)
     assert pieces == whole
     if whole:
-        assert cron.latest(whole[0], end) == whole[-1]
+        assert cron.latest_before(whole[0], end) == whole[-1]
 
 
 @given(expressions, st.sampled_from(ZONES), moments)
-def test_it_fires_when_the_clock_shows_it(expression: str, zone: str, start: datetime) -> None:
-    """Or, a time of day that is left out, when the clocks have just been set."""
+def test_a_run_is_at_the_local_time_of_the_expression(
+    expression: str, zone: str, start: datetime
+) -> None:
+    """Or, for a time of day that is skipped, directly after the clock change."""
     cron = Cron(expression, zone)
     plain = CronSim(expression, datetime(2000, 1, 1, tzinfo=UTC))
     for at in islice(cron.after(start), 50):
@@ -190,11 +194,9 @@ def test_it_fires_when_the_clock_shows_it(expression: str, zone: str, start: dat
 
 
 @given(expressions, st.sampled_from(("UTC", BERLIN, "America/New_York", "Asia/Kolkata")), moments)
-def test_from_an_ordinary_time_on_it_agrees_with_cronsim(
-    expression: str, zone: str, start: datetime
-) -> None:
+def test_runs_agree_with_cronsim(expression: str, zone: str, start: datetime) -> None:
     cron = Cron(expression, zone)
     assume(start.astimezone(cron.zone).hour >= 4)
-    theirs = CronSim(expression, start.astimezone(cron.zone))
+    peer = CronSim(expression, start.astimezone(cron.zone))
     for ours in islice(cron.after(start), 40):
-        assert ours == next(theirs).astimezone(UTC)
+        assert ours == next(peer).astimezone(UTC)

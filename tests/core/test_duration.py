@@ -11,19 +11,19 @@ from outbox.errors import UsageError
     ("text", "seconds"),
     [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("2h", 7200.0), ("1.5d", 129600.0), ("0", 0.0)],
 )
-def test_a_time_is_read_in_its_unit(text: str, seconds: float) -> None:
+def test_a_duration_is_parsed_with_its_unit(text: str, seconds: float) -> None:
     assert duration.parse(text) == seconds
 
 
 @pytest.mark.parametrize(
     "text", ["", "x", "1w", "-1", "1e9", "1.", " 1", "\u0661s", "1s\n", "\udcff"]
 )
-def test_what_is_no_time_is_refused_in_a_line(text: str) -> None:
+def test_an_invalid_duration_is_rejected_with_a_one_line_error(text: str) -> None:
     with pytest.raises(UsageError, match="is not a time such as 30s"):
         duration.parse(text)
 
 
-def test_a_century_is_the_most_and_every_time_is_written_so_that_it_reads_the_same() -> None:
+def test_durations_round_trip_up_to_a_century() -> None:
     for text in ("36525d", "876600h", "3155760000s", "3155759999.999999s"):
         seconds = duration.parse(text)
         assert seconds <= MAX_S

@@ -1,4 +1,4 @@
-"""Signatures of version v1a: whoever can check them cannot make them."""
+"""Signatures of version v1a, whose verification key cannot create them."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_the_first_vector_of_rfc_8032() -> None:
         key = parse_private_key("whsk_" + base64.b64encode(printed).decode())
         assert key.public_text == "whpk_" + base64.b64encode(public).decode()
         assert base64.b64decode(key.sign(b"\x72")) == signature
-    assert parse_public_key(key.public_text).fits(base64.b64encode(signature).decode(), b"\x72")
+    assert parse_public_key(key.public_text).verifies(base64.b64encode(signature).decode(), b"\x72")
 
 
-def test_what_is_signed_verifies() -> None:
+def test_a_signed_request_verifies() -> None:
     assert verify(headers(GOOD), BODY, [PUBLIC], NOW).message_id == "msg_1"
 
 
-def test_either_kind_of_key_passes_over_the_others_signatures() -> None:
+def test_each_kind_of_key_ignores_signatures_of_the_other() -> None:
     both = f"{GOOD} {sign(SECRET, 'msg_1', NOW, BODY)}"
     for keys in ([PUBLIC], [SECRET], [SECRET, PUBLIC]):
         verify(headers(both), BODY, keys, NOW)
@@ -71,8 +71,8 @@ def test_either_kind_of_key_passes_over_the_others_signatures() -> None:
         verify(headers(GOOD), BODY, [SECRET], NOW)
 
 
-def test_a_public_key_is_no_secret() -> None:
-    """Who knows it could sign with it, if it were taken for one."""
+def test_a_public_key_is_not_accepted_as_a_secret() -> None:
+    """If a public key were accepted as a secret, its holder could sign."""
     known = base64.b64decode(KEY.public_text.removeprefix("whpk_"))
     forged = sign(known, "msg_1", NOW, BODY)
     with pytest.raises(MalformedHeader):
@@ -93,19 +93,19 @@ def test_a_public_key_is_no_secret() -> None:
         "v1a," + "A" * 88,
     ],
 )
-def test_whatever_else_is_no_signature(signature: str) -> None:
+def test_other_values_are_not_signatures(signature: str) -> None:
     with pytest.raises(SignatureMismatch):
         verify(headers(signature), BODY, [PUBLIC], NOW)
 
 
 @given(st.text())
-def test_whatever_stands_there_only_our_errors_come_out(text: str) -> None:
+def test_any_signature_value_raises_only_verification_errors(text: str) -> None:
     with pytest.raises((SignatureMismatch, MalformedHeader)):
         verify(headers(f"v1a,{text}"), BODY, [PUBLIC], NOW)
 
 
 @pytest.mark.parametrize("text", ["", "whpk_", "whpk_AAAA", "whpk_" + "A" * 44, "whpk_!" * 9])
-def test_what_is_no_key_is_refused(text: str) -> None:
+def test_an_invalid_key_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="whpk_"):
         parse_public_key(text)
 
@@ -117,7 +117,7 @@ def test_a_private_key_is_never_shown() -> None:
     assert "AAAA" not in str(caught.value)
 
 
-def test_keys_are_told_apart_by_how_they_begin() -> None:
+def test_the_prefix_distinguishes_keys() -> None:
     assert parse_key("whsec_" + base64.b64encode(SECRET).decode()) == SECRET
     assert not isinstance(parse_key(KEY.public_text), bytes)
     with pytest.raises(UsageError, match="secret"):

@@ -1,4 +1,4 @@
-"""Keys of secrets at rest: how they are written, and what is refused."""
+"""Keys that encrypt secrets at rest: their format, and what is rejected."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from outbox.errors import UsageError
 ONE, TWO = format_key(b"1" * 32), format_key(b"\xfb\xff" * 16)
 
 
-def test_the_first_key_comes_first_whatever_is_between_them() -> None:
+def test_the_first_key_stays_first_with_any_separator() -> None:
     for text in (f"{ONE} {TWO}", f"{ONE},{TWO}", f"\n{ONE}\n{TWO}\n", f"{ONE}, {TWO} {ONE}"):
         first, second = parse_keys(text)
         assert (first.value, second.value) == (b"1" * 32, b"\xfb\xff" * 16)
     assert parse_keys("") == ()
 
 
-def test_an_id_tells_keys_apart_and_is_not_the_key() -> None:
+def test_an_id_identifies_a_key_and_does_not_reveal_it() -> None:
     first, second = parse_keys(f"{ONE} {TWO}")
     assert first.id != second.id
     assert len(first.id) == 8
@@ -26,7 +26,7 @@ def test_an_id_tells_keys_apart_and_is_not_the_key() -> None:
     assert ONE not in repr(first)
 
 
-def test_both_alphabets_of_base64_are_read() -> None:
+def test_both_base64_alphabets_are_accepted() -> None:
     encoded = TWO.removeprefix("obkey_")
     other = encoded.replace("-", "+").replace("_", "/") + "="
     assert other.rstrip("=") != encoded
@@ -46,14 +46,14 @@ def test_both_alphabets_of_base64_are_read() -> None:
         ONE.upper(),
     ],
 )
-def test_what_is_no_key_is_refused_and_never_shown(text: str) -> None:
-    with pytest.raises(UsageError, match="outbox rekey --generate makes one") as caught:
+def test_an_invalid_key_is_rejected_and_never_shown(text: str) -> None:
+    with pytest.raises(UsageError, match="create one with outbox rekey --generate") as caught:
         parse_keys(f"{ONE} {text}")
     assert text.removeprefix("obkey_") not in str(caught.value) or len(text) < 7
     assert ONE not in str(caught.value)
 
 
-def test_there_are_not_too_many() -> None:
+def test_too_many_keys_are_rejected() -> None:
     many = " ".join(format_key(bytes([i]) * 32) for i in range(KEYS_MAX + 1))
-    with pytest.raises(UsageError, match="11 keys; at most 10"):
+    with pytest.raises(UsageError, match="11 keys; the limit is 10"):
         parse_keys(many)

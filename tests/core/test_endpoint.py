@@ -25,7 +25,7 @@ FULL: dict[str, Any] = {
     "rate_per_s": 0.5,
     "allow_networks": ("10.1.0.0/16", "fd00::/8"),
     "ca": "-----BEGIN CERTIFICATE-----",
-    "retry": PRESETS["plane"],
+    "retry": PRESETS["stepped"],
     "retryable": ("429", "5XX"),
     "on_dead_letter": "block",
     "backlog_count_max": 1000,
@@ -40,7 +40,7 @@ def settings(**values: Any) -> EndpointSettings:
     return EndpointSettings(**{"name": "a", "url": "https://example.com/"} | values)
 
 
-def test_what_is_not_said_is_the_contracts_default() -> None:
+def test_omitted_settings_have_the_defaults_of_the_contract() -> None:
     default = settings()
     assert default.types == ("**",)
     assert (default.tenant, default.all_tenants, default.filter) == (None, False, None)
@@ -53,14 +53,14 @@ def test_what_is_not_said_is_the_contracts_default() -> None:
     assert default.disable_after_s == 3 * 86400
 
 
-def test_settings_survive_being_stored() -> None:
+def test_settings_round_trip_through_storage() -> None:
     full = EndpointSettings(**FULL)
     stored = orjson.loads(orjson.dumps(full.to_dict()))
     assert EndpointSettings.from_dict(stored) == full
     assert EndpointSettings.from_dict(settings().to_dict()) == settings()
 
 
-def test_values_have_one_form() -> None:
+def test_values_are_normalised() -> None:
     assert settings(types=["b", "a", "b"]).types == ("b", "a")
     assert settings(types=[]).types == ("**",)
     assert settings(retryable=["5XX"]).retryable == ("5xx",)
@@ -76,12 +76,12 @@ def test_values_have_one_form() -> None:
         ({"name": "a\nb"}, "name: must be printable text"),
         ({"name": "\udc80"}, "name: must be printable text"),
         ({"name": "é" * 101}, "name: longer than 200 bytes"),
-        ({"name": "(other)"}, r'name: "\(other\)" stands for all other endpoints in metrics'),
+        ({"name": "(other)"}, r'name: "\(other\)" is reserved for the other endpoints in metrics'),
         ({"name": 7}, "name: must be a text, not 7"),
         ({"url": ""}, "url: must be a text"),
         ({"types": "order.*"}, "types: must be a list"),
         ({"types": [7]}, "types: must be a text, not 7"),
-        ({"types": ["order."]}, "types: 'order.' is not one"),
+        ({"types": ["order."]}, "types: 'order.' is invalid"),
         ({"types": [f"t{i}" for i in range(101)]}, "types: 101 patterns, the limit is 100"),
         ({"tenant": ""}, "tenant: 0 bytes, must be 1 to 255"),
         ({"tenant": "a", "all_tenants": True}, "tenant: an endpoint is for one tenant or for all"),
@@ -89,29 +89,29 @@ def test_values_have_one_form() -> None:
         ({"filter": "@.**"}, "filter: "),
         ({"filter": 7}, "filter: must be a text, not 7"),
         ({"method": "GET"}, "method: must be one of POST, PUT, PATCH, not 'GET'"),
-        ({"headers": ["X-A: 1"]}, "headers: must be names with values"),
+        ({"headers": ["X-A: 1"]}, "headers: must be a mapping of names to values"),
         ({"headers": {"X-Lane": "1"}}, "headers: 'X-Lane' is set by the relay"),
         ({"headers": {"X-A": 7}}, "headers: 'X-A' has a value that is not text"),
-        ({"headers": {"X-A": "1", "x-a": "2"}}, "headers: 'x-a' stands there twice"),
+        ({"headers": {"X-A": "1", "x-a": "2"}}, "headers: 'x-a' occurs twice"),
         ({"headers": {"X-A": "x" * 8192}}, "headers: .* the limit is 8192"),
-        ({"connect_timeout_s": 0}, "connect_timeout: must be longer than nothing"),
+        ({"connect_timeout_s": 0}, "connect_timeout: must be longer than 0 s"),
         ({"connect_timeout_s": math.nan}, "connect_timeout: "),
-        ({"total_timeout_s": 3601}, "timeout: must be longer than nothing and at most 1h"),
+        ({"total_timeout_s": 3601}, "timeout: must be longer than 0 s and at most 1h"),
         ({"total_timeout_s": True}, "timeout: "),
         ({"total_timeout_s": "5s"}, "timeout: "),
-        ({"retryable": ["200"]}, "retryable: '200' has a 2xx"),
+        ({"retryable": ["200"]}, "retryable: '200' contains a 2xx"),
         ({"retryable": "5xx"}, "retryable: must be a list"),
         ({"on_dead_letter": "stop"}, "on_dead_letter: must be one of continue, block"),
         ({"backlog_count_max": 0}, "backlog_max: must be between 1 and"),
         ({"backlog_count_max": 1.5}, "backlog_max: must be between 1 and"),
-        ({"backlog_age_max_s": -1}, "backlog_age: must be longer than nothing"),
-        ({"disable_after_s": 0}, "disable_after: must be longer than nothing"),
+        ({"backlog_age_max_s": -1}, "backlog_age: must be longer than 0 s"),
+        ({"disable_after_s": 0}, "disable_after: must be longer than 0 s"),
         ({"in_flight_max": 0}, "in_flight_max: must be between 1 and 1024"),
-        ({"rate_per_s": 0}, "rate: must be a number of requests in a second"),
+        ({"rate_per_s": 0}, "rate: must be a number of requests per second"),
         ({"rate_per_s": float("nan")}, "rate: "),
-        ({"allow_networks": ["10.0.0.1/8"]}, 'allow_networks: "10.0.0.1/8" is not a range'),
+        ({"allow_networks": ["10.0.0.1/8"]}, 'allow_networks: "10.0.0.1/8" is not a network'),
         ({"allow_networks": [1]}, "allow_networks: must be a text"),
-        ({"allow_networks": [f"10.0.{i}.0/24" for i in range(21)]}, "allow_networks: 21 ranges"),
+        ({"allow_networks": [f"10.0.{i}.0/24" for i in range(21)]}, "allow_networks: 21 networks"),
         ({"ca": "x"}, "ca: must be one or more certificates in PEM"),
         ({"ca": "-----BEGIN CERTIFICATE----- -----BEGIN PRIVATE KEY-----"}, "ca: must be one"),
         ({"ca": "-----BEGIN CERTIFICATE-----" + " " * 65536}, "ca: longer than 65536 bytes"),
@@ -122,12 +122,14 @@ def test_values_have_one_form() -> None:
         ({"lanes": True}, "lanes: "),
     ],
 )
-def test_a_wrong_setting_is_named_in_one_line(values: dict[str, Any], says: str) -> None:
+def test_an_invalid_setting_is_rejected_with_a_one_line_error(
+    values: dict[str, Any], says: str
+) -> None:
     with pytest.raises(UsageError, match=f"^{says}") as caught:
         settings(**values)
     assert "\n" not in str(caught.value)
 
 
-def test_a_stored_setting_that_does_not_exist() -> None:
+def test_an_unknown_stored_setting_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"^colour: an endpoint has no such setting"):
         EndpointSettings.from_dict({"name": "a", "url": "u", "colour": "red"})

@@ -5,8 +5,8 @@ from uuid import UUID
 
 import pytest
 
-from outbox.core.model.endpoint_config import differences, read, write
-from outbox.core.model.endpoint_config import one as declaration_of
+from outbox.core.model.endpoint_config import differences, parse_file, to_file_values
+from outbox.core.model.endpoint_config import parse_one as declaration_of
 from outbox.core.model.retry_policy import PRESETS, RetryPolicy, parse
 from outbox.errors import UsageError
 from tests.core.test_endpoint import FULL, settings
@@ -19,11 +19,11 @@ ID = "0d0a2ee4-8d4a-4c8a-9d0f-0d3f3b6b8a51"
 
 
 def one(**values: Any) -> EndpointSettings:
-    (declared,) = read({"endpoints": [{"name": "a", "url": URL, **values}]})
+    (declared,) = parse_file({"endpoints": [{"name": "a", "url": URL, **values}]})
     return declared.settings
 
 
-def test_a_file_says_everything_by_the_names_of_the_flags() -> None:
+def test_a_file_uses_the_flag_names_for_all_settings() -> None:
     assert one() == settings()
     assert one(
         types="order.*",
@@ -38,7 +38,7 @@ def test_a_file_says_everything_by_the_names_of_the_flags() -> None:
         batch_max=50,
         allow_networks="10.1.0.0/16",
         ca="-----BEGIN CERTIFICATE-----",
-        retry="plane",
+        retry="stepped",
         retryable=[429, "5xx"],
         on_dead_letter="block",
         backlog_max=10,
@@ -59,7 +59,7 @@ def test_a_file_says_everything_by_the_names_of_the_flags() -> None:
         batch_max=50,
         allow_networks=("10.1.0.0/16",),
         ca="-----BEGIN CERTIFICATE-----",
-        retry=PRESETS["plane"],
+        retry=PRESETS["stepped"],
         retryable=("429", "5xx"),
         on_dead_letter="block",
         backlog_count_max=10,
@@ -70,14 +70,14 @@ def test_a_file_says_everything_by_the_names_of_the_flags() -> None:
     )
 
 
-def test_a_policy_is_a_text_or_values() -> None:
-    assert one(retry="plane,attempts=8").retry == parse("plane,attempts=8")
-    assert one(retry={"preset": "plane", "attempts": 8}).retry == parse("plane,attempts=8")
+def test_a_policy_is_a_name_or_values() -> None:
+    assert one(retry="stepped,attempts=8").retry == parse("stepped,attempts=8")
+    assert one(retry={"preset": "stepped", "attempts": 8}).retry == parse("stepped,attempts=8")
     assert one(retry={"base": 1.5, "cap": "1h"}).retry == RetryPolicy(base_s=1.5, cap_s=3600)
 
 
-def test_defaults_hold_for_those_that_say_nothing_else() -> None:
-    first, second, third = read(
+def test_defaults_apply_to_endpoints_that_do_not_override_them() -> None:
+    first, second, third = parse_file(
         {
             "defaults": {"lanes": 4, "tenant": "acme", "headers": {"X-A": "1"}},
             "endpoints": [
@@ -94,42 +94,42 @@ def test_defaults_hold_for_those_that_say_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("values", [{}, FULL, {"all_tenants": True, "retryable": ()}])
-def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
+def test_a_written_file_round_trips(values: dict[str, Any]) -> None:
     before = settings(**values)
-    (declared,) = read({"endpoints": [write(before)]})
-    assert declared.settings_over(before) == before
+    (declared,) = parse_file({"endpoints": [to_file_values(before)]})
+    assert declared.merge_over(before) == before
 
 
-def test_a_header_without_a_value_keeps_the_one_that_it_has() -> None:
+def test_a_header_without_a_value_keeps_its_stored_value() -> None:
     there = settings(headers={"X-A": "1", "X-B": "2"})
-    assert "1" not in str(write(there))
-    (declared,) = read({"endpoints": [{"name": "a", "url": URL, "headers": {"x-a": None}}]})
-    assert declared.settings_over(there).headers == {"x-a": "1"}
+    assert "1" not in str(to_file_values(there))
+    (declared,) = parse_file({"endpoints": [{"name": "a", "url": URL, "headers": {"x-a": None}}]})
+    assert declared.merge_over(there).headers == {"x-a": "1"}
     wanted = {"headers": {"X-B": None, "X-C": "3"}}
     assert declaration_of(wanted, there).headers == {"X-B": "2", "X-C": "3"}
-    for whose in (None, settings(headers={"X-B": "2"})):
-        with pytest.raises(UsageError, match=r"headers\.x-a: has no value here, and none that"):
-            declared.settings_over(whose)
+    for current in (None, settings(headers={"X-B": "2"})):
+        with pytest.raises(UsageError, match=r"headers\.x-a: has no value, and the endpoint has"):
+            declared.merge_over(current)
     with pytest.raises(UsageError, match=r"headers\.X-A: has no value"):
         declaration_of({"name": "a", "url": URL, "headers": {"X-A": None}})
 
 
-def test_what_is_the_default_is_not_written() -> None:
-    assert write(settings()) == {"name": "a", "url": URL}
+def test_default_values_are_not_written() -> None:
+    assert to_file_values(settings()) == {"name": "a", "url": URL}
 
 
 @pytest.mark.parametrize(
     ("document", "says"),
     [
-        (None, "endpoints: there must be a list of them"),
-        ([], "endpoints: there must be a list of them"),
-        ({"endpoints": {}}, "endpoints: there must be a list of them"),
+        (None, "endpoints: must be a list of endpoints"),
+        ([], "endpoints: must be a list of endpoints"),
+        ({"endpoints": {}}, "endpoints: must be a list of endpoints"),
         ({"endpoints": [], "default": {}}, 'the file: there is no setting "default"; did you mean'),
         ({"endpoints": [], "defaults": []}, None),
-        ({"endpoints": [], "defaults": 7}, "defaults: must be settings with values"),
+        ({"endpoints": [], "defaults": 7}, "defaults: must be a mapping of settings to values"),
         ({"endpoints": [], "defaults": {"name": "a"}}, 'defaults: there is no setting "name"'),
         ({"endpoints": [], "defaults": {"lanes": 0}}, "defaults.lanes: must be between 1 and"),
-        ({"endpoints": [7]}, "endpoints[0]: must be settings with values"),
+        ({"endpoints": [7]}, "endpoints[0]: must be a mapping of settings to values"),
         ({"endpoints": [{}]}, "endpoints[0].name: is missing"),
         ({"endpoints": [{"name": "a"}]}, "endpoints[0].url: is missing"),
         ({"endpoints": [{"name": 7, "url": URL}]}, "endpoints[0].name: must be a text, not 7"),
@@ -139,21 +139,21 @@ def test_what_is_the_default_is_not_written() -> None:
         ),
         (
             {"endpoints": [{"name": "a", "url": URL}, {"name": "a", "url": URL}]},
-            'endpoints[1].name: "a" stands at endpoints[0], too',
+            'endpoints[1].name: "a" is already used by endpoints[0]',
         ),
         (
             {"endpoints": [{"name": n, "url": URL, "id": ID} for n in "ab"]},
-            f'endpoints[1].id: "{ID}" stands at endpoints[0], too',
+            f'endpoints[1].id: "{ID}" is already used by endpoints[0]',
         ),
         ({"endpoints": [{"name": "a", "url": URL, "id": 7}]}, "endpoints[0].id: 7 is not the id"),
     ],
 )
-def test_a_wrong_file_names_the_place(document: Any, says: str | None) -> None:
+def test_an_invalid_file_error_names_the_location(document: Any, says: str | None) -> None:
     if says is None:
-        assert read(document) == []
+        assert parse_file(document) == []
         return
     with pytest.raises(UsageError) as caught:
-        read(document)
+        parse_file(document)
     assert str(caught.value).startswith(says)
     assert "\n" not in str(caught.value)
 
@@ -168,31 +168,31 @@ def test_a_wrong_file_names_the_place(document: Any, says: str | None) -> None:
         ({"retry": {"preset": 7}}, "retry.preset: must be a name"),
         ({"retry": {"bass": 7}}, 'retry: there is no "bass"'),
         ({"retry": 7}, "retry: must be a policy"),
-        ({"types": ["a."]}, "types: 'a.' is not one"),
+        ({"types": ["a."]}, "types: 'a.' is invalid"),
         ({"types": {"a": 1}}, "types: must be a text"),
         ({"headers": {"X-A": 7}}, "headers: 'X-A' has a value that is not text"),
         ({"timeout": "soon"}, 'timeout: "soon" is not a time'),
-        ({"backlog_age": "0s"}, "backlog_age: must be longer than nothing"),
-        ({"retryable": [200]}, "retryable: '200' has a 2xx"),
+        ({"backlog_age": "0s"}, "backlog_age: must be longer than 0 s"),
+        ({"retryable": [200]}, "retryable: '200' contains a 2xx"),
         ({"filter": "@.**"}, "filter: "),
     ],
 )
-def test_a_wrong_setting_names_the_place(values: dict[str, Any], says: str) -> None:
+def test_an_invalid_setting_error_names_the_location(values: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError) as caught:
         one(**values)
     assert str(caught.value).startswith(f"endpoints[0].{says}")
 
 
-def test_differences_are_text_and_tell_no_header_values() -> None:
+def test_differences_are_text_without_header_values() -> None:
     old = settings(headers={"Authorization": "Bearer old"})
     new = settings(**FULL | {"headers": {"Authorization": "Bearer new"}})
-    told = {each.setting: (each.old, each.new) for each in differences(old, new)}
-    assert told["name"] == ("a", "billing")
-    assert told["types"] == ("**", "order.* refund.**")
-    assert told["tenant"] == ("none", "acme")
-    assert told["retry"] == ("standard", "plane")
-    assert told["retryable"] == ("the usual", "429 5xx")
-    assert told["timeout"] == ("15s", "30s")
-    assert told["headers"] == ("Authorization", "Authorization (values not shown)")
-    assert "Bearer" not in str(told)
+    changes = {each.setting: (each.old, each.new) for each in differences(old, new)}
+    assert changes["name"] == ("a", "billing")
+    assert changes["types"] == ("**", "order.* refund.**")
+    assert changes["tenant"] == ("none", "acme")
+    assert changes["retry"] == ("standard", "stepped")
+    assert changes["retryable"] == ("default", "429 5xx")
+    assert changes["timeout"] == ("15s", "30s")
+    assert changes["headers"] == ("Authorization", "Authorization (values not shown)")
+    assert "Bearer" not in str(changes)
     assert differences(new, new) == []

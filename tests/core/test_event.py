@@ -1,4 +1,4 @@
-"""The rules of events agree with what the relay can send."""
+"""The validation of events agrees with what the relay can send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model.event import HEADERS_BYTES_MAX, check_type, encode_headers, encode_payload
-from outbox.core.model.headers import pairs
+from outbox.core.model.headers import parse_lines
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name
 from outbox.errors import InvalidEvent, UsageError
 
@@ -41,12 +41,12 @@ def test_a_header_that_may_be_published_is_sent(headers: dict[str, str]) -> None
     except InvalidEvent:
         return
     raw = None if encoded is None else encoded.encode()
-    sent = dict(pairs(prepare(DELIVERY._replace(headers=raw), 0).lines))
+    sent = dict(parse_lines(prepare(DELIVERY._replace(headers=raw), 0).lines))
     for name, value in headers.items():
         assert sent[name] == value.strip(" \t")
 
 
-def test_the_size_of_headers_is_jsonbs() -> None:
+def test_the_size_of_headers_is_that_of_jsonb() -> None:
     room = HEADERS_BYTES_MAX - len('{"X-A": "", "X-B": "\\""}')
     headers = {"X-A": "x" * room, "X-B": '"'}
     encoded = encode_headers(headers)
@@ -58,7 +58,7 @@ def test_the_size_of_headers_is_jsonbs() -> None:
 
 
 @given(st.text())
-def test_an_escaped_backslash_is_no_nul(text: str) -> None:
+def test_an_escaped_backslash_is_not_a_nul(text: str) -> None:
     literal = text.replace("\0", "") + "\\u0000"
     assert orjson.loads(encode_payload({"a": literal})) == {"a": literal}
     with pytest.raises(InvalidEvent, match="NUL"):
@@ -68,11 +68,11 @@ def test_an_escaped_backslash_is_no_nul(text: str) -> None:
 
 
 @pytest.mark.parametrize("good", ["a", "A_1.b2", "_", "0.0", "outbox", "outboxes.x", "x" * 255])
-def test_types(good: str) -> None:
+def test_event_types_are_validated(good: str) -> None:
     assert check_type(good) == good
 
 
-def test_names_are_quoted() -> None:
+def test_errors_quote_header_names() -> None:
     assert quote_ident('a"b') == '"a""b"'
     assert quote_literal("it's") == "'it''s'"
     assert quote_literal("a\\b'c") == " E'a\\\\b''c'"
@@ -82,7 +82,7 @@ def test_names_are_quoted() -> None:
             schema_name(bad)
 
 
-def test_so_many_headers_are_too_many() -> None:
+def test_too_many_headers_are_rejected() -> None:
     assert encode_headers({f"X-{n}": "" for n in range(64)}) is not None
-    with pytest.raises(InvalidEvent, match="65 of them, the limit is 64"):
+    with pytest.raises(InvalidEvent, match="65 headers, the limit is 64"):
         encode_headers({f"X-{n}": "" for n in range(65)})

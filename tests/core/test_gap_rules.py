@@ -1,7 +1,7 @@
-"""Every rule of `outbox.core.sequencing.gaps` is needed: left out, it is caught.
+"""Every rule of `outbox.core.sequencing.gaps` is necessary: without it, a violation is found.
 
-Each mutant is found by the same random histories that the tracker survives in
-`test_gaps`, so these tests show that the model has teeth.
+Each mutant is found by the same random histories that the tracker passes in `test_gaps`, so these
+tests prove that the model detects violations.
 """
 
 from __future__ import annotations
@@ -19,109 +19,117 @@ from tests.core.random_walk import hunt_cursor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.sequencing.gaps import CursorState, Holders, Step
+    from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders
 
 
 class DropsGaps(GapTracker):
-    """The naive cursor: what is missing now will never come."""
+    """The naive cursor: treats a missing id as gone forever."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-        step = super().close(ids, cut, after, now)
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
+        step = super().close_batch(ids, cut, after, now)
         return replace(step, young=(), dead=(*step.dead, *step.young), memory={})
 
 
-class GivesUpInTime(GapTracker):
-    """The time-out cursor: what is missing for a second will never come."""
+class ClosesGapsAfterTimeout(GapTracker):
+    """The time-out cursor: treats an id missing for a second as gone forever."""
 
-    def _settle(self, gap, limit, now, kept, dead):  # type: ignore[no-untyped-def]
+    def _resolve_gap(self, gap, limit, now, retained, dead):  # type: ignore[no-untyped-def]
         if now - gap.seen_at > AGE_S:
             dead.append(gap.range)
         else:
-            super()._settle(gap, limit, now, kept, dead)
+            super()._resolve_gap(gap, limit, now, retained, dead)
 
 
-class ReadsCutBatchesAsWhole(GapTracker):
-    """A cut batch declares gaps dead that it did not reach."""
+class TreatsCutBatchAsWhole(GapTracker):
+    """Declares gaps dead that a cut batch did not reach."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-        return super().close(ids, False, after, now)
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
+        return super().close_batch(ids, False, after, now)
 
 
-class SettlesWhatACutDidNotReach(GapTracker):
-    """An old gap that a cut batch did not reach counts as read."""
+class ResolvesGapsBeyondCut(GapTracker):
+    """Counts an old gap as read although a cut batch did not reach it."""
 
-    def _settle(self, gap, limit, now, kept, dead):  # type: ignore[no-untyped-def]
+    def _resolve_gap(self, gap, limit, now, retained, dead):  # type: ignore[no-untyped-def]
         if limit is not None and gap.lo > limit and gap.holders is not None:
-            kept.append(replace(gap, holders=self._still_there(gap.holders, self._before)))
+            retained.append(replace(gap, holders=self._still_held(gap.holders, self._before)))
         else:
-            super()._settle(gap, limit, now, kept, dead)
+            super()._resolve_gap(gap, limit, now, retained, dead)
 
 
-class LooksAfterTheRead(GapTracker):
-    """Holders of known gaps are captured after the read instead of before it."""
+class CapturesKnownGapsAfterRead(GapTracker):
+    """Captures the holders of known gaps after the read instead of before it."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
         self._before = after
-        return super().close(ids, cut, after, now)
+        return super().close_batch(ids, cut, after, now)
 
 
-class LooksBeforeTheRead(GapTracker):
-    """Holders of new gaps are captured before the read that uncovers them."""
+class CapturesNewGapsBeforeRead(GapTracker):
+    """Captures the holders of new gaps before the read that reveals them."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-        return super().close(ids, cut, self._before, now)
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
+        return super().close_batch(ids, cut, self._before, now)
 
 
-class NeverReadsAgain(GapTracker):
-    """Old gaps are left out of a read although a holder ended during it."""
+class DoesNotRereadOldGaps(GapTracker):
+    """Leaves old gaps out of a read although a holder ended during it."""
 
-    def complete(self, running: Holders) -> bool:
+    def complete(self, running: LockHolders) -> bool:
         return True
 
 
-class AgesAtOnce(GapTracker):
-    """A gap becomes old before a read that began after its holders were captured."""
+class AgesGapsTooEarly(GapTracker):
+    """Ages a gap before a read that began after its holders were captured."""
 
-    def _step(self, high, kept, found, dead):  # type: ignore[no-untyped-def]
-        return super()._step(high, [replace(gap, old=True) for gap in kept], found, dead)
+    def _step(self, high, retained, found, dead):  # type: ignore[no-untyped-def]
+        return super()._step(high, [replace(gap, old=True) for gap in retained], found, dead)
 
 
-class TrustsTheTable(GapTracker):
-    """After a take-over, holders are captured, but old gaps are left out of the read."""
+class SkipsOldGapsAfterTakeover(GapTracker):
+    """Captures holders after a takeover, but leaves old gaps out of the read."""
 
-    def begin(self, state: CursorState, before: Holders, now: float) -> None:
-        super().begin(state, before, now)
+    def begin_batch(self, state: CursorState, before: LockHolders, now: float) -> None:
+        super().begin_batch(state, before, now)
         if before and None in self._old:
             gaps = {r: replace(gap, holders=before) for r, gap in self._old.pop(None).items()}
             self._old.setdefault(before, {}).update(gaps)
             self._due.discard(None)
 
 
-class WaitsForNobody(GapTracker):
-    """An old gap without holders waits until one of them ends."""
+class WaitsForAbsentHolders(GapTracker):
+    """Makes an old gap without holders wait until one of them ends."""
 
-    def begin(self, state: CursorState, before: Holders, now: float) -> None:
-        super().begin(state, before, now)
+    def begin_batch(self, state: CursorState, before: LockHolders, now: float) -> None:
+        super().begin_batch(state, before, now)
         self._due.discard(frozenset())
 
 
-class KnowsNoPreparedTransactions(GapTracker):
-    """`-1/xid` is a name like any other."""
+class IgnoresPreparedTransactions(GapTracker):
+    """Treats `-1/xid` like any other virtual transaction id."""
 
     @staticmethod
-    def _still_there(holders: Holders, present: Holders) -> Holders:
+    def _still_held(holders: LockHolders, present: LockHolders) -> LockHolders:
         return holders & present
 
 
-# Where the hunt finds the rarest of them without a long search.
-FOUND_SOON_FROM = {SettlesWhatACutDidNotReach: 470, AgesAtOnce: 460}
+# The seed range in which the walk finds the rarest faults without a long search.
+FOUND_SOON_FROM = {ResolvesGapsBeyondCut: 470, AgesGapsTooEarly: 460}
 
 LOST = "is declared dead"
 OVERTAKEN = "overtakes"
 
 
 def _faults(value: object) -> str | None:
-    """Faults by name, so that the tests are told apart."""
+    """Name the faults, so that the test ids differ."""
     if not isinstance(value, Faults):
         return None
     return " ".join(name for name, on in vars(value).items() if on != getattr(NO_FAULTS, name))
@@ -131,16 +139,16 @@ def _faults(value: object) -> str | None:
     ("tracker", "faults", "violation"),
     [
         (DropsGaps, NO_FAULTS, LOST),
-        (GivesUpInTime, NO_FAULTS, LOST),
-        (ReadsCutBatchesAsWhole, NO_FAULTS, LOST),
-        (SettlesWhatACutDidNotReach, NO_FAULTS, OVERTAKEN),
-        (LooksAfterTheRead, NO_FAULTS, LOST),
-        (LooksBeforeTheRead, NO_FAULTS, LOST),
-        (NeverReadsAgain, NO_FAULTS, OVERTAKEN),
-        (AgesAtOnce, NO_FAULTS, OVERTAKEN),
-        (TrustsTheTable, NO_FAULTS, OVERTAKEN),
-        (WaitsForNobody, NO_FAULTS, "gaps stay open"),
-        (KnowsNoPreparedTransactions, NO_FAULTS, LOST),
+        (ClosesGapsAfterTimeout, NO_FAULTS, LOST),
+        (TreatsCutBatchAsWhole, NO_FAULTS, LOST),
+        (ResolvesGapsBeyondCut, NO_FAULTS, OVERTAKEN),
+        (CapturesKnownGapsAfterRead, NO_FAULTS, LOST),
+        (CapturesNewGapsBeforeRead, NO_FAULTS, LOST),
+        (DoesNotRereadOldGaps, NO_FAULTS, OVERTAKEN),
+        (AgesGapsTooEarly, NO_FAULTS, OVERTAKEN),
+        (SkipsOldGapsAfterTakeover, NO_FAULTS, OVERTAKEN),
+        (WaitsForAbsentHolders, NO_FAULTS, "gaps stay open"),
+        (IgnoresPreparedTransactions, NO_FAULTS, LOST),
         (GapTracker, Faults(one_snapshot=True), LOST),
         (GapTracker, Faults(keeps_state=True), "sequenced twice"),
         (GapTracker, Faults(keeps_holders=True), "an id vanishes|a change would not be written"),
@@ -149,6 +157,8 @@ def _faults(value: object) -> str | None:
     ],
     ids=_faults,
 )
-def test_without_this_rule(tracker: type[GapTracker], faults: Faults, violation: str) -> None:
+def test_a_tracker_without_this_rule_violates_the_model(
+    tracker: type[GapTracker], faults: Faults, violation: str
+) -> None:
     with pytest.raises(Violation, match=violation):
         hunt_cursor(5000, tracker, faults, first_seed=FOUND_SOON_FROM.get(tracker, 0))

@@ -1,8 +1,8 @@
 """The gap tracker against a reference model of transactions.
 
-`CursorMachine` lets Hypothesis choose what happens between any two steps of a
-batch; `test_random_histories` does the same with a seeded random generator,
-which finds what takes many steps sooner.
+`CursorMachine` lets Hypothesis choose the events between any two steps of a batch;
+`test_random_histories` does the same with a seeded random generator, which finds violations that
+need many steps sooner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.core.random_walk import hunt_cursor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.sequencing.gaps import Holders, Step
+    from outbox.core.sequencing.gaps import CursorChange, LockHolders
 
 choices = st.integers(0, 15)
 which = st.integers(0, 7)
@@ -140,17 +140,19 @@ def test_random_histories(seed: int) -> None:
     hunt_cursor(500, first_seed=seed)
 
 
-# ------------------------------------------------------------- one at a time
+# -------------------------------------------------------------- single cases
 
 
 class CountsOldReads(GapTracker):
-    """Counts how often old gaps are read."""
+    """Counts the reads of old gaps."""
 
     old_reads = 0
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
         self.old_reads += sum(gap.old for gap in self._to_read())
-        return super().close(ids, cut, after, now)
+        return super().close_batch(ids, cut, after, now)
 
 
 def test_a_transaction_open_for_hours_costs_nothing() -> None:
@@ -158,7 +160,7 @@ def test_a_transaction_open_for_hours_costs_nothing() -> None:
     cursor = Cursor(database, CountsOldReads)
     tracker = cursor.replicas[0].tracker
     assert isinstance(tracker, CountsOldReads)
-    database.start(key=0, ids=3)  # The one that stays open.
+    database.start(key=0, ids=3)  # The transaction that stays open.
     database.start(key=0, ids=1)
     database.publish(key=0)
     cursor.whole_batch()
@@ -181,29 +183,29 @@ def test_a_transaction_open_for_hours_costs_nothing() -> None:
     assert cursor.tables.old == ()
 
 
-def test_thousands_of_old_gaps_are_looked_at_together() -> None:
-    looks = 0
+def test_thousands_of_old_gaps_are_compared_by_holders() -> None:
+    comparisons = 0
 
     class Counts(GapTracker):
         @staticmethod
-        def _one_ended(holders: Holders, present: Holders) -> bool:
-            nonlocal looks
-            looks += 1
+        def _one_ended(holders: LockHolders, present: LockHolders) -> bool:
+            nonlocal comparisons
+            comparisons += 1
             return GapTracker._one_ended(holders, present)
 
     tracker, holders = Counts(), frozenset({"3/1"})
     state = CursorState(batch=1, high=20_000, old=tuple((n, n) for n in range(1, 20_000, 2)))
     for batch in range(4):
-        tracker.begin(state, holders, 0.0)
+        tracker.begin_batch(state, holders, 0.0)
         assert len(tracker.ranges()) == (10_000 if batch == 0 else 0)
         assert tracker.left_out == (batch > 0)
         assert tracker.complete(holders)
-        tracker.committed(tracker.close([], False, holders, 0.0))
-    assert looks < 10
+        tracker.committed(tracker.close_batch([], False, holders, 0.0))
+    assert comparisons < 10
 
 
-def test_replicas_that_come_new_close_what_was_left() -> None:
-    """Old gaps without holders must not wait for one to end."""
+def test_a_new_replica_closes_the_old_gaps() -> None:
+    """Old gaps without holders must not wait for a transaction to end."""
     cursor = Cursor(Database())
     cursor.tables = CursorState(batch=7, high=9, old=((2, 5), (8, 8)))
     cursor.whole_batch()
@@ -213,37 +215,37 @@ def test_replicas_that_come_new_close_what_was_left() -> None:
 
 def test_a_gap_of_a_million_ids_is_one_range() -> None:
     tracker = GapTracker()
-    tracker.begin(CursorState(batch=1, high=3), frozenset(), 0.0)
+    tracker.begin_batch(CursorState(batch=1, high=3), frozenset(), 0.0)
     assert tracker.complete(frozenset())
-    step = tracker.close([4, 5_000_000, 5_000_001], False, frozenset({"3/1"}), 0.0)
+    step = tracker.close_batch([4, 5_000_000, 5_000_001], False, frozenset({"3/1"}), 0.0)
     assert step.young == ((5, 4_999_999),)
     tracker.committed(step)
 
-    # An id in its middle comes late, and the holder is gone.
+    # An id in the middle of the gap appears late, and its holder has ended.
     state = CursorState(2, step.high, step.young)
-    tracker.begin(state, frozenset({"3/1"}), 2.0)
+    tracker.begin_batch(state, frozenset({"3/1"}), 2.0)
     assert tracker.ranges() == [(5, 4_999_999)]
-    step = tracker.close([777], False, frozenset(), 2.0)
+    step = tracker.close_batch([777], False, frozenset(), 2.0)
     assert (step.found, step.dead, step.young) == (((777, 777),), (), ())
     assert step.old_opened == ((5, 776), (778, 4_999_999))
     tracker.committed(step)
 
-    tracker.begin(CursorState(3, step.high, (), step.old_opened), frozenset(), 3.0)
-    step = tracker.close([], False, frozenset(), 3.0)
+    tracker.begin_batch(CursorState(3, step.high, (), step.old_opened), frozenset(), 3.0)
+    step = tracker.close_batch([], False, frozenset(), 3.0)
     assert step.dead == step.old_closed == ((5, 776), (778, 4_999_999))
     assert step.high == 5_000_001
 
 
-def test_a_batch_that_finds_nothing_need_not_be_written() -> None:
+def test_an_empty_batch_is_not_written() -> None:
     tracker = GapTracker()
     state = CursorState(batch=4, high=9, young=((3, 3),), old=((1, 1),))
     for _ in range(3):
-        tracker.begin(state, frozenset({"3/1"}), 0.0)
+        tracker.begin_batch(state, frozenset({"3/1"}), 0.0)
         assert tracker.complete(frozenset({"3/1"}))
-        step = tracker.close([], False, frozenset({"3/1"}), 0.0)
-        assert not step.moved
+        step = tracker.close_batch([], False, frozenset({"3/1"}), 0.0)
+        assert not step.changed
         tracker.committed(step)
     assert tracker.ranges() == [(3, 3)]
     tracker.forget()
-    tracker.begin(state, frozenset({"3/1"}), 0.0)
+    tracker.begin_batch(state, frozenset({"3/1"}), 0.0)
     assert tracker.ranges() == [(1, 1), (3, 3)]

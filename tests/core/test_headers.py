@@ -10,7 +10,7 @@ from outbox.core.model.headers import (
     WIRE_COUNT_MAX,
     event_header_problem,
     header_problem,
-    own,
+    valid_headers,
 )
 from outbox.core.model.headers import merge as merge_json
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def merge(endpoint: dict[str, Any], event: dict[str, Any]) -> Headers:
-    return merge_json(own(endpoint), orjson.dumps(event))
+    return merge_json(valid_headers(endpoint), orjson.dumps(event))
 
 
-def test_the_endpoints_headers_come_first_and_are_not_for_events_to_change() -> None:
+def test_endpoint_headers_come_first_and_cannot_be_changed_by_events() -> None:
     endpoint = {"Authorization": "Bearer a", "X-Env": "prod"}
     event = {"x-env": "test", "traceparent": "00-1"}
     assert merge(endpoint, event) == (
@@ -48,7 +48,7 @@ def test_the_endpoints_headers_come_first_and_are_not_for_events_to_change() -> 
         "TE",
     ],
 )
-def test_ours_cannot_be_overridden_by_either(name: str) -> None:
+def test_relay_headers_cannot_be_overridden(name: str) -> None:
     assert header_problem(name, "1") is not None
     assert merge({name: "1"}, {name: "2"}) == ()
 
@@ -59,27 +59,27 @@ def test_ours_cannot_be_overridden_by_either(name: str) -> None:
      "X-Forwarded-For", "x-forwarded-host", "X-Real-IP", "X-HTTP-Method-Override",
      "X-Original-URL"],
 )  # fmt: skip
-def test_an_event_does_not_say_who_asks(name: str) -> None:
-    """It goes to endpoints of others, whose receivers or proxies would believe it."""
+def test_an_event_cannot_set_client_identity_headers(name: str) -> None:
+    """Receivers or proxies of other endpoints would trust such a header."""
     assert event_header_problem(name, "1") is not None
     assert merge({}, {name: "1"}) == ()
     assert merge({name: "1"}, {name.lower(): "2"}) == ((name, "1"),)
 
 
-def test_names_that_a_receiver_may_take_for_one_are_one() -> None:
-    """CGI and WSGI make the same variable of both."""
+def test_names_that_a_receiver_may_confuse_are_equal() -> None:
+    """CGI and WSGI map both names to the same variable."""
     assert merge({"X-Env-Name": "own"}, {"X_Env_Name": "other"}) == (("X-Env-Name", "own"),)
     assert merge({"X_Env": "1", "x-env": "2"}, {}) == (("X_Env", "1"),)
 
 
-def test_what_http_cannot_carry_is_left_out_and_the_other_one_stays() -> None:
+def test_a_header_invalid_in_http_is_dropped_and_the_other_one_stays() -> None:
     assert merge({"X-A": "fine"}, {"X-A": "bad\r\nX-B: 1"}) == (("X-A", "fine"),)
     assert merge({"X A": "1", "X-N": 1, "": "1"}, {}) == ()
     assert merge({}, {"X-A": " spaced\t"}) == (("X-A", "spaced"),)
     assert merge({"X-A": "1", "x-a": "2"}, {}) == (("X-A", "1"),)
 
 
-def test_both_together_have_a_bound_and_the_endpoints_stay() -> None:
+def test_all_headers_share_a_limit_and_endpoint_headers_stay() -> None:
     endpoint = {"Authorization": "Bearer a", "X-Own": "o" * 8000}
     event = {"X-Large": "x" * 5000, "X-Small": "s", "X-Long": "l" * 5000}
     merged = merge(endpoint, event)

@@ -22,30 +22,30 @@ def test_the_delivery_id_is_part_of_the_contract_and_never_changes() -> None:
 
 
 @given(deliveries)
-def test_it_is_a_version_8_uuid(delivery: tuple[UUID, int, UUID, int | None]) -> None:
+def test_a_delivery_id_is_a_version_8_uuid(delivery: tuple[UUID, int, UUID, int | None]) -> None:
     made = delivery_id(*delivery)
     assert (made.version, made.variant) == (8, RFC_4122)
 
 
 @given(deliveries)
-def test_it_leads_back_to_its_event(delivery: tuple[UUID, int, UUID, int | None]) -> None:
+def test_a_delivery_id_resolves_to_its_event(delivery: tuple[UUID, int, UUID, int | None]) -> None:
     endpoint_id, outbox_id, _, _ = delivery
     assert outbox_id_of(delivery_id(*delivery), endpoint_id) == outbox_id
 
 
 @given(st.integers(-(2**62), 0))
-def test_of_no_event_it_leads_nowhere(outbox_id: int) -> None:
-    """Tests of an endpoint have ids of their own, below those of events."""
+def test_a_delivery_id_without_an_event_does_not_resolve(outbox_id: int) -> None:
+    """Test deliveries of an endpoint have ids of their own, below those of events."""
     made = delivery_id(ENDPOINT, outbox_id, EVENT)
     assert outbox_id_of(made, ENDPOINT) is None
     assert made != delivery_id(ENDPOINT, outbox_id - 1, EVENT)
 
 
 @given(deliveries, st.uuids())
-def test_nobody_else_can_tell_the_event(
+def test_a_delivery_id_resolves_only_with_its_endpoint(
     delivery: tuple[UUID, int, UUID, int | None], other: UUID
 ) -> None:
-    """Neither by another endpoint's id, nor by comparing neighbours."""
+    """Not with another endpoint's id, nor by comparing neighbouring ids."""
     endpoint_id, outbox_id, event_id, backfill_id = delivery
     assume(other != endpoint_id)
     made = delivery_id(*delivery)
@@ -62,7 +62,7 @@ def test_no_two_events_endpoints_or_backfills_share_a_delivery_id(
     assert len({delivery_id(*each) for each in deliveries}) == len(deliveries)
 
 
-def test_an_id_that_is_given_to_another_event_makes_another_delivery_id() -> None:
+def test_a_reused_event_id_gives_another_delivery_id() -> None:
     assert delivery_id(ENDPOINT, 42, EVENT) != delivery_id(ENDPOINT, 42, ENDPOINT)
 
 

@@ -1,7 +1,7 @@
-"""A lane against a receiver that remembers, and owners that die at any step.
+"""A lane against a receiver with memory, and owners that crash at any step.
 
-`LaneMachine` lets Hypothesis choose what happens; `test_random_histories` does
-the same with a seeded random generator.
+`LaneMachine` lets Hypothesis choose the events; `test_random_histories` does the same with a seeded
+random generator.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from outbox.core.delivery.commands import (
     DeadLetter,
+    ErasedEvent,
     Fetch,
     Gate,
-    Gone,
     Progress,
     Record,
     Send,
     Wait,
 )
-from outbox.core.delivery.delivery_buffer import FETCH_LOW
+from outbox.core.delivery.delivery_buffer import REFILL_LEVEL
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.response import Answer, Verdict, summary
+from outbox.core.model.response import AttemptResult, Verdict, stored_response
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_model import World
 from tests.core.lane_steps import BUSY, NO, NOW, OK, attempt, lane_with
@@ -36,7 +36,7 @@ uniforms = st.sampled_from([0.0, 0.5, 0.99])
 
 
 class LaneMachine(RuleBasedStateMachine):
-    """Deliveries, answers, writes and crashes in any order."""
+    """Deliveries, responses, writes and crashes in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class LaneMachine(RuleBasedStateMachine):
     @rule(
         count=st.integers(1, 20),
         expires_in_s=st.sampled_from([None, None, 0.5, 5.0]),
-        told=st.booleans(),
+        announced=st.booleans(),
         given=st.booleans(),
     )
-    def offer(self, count: int, expires_in_s: float | None, told: bool, given: bool) -> None:
-        self.world.offer(count, expires_in_s=expires_in_s, told=told, given=given)
+    def offer(self, count: int, expires_in_s: float | None, announced: bool, given: bool) -> None:
+        self.world.offer(count, expires_in_s=expires_in_s, announced=announced, given=given)
 
     @rule(i=st.integers(0, 3))
     def erase(self, i: int) -> None:
@@ -77,7 +77,7 @@ class LaneMachine(RuleBasedStateMachine):
         blocks=st.booleans(),
         part=st.sampled_from([None, 0, 1, 2, 7]),
     )
-    def answer(
+    def response(
         self,
         status: int | None,
         received: bool,
@@ -86,7 +86,9 @@ class LaneMachine(RuleBasedStateMachine):
         blocks: bool,
         part: int | None,
     ) -> None:
-        self.world.answer(status, received=received, u=u, after_s=after_s, blocks=blocks, part=part)
+        self.world.response(
+            status, received=received, u=u, after_s=after_s, blocks=blocks, part=part
+        )
 
     @rule(batch_max=st.sampled_from([None, 1, 3, 50]))
     def batch_up_to(self, batch_max: int | None) -> None:
@@ -128,8 +130,8 @@ class LaneMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.ghosts)
     @rule(i=st.integers(0, 3))
-    def ghost(self, i: int) -> None:
-        self.world.ghost(i)
+    def deliver_late_copy(self, i: int) -> None:
+        self.world.deliver_late_copy(i)
 
     @rule()
     def stop(self) -> None:
@@ -151,10 +153,10 @@ def test_random_histories(seed: int) -> None:
     hunt_lane(300, first_seed=seed)
 
 
-# ------------------------------------------------------------- one at a time
+# -------------------------------------------------------------- single cases
 
 
-def test_a_success_does_not_wait_for_the_disk() -> None:
+def test_a_success_does_not_wait_for_its_write() -> None:
     lane = lane_with(delivery(1), delivery(2))
     first, record = attempt(lane, OK)
     assert not record.urgent
@@ -166,17 +168,17 @@ def test_a_success_does_not_wait_for_the_disk() -> None:
         (2, 1, 1),
     ]
     assert (lane.acked_seq, lane.committed_seq, lane.settled) == (2, 0, False)
-    lane.recorded(record)
+    lane.confirm_recorded(record)
     assert lane.checkpoint() == Progress(1, 1, 1, success_at=NOW + 0.1)
 
 
-def test_a_failure_is_on_disk_before_anything_else_happens() -> None:
+def test_a_failure_is_written_before_the_lane_goes_on() -> None:
     lane = lane_with(delivery(1), delivery(2))
     _, record = attempt(lane, BUSY)
-    assert record.progress == Progress(0, 0, 1, 1, 1, 1, NOW, NOW + 0.5, summary(BUSY))
+    assert record.progress == Progress(0, 0, 1, 1, 1, 1, NOW, NOW + 0.5, stored_response(BUSY))
     assert lane.next(NOW + 60) is None
     assert lane.checkpoint() == Progress()
-    lane.recorded(record)
+    lane.confirm_recorded(record)
     assert lane.checkpoint() == record.progress
     assert lane.next(NOW) == Wait(NOW + 0.5)
     assert lane.fetch() is None
@@ -184,43 +186,43 @@ def test_a_failure_is_on_disk_before_anything_else_happens() -> None:
     assert (send.delivery.seq, send.attempt, send.maybe_sent_before) == (1, 2, True)
 
 
-def test_a_number_that_is_given_up_is_named_by_the_next() -> None:
+def test_previous_sequence_skips_dead_letters() -> None:
     lane = lane_with(*map(delivery, range(1, 5)))
     attempt(lane, OK)
     for seq in (2, 3):
         _, record = attempt(lane, NO)
-        assert record.dead == DeadLetter(delivery(seq), "refused", 1, summary(NO))
+        assert record.dead == DeadLetter(delivery(seq), "refused", 1, stored_response(NO))
         assert record.progress == Progress(seq, 1, 1, success_at=NOW)
         assert lane.next(NOW) is None
-        lane.recorded(record)
+        lane.confirm_recorded(record)
     send, _ = attempt(lane, OK)
     assert (send.delivery.seq, send.previous_seq) == (4, 1)
 
 
-def test_a_budget_ends_by_an_answer() -> None:
+def test_a_budget_ends_only_after_an_attempt() -> None:
     lane = lane_with(delivery(1))
     for n in range(1, POLICY.attempts_max):
         _, record = attempt(lane, BUSY, NOW + 4 * n)
         assert record.progress is not None
         assert (record.dead, record.progress.attempts, record.progress.spent) == (None, n, n)
-        lane.recorded(record)
+        lane.confirm_recorded(record)
     _, record = attempt(lane, BUSY, NOW + 1e6)
     assert record.dead is not None
     assert (record.dead.reason, record.dead.attempts) == ("exhausted", POLICY.attempts_max)
-    assert record.dead.last_answer == summary(BUSY)
+    assert record.dead.last_response == stored_response(BUSY)
 
     lane = lane_with(delivery(1))
-    lane.recorded(attempt(lane, BUSY, NOW)[1])
-    # The time has run out, and yet it gets the attempt that it waited for.
+    lane.confirm_recorded(attempt(lane, BUSY, NOW)[1])
+    # The budget has expired, and yet the delivery gets the attempt that it waited for.
     send, record = attempt(lane, BUSY, NOW + POLICY.age_max_s)
     assert (send.attempt, record.dead and record.dead.reason) == (2, "exhausted")
 
 
-def test_what_expires_is_given_up_at_once_and_unsent() -> None:
+def test_an_expired_delivery_is_dead_lettered_unsent() -> None:
     ends_at = datetime.fromtimestamp(NOW + 3, UTC)
     lane = lane_with(delivery(1, expires_at=ends_at), delivery(2))
-    lane.recorded(attempt(lane, BUSY)[1])
-    # A shut endpoint must not hold up what follows it.
+    lane.confirm_recorded(attempt(lane, BUSY)[1])
+    # An open circuit breaker must not delay the deliveries behind an expired one.
     assert lane.next(NOW + 1, Gate.SHUT) == Wait(NOW + 3)
     record = lane.next(NOW + 3, Gate.SHUT)
     assert isinstance(record, Record)
@@ -228,41 +230,41 @@ def test_what_expires_is_given_up_at_once_and_unsent() -> None:
     assert record.dead is not None
     assert (record.dead.reason, record.dead.attempts) == ("expired", 1)
     assert lane.next(NOW + 3) is None
-    lane.recorded(record)
+    lane.confirm_recorded(record)
     assert lane.next(NOW + 3, Gate.SHUT) is None
     assert attempt(lane, OK)[0].previous_seq == 0
 
 
-def test_a_retry_waits_no_longer_than_its_event_is_worth() -> None:
+def test_a_retry_waits_no_longer_than_the_event_expiry() -> None:
     ends_at = datetime.fromtimestamp(NOW + 0.25, UTC)
     lane = lane_with(delivery(1, expires_at=ends_at))
-    lane.recorded(attempt(lane, BUSY)[1])
+    lane.confirm_recorded(attempt(lane, BUSY)[1])
     assert lane.next(NOW) == Wait(NOW + 0.25)
 
 
-def test_what_was_erased_keeps_its_place() -> None:
-    gone = Gone(ENDPOINT, 1, 1, 101)
-    lane = lane_with(gone, delivery(2))
+def test_an_erased_event_keeps_its_sequence_number() -> None:
+    erased = ErasedEvent(ENDPOINT, 1, 1, 101)
+    lane = lane_with(erased, delivery(2))
     record = lane.next(NOW)
     assert isinstance(record, Record)
-    assert record.dead == DeadLetter(gone, "erased", 0, None)
-    lane.recorded(record)
+    assert record.dead == DeadLetter(erased, "erased", 0, None)
+    lane.confirm_recorded(record)
     assert attempt(lane, OK)[0].delivery.seq == 2
 
 
-def test_who_takes_over_reads_checkpoint_and_tail() -> None:
-    progress = Progress(4, 4, 2, head_seq=5, attempts=2, first_attempt_at=NOW, next_attempt_at=NOW)
+def test_a_new_owner_reads_checkpoint_and_tail() -> None:
+    progress = Progress(4, 4, 2, retry_seq=5, attempts=2, first_attempt_at=NOW, next_attempt_at=NOW)
     tail = [(6, 3, NOW + 2), (5, 2, NOW + 1)]
     lane = Lane(7, progress, tail, last_seq=9, sent_through_batch=3)
     assert lane.checkpoint() == Progress(6, 6, 3, success_at=NOW + 2)
-    assert (lane.owed, lane.settled) == (3, True)
+    assert (lane.pending, lane.settled) == (3, True)
     assert lane.next(NOW) == Fetch(6, 3)
-    lane.fetched([delivery(7, batch=3), delivery(8, batch=4)])
-    first, record = attempt(lane, Answer.of(409, 0.1))
-    # It may have been sent before: the receiver has it already.
+    lane.append_fetched([delivery(7, batch=3), delivery(8, batch=4)])
+    first, record = attempt(lane, AttemptResult.completed(409, 0.1))
+    # The delivery may have been sent before: the receiver already has it.
     assert (first.attempt, first.maybe_sent_before) == (1, True)
     assert not record.urgent
-    second, record = attempt(lane, Answer.of(409, 0.1))
+    second, record = attempt(lane, AttemptResult.completed(409, 0.1))
     assert not second.maybe_sent_before
     assert record.dead is not None
 
@@ -274,48 +276,49 @@ def test_a_stale_tail_is_sent_again_rather_than_skipped() -> None:
     assert lane.next(NOW) == Fetch(4, 2)
 
 
-def test_a_lane_reads_ahead_and_not_too_far() -> None:
+def test_a_lane_prefetches_within_its_limit() -> None:
     lane = Lane(7, Progress(), (), last_seq=40, sent_through_batch=0)
     assert lane.next(NOW) == Fetch(0, 0)
     assert lane.next(NOW) is None
-    lane.fetched([delivery(n, batch=n) for n in range(1, 21)])
+    lane.append_fetched([delivery(n, batch=n) for n in range(1, 21)])
     assert lane.fetch() is None
-    while lane.acked_seq < 20 - FETCH_LOW:
+    while lane.acked_seq < 20 - REFILL_LEVEL:
         attempt(lane, OK)
     assert lane.fetch() == Fetch(20, 20)
     assert lane.fetch() is None
-    with pytest.raises(AssertionError, match="number 22 follows 20"):
-        lane.fetched([delivery(22)])
+    with pytest.raises(AssertionError, match="sequence 22 follows 20"):
+        lane.append_fetched([delivery(22)])
 
 
-def test_a_lane_that_stops_finishes_what_is_out() -> None:
+def test_a_stopping_lane_finishes_its_request_in_flight() -> None:
     lane = lane_with(delivery(1), delivery(2))
     send = lane.next(NOW)
     assert isinstance(send, Send)
     lane.stop()
     assert lane.in_flight
-    record = lane.answered(Verdict.DELIVERED, OK, POLICY, started_at=NOW, now=NOW, u=0.0)
+    record = lane.record_result(Verdict.DELIVERED, OK, POLICY, started_at=NOW, now=NOW, u=0.0)
     assert lane.next(NOW) is None
     assert not lane.settled
-    lane.recorded(record)
+    lane.confirm_recorded(record)
     assert lane.settled
 
 
-def test_the_first_copy_that_a_receiver_got_counts() -> None:
-    """The only way for `previous_seq` to change: an acknowledgement was lost, and
-    the copy was then given up."""
+def test_the_first_copy_that_the_receiver_got_counts() -> None:
+    """The only way for `previous_seq` to change: an acknowledgement was lost, and the duplicate was
+    then dead-lettered.
+    """
     world = World()
     world.offer(2)
     world.proceed()
     world.fetched(2)
     for status in (200, None):
         world.proceed()
-        world.answer(status, received=True, u=0.0, after_s=0.0)
+        world.response(status, received=True, u=0.0, after_s=0.0)
     world.crash(written=0, received=False)
     world.proceed()
     world.fetched(2)
     world.proceed()
-    world.answer(400, received=False, u=0.0, after_s=0.0)
+    world.response(400, received=False, u=0.0, after_s=0.0)
     world.write_group(1)
     command = world.proceed()
     assert isinstance(command, Send)

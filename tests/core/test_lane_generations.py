@@ -1,7 +1,7 @@
-"""Changes of the number of lanes: every key keeps its order, whoever dies when.
+"""Changes of the lane count: every key keeps its order, even when owners crash.
 
-`GenerationsMachine` lets Hypothesis choose what happens; `test_random_histories`
-does the same with a seeded random generator, and finds every mutant.
+`GenerationsMachine` lets Hypothesis choose the events; `test_random_histories` does the same with a
+seeded random generator, and finds every mutant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from outbox.core.delivery.commands import Gate, Send
 from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.lane_generations import Generations
+from outbox.core.delivery.lane_generations import LaneGenerations
 from tests.core.generations_model import NO_FAULTS, Faults, World
 from tests.core.invariants import Violation
 from tests.core.random_walk import STATUSES, hunt_generations
@@ -27,16 +27,16 @@ some = st.integers(0, 7)
 
 
 class GenerationsMachine(RuleBasedStateMachine):
-    """Events, changes, answers, writes and crashes in any order."""
+    """Events, lane count changes, responses, writes and crashes in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world = World(2)
 
-    @rule(keys=st.lists(st.integers(0, 4), min_size=1, max_size=8), told=st.booleans())
-    def publish(self, keys: list[int], told: bool) -> None:
+    @rule(keys=st.lists(st.integers(0, 4), min_size=1, max_size=8), announced=st.booleans())
+    def publish(self, keys: list[int], announced: bool) -> None:
         for key in keys:
-            self.world.publish(key, told=told)
+            self.world.publish(key, announced=announced)
 
     @rule(lanes=st.integers(1, 4))
     def change(self, lanes: int) -> None:
@@ -46,7 +46,7 @@ class GenerationsMachine(RuleBasedStateMachine):
     def notice(self) -> None:
         self.world.notice()
 
-    @precondition(lambda self: self.world.home.ready)
+    @precondition(lambda self: self.world.owner_state.ready)
     @rule(i=some, gate=st.sampled_from([Gate.OPEN, Gate.OPEN, Gate.PROBE, Gate.SHUT]))
     def proceed(self, i: int, gate: Gate) -> None:
         self.world.proceed(i, gate)
@@ -55,17 +55,17 @@ class GenerationsMachine(RuleBasedStateMachine):
     def release(self) -> None:
         self.world.release()
 
-    @precondition(lambda self: self.world.home.fetching)
+    @precondition(lambda self: self.world.owner_state.fetching)
     @rule(i=some, rows=st.integers(1, 4))
     def fetched(self, i: int, rows: int) -> None:
         self.world.fetched(i, rows)
 
-    @precondition(lambda self: self.world.home.sending)
+    @precondition(lambda self: self.world.owner_state.sending)
     @rule(i=some, status=st.sampled_from(STATUSES), received=st.booleans(), blocks=st.booleans())
-    def answer(self, i: int, status: int | None, received: bool, blocks: bool) -> None:
-        self.world.answer(i, status, received=received, blocks=blocks)
+    def response(self, i: int, status: int | None, received: bool, blocks: bool) -> None:
+        self.world.response(i, status, received=received, blocks=blocks)
 
-    @precondition(lambda self: self.world.home.pending)
+    @precondition(lambda self: self.world.owner_state.pending)
     @rule(records=st.integers(1, 5))
     def write(self, records: int) -> None:
         self.world.write(records)
@@ -92,7 +92,7 @@ class GenerationsMachine(RuleBasedStateMachine):
 
 
 TestGenerations = GenerationsMachine.TestCase
-# A step is dear here, and random histories find more in the same time.
+# Steps are expensive here; random histories cover more in the same time.
 TestGenerations.settings = settings(max_examples=settings().max_examples // 4)
 
 
@@ -100,104 +100,104 @@ def test_random_histories(seed: int) -> None:
     hunt_generations(100, first_seed=seed)
 
 
-# ------------------------------------------------------------- one at a time
+# -------------------------------------------------------------- single cases
 
 
-def test_the_oldest_generation_that_owes_may_send() -> None:
-    generations = Generations([(1, 1), (2, 1), (3, 3)])
+def test_the_oldest_generation_with_pending_deliveries_may_send() -> None:
+    generations = LaneGenerations([(1, 1), (2, 1), (3, 3)])
     assert [generations.may_send(n) for n in (1, 2, 3, 4)] == [True, False, False, False]
 
 
-def test_an_endpoint_whose_lanes_never_changed_waits_for_nothing() -> None:
-    assert Generations().may_send(1)
-    assert not Generations().drained(7, 1)
+def test_an_endpoint_with_unchanged_lanes_never_waits() -> None:
+    assert LaneGenerations().may_send(1)
+    assert not LaneGenerations().remove_drained(7, 1)
 
 
-def test_the_last_lane_of_a_generation_lets_the_next_one_begin() -> None:
-    generations = Generations([(1, 1), (2, 1), (3, 2)])
-    assert not generations.drained(1, 1)
-    assert not generations.drained(1, 1)
+def test_the_last_drained_lane_of_a_generation_releases_the_next_one() -> None:
+    generations = LaneGenerations([(1, 1), (2, 1), (3, 2)])
+    assert not generations.remove_drained(1, 1)
+    assert not generations.remove_drained(1, 1)
     assert not generations.may_send(2)
-    assert generations.drained(2, 1)
+    assert generations.remove_drained(2, 1)
     assert generations.may_send(2)
     assert not generations.may_send(3)
-    assert generations.drained(3, 2)
+    assert generations.remove_drained(3, 2)
     assert generations.may_send(3)
 
 
-def test_a_generation_between_that_drains_lets_nobody_begin() -> None:
-    generations = Generations([(1, 1), (3, 2)])
-    assert not generations.drained(3, 2)
+def test_draining_a_middle_generation_releases_none() -> None:
+    generations = LaneGenerations([(1, 1), (3, 2)])
+    assert not generations.remove_drained(3, 2)
     assert not generations.may_send(3)
-    assert generations.drained(1, 1)
+    assert generations.remove_drained(1, 1)
     assert generations.may_send(3)
 
 
 # ------------------------------------------------------------------- mutants
 
 
-class WaitsForNobody(Generations):
-    """Every generation sends."""
+class NeverWaitsForOlderGenerations(LaneGenerations):
+    """Lets every generation send."""
 
     def may_send(self, generation: int) -> bool:
         return True
 
 
-class WaitsForTheOneBefore(Generations):
-    """Only the newest of the older ones is waited for."""
+class WaitsForPreviousGenerationOnly(LaneGenerations):
+    """Waits only for the newest of the older generations."""
 
     def may_send(self, generation: int) -> bool:
         return not self._older or generation <= max(self._older)
 
 
-class BeginsWithTheFirstLane(Generations):
-    """One lane that is drained counts for its whole generation."""
+class BeginsAfterFirstDrainedLane(LaneGenerations):
+    """Treats a generation as drained when one of its lanes is."""
 
-    def drained(self, lane_id: int, generation: int) -> bool:
+    def remove_drained(self, lane_id: int, generation: int) -> bool:
         self._older.pop(generation, None)
         return True
 
 
-class TellsNobody(Generations):
-    """Newer generations are not told that they may begin."""
+class DoesNotReportDrained(LaneGenerations):
+    """Does not report to newer generations that they may begin."""
 
-    def drained(self, lane_id: int, generation: int) -> bool:
-        super().drained(lane_id, generation)
+    def remove_drained(self, lane_id: int, generation: int) -> bool:
+        super().remove_drained(lane_id, generation)
         return False
 
 
-class ForgetsWhoDrained(Generations):
-    """Drained lanes are waited for."""
+class WaitsForDrainedLanes(LaneGenerations):
+    """Waits for drained lanes."""
 
-    def drained(self, lane_id: int, generation: int) -> bool:
+    def remove_drained(self, lane_id: int, generation: int) -> bool:
         return False
 
 
-class IsDrainedBeforeItIsWritten(Lane):
-    """A lane counts as drained while the end of its last delivery is being written."""
+class ReportsDrainedBeforeWrite(Lane):
+    """Reports drained while the outcome of the last delivery is being written."""
 
     @property
     def drained(self) -> bool:
-        return not self.owed and not self._blocked
+        return not self.pending and not self._blocked
 
 
-class IsDrainedThoughBlocked(Lane):
-    """A lane that waits for an operator counts as drained when it owes nothing."""
+class ReportsDrainedWhileBlocked(Lane):
+    """Reports a blocked lane without pending deliveries as drained."""
 
     @property
     def drained(self) -> bool:
-        return not self.owed and not self.in_flight
+        return not self.pending and not self.in_flight
 
 
-class NeverEnds(Lane):
-    """What an owner had before the change does not end."""
+class NeverEndsOldLanes(Lane):
+    """Does not end lanes that the owner had before the change."""
 
-    def end(self) -> None:
+    def mark_ended(self) -> None:
         pass
 
 
-class EndsBeforeItsTime(Lane):
-    """Everything that is sent after the change is the last."""
+class MarksLaneEndTooEarly(Lane):
+    """Marks every delivery after the change as the last."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
@@ -213,23 +213,23 @@ def _name(value: Any) -> str | None:
 @pytest.mark.parametrize(
     ("lane", "generations", "faults", "violation"),
     [
-        (Lane, WaitsForNobody, NO_FAULTS, "older generation"),
-        (Lane, WaitsForTheOneBefore, NO_FAULTS, "older generation"),
-        (Lane, BeginsWithTheFirstLane, NO_FAULTS, "older generation"),
-        (Lane, TellsNobody, NO_FAULTS, "is forgotten"),
-        (Lane, ForgetsWhoDrained, NO_FAULTS, "is forgotten"),
-        (IsDrainedBeforeItIsWritten, Generations, NO_FAULTS, "older generation"),
-        (IsDrainedThoughBlocked, Generations, NO_FAULTS, "waits for an operator"),
-        (NeverEnds, Generations, NO_FAULTS, "wrong about the end"),
-        (EndsBeforeItsTime, Generations, NO_FAULTS, "wrong about the end"),
-        (Lane, Generations, Faults(counts_before_the_change=True), "older|about the end"),
-        (Lane, Generations, Faults(forgets_at_take_over=True), "older generation"),
-        (Lane, Generations, Faults(forgets_blocks=True), "waits for an operator"),
+        (Lane, NeverWaitsForOlderGenerations, NO_FAULTS, "older generation"),
+        (Lane, WaitsForPreviousGenerationOnly, NO_FAULTS, "older generation"),
+        (Lane, BeginsAfterFirstDrainedLane, NO_FAULTS, "older generation"),
+        (Lane, DoesNotReportDrained, NO_FAULTS, "is forgotten"),
+        (Lane, WaitsForDrainedLanes, NO_FAULTS, "is forgotten"),
+        (ReportsDrainedBeforeWrite, LaneGenerations, NO_FAULTS, "older generation"),
+        (ReportsDrainedWhileBlocked, LaneGenerations, NO_FAULTS, "waits for an operator"),
+        (NeverEndsOldLanes, LaneGenerations, NO_FAULTS, "wrong about the end"),
+        (MarksLaneEndTooEarly, LaneGenerations, NO_FAULTS, "wrong about the end"),
+        (Lane, LaneGenerations, Faults(skips_final_read=True), "older|about the end"),
+        (Lane, LaneGenerations, Faults(loads_newest_lanes_only=True), "older generation"),
+        (Lane, LaneGenerations, Faults(forgets_blocks=True), "waits for an operator"),
     ],
     ids=_name,
 )
-def test_without_this_rule(
-    lane: type[Lane], generations: type[Generations], faults: Faults, violation: str
+def test_generations_without_this_rule_violate_the_model(
+    lane: type[Lane], generations: type[LaneGenerations], faults: Faults, violation: str
 ) -> None:
     with pytest.raises(Violation, match=violation):
         hunt_generations(400, lane, generations, faults)

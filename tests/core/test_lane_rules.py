@@ -1,7 +1,7 @@
-"""Every rule of `outbox.core.delivery.lane` is needed: left out, it is caught.
+"""Every rule of `outbox.core.delivery.lane` is necessary: without it, a violation is found.
 
-Each mutant is found by the same random histories that the lane survives in
-`test_lane`, so these tests show that the model has teeth.
+Each mutant is found by the same random histories that the lane passes in `test_lane`, so these
+tests prove that the model detects violations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from outbox.core.delivery.commands import DeadRange, Gate, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane, _Busy
-from outbox.core.delivery.retry_state import Head
+from outbox.core.delivery.retry_state import RetryState
 from outbox.core.model.response import Verdict
 from tests.core.invariants import Violation
 from tests.core.lane_model import NO_FAULTS, Faults
@@ -26,30 +26,30 @@ if TYPE_CHECKING:
     from outbox.core.delivery.message import Delivery
 
 
-class SendsTheNextOneMeanwhile(Lane):
-    """While the head waits for its retry, the number after it is sent."""
+class SendsNextDuringRetryWait(Lane):
+    """Sends the next delivery while the head waits for its retry."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        queue = self._hand.queue
+        queue = self._buffer.queue
         if isinstance(command, Wait) and len(queue) > 1:
             queue[0], queue[1] = queue[1], queue[0]
-            self._head = Head()
+            self._retry = RetryState()
             command = super().next(now, gate)
         return command
 
 
-class TakesWhatDoesNotFollow(Lane):
-    """What it is given goes behind what is in hand, whatever is missing in between."""
+class AppendsAfterGap(Lane):
+    """Appends fetched deliveries to the delivery buffer even after a gap."""
 
-    def given(self, deliveries: Iterable[Delivery]) -> None:
+    def append(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
-            if each.seq > self._hand.fetched_seq:
-                self._hand._take(each)
+            if each.seq > self._buffer.fetched_seq:
+                self._buffer._append(each)
 
 
-class SendsTwoAtATime(Lane):
-    """A request that is out does not keep the next one back."""
+class SendsConcurrently(Lane):
+    """Sends the next request while one is in flight."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
@@ -57,18 +57,18 @@ class SendsTwoAtATime(Lane):
         return command
 
 
-class AcknowledgesBeforeTheAnswer(Lane):
-    """What is out counts as delivered."""
+class AcknowledgesBeforeTheResponse(Lane):
+    """Counts an in-flight request as delivered."""
 
     def checkpoint(self) -> Progress:
         if self._busy is _Busy.SENDING and self.committed_seq == self.acked_seq:
-            head = self._hand.queue[0]
+            head = self._buffer.queue[0]
             return Progress(head.seq, head.seq, head.batch)
         return super().checkpoint()
 
 
-class CheckpointsWhatWaits(Lane):
-    """Successes count as written while they wait for their group."""
+class CheckpointsUnwrittenSuccesses(Lane):
+    """Counts successes as written while they wait for their group commit."""
 
     def checkpoint(self) -> Progress:
         floor_batch = self._committed.floor_batch
@@ -76,51 +76,51 @@ class CheckpointsWhatWaits(Lane):
 
 
 class CheckpointsUnwrittenRetries(Lane):
-    """Retry state is written down before the attempt that it tells of."""
+    """Writes retry state before the attempt that it describes."""
 
     def checkpoint(self) -> Progress:
         committed = super().checkpoint()
-        if self._head.attempts and self.committed_seq == self.acked_seq:
-            return committed._replace(head_seq=self._acked + 1, attempts=self._head.attempts)
+        if self._retry.attempts and self.committed_seq == self.acked_seq:
+            return committed._replace(retry_seq=self._acked + 1, attempts=self._retry.attempts)
         return committed
 
 
-class GivesUpInPassing(Lane):
-    """The end of a delivery may wait for its group, and the lane goes on."""
+class DoesNotAwaitDeadLetterWrite(Lane):
+    """Goes on before a dead letter is written."""
 
-    def _give_up(self, *what: Any, **more: Any) -> Record:
-        record = super()._give_up(*what, **more)
+    def _dead_letter(self, *args: Any, **more: Any) -> Record:
+        record = super()._dead_letter(*args, **more)
         self._busy = None
         return record
 
 
-class FailsInPassing(Lane):
-    """A failure may wait for its group, and the lane goes on."""
+class DoesNotAwaitFailureWrite(Lane):
+    """Goes on before a failed attempt is written."""
 
-    def answered(self, *what: Any, **more: Any) -> Record:
-        record = super().answered(*what, **more)
+    def record_result(self, *args: Any, **more: Any) -> Record:
+        record = super().record_result(*args, **more)
         if record.dead is None:
             self._busy = None
         return record
 
 
-class ForgetsItsRetries(Lane):
-    """Whoever takes over starts with a new budget."""
+class ResetsBudgetOnTakeover(Lane):
+    """Gives every new owner a new retry budget."""
 
     def __init__(self, lane_id: int, progress: Progress, *more: Any, **named: Any) -> None:
-        super().__init__(lane_id, progress._replace(head_seq=None), *more, **named)
+        super().__init__(lane_id, progress._replace(retry_seq=None), *more, **named)
 
 
-class KeepsAStaleBudget(Lane):
-    """Retry state is not checked to be of the head."""
+class KeepsStaleRetryState(Lane):
+    """Does not check that retry state belongs to the head."""
 
     def __init__(self, lane_id: int, progress: Progress, *more: Any, **named: Any) -> None:
         super().__init__(lane_id, progress, *more, **named)
-        self._head.attempts = progress.attempts
+        self._retry.attempts = progress.attempts
 
 
-class NamesTheNumberBefore(Lane):
-    """`previous_seq` names a number that was given up."""
+class LinksToDeadLetter(Lane):
+    """Sets `previous_seq` to a dead-lettered number."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
@@ -129,156 +129,156 @@ class NamesTheNumberBefore(Lane):
         return command
 
 
-class SleepsOverTheEnd(Lane):
-    """The head waits for its retry although it expires before."""
+class IgnoresExpiryDuringRetryWait(Lane):
+    """Waits for the head's retry although its delivery expires first."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        if isinstance(command, Wait) and self._head.next_attempt_at is not None:
-            command = Wait(self._head.next_attempt_at)
+        if isinstance(command, Wait) and self._retry.next_attempt_at is not None:
+            command = Wait(self._retry.next_attempt_at)
         return command
 
 
-class ChargesEveryAttempt(Lane):
-    """A probe before its time counts like any other attempt."""
+class CountsFreeProbes(Lane):
+    """Counts a free probe like any other attempt."""
 
-    def answered(self, *what: Any, **more: Any) -> Record:
-        self._free = False
-        return super().answered(*what, **more)
+    def record_result(self, *args: Any, **more: Any) -> Record:
+        self._is_free_probe = False
+        return super().record_result(*args, **more)
 
 
-class ChargesNoProbe(Lane):
-    """A probe is free also when the time of the delivery has come."""
+class CountsNoProbes(Lane):
+    """Does not count a probe whose delivery is due."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
         if isinstance(command, Send):
-            self._free = gate is Gate.PROBE
+            self._is_free_probe = gate is Gate.PROBE
         return command
 
 
-class ForgetsWhatWasSpent(Lane):
-    """Whoever takes over has the attempts, and not those that count."""
+class ForgetsSpentAttempts(Lane):
+    """Gives every new owner the attempts, but not the count against the budget."""
 
     def __init__(self, lane_id: int, progress: Progress, *more: Any, **named: Any) -> None:
         super().__init__(lane_id, progress._replace(spent=0), *more, **named)
 
 
-class SendsThroughAShutGate(Lane):
-    """What is due is sent, whatever its endpoint's health."""
+class SendsThroughShutGate(Lane):
+    """Sends due deliveries although the circuit breaker is open."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         return super().next(now, Gate.OPEN if gate is Gate.SHUT else gate)
 
 
-class WakesForNothing(Lane):
-    """A shut lane waits for the time of its head."""
+class WakesWhileShut(Lane):
+    """Wakes a shut lane when its head is due."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        due_at = self._head.next_attempt_at or 0.0
+        due_at = self._retry.next_attempt_at or 0.0
         if gate is Gate.SHUT and command is None and due_at > now:
             return Wait(due_at)
         return command
 
 
-class SleepsWhileShut(Lane):
-    """What has expired waits until the endpoint is well again."""
+class KeepsExpiredWhileShut(Lane):
+    """Keeps an expired delivery until the endpoint is healthy."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         return None if gate is Gate.SHUT else super().next(now, gate)
 
 
-class KeepsProbesWaiting(Lane):
-    """A probe waits for the time of its head."""
+class DelaysProbes(Lane):
+    """Delays a probe until its head is due."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         return super().next(now, Gate.OPEN if gate is Gate.PROBE else gate)
 
 
-class CutsWhatIsInFlight(Lane):
-    """A cut does not wait for the answer."""
+class CutsInFlightRequest(Lane):
+    """Applies a cut without waiting for the response."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
-        if self._cut is not None and self._busy is _Busy.SENDING:
+        if self._pending_cut is not None and self._busy is _Busy.SENDING:
             self._busy = None
         return super().next(now, gate)
 
 
-class CutsWhatItHas(Lane):
-    """A cut goes no further than what was read."""
+class CutsOnlyFetched(Lane):
+    """Cuts only what was fetched."""
 
-    def cut(self, through_seq: int, reason: Any) -> None:
-        super().cut(min(through_seq, self._hand.fetched_seq), reason)
-
-
-class CutsLessTheSecondTime(Lane):
-    """A later cut takes the place of one that is still waiting."""
-
-    def cut(self, through_seq: int, reason: Any) -> None:
-        self._cut = None
-        super().cut(through_seq, reason)
+    def dead_letter_through(self, through_seq: int, reason: Any) -> None:
+        super().dead_letter_through(min(through_seq, self._buffer.fetched_seq), reason)
 
 
-class ReadsWhatIsCut(Lane):
-    """What was cut is read again."""
+class ReplacesPendingCut(Lane):
+    """Replaces a pending cut with a later one."""
 
-    def _pass(self, *what: Any, **more: Any) -> None:
-        fetched_seq = self._hand.fetched_seq
-        super()._pass(*what, **more)
-        self._hand.fetched_seq = fetched_seq
+    def dead_letter_through(self, through_seq: int, reason: Any) -> None:
+        self._pending_cut = None
+        super().dead_letter_through(through_seq, reason)
 
 
-class CutsInTheWrongPlace(Lane):
-    """Reading a range begins where the next delivery lies."""
+class RefetchesCutDeliveries(Lane):
+    """Fetches cut deliveries again."""
 
-    def _give_up_range(self, through_seq: int, reason: Any) -> Record:
-        record = super()._give_up_range(through_seq, reason)
+    def _advance(self, *args: Any, **more: Any) -> None:
+        fetched_seq = self._buffer.fetched_seq
+        super()._advance(*args, **more)
+        self._buffer.fetched_seq = fetched_seq
+
+
+class CutsFromWrongBatch(Lane):
+    """Starts to read a range at the next delivery instead of its first."""
+
+    def _dead_letter_range(self, through_seq: int, reason: Any) -> Record:
+        record = super()._dead_letter_range(through_seq, reason)
         assert isinstance(record.dead, DeadRange)
         return record._replace(dead=replace(record.dead, batch=record.dead.batch + 1))
 
 
-class CountsWhatWasNotSent(Lane):
-    """A request that never went out is an attempt."""
+class CountsUnsentRequests(Lane):
+    """Counts a request that was never sent as an attempt."""
 
-    def unsent(self) -> None:
-        super().unsent()
-        self._head.attempts += 1
+    def cancel_send(self) -> None:
+        super().cancel_send()
+        self._retry.attempts += 1
 
 
-class GoesOnThoughBlocked(Lane):
-    """Nobody waits for an operator."""
+class IgnoresBlock(Lane):
+    """Does not wait for an operator."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         self._blocked = False
         return super().next(now, gate)
 
 
-class BlocksAndDoesNotSaySo(Lane):
-    """The next owner does not know that the lane waits for an operator."""
+class DoesNotPersistBlock(Lane):
+    """Does not persist that the lane waits for an operator."""
 
-    def _give_up(self, *what: Any, **more: Any) -> Record:
-        return super()._give_up(*what, **more)._replace(blocks=False)
+    def _dead_letter(self, *args: Any, **more: Any) -> Record:
+        return super()._dead_letter(*args, **more)._replace(blocks=False)
 
 
-class NeverSaysThatItEnds(Lane):
-    """Receivers are not told which delivery is the last."""
+class NeverMarksLaneEnd(Lane):
+    """Never marks the last delivery of a lane."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
         return command._replace(lane_ends=False) if isinstance(command, Send) else command
 
 
-class EndsBeforeItsTime(Lane):
-    """Everything that is sent after the end of the lane is its last delivery."""
+class MarksLaneEndTooEarly(Lane):
+    """Marks every delivery after the end of the lane as the last."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
         return command._replace(lane_ends=self._ended) if isinstance(command, Send) else command
 
 
-class SaysSoOnce(Lane):
-    """The end is told on the first attempt alone."""
+class MarksLaneEndOnFirstAttemptOnly(Lane):
+    """Marks the last delivery on its first attempt only."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
@@ -287,46 +287,46 @@ class SaysSoOnce(Lane):
         return command
 
 
-class AcknowledgesAllThatWasSent(Lane):
-    """Whatever a receiver accepted of it."""
+class IgnoresAcceptedSequence(Lane):
+    """Acknowledges a whole batch regardless of the accepted sequence number."""
 
-    def batch_answered(
-        self, batch: Any, accepted_seq: int, verdict: Verdict, *what: Any, **more: Any
+    def record_batch_result(
+        self, batch: Any, accepted_seq: int, verdict: Verdict, *args: Any, **more: Any
     ) -> Any:
         if verdict is Verdict.DELIVERED:
             accepted_seq = batch[-1].seq
-        return super().batch_answered(batch, accepted_seq, verdict, *what, **more)
+        return super().record_batch_result(batch, accepted_seq, verdict, *args, **more)
 
 
-class SendsWhatFailedTogetherAgain(Lane):
-    """Who is to blame is not found out."""
+class DoesNotBisectFailedBatch(Lane):
+    """Sends a failed batch again instead of bisecting it."""
 
-    def _together(self, batch_max: int, gate: Gate, now: float) -> Any:
-        self._batch_size.now = 50
-        attempts, self._head.attempts = self._head.attempts, 0
-        batch = super()._together(batch_max, gate, now)
-        self._head.attempts = attempts
+    def _select_batch(self, batch_max: int, gate: Gate, now: float) -> Any:
+        self._batch_size.current = 50
+        attempts, self._retry.attempts = self._retry.attempts, 0
+        batch = super()._select_batch(batch_max, gate, now)
+        self._retry.attempts = attempts
         return batch
 
 
-class ForgetsWhatWentTogether(Lane):
-    """Only its head was sent."""
+class ForgetsSentBatch(Lane):
+    """Forgets that a whole batch was sent, not only its head."""
 
-    def batch_answered(self, *what: Any, **more: Any) -> Any:
-        records = super().batch_answered(*what, **more)
+    def record_batch_result(self, *args: Any, **more: Any) -> Any:
+        records = super().record_batch_result(*args, **more)
         self._batch_size.sent_through_seq = 0
         return records
 
 
-class TakesExpiredOnesAlong(Lane):
-    """The head has not expired, so the others go."""
+class BatchesExpiredDeliveries(Lane):
+    """Sends expired deliveries along with an unexpired head."""
 
-    def _together(self, batch_max: int, gate: Gate, now: float) -> Any:
-        return super()._together(batch_max, gate, 0.0)
+    def _select_batch(self, batch_max: int, gate: Gate, now: float) -> Any:
+        return super()._select_batch(batch_max, gate, 0.0)
 
 
-class EndsWithTheFirst(Lane):
-    """The end is looked for in the head alone."""
+class ChecksLaneEndOfHeadOnly(Lane):
+    """Checks only the head of a batch for the end of the lane."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
@@ -336,53 +336,53 @@ class EndsWithTheFirst(Lane):
         return command
 
 
-class IsNeverMovedByASuccess(Lane):
-    """It is stalled since it first owed something."""
+class IgnoresSuccessInStalledSince(Lane):
+    """Never advances `stalled_since` on a success."""
 
-    def answered(self, *what: Any, **more: Any) -> Record:
+    def record_result(self, *args: Any, **more: Any) -> Record:
         since = self._stalled_since
-        record = super().answered(*what, **more)
+        record = super().record_result(*args, **more)
         self._stalled_since = since and self._stalled_since and since
         return record
 
 
-class OwesNothingAndIsStalled(Lane):
-    """What is given up leaves the lane stalled."""
+class StalledWithoutPendingDeliveries(Lane):
+    """Stays stalled after its deliveries are dead-lettered."""
 
-    def _end_of(self, *what: Any, **more: Any) -> Record:
+    def _record_dead(self, *args: Any, **more: Any) -> Record:
         since = self._stalled_since
-        record = super()._end_of(*what, **more)
+        record = super()._record_dead(*args, **more)
         self._stalled_since = since
         return record
 
 
-class IsStalledSinceLately(Lane):
-    """Every new delivery moves the time."""
+class AdvancesStalledSinceOnNewDelivery(Lane):
+    """Advances `stalled_since` with every new delivery."""
 
-    def offered(self, last_seq: int, now: float) -> None:
-        super().offered(last_seq, now)
-        self._stalled_since = now if self.owed else None
-
-
-class CountsWhatItWasTold(Lane):
-    """What was read before it was offered is not counted."""
-
-    def fetched(self, deliveries: Any) -> None:
-        told = self._last_seq
-        super().fetched(deliveries)
-        self._last_seq = told
+    def extend_to(self, last_seq: int, now: float) -> None:
+        super().extend_to(last_seq, now)
+        self._stalled_since = now if self.pending else None
 
 
-class IsDrainedTooSoon(Lane):
-    """Nothing is owed, and the end of the last delivery is not on disk."""
+class IgnoresNewerFetchedDeliveries(Lane):
+    """Does not count deliveries that were fetched before they were announced."""
+
+    def append_fetched(self, deliveries: Any) -> None:
+        last_seq = self._last_seq
+        super().append_fetched(deliveries)
+        self._last_seq = last_seq
+
+
+class ReportsDrainedTooEarly(Lane):
+    """Reports drained before the last outcome is written."""
 
     @property
     def drained(self) -> bool:
-        return not self.owed
+        return not self.pending
 
 
 def _faults(value: object) -> str | None:
-    """Faults by name, so that the tests are told apart."""
+    """Name the faults, so that the test ids differ."""
     if not isinstance(value, Faults):
         return None
     return " ".join(name for name, on in vars(value).items() if on != getattr(NO_FAULTS, name))
@@ -391,63 +391,67 @@ def _faults(value: object) -> str | None:
 @pytest.mark.parametrize(
     ("lane", "faults", "violation"),
     [
-        (SendsTheNextOneMeanwhile, NO_FAULTS, "is sent before|ends, and"),
-        (TakesWhatDoesNotFollow, NO_FAULTS, "is sent before"),
-        (SendsTwoAtATime, NO_FAULTS, "two requests|is due and not sent"),
-        (AcknowledgesBeforeTheAnswer, NO_FAULTS, "is passed without an outcome"),
-        (CheckpointsWhatWaits, NO_FAULTS, "is passed without an outcome"),
+        (SendsNextDuringRetryWait, NO_FAULTS, "is sent before|ends, and"),
+        (AppendsAfterGap, NO_FAULTS, "is sent before"),
+        (SendsConcurrently, NO_FAULTS, "two requests|is due and not sent"),
+        (AcknowledgesBeforeTheResponse, NO_FAULTS, "is passed without an outcome"),
+        (CheckpointsUnwrittenSuccesses, NO_FAULTS, "is passed without an outcome"),
         (CheckpointsUnwrittenRetries, NO_FAULTS, "attempts are not what is logged"),
-        (GivesUpInPassing, NO_FAULTS, "is sent before"),
-        (FailsInPassing, NO_FAULTS, "forgets its attempts|is due and not sent"),
-        (ForgetsItsRetries, NO_FAULTS, "forgets its attempts|are not what is logged"),
-        (KeepsAStaleBudget, NO_FAULTS, "forgets its attempts"),
-        (NamesTheNumberBefore, NO_FAULTS, "names"),
-        (SleepsOverTheEnd, NO_FAULTS, "has to wait until"),
-        (ChargesEveryAttempt, NO_FAULTS, "a free attempt"),
-        (ChargesNoProbe, NO_FAULTS, "an attempt is not charged|ends at another time"),
-        (ForgetsWhatWasSpent, NO_FAULTS, "attempt is charged|is not charged|at another time"),
-        (SendsThroughAShutGate, NO_FAULTS, "has to wait|through a shut gate"),
-        (WakesForNothing, NO_FAULTS, "has to wait"),
-        (SleepsWhileShut, NO_FAULTS, "is not given up|is gone|is not cut|has to wait"),
-        (KeepsProbesWaiting, NO_FAULTS, "is due and not sent"),
-        (CutsWhatIsInFlight, NO_FAULTS, "two things at a time"),
-        (CutsWhatItHas, NO_FAULTS, "is not cut"),
-        (CutsLessTheSecondTime, NO_FAULTS, "is not cut"),
-        (ReadsWhatIsCut, NO_FAULTS, "although it has ended"),
-        (CutsInTheWrongPlace, NO_FAULTS, "reading a range begins too late"),
-        (CountsWhatWasNotSent, NO_FAULTS, "forgets its attempts|are not what is logged"),
-        (GoesOnThoughBlocked, NO_FAULTS, "does not wait for an operator"),
-        (BlocksAndDoesNotSaySo, NO_FAULTS, "does it block"),
-        (NeverSaysThatItEnds, NO_FAULTS, "wrong about the end"),
-        (EndsBeforeItsTime, NO_FAULTS, "wrong about the end"),
-        (SaysSoOnce, NO_FAULTS, "wrong about the end"),
-        (AcknowledgesAllThatWasSent, NO_FAULTS, "a success is a failure"),
-        (SendsWhatFailedTogetherAgain, NO_FAULTS, "is to go alone"),
-        (ForgetsWhatWentTogether, NO_FAULTS, "was sent before"),
-        (TakesExpiredOnesAlong, NO_FAULTS, "has expired"),
-        (EndsWithTheFirst, NO_FAULTS, "wrong about the end"),
+        (DoesNotAwaitDeadLetterWrite, NO_FAULTS, "is sent before"),
+        (DoesNotAwaitFailureWrite, NO_FAULTS, "forgets its attempts|is due and not sent"),
+        (ResetsBudgetOnTakeover, NO_FAULTS, "forgets its attempts|are not what is logged"),
+        (KeepsStaleRetryState, NO_FAULTS, "forgets its attempts"),
+        (LinksToDeadLetter, NO_FAULTS, "names"),
+        (IgnoresExpiryDuringRetryWait, NO_FAULTS, "has to wait until"),
+        (CountsFreeProbes, NO_FAULTS, "a free attempt"),
+        (CountsNoProbes, NO_FAULTS, "an attempt is not charged|ends at another time"),
+        (ForgetsSpentAttempts, NO_FAULTS, "attempt is charged|is not charged|at another time"),
+        (SendsThroughShutGate, NO_FAULTS, "has to wait|through a shut gate"),
+        (WakesWhileShut, NO_FAULTS, "has to wait"),
+        (KeepsExpiredWhileShut, NO_FAULTS, "is not given up|is gone|is not cut|has to wait"),
+        (DelaysProbes, NO_FAULTS, "is due and not sent"),
+        (CutsInFlightRequest, NO_FAULTS, "two things at a time"),
+        (CutsOnlyFetched, NO_FAULTS, "is not cut"),
+        (ReplacesPendingCut, NO_FAULTS, "is not cut"),
+        (RefetchesCutDeliveries, NO_FAULTS, "although it has ended"),
+        (CutsFromWrongBatch, NO_FAULTS, "reading a range begins too late"),
+        (CountsUnsentRequests, NO_FAULTS, "forgets its attempts|are not what is logged"),
+        (IgnoresBlock, NO_FAULTS, "does not wait for an operator"),
+        (DoesNotPersistBlock, NO_FAULTS, "does it block"),
+        (NeverMarksLaneEnd, NO_FAULTS, "wrong about the end"),
+        (MarksLaneEndTooEarly, NO_FAULTS, "wrong about the end"),
+        (MarksLaneEndOnFirstAttemptOnly, NO_FAULTS, "wrong about the end"),
+        (IgnoresAcceptedSequence, NO_FAULTS, "a success is a failure"),
+        (DoesNotBisectFailedBatch, NO_FAULTS, "is to go alone"),
+        (ForgetsSentBatch, NO_FAULTS, "was sent before"),
+        (BatchesExpiredDeliveries, NO_FAULTS, "has expired"),
+        (ChecksLaneEndOfHeadOnly, NO_FAULTS, "wrong about the end"),
         (Lane, Faults(forgets_blocks=True), "does not wait for an operator"),
-        (Lane, Faults(gives_up_alone=True), "has no outcome|without an outcome"),
-        (Lane, Faults(reads_no_tail=True), "although it has ended|has two outcomes"),
-        (Lane, Faults(trusts_the_receiver=True), "was sent before|refused as a copy"),
+        (Lane, Faults(writes_failure_alone=True), "has no outcome|without an outcome"),
+        (Lane, Faults(skips_tail=True), "although it has ended|has two outcomes"),
+        (Lane, Faults(assumes_no_duplicates=True), "was sent before|refused as a copy"),
     ],
     ids=_faults,
 )
-def test_without_this_rule(lane: type[Lane], faults: Faults, violation: str) -> None:
+def test_a_lane_without_this_rule_violates_the_model(
+    lane: type[Lane], faults: Faults, violation: str
+) -> None:
     with pytest.raises(Violation, match=violation):
-        hunt_lane(2000, lane, replace(faults, says_so=False))
+        hunt_lane(2000, lane, replace(faults, checks_lane_state=False))
 
 
 @pytest.mark.parametrize(
     ("lane", "violation"),
     [
-        (IsNeverMovedByASuccess, "stalled for another time"),
-        (OwesNothingAndIsStalled, "stalled for another time"),
-        (IsStalledSinceLately, "stalled for another time"),
-        (CountsWhatItWasTold, "owes another number"),
-        (IsDrainedTooSoon, "drained or not"),
+        (IgnoresSuccessInStalledSince, "stalled for another time"),
+        (StalledWithoutPendingDeliveries, "stalled for another time"),
+        (AdvancesStalledSinceOnNewDelivery, "stalled for another time"),
+        (IgnoresNewerFetchedDeliveries, "wrong number of pending deliveries"),
+        (ReportsDrainedTooEarly, "drained or not"),
     ],
 )
-def test_a_lane_that_is_wrong_about_itself(lane: type[Lane], violation: str) -> None:
+def test_a_lane_that_reports_a_wrong_state_violates_the_model(
+    lane: type[Lane], violation: str
+) -> None:
     with pytest.raises(Violation, match=violation):
         hunt_lane(300, lane)

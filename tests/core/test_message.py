@@ -13,8 +13,8 @@ from standardwebhooks import Webhook
 
 from outbox.core.delivery.message import Delivery, build, prepare, rfc3339
 from outbox.core.delivery.signature import format_secret, verify
-from outbox.core.model.headers import own as carried
-from outbox.core.model.headers import pairs
+from outbox.core.model.headers import parse_lines
+from outbox.core.model.headers import valid_headers as carried
 from outbox.core.model.ids import delivery_id, lane_name
 
 ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
@@ -89,7 +89,7 @@ def test_absent_values_are_left_out() -> None:
 
 
 @given(json_text, json_text, json_values, st.integers(1, 2**63 - 1), st.data())
-def test_the_body_says_everything_and_the_headers_the_same(
+def test_body_and_headers_carry_the_same_values(
     tenant: str, key: str, payload: Any, seq: int, data: st.DataObject
 ) -> None:
     previous = data.draw(st.integers(0, seq - 1))
@@ -112,13 +112,13 @@ def test_the_body_says_everything_and_the_headers_the_same(
     verify(headers, body, [SECRET], NOW)
 
 
-def test_the_payloads_bytes_go_through_untouched() -> None:
+def test_payload_bytes_are_not_changed() -> None:
     payload = b'{"n": 1.10, "big": 123456789012345678901234567890, "n": 2}'
     _, body = attempt(DELIVERY._replace(payload=payload))
     assert body.endswith(b'"data":' + payload + b"}")
 
 
-def test_the_independent_library_verifies_it_also_while_a_secret_rotates() -> None:
+def test_an_independent_library_verifies_the_signature_also_during_rotation() -> None:
     timestamp = int(datetime.now(tz=UTC).timestamp())
     headers, body = attempt(timestamp=timestamp, keys=[OTHER, SECRET])
     assert len(headers["webhook-signature"].split(" ")) == 2
@@ -126,27 +126,27 @@ def test_the_independent_library_verifies_it_also_while_a_secret_rotates() -> No
         assert Webhook(format_secret(secret)).verify(body, headers)["data"] == {"total": 12.5}
 
 
-def test_the_last_delivery_of_a_lane_says_so_in_the_signed_body() -> None:
+def test_the_lane_end_is_marked_in_the_signed_body() -> None:
     prepared = prepare(DELIVERY, 6, lane_ends=True)
-    headers = dict(pairs(prepared.attempt(1, NOW, [SECRET])))
+    headers = dict(parse_lines(prepared.attempt(1, NOW, [SECRET])))
     assert orjson.loads(prepared.body)["lane_ends"] is True
     assert b"lane_ends" not in prepare(DELIVERY, 6).body
     assert not any("end" in name.lower() for name in headers)
     verify({k.lower(): v for k, v in headers.items()}, prepared.body, [SECRET], NOW)
 
 
-def test_an_endpoints_own_headers_do_not_touch_ours() -> None:
-    ours = dict(pairs(prepare(DELIVERY._replace(headers=None), 6).lines))
+def test_endpoint_headers_do_not_override_relay_headers() -> None:
+    ours = dict(parse_lines(prepare(DELIVERY._replace(headers=None), 6).lines))
     prepared = prepare(DELIVERY, 6, endpoint_headers=carried({"X-Env": "a", "Host": "else"}))
-    assert dict(pairs(prepared.lines)) == ours | {"X-Env": "a"} | orjson.loads(
+    assert dict(parse_lines(prepared.lines)) == ours | {"X-Env": "a"} | orjson.loads(
         DELIVERY.headers or ""
     )
 
 
 def test_attempts_differ_in_number_time_and_signature_only() -> None:
     prepared = prepare(DELIVERY, 6)
-    first = dict(pairs(prepared.attempt(1, NOW, [SECRET])))
-    second = dict(pairs(prepared.attempt(2, NOW + 5, [SECRET])))
+    first = dict(parse_lines(prepared.attempt(1, NOW, [SECRET])))
+    second = dict(parse_lines(prepared.attempt(2, NOW + 5, [SECRET])))
     changed = {name for name in first if first[name] != second[name]}
     assert changed == {"X-Attempt", "webhook-timestamp", "webhook-signature"}
     assert first["X-Delivery"] == str(delivery_id(ENDPOINT, 42, DELIVERY.event_id))
@@ -156,7 +156,7 @@ def test_attempts_differ_in_number_time_and_signature_only() -> None:
 # ------------------------------------------------------ the event's own headers
 
 
-def own(headers: dict[str, Any]) -> dict[str, str]:
+def send_headers(headers: dict[str, Any]) -> dict[str, str]:
     ours, _ = attempt(DELIVERY._replace(headers=None))
     all_of_them, _ = attempt(DELIVERY._replace(headers=orjson.dumps(headers)))
     for name, value in ours.items():
@@ -164,8 +164,10 @@ def own(headers: dict[str, Any]) -> dict[str, str]:
     return all_of_them
 
 
-def test_an_events_headers_go_along() -> None:
-    assert own({"X-Tenant-Region": "eu", "tracestate": "a=b", "empty": "", "pad": " x\t"}) == {
+def test_event_headers_are_sent() -> None:
+    assert send_headers(
+        {"X-Tenant-Region": "eu", "tracestate": "a=b", "empty": "", "pad": " x\t"}
+    ) == {
         "x-tenant-region": "eu",
         "tracestate": "a=b",
         "empty": "",
@@ -201,8 +203,8 @@ def test_an_events_headers_go_along() -> None:
         "X-Attempt",
     ],
 )
-def test_headers_that_are_ours_or_frame_the_request_are_left_out(name: str) -> None:
-    assert own({name: "evil", "kept": "1"}) == {"kept": "1"}
+def test_reserved_and_framing_headers_are_dropped(name: str) -> None:
+    assert send_headers({name: "evil", "kept": "1"}) == {"kept": "1"}
 
 
 @pytest.mark.parametrize(
@@ -225,17 +227,17 @@ def test_headers_that_are_ours_or_frame_the_request_are_left_out(name: str) -> N
         ("Kelvin-\u212a", "x"),
     ],
 )
-def test_headers_that_http_cannot_carry_unharmed_are_left_out(name: str, value: Any) -> None:
-    assert own({name: value, "kept": "1"}) == {"kept": "1"}
+def test_headers_invalid_in_http_are_dropped(name: str, value: Any) -> None:
+    assert send_headers({name: value, "kept": "1"}) == {"kept": "1"}
 
 
-def test_of_one_name_in_several_cases_the_first_goes_along() -> None:
-    assert own({"A-b": "1", "a-B": "2"}) == {"a-b": "1"}
+def test_the_first_of_several_header_spellings_is_sent() -> None:
+    assert send_headers({"A-b": "1", "a-B": "2"}) == {"a-b": "1"}
 
 
 @given(st.dictionaries(json_text, json_text))
-def test_whatever_the_headers_the_request_is_well_formed(headers: dict[str, str]) -> None:
-    for name, value in own(headers).items():
+def test_the_request_is_well_formed_with_any_headers(headers: dict[str, str]) -> None:
+    for name, value in send_headers(headers).items():
         assert re.fullmatch(r"[!#$%&'*+.^_`|~0-9a-z-]+", name)
         assert value.isascii()
         assert value == "" or value.isprintable() or "\t" in value

@@ -1,4 +1,4 @@
-"""Which changes are told, and what keeps operational events from causing more of themselves."""
+"""Which changes are reported, and how operational events avoid causing more of themselves."""
 
 from __future__ import annotations
 
@@ -7,66 +7,78 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.core.delivery import operational_events
-from outbox.core.delivery.circuit_breaker import State
+from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import (
-    LAG_LOOK_EVERY_S,
+    LAG_CHECK_EVERY_S,
     LAGGING_S,
     WARN_AFTER_S,
-    Lag,
-    Next,
-    Told,
+    LagAction,
+    LagDetector,
+    ReportedState,
 )
 
 NOW = 1_000_000.0
-OPEN = (State.FAILING, State.REFUSING)
+OPEN = (BreakerState.FAILING, BreakerState.REJECTING)
 
-answers = st.tuples(st.sampled_from(State), st.booleans())
+responses = st.tuples(st.sampled_from(BreakerState), st.booleans())
 
 
 @pytest.mark.parametrize(
     ("event_type", "expected"),
     [("outbox.lane.blocked", True), ("outbox.x", True), ("outbox", False), ("outboxes.x", False)],
 )
-def test_what_is_operational(event_type: str, expected: bool) -> None:
+def test_operational_event_types_are_recognised(event_type: str, expected: bool) -> None:
     assert operational_events.is_operational(event_type) is expected
 
 
-@given(st.lists(answers))
-def test_a_hold_takes_an_ordinary_failure_and_its_end_takes_a_hold(
-    script: list[tuple[State, bool]],
+@given(st.lists(responses))
+def test_a_hold_requires_an_ordinary_failure_and_its_end_requires_a_hold(
+    script: list[tuple[BreakerState, bool]],
 ) -> None:
-    told, failures, holds, ends = Told(), 0, 0, 0
+    reported, failures, holds, ends = ReportedState(), 0, 0, 0
     for n, (state, ordinary) in enumerate(script):
-        if state is State.HEALTHY:
-            after = told.changed(state)
+        if state is BreakerState.HEALTHY:
+            after = reported.record_state(state)
         else:
-            after = told.answered(state, NOW + n, ordinary=ordinary).changed(state)
+            after = reported.record_failure(state, NOW + n, ordinary=ordinary).record_state(state)
             failures += ordinary
-        holds += told.held_since is None and after.held_since is not None
-        ends += told.held_since is not None and after.held_since is None
-        assert after.held_since is None or state is not State.HEALTHY
+        holds += reported.held_since is None and after.held_since is not None
+        ends += reported.held_since is not None and after.held_since is None
+        assert after.held_since is None or state is not BreakerState.HEALTHY
         if ordinary and state in OPEN:
             assert after.held_since is not None
-        told = after
+        reported = after
     assert ends <= holds <= ends + 1
     assert holds <= failures
 
 
 def test_a_hold_lasts_until_its_endpoint_is_healthy() -> None:
-    told = Told().answered(State.FAILING, NOW, ordinary=True)
-    assert told.held_since == NOW
-    for state in (State.RECOVERING, State.FAILING, State.PAUSED, State.DISABLED):
-        told = told.changed(state)
-        assert told.answered(State.REFUSING, NOW + 9, ordinary=True).held_since == NOW
-    assert told.changed(State.HEALTHY) == Told()
+    reported = ReportedState().record_failure(BreakerState.FAILING, NOW, ordinary=True)
+    assert reported.held_since == NOW
+    for state in (
+        BreakerState.RECOVERING,
+        BreakerState.FAILING,
+        BreakerState.PAUSED,
+        BreakerState.DISABLED,
+    ):
+        reported = reported.record_state(state)
+        assert (
+            reported.record_failure(BreakerState.REJECTING, NOW + 9, ordinary=True).held_since
+            == NOW
+        )
+    assert reported.record_state(BreakerState.HEALTHY) == ReportedState()
 
 
-def test_a_hold_that_was_silent_is_told_when_an_ordinary_attempt_fails_in_it() -> None:
-    told = Told().answered(State.FAILING, NOW, ordinary=False)
-    assert told == Told()
-    assert told.answered(State.FAILING, NOW + 1, ordinary=True).held_since == NOW + 1
-    # While it recovers nothing is held.
-    assert told.answered(State.RECOVERING, NOW + 1, ordinary=True) == Told()
+def test_an_open_breaker_is_reported_at_the_first_ordinary_failure() -> None:
+    reported = ReportedState().record_failure(BreakerState.FAILING, NOW, ordinary=False)
+    assert reported == ReportedState()
+    assert (
+        reported.record_failure(BreakerState.FAILING, NOW + 1, ordinary=True).held_since == NOW + 1
+    )
+    # While the breaker recovers, no hold-off is open.
+    assert (
+        reported.record_failure(BreakerState.RECOVERING, NOW + 1, ordinary=True) == ReportedState()
+    )
 
 
 DAYS_3 = 3 * 86400.0
@@ -83,70 +95,70 @@ DAYS_3 = 3 * 86400.0
         (WARN_AFTER_S, WARN_AFTER_S / 2, False),
     ],
 )
-def test_a_stall_is_news_after_a_day_unless_it_is_the_end(
+def test_a_stall_is_reported_after_a_day_unless_the_endpoint_is_disabled(
     stalled_s: float, disable_after_s: float, expected: bool
 ) -> None:
-    assert Told().may_tell_stall(stalled_s, disable_after_s) is expected
-    assert not Told(stalled_at=NOW).may_tell_stall(stalled_s, disable_after_s)
+    assert ReportedState().should_report_stall(stalled_s, disable_after_s) is expected
+    assert not ReportedState(stalled_at=NOW).should_report_stall(stalled_s, disable_after_s)
 
 
-def test_a_stall_lasts_until_every_lane_that_was_in_it_has_had_a_success() -> None:
-    told = Told(stalled_at=NOW)
-    assert told.looked([NOW - WARN_AFTER_S, NOW + 5]) == told
-    assert told.looked([NOW + 1, NOW + 5]) == Told()
-    assert told.looked([]) == Told()
-    assert Told().looked([]) == Told()
+def test_a_stall_lasts_until_every_stalled_lane_has_a_success() -> None:
+    reported = ReportedState(stalled_at=NOW)
+    assert reported.record_stalls([NOW - WARN_AFTER_S, NOW + 5]) == reported
+    assert reported.record_stalls([NOW + 1, NOW + 5]) == ReportedState()
+    assert reported.record_stalls([]) == ReportedState()
+    assert ReportedState().record_stalls([]) == ReportedState()
 
 
 def test_times_from_before_the_clock_was_set_back_are_forgotten() -> None:
-    assert Told(NOW + 9, NOW + 9).hold_to(NOW) == Told(NOW, NOW)
-    assert Told(NOW - 9).hold_to(NOW) == Told(NOW - 9)
-    assert Told().hold_to(NOW) == Told()
+    assert ReportedState(NOW + 9, NOW + 9).clamp_times(NOW) == ReportedState(NOW, NOW)
+    assert ReportedState(NOW - 9).clamp_times(NOW) == ReportedState(NOW - 9)
+    assert ReportedState().clamp_times(NOW) == ReportedState()
 
 
 class Leader:
-    """A leader whose batches take a tenth of a second."""
+    """A leader whose batches take a tenth of a second each."""
 
     def __init__(self) -> None:
-        self.lag = Lag()
+        self.lag = LagDetector()
         self.now = 50.0
 
-    def turns(self, seconds: float, *, full: bool) -> list[Next]:
+    def turns(self, seconds: float, *, full: bool) -> list[LagAction]:
         found = []
         for _ in range(round(seconds * 10)):
             self.now += 0.1
-            found.append(self.lag.turned(self.now, full=full))
+            found.append(self.lag.record_batch(self.now, full=full))
         return found
 
 
-def test_only_batches_that_go_on_being_full_are_looked_into() -> None:
+def test_lag_is_checked_only_after_consecutive_full_batches() -> None:
     leader = Leader()
-    assert Next.LOOK not in leader.turns(LAGGING_S - 0.5, full=True)
+    assert LagAction.CHECK not in leader.turns(LAGGING_S - 0.5, full=True)
     leader.turns(0.1, full=False)
-    assert Next.LOOK not in leader.turns(LAGGING_S - 0.5, full=True)
-    looks = leader.turns(5 * LAG_LOOK_EVERY_S, full=True).count(Next.LOOK)
-    assert 4 <= looks <= 5
+    assert LagAction.CHECK not in leader.turns(LAGGING_S - 0.5, full=True)
+    checks = leader.turns(5 * LAG_CHECK_EVERY_S, full=True).count(LagAction.CHECK)
+    assert 4 <= checks <= 5
 
 
-def test_what_was_told_is_over_with_the_first_batch_that_leaves_nothing() -> None:
+def test_reported_lag_ends_with_the_first_batch_that_is_not_full() -> None:
     leader = Leader()
-    # One that led before may have told it.
-    assert leader.turns(0.1, full=False) == [Next.END]
-    leader.lag.ended()
-    assert leader.turns(1, full=False) == [Next.NOTHING] * 10
-    assert Next.LOOK in leader.turns(LAGGING_S + 1, full=True)
-    leader.lag.told()
-    assert set(leader.turns(5, full=True)) == {Next.NOTHING}
-    # Until it is written down.
-    assert leader.turns(0.2, full=False) == [Next.END, Next.END]
-    leader.lag.ended()
-    assert Next.LOOK in leader.turns(LAGGING_S + 1, full=True)
+    # An earlier leader may have reported it.
+    assert leader.turns(0.1, full=False) == [LagAction.CLOSE]
+    leader.lag.mark_ended()
+    assert leader.turns(1, full=False) == [LagAction.NOTHING] * 10
+    assert LagAction.CHECK in leader.turns(LAGGING_S + 1, full=True)
+    leader.lag.mark_reported()
+    assert set(leader.turns(5, full=True)) == {LagAction.NOTHING}
+    # Until the report is written.
+    assert leader.turns(0.2, full=False) == [LagAction.CLOSE, LagAction.CLOSE]
+    leader.lag.mark_ended()
+    assert LagAction.CHECK in leader.turns(LAGGING_S + 1, full=True)
 
 
-def test_who_leads_anew_knows_nothing_of_what_another_one_told() -> None:
+def test_a_new_leader_does_not_know_earlier_reports() -> None:
     leader = Leader()
     leader.turns(LAGGING_S - 1, full=True)
-    leader.lag.ended()
-    leader.lag.forget()
-    assert Next.LOOK not in leader.turns(LAGGING_S - 1, full=True)
-    assert leader.turns(0.1, full=False) == [Next.END]
+    leader.lag.mark_ended()
+    leader.lag.reset()
+    assert LagAction.CHECK not in leader.turns(LAGGING_S - 1, full=True)
+    assert leader.turns(0.1, full=False) == [LagAction.CLOSE]

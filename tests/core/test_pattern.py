@@ -21,7 +21,7 @@ def matches(text: str, event_type: str) -> bool:
 
 
 def reference(text: str, event_type: str) -> bool:
-    """What a pattern means, segment by segment."""
+    """Return what a pattern means, segment by segment."""
     wanted, segments = text.split("."), event_type.split(".")
     if segments[0] == "outbox" and len(segments) > 1 and wanted[0] != "outbox":
         return False
@@ -36,12 +36,14 @@ def reference(text: str, event_type: str) -> bool:
 
 
 @given(patterns, types)
-def test_it_means_what_the_reference_means(text: str, event_type: str) -> None:
+def test_a_pattern_matches_like_the_reference(text: str, event_type: str) -> None:
     assert matches(text, event_type) == reference(text, event_type)
 
 
 @given(st.lists(patterns | st.just(pattern.PROBE), max_size=8), types | st.just(pattern.PROBE))
-def test_of_many_those_are_found_that_match_alone(texts: list[str], event_type: str) -> None:
+def test_a_set_finds_the_patterns_that_match_individually(
+    texts: list[str], event_type: str
+) -> None:
     many = pattern.Patterns()
     for n, text in enumerate(texts):
         many.add(text, n)
@@ -83,12 +85,12 @@ def test_a_type_matches_itself_with_any_segment_but_outbox_blanked(
         ("outbox", ["outbox"], ["outbox.ended"]),
     ],
 )
-def test_examples(text: str, yes: list[str], no: list[str]) -> None:
+def test_documented_examples_match(text: str, yes: list[str], no: list[str]) -> None:
     assert [t for t in yes + no if matches(text, t)] == yes
 
 
 @pytest.mark.parametrize("event_type", ["", "a\n", "a.b\n", "a.", ".a", "a..b", "ä", "a.٣", "a b"])
-def test_what_is_no_type_matches_nothing(event_type: str) -> None:
+def test_an_invalid_type_matches_nothing(event_type: str) -> None:
     for text in ("**", "*", "a.*", "*.b", "a.**", "*.**"):
         assert not matches(text, event_type)
 
@@ -128,7 +130,7 @@ def test_what_is_no_type_matches_nothing(event_type: str) -> None:
         ),
     ],
 )
-def test_what_is_no_pattern_is_refused(text: str) -> None:
+def test_an_invalid_pattern_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="type pattern"):
         pattern.parse(text)
     with pytest.raises(UsageError, match="type pattern"):
@@ -136,7 +138,7 @@ def test_what_is_no_pattern_is_refused(text: str) -> None:
 
 
 @given(st.text(max_size=20))
-def test_any_text_is_a_pattern_or_refused(text: str) -> None:
+def test_any_text_is_a_pattern_or_rejected(text: str) -> None:
     try:
         compiled = pattern.parse(text)
     except UsageError:
@@ -147,7 +149,7 @@ def test_any_text_is_a_pattern_or_refused(text: str) -> None:
     assert (compiled.fullmatch(literal) is not None) == reference(text, literal)
 
 
-def test_a_pattern_is_no_longer_than_a_type_may_be() -> None:
+def test_a_pattern_is_limited_to_the_length_of_a_type() -> None:
     longest = "a" * pattern.TYPE_BYTES_MAX
     assert matches(longest, longest)
     with pytest.raises(UsageError, match="longer than 255 bytes"):

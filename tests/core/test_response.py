@@ -13,27 +13,27 @@ from hypothesis import strategies as st
 from outbox.core.model.response import (
     BODY_BYTES_MAX,
     DETAIL_CHARS_MAX,
-    RECEIPT_BODY_CHARS_MAX,
     RETRY_AFTER_S_MAX,
-    SUMMARY_BODY_CHARS_MAX,
-    SUMMARY_VERSION,
-    Answer,
+    STORED_BODY_CHARS_MAX,
+    STORED_SUCCESS_BODY_CHARS_MAX,
+    STORED_VERSION,
+    AttemptResult,
     Failure,
     Verdict,
     classify,
-    in_words,
+    describe_response,
     one_line,
-    receipt,
+    redact,
     retry_after_s,
-    summary,
-    without,
+    stored_response,
+    stored_success,
 )
 
 NOW = datetime(2026, 1, 31, 12, 0, 0, tzinfo=UTC).timestamp()
 
 
 def verdict(status: int, *, maybe_sent_before: bool = False) -> Verdict:
-    return classify(Answer.of(status, 0.1), maybe_sent_before=maybe_sent_before)
+    return classify(AttemptResult.completed(status, 0.1), maybe_sent_before=maybe_sent_before)
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 206, 226, 299])
@@ -42,12 +42,12 @@ def test_2xx_is_delivered(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 529, 599])
-def test_these_are_tried_again(status: int) -> None:
+def test_retryable_statuses_are_retried(status: int) -> None:
     assert verdict(status) is Verdict.RETRY
 
 
 @pytest.mark.parametrize("status", [101, 300, 301, 302, 307, 308, 400, 401, 404, 409, 410])
-def test_any_other_answer_is_refused(status: int) -> None:
+def test_any_other_status_is_a_refusal(status: int) -> None:
     assert verdict(status) is Verdict.REFUSED
 
 
@@ -58,43 +58,48 @@ def test_409_to_a_number_that_may_have_been_sent_before_is_a_success() -> None:
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_without_a_status_nobody_refused_anything(failure: Failure) -> None:
-    answer = Answer.failed(failure, "it went wrong", 0.1)
+def test_a_failure_without_a_status_is_retried(failure: Failure) -> None:
+    response = AttemptResult.failed(failure, "it went wrong", 0.1)
     for maybe_sent_before in (False, True):
-        assert classify(answer, maybe_sent_before=maybe_sent_before) is Verdict.RETRY
+        assert classify(response, maybe_sent_before=maybe_sent_before) is Verdict.RETRY
 
 
 @pytest.mark.parametrize("status", [0, 99, 600, 999])
-def test_a_number_that_is_no_status_counts_as_a_server_error(status: int) -> None:
+def test_an_invalid_status_counts_as_a_server_error(status: int) -> None:
     assert verdict(status) is Verdict.RETRY
     none = frozenset[int]()
-    answer = Answer.of(status, 0.1)
-    assert classify(answer, maybe_sent_before=False, retryable=none) is Verdict.REFUSED
+    response = AttemptResult.completed(status, 0.1)
+    assert classify(response, maybe_sent_before=False, retryable=none) is Verdict.REFUSED
 
 
-def test_the_retryable_statuses_are_the_endpoints_to_change() -> None:
+def test_retryable_statuses_are_configurable_per_endpoint() -> None:
     own = frozenset({404, 409, 200})
 
-    def told(status: int, *, before: bool = False) -> Verdict:
-        return classify(Answer.of(status, 0.1), maybe_sent_before=before, retryable=own)
+    def verdict_of(status: int, *, before: bool = False) -> Verdict:
+        return classify(
+            AttemptResult.completed(status, 0.1), maybe_sent_before=before, retryable=own
+        )
 
-    assert told(404) is Verdict.RETRY
-    assert told(503) is Verdict.REFUSED
-    assert told(409) is Verdict.RETRY
-    assert told(409, before=True) is Verdict.DELIVERED
-    assert told(200) is Verdict.DELIVERED
+    assert verdict_of(404) is Verdict.RETRY
+    assert verdict_of(503) is Verdict.REFUSED
+    assert verdict_of(409) is Verdict.RETRY
+    assert verdict_of(409, before=True) is Verdict.DELIVERED
+    assert verdict_of(200) is Verdict.DELIVERED
 
 
-def test_an_answer_has_either_a_status_or_a_failure() -> None:
-    answered, failed = Answer.of(200, 0.0), Answer.failed(Failure.RESET, "", 0.0)
-    assert (answered.status, answered.failure) == (200, None)
+def test_a_result_has_either_a_status_or_a_failure() -> None:
+    result, failed = (
+        AttemptResult.completed(200, 0.0),
+        AttemptResult.failed(Failure.RESET, "", 0.0),
+    )
+    assert (result.status, result.failure) == (200, None)
     assert (failed.status, failed.failure) == (None, Failure.RESET)
 
 
 # --------------------------------------------------------------- Retry-After
 
 
-def asked(value: str) -> float | None:
+def retry_after_of(value: str) -> float | None:
     return retry_after_s((("Content-Type", "text/plain"), ("Retry-After", value)), NOW)
 
 
@@ -115,51 +120,51 @@ def asked(value: str) -> float | None:
         ("Fri, 31 Dec 9999 23:59:59 GMT", 3600.0),
     ],
 )
-def test_retry_after_in_seconds_or_as_a_date(value: str, wait_s: float) -> None:
-    assert asked(value) == wait_s
+def test_retry_after_is_seconds_or_a_date(value: str, wait_s: float) -> None:
+    assert retry_after_of(value) == wait_s
 
 
 @pytest.mark.parametrize(
     "value", ["", "soon", "-5", "1.5", "1e3", "٣", "²", "0x10", "Sat, 99 Foo 2026", "\x00", "12 34"]
 )
-def test_garbage_is_ignored(value: str) -> None:
-    assert asked(value) is None
+def test_an_invalid_retry_after_is_ignored(value: str) -> None:
+    assert retry_after_of(value) is None
 
 
-def test_a_date_without_a_zone_is_utc_wherever_this_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_date_without_a_zone_is_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "JST-9")
     time.tzset()
     try:
-        assert asked("Sat Jan 31 12:01:30 2026") == 90.0
+        assert retry_after_of("Sat Jan 31 12:01:30 2026") == 90.0
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
-def test_no_header_is_no_wish_and_names_are_in_any_case() -> None:
+def test_retry_after_is_optional_and_case_insensitive() -> None:
     assert retry_after_s((), NOW) is None
     assert retry_after_s((("RETRY-AFTER", "5"),), NOW) == 5.0
     assert retry_after_s((("retry-after", "soon"), ("retry-after", "5")), NOW) == 5.0
 
 
 @given(st.text())
-def test_whatever_stands_there_the_wait_is_bounded(value: str) -> None:
-    wait_s = asked(value)
+def test_any_retry_after_is_bounded(value: str) -> None:
+    wait_s = retry_after_of(value)
     assert wait_s is None or 0.0 <= wait_s <= RETRY_AFTER_S_MAX
 
 
 @given(st.datetimes(datetime(1970, 1, 2), datetime(9999, 1, 1)))
-def test_any_date_is_understood(at: datetime) -> None:
+def test_any_http_date_is_parsed(at: datetime) -> None:
     at = at.replace(tzinfo=UTC, microsecond=0)
-    wait_s = asked(format_datetime(at, usegmt=True))
+    wait_s = retry_after_of(format_datetime(at, usegmt=True))
     assert wait_s == min(max(at.timestamp() - NOW, 0.0), RETRY_AFTER_S_MAX)
 
 
 # ------------------------------------------------------------------- summary
 
 
-def test_a_summary_tells_what_helps_to_find_the_request() -> None:
-    answer = Answer.of(
+def test_a_stored_response_has_trace_headers() -> None:
+    response = AttemptResult.completed(
         503,
         0.0421,
         headers=(
@@ -171,8 +176,8 @@ def test_a_summary_tells_what_helps_to_find_the_request() -> None:
         body=b"try later",
         detail="the body was cut short",
     )
-    assert summary(answer) == {
-        "version": SUMMARY_VERSION,
+    assert stored_response(response) == {
+        "version": STORED_VERSION,
         "status": 503,
         "detail": "the body was cut short",
         "elapsed_ms": 42.1,
@@ -182,45 +187,51 @@ def test_a_summary_tells_what_helps_to_find_the_request() -> None:
 
 
 def test_a_summary_of_a_failure() -> None:
-    answer = Answer.failed(Failure.CONNECT, "connection\r\nrefused\x00", 0.001)
-    assert summary(answer) == {
-        "version": SUMMARY_VERSION,
+    response = AttemptResult.failed(Failure.CONNECT, "connection\r\nrefused\x00", 0.001)
+    assert stored_response(response) == {
+        "version": STORED_VERSION,
         "failure": "connect",
         "detail": "connection refused",
         "elapsed_ms": 1.0,
     }
 
 
-def test_of_a_success_less_is_kept() -> None:
+def test_a_success_keeps_less_of_the_response() -> None:
     headers = (("Content-Type", "text/plain"), ("X-Request-Id", "r-1"), ("Set-Cookie", "s"))
-    answer = Answer.of(200, 0.1, headers=headers, body=b"x" * (RECEIPT_BODY_CHARS_MAX + 1))
-    assert receipt(answer) == {
-        "version": SUMMARY_VERSION,
+    response = AttemptResult.completed(
+        200, 0.1, headers=headers, body=b"x" * (STORED_SUCCESS_BODY_CHARS_MAX + 1)
+    )
+    assert stored_success(response) == {
+        "version": STORED_VERSION,
         "headers": {"x-request-id": "r-1"},
-        "body": "x" * (RECEIPT_BODY_CHARS_MAX - 1) + "…",
+        "body": "x" * (STORED_SUCCESS_BODY_CHARS_MAX - 1) + "…",
     }
-    assert receipt(Answer.of(204, 0.1, headers=(("Server", "nginx"),))) is None
+    assert stored_success(AttemptResult.completed(204, 0.1, headers=(("Server", "nginx"),))) is None
 
 
-def test_what_jsonb_cannot_hold_and_a_terminal_should_not_see_is_replaced() -> None:
-    answer = Answer.of(
+def test_characters_unsafe_for_jsonb_and_terminals_are_replaced() -> None:
+    response = AttemptResult.completed(
         400,
         0.1,
         headers=(("Server", "evil\udce9\x1b[2J"),),
         body=b"a\x00b\x1b]0;owned\x07\xff\n\tc",
     )
-    told = summary(answer)
-    assert told["headers"]["server"] == "evil\ufffd [2J"
-    assert told["body"] == "a\ufffdb\ufffd]0;owned\ufffd\ufffd\n\tc"
+    stored = stored_response(response)
+    assert stored["headers"]["server"] == "evil\ufffd [2J"
+    assert stored["body"] == "a\ufffdb\ufffd]0;owned\ufffd\ufffd\n\tc"
 
 
 @pytest.mark.parametrize("character", ["a", "é", "€", "😀"])
-def test_a_long_body_is_cut_between_characters(character: str) -> None:
+def test_a_long_body_is_truncated_between_characters(character: str) -> None:
     for before in ("", "x"):
-        whole = before + character * (SUMMARY_BODY_CHARS_MAX - len(before))
-        assert summary(Answer.of(200, 0.0, body=whole.encode()))["body"] == whole
-        told = summary(Answer.of(200, 0.0, body=(whole + character).encode()))["body"]
-        assert told == whole[:-1] + "…"
+        whole = before + character * (STORED_BODY_CHARS_MAX - len(before))
+        assert (
+            stored_response(AttemptResult.completed(200, 0.0, body=whole.encode()))["body"] == whole
+        )
+        stored = stored_response(
+            AttemptResult.completed(200, 0.0, body=(whole + character).encode())
+        )["body"]
+        assert stored == whole[:-1] + "…"
 
 
 @given(
@@ -232,16 +243,18 @@ def test_a_long_body_is_cut_between_characters(character: str) -> None:
 def test_a_summary_is_always_bounded_json(
     status: int, headers: list[tuple[str, str]], body: bytes, detail: str
 ) -> None:
-    answer = Answer.of(status, 1.0, headers=tuple(headers), body=body, detail=detail)
-    text = orjson.dumps(summary(answer)).decode()
-    # What is left of backslashes is not one that was there.
+    response = AttemptResult.completed(
+        status, 1.0, headers=tuple(headers), body=body, detail=detail
+    )
+    text = orjson.dumps(stored_response(response)).decode()
+    # A remaining backslash is not an original one.
     assert "\\u0000" not in text.replace("\\\\", "")
     assert len(text.encode()) < 20_000
-    assert len(answer.body) <= BODY_BYTES_MAX
+    assert len(response.body) <= BODY_BYTES_MAX
 
 
 @given(st.text(st.characters(exclude_categories=())))
-def test_one_line_is_one_line(text: str) -> None:
+def test_a_summary_fits_on_one_line(text: str) -> None:
     line = one_line(text)
     line.encode()
     assert len(line) <= DETAIL_CHARS_MAX
@@ -249,52 +262,54 @@ def test_one_line_is_one_line(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("stored", "says"),
     [
-        ({"status": 503, "detail": "cut short"}, "it answered 503"),
+        ({"status": 503, "detail": "cut short"}, "it responded with 503"),
         ({"failure": "connect", "detail": "refused at a:1"}, "refused at a:1"),
         ({"failure": "dns"}, "its name has no address"),
-        ({"failure": "of another version"}, "no answer"),
-        ({}, "no answer"),
-        (None, "no answer"),
+        ({"failure": "of another version"}, "no response"),
+        ({}, "no response"),
+        (None, "no response"),
     ],
 )
-def test_what_an_attempt_came_to_in_words(told: Any, says: str) -> None:
-    assert in_words(told) == says
+def test_a_stored_response_is_described(stored: Any, says: str) -> None:
+    assert describe_response(stored) == says
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_without_an_answer_nothing_is_said_to_have_answered(failure: Failure) -> None:
-    assert "answered" not in in_words({"failure": failure.value})
+def test_a_failure_is_not_described_as_a_response(failure: Failure) -> None:
+    assert "result" not in describe_response({"failure": failure.value})
 
 
-def test_what_we_sent_is_not_kept_although_it_comes_back() -> None:
+def test_reflected_secrets_are_redacted() -> None:
     secret = "Bearer hunter2"
-    answer = Answer.of(
+    response = AttemptResult.completed(
         401,
         0.001,
         headers=(("X-Request-Id", f"for {secret}"), ("Server", "x")),
         body=b'{"authorization": "Bearer hunter2", "x": 1}',
     )
-    kept = without(answer, [secret, "x"])
+    kept = redact(response, [secret, "x"])
     assert kept.headers == (("X-Request-Id", "for (not kept)"), ("Server", "x"))
     assert kept.body == b'{"authorization": "(not kept)", "x": 1}'
-    assert "hunter2" not in str(summary(kept))
-    assert without(answer, ["another"]) is answer
+    assert "hunter2" not in str(stored_response(kept))
+    assert redact(response, ["another"]) is response
 
 
 @pytest.mark.parametrize(
     "written",
     ["a/b+c=d e%", "a\\/b+c=d e%", "a%2Fb%2Bc%3Dd%20e%25", "a%2fb%2bc%3dd+e%25", "A/B+C=D E%"],
 )
-def test_it_is_known_however_it_is_written(written: str) -> None:
-    answer = Answer.of(400, 0.001, body=f"x {written} y".encode(), detail=f"Bad: {written}")
-    kept = without(answer, ["a/b+c=d e%"])
+def test_reflected_secrets_are_redacted_in_every_encoding(written: str) -> None:
+    response = AttemptResult.completed(
+        400, 0.001, body=f"x {written} y".encode(), detail=f"Bad: {written}"
+    )
+    kept = redact(response, ["a/b+c=d e%"])
     assert (kept.body, kept.detail) == (b"x (not kept) y", "Bad: (not kept)")
 
 
-def test_a_secret_that_was_cut_off_is_none_that_moves_into_what_is_kept() -> None:
+def test_truncation_does_not_move_a_secret_into_the_stored_part() -> None:
     secret = "".join(chr(97 + i % 26) for i in range(3000))
-    answer = Answer.of(400, 0.001, body=(secret.encode() * 6)[:BODY_BYTES_MAX])
-    assert without(answer, [secret]).body == b"(not kept)" * 6
-    assert secret[:50] not in str(summary(without(answer, [secret])))
+    response = AttemptResult.completed(400, 0.001, body=(secret.encode() * 6)[:BODY_BYTES_MAX])
+    assert redact(response, [secret]).body == b"(not kept)" * 6
+    assert secret[:50] not in str(stored_response(redact(response, [secret])))

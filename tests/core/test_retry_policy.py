@@ -14,8 +14,8 @@ from outbox.core.model.retry_policy import (
     STANDARD,
     RetryPolicy,
     describe,
+    format_values,
     parse,
-    values_of,
 )
 from outbox.errors import UsageError
 
@@ -53,12 +53,12 @@ def test_full_jitter_spreads_over_the_whole_delay() -> None:
     assert STANDARD.delay_s(3, 0.999999) == pytest.approx(51.2, rel=1e-4)
 
 
-def test_proportional_jitter_keeps_near_the_delay_also_at_the_cap() -> None:
-    plane = RetryPolicy(base_s=300, jitter="proportional", jitter_ratio=0.15, attempts_max=6)
-    assert plane.delay_s(1, 0.0) == pytest.approx(255)
-    assert plane.delay_s(1, 0.5) == pytest.approx(300)
-    assert plane.delay_s(50, 0.0) == pytest.approx(21600 * 0.85)
-    assert plane.delay_s(50, 0.999999) == pytest.approx(21600 * 1.15, rel=1e-4)
+def test_proportional_jitter_stays_near_the_delay_also_at_the_cap() -> None:
+    stepped = RetryPolicy(base_s=300, jitter="proportional", jitter_ratio=0.15, attempts_max=6)
+    assert stepped.delay_s(1, 0.0) == pytest.approx(255)
+    assert stepped.delay_s(1, 0.5) == pytest.approx(300)
+    assert stepped.delay_s(50, 0.0) == pytest.approx(21600 * 0.85)
+    assert stepped.delay_s(50, 0.999999) == pytest.approx(21600 * 1.15, rel=1e-4)
 
 
 @given(policies, st.integers(1, 10**9), uniforms)
@@ -84,7 +84,7 @@ def test_delays_rise_with_u(policy: RetryPolicy, attempts: int, u: float, v: flo
     assert policy.delay_s(attempts, low) <= policy.delay_s(attempts, high)
 
 
-def test_a_huge_number_of_attempts_is_the_cap() -> None:
+def test_a_huge_number_of_attempts_gives_the_cap() -> None:
     assert bare().delay_s(10**12, 0.0) == 21600.0
     assert bare(factor=1.0).delay_s(10**12, 0.0) == 5.0
     assert bare(base_s=0, cap_s=0).delay_s(10**12, 0.0) == 0.0
@@ -97,22 +97,22 @@ def test_the_budget_ends_by_attempts_or_by_age_whichever_is_first() -> None:
     assert STANDARD.exhausted(2, 86_400.0)
 
 
-def test_a_clock_that_went_back_does_not_end_a_budget() -> None:
+def test_a_clock_set_back_does_not_end_a_budget() -> None:
     assert not STANDARD.exhausted(2, -3600.0)
 
 
 @given(policies, st.floats(0, 1e9))
-def test_every_budget_ends(policy: RetryPolicy, elapsed_s: float) -> None:
+def test_every_budget_is_finite(policy: RetryPolicy, elapsed_s: float) -> None:
     assert policy.exhausted(policy.attempts_max, elapsed_s)
     assert policy.exhausted(1, policy.age_max_s)
 
 
 @given(policies)
-def test_a_policy_survives_being_stored(policy: RetryPolicy) -> None:
+def test_a_policy_round_trips_through_storage(policy: RetryPolicy) -> None:
     assert RetryPolicy.from_dict(orjson.loads(orjson.dumps(policy.to_dict()))) == policy
 
 
-def test_what_is_left_out_is_standard() -> None:
+def test_omitted_values_default_to_the_standard_policy() -> None:
     assert RetryPolicy.from_dict({"base_s": 1}) == RetryPolicy(base_s=1.0)
     assert RetryPolicy.from_dict({}) == STANDARD
 
@@ -138,7 +138,7 @@ def test_what_is_left_out_is_standard() -> None:
         ({"attempts": 3}, "there is no 'attempts'"),
     ],
 )
-def test_bad_numbers_are_refused_in_one_line_that_names_them(
+def test_invalid_numbers_are_rejected_with_a_one_line_error(
     numbers: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UsageError, match=named) as error:
@@ -147,20 +147,20 @@ def test_bad_numbers_are_refused_in_one_line_that_names_them(
 
 
 @pytest.mark.parametrize(("attempts", "u"), [(0, 0.5), (-1, 0.5), (1, 1.0), (1, -0.1)])
-def test_a_delay_is_only_asked_for_after_an_attempt(attempts: int, u: float) -> None:
+def test_a_delay_requires_at_least_one_attempt(attempts: int, u: float) -> None:
     with pytest.raises(ValueError, match=r"attempt|u must"):
         STANDARD.delay_s(attempts, u)
 
 
-# ------------------------------------------------------- as people write them
+# ------------------------------------------------------------------ text form
 
 
 def test_a_policy_is_a_preset_values_or_a_preset_with_changes() -> None:
     assert parse("standard") == STANDARD
-    assert parse("plane") == RetryPolicy(
+    assert parse("stepped") == RetryPolicy(
         base_s=300, factor=2, jitter="proportional", jitter_ratio=0.15, attempts_max=6
     )
-    assert parse("plane, attempts=8") == RetryPolicy(
+    assert parse("stepped, attempts=8") == RetryPolicy(
         base_s=300, factor=2, jitter="proportional", jitter_ratio=0.15, attempts_max=8
     )
     assert parse("base=1.5s,factor=2,cap=1h,jitter=none,ratio=0.5,attempts=3,age=2d") == (
@@ -179,13 +179,13 @@ def test_a_policy_is_a_preset_values_or_a_preset_with_changes() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_described_by_its_name(name: str) -> None:
     assert describe(PRESETS[name]) == name
-    assert parse(values_of(PRESETS[name])) == RetryPolicy.from_dict(
+    assert parse(format_values(PRESETS[name])) == RetryPolicy.from_dict(
         PRESETS[name].to_dict() | {"jitter_ratio": PRESETS[name].jitter_ratio}
     )
 
 
 @given(policies)
-def test_a_description_says_the_same_numbers(policy: RetryPolicy) -> None:
+def test_a_description_contains_the_numbers_of_the_policy(policy: RetryPolicy) -> None:
     again = parse(describe(policy))
     assert again.factor == policy.factor
     assert (again.jitter, again.attempts_max) == (policy.jitter, policy.attempts_max)
@@ -196,11 +196,11 @@ def test_a_description_says_the_same_numbers(policy: RetryPolicy) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", 'there is no policy ""; there are standard, fast, patient, plane'),
+        ("", 'there is no policy ""; there are standard, fast, patient, stepped'),
         ("slow", 'there is no policy "slow"'),
-        ("base=5s,plane", '"plane" is not one of base, factor'),
+        ("base=5s,stepped", '"stepped" is not one of base, factor'),
         ("base=", '"base=" is not one of'),
-        ("base=5s,base=6s", "retry.base: stands there twice"),
+        ("base=5s,base=6s", "retry.base: occurs twice"),
         ("bas=5s", 'there is no "bas"; a policy has base, factor, cap, jitter'),
         ("base=5x", 'retry.base: "5x" is not a time such as 30s'),
         ("factor=two", 'retry.factor: "two" is not a number'),
@@ -210,15 +210,15 @@ def test_a_description_says_the_same_numbers(policy: RetryPolicy) -> None:
         ("jitter=some", "retry.jitter: must be one of full, proportional, none"),
     ],
 )
-def test_a_policy_that_is_none(text: str, says: str) -> None:
+def test_an_invalid_policy_is_rejected(text: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(text)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_policy_is_read_back_with_what_has_no_meaning_in_it() -> None:
-    for text in ("standard", "ratio=1", "plane,jitter=full", "patient,jitter=none,ratio=0.4"):
+def test_a_policy_is_parsed_with_unused_values() -> None:
+    for text in ("standard", "ratio=1", "stepped,jitter=full", "patient,jitter=none,ratio=0.4"):
         assert parse(describe(parse(text))) == parse(text)
     assert "ratio" not in describe(parse("base=4s"))
 
@@ -238,7 +238,7 @@ def test_a_policy_is_read_back_with_what_has_no_meaning_in_it() -> None:
         (86399, "86399s", "1d"),
     ],
 )
-def test_durations_are_read_back_and_rounded(seconds: float, exact: str, rounded: str) -> None:
+def test_durations_round_trip_and_are_rounded(seconds: float, exact: str, rounded: str) -> None:
     assert duration.exact(seconds) == exact
     assert duration.parse(exact) == seconds
     assert duration.rounded(seconds) == rounded

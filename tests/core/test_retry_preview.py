@@ -1,4 +1,4 @@
-"""The schedule that is printed is the one that a lane keeps, in virtual time."""
+"""The printed retry schedule is the one that a lane follows, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outbox.core.delivery.commands import Fetch, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.message import Delivery
 from outbox.core.delivery.retry_preview import markdown, schedule
-from outbox.core.model.response import Answer, Verdict
+from outbox.core.model.response import AttemptResult, Verdict
 from outbox.core.model.retry_policy import PRESETS, RetryPolicy, parse
 
-BUSY = Answer.of(503, 0.0)
+BUSY = AttemptResult.completed(503, 0.0)
 START = 1_800_000_000.0
 
 EVENT = Delivery(
@@ -37,33 +37,33 @@ EVENT = Delivery(
 
 
 def attempts(policy: RetryPolicy, u: float, *, late_s: float = 0.0) -> tuple[list[float], str]:
-    """When a lane whose receiver always fails tries, and what ended it.
+    """Return the attempt times of a lane whose receiver always fails, and what ended it.
 
-    `late_s`: the owner gets to each attempt so much later than it was due.
+    `late_s`: delay of every attempt after its due time, in seconds.
     """
     lane = Lane(1, Progress(), (), 1, 0)
     now, times = START, []
     while True:
         command = lane.next(now)
         if isinstance(command, Fetch):
-            lane.fetched([EVENT])
+            lane.append_fetched([EVENT])
         elif isinstance(command, Wait):
             assert command.until > now
             now = command.until + late_s
         elif isinstance(command, Send):
             times.append(now - START)
-            record = lane.answered(Verdict.RETRY, BUSY, policy, started_at=now, now=now, u=u)
+            record = lane.record_result(Verdict.RETRY, BUSY, policy, started_at=now, now=now, u=u)
             assert isinstance(record, Record)
             if record.dead is not None:
                 return times, record.dead.reason
-            lane.recorded(record)
+            lane.confirm_recorded(record)
         else:
             raise AssertionError(command)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("u", [0.0, 0.5, 0.999])
-def test_a_lane_keeps_the_schedule_of_every_preset(name: str, u: float) -> None:
+def test_a_lane_follows_the_schedule_of_every_preset(name: str, u: float) -> None:
     policy = PRESETS[name]
     rows = schedule(policy)
     times, reason = attempts(policy, u)
@@ -78,7 +78,7 @@ def test_a_lane_keeps_the_schedule_of_every_preset(name: str, u: float) -> None:
         assert times == pytest.approx([at for at in planned if at is not None], abs=1e-3)
     else:
         longest = [row.elapsed.max_s for row in rows if row.elapsed.max_s is not None]
-        # A hair shorter than the longest waits may be just short of the age.
+        # A delay slightly shorter than the longest ones may be just below the age limit.
         assert len(longest) <= len(times) <= len(longest) + 1
         assert times[: len(longest)] == pytest.approx(longest, rel=2e-3)
 
@@ -90,22 +90,22 @@ def test_a_budget_ends_by_attempts_or_by_age(name: str, u: float) -> None:
     times, _ = attempts(policy, u)
     assert len(times) == policy.attempts_max or times[-1] >= policy.age_max_s
     assert len(times) <= policy.attempts_max
-    # Every attempt but the last one was made within the budget.
+    # Every attempt but the last one is within the budget.
     assert all(at < policy.age_max_s for at in times[:-1])
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_clock_alone_never_ends_a_budget(name: str) -> None:
-    # Everything stood still for a month after the first attempt: there is
-    # still one more, and its answer is what ends the budget.
+    # Everything stops for a month after the first attempt: one more attempt is made, and its
+    # response ends the budget.
     times, _ = attempts(PRESETS[name], 0.5, late_s=30 * 86400)
     assert len(times) == 2
 
 
-def test_a_schedule_ends_where_the_longest_of_its_waits_do() -> None:
+def test_a_schedule_ends_with_its_longest_delays() -> None:
     rows = schedule(parse("base=10s,factor=1,cap=10s,attempts=9,age=25s"))
     assert len(rows) == 9
-    # At most 0, 10, 20, 30 s: the fourth comes after the age, and is the last.
+    # At most 0, 10, 20, 30 s: the fourth attempt is after the age limit, and is the last.
     assert [row.elapsed.max_s for row in rows] == [0, 10, 20, 30, *[None] * 5]
     assert [row.elapsed.mean_s for row in rows] == [0, 5, 10, 15, 20, 25, *[None] * 3]
     assert len(schedule(parse("attempts=1"))) == 1
@@ -114,8 +114,8 @@ def test_a_schedule_ends_where_the_longest_of_its_waits_do() -> None:
 def test_the_guide_has_the_schedule_of_every_preset() -> None:
     guide = (Path(outbox.__file__).parent / "docs" / "retries.md").read_text()
     _, _, rest = guide.partition("<!-- schedules -->\n")
-    told, _, _ = rest.partition("<!-- end of schedules -->")
-    assert told.strip() == markdown().strip(), (
+    documented, _, _ = rest.partition("<!-- end of schedules -->")
+    assert documented.strip() == markdown().strip(), (
         "a preset changed: put the output of `outbox endpoint policies --markdown` between the "
         "marks in outbox/docs/retries.md"
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.core.model import pattern
 from outbox.core.sequencing import router as sequencing
-from outbox.core.sequencing.router import Replay, Route, Router, Sighting, number
+from outbox.core.sequencing.router import Replay, RoutableEvent, Route, Router, assign_sequences
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ subscriptions = st.lists(
 
 @st.composite
 def routes(draw: st.DrawFn) -> list[Route]:
-    """Up to five endpoints, each with one to three lanes of its own."""
+    """Up to five endpoints, each with one to three lanes."""
     made = []
     for n in range(draw(st.integers(0, 5))):
         lanes = draw(st.integers(1, LANES_EACH))
@@ -51,20 +51,20 @@ def routes(draw: st.DrawFn) -> list[Route]:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[list[Sighting]]:
+def batches(draw: st.DrawFn) -> list[list[RoutableEvent]]:
     """Batches of events with ascending ids, as the cursor reads them."""
     ids = iter(range(1, 1000))
     return [
         [
-            Sighting(next(ids), draw(tenants), draw(types), draw(st.integers(0, SPREAD_MAX)))
+            RoutableEvent(next(ids), draw(tenants), draw(types), draw(st.integers(0, SPREAD_MAX)))
             for _ in range(size)
         ]
         for size in draw(st.lists(st.integers(0, 8), max_size=5))
     ]
 
 
-def subscribes(route: Route, event: Sighting) -> bool:
-    """The contract in words: the endpoint's own tenant or all of them, and a type it names."""
+def subscribes(route: Route, event: RoutableEvent) -> bool:
+    """The contract: the endpoint's own tenant or all tenants, and a type that it names."""
     if event.tenant is None:
         may_see = route.tenant is None
     else:
@@ -72,15 +72,15 @@ def subscribes(route: Route, event: Sighting) -> bool:
     return may_see and any(pattern.parse(t).fullmatch(event.type) for t in route.types)
 
 
-def deliveries_of(router: Router, batch: list[Sighting]) -> Iterator[tuple[int, int]]:
-    """(lane, event) of one batch, numbered from 0."""
-    out = number(router, batch, [], dict.fromkeys(router.lanes_of(batch), 0))
+def deliveries_of(router: Router, batch: list[RoutableEvent]) -> Iterator[tuple[int, int]]:
+    """Return (lane, event) for each delivery of a batch, numbered from 0."""
+    out = assign_sequences(router, batch, [], dict.fromkeys(router.lanes_of(batch), 0))
     return zip(out.lane_ids, out.outbox_ids, strict=True)
 
 
 @given(routes(), batches())
-def test_every_event_goes_once_to_every_endpoint_that_may_see_it(
-    made: list[Route], read: list[list[Sighting]]
+def test_every_event_is_routed_once_to_every_matching_endpoint(
+    made: list[Route], read: list[list[RoutableEvent]]
 ) -> None:
     router = Router(made)
     for batch in read:
@@ -94,15 +94,15 @@ def test_every_event_goes_once_to_every_endpoint_that_may_see_it(
 
 
 @given(routes(), batches())
-def test_numbers_are_contiguous_over_batches_and_in_the_order_of_ids(
-    made: list[Route], read: list[list[Sighting]]
+def test_sequence_numbers_are_contiguous_across_batches_in_id_order(
+    made: list[Route], read: list[list[RoutableEvent]]
 ) -> None:
     router = Router(made)
     table: dict[int, int] = {}
     lanes: dict[int, list[tuple[int, int]]] = {}
     for batch in read:
         known = {lane: table.get(lane, 0) for lane in router.lanes_of(batch)}
-        out = number(router, batch, [], known)
+        out = assign_sequences(router, batch, [], known)
         assert len(out) == len(out.lane_ids) == len(out.outbox_ids) == len(out.replay_ids)
         assert out.counters.keys() == known.keys()
         assert set(out.replay_ids) <= {None}
@@ -116,22 +116,22 @@ def test_numbers_are_contiguous_over_batches_and_in_the_order_of_ids(
 
 
 @given(routes(), st.integers(0, SPREAD_MAX), tenants, types)
-def test_one_key_has_one_lane_at_each_endpoint(
+def test_a_key_maps_to_one_lane_per_endpoint(
     made: list[Route], spread: int, tenant: str | None, event_type: str
 ) -> None:
     router = Router(made)
     for route in router.match(tenant, event_type):
-        one = router.lanes_of([Sighting(1, tenant, event_type, spread)])
-        other = router.lanes_of([Sighting(99, tenant, event_type, spread)])
+        one = router.lanes_of([RoutableEvent(1, tenant, event_type, spread)])
+        other = router.lanes_of([RoutableEvent(99, tenant, event_type, spread)])
         assert one == other
         assert route.lane_ids[spread % len(route.lane_ids)] in one
 
 
-def test_keys_use_all_lanes() -> None:
+def test_keys_are_spread_over_all_lanes() -> None:
     router = Router([Route(UUID(int=1), ("**",), None, False, (5, 6, 7))])
-    events = [Sighting(spread, None, "a", spread) for spread in range(6)]
-    assert router.placed(events) == [(5, 0), (6, 1), (7, 2), (5, 3), (6, 4), (7, 5)]
-    assert router.placed([Sighting(1, None, "a", SPREAD_MAX)]) == [(5 + SPREAD_MAX % 3, 1)]
+    events = [RoutableEvent(spread, None, "a", spread) for spread in range(6)]
+    assert router.placements(events) == [(5, 0), (6, 1), (7, 2), (5, 3), (6, 4), (7, 5)]
+    assert router.placements([RoutableEvent(1, None, "a", SPREAD_MAX)]) == [(5 + SPREAD_MAX % 3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,14 @@ def test_keys_use_all_lanes() -> None:
         ("bolt", False, {"bolt"}),
     ],
 )
-def test_tenants(tenant: str | None, all_tenants: bool, sees: set[str | None]) -> None:
+def test_an_endpoint_gets_only_events_of_its_tenant(
+    tenant: str | None, all_tenants: bool, sees: set[str | None]
+) -> None:
     router = Router([Route(UUID(int=1), ("**",), tenant, all_tenants, (1,))])
     assert {t for t in (None, "acme", "bolt") if router.match(t, "order.paid")} == sees
 
 
-def test_operational_events_only_reach_who_names_them() -> None:
+def test_operational_events_only_reach_endpoints_that_name_them() -> None:
     everything = Route(UUID(int=1), ("**", "*.**", "*"), None, True, (1,))
     named = Route(UUID(int=2), ("outbox.**",), None, True, (2,))
     router = Router([everything, named])
@@ -158,19 +160,19 @@ def test_operational_events_only_reach_who_names_them() -> None:
     assert router.match(None, "outboxes.full") == (everything,)
 
 
-def test_an_endpoint_gets_an_event_once_though_two_patterns_match() -> None:
+def test_an_endpoint_gets_an_event_once_when_two_patterns_match() -> None:
     router = Router([Route(UUID(int=1), ("order.*", "order.paid", "**"), None, False, (1,))])
-    assert router.placed([Sighting(1, None, "order.paid", 0)]) == [(1, 1)]
+    assert router.placements([RoutableEvent(1, None, "order.paid", 0)]) == [(1, 1)]
 
 
-def test_a_subscription_that_is_none_is_refused() -> None:
+def test_an_invalid_subscription_is_rejected() -> None:
     with pytest.raises(UsageError, match="type pattern"):
         Router([Route(UUID(int=1), ("order.paid", "a..b"), None, False, (1,))])
 
 
 @given(routes(), batches(), st.integers(1, 6))
-def test_forgetting_matches_changes_nothing(
-    made: list[Route], read: list[list[Sighting]], matches_max: int
+def test_evicting_cached_matches_does_not_change_routing(
+    made: list[Route], read: list[list[RoutableEvent]], matches_max: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequencing, "MATCHES_MAX", matches_max)
@@ -183,8 +185,8 @@ def test_forgetting_matches_changes_nothing(
 
 
 @given(routes(), batches(), st.integers(1, 6))
-def test_what_is_remembered_is_bounded_by_endpoints_too(
-    made: list[Route], read: list[list[Sighting]], matched_max: int
+def test_the_match_cache_is_also_bounded_by_endpoints(
+    made: list[Route], read: list[list[RoutableEvent]], matched_max: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequencing, "MATCHED_MAX", matched_max)
@@ -197,24 +199,24 @@ def test_what_is_remembered_is_bounded_by_endpoints_too(
 
 
 @pytest.mark.parametrize("others", [10, 1000])
-def test_who_does_not_get_an_event_is_not_looked_at(others: int) -> None:
-    """Counted are the segments of patterns that are stepped to, and the routes."""
-    looks = Counter[str]()
+def test_endpoints_without_the_event_are_not_visited(others: int) -> None:
+    """Counts the visited pattern segments and routes."""
+    visits = Counter[str]()
 
     class Counted(dict[str, pattern._Node]):
         def get(self, key: str, default: Any = None) -> Any:
             found = super().get(key, default)
-            looks["steps"] += found is not None
+            visits["steps"] += found is not None
             return found
 
     class Routes(list[Route]):
         def __getitem__(self, n: Any) -> Any:
-            looks["routes"] += 1
+            visits["routes"] += 1
             return super().__getitem__(n)
 
         def __iter__(self) -> Iterator[Route]:
             for route in super().__iter__():
-                looks["routes"] += 1
+                visits["routes"] += 1
                 yield route
 
     def count(node: pattern._Node) -> None:
@@ -243,7 +245,7 @@ def test_who_does_not_get_an_event_is_not_looked_at(others: int) -> None:
     assert router.match("acme", "order.paid") == (wanted,)
     assert router.match("tenant-3", "t3.made") == (made[3],)
     # order, paid; user, and the "**" behind it; t3, made and *.
-    assert looks == {"steps": 2 + 1 + 3, "routes": 1 + 1 + 1}
+    assert visits == {"steps": 2 + 1 + 3, "routes": 1 + 1 + 1}
 
 
 # ------------------------------------------------------------------ filters
@@ -252,16 +254,16 @@ MEETS = {None: lambda _: True, "@.even": lambda n: n % 2 == 0, "@.third": lambda
 
 
 @given(routes(), batches(), st.sets(st.sampled_from(["@.even", "@.third"])))
-def test_a_filter_is_asked_about_what_else_would_go_to_its_endpoint_and_then_decides(
-    made: list[Route], read: list[list[Sighting]], unanswered: set[str]
+def test_a_filter_is_evaluated_only_for_matching_events_and_then_decides(
+    made: list[Route], read: list[list[RoutableEvent]], unanswered: set[str]
 ) -> None:
     router = Router(made)
     for batch in read:
         wanted = {
             (event.id, route) for event in batch for route in made if subscribes(route, event)
         }
-        questions = router.questions(batch)
-        # Each tenant's for itself.
+        questions = router.filters_to_evaluate(batch)
+        # Once per tenant.
         assert {(asked, event) for asked, ids in questions.items() for event in ids} == {
             ((route.tenant, route.filter), event)
             for event, route in wanted
@@ -274,10 +276,10 @@ def test_a_filter_is_asked_about_what_else_would_go_to_its_endpoint_and_then_dec
             if asked[1] not in unanswered
         }
         lanes = router.lanes_of(batch, refused)
-        out = number(router, batch, [], dict.fromkeys(lanes, 0), refused)
+        out = assign_sequences(router, batch, [], dict.fromkeys(lanes, 0), refused)
         assert lanes == set(out.lane_ids)
         got = {(e, lane // 10) for lane, e in zip(out.lane_ids, out.outbox_ids, strict=True)}
-        # What was not answered counts as met.
+        # An event that was not evaluated counts as a match.
         assert got == {
             (event, route.endpoint_id.int)
             for event, route in wanted
@@ -289,36 +291,36 @@ def test_a_filter_is_asked_about_what_else_would_go_to_its_endpoint_and_then_dec
 
 
 @given(routes(), batches(), st.integers(1, 20))
-def test_a_cut_batch_is_as_large_as_it_may_be_and_never_empty(
-    made: list[Route], read: list[list[Sighting]], deliveries_max: int
+def test_a_cut_batch_is_as_large_as_allowed_and_never_empty(
+    made: list[Route], read: list[list[RoutableEvent]], deliveries_max: int
 ) -> None:
     router = Router(made)
     for batch in read:
-        fits = router.cut(batch, deliveries_max)
-        totals = [*accumulate(len(router.placed([event])) for event in batch)]
+        fits = router.count_fitting_events(batch, deliveries_max)
+        totals = [*accumulate(len(router.placements([event])) for event in batch)]
         assert fits >= min(1, len(batch))
         assert fits <= 1 or totals[fits - 1] <= deliveries_max
         assert fits == len(batch) or totals[fits] > deliveries_max
 
 
-def test_an_event_that_alone_is_too_much_goes_alone() -> None:
+def test_an_event_that_exceeds_the_limit_is_sequenced_alone() -> None:
     router = Router([Route(UUID(int=n), ("**",), None, True, (n,)) for n in range(9)])
-    batch = [Sighting(n, None, "a", 0) for n in range(3)]
-    assert router.cut(batch, 5) == 1
-    assert router.cut(batch, 9) == 1
-    assert router.cut(batch, 18) == 2
-    assert router.cut(batch, 27) == 3
-    assert router.cut([], 5) == 0
-    nobody = Router([])
-    assert nobody.cut(batch, 1) == 3
+    batch = [RoutableEvent(n, None, "a", 0) for n in range(3)]
+    assert router.count_fitting_events(batch, 5) == 1
+    assert router.count_fitting_events(batch, 9) == 1
+    assert router.count_fitting_events(batch, 18) == 2
+    assert router.count_fitting_events(batch, 27) == 3
+    assert router.count_fitting_events([], 5) == 0
+    none = Router([])
+    assert none.count_fitting_events(batch, 1) == 3
 
 
 # ------------------------------------------------------------------ replays
 
 
 @given(routes(), batches(), st.lists(st.integers(0, 4), max_size=6))
-def test_replays_come_at_the_end_of_their_lane(
-    made: list[Route], read: list[list[Sighting]], slots: list[int]
+def test_replays_are_appended_to_their_lane(
+    made: list[Route], read: list[list[RoutableEvent]], slots: list[int]
 ) -> None:
     router = Router(made)
     batch = [event for part in read for event in part]
@@ -334,7 +336,7 @@ def test_replays_come_at_the_end_of_their_lane(
         for n, slot in enumerate(slots)
     ]
     counters = dict.fromkeys(router.lanes_of(batch) | {r.lane_id for r in replays}, 7)
-    out = number(router, batch, replays, counters)
+    out = assign_sequences(router, batch, replays, counters)
     fresh = len(out) - len(replays)
     assert out.replay_ids == [None] * fresh + [r.id for r in replays]
     assert out.replay_seqs == [None] * fresh + [r.seq for r in replays]
@@ -348,7 +350,7 @@ def test_replays_come_at_the_end_of_their_lane(
         assert out.counters[lane] == 7 + len(seqs)
 
 
-def test_a_lane_without_a_counter_is_an_error_and_not_a_new_lane() -> None:
+def test_a_lane_without_a_counter_is_an_error() -> None:
     router = Router([Route(UUID(int=1), ("**",), None, False, (1,))])
     with pytest.raises(KeyError):
-        number(router, [Sighting(1, None, "a", 0)], [], {})
+        assign_sequences(router, [RoutableEvent(1, None, "a", 0)], [], {})

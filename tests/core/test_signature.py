@@ -15,9 +15,9 @@ from outbox.core.delivery.signature import (
     RepeatedHeader,
     SignatureError,
     SignatureMismatch,
-    Signed,
     TimestampTooNew,
     TimestampTooOld,
+    VerifiedSignature,
     format_secret,
     parse_secret,
     sign,
@@ -43,7 +43,7 @@ def headers(secret: bytes = SECRET, body: bytes = BODY, timestamp: int = NOW) ->
     }
 
 
-def test_the_vector_of_the_specification() -> None:
+def test_the_test_vector_of_the_specification_verifies() -> None:
     secret = parse_secret("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
     signature = sign(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
     assert signature == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
@@ -53,7 +53,7 @@ ids = st.text(st.characters(codec="ascii", exclude_characters="."), min_size=1)
 
 
 @given(secrets, st.binary(max_size=200), ids)
-def test_what_is_signed_verifies_and_says_what_it_vouches_for(
+def test_a_signed_request_verifies_and_returns_its_contents(
     secret: bytes, body: bytes, message_id: str
 ) -> None:
     signed = {
@@ -61,7 +61,7 @@ def test_what_is_signed_verifies_and_says_what_it_vouches_for(
         "WEBHOOK-TIMESTAMP": str(NOW),
         "webhook-signature": sign(secret, message_id, NOW, body),
     }
-    assert verify(signed, body, [secret], NOW) == Signed(message_id, NOW)
+    assert verify(signed, body, [secret], NOW) == VerifiedSignature(message_id, NOW)
 
 
 @given(st.binary(max_size=130), st.binary(max_size=200))
@@ -73,7 +73,7 @@ def test_a_secret_of_any_length_signs_as_the_standard_library_does(
 
 
 @given(secrets, st.text(st.characters(exclude_categories=("Cs",)), max_size=100))
-def test_the_independent_library_accepts_ours(secret: bytes, text: str) -> None:
+def test_an_independent_library_accepts_our_signatures(secret: bytes, text: str) -> None:
     timestamp = int(datetime.now(tz=UTC).timestamp())
     body = text.encode()
     independent = Webhook(format_secret(secret))
@@ -83,15 +83,15 @@ def test_the_independent_library_accepts_ours(secret: bytes, text: str) -> None:
 
 
 @given(secrets, st.text(st.characters(exclude_categories=("Cs",)), max_size=100))
-def test_ours_accepts_the_independent_librarys(secret: bytes, text: str) -> None:
-    # Its `sign` takes text and times in UTC only.
+def test_we_accept_signatures_of_an_independent_library(secret: bytes, text: str) -> None:
+    # Its `sign` accepts only text, and times in UTC.
     at = datetime.fromtimestamp(NOW, tz=UTC)
     signature = Webhook(format_secret(secret)).sign(ID, at, text)
-    theirs = headers() | {"webhook-signature": signature}
-    assert verify(theirs, text.encode(), [secret], NOW).message_id == ID
+    foreign_headers = headers() | {"webhook-signature": signature}
+    assert verify(foreign_headers, text.encode(), [secret], NOW).message_id == ID
 
 
-def test_while_a_secret_rotates_either_one_fits() -> None:
+def test_both_secrets_verify_during_rotation() -> None:
     both = headers()
     both["webhook-signature"] += " " + sign(OTHER, ID, NOW, BODY)
     for accepted in ([SECRET], [OTHER], [OTHER, SECRET]):
@@ -99,7 +99,7 @@ def test_while_a_secret_rotates_either_one_fits() -> None:
     verify(headers(), BODY, [OTHER, SECRET], NOW)
 
 
-def test_signatures_of_unknown_versions_are_passed_over() -> None:
+def test_signatures_of_unknown_versions_are_ignored() -> None:
     mixed = headers()
     mixed["webhook-signature"] = f"v1a,AAAA v2,xx {mixed['webhook-signature']} nonsense"
     verify(mixed, BODY, [SECRET], NOW)
@@ -111,7 +111,7 @@ def test_signatures_of_unknown_versions_are_passed_over() -> None:
         ({"webhook-id": ""}, MissingHeader, "webhook-id"),
         ({"webhook-timestamp": ""}, MissingHeader, "webhook-timestamp"),
         ({"webhook-signature": ""}, MissingHeader, "webhook-signature"),
-        ({"webhook-id": "msg.1"}, MalformedHeader, 'webhook-id holds a "."'),
+        ({"webhook-id": "msg.1"}, MalformedHeader, 'webhook-id contains a "."'),
         ({"Webhook-Id": ID}, RepeatedHeader, "webhook-id"),
         ({"WEBHOOK-SIGNATURE": "v1,x"}, RepeatedHeader, "webhook-signature"),
         ({"webhook-signature": " ".join(["v1,x"] * 33)}, MalformedHeader, "more than 32"),
@@ -137,7 +137,7 @@ def test_signatures_of_unknown_versions_are_passed_over() -> None:
         ({"webhook-signature": sign(SECRET, ID, NOW, BODY)[:-2]}, SignatureMismatch, "secret"),
     ],
 )
-def test_each_wrong_has_its_own_error(
+def test_each_failure_has_its_own_error(
     change: dict[str, str], error: type[SignatureError], says: str
 ) -> None:
     with pytest.raises(SignatureError, match=says) as caught:
@@ -170,7 +170,7 @@ def test_a_changed_body_never_verifies(body: bytes, at: int) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(list(headers())), anything, max_size=3))
-def test_whatever_stands_in_the_headers_only_our_errors_come_out(
+def test_any_header_value_raises_only_verification_errors(
     change: dict[str, str],
 ) -> None:
     if all(headers()[name] == value for name, value in change.items()):
@@ -179,7 +179,7 @@ def test_whatever_stands_in_the_headers_only_our_errors_come_out(
         verify(headers() | change, BODY, [SECRET], NOW)
 
 
-def test_verifying_without_a_secret_is_a_mistake_not_a_yes() -> None:
+def test_verifying_without_a_secret_is_an_error() -> None:
     with pytest.raises(UsageError):
         verify(headers(), BODY, [], NOW)
 
@@ -206,7 +206,7 @@ def test_secrets_round_trip_also_without_padding(secret: bytes) -> None:
         "whpk_" + base64.b64encode(b"x" * 32).decode(),
     ],
 )
-def test_what_is_no_secret_is_refused_without_being_shown(text: str) -> None:
+def test_an_invalid_secret_is_rejected_without_being_shown(text: str) -> None:
     with pytest.raises(UsageError, match="secret") as caught:
         parse_secret(text)
     hidden = text.removeprefix("whsec_")
@@ -214,6 +214,6 @@ def test_what_is_no_secret_is_refused_without_being_shown(text: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 23, 65])
-def test_only_keys_of_a_sensible_size_become_secrets(size: int) -> None:
+def test_keys_of_an_invalid_size_are_rejected(size: int) -> None:
     with pytest.raises(UsageError, match="24 to 64"):
         format_secret(b"x" * size)

@@ -1,4 +1,4 @@
-"""What is somebody else's is quoted in a line that can be shown, whatever it is."""
+"""Foreign values are quoted safely in a line that can be displayed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.model.endpoint_config import read
+from outbox.core.model.endpoint_config import parse_file
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.core.model.text import cut, one_line, quoted
+from outbox.core.model.text import one_line, quoted, truncate
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def bomb() -> list[Any]:
-    """Nine lists in each of nine lists, nine deep: more than fits in any memory, written out."""
+    """Nine lists in each of nine lists, nine deep: written out, it does not fit in any memory."""
     value: list[Any] = ["x"] * 9
     for _ in range(8):
         value = [value] * 9
@@ -43,7 +43,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_is_cut_however_large_deep_or_strange(name: str) -> None:
+def test_a_large_deep_or_strange_value_is_truncated(name: str) -> None:
     value = VALUES[name]()
     assert len(quoted(value)) < 400
     for field in ("name", "lanes", "filter", "connect_timeout_s", "method", "types"):
@@ -55,16 +55,16 @@ def test_a_value_is_cut_however_large_deep_or_strange(name: str) -> None:
             RetryPolicy(**{field: value})
         assert len(str(caught.value)) < 600
     with pytest.raises(UsageError, match="is not the id of an endpoint"):
-        read({"endpoints": [{"name": "a", "url": "b", "id": value}]})
+        parse_file({"endpoints": [{"name": "a", "url": "b", "id": value}]})
 
 
 def test_short_values_are_quoted_as_they_are() -> None:
     assert quoted("a'b") == '"a\'b"'
     assert quoted(7) == "7"
-    assert cut("shop") == "shop"
-    assert cut("x" * 81) == "x" * 79 + "…"
-    assert cut("a\udcff") == "a?"
+    assert truncate("shop") == "shop"
+    assert truncate("x" * 81) == "x" * 79 + "…"
+    assert truncate("a\udcff") == "a?"
 
 
-def test_a_line_steers_no_terminal() -> None:
+def test_a_line_contains_no_terminal_control_sequences() -> None:
     assert one_line("a\n\tb\x1b[2J\u2028c\x00\ud800") == "a b\ufffd[2J c\ufffd\ufffd"

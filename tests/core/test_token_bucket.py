@@ -1,4 +1,4 @@
-"""Token buckets: what is let through, what is told, and what is remembered."""
+"""Token buckets: what is admitted, what is reported, and what is remembered."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core.admission.token_bucket import Allowance, Buckets, address_key
+from outbox.core.admission.token_bucket import Allowance, TokenBuckets, address_key
 
 
-def test_a_burst_goes_through_and_then_so_many_a_second() -> None:
-    buckets = Buckets(Allowance(per_s=2, burst=3), keys_max=10)
-    assert [buckets.take("a", 100.0) for _ in range(3)] == [0, 0, 0]
-    assert buckets.take("a", 100.0) == pytest.approx(0.5)
-    assert buckets.take("a", 100.25) == pytest.approx(0.25)
-    assert buckets.take("b", 100.25) == 0
-    assert buckets.take("a", 100.5) == 0
+def test_a_burst_is_admitted_and_then_the_rate_applies() -> None:
+    buckets = TokenBuckets(Allowance(per_s=2, burst=3), keys_max=10)
+    assert [buckets.consume("a", 100.0) for _ in range(3)] == [0, 0, 0]
+    assert buckets.consume("a", 100.0) == pytest.approx(0.5)
+    assert buckets.consume("a", 100.25) == pytest.approx(0.25)
+    assert buckets.consume("b", 100.25) == 0
+    assert buckets.consume("a", 100.5) == 0
     assert buckets.wait_s("a", 100.5) == pytest.approx(0.5)
     assert buckets.wait_s("a", 102.0) == 0
-    assert [buckets.take("a", 200.0) for _ in range(3)] == [0, 0, 0]
+    assert [buckets.consume("a", 200.0) for _ in range(3)] == [0, 0, 0]
 
 
 @given(
@@ -26,14 +26,12 @@ def test_a_burst_goes_through_and_then_so_many_a_second() -> None:
     st.integers(1, 20),
     st.lists(st.floats(0, 3), max_size=60),
 )
-def test_no_stretch_of_time_lets_through_more_than_it_may(
-    per_s: float, burst: int, gaps: list[float]
-) -> None:
-    buckets = Buckets(Allowance(per_s, burst), keys_max=10)
+def test_no_interval_exceeds_the_limit(per_s: float, burst: int, gaps: list[float]) -> None:
+    buckets = TokenBuckets(Allowance(per_s, burst), keys_max=10)
     now, let_through = 1e6, []
     for gap in gaps:
         now += gap
-        wait_s = buckets.take("a", now)
+        wait_s = buckets.consume("a", now)
         if wait_s == 0:
             let_through.append(now)
         else:
@@ -43,12 +41,12 @@ def test_no_stretch_of_time_lets_through_more_than_it_may(
             assert m <= burst + (last - first) * per_s + 1e-3
 
 
-def test_who_is_full_again_is_forgotten_and_of_too_many_those_that_came_first() -> None:
-    buckets = Buckets(Allowance(per_s=1, burst=2), keys_max=100)
+def test_full_buckets_and_the_oldest_of_too_many_are_evicted() -> None:
+    buckets = TokenBuckets(Allowance(per_s=1, burst=2), keys_max=100)
     for n in range(1000):
-        buckets.take(n, 50.0)
+        buckets.consume(n, 50.0)
     assert len(buckets) == 100
-    buckets.take("a", 60.0)
+    buckets.consume("a", 60.0)
     assert len(buckets) == 1
 
 
@@ -64,5 +62,5 @@ def test_who_is_full_again_is_forgotten_and_of_too_many_those_that_came_first() 
         ("", ""),
     ],
 )
-def test_a_network_of_version_6_counts_as_one(address: str, key: str) -> None:
+def test_an_ipv6_network_shares_one_bucket(address: str, key: str) -> None:
     assert address_key(address) == key

@@ -1,4 +1,4 @@
-"""A certificate authority for a test, and what it signs."""
+"""A certificate authority for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Authority:
         self.pem = self._ca.cert_pem.bytes().decode()
 
     def server(self, *names: str, clients: Authority | None = None) -> ssl.SSLContext:
-        """A context for a server; with `clients`, only theirs may come."""
+        """Return a server context; with `clients`, it requires their certificates."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._ca.issue_cert(*names).configure_cert(context)
         if clients is not None:
@@ -28,13 +28,13 @@ class Authority:
         return context
 
     def client(self) -> ssl.SSLContext:
-        """A context for a client that trusts whom this signs for, and nobody else."""
+        """Return a client context that trusts only this authority."""
         return ssl.create_default_context(cadata=self.pem)
 
     def identity(
         self, name: str = "relay.example", *, until: datetime | None = None
     ) -> tuple[str, str]:
-        """A client's certificate with its chain, and its private key."""
+        """Return a client certificate with its chain, and its private key."""
         made = self._ca.issue_cert(name, not_after=until)
         chain = "".join(each.bytes().decode() for each in made.cert_chain_pems)
         return chain, made.private_key_pem.bytes().decode()

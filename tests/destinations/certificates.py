@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Certificates:
     server: ssl.SSLContext
     client: ssl.SSLContext
-    """Trusts the server, and nobody else."""
+    """A context that trusts only this server."""
 
 
 def make(where: Path) -> Certificates:

@@ -19,7 +19,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tls.Certificates:
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """A class with uvloop in its name runs there, where there is one."""
+    """Run classes with `uvloop` in their name on uvloop, if it is installed."""
     if item.parent is None or "Uvloop" not in item.parent.name:
         return {"asyncio": asyncio.new_event_loop}
     return {"uvloop": pytest.importorskip("uvloop").new_event_loop}

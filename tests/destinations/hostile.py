@@ -1,12 +1,12 @@
-"""URLs and resolvers' answers that lead inside, or would if they were taken literally.
+"""URLs and DNS responses that resolve to internal addresses, or would with lenient parsers.
 
-Data alone: who runs it, and against which transport, is told elsewhere.
+Data only; the tests that use it are in other modules.
 """
 
 from __future__ import annotations
 
 ADDRESSES = (
-    # IANA IPv4 Special-Purpose Address Registry, every range of it.
+    # IANA IPv4 Special-Purpose Address Registry, complete.
     "0.0.0.0",  # noqa: S104 (to be refused)
     "0.1.2.3",
     "10.0.0.5",
@@ -47,7 +47,7 @@ ADDRESSES = (
     "168.63.129.16",
     "100.100.100.200",
     "192.0.0.192",
-    # IANA IPv6 Special-Purpose Address Registry, every range of it.
+    # IANA IPv6 Special-Purpose Address Registry, complete.
     "::",
     "::1",
     "::ffff:0.0.0.0",
@@ -85,7 +85,7 @@ ADDRESSES = (
     "fd20:ce::254",
     "fe80::1",
     "febf::1",
-    # Gone from the registry, and still routed by some.
+    # Removed from the registry, and still routed by some.
     "::127.0.0.1",
     "::10.0.0.5",
     "fec0::1",
@@ -101,10 +101,10 @@ ADDRESSES = (
     "2a00:1450::5efe:10.0.0.5",
     "2a00:1450::200:5efe:10.0.0.5",
 )
-"""None may be connected to, whether a URL or a resolver says it."""
+"""None of these may be connected to, whether it comes from a URL or a resolver."""
 
 FORMS = (
-    # IPv4 as getaddrinfo of the C library would take it.
+    # IPv4 notations that getaddrinfo of the C library accepts.
     "https://2130706433/",
     "https://2852039166/latest/meta-data/",
     "https://0x7f000001/",
@@ -133,7 +133,7 @@ FORMS = (
     "https://b\u00fccher.example/",
     "https://exam\u00adple.com/",
     "https://exam\u200bple.com/",
-    # Names of this machine.
+    # Names of the local host.
     "https://localhost/",
     "https://LOCALHOST./",
     "https://x.localhost/",
@@ -141,7 +141,7 @@ FORMS = (
     "https://ip6-localhost/",
     "https://ip6-loopback/",
     "https://localhost6/",
-    # What stands before an @ is not the host.
+    # Text before an @ is not the host.
     "http://good@169.254.169.254/",
     "https://example.com@169.254.169.254/",
     "https://example.com:443@10.0.0.5/",
@@ -153,7 +153,7 @@ FORMS = (
     "https://example.com\\.127.0.0.1/",
     "https:\\\\127.0.0.1/",
     "https:/\\127.0.0.1/",
-    # What some parsers drop or cut at.
+    # Characters that some parsers drop or truncate at.
     "https://127.0.0.1\t/",
     "https://127.0.0.1\r\nHost: example.com/",
     "https://example.com/\r\nX-Injected: 1",
@@ -208,11 +208,11 @@ FORMS = (
     "https://example.com:-1/",
     "https://example.com:443x/",
 )
-"""Refused as they stand, when nothing is open."""
+"""Refused by their syntax when no network is opened."""
 
 
 def as_url(address: str) -> str:
-    """A URL with an address as its host."""
+    """Return a URL with an address as its host."""
     return f"https://[{address}]/" if ":" in address else f"https://{address}/"
 
 

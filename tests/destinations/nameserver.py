@@ -1,4 +1,4 @@
-"""A DNS server on 127.0.0.1: as much of RFC 1035 as resolvers ask of it."""
+"""A DNS server on 127.0.0.1, with the part of RFC 1035 that resolvers use."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ A, CNAME, AAAA, SOA = 1, 5, 28, 6
 NXDOMAIN = 3
 UDP_BYTES_MAX = 1200
 _POINTER = b"\xc0\x0c"
-"""To the name that was asked for."""
+"""A compression pointer to the name of the question."""
 
 
 @dataclass
 class NameServer:
-    """What it knows, and what it was asked for."""
+    """The records of the server, and its received questions."""
 
     names: Mapping[str, Sequence[str]]
-    """Addresses of names, or ->NAME for another one; none of either for silence."""
+    """Addresses by name, or `->NAME` for an alias; an empty entry never gets a response."""
     asked: list[str] = field(default_factory=list)
     port: int = 0
 
     @property
     def options(self) -> dict[str, object]:
-        """For c-ares to ask nobody else."""
+        """Options that restrict c-ares to this server."""
         return {"servers": [f"127.0.0.1:{self.port}"]}
 
-    def answer(self, query: bytes, bytes_max: int) -> bytes | None:
+    def response(self, query: bytes, bytes_max: int) -> bytes | None:
         number = query[:2]
         labels, at = [], 12
         while length := query[at]:
@@ -54,7 +54,7 @@ class NameServer:
         body = b"".join(records)
         head = struct.pack("!5H", 0x8180, 1, len(records), 0, 0)
         if 12 + len(question) + len(body) > bytes_max:
-            return number + struct.pack("!5H", 0x8380, 1, 0, 0, 0) + question  # Ask by TCP.
+            return number + struct.pack("!5H", 0x8380, 1, 0, 0, 0) + question  # Retry over TCP.
         return number + head + question + body
 
 
@@ -70,28 +70,28 @@ def _record(said: str, kind: int) -> bytes | None:
 
 
 def _serve_udp(server: NameServer, bound: socket.socket, over: threading.Event) -> None:
-    # A thread, because asyncio reads one datagram in a round of its loop, and
-    # hundreds that come in one round would be more than the system keeps.
+    # A thread, because asyncio reads one datagram per loop iteration, and hundreds that arrive
+    # within one iteration would overflow the socket buffer.
     bound.settimeout(0.05)
     while not over.is_set():
         with contextlib.suppress(TimeoutError):
             data, sender = bound.recvfrom(65536)
-            if (answer := server.answer(data, UDP_BYTES_MAX)) is not None:
-                bound.sendto(answer, sender)
+            if (response := server.response(data, UDP_BYTES_MAX)) is not None:
+                bound.sendto(response, sender)
 
 
 @contextlib.asynccontextmanager
 async def naming(names: Mapping[str, Sequence[str]]) -> AsyncIterator[NameServer]:
-    """Run it on a port of 127.0.0.1, by UDP and TCP."""
+    """Run the server on one port of 127.0.0.1, over UDP and TCP."""
     server = NameServer(names)
 
     async def tcp(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 (length,) = struct.unpack("!H", await reader.readexactly(2))
-                answer = server.answer(await reader.readexactly(length), 65535)
-                if answer is not None:
-                    writer.write(struct.pack("!H", len(answer)) + answer)
+                response = server.response(await reader.readexactly(length), 65535)
+                if response is not None:
+                    writer.write(struct.pack("!H", len(response)) + response)
         writer.close()
 
     listener = await asyncio.start_server(tcp, "127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""A proxy as smokescreen is one: it resolves names, and refuses what they lead to inside."""
+"""A forward proxy like Smokescreen: it resolves names, and refuses internal addresses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Smokescreen:
-    """What it was told and asked, and what it does."""
+    """The requests and responses of the proxy, and its settings."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """The addresses of names; others do not exist."""
+    """Addresses by name; other names do not exist."""
     places: Mapping[str, int] = field(default_factory=dict)
-    """On which port of this machine an address is played."""
-    answer: bytes | None = None
-    """In place of all that: what it says to everybody, before it ends the connection."""
+    """The local port that stands in for an address."""
+    response: bytes | None = None
+    """If set, the proxy sends this to every client and closes the connection."""
     credentials: str = ""
     port: int = 0
     secure: bool = False
@@ -43,10 +43,10 @@ class Smokescreen:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             self.heads.append(head)
-            said = self.answer or self._refusal(head)
-            writer.write(said or b"HTTP/1.1 200 Connection established\r\n\r\n")
+            status_line = self.response or self._refusal(head)
+            writer.write(status_line or b"HTTP/1.1 200 Connection established\r\n\r\n")
             await writer.drain()
-            if said is None:
+            if status_line is None:
                 await self._join(self._address(head), reader, writer)
         writer.close()
 
@@ -80,7 +80,7 @@ class _Closing:
     writer: asyncio.StreamWriter
 
     async def aclose(self) -> None:
-        # Python 3.11.2, which is Debian's, cannot abort TLS that is closed already.
+        # Python 3.11.2 (Debian) cannot abort a TLS connection that is already closed.
         with contextlib.suppress(AttributeError):
             self.writer.transport.abort()
         with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 async def proxying(
     proxy: Smokescreen, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Smokescreen]:
-    """Run it on a free port of 127.0.0.1."""
+    """Run the proxy on a free port of 127.0.0.1."""
     tasks: list[asyncio.Task[None]] = []
     writers: list[asyncio.StreamWriter] = []
 

@@ -1,4 +1,4 @@
-"""What every transport has to do with receivers that mean harm; see `tests.support.hostile`."""
+"""Tests that every transport must pass against hostile receivers; see `tests.support.hostile`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from outbox.core.model.response import BODY_BYTES_MAX, DETAIL_CHARS_MAX, Failure
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
-from tests.destinations.conformance import LOOPBACK, Make, closing, meanwhile, to
+from tests.destinations.conformance import LOOPBACK, Make, closing, drain_in_flight, to
 from tests.destinations.servers import OK, Connection, serving
 from tests.support.hostile import BOMB, OUTCOMES, SCRIPTS
 from tests.support.waiting import until
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 TOTAL_S = 0.5
 PATIENT_S = 5.0
-"""Of what is refused for what it says: on a busy machine that must not look like a time-out."""
+"""Time-out in seconds of requests that fail by content: a busy machine must not cause a time-out.
+"""
 LATE_S = 10.0
-"""A machine that is busy with other tests may be late by so much, and no drip lasts as long."""
+"""Tolerance in seconds for a busy machine; every drip lasts longer."""
 MEMORY_BYTES_MAX = 3_000_000
 
 
 class HostileReceivers:
-    """Inherit beside `TransportConformance`."""
+    """Inherit from this class beside `TransportConformance`."""
 
     @pytest.mark.parametrize("kind", SCRIPTS)
-    async def test_a_hostile_receiver_gets_a_bounded_answer_in_time(
+    async def test_a_hostile_receiver_ends_with_a_bounded_result_in_time(
         self, transport: Transport, kind: str
     ) -> None:
         expected = OUTCOMES[kind]
@@ -41,48 +42,50 @@ class HostileReceivers:
             async with serving(SCRIPTS[kind]) as server:
                 request = to(server, total_timeout_s=total_s)
                 before = tracemalloc.get_traced_memory()[0]
-                answer = await transport.send(request)
+                response = await transport.send(request)
                 taken = tracemalloc.get_traced_memory()[1] - before
         finally:
             tracemalloc.stop()
         if isinstance(expected, int):
-            assert (answer.status, answer.failure) == (expected, None)
+            assert (response.status, response.failure) == (expected, None)
         else:
-            assert answer.status is None
-            assert answer.failure in expected
-        assert answer.elapsed_s < total_s + LATE_S
-        assert len(answer.body) <= BODY_BYTES_MAX
-        assert sum(len(n) + len(v) for n, v in answer.headers) <= HEADER_BYTES_MAX
-        assert len(answer.detail) <= DETAIL_CHARS_MAX
-        assert answer.detail.isprintable()
-        assert taken < MEMORY_BYTES_MAX, f"{taken:,} bytes for one answer"
+            assert response.status is None
+            assert response.failure in expected
+        assert response.elapsed_s < total_s + LATE_S
+        assert len(response.body) <= BODY_BYTES_MAX
+        assert sum(len(n) + len(v) for n, v in response.headers) <= HEADER_BYTES_MAX
+        assert len(response.detail) <= DETAIL_CHARS_MAX
+        assert response.detail.isprintable()
+        assert taken < MEMORY_BYTES_MAX, f"{taken:,} bytes for one response"
 
     @pytest.mark.parametrize("kind", [kind for kind in SCRIPTS if "endless" in kind])
-    async def test_what_floods_is_cut_off_and_not_waited_for(
+    async def test_a_flood_is_cut_off_without_waiting(
         self, transport: Transport, kind: str
     ) -> None:
         async with serving(SCRIPTS[kind]) as server:
-            answer = await transport.send(to(server, total_timeout_s=60))
-            assert answer.failure is not Failure.TIMEOUT
-            assert answer.elapsed_s < LATE_S
+            response = await transport.send(to(server, total_timeout_s=60))
+            assert response.failure is not Failure.TIMEOUT
+            assert response.elapsed_s < LATE_S
             await until(lambda: not server._tasks, what="the connection to be closed")
 
     @pytest.mark.parametrize("kind", ["a gzip bomb", "a bomb of chunks of gzip"])
-    async def test_bombs_stay_closed(self, transport: Transport, kind: str) -> None:
+    async def test_compression_bombs_are_not_decompressed(
+        self, transport: Transport, kind: str
+    ) -> None:
         async with serving(SCRIPTS[kind]) as server:
-            answer = await transport.send(to(server))
-        assert answer.body == BOMB[:BODY_BYTES_MAX]
+            response = await transport.send(to(server))
+        assert response.body == BOMB[:BODY_BYTES_MAX]
 
     @pytest.mark.parametrize(
         "kind",
         [
-            "a second answer",
+            "a second response",
             "a body where none may be",
             "a length and chunks",
             "a flood when it is idle",
         ],
     )
-    async def test_what_a_receiver_said_too_much_answers_no_other_request(
+    async def test_excess_response_bytes_are_not_matched_to_another_request(
         self, transport: Transport, kind: str
     ) -> None:
         hostile = True
@@ -98,14 +101,16 @@ class HostileReceivers:
             await transport.send(to(server))
             hostile = False
             if kind == "a flood when it is idle":
-                # It begins some time soon; before that nobody can know.
+                # The drip begins at an unknown time.
                 await until(lambda: not server._tasks, what="the connection to be closed")
-            await meanwhile(transport)
+            await drain_in_flight(transport)
             assert (await transport.send(to(server))).status == 503
         assert server.connections == 2
 
-    async def test_a_word_on_a_quiet_connection_closes_it(self, transport: Transport) -> None:
-        """It is not kept until somebody wants it, and takes in what comes meanwhile."""
+    async def test_unsolicited_bytes_on_an_idle_connection_close_it(
+        self, transport: Transport
+    ) -> None:
+        """An idle connection is not kept to read unsolicited bytes."""
 
         async def script(connection: Connection) -> None:
             await connection.request()
@@ -120,8 +125,8 @@ class HostileReceivers:
             asked.set()
             await until(lambda: server.closed_by_peer == 1)
 
-    async def test_two_hundred_of_them_hold_up_nobody(self, make: Make) -> None:
-        """A good receiver is answered while every kind of the others is under way."""
+    async def test_two_hundred_hostile_receivers_delay_no_others(self, make: Make) -> None:
+        """A good receiver responds while exchanges with every hostile kind are in progress."""
         transport = make(LOOPBACK)
         async with closing(transport), serving(SCRIPTS["hangs"]) as hanging:
             slow = [
@@ -129,7 +134,7 @@ class HostileReceivers:
                 for _ in range(200)
             ]
             await until(lambda: len(hanging.received) == 200)
-            await meanwhile(transport)
+            await drain_in_flight(transport)
             for each in slow:
                 each.cancel()
             await asyncio.gather(*slow, return_exceptions=True)

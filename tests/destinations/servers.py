@@ -1,4 +1,4 @@
-"""Receivers on raw sockets, so that a test decides over every byte."""
+"""Receivers on raw sockets, so that a test controls every byte."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 @dataclass(frozen=True)
 class Received:
-    """One request as it came over the wire."""
+    """A request as received on the wire."""
 
     method: str
     target: str
     headers: dict[str, str]
-    """Names in lower case."""
+    """Header names in lower case."""
     names: list[str]
     body: bytes
 
@@ -39,7 +39,11 @@ class Connection:
         self._writer = writer
 
     async def head(self) -> Received:
-        """Read a request up to its body.  Raises IncompleteReadError at the end."""
+        """Read a request up to its body.
+
+        Raises:
+            IncompleteReadError: The connection ended.
+        """
         raw = await self._reader.readuntil(b"\r\n\r\n")
         first, *lines = raw.decode("latin-1").split("\r\n")[:-2]
         method, target, _ = first.split(" ")
@@ -48,7 +52,6 @@ class Connection:
         return Received(method, target, headers, [name for name, _ in pairs], b"")
 
     async def request(self) -> Received:
-        """Read a whole request."""
         head = await self.head()
         body = await self._reader.readexactly(int(head.headers["content-length"]))
         received = Received(head.method, head.target, head.headers, head.names, body)
@@ -60,11 +63,11 @@ class Connection:
         await self._writer.drain()
 
     async def read(self) -> bytes:
-        """Whatever comes next; nothing at the end."""
+        """Read the next bytes; empty at the end."""
         return await self._reader.read(65536)
 
     async def drip(self, data: bytes) -> None:
-        """Send a byte at a time, at a pace that outlasts any time-out of a test."""
+        """Send one byte at a time, more slowly than any time-out of a test."""
         for i in range(len(data)):
             await self.send(data[i : i + 1])
             await asyncio.sleep(0.005)
@@ -109,7 +112,7 @@ class RawServer:
         try:
             await self.script(Connection(self, reader, writer))
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # The sender went away.
+            pass  # The sender closed the connection.
         except Exception as error:
             self.errors.append(error)
         finally:
@@ -132,7 +135,7 @@ class RawServer:
 async def serving(
     script: Callable[[Connection], Awaitable[None]], tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[RawServer]:
-    """A receiver on a free port of 127.0.0.1."""
+    """Run a receiver on a free port of 127.0.0.1."""
     server = RawServer(script)
     listener = await asyncio.start_server(server.accept, "127.0.0.1", 0, ssl=tls, backlog=512)
     server.port = listener.sockets[0].getsockname()[1]
@@ -146,12 +149,12 @@ async def serving(
     assert not server.errors, server.errors
 
 
-def answering(answer: bytes) -> Callable[[Connection], Awaitable[None]]:
-    """Gives the same answer to every request, and keeps the connection."""
+def respond_with(response: bytes) -> Callable[[Connection], Awaitable[None]]:
+    """Send the same response to every request, and keep the connection open."""
 
     async def script(connection: Connection) -> None:
         while True:
             await connection.request()
-            await connection.send(answer)
+            await connection.send(response)
 
     return script

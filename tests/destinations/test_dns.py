@@ -1,4 +1,4 @@
-"""Names to addresses: quick beside slow ones, bounded, and as the system has them."""
+"""DNS resolution is bounded, follows the system's settings, and isolates slow names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from structlog.testing import capture_logs
 from outbox.core.model.response import Failure
 from outbox.destinations.http import dns as resolving
 from outbox.destinations.http import dns_cares
-from outbox.destinations.http.dns import ADDRESSES_MAX, LOOKUPS_MAX, Names, Unresolved
+from outbox.destinations.http.dns import ADDRESSES_MAX, LOOKUPS_MAX, CachingResolver, Unresolved
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from tests.destinations.conformance import LOOPBACK, closing, to
 from tests.destinations.nameserver import naming
-from tests.destinations.servers import OK, answering, serving
+from tests.destinations.servers import OK, respond_with, serving
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -33,25 +33,25 @@ MANY = [f"127.{a}.{b}.1" for a in range(1, 11) for b in range(100)]
 
 
 @contextlib.asynccontextmanager
-async def resolver(**options: Any) -> AsyncIterator[Names]:
-    names = Names(**options)
+async def resolver(**options: Any) -> AsyncIterator[CachingResolver]:
+    names = CachingResolver(**options)
     try:
         yield names
     finally:
         await names.aclose()
 
 
-async def test_addresses_of_both_families() -> None:
+async def test_addresses_of_both_families_are_returned() -> None:
     async with naming({"both.example": [PUBLIC, "2606:4700::1"]}) as server:
         async with resolver(**server.options) as names:
             assert sorted(await names.resolve("both.example")) == ["2606:4700::1", PUBLIC]
-            # Remembered, and each address is the first one in its turn.
+            # The response is cached, and the addresses rotate.
             first = {(await names.resolve("BOTH.example"))[0] for _ in range(2)}
         assert first == {"2606:4700::1", PUBLIC}
         assert len(server.asked) == 2
 
 
-async def test_names_in_the_hosts_file_and_of_this_machine() -> None:
+async def test_names_of_the_hosts_file_and_the_local_host_resolve() -> None:
     async with resolver() as names:
         assert "127.0.0.1" in await names.resolve("localhost")
         with open("/etc/hosts") as hosts:  # noqa: ASYNC230, PTH123
@@ -62,10 +62,10 @@ async def test_names_in_the_hosts_file_and_of_this_machine() -> None:
                     assert address in await names.resolve(name)
 
 
-async def test_a_search_domain_is_tried_and_a_last_dot_says_not_to(
+async def test_a_search_domain_is_tried_unless_the_name_ends_with_a_dot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("LOCALDOMAIN", "internal.example")  # In place of resolv.conf's `search`.
+    monkeypatch.setenv("LOCALDOMAIN", "internal.example")  # Replaces `search` of resolv.conf.
     known = {"shop.internal.example": ["192.0.2.7"]}
     async with naming(known) as server, resolver(**server.options) as names:
         assert list(await names.resolve("shop")) == ["192.0.2.7"]
@@ -86,17 +86,17 @@ async def test_changed_settings_are_read_again(
     ):
         asking = asyncio.ensure_future(names.resolve("slow.example"))
         await until(lambda: server.asked != [])
-        first = names._asking
+        first = names._backend
         os.utime(file, ns=(1, 1))
         await names.resolve("good.example")
-        assert names._asking is not first
-        known["slow.example"] = [PUBLIC]  # The first one still answers what it was asked.
+        assert names._backend is not first
+        known["slow.example"] = [PUBLIC]  # The first resolver still completes its look-up.
         assert list(await asking) == [PUBLIC]
         assert first._closed  # type: ignore[union-attr]
 
 
 async def test_after_an_outage_names_are_found_again() -> None:
-    """c-ares' own event thread would sleep: nothing wakes it for the second name."""
+    """c-ares' own event thread would sleep: nothing wakes it for the second look-up."""
     known: dict[str, list[str]] = {"one.example": [], "two.example": []}
     async with naming(known) as dns, resolver(timeout=0.05, tries=1, **dns.options) as names:
         for host in ("one.example", "two.example", "one.example"):
@@ -115,14 +115,14 @@ async def test_after_an_outage_names_are_found_again() -> None:
         ("127.1", "not found"),
     ],
 )
-async def test_names_that_lead_nowhere(host: str, says: str) -> None:
+async def test_names_without_addresses_are_reported(host: str, says: str) -> None:
     known = {"loop.example": ["->pool.example"], "pool.example": ["->loop.example"]}
     async with naming(known) as server, resolver(**server.options) as names:
         with pytest.raises(Unresolved, match=says):
             await names.resolve(host)
 
 
-async def test_a_thousand_addresses_are_not_all_looked_at() -> None:
+async def test_a_thousand_addresses_are_not_all_checked() -> None:
     async with naming({"bomb.example": MANY}) as server, resolver(**server.options) as names:
         assert len(await names.resolve("bomb.example")) == ADDRESSES_MAX
 
@@ -137,31 +137,33 @@ async def test_a_thousand_addresses_are_not_all_looked_at() -> None:
         (["::ffff:127.0.0.1", "fd00::1"], 200),
     ],
 )
-async def test_of_a_dns_answer_what_is_allowed_is_used(said: list[str], status: int | None) -> None:
-    async with naming({"some.example": said}) as dns, serving(answering(OK)) as server:
-        transport = Outbound(LOOPBACK, resolver=Names(**dns.options))
+async def test_allowed_addresses_of_a_dns_response_are_used(
+    said: list[str], status: int | None
+) -> None:
+    async with naming({"some.example": said}) as dns, serving(respond_with(OK)) as server:
+        transport = TransportRouter(LOOPBACK, resolver=CachingResolver(**dns.options))
         async with closing(transport):
-            answer = await transport.send(to(f"http://some.example:{server.port}/"))
-    assert answer.status == status
-    assert answer.failure is (Failure.EGRESS_REFUSED if status is None else None)
+            response = await transport.send(to(f"http://some.example:{server.port}/"))
+    assert response.status == status
+    assert response.failure is (Failure.EGRESS_REFUSED if status is None else None)
 
 
-async def test_three_hundred_names_that_never_answer_hold_up_nobody() -> None:
+async def test_three_hundred_hanging_look_ups_delay_no_others() -> None:
     good = {f"good{n}.example": ["127.0.0.1"] for n in range(60)}
     async with (
         naming(good | {name: [] for name in SLOW}) as dns,
-        serving(answering(OK)) as server,
+        serving(respond_with(OK)) as server,
         resolver(**dns.options) as names,
-        closing(Outbound(LOOPBACK, resolver=names)) as transport,
+        closing(TransportRouter(LOOPBACK, resolver=names)) as transport,
     ):
 
         async def took_s(numbers: range) -> list[float]:
-            answers = []
+            responses = []
             for n in numbers:
                 url = f"http://good{n}.example:{server.port}/"
-                answers.append(await transport.send(to(url)))
-            assert [each.status for each in answers] == [200] * len(answers)
-            return sorted(each.elapsed_s for each in answers)
+                responses.append(await transport.send(to(url)))
+            assert [each.status for each in responses] == [200] * len(responses)
+            return sorted(each.elapsed_s for each in responses)
 
         before = await took_s(range(30))
         async with asyncio.TaskGroup() as tasks:
@@ -180,7 +182,7 @@ async def test_three_hundred_names_that_never_answer_hold_up_nobody() -> None:
     assert beside[-1] < 1.0
 
 
-async def test_a_look_up_is_shared_and_outlives_who_asked_first() -> None:
+async def test_a_look_up_is_shared_and_outlives_its_first_caller() -> None:
     known: dict[str, list[str]] = {"late.example": []}
     async with naming(known) as dns, resolver(timeout=0.2, tries=20, **dns.options) as names:
         with pytest.raises(TimeoutError):
@@ -211,7 +213,7 @@ async def test_look_ups_are_bounded_and_known_names_come_first(
 
 async def test_closing_ends_look_ups() -> None:
     async with naming({"slow.example": []}) as dns:
-        names = Names(**dns.options)
+        names = CachingResolver(**dns.options)
         asking = asyncio.ensure_future(names.resolve("slow.example"))
         await until(lambda: dns.asked != [])
         await names.aclose()
@@ -219,13 +221,13 @@ async def test_closing_ends_look_ups() -> None:
             await asking
 
 
-async def test_where_c_ares_cannot_start_threads_of_their_own_look_names_up(
+async def test_threads_resolve_names_when_c_ares_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no inotify left")
 
-    monkeypatch.setattr(dns_cares, "Ares", refuse)
+    monkeypatch.setattr(dns_cares, "CaresChannel", refuse)
     with capture_logs() as logs:
         async with resolver() as names:
             for _ in range(2):
@@ -240,13 +242,13 @@ def _unknown(*_: object, **__: object) -> None:
     raise socket.gaierror(-2, "Name or service not known")
 
 
-async def test_literals_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ip_literals_are_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Names, "resolve", never)
-    async with closing(Outbound(EgressPolicy())) as transport:
+    monkeypatch.setattr(CachingResolver, "resolve", never)
+    async with closing(TransportRouter(EgressPolicy())) as transport:
         started = time.monotonic()
-        answer = await transport.send(to("https://[::1]/"))
-        assert answer.failure is Failure.EGRESS_REFUSED
+        response = await transport.send(to("https://[::1]/"))
+        assert response.failure is Failure.EGRESS_REFUSED
         assert time.monotonic() - started < 10

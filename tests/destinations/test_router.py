@@ -9,12 +9,12 @@ import pytest
 from outbox.destinations.http.aiohttp import connector
 from outbox.destinations.http.dns import Unresolved
 from outbox.destinations.http.http1 import pool
-from outbox.destinations.http.http1.client import WireClient
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.http1.client import Http1Client
+from outbox.destinations.http.router import TransportRouter
 from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.destinations.egress_suite import Guarding, authority, connected
 from tests.destinations.receivers import HostileReceivers
-from tests.destinations.servers import OK, Connection, answering, serving
+from tests.destinations.servers import OK, Connection, respond_with, serving
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.http.router import Kind
+    from outbox.destinations.http.router import TransportKind
     from outbox.web.proxy import Proxy
 
 
@@ -30,7 +30,7 @@ __all__ = ("authority", "connected")  # Fixtures.
 
 
 class Hosts:
-    """A resolver: None for never answering, and an absent name does not exist."""
+    """A resolver: None for a name that never resolves; an absent name does not exist."""
 
     def __init__(self, hosts: Mapping[str, list[str] | None]) -> None:
         self._hosts = hosts
@@ -49,7 +49,7 @@ class Hosts:
 
 
 class _Making:
-    kind: Kind
+    kind: TransportKind
 
     @pytest.fixture
     def make(self) -> Make:
@@ -59,9 +59,9 @@ class _Making:
             tls: ssl.SSLContext | None = None,
             hosts: Mapping[str, list[str] | None] | None = None,
             proxy: Proxy | None = None,
-        ) -> Outbound:
+        ) -> TransportRouter:
             resolver = None if hosts is None else Hosts(hosts)
-            return Outbound(policy, proxy=proxy, kind=self.kind, tls=tls, resolver=resolver)
+            return TransportRouter(policy, proxy=proxy, kind=self.kind, tls=tls, resolver=resolver)
 
         return make
 
@@ -71,7 +71,7 @@ class TestWire(_Making, TransportConformance, Guarding, HostileReceivers):
 
 
 class TestWireOnUvloop(_Making, TransportConformance, HostileReceivers):
-    """As relays run; what is guarded depends on no loop."""
+    """The production event loop; the guarantees do not depend on it."""
 
     kind = "wire"
 
@@ -80,30 +80,30 @@ class TestAiohttp(_Making, TransportConformance, Guarding, HostileReceivers):
     kind = "aiohttp"
 
 
-async def test_what_is_cancelled_in_the_moment_of_its_answer_has_it_and_harms_no_other() -> None:
+async def test_a_request_cancelled_at_its_response_completes_and_affects_no_other() -> None:
     async def script(connection: Connection) -> None:
         if (await connection.request()).body != b"hangs":
             await connection.send(OK)
         await connection.closed_by_peer()
 
-    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
+    async with serving(script) as server, closing(TransportRouter(LOOPBACK)) as transport:
         hanging = asyncio.create_task(transport.send(to(server, body=b"hangs")))
         await until(lambda: len(server.received) == 1)
-        assert isinstance(transport._straight, WireClient)
-        (connection,) = transport._straight._asked
+        assert isinstance(transport._direct, Http1Client)
+        (connection,) = transport._direct._in_flight
         other = asyncio.create_task(transport.send(to(server, total_timeout_s=5)))
         hanging.cancel()
         connection.data_received(OK)
         with pytest.raises(asyncio.CancelledError) as cancelled:
             await hanging
-        assert [answer.body for answer in cancelled.value.args] == [b"ok"]
+        assert [response.body for response in cancelled.value.args] == [b"ok"]
         assert cancelled.value.args[0].detail == ""
         assert (await other).status == 200
     assert server.connections == 2
 
 
-async def test_who_speaks_before_he_is_asked_is_asked_once_on_a_connection() -> None:
-    """His next answer would be taken for that of the request behind it."""
+async def test_a_connection_with_an_unsolicited_response_is_used_once() -> None:
+    """Otherwise its next response would be matched to the request after it."""
 
     async def script(connection: Connection) -> None:
         await connection.send(OK)
@@ -113,9 +113,9 @@ async def test_who_speaks_before_he_is_asked_is_asked_once_on_a_connection() -> 
             await connection.send(OK)
 
     spoken = asyncio.Event()
-    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
-        assert isinstance(transport._straight, WireClient)
-        connecting = transport._straight._connecting
+    async with serving(script) as server, closing(TransportRouter(LOOPBACK)) as transport:
+        assert isinstance(transport._direct, Http1Client)
+        connecting = transport._direct._opener
         opened = connecting.open
 
         async def late(*args: Any) -> Any:
@@ -131,14 +131,14 @@ async def test_who_speaks_before_he_is_asked_is_asked_once_on_a_connection() -> 
 
 
 @pytest.mark.parametrize("kind", ["wire", "aiohttp"])
-async def test_kept_connections_are_those_of_a_bounded_number_of_targets(
-    monkeypatch: pytest.MonkeyPatch, kind: Kind
+async def test_idle_connections_are_limited_to_a_bounded_number_of_targets(
+    monkeypatch: pytest.MonkeyPatch, kind: TransportKind
 ) -> None:
-    """Of the one that was used longest ago they are closed; what is in use stays."""
+    """Connections of the least recently used target are closed; those in use stay open."""
     monkeypatch.setattr(pool if kind == "wire" else connector, "POOLS_MAX", 2)
     async with AsyncExitStack() as stack:
-        transport = await stack.enter_async_context(closing(Outbound(LOOPBACK, kind=kind)))
-        servers = [await stack.enter_async_context(serving(answering(OK))) for _ in range(3)]
+        transport = await stack.enter_async_context(closing(TransportRouter(LOOPBACK, kind=kind)))
+        servers = [await stack.enter_async_context(serving(respond_with(OK))) for _ in range(3)]
         for n in (0, 1, 0, 2):
             assert (await transport.send(to(servers[n]))).status == 200
         await servers[1].ended()

@@ -1,4 +1,4 @@
-"""Trust and identities: what is wrong with them is said at once, and nothing turns TLS off."""
+"""TLS trust and client certificates: errors are reported immediately, and verification stays on."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ import outbox
 from outbox.config import Settings
 from outbox.core.model.response import Failure
 from outbox.destinations.http import tls_contexts
-from outbox.destinations.http.router import Outbound
-from outbox.destinations.http.tls import check_ca, check_identity, context_for, system_context
-from outbox.destinations.http.tls_contexts import Contexts
+from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.tls import check_ca, check_identity, endpoint_context, system_context
+from outbox.destinations.http.tls_contexts import ContextCache
 from outbox.destinations.interface import Request, Tls
 from outbox.errors import UsageError
 from tests.destinations.authority import Authority
 from tests.destinations.conformance import LOOPBACK, closing, to
-from tests.destinations.servers import OK, Connection, answering, serving
+from tests.destinations.servers import OK, Connection, respond_with, serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,11 +66,11 @@ def test_an_identity_is_described_without_its_key(identity: tuple[str, str]) -> 
     assert f"{described.not_after:%Y-%m-%d}" in str(described)
     assert "\n" not in str(described)
     assert key.split("\n")[1] not in str(described) + repr(described)
-    # Whatever comes first: the key may stand before its certificate.
+    # In either order: the key may come before its certificate.
     assert check_identity(key + chain) == described
 
 
-def test_of_several_to_trust_the_one_that_lasts_is_described(authority: Authority) -> None:
+def test_the_ca_that_expires_last_is_described(authority: Authority) -> None:
     alone = check_ca(authority.pem)
     assert (alone.more, alone.sha256) == (0, _openssl_fingerprint(authority.pem))
     assert str(check_ca(authority.pem + Authority("b").pem)).endswith("and 1 more")
@@ -87,15 +87,15 @@ def _openssl_fingerprint(text: str) -> str:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda chain, key: "", "no certificate that can be read"),
-        (lambda chain, key: "nonsense", "no certificate that can be read"),
-        (lambda chain, key: GARBAGE + key, "no certificate that can be read"),
-        (lambda chain, key: key, "no certificate that can be read"),
-        (lambda chain, key: chain, "holds no private keys"),
-        (lambda chain, key: chain + key + key, "holds 2 private keys"),
+        (lambda chain, key: "", "no valid certificate"),
+        (lambda chain, key: "nonsense", "no valid certificate"),
+        (lambda chain, key: GARBAGE + key, "no valid certificate"),
+        (lambda chain, key: key, "no valid certificate"),
+        (lambda chain, key: chain, "contains no private keys"),
+        (lambda chain, key: chain + key + key, "contains 2 private keys"),
         (
             lambda chain, key: chain + pem(ec.generate_private_key(ec.SECP256R1())),
-            "not the first certificate's",
+            "does not match the first certificate",
         ),
         (
             lambda chain, key: chain + pem(load_pem_private_key(key.encode(), None), b"hunter2"),  # type: ignore[arg-type]
@@ -105,12 +105,12 @@ def _openssl_fingerprint(text: str) -> str:
             lambda chain, key: (
                 chain + "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----"
             ),
-            "the private key cannot be read",
+            "the private key is malformed",
         ),
         (lambda chain, key: chain + key + "x" * 70_000, "longer than"),
     ],
 )
-def test_an_identity_that_cannot_be_used_is_refused_in_one_line(
+def test_an_unusable_identity_is_rejected_with_a_one_line_error(
     identity: tuple[str, str], spoil: Callable[[str, str], str], says: str
 ) -> None:
     with pytest.raises(UsageError, match=says) as error:
@@ -128,24 +128,28 @@ def test_an_expired_identity_is_refused(authority: Authority) -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("", "no certificate"), (GARBAGE, "no certificate"), ("x" * 70_000, "longer than")],
+    [
+        ("", "no valid certificate"),
+        (GARBAGE, "no valid certificate"),
+        ("x" * 70_000, "longer than"),
+    ],
 )
-def test_what_cannot_be_trusted_is_refused(text: str, says: str) -> None:
+def test_an_invalid_ca_is_rejected(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=f"ca: .*{says}"):
         check_ca(text)
 
 
-def test_a_private_key_is_not_taken_where_it_would_be_shown(
+def test_a_private_key_is_rejected_where_it_would_be_displayed(
     authority: Authority, identity: tuple[str, str]
 ) -> None:
-    with pytest.raises(UsageError, match="ca: holds a private key"):
+    with pytest.raises(UsageError, match="ca: contains a private key"):
         check_ca(authority.pem + identity[1])
 
 
 # ---------------------------------------------------------------------- secrecy
 
 
-def test_a_private_key_is_never_on_a_disk_in_clear(
+def test_a_private_key_is_never_on_disk_unencrypted(
     identity: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     chain, key = identity
@@ -160,7 +164,7 @@ def test_a_private_key_is_never_on_a_disk_in_clear(
         load(self, name, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", spy)
-    context_for(Tls(identity=chain + key))
+    endpoint_context(Tls(identity=chain + key))
     (written,) = seen
     assert "-----BEGIN ENCRYPTED PRIVATE KEY-----" in written
     for line in key.split("\n")[1:-2]:
@@ -168,7 +172,7 @@ def test_a_private_key_is_never_on_a_disk_in_clear(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_private_key_is_shown_by_nothing(identity: tuple[str, str]) -> None:
+def test_a_private_key_is_never_displayed(identity: tuple[str, str]) -> None:
     own = Tls(ca="ca", identity="".join(identity))
     request = Request("https://example.com/", "", b"", tls=own)
     secret = identity[1].split("\n")[1]
@@ -177,32 +181,32 @@ def test_a_private_key_is_shown_by_nothing(identity: tuple[str, str]) -> None:
     assert {own: 1}[Tls(ca="ca", identity="".join(identity))] == 1
 
 
-# ------------------------------------------------------------------ never turned off
+# --------------------------------------------------------- verification is always on
 
 
 def test_every_context_verifies(authority: Authority, identity: tuple[str, str]) -> None:
     for context in (
         system_context(),
-        context_for(Tls()),
-        context_for(Tls(ca=authority.pem)),
-        context_for(Tls(ca=authority.pem, identity="".join(identity))),
+        endpoint_context(Tls()),
+        endpoint_context(Tls(ca=authority.pem)),
+        endpoint_context(Tls(ca=authority.pem, identity="".join(identity))),
     ):
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.check_hostname
         assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
 
 
-def test_there_is_no_switch() -> None:
-    """No setting, and no place in the code, that takes whatever certificate comes."""
+def test_verification_cannot_be_disabled() -> None:
+    """No setting and no code path accepts any certificate."""
     assert not [name for name in Settings.model_fields if "verify" in name or "insecure" in name]
     source = "".join(
         file.read_text() for file in Path(inspect.getfile(outbox)).parent.rglob("*.py")
     )
-    for way in ("CERT_NONE", "CERT_OPTIONAL", "_create_unverified", "check_hostname = False"):
-        assert way not in source
+    for switch in ("CERT_NONE", "CERT_OPTIONAL", "_create_unverified", "check_hostname = False"):
+        assert switch not in source
 
 
-async def test_openssls_variables_say_whom_to_trust_and_not_whether(
+async def test_openssl_variables_change_the_cas_but_do_not_disable_verification(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trusted, other = tmp_path / "ca.pem", tmp_path / "other.pem"
@@ -210,24 +214,24 @@ async def test_openssls_variables_say_whom_to_trust_and_not_whether(
     other.write_text(Authority("other").pem)
     empty = tmp_path / "empty"
     empty.mkdir()
-    async with serving(answering(OK), authority.server("127.0.0.1")) as server:
+    async with serving(respond_with(OK), authority.server("127.0.0.1")) as server:
         for file, expected in ((trusted, 200), (other, None), (empty / "missing.pem", None)):
             monkeypatch.setenv("SSL_CERT_FILE", str(file))
             monkeypatch.setenv("SSL_CERT_DIR", str(empty))
             for name in ("PYTHONHTTPSVERIFY", "SSL_NO_VERIFY", "NODE_TLS_REJECT_UNAUTHORIZED"):
                 monkeypatch.setenv(name, "0")
-            async with closing(Outbound(LOOPBACK)) as transport:
-                answer = await transport.send(to(server))
-            assert answer.status == expected
-            assert answer.failure is (None if expected else Failure.TLS)
+            async with closing(TransportRouter(LOOPBACK)) as transport:
+                response = await transport.send(to(server))
+            assert response.status == expected
+            assert response.failure is (None if expected else Failure.TLS)
 
 
-async def test_a_servers_own_certificate_can_be_trusted_alone(authority: Authority) -> None:
-    """Whoever pins one need not have what signed it."""
+async def test_a_server_certificate_can_be_pinned(authority: Authority) -> None:
+    """A pinned server certificate needs no CA."""
     context = authority.server("127.0.0.1")
-    async with serving(answering(OK), context) as server:
+    async with serving(respond_with(OK), context) as server:
         leaf = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", server.port))
-        async with closing(Outbound(LOOPBACK)) as ours:
+        async with closing(TransportRouter(LOOPBACK)) as ours:
             assert (await ours.send(to(server, tls=Tls(ca=leaf)))).status == 200
             assert (await ours.send(to(server, tls=Tls()))).failure is Failure.TLS
 
@@ -235,11 +239,11 @@ async def test_a_servers_own_certificate_can_be_trusted_alone(authority: Authori
 # -------------------------------------------------------------------------- cache
 
 
-async def test_contexts_are_kept_within_bounds(
+async def test_cached_contexts_are_bounded(
     authority: Authority, identity: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls_contexts, "OWN_MAX", 2)
-    kept = Contexts(system_max=1)
+    kept = ContextCache(system_max=1)
     known = Tls(identity="".join(identity))
     ours = await kept.get(known)
     first = Tls(ca=authority.pem)
@@ -248,14 +252,14 @@ async def test_contexts_are_kept_within_bounds(
     for name in ("a", "b"):
         await kept.get(Tls(ca=Authority(name).pem))
     assert await kept.get(first) is not made
-    # Those with a trust of their own push out none of the others, which cost more.
+    # Contexts with a custom CA evict only each other, not the others, which cost more to build.
     assert await kept.get(known) is ours
     await kept.get(Tls(identity="".join(authority.identity())))
     assert await kept.get(known) is not ours
     assert await kept.get(None) is await kept.get(None)
 
 
-async def test_lanes_that_ask_together_share_one_context(
+async def test_concurrent_callers_share_one_context(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Tls] = []
@@ -266,10 +270,10 @@ async def test_lanes_that_ask_together_share_one_context(
         go.wait(20)
         if len(asked) == 1:
             raise UsageError("ca: cannot be used")
-        return context_for(own)
+        return endpoint_context(own)
 
-    monkeypatch.setattr(tls_contexts, "context_for", slowly)
-    kept = Contexts()
+    monkeypatch.setattr(tls_contexts, "endpoint_context", slowly)
+    kept = ContextCache()
     own = Tls(ca=authority.pem)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
@@ -279,24 +283,24 @@ async def test_lanes_that_ask_together_share_one_context(
     go.set()
     refused = await asyncio.gather(*lanes, return_exceptions=True)
     assert {str(each) for each in refused} == {"ca: cannot be used"}
-    # Whose time was up took nobody's with it, and what failed is tried again.
+    # A cancelled caller does not cancel the others, and a failed build is retried.
     assert len(asked) == 1
     made = await asyncio.gather(*[kept.get(own) for _ in range(64)])
     assert len(set(map(id, made))) == 1
     assert len(asked) == 2
 
 
-async def test_whoever_waits_for_a_context_is_told_when_it_ends(
+async def test_callers_that_wait_for_a_context_fail_when_the_cache_closes(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
 
     def slowly(own: Tls) -> ssl.SSLContext:
         go.wait(20)
-        return context_for(own)
+        return endpoint_context(own)
 
-    monkeypatch.setattr(tls_contexts, "context_for", slowly)
-    kept = Contexts()
+    monkeypatch.setattr(tls_contexts, "endpoint_context", slowly)
+    kept = ContextCache()
     many = [Tls(ca=authority.pem + "\n" * n) for n in range(tls_contexts.THREADS + 1)]
     waiting = [asyncio.ensure_future(kept.get(own)) for own in many]
     await asyncio.sleep(0)
@@ -307,11 +311,13 @@ async def test_whoever_waits_for_a_context_is_told_when_it_ends(
     await asyncio.gather(*waiting[:-1])
 
 
-# -------------------------------------------------------------- a receiver's refusal
+# ------------------------------------------------------- client certificate required
 
 
-async def test_a_receiver_that_wants_a_certificate_is_told_of(authority: Authority) -> None:
-    """With TLS 1.3 its alert comes when we are done with the handshake."""
+async def test_a_receiver_that_requires_a_client_certificate_is_reported(
+    authority: Authority,
+) -> None:
+    """With TLS 1.3 the alert arrives after the client has completed the handshake."""
     context = authority.server("127.0.0.1", clients=authority)
 
     async def script(connection: Connection) -> None:
@@ -328,9 +334,9 @@ async def test_a_receiver_that_wants_a_certificate_is_told_of(authority: Authori
         await connection.send(outgoing.read())
         await connection.closed_by_peer()
 
-    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
-        answer = await transport.send(
+    async with serving(script) as server, closing(TransportRouter(LOOPBACK)) as transport:
+        response = await transport.send(
             to(f"https://127.0.0.1:{server.port}/", tls=Tls(ca=authority.pem))
         )
-    assert answer.failure is Failure.TLS
-    assert answer.detail.endswith("certificate required")
+    assert response.failure is Failure.TLS
+    assert response.detail.endswith("certificate required")

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.model.headers import lines_of
-from outbox.core.model.response import Answer, Failure
+from outbox.core.model.headers import format_lines
+from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.interface import Request
-from outbox.devtools.development_receiver import DevelopmentReceiver, Fault, Handled, Outcome
+from outbox.devtools.development_receiver import (
+    DevelopmentReceiver,
+    HandledOutcome,
+    HandledRequest,
+    ReceiverFault,
+)
 from outbox.errors import CannotRun, UsageError
-from outbox.receiver.lane_order import Kind
+from outbox.receiver.lane_order import OrderKind
 from tests.receiver.deliveries import OTHER, SECRET, delivery, request
 from tests.support.waiting import until
 
@@ -25,14 +30,14 @@ ALWAYS = 1.0
 
 
 @pytest.fixture
-async def transport() -> AsyncIterator[Outbound]:
-    transport = Outbound(EgressPolicy(["127.0.0.0/8"]))
+async def transport() -> AsyncIterator[TransportRouter]:
+    transport = TransportRouter(EgressPolicy(["127.0.0.0/8"]))
     yield transport
     await transport.aclose()
 
 
 class Coin(random.Random):
-    """Fails always; `late` says whether after the effect."""
+    """A random source that always fails; `late` selects a failure after the effect."""
 
     def __init__(self, *, late: bool) -> None:
         super().__init__(0)
@@ -45,17 +50,17 @@ class Coin(random.Random):
 # ----------------------------------------------------------------- good weather
 
 
-async def test_deliveries_are_verified_counted_and_shown(transport: Outbound) -> None:
-    seen: list[Handled] = []
+async def test_deliveries_are_verified_counted_and_shown(transport: TransportRouter) -> None:
+    seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
         for n in (1, 2, 3):
-            answer = await transport.send(request(url, delivery(n)))
-            assert (answer.status, answer.body) == (200, b"ok\n")
+            response = await transport.send(request(url, delivery(n)))
+            assert (response.status, response.body) == (200, b"ok\n")
     totals = receiver.totals()
     assert (totals.requests, totals.accepted) == (3, 3)
     assert totals.good
-    assert [handled.outcome for handled in seen] == [Outcome.ACCEPTED] * 3
+    assert [handled.outcome for handled in seen] == [HandledOutcome.ACCEPTED] * 3
     assert [handled.message.data for handled in seen if handled.message] == [
         {"n": 1},
         {"n": 2},
@@ -64,40 +69,40 @@ async def test_deliveries_are_verified_counted_and_shown(transport: Outbound) ->
     assert receiver.order.lanes["a-1-0"].high == 3
 
 
-async def test_any_path_and_several_secrets(transport: Outbound) -> None:
+async def test_any_path_and_several_secrets(transport: TransportRouter) -> None:
     async with DevelopmentReceiver([OTHER, SECRET]).serve() as url:
-        answer = await transport.send(request(f"{url}some/path?x=1", delivery(1)))
-    assert answer.status == 200
+        response = await transport.send(request(f"{url}some/path?x=1", delivery(1)))
+    assert response.status == 200
 
 
-async def test_without_a_secret_signatures_are_not_looked_at(transport: Outbound) -> None:
+async def test_without_a_secret_signatures_are_not_verified(transport: TransportRouter) -> None:
     async with DevelopmentReceiver().serve() as url:
         assert (await transport.send(request(url, delivery(1), secret=OTHER))).status == 200
 
 
-async def test_a_copy_is_answered_but_processed_once(transport: Outbound) -> None:
+async def test_a_copy_gets_2xx_but_is_processed_once(transport: TransportRouter) -> None:
     receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
         for attempt in (1, 2, 3):
-            answer = await transport.send(request(url, delivery(1), attempt=attempt))
-            assert answer.status == 200
+            response = await transport.send(request(url, delivery(1), attempt=attempt))
+            assert response.status == 200
     totals = receiver.totals()
     assert (totals.accepted, totals.duplicates, totals.order.duplicates) == (1, 2, 2)
     assert totals.good
 
 
-async def test_copies_at_once_are_processed_once(transport: Outbound) -> None:
+async def test_concurrent_copies_are_processed_once(transport: TransportRouter) -> None:
     receiver = DevelopmentReceiver([SECRET], latency_s=0.02)
     async with receiver.serve() as url:
         await asyncio.gather(*(transport.send(request(url, delivery(1))) for _ in range(10)))
     assert receiver.totals().accepted == 1
 
 
-async def test_a_replay_of_what_is_here_closes_its_hole_and_is_dropped(
-    transport: Outbound,
+async def test_a_replay_of_a_processed_event_closes_its_hole_and_is_dropped(
+    transport: TransportRouter,
 ) -> None:
-    """The relay gave 2 up although it had arrived, and was told to replay it."""
-    seen: list[Handled] = []
+    """The relay dead-lettered 2 although it had arrived, and replays it."""
+    seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
@@ -109,23 +114,23 @@ async def test_a_replay_of_what_is_here_closes_its_hole_and_is_dropped(
         late = await transport.send(request(url, delivery(2)))
     assert late.status == 200
     assert [handled.outcome for handled in seen] == [
-        Outcome.ACCEPTED,
-        Outcome.ACCEPTED,
-        Outcome.ACCEPTED,
-        Outcome.DUPLICATE,
+        HandledOutcome.ACCEPTED,
+        HandledOutcome.ACCEPTED,
+        HandledOutcome.ACCEPTED,
+        HandledOutcome.DUPLICATE,
     ]
     assert receiver.totals().good
 
 
-async def test_a_lane_that_ended_is_forgotten_and_its_late_copies_are_known(
-    transport: Outbound,
+async def test_an_ended_lane_is_forgotten_and_its_late_copies_are_duplicates(
+    transport: TransportRouter,
 ) -> None:
     receiver = DevelopmentReceiver([SECRET], from_start=True)
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
         await transport.send(request(url, delivery(2), lane_ends=True))
         assert receiver.order.lanes == {}
-        # Its answer was lost.
+        # Its response was lost.
         again = await transport.send(request(url, delivery(2), lane_ends=True, attempt=2))
         await transport.send(request(url, delivery(1, lane="a-2-0", outbox_id=3)))
     assert again.status == 200
@@ -134,7 +139,7 @@ async def test_a_lane_that_ended_is_forgotten_and_its_late_copies_are_known(
     assert (totals.accepted, totals.duplicates, totals.good) == (3, 1, True)
 
 
-async def test_what_was_seen_longest_ago_is_forgotten(transport: Outbound) -> None:
+async def test_the_oldest_ids_are_forgotten(transport: TransportRouter) -> None:
     receiver = DevelopmentReceiver([SECRET], seen_max=2)
     async with receiver.serve() as url:
         for n in (1, 2, 3, 1):
@@ -145,36 +150,36 @@ async def test_what_was_seen_longest_ago_is_forgotten(transport: Outbound) -> No
 # ------------------------------------------------------------------- bad weather
 
 
-async def test_a_forgery_is_refused_and_changes_nothing(transport: Outbound) -> None:
-    seen: list[Handled] = []
+async def test_a_forgery_is_refused_and_changes_nothing(transport: TransportRouter) -> None:
+    seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
         forged = await transport.send(request(url, delivery(1), secret=OTHER))
         old = await transport.send(request(url, delivery(1), timestamp=1_700_000_000))
         good = request(url, delivery(1))
         lying = tuple(("X-Sequence", "9") if n == "X-Sequence" else (n, v) for n, v in good.headers)
-        changed = await transport.send(Request(url, lines_of(lying), good.body))
-    assert [answer.status for answer in (forged, old, changed)] == [401, 401, 400]
+        changed = await transport.send(Request(url, format_lines(lying), good.body))
+    assert [response.status for response in (forged, old, changed)] == [401, 401, 400]
     assert b"secret" in forged.body
     assert b"X-Sequence" in changed.body
-    assert [handled.outcome for handled in seen] == [Outcome.REJECTED] * 3
+    assert [handled.outcome for handled in seen] == [HandledOutcome.REJECTED] * 3
     totals = receiver.totals()
     assert (totals.rejected, totals.accepted, totals.order.received) == (3, 0, 0)
     assert not totals.good
 
 
-async def test_what_a_receiver_never_takes_is_refused_and_not_taken_in(
-    transport: Outbound,
+async def test_a_refused_delivery_is_not_recorded(
+    transport: TransportRouter,
 ) -> None:
     receiver = DevelopmentReceiver(
         [SECRET], refuse=lambda message: "not even" if message.sequence % 2 else None
     )
     async with receiver.serve() as url:
-        answers = [
+        responses = [
             await transport.send(request(url, delivery(1))),
             await transport.send(request(url, delivery(2), previous=0)),
         ]
-    assert [(answer.status, answer.body) for answer in answers] == [
+    assert [(response.status, response.body) for response in responses] == [
         (422, b"not even\n"),
         (200, b"ok\n"),
     ]
@@ -183,7 +188,7 @@ async def test_what_a_receiver_never_takes_is_refused_and_not_taken_in(
     assert totals.good
 
 
-async def test_missing_numbers_show(transport: Outbound) -> None:
+async def test_missing_sequences_are_reported(transport: TransportRouter) -> None:
     receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
@@ -193,8 +198,8 @@ async def test_missing_numbers_show(transport: Outbound) -> None:
     assert not totals.good
 
 
-async def test_a_receiver_that_was_there_first_misses_the_first_ones(
-    transport: Outbound,
+async def test_with_from_start_the_first_deliveries_are_missing(
+    transport: TransportRouter,
 ) -> None:
     for from_start, missing in ((True, 4), (False, 0)):
         receiver = DevelopmentReceiver([SECRET], from_start=from_start)
@@ -203,21 +208,21 @@ async def test_a_receiver_that_was_there_first_misses_the_first_ones(
         assert receiver.totals().order.missing == missing
 
 
-async def test_only_posts_are_deliveries(transport: Outbound) -> None:
+async def test_only_posts_are_deliveries(transport: TransportRouter) -> None:
     receiver = DevelopmentReceiver()
     async with receiver.serve() as url:
-        answer = await transport.send(Request(url, "", b"", method="PUT"))
-    assert (answer.status, dict(answer.headers)["Allow"]) == (405, "POST")
+        response = await transport.send(Request(url, "", b"", method="PUT"))
+    assert (response.status, dict(response.headers)["Allow"]) == (405, "POST")
     assert receiver.totals().requests == 0
 
 
-# ------------------------------------------------------------ failing on purpose
+# ------------------------------------------------------------ injected faults
 
 
 async def fail(
-    transport: Outbound, fault: Fault, *, late: bool
-) -> tuple[Answer, Handled, DevelopmentReceiver]:
-    seen: list[Handled] = []
+    transport: TransportRouter, fault: ReceiverFault, *, late: bool
+) -> tuple[AttemptResult, HandledRequest, DevelopmentReceiver]:
+    seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver(
         [SECRET],
         fail_rate=ALWAYS,
@@ -226,44 +231,48 @@ async def fail(
         on_request=seen.append,
     )
     async with receiver.serve() as url:
-        answer = await transport.send(request(url, delivery(1)))
+        response = await transport.send(request(url, delivery(1)))
     (handled,) = seen
-    return answer, handled, receiver
+    return response, handled, receiver
 
 
 @pytest.mark.parametrize(
     ("fault", "status", "failure"),
     [
-        (Fault.ERROR, 500, None),
-        (Fault.UNAVAILABLE, 503, None),
-        (Fault.RESET, None, Failure.RESET),
+        (ReceiverFault.ERROR, 500, None),
+        (ReceiverFault.UNAVAILABLE, 503, None),
+        (ReceiverFault.RESET, None, Failure.RESET),
     ],
 )
 @pytest.mark.parametrize("late", [False, True])
 async def test_each_fault_before_and_after_the_effect(
-    transport: Outbound, fault: Fault, status: int | None, failure: Failure, late: bool
+    transport: TransportRouter,
+    fault: ReceiverFault,
+    status: int | None,
+    failure: Failure,
+    late: bool,
 ) -> None:
-    answer, handled, receiver = await fail(transport, fault, late=late)
-    assert (answer.status, answer.failure) == (status, failure)
+    response, handled, receiver = await fail(transport, fault, late=late)
+    assert (response.status, response.failure) == (status, failure)
     assert (handled.status, handled.fault) == (status, fault)
     totals = receiver.totals()
     if late:
-        assert handled.outcome is Outcome.ACCEPTED
+        assert handled.outcome is HandledOutcome.ACCEPTED
         assert (totals.accepted, totals.lost, totals.failed) == (1, 1, 0)
         assert handled.observation is not None
-        assert handled.observation.kind is Kind.IN_ORDER
+        assert handled.observation.kind is OrderKind.IN_ORDER
     else:
-        assert handled.outcome is Outcome.FAILED
+        assert handled.outcome is HandledOutcome.FAILED
         assert (totals.accepted, totals.lost, totals.failed) == (0, 0, 1)
         assert totals.order.received == 0
-    if fault is Fault.UNAVAILABLE:
-        assert dict(answer.headers)["Retry-After"] == "0"
+    if fault is ReceiverFault.UNAVAILABLE:
+        assert dict(response.headers)["Retry-After"] == "0"
 
 
-async def test_hanging_lasts_until_the_sender_gives_up(transport: Outbound) -> None:
-    seen: list[Handled] = []
+async def test_a_hang_lasts_until_the_sender_disconnects(transport: TransportRouter) -> None:
+    seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver(
-        fail_rate=ALWAYS, faults=[Fault.HANG], rng=Coin(late=True), on_request=seen.append
+        fail_rate=ALWAYS, faults=[ReceiverFault.HANG], rng=Coin(late=True), on_request=seen.append
     )
     async with receiver.serve() as url:
         sending = asyncio.create_task(transport.send(request(url, delivery(1))))
@@ -272,11 +281,11 @@ async def test_hanging_lasts_until_the_sender_gives_up(transport: Outbound) -> N
         sending.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sending
-    assert seen[0].outcome is Outcome.ACCEPTED
+    assert seen[0].outcome is HandledOutcome.ACCEPTED
 
 
-async def test_a_sender_that_tries_again_gets_everything_through_once(
-    transport: Outbound, seed: int
+async def test_a_retrying_sender_delivers_everything_once(
+    transport: TransportRouter, seed: int
 ) -> None:
     receiver = DevelopmentReceiver(
         [SECRET], fail_rate=0.5, rng=random.Random(seed), from_start=True
@@ -284,8 +293,8 @@ async def test_a_sender_that_tries_again_gets_everything_through_once(
     async with receiver.serve() as url:
         for n in range(1, 101):
             for attempt in range(1, 1000):
-                answer = await transport.send(request(url, delivery(n), attempt=attempt))
-                if answer.status == 200:
+                response = await transport.send(request(url, delivery(n), attempt=attempt))
+                if response.status == 200:
                     break
     totals = receiver.totals()
     assert totals.accepted == 100
@@ -295,10 +304,10 @@ async def test_a_sender_that_tries_again_gets_everything_through_once(
     assert totals.duplicates == totals.lost
 
 
-async def test_the_same_seed_fails_the_same_requests(transport: Outbound) -> None:
-    runs: list[list[Fault | None]] = []
+async def test_the_same_seed_fails_the_same_requests(transport: TransportRouter) -> None:
+    runs: list[list[ReceiverFault | None]] = []
     for _ in range(2):
-        seen: list[Handled] = []
+        seen: list[HandledRequest] = []
         receiver = DevelopmentReceiver(fail_rate=0.5, rng=random.Random(7), on_request=seen.append)
         async with receiver.serve() as url:
             for n in range(1, 41):
@@ -315,12 +324,12 @@ async def test_the_same_seed_fails_the_same_requests(transport: Outbound) -> Non
     "options",
     [{"fail_rate": -0.1}, {"fail_rate": 1.1}, {"latency_s": -1}, {"fail_rate": 0.5, "faults": ()}],
 )
-def test_impossible_settings_are_refused(options: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         DevelopmentReceiver(**options)  # type: ignore[arg-type]
 
 
-async def test_a_taken_port_is_one_line() -> None:
+async def test_a_port_in_use_is_a_one_line_error() -> None:
     async with DevelopmentReceiver().serve() as url:
         port = int(url.rsplit(":", 1)[1].strip("/"))
         with pytest.raises(CannotRun, match=f"127.0.0.1:{port}"):
@@ -328,9 +337,11 @@ async def test_a_taken_port_is_one_line() -> None:
                 pass
 
 
-async def test_a_hanging_answer_does_not_hold_up_the_end(transport: Outbound) -> None:
-    seen: list[Handled] = []
-    receiver = DevelopmentReceiver(fail_rate=ALWAYS, faults=[Fault.HANG], on_request=seen.append)
+async def test_a_hanging_response_does_not_delay_the_shutdown(transport: TransportRouter) -> None:
+    seen: list[HandledRequest] = []
+    receiver = DevelopmentReceiver(
+        fail_rate=ALWAYS, faults=[ReceiverFault.HANG], on_request=seen.append
+    )
     async with receiver.serve() as url:
         sending = asyncio.create_task(transport.send(request(url, delivery(1))))
         await until(lambda: seen)

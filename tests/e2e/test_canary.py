@@ -1,8 +1,8 @@
-"""Secrets that a run of everything must not leave anywhere.
+"""Canary test: secrets must not appear in any output.
 
-Each is a text that stands nowhere else.  They are given to real processes, which deliver,
-fail, are asked by every command and every route, and are shown in a browser; then all that
-came of it is searched: output, logs, traces, metrics, pages, process lists, and the tables.
+Each secret is a unique text. Real processes use them: they deliver, fail, execute every command and
+route, and are shown in a browser. Afterwards all output is searched: logs, traces, metrics, pages,
+process lists and tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PATHS = re.compile(r"\{(\w+)\}")
 
 
 class Canaries:
-    """The secrets, and where they were found."""
+    """The secrets, and the places where they were found."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -46,7 +46,7 @@ class Canaries:
         self.searched: dict[str, int] = {}
 
     def watch(self, name: str, text: str) -> str:
-        """Look out for a secret, whole or without what stands in front of it."""
+        """Watch for a secret, with and without its prefix."""
         self.texts[name] = text.strip()
         for prefix in ("whsec_", "obkey_"):
             if text.startswith(prefix):
@@ -87,7 +87,7 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
     }
 
     async def command(*words: str, stdin: str = "", shows: str = "", **more: str) -> Any:
-        """A command; `shows` names the member of its answer that it may show."""
+        """Run a command; `shows` names the field of its result that may show the secret."""
         ended = await outbox(*words, env=env | more, stdin=stdin)
         said = None
         if shows:
@@ -103,7 +103,7 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
     chain = "".join(blob.bytes().decode() for blob in certificate.cert_chain_pems)
 
     async def echo(request: web.Request) -> web.Response:
-        """A receiver that sends back all that it was sent, and fails."""
+        """A receiver that echoes every request and fails."""
         said = "\n".join(f"{name}: {value}" for name, value in request.headers.items())
         bad = request.path == "/bad"
         return web.Response(status=400 if bad else 200, text=said, headers={"X-Request-Id": header})
@@ -157,7 +157,7 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
                     database,
                     "SELECT (SELECT count(*) >= 2 FROM dead_letter) AND "
                     "(SELECT count(*) >= 2 FROM attempt WHERE outcome = 'delivered') AND "
-                    "(SELECT count(*) = 2 FROM lane_progress WHERE last_answer IS NOT NULL)",
+                    "(SELECT count(*) = 2 FROM lane_progress WHERE last_response IS NOT NULL)",
                 ),
                 60,
                 "what works to be delivered, and what does not to have failed",
@@ -197,8 +197,8 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
             async with aiohttp.ClientSession() as session:
                 head = {"Authorization": f"Bearer {token}"}
                 base = f"http://127.0.0.1:{admin}"
-                async with session.get(f"{base}/openapi.json") as answer:
-                    paths = (await answer.json())["paths"]
+                async with session.get(f"{base}/openapi.json") as response:
+                    paths = (await response.json())["paths"]
                 values = {"name": "good", "id": event, "key": "k"}
                 for path, methods in paths.items():
                     if "get" not in methods:
@@ -207,15 +207,15 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
                         filled = PATHS.sub(
                             lambda m, n=number: n if m[1] == "id" else values.get(m[1], "1"), path
                         )
-                        async with session.get(base + filled, headers=head) as answer:
-                            canaries.search("API", str(answer.headers) + await answer.text())
-                async with session.get(f"http://127.0.0.1:{health}/metrics") as answer:
-                    canaries.search("metrics", await answer.text())
+                        async with session.get(base + filled, headers=head) as response:
+                            canaries.search("API", str(response.headers) + await response.text())
+                async with session.get(f"http://127.0.0.1:{health}/metrics") as response:
+                    canaries.search("metrics", await response.text())
             async with visiting(f"{base}/") as visitor:
-                await visitor.come_in(token)
+                await visitor.sign_in(token)
                 for place in ("endpoints", "endpoint/bad", "dead", "letter/1", "replicas"):
-                    await visitor.goes_to(place)
-                    await visitor.sees(visitor.main)
+                    await visitor.open(place)
+                    await visitor.wait_for(visitor.main)
                     canaries.search("page", await visitor.page.content())
             assert relay.process is not None
             for what in ("cmdline", "environ"):
@@ -235,5 +235,5 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
     assert canaries.found == []
     for where in ("output", "API", "metrics", "page", "process list", "log", "traces and metrics"):
         assert canaries.searched[where] > 10, where
-    echoed = await fetchval(database, "SELECT array_agg(last_answer) FROM dead_letter")
+    echoed = await fetchval(database, "SELECT array_agg(last_response) FROM dead_letter")
     assert "authorization: (not kept)" in str(echoed).lower()

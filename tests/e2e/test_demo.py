@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it: it proves something, and leaves nothing behind."""
+"""The demo as a new user runs it: it proves delivery and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.support.processes import family, running
 from tests.support.waiting import until
 
 
-async def test_the_proof_holds_and_machines_can_read_it() -> None:
+async def test_the_demo_passes_and_prints_json() -> None:
     ended = await outbox("demo", "--events", "150", "--json")
     assert ended.code == 0, ended.stderr
     proof = ended.json
     assert proof["published"] == 150
-    assert proof["delivered"] + proof["dead_lettered"] == proof["owed"]
+    assert proof["delivered"] + proof["dead_lettered"] == proof["expected"]
     assert proof["missing"] == proof["out_of_order"] == proof["rolled_back_but_delivered"] == 0
     assert proof["relay_kills"] == 1
     assert proof["dead_lettered"] > 0
@@ -26,7 +26,9 @@ async def test_the_proof_holds_and_machines_can_read_it() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of a parent's death")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux signals a parent's death to its children"
+)
 async def test_nothing_is_left_behind(number: signal.Signals) -> None:
     process = await asyncio.create_subprocess_exec(
         *command_line("demo", "--events", "100000"),
@@ -46,14 +48,14 @@ async def test_nothing_is_left_behind(number: signal.Signals) -> None:
     assert len(started) > 3
     process.send_signal(number)
     async with asyncio.timeout(30):
-        said = (await process.stderr.read()).decode()
+        output = (await process.stderr.read()).decode()
         await process.wait()
-    assert process.returncode == (-9 if number is signal.SIGKILL else 130), said
-    assert "Traceback" not in said
+    assert process.returncode == (-9 if number is signal.SIGKILL else 130), output
+    assert "Traceback" not in output
     await until(lambda: not running(started), 20, "everything to be gone")
 
 
-async def test_too_few_events_are_refused_in_one_line() -> None:
+async def test_too_few_events_are_rejected_in_one_line() -> None:
     ended = await outbox("demo", "--events", "0")
     assert ended.code == 2
     assert len(ended.stderr.splitlines()) == 1

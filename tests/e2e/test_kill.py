@@ -1,6 +1,6 @@
 """End to end, with real processes: kill -9 of the relay under load.
 
-`--kills 20` makes it the long run.
+`--kills 20` is the long run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 import outbox
 from outbox.core.delivery.signature import parse_secret
-from outbox.devtools.development_receiver import DevelopmentReceiver, Handled, Outcome
+from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
@@ -32,24 +32,24 @@ pytestmark = pytest.mark.one_major
 
 KEYS = 20
 PER_KILL = 150
-"""Events committed between two kills, while the relay is at work."""
+"""Events committed between two kills, while the relay runs."""
 
 
 class Ledger:
-    """Everything that the receiver took in, copies included."""
+    """Everything that the receiver accepted, copies included."""
 
     def __init__(self) -> None:
-        self.got: list[Handled] = []
+        self.got: list[HandledRequest] = []
 
-    def note(self, handled: Handled) -> None:
-        if handled.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+    def note(self, handled: HandledRequest) -> None:
+        if handled.outcome in (HandledOutcome.ACCEPTED, HandledOutcome.DUPLICATE):
             self.got.append(handled)
 
-    def first_arrivals(self) -> list[Handled]:
-        return [h for h in self.got if h.outcome is Outcome.ACCEPTED]
+    def first_arrivals(self) -> list[HandledRequest]:
+        return [h for h in self.got if h.outcome is HandledOutcome.ACCEPTED]
 
 
-async def test_nothing_is_lost_or_turned_around_when_the_relay_is_killed(
+async def test_nothing_is_lost_or_reordered_when_the_relay_is_killed(
     database: Database, rng: random.Random, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     env = {"OUTBOX_DSN": database.dsn}
@@ -57,7 +57,7 @@ async def test_nothing_is_lost_or_turned_around_when_the_relay_is_killed(
 
 
 @pytest.mark.pgbouncer
-async def test_nothing_is_lost_or_turned_around_when_a_relay_behind_a_proxy_is_killed(
+async def test_nothing_is_lost_or_reordered_when_a_relay_behind_a_proxy_is_killed(
     database: Database, rng: random.Random, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     await find_the_schema(database)
@@ -79,7 +79,7 @@ async def _kill(
     kills: int,
     fault: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Kill a relay under load, now and then after another fault."""
+    """Kill a relay under load, sometimes after another fault."""
     ledger = Ledger()
     receiver = DevelopmentReceiver(fail_rate=0.05, rng=rng, on_request=ledger.note, from_start=True)
     env["OUTBOX_ALLOW_NETWORKS"] = "127.0.0.0/8"
@@ -89,7 +89,7 @@ async def _kill(
         added = await command("endpoint", "add", "shop", url, "--lanes", "4", "--json", env=env)
         assert added.code == 0, added.stderr
         receiver.secrets = (parse_secret(added.json["secret"]),)
-        # The standard schedule waits for seconds; here it may be quick.
+        # The default retry schedule waits for seconds; a fast one is sufficient here.
         async with database.connection() as control:
             await control.execute(
                 """UPDATE relay.endpoint SET retry = retry || '{"base_s": 0.02}'"""
@@ -114,13 +114,13 @@ async def _kill(
     for handled in ledger.first_arrivals():
         keys[handled.message.key].append(handled.message.data["n"])
         assert handled.message.event_id not in rolled_back
-    assert keys == committed, "lost, doubled or turned around"
+    assert keys == committed, "lost, duplicated or reordered"
 
-    told: dict[tuple[str, int], set[tuple[str, str]]] = defaultdict(set)
+    identities: dict[tuple[str, int], set[tuple[str, str]]] = defaultdict(set)
     for handled in ledger.got:
         message = handled.message
-        told[message.lane, message.sequence].add((message.delivery_id, message.event_id))
-    assert all(len(each) == 1 for each in told.values()), "a copy with another X-Delivery"
+        identities[message.lane, message.sequence].add((message.delivery_id, message.event_id))
+    assert all(len(each) == 1 for each in identities.values()), "a copy with another X-Delivery"
     totals = receiver.totals()
     assert totals.good, totals
     assert await exceptions(database) == {}
@@ -135,7 +135,7 @@ async def _publish(
     committed: dict[str, list[int]],
     rolled_back: set[str],
 ) -> None:
-    """One producer, so that its order is the order of its commits."""
+    """One producer, so that its order is the commit order."""
     for _ in range(PER_KILL):
         key = f"k{rng.randrange(KEYS)}"
         n = len(committed[key])
@@ -150,7 +150,7 @@ async def _publish(
         committed[key].append(n)
 
 
-async def test_sigterm_drains_and_a_second_one_stops_at_once(
+async def test_sigterm_drains_and_a_second_sigterm_stops_at_once(
     database: Database, tmp_path: Path
 ) -> None:
     env = {"OUTBOX_DSN": database.dsn, "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
@@ -171,7 +171,7 @@ async def test_sigterm_drains_and_a_second_one_stops_at_once(
             assert relay.process is not None
             relay.process.send_signal(signal.SIGTERM)
             await until(lambda: any(line["message"] == "draining" for line in relay.log()))
-            assert relay.process.returncode is None, "it did not wait for the answer"
+            assert relay.process.returncode is None, "it did not wait for the response"
             assert await relay.end() in (0, 130)
     messages = [line["message"] for line in relay.log()]
     assert "replica registered" in messages

@@ -1,7 +1,7 @@
-"""A ledger, exact to the cent, though relay and receiver are killed all the time.
+"""A ledger, exact to the cent, while relay and receiver are killed repeatedly.
 
-The receiver is the guide's, a process with a database of its own: events move the
-balances of its accounts.  `--ledger-seconds 60` is the long run.
+The receiver is the guide's, a process with its own database: events move the balances of its
+accounts. `--ledger-seconds 60` is the long run.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.one_major
 
 ACCOUNTS = 50
 PER_S, AT_ONCE = 500, 5
-"""Events each second, and in one transaction."""
+"""Events per second, and events per transaction."""
 KILL_EVERY_S = (0.5, 2.5)
 
 
-async def test_a_ledger_is_exact_though_both_ends_are_killed(
+async def test_a_ledger_is_exact_while_relay_and_receiver_are_killed(
     database: Database,
     server: Server,
     rng: random.Random,
@@ -51,14 +51,14 @@ async def test_a_ledger_is_exact_though_both_ends_are_killed(
         stack.push_async_callback(receiver.kill)
         await receiver.start()
         await _add_endpoint(env, receiver)
-        await receiver.answers()
+        await receiver.responses()
         relay = await stack.enter_async_context(relay_process(env, tmp_path / "relay.log"))
         stop = asyncio.Event()
         async with database.connection() as producer, asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(_kill(relay, receiver, rng, stop))
             wanted, events = await _produce(producer, rng, seconds)
             stop.set()
-        await receiver.answers()
+        await receiver.responses()
         await all_ended(database, timeout_s=120)
         async with theirs.connection() as db:
             balances = dict(await db.fetch("SELECT id, cents FROM account WHERE cents <> 0"))
@@ -80,7 +80,7 @@ async def _add_endpoint(env: dict[str, str], receiver: Process) -> None:
     receiver.secret = added.json["secret"]
     connection = await asyncpg.connect(env["OUTBOX_DSN"])
     try:
-        # What comes while the receiver is away is tried again soon, and never given up.
+        # Deliveries during a receiver restart are retried soon and never dead-lettered.
         await connection.execute(
             "UPDATE relay.endpoint SET retry = retry || "
             """'{"base_s": 0.02, "cap_s": 0.3, "attempts_max": 10000}'"""
@@ -92,7 +92,7 @@ async def _add_endpoint(env: dict[str, str], receiver: Process) -> None:
 
 
 async def _produce(producer: Any, rng: random.Random, seconds: float) -> tuple[dict[int, int], int]:
-    """Move cents about in transactions, of which some roll back; the balances and events."""
+    """Move cents in transactions, of which some roll back; returns the balances and events."""
     wanted = dict.fromkeys(range(ACCOUNTS), 0)
     events = 0
     started = time.monotonic()
@@ -119,7 +119,7 @@ async def _produce(producer: Any, rng: random.Random, seconds: float) -> tuple[d
 async def _kill(
     relay: RelayProcess, receiver: Process, rng: random.Random, stop: asyncio.Event
 ) -> int:
-    """Now one of them, now the other, and sometimes both; both are back in the end."""
+    """Kill one of them, sometimes both; both run at the end."""
     kills = 0
     while True:
         with suppress(TimeoutError):

@@ -1,6 +1,6 @@
-"""`outbox prove` as its users run it: real processes, real faults, and nothing left behind.
+"""`outbox prove` as users run it: real processes and faults, and no resources left behind.
 
-`--prove-minutes 10` makes it the long run.
+`--prove-minutes 10` is the long run.
 """
 
 from __future__ import annotations
@@ -60,13 +60,12 @@ async def test_nothing_is_lost_under_any_fault(seed: int, pytestconfig: pytest.C
     assert report["lost"] == report["inverted"] == report["holes"] == report["unexplained"] == 0
     assert report["committed"] > 0
     assert report["delivered"] + report["dead_lettered"] >= report["committed"]
-    # A kind that could not be made is not in the report, and one must not be able to
-    # vanish without a word.
+    # The report omits a fault that could not be injected; a missing kind must not go unnoticed.
     assert sum(report["faults"].values()) + report["orders_skipped"] >= 23
     print(ended.stdout)
 
 
-async def test_on_a_database_of_others_only_its_own_schema_comes_and_goes(
+async def test_only_the_own_schema_changes_in_a_shared_database(
     database: Database, seed: int
 ) -> None:
     env = {"OUTBOX_DSN": database.dsn}
@@ -82,14 +81,16 @@ async def test_on_a_database_of_others_only_its_own_schema_comes_and_goes(
         )
     assert ended.code == 0, f"{ended.stdout}\n{ended.stderr}"
     report = ended.json
-    # Every event went on to the receiver, and copies too.
+    # Every event was forwarded to the receiver, and copies, too.
     totals = receiver.totals()
     assert totals.accepted == report["committed"]
     assert report["delivered"] == report["committed"]
     assert await schemas(database) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of a parent's death")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux signals a parent's death to its children"
+)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_nothing_is_left_behind(database: Database, number: signal.Signals) -> None:
     process = await asyncio.create_subprocess_exec(

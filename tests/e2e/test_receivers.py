@@ -1,4 +1,4 @@
-"""The receivers of the guide, each as a process, graded by `outbox conform`."""
+"""The receivers of the guide, each as a process, checked by `outbox conform`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 class Process:
-    """A receiver of the guide, which a test may kill."""
+    """A receiver process of the guide, which a test may kill."""
 
     def __init__(self, name: str, dsn: str, directory: Path, secret: str = SECRET) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class Process:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start it; it ends with this process."""
+        """Start the process; it ends with this one."""
         python = self.name.endswith(".py")
         program = [sys.executable] if python else [shutil.which("node") or "node", self.name]
         words = [each.format(port=self.port) for each in COMMANDS[self.name]]
@@ -66,25 +66,25 @@ class Process:
                 stderr=log,
             )
 
-    async def answers(self) -> None:
-        """Wait until it does."""
+    async def responses(self) -> None:
+        """Wait until it responds."""
 
-        async def tells() -> bool:
+        async def is_listening() -> bool:
             log = self._directory / "receiver.log"
             assert self._process is not None
             assert self._process.returncode is None, log.read_text()
             with contextlib.suppress(aiohttp.ClientError):
                 async with (
                     aiohttp.ClientSession() as client,
-                    client.get(f"{self.url}/processed") as told,
+                    client.get(f"{self.url}/processed") as processed_url,
                 ):
-                    return told.status == 200
+                    return processed_url.status == 200
             return False
 
-        await until(tells, 30, f"{self.name} to listen")
+        await until(is_listening, 30, f"{self.name} to listen")
 
     async def kill(self) -> None:
-        """With kill -9."""
+        """Kill the process with SIGKILL."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -103,11 +103,11 @@ async def test_a_receiver_of_the_guide_conforms(
     receiver = Process(name, dsn, tmp_path)
     await receiver.start()
     try:
-        await receiver.answers()
-        told = f"{receiver.url}/processed"
+        await receiver.responses()
+        processed_url = f"{receiver.url}/processed"
         ended = await outbox(
             *("conform", f"{receiver.url}/hooks", "--secret", SECRET),
-            *("--processed", told, "--checkpoints"),
+            *("--processed", processed_url, "--checkpoints"),
         )
     finally:
         await receiver.kill()

@@ -1,4 +1,4 @@
-"""End to end, with real processes: relays that are killed, frozen, stopped and started."""
+"""End to end, with real processes: relays are killed, frozen, stopped and started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.cluster.lease import preferred
+from outbox.core.cluster.lease import preferred_replica
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
 from tests.support.relay import add_endpoint, all_ended, exceptions, publish
@@ -32,7 +32,7 @@ LONG_LEASE_S = 60.0
 
 
 class Relays:
-    """Relays beside one database, and a receiver that tells them apart."""
+    """Relays on one database, and a receiver that distinguishes their requests."""
 
     def __init__(self, database: Database, tmp_path: Path, wire: Wire) -> None:
         self.database = database
@@ -61,7 +61,7 @@ class Relays:
         return relay
 
     async def replica(self, relay: RelayProcess) -> int | None:
-        """The newest replica that the process is, or was and nobody has buried."""
+        """The newest replica of the process, running or not yet expired."""
         found: int | None = await self.db.fetchval(
             "SELECT max(id) FROM replica WHERE name LIKE '%:' || $1", str(pid_of(relay))
         )
@@ -72,15 +72,15 @@ class Relays:
         return {r["endpoint_id"]: r["replica_id"] for r in rows}
 
     async def settled(self) -> bool:
-        """Every replica owns what it should."""
+        """Whether every replica owns its share."""
         ids = [r["id"] for r in await self.db.fetch("SELECT id FROM replica")]
-        return all(owner == preferred(e, ids) for e, owner in (await self.owners()).items())
+        return all(owner == preferred_replica(e, ids) for e, owner in (await self.owners()).items())
 
     async def claims(self, after: int = 0) -> list[Any]:
-        """The changes of hands in the journal, by number, oldest first."""
+        """The ownership changes in the journal, by sequence, oldest first."""
         return await self.db.fetch(
             "SELECT id, at, kind, actor, endpoint_id, data::text FROM journal"
-            " WHERE kind IN ('endpoint_claimed', 'endpoint_freed') AND id > $1 ORDER BY id",
+            " WHERE kind IN ('endpoint_claimed', 'endpoint_released') AND id > $1 ORDER BY id",
             after,
         )
 
@@ -101,10 +101,10 @@ async def add_endpoints(relays: Relays, number: int) -> None:
         await add_endpoint(relays.database, f"e{n}", url=relays.url, types=["a.b"])
 
 
-# ------------------------------------------------------------------- ends
+# ---------------------------------------------- killed and stopped relays
 
 
-async def test_what_a_killed_relay_owned_is_delivered_by_another(relays: Relays) -> None:
+async def test_deliveries_of_a_killed_relay_are_sent_by_another(relays: Relays) -> None:
     await add_endpoints(relays, 12)
     first, second = await relays.start("first"), await relays.start("second")
     await until(relays.settled, 20, "the endpoints to be shared out")
@@ -118,19 +118,21 @@ async def test_what_a_killed_relay_owned_is_delivered_by_another(relays: Relays)
     await publish(relays.database, "after the kill")
     await all_ended(relays.database, timeout_s=30)
     assert {each.pid for each in relays.wire.arrived} == {pid_of(second)}
-    heir = f"replica {await relays.replica(second)}"
+    successor = f"replica {await relays.replica(second)}"
     moved = await relays.claims(after=before)
     assert {(r["endpoint_id"], r["kind"], r["actor"]) for r in moved} == {
-        (e, kind, heir) for e in lost_endpoints for kind in ("endpoint_freed", "endpoint_claimed")
+        (e, kind, successor)
+        for e in lost_endpoints
+        for kind in ("endpoint_released", "endpoint_claimed")
     }
-    assert all("lease ran out" in r["data"] for r in moved if r["kind"] == "endpoint_freed")
+    assert all("lease expired" in r["data"] for r in moved if r["kind"] == "endpoint_released")
     assert await exceptions(relays.database) == {}
 
 
-async def test_a_newcomer_gets_its_share_and_a_clean_stop_hands_over_at_once(
+async def test_a_new_replica_gets_its_share_and_a_clean_stop_releases_it_at_once(
     relays: Relays,
 ) -> None:
-    """With a lease of a minute, of which nobody waits for a fifth."""
+    """The lease is a minute, and a release takes less than a fifth of it."""
     await add_endpoints(relays, 12)
     first = await relays.start("first", LONG_LEASE_S)
     await until(relays.settled, 20, "the endpoints to be claimed")
@@ -140,15 +142,15 @@ async def test_a_newcomer_gets_its_share_and_a_clean_stop_hands_over_at_once(
     await publish(relays.database, "after the stop")
     await all_ended(relays.database, timeout_s=LONG_LEASE_S / 10)
     assert {each.pid for each in relays.wire.arrived} == {pid_of(second)}
-    freed = [r for r in await relays.claims() if r["kind"] == "endpoint_freed"]
+    freed = [r for r in await relays.claims() if r["kind"] == "endpoint_released"]
     assert any("clean stop" in r["data"] for r in freed)
     assert await exceptions(relays.database) == {}
 
 
-# ------------------------------------------------------------------- a zombie
+# ------------------------------------------------------------- a fenced relay
 
 
-async def test_a_zombie_writes_nothing_closes_what_is_in_flight_and_sends_nothing_more(
+async def test_a_fenced_relay_writes_nothing_and_closes_its_requests(
     relays: Relays,
 ) -> None:
     await add_endpoints(relays, 24)
@@ -163,10 +165,10 @@ async def test_a_zombie_writes_nothing_closes_what_is_in_flight_and_sends_nothin
     assert frozen.process is not None
     frozen.process.send_signal(signal.SIGSTOP)
     for arrived in wire.arrived[:12]:
-        arrived.answer()
-    heir = await relays.start("heir")
+        arrived.response()
+    successor = await relays.start("heir")
     await all_ended(relays.database, timeout_s=30)
-    assert len(wire.of(pid_of(heir))) == 24 * 3
+    assert len(wire.requests_of(pid_of(successor))) == 24 * 3
     written = "SELECT count(*) FROM attempt WHERE replica_id = $1"
     assert await relays.db.fetchval(written, was) == 0
 
@@ -176,7 +178,7 @@ async def test_a_zombie_writes_nothing_closes_what_is_in_flight_and_sends_nothin
     assert now is not None
     assert was is not None
     assert now > was
-    # Half of its requests had their answers waiting, the others were open.
+    # Half of its requests had responses waiting, the others were open.
     await until(lambda: all(a.closed for a in wire.arrived[12:24]), 10, "it to close them")
     wire.holds = lambda _: False
     await until(relays.settled, 20, "it to get endpoints again")
@@ -186,7 +188,7 @@ async def test_a_zombie_writes_nothing_closes_what_is_in_flight_and_sends_nothin
     born_at = await relays.db.fetchval(
         "SELECT extract(epoch FROM started_at)::float8 FROM replica WHERE id = $1", now
     )
-    sent = wire.of(zombie)
+    sent = wire.requests_of(zombie)
     assert [a for a in sent[24:] if a.at < born_at] == [], "it sent without a lease"
     assert {a.seq for a in sent[24:]} == {4}, "it sent what others had delivered"
     assert sent[24:], "it got nothing to do any more"
@@ -199,15 +201,15 @@ async def test_a_zombie_writes_nothing_closes_what_is_in_flight_and_sends_nothin
     assert await exceptions(relays.database) == {}
 
 
-async def test_a_leader_that_is_frozen_delays_events_by_a_tick_and_wakes_to_stand_by(
+async def test_a_frozen_leader_delays_events_by_a_tick_and_resumes_as_a_standby(
     relays: Relays,
 ) -> None:
-    """Its lease of a minute goes on: nothing but its silence tells that it is stuck."""
+    """Its lease of a minute is still valid: only missing activity reveals that it is stuck."""
     await add_endpoints(relays, 12)
     first = await relays.start("first", LONG_LEASE_S)
     leader = "SELECT writer FROM cursor"
     leads = await relays.replica(first)
-    await until(lambda: _is(relays, leader, leads), 20, "it to lead")
+    await until(lambda: _query_returns(relays, leader, leads), 20, "it to lead")
     second = await relays.start("second", LONG_LEASE_S)
     await until(relays.settled, LONG_LEASE_S / 6, "the endpoints to be shared out")
     assert first.process is not None
@@ -220,16 +222,16 @@ async def test_a_leader_that_is_frozen_delays_events_by_a_tick_and_wakes_to_stan
             if owner == await relays.replica(second)
         ]
         assert of_second
-        # Two looks, half a tick apart; bounded by a sixth of the lease.
+        # Two polls, half a tick apart; bounded by a sixth of the lease.
         await until(
-            lambda: len(relays.wire.of(pid_of(second))) == len(of_second),
+            lambda: len(relays.wire.requests_of(pid_of(second))) == len(of_second),
             LONG_LEASE_S / 6,
             "the other's endpoints to be delivered to",
         )
         assert await relays.db.fetchval(leader) == await relays.replica(second)
     finally:
         first.process.send_signal(signal.SIGCONT)
-    # Its own endpoints were its own all the while.
+    # It kept its own endpoints all the time.
     await all_ended(relays.database, timeout_s=20)
     assert await relays.replica(first) == leads
     await publish(relays.database, "afterwards")
@@ -238,14 +240,14 @@ async def test_a_leader_that_is_frozen_delays_events_by_a_tick_and_wakes_to_stan
     assert await exceptions(relays.database) == {}
 
 
-async def _is(relays: Relays, sql: str, value: object) -> bool:
+async def _query_returns(relays: Relays, sql: str, value: object) -> bool:
     return bool(await relays.db.fetchval(sql) == value)
 
 
-# ------------------------------------------------------------ who owns what
+# ------------------------------------------------------ endpoint assignment
 
 
-async def test_joining_and_leaving_move_only_what_they_must(relays: Relays) -> None:
+async def test_a_membership_change_moves_the_fewest_endpoints(relays: Relays) -> None:
     await add_endpoints(relays, 100)
     members = [await relays.start("first"), await relays.start("second")]
     await until(relays.settled, 30, "the endpoints to be shared out")
@@ -258,21 +260,23 @@ async def test_joining_and_leaving_move_only_what_they_must(relays: Relays) -> N
     won = {e for e, owner in three.items() if owner == new}
     assert won
     assert {e for e in two if two[e] != three[e]} == won
-    # Nothing went to and fro on the way there, either.
+    # No endpoint moved back and forth on the way there.
     moved = await relays.claims(after=started_at)
-    assert sorted(r["endpoint_id"] for r in moved if r["kind"] == "endpoint_freed") == sorted(won)
+    assert sorted(r["endpoint_id"] for r in moved if r["kind"] == "endpoint_released") == sorted(
+        won
+    )
     joined_at = moved[-1]["id"]
 
     leaver = members[0]
     old = await relays.replica(leaver)
     assert await leaver.end() == 0
     await until(relays.settled, 30, "the leaver's endpoints to be claimed")
-    freed = [r for r in await relays.claims(after=joined_at) if r["kind"] == "endpoint_freed"]
+    freed = [r for r in await relays.claims(after=joined_at) if r["kind"] == "endpoint_released"]
     left = {e for e, owner in three.items() if owner == old}
     assert {r["endpoint_id"] for r in freed} == left
-    told = await command("status", "--json", env={"OUTBOX_DSN": relays.database.dsn})
-    assert told.code == 0, told.stderr
-    replicas = told.json["replicas"]
+    status = await command("status", "--json", env={"OUTBOX_DSN": relays.database.dsn})
+    assert status.code == 0, status.stderr
+    replicas = status.json["replicas"]
     assert [r["endpoints"] for r in replicas] == [
         sum(owner == r["id"] for owner in (await relays.owners()).values()) for r in replicas
     ]

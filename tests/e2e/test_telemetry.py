@@ -1,4 +1,4 @@
-"""A real relay process, watched from outside: probes, Prometheus, OTLP, systemd."""
+"""A real relay process, observed from outside: probes, Prometheus, OTLP, systemd."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def tracer_of(service: str, collector: Collector) -> TracerProvider:
 
 @asynccontextmanager
 async def traced_receiver(collector: Collector, fail_first: int) -> AsyncIterator[str]:
-    """A receiver with OpenTelemetry of its own, which fails some requests at first."""
+    """A receiver with its own OpenTelemetry, which rejects the first requests."""
     provider = tracer_of("receiver", collector)
     requests = 0
 
-    async def take(request: web.Request) -> web.Response:
+    async def handle(request: web.Request) -> web.Response:
         nonlocal requests
         requests += 1
         span = provider.get_tracer("receiver").start_span(
@@ -62,19 +62,19 @@ async def traced_receiver(collector: Collector, fail_first: int) -> AsyncIterato
         return web.Response(status=503 if requests <= fail_first else 204)
 
     application = web.Application()
-    application.router.add_post("/hooks", take)
+    application.router.add_post("/hooks", handle)
     async with serving(application, Address("127.0.0.1", 0)) as address:
         yield f"{address.url}hooks"
     await asyncio.to_thread(provider.shutdown)
 
 
 async def get(url: str) -> tuple[int, str]:
-    async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        return answer.status, await answer.text()
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        return response.status, await response.text()
 
 
-async def asked(url: str) -> tuple[int, str] | None:
-    """The same; None: nobody listens."""
+async def status_or_none(url: str) -> tuple[int, str] | None:
+    """Like `get`; None if no server listens."""
     try:
         return await get(url)
     except aiohttp.ClientConnectionError:
@@ -166,7 +166,7 @@ async def test_probes_and_metrics_of_a_relay(database: Database, tmp_path: Path)
         async with relay_process(env, tmp_path / "relay.log") as relay:
 
             async def ready() -> bool:
-                return await asked(f"{url}/readyz") == (200, "ready\n")
+                return await status_or_none(f"{url}/readyz") == (200, "ready\n")
 
             await until(ready, 20, "it to be ready")
             assert await get(f"{url}/healthz") == (200, "ok\n")
@@ -185,9 +185,7 @@ async def test_probes_and_metrics_of_a_relay(database: Database, tmp_path: Path)
             assert await relay.end() == 0
 
 
-async def test_an_address_that_is_taken_is_told_before_anything_begins(
-    database: Database, tmp_path: Path
-) -> None:
+async def test_an_address_in_use_is_reported_at_startup(database: Database, tmp_path: Path) -> None:
     log = tmp_path / "relay.log"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -198,7 +196,7 @@ async def test_an_address_that_is_taken_is_told_before_anything_begins(
     assert await fetchval(database, "SELECT count(*) FROM journal WHERE actor LIKE 'replica%'") == 0
 
 
-async def test_an_exporter_that_is_not_there_is_told(database: Database, tmp_path: Path) -> None:
+async def test_a_missing_exporter_is_reported(database: Database, tmp_path: Path) -> None:
     log = tmp_path / "relay.log"
     env = {"OUTBOX_DSN": database.dsn, "OTEL_TRACES_EXPORTER": "jaeger"}
     async with relay_process(env, log) as relay:
@@ -209,10 +207,8 @@ async def test_an_exporter_that_is_not_there_is_told(database: Database, tmp_pat
     )
 
 
-async def test_a_collector_that_is_away_holds_up_nothing(
-    database: Database, tmp_path: Path
-) -> None:
-    """Neither deliveries nor the end; what cannot be pushed is told in the log."""
+async def test_an_unreachable_collector_delays_nothing(database: Database, tmp_path: Path) -> None:
+    """Neither deliveries nor the shutdown are delayed; a failed export is logged."""
     async with collecting() as collector, traced_receiver(collector, fail_first=0) as url:
         await add_endpoint(database, "billing", url=url)
         env = {
@@ -225,28 +221,28 @@ async def test_a_collector_that_is_away_holds_up_nothing(
         async with relay_process(env, log) as relay:
             await publish(database, *range(20))
             await all_ended(database)
-            await until(lambda: "Transient error" in log.read_text(), 20, "it to be told")
+            await until(lambda: "Transient error" in log.read_text(), 20, "the warning")
             assert await relay.end() == 0
     assert all(orjson.loads(line) for line in log.read_text().splitlines()), "all of it is JSON"
 
 
-async def test_systemd_is_told(database: Database, tmp_path: Path) -> None:
+async def test_systemd_is_notified(database: Database, tmp_path: Path) -> None:
     path = tmp_path / "notify"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
-        heard.bind(str(path))
-        heard.setblocking(False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify_socket:
+        notify_socket.bind(str(path))
+        notify_socket.setblocking(False)
         path.chmod(0o777)
         said: list[str] = []
 
-        def hears(text: str) -> Any:
-            def hear() -> bool:
+        def has_received(text: str) -> Any:
+            def receive() -> bool:
                 try:
                     while True:
-                        said.extend(heard.recv(4096).decode().splitlines())
+                        said.extend(notify_socket.recv(4096).decode().splitlines())
                 except BlockingIOError:
                     return text in said
 
-            return hear
+            return receive
 
         env = {
             "OUTBOX_DSN": database.dsn,
@@ -254,13 +250,13 @@ async def test_systemd_is_told(database: Database, tmp_path: Path) -> None:
             "WATCHDOG_USEC": "200000",
         }
         async with relay_process(env, tmp_path / "relay.log") as relay:
-            await until(hears("READY=1"), 20, "READY")
-            await until(hears("STATUS=delivering"), 20, "STATUS")
+            await until(has_received("READY=1"), 20, "READY")
+            await until(has_received("STATUS=delivering"), 20, "STATUS")
             said.clear()
             for _ in range(3):
-                await until(hears("WATCHDOG=1"), 20, "WATCHDOG")
+                await until(has_received("WATCHDOG=1"), 20, "WATCHDOG")
                 said.clear()
             assert relay.process is not None
             relay.process.send_signal(signal.SIGTERM)
-            await until(hears("STOPPING=1"), 20, "STOPPING")
+            await until(has_received("STOPPING=1"), 20, "STOPPING")
             assert await relay.process.wait() == 0

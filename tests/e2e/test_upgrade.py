@@ -1,4 +1,4 @@
-"""End to end: two versions side by side, while events flow."""
+"""End to end: two versions run side by side under load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import outbox
 from outbox.core.delivery.signature import parse_secret
-from outbox.devtools.development_receiver import DevelopmentReceiver, Handled, Outcome
+from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from outbox.store.connection.migrate import migrations
 from tests.support.load import COMMITTED, INSERT
 from tests.support.process import RelayProcess, relay_process
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.one_major
 ROOT = Path(__file__).resolve().parents[2]
 NEW_VERSION = "0.2.0"
 LAST = migrations()[-1].version
-COMPATIBLE = f"""-- Programs of version {LAST} go on working.
+COMPATIBLE = f"""-- Compatible with programs of version {LAST}.
 
 ALTER TABLE endpoint ADD COLUMN colour text NOT NULL DEFAULT 'grey';
 CREATE TABLE later (id bigint PRIMARY KEY);
@@ -39,7 +39,7 @@ INCOMPATIBLE = "ALTER TABLE lane_progress RENAME COLUMN spent TO used;\n"
 
 
 def newer(room: Path, migration: str) -> Path:
-    """A copy of the package: the next version, with one file more."""
+    """A copy of the package: the next version, with one more migration."""
     package = room / "newer"
     shutil.copytree(
         ROOT / "outbox", package / "outbox", ignore=shutil.ignore_patterns("__pycache__")
@@ -60,7 +60,7 @@ async def _said(relay: RelayProcess, message: str, times: int = 1) -> None:
     await until(lambda: count() >= times, 60, f"{message!r} in the log")
 
 
-async def test_relays_are_replaced_one_by_one_beside_a_newer_schema(
+async def test_relays_are_upgraded_one_by_one_on_a_newer_schema(
     database: Database, rng: random.Random, tmp_path: Path
 ) -> None:
     package = newer(tmp_path, COMPATIBLE)
@@ -69,7 +69,7 @@ async def test_relays_are_replaced_one_by_one_beside_a_newer_schema(
         "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
         "OUTBOX_LEASE_S": "3",
     }
-    got: list[Handled] = []
+    got: list[HandledRequest] = []
     receiver = DevelopmentReceiver(fail_rate=0.02, on_request=got.append, from_start=True, rng=rng)
     stop = asyncio.Event()
 
@@ -81,8 +81,8 @@ async def test_relays_are_replaced_one_by_one_beside_a_newer_schema(
                 n += 1
                 await asyncio.sleep(0.02)
 
-    def accepted() -> list[Handled]:
-        return [h for h in got if h.outcome is Outcome.ACCEPTED]
+    def accepted() -> list[HandledRequest]:
+        return [h for h in got if h.outcome is HandledOutcome.ACCEPTED]
 
     async def flows() -> None:
         before = len(accepted())
@@ -104,7 +104,7 @@ async def test_relays_are_replaced_one_by_one_beside_a_newer_schema(
             migrated.stderr
         )
 
-        # An old one that loses its session, and one that is started anew, go on.
+        # An old relay that loses its session, and one that restarts, continue.
         await fetchval(
             database,
             "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
@@ -141,12 +141,12 @@ async def test_relays_are_replaced_one_by_one_beside_a_newer_schema(
         for handled in accepted():
             if handled.message.lane.startswith(endpoint):
                 by_key.setdefault(handled.message.key, []).append(handled.message.data["n"])
-        assert by_key == committed, "lost or turned around"
+        assert by_key == committed, "lost or reordered"
     assert receiver.totals().good
     assert await exceptions(database) == {}
 
 
-async def test_an_old_relay_stops_in_front_of_a_schema_that_it_does_not_fit(
+async def test_an_old_relay_refuses_an_incompatible_schema(
     database: Database, tmp_path: Path
 ) -> None:
     package = newer(tmp_path, INCOMPATIBLE)
@@ -164,7 +164,7 @@ async def test_an_old_relay_stops_in_front_of_a_schema_that_it_does_not_fit(
         )
         alive = "SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()"
         assert await fetchval(database, alive) == 0
-        # It waits for an older schema, and ends when it is told to.
+        # It waits for an older schema and ends on SIGTERM.
         assert await old.end() == 0
     started = await command("relay", env=env)
     assert (started.code, started.stderr.count("\n")) == (3, 1), started.stderr

@@ -1,15 +1,15 @@
-"""The hunt for inputs that break something, guided by the code that they reach.
+"""The fuzzer: a hunt for inputs that break an invariant, guided by code coverage.
 
   python -m tests.fuzz                                   every target, 20 seconds each
-  python -m tests.fuzz --target answers --seconds 600    one, for ten minutes
+  python -m tests.fuzz --target responses --seconds 600    one, for ten minutes
   python -m tests.fuzz --runs 100000 --seed 7 --json     the same inputs each time
-  python -m tests.fuzz --target cron --input FILE        one input once more, with a traceback
+  python -m tests.fuzz --target cron --input FILE        one input again, with a traceback
 
-An input that breaks something is kept in .fuzz/findings, and the command that tries it once
-more is printed.  What reached new code is kept in .fuzz/corpus, and the next hunt begins with
-it.  Trying an input needs no atheris; hunting does: pip install 'outbox-relay[fuzz]'.
+An input that breaks an invariant is stored in .fuzz/findings, and the command that reproduces
+it is printed. Inputs that reached new code are stored in .fuzz/corpus, and the next hunt begins
+with them. Trying an input needs no atheris; hunting does: pip install 'outbox-relay[fuzz]'.
 
-Exit code 1: something was broken.  2: wrong usage.  3: the fuzzer does not work here.
+Exit code 1: an invariant was broken. 2: wrong usage. 3: the fuzzer cannot run here.
 """
 
 from __future__ import annotations
@@ -35,28 +35,34 @@ SECONDS = 20.0
 
 
 def main() -> int:
-    """The command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     targets = "\n".join(f"  {name:<13} {what}" for name, (_, what) in TARGETS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
-        description=f"{__doc__}\nTargets, and what has to hold:\n{targets}",
+        description=f"{__doc__}\nTargets and their invariants:\n{targets}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--target", action="append", metavar="NAME", help="only this one; may be given again")
-    add("--runs", type=int, metavar="N", help="as many inputs for each target")
-    add("--seconds", type=float, metavar="S", help=f"so long for each; default: {SECONDS:.0f}")
-    add("--seed", type=int, metavar="N", help="of what is tried; default: another one each time")
-    add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="so many at a time")
-    add("--fresh", action="store_true", help="begin with the seeds, not with what is kept")
-    add("--input", type=Path, metavar="FILE", help="with --target: try what is in this file")
-    add("--kept", type=Path, metavar="DIR", help="keep what is found there")
+    add("--target", action="append", metavar="NAME", help="only this target; repeatable")
+    add("--runs", type=int, metavar="N", help="number of inputs per target")
+    add("--seconds", type=float, metavar="S", help=f"duration per target; default: {SECONDS:.0f}")
+    add("--seed", type=int, metavar="N", help="random seed; default: a new one each time")
+    add(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="number of parallel targets",
+    )
+    add("--fresh", action="store_true", help="begin with the seeds, without the stored corpus")
+    add("--input", type=Path, metavar="FILE", help="with --target: try the input in this file")
+    add("--kept", type=Path, metavar="DIR", help="directory of the corpus and the findings")
     add(
         "--mistake",
         metavar="NAME",
-        help="with this mistake in the product; see tests/fuzz/mistakes.py",
+        help="apply this mistake to the product; see tests/fuzz/mistakes.py",
     )
-    add("--seeds", action="store_true", help="try only what a hunt begins with, without atheris")
+    add("--seeds", action="store_true", help="try only the seeds, without atheris")
     add("--json", action="store_true", help="one line of JSON on stdout")
     chosen = parser.parse_args()
     names = chosen.target or list(NAMES)
@@ -100,7 +106,7 @@ def main() -> int:
 
 
 def _try(names: list[str], mistake: str | None, inputs: list[bytes] | None = None) -> int:
-    """Try inputs, or those to begin with, in this process; whatever is broken is raised."""
+    """Try inputs or the seeds in this process; an exception means a finding."""
     for name in names:
         target = load(name)
         target.prepare()
@@ -145,7 +151,7 @@ def _show(hunts: list[Hunt]) -> None:
 
 
 def say(text: str) -> None:
-    """Progress goes to stderr."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

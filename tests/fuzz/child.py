@@ -1,7 +1,7 @@
-"""One target under atheris, in a process of its own: `python -m tests.fuzz.child '{…}'`.
+"""Run one target under atheris, in a separate process: `python -m tests.fuzz.child '{…}'`.
 
-What libFuzzer prints tells what came of it.  The process ends with another code than 0 if
-something does not hold, and the input is where `artifact_prefix` says.
+The result is in libFuzzer's output. The process exits with a code other than 0 if an invariant does
+not hold, and stores the input where `artifact_prefix` points.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EVERYTHING = ("outbox", "cronsim", "aiohttp.client_proto")
 INPUT_S_MAX = 20
-"""An input that takes longer is a finding, too: whoever sent it held up everybody."""
+"""Time limit of an input in seconds; a slower input is a finding, because it blocks all others."""
 MEMORY_MIB_MAX = 2048
 
 
@@ -38,23 +38,23 @@ def main(
     seconds: float | None,
     mistake: str | None,
 ) -> None:
-    """Fuzz until it has been enough; does not return.
+    """Fuzz until the limit is reached; does not return.
 
     Args:
-        runs: None without seconds: as many as the target says.
+        runs: Number of inputs. None without `seconds`: the target's default.
     """
     # structlog and logging would write a line for most inputs.
     logging.disable(logging.CRITICAL)
     target = load(name)
     target.prepare()
     is_short = runs is None and seconds is None
-    _look_into(target.looks_into if is_short else EVERYTHING)
+    _instrument(target.short_run_modules if is_short else EVERYTHING)
     if mistake is not None:
         MISTAKES[mistake][1]()
     if is_short:
         runs = target.runs
     arguments = [
-        f"-seed={seed or 1}",  # To libFuzzer 0 is no seed.
+        f"-seed={seed or 1}",  # libFuzzer treats 0 as no seed.
         f"-max_len={target.bytes_max}",
         f"-timeout={INPUT_S_MAX}",
         f"-rss_limit_mb={MEMORY_MIB_MAX}",
@@ -67,11 +67,11 @@ def main(
     atheris.Fuzz()
 
 
-def _look_into(prefixes: Sequence[str]) -> None:
-    """Have the fuzzer told which ways are taken in these modules.
+def _instrument(prefixes: Sequence[str]) -> None:
+    """Instrument the functions of these modules.
 
-    Their functions are changed when they are there, instead of all modules while they are
-    imported, because that takes ten seconds where much is imported.
+    Loaded functions are instrumented, instead of all modules at import, because that takes ten
+    seconds when much is imported.
     """
     for name, module in list(sys.modules.items()):
         if not f"{name}.".startswith(tuple(f"{each}." for each in prefixes)):
@@ -83,7 +83,7 @@ def _look_into(prefixes: Sequence[str]) -> None:
 
 
 def _functions(held: object) -> Iterator[FunctionType]:
-    """The functions that something is, or has as its methods."""
+    """Return the functions of an object: itself, or its methods."""
     parts = list(vars(held).values()) if isinstance(held, type) else [held]
     for part in parts:
         found = getattr(part, "__func__", getattr(part, "fget", part))
@@ -93,7 +93,7 @@ def _functions(held: object) -> Iterator[FunctionType]:
 
 
 def _begin(target: Target, kept: Path) -> list[str]:
-    """What to begin with, and where to keep things, as arguments."""
+    """Return the libFuzzer arguments for the corpus and its directories."""
     seeds, found = kept / "seeds" / target.name, kept / "corpus" / target.name
     broken, words = kept / "findings" / target.name, kept / "seeds" / f"{target.name}.words"
     for directory in (seeds, found, broken):
@@ -105,7 +105,7 @@ def _begin(target: Target, kept: Path) -> list[str]:
 
 
 def _dictionary(words: Sequence[str | bytes]) -> str:
-    """As libFuzzer reads it: a text in quotation marks on each line."""
+    """Return the dictionary in libFuzzer's format: a quoted text on each line."""
     raw = [each.encode() if isinstance(each, str) else each for each in words]
     shown = ["".join(f"\\x{byte:02x}" for byte in each) for each in raw]
     return "".join(f'"{each}"\n' for each in shown)

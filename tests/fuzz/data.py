@@ -1,11 +1,11 @@
-"""An input of the fuzzer's, taken apart: bytes become texts, numbers and choices.
+"""Splits an input of the fuzzer into texts, numbers and choices.
 
-Fields are set apart by one character that is in no text of ours, so inputs can be read, and
-written by hand:
+Fields are separated by one character that is in no text of the product, so that inputs can be
+read, and written by hand:
 
     order.*␟order.paid
 
-A byte that is no UTF-8 becomes half of a surrogate pair, as in the arguments of a program.
+A byte that is not UTF-8 becomes half of a surrogate pair, as in the arguments of a program.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class Data:
-    """Hands out the fields of an input, one after the other; behind the last they are empty."""
+    """Returns the fields of an input in order; fields after the last are empty."""
 
     def __init__(self, raw: bytes) -> None:
         self._rest = raw
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing more."""
+        """Whether no fields are left."""
         return not self._rest
 
     def raw(self) -> bytes:
@@ -45,23 +45,23 @@ class Data:
         return self.text() or None
 
     def number(self, most: int) -> int:
-        """The next byte as a number from 0 to `most`, which is below 256."""
+        """Return the next byte as a number from 0 to `most`, which is below 256."""
         first, self._rest = self._rest[:1], self._rest[1:]
-        # "0" is the byte that people write for nothing.
+        # "0" is the byte that a hand-written input uses for zero.
         return (first[0] - ord("0")) % (most + 1) if first else 0
 
     def pick(self, choices: Sequence[T]) -> T:
-        """One of these, chosen by the next byte."""
+        """Return one of these, chosen by the next byte."""
         return choices[self.number(len(choices) - 1)]
 
     def rest(self) -> bytes:
-        """Everything that is left."""
+        """Return everything that is left."""
         rest, self._rest = self._rest, b""
         return rest
 
 
 def is_text(text: str) -> bool:
-    """Whether UTF-8 has a form for it."""
+    """Return whether the text can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -70,5 +70,5 @@ def is_text(text: str) -> bool:
 
 
 def fields(*parts: bytes | str) -> bytes:
-    """An input of these fields."""
+    """Return an input made of these fields."""
     return SEPARATOR.join(part.encode() if isinstance(part, str) else part for part in parts)

@@ -1,4 +1,4 @@
-"""Runs a target under atheris in a process of its own, and reads what came of it."""
+"""Run a target under atheris in a separate process, and parse the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / ".fuzz"
-"""Inputs that found something new, and those that broke something.  Git ignores it."""
+"""Inputs that reached new code, and inputs that broke an invariant. Ignored by git."""
 
 _PROGRESS = re.compile(r"#(\d+)\s+\w+\s.*?cov: (\d+)")
 _EXCEPTION = re.compile(r"(?:[\w.]*(?:Error|Exception|Exit|Interrupt)|Broken)\b(?!.*libFuzzer)")
@@ -23,28 +23,28 @@ _KEPT_IN = re.compile(r"Test unit written to (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Hunt:
-    """What came of a target."""
+    """The result of fuzzing a target."""
 
     target: str
     inputs: int
     edges: int
-    """Of the instrumented code, how many were taken."""
+    """Number of covered edges of the instrumented code."""
     seconds: float
     input: Path | None = None
-    """What broke it; None: nothing did."""
+    """The input that broke the invariant; None: none did."""
     said: str = ""
-    """How it broke: the exception's last line."""
+    """The last line of the exception."""
     output: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        told = asdict(self)
-        del told["output"]
-        return told | {"input": None if self.input is None else str(self.input)}
+        """Return the result for `--json`."""
+        fields = asdict(self)
+        del fields["output"]
+        return fields | {"input": None if self.input is None else str(self.input)}
 
 
 class CannotFuzz(Exception):
-    """The fuzzer itself does not work here."""
+    """The fuzzer cannot run on this machine."""
 
 
 def hunt(
@@ -59,14 +59,14 @@ def hunt(
     """Fuzz one target.
 
     Args:
-        seed: the same one, and the same `runs` with nothing kept: the same inputs.
-        runs: as many inputs, at least; None without seconds: as many as the target says.
-        seconds: or for so long.
-        kept: the directory of what is kept.
-        mistake: with this one in the product, see `mistakes`.
+        seed: With the same seed, `runs` and no corpus, the inputs are the same.
+        runs: Minimum number of inputs. None without `seconds`: the target's default.
+        seconds: Duration of the hunt.
+        kept: The directory of the corpus and the findings.
+        mistake: A mistake to apply to the product, see `mistakes`.
 
     Raises:
-        CannotFuzz: the process did not even begin.
+        CannotFuzz: The process did not start.
     """
     how = {"name": name, "kept": str(kept.resolve()), "seed": seed, "runs": runs}
     ended = subprocess.run(
@@ -75,7 +75,7 @@ def hunt(
             json.dumps({**how, "seconds": seconds, "mistake": mistake}),
         ],
         cwd=ROOT,
-        # Sets of texts have an order that depends on it; runs must be repeatable.
+        # The order of sets depends on the hash seed; runs must be repeatable.
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
@@ -89,11 +89,13 @@ def hunt(
         last = "\n".join((ended.stdout + ended.stderr).strip().splitlines()[-5:])
         raise CannotFuzz(f"{name}: the fuzzer ended with code {ended.returncode}:\n{last}")
     output = ended.stdout + ended.stderr
-    return Hunt(name, inputs, edges, took_s, Path(where[1]), _said(output), _told(output))
+    return Hunt(
+        name, inputs, edges, took_s, Path(where[1]), _error_line(output), _traceback(output)
+    )
 
 
 def keep(hunt: Hunt, kept: Path) -> Hunt:
-    """The same, with its input where it stays."""
+    """Return the result with its input moved to the findings."""
     if hunt.input is None:
         return hunt
     place = kept.resolve() / "findings" / hunt.target / hunt.input.name
@@ -104,23 +106,23 @@ def keep(hunt: Hunt, kept: Path) -> Hunt:
 
 
 def _numbers(output: str) -> tuple[int, int, float]:
-    """Inputs, edges and seconds."""
-    told = _PROGRESS.findall(output)
-    inputs, edges = told[-1] if told else (0, 0)
+    """Return inputs, edges and seconds."""
+    fields = _PROGRESS.findall(output)
+    inputs, edges = fields[-1] if fields else (0, 0)
     took = re.search(r"Done \d+ runs in (\d+) second", output)
     units = re.search(r"number_of_executed_units: (\d+)", output)
     return int(units[1] if units else inputs), int(edges), float(took[1]) if took else 0.0
 
 
-def _said(output: str) -> str:
-    """The exception, or what libFuzzer says of an input that took too long or too much."""
+def _error_line(output: str) -> str:
+    """Return the exception, or libFuzzer's message about an input over a limit."""
     lines = [line.strip() for line in output.splitlines()]
     errors = [line for line in lines if _EXCEPTION.match(line)]
     summaries = [line for line in lines if line.startswith("SUMMARY:")]
     return next(iter(errors + summaries), "it broke")
 
 
-def _told(output: str) -> str:
-    """The traceback and what is around it."""
+def _traceback(output: str) -> str:
+    """Return the traceback and its context."""
     noise = ("INFO:", "WARNING:", "#", "stat::", "Dictionary:", "MS:", "0x", "Base64:")
     return "\n".join(line for line in output.splitlines() if not line.startswith(noise))

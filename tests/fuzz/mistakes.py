@@ -1,6 +1,6 @@
-"""Mistakes that somebody could make, by which the targets show that they would notice.
+"""Realistic mistakes, which prove that the targets would find them.
 
-Each takes something out of the product, in the process that it is called in.
+Each removes one check from the product, in the process that calls it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def greedy_star() -> None:
-    """A star in a pattern stands for any number of segments."""
+    """A star in a pattern matches any number of segments."""
     from outbox.core.model import pattern
 
     parse, module = pattern.parse, cast("Any", pattern)
@@ -26,13 +26,13 @@ def greedy_star() -> None:
 
 
 def early() -> None:
-    """What a receiver said before it was asked is taken for an answer."""
+    """Bytes that a receiver sent before the request are read as its response."""
     from outbox.destinations.http.http1.connection import Connection
 
     def believing(self: Any, data: bytes) -> None:
         self._early = (self._early or b"") + data
 
-    cast("Any", Connection)._unasked = believing
+    cast("Any", Connection)._on_unsolicited_data = believing
 
 
 def early_by_aiohttp() -> None:
@@ -43,7 +43,7 @@ def early_by_aiohttp() -> None:
     received = protocol.data_received
 
     def believing(self: Any, data: bytes) -> None:
-        self._asked = True
+        self._is_expecting = True
         received(self, data)
 
     protocol.data_received = believing
@@ -51,14 +51,14 @@ def early_by_aiohttp() -> None:
 
 
 def many_headers() -> None:
-    """All headers of an answer are kept, however many."""
+    """All headers of a response are stored, however many."""
     from outbox.destinations.http import responses
 
     cast("Any", responses).HEADER_BYTES_MAX = 1 << 30
 
 
 def unsigned_time() -> None:
-    """The time stamp is no part of what is signed."""
+    """The time stamp is not signed."""
     from outbox.core.delivery import signature
 
     of_all = signature._hmac
@@ -68,45 +68,45 @@ def unsigned_time() -> None:
         return of_all(secret, message_id + rest.partition(b".")[2])
 
     cast("Any", signature)._hmac = without
-    _sign_again()
+    _re_sign()
 
 
-def _sign_again() -> None:
+def _re_sign() -> None:
     from tests.fuzz.targets import receiving
 
     receiving.GOOD_HEADERS[:], _ = receiving._good()
 
 
 def hidden_bang() -> None:
-    """A filter inside the filter goes through."""
+    """A filter inside a filter is accepted."""
     from outbox.core.model import filter as filters
 
-    del filters._REFUSED["?"]
+    del filters._REJECTED["?"]
 
 
 def loose_header() -> None:
-    """Headers may have ends of lines in them."""
+    """Header values may contain line breaks."""
     from outbox.core.delivery import message
     from outbox.core.model import headers
 
     cast("Any", headers)._VALUE = re.compile(r"[\x20-\x7e\t\r\n]*")
 
-    def lines_of(given: Any) -> str:
+    def format_lines(given: Any) -> str:
         return "".join([f"{name}: {value}\r\n" for name, value in given])
 
-    cast("Any", message).lines_of = lines_of
+    cast("Any", message).format_lines = format_lines
 
 
-def told_password() -> None:
-    """A password with a slash in it is shown as the name of a database."""
+def leaked_password() -> None:
+    """A password with a slash in it is displayed as the name of a database."""
     from outbox.store.connection import conninfo
 
-    wrong = conninfo.wrong
+    wrong = conninfo.invalid_address
 
-    def telling(source: str, what: str) -> Any:
+    def leaking(source: str, what: str) -> Any:
         return wrong(source, what + _last_text(3))
 
-    cast("Any", conninfo).wrong = telling
+    cast("Any", conninfo).invalid_address = leaking
 
 
 def _last_text(depth: int) -> str:
@@ -116,14 +116,14 @@ def _last_text(depth: int) -> str:
 
 
 def long_number() -> None:
-    """A number in a path is read whatever its length."""
+    """A number in a path is parsed whatever its length."""
     from outbox.api import tenancy
 
-    cast("Any", tenancy).number = lambda text: int(text) if text.isdigit() else 1
+    cast("Any", tenancy).parse_id = lambda text: int(text) if text.isdigit() else 1
 
 
 def any_address() -> None:
-    """Addresses in URLs are not looked at."""
+    """Addresses in URLs are not checked."""
     from outbox.destinations.http.egress import EgressPolicy
 
     cast("Any", EgressPolicy)._check_target = lambda *_, **__: None
@@ -131,14 +131,14 @@ def any_address() -> None:
 
 MISTAKES: dict[str, tuple[str, Callable[[], None]]] = {
     "any-address": ("urls", any_address),
-    "early": ("answers", early),
-    "early-by-aiohttp": ("answers", early_by_aiohttp),
+    "early": ("responses", early),
+    "early-by-aiohttp": ("responses", early_by_aiohttp),
     "greedy-star": ("patterns", greedy_star),
     "inner-filter": ("filters", hidden_bang),
     "long-number": ("api", long_number),
     "loose-header": ("requests", loose_header),
-    "many-headers": ("answers", many_headers),
-    "told-password": ("databases", told_password),
+    "many-headers": ("responses", many_headers),
+    "leaked-password": ("databases", leaked_password),
     "unsigned-time": ("signatures", unsigned_time),
 }
-"""By name, with the target that has to notice."""
+"""Mistakes by name, each with the target that must find it."""

@@ -1,8 +1,8 @@
-"""What is fuzzed: a piece of the product, and what has to hold for every input.
+"""A fuzz target: a part of the product, and an invariant for every input.
 
-A target is a function of bytes that raises when something does not hold.  Nobody is asked
-what the right answer is, so each has an oracle: a bound, a round trip, a second and simpler
-implementation, or the same input in another way.
+A target is a function of bytes that raises when its invariant does not hold. The right result for
+an input is unknown, so each target has an oracle: a bound, a round trip, a second and simpler
+implementation, or the same input in another form.
 """
 
 from __future__ import annotations
@@ -17,45 +17,47 @@ if TYPE_CHECKING:
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _STEERING = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-"""The same without what lays texts out: tabs and ends of lines."""
+"""Control characters except layout: tab, line feed and carriage return."""
 
 
 def _nothing() -> None:
-    """Nothing is to be prepared."""
+    """Prepare nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A piece of the product under the fuzzer."""
+    """A part of the product under the fuzzer."""
 
     name: str
     one: Callable[[bytes], None]
-    """Tries one input; raises if it does not hold."""
+    """Try one input; raises if the invariant does not hold."""
     seeds: Sequence[bytes] = ()
-    """Inputs to begin with, which lead to what only a good input reaches."""
+    """The first inputs, which reach code that only valid input reaches."""
     words: Sequence[str | bytes] = ()
-    """What inputs are made of, so that nobody has to guess them byte by byte."""
+    """The dictionary: fragments of valid inputs, so that the fuzzer need not guess them byte by
+    byte.
+    """
     bytes_max: int = 1024
     runs: int = 500
-    """Inputs in the test suite: about half a second's worth."""
-    looks_into: Sequence[str] = ("outbox",)
-    """Of which modules a short hunt is told which ways are taken; a long one of all."""
+    """Inputs per run of the test suite: about half a second of work."""
+    short_run_modules: Sequence[str] = ("outbox",)
+    """The modules that a short hunt instruments; a long hunt instruments all."""
     prepare: Callable[[], None] = _nothing
-    """Puts something else in the place of what must not be reached; the process is its own."""
+    """Replace the parts that must not be reached; every target has its own process."""
 
 
 class Broken(AssertionError):
-    """What has to hold does not."""
+    """The invariant of a target does not hold."""
 
 
 def hold(condition: object, what: str) -> None:
-    """Break off if a condition is not met; `assert` may be optimised away."""
+    """Raise Broken unless the condition holds; `assert` may be optimised away."""
     if not condition:
         raise Broken(what)
 
 
 def one_line(text: str, what: str, chars_max: int = 2000) -> str:
-    """Hold a text for people to one line of bounded length without control characters."""
+    """Require one line of bounded length without control characters."""
     hold(text, f"{what}: says nothing")
     hold(len(text) <= chars_max, f"{what}: {len(text)} characters: {text[:200]!r}…")
     hold(len(text.splitlines()) == 1, f"{what}: several lines: {text[:500]!r}")
@@ -63,19 +65,19 @@ def one_line(text: str, what: str, chars_max: int = 2000) -> str:
 
 
 def refused(error: Exception, what: str, chars_max: int = 3000) -> None:
-    """Hold an error for people to a line that can be shown.
+    """Require an error message that can be displayed.
 
-    Whoever shows it takes out what would steer a terminal; see the targets `commands` and
+    The caller that displays it removes terminal control sequences; see the targets `commands` and
     `api`.
     """
     one_line(" ".join(str(error).split()), what, chars_max)
 
 
 def storable(value: object, what: str, *, breaks: bool = False) -> None:
-    """Hold JSON to what jsonb can hold and a terminal can show.
+    """Require JSON that jsonb can store and a terminal can display.
 
     Args:
-        breaks: texts may have several lines.
+        breaks: Whether texts may contain line breaks.
     """
     if isinstance(value, str):
         found = (_STEERING if breaks else _CONTROL).search(value)

@@ -1,4 +1,4 @@
-"""Every target holds for what it begins with, and for what a short hunt makes of that."""
+"""Every target holds for its seeds, and for the inputs of a short hunt."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ needs_atheris = pytest.mark.skipif(
 def test_a_target_holds(tmp_path: Path, name: str) -> None:
     found = hunt(name, seed=SEED, kept=tmp_path)
     assert found.input is None, found.output
-    # If every input ended at the first look, a hunt would find nothing.
+    # If every input were rejected immediately, a hunt would find nothing.
     assert found.inputs > 50
     assert found.edges > 10
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_product_is_noticed(mistake: str) -> None:
+def test_a_mistake_in_the_product_is_found(mistake: str) -> None:
     name, _ = MISTAKES[mistake]
     ended = run("--target", name, "--mistake", mistake, "--seeds")
     assert ended.returncode == 1, f"{mistake} goes unnoticed: {ended.stdout}"
@@ -43,13 +43,13 @@ def test_a_mistake_in_the_product_is_noticed(mistake: str) -> None:
 
 
 @needs_atheris
-def test_what_is_found_is_kept_and_can_be_tried_again(tmp_path: Path) -> None:
+def test_a_finding_is_stored_and_can_be_reproduced(tmp_path: Path) -> None:
     options = "--target", "patterns", "--mistake", "greedy-star"
     asked = run(*options, "--seed", 1, "--runs", 100, "--kept", tmp_path, "--json")
     assert asked.returncode == 1, asked.stderr
-    (told,) = json.loads(asked.stdout)["targets"]
-    assert told["said"].startswith("Broken: ")
-    place = Path(told["input"])
+    (result,) = json.loads(asked.stdout)["targets"]
+    assert result["said"].startswith("Broken: ")
+    place = Path(result["input"])
     assert place.parent == tmp_path / "findings" / "patterns"
     again = run(*options, "--input", place)
     assert (again.returncode, "Broken" in again.stderr) == (1, True)
@@ -65,25 +65,25 @@ def test_inputs_can_be_tried_without_atheris(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--target", "x"], "there is no target 'x'; there are answers"),
+        (["--target", "x"], "there is no target 'x'; there are responses"),
         (["--input", "x"], "for one target"),
         (["--target", "cron", "--input", "/none"], "No such file"),
         (["--mistake", "x"], "there is no mistake 'x'; there are any-address"),
     ],
 )
-def test_wrong_usage_is_told(arguments: list[str], says: str) -> None:
+def test_wrong_usage_is_reported(arguments: list[str], says: str) -> None:
     ended = run(*arguments)
     assert ended.returncode == 2
     assert says in ended.stderr
 
 
 def test_the_help_names_every_target() -> None:
-    told = run("--help").stdout
+    result = run("--help").stdout
     for name in NAMES:
-        assert f"  {name} " in told
+        assert f"  {name} " in result
 
 
-def test_findings_are_no_part_of_the_repository() -> None:
+def test_findings_are_ignored_by_git() -> None:
     assert f"{hunting.KEPT.name}/" in (ROOT / ".gitignore").read_text().splitlines()
 
 

@@ -1,15 +1,15 @@
-"""A network in memory: the real transport, with a receiver that is a script.
+"""An in-memory network: the real transport, with a scripted receiver.
 
-Names, sockets and TLS are left out; everything from the connector's pool and aiohttp's parser
-up to the `Answer` is what runs in the relay.  The clock is virtual, so a receiver that says
-nothing for a minute costs nothing.
+Names, sockets and TLS are replaced; everything from the connector's pool and aiohttp's parser
+up to the `AttemptResult` is the production code. The clock is virtual, so that a receiver that
+sends nothing for a minute costs nothing.
 
-A script is bytes, sent as they are, but for a few that do something instead:
+A script consists of bytes, which are sent unchanged, except for these, which are actions:
 
     ␞  the next segment begins            ␛  the connection is reset
-    ␜  the receiver closes                ␚  nothing comes for five seconds
-    ␙  the byte behind it is sent, whatever it is
-    ␘  what was sent last is sent a hundred times more
+    ␜  the receiver closes                ␚  nothing arrives for five seconds
+    ␙  the next byte is sent, whatever it is
+    ␘  the last segment is sent a hundred times more
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ STEPS_MAX = 2000
 
 
 def segments(script: bytes, *, drip: bool = False) -> list[bytes | int]:
-    """What a receiver does, one thing after the other: sends bytes, or one of the others.
+    """Parse a script into steps: bytes to send, or an action.
 
     Args:
-        drip: every byte is a segment of its own.
+        drip: Send every byte as a segment of its own.
     """
     steps: list[bytes | int] = []
     segment = bytearray()
@@ -61,7 +61,7 @@ def segments(script: bytes, *, drip: bool = False) -> list[bytes | int]:
 
 
 class Wire(asyncio.Transport):
-    """One connection, as the sender holds it."""
+    """One connection, as the sender sees it."""
 
     def __init__(self, protocol: asyncio.Protocol, sock: socket.socket) -> None:
         super().__init__({"socket": sock, "peername": ("127.0.0.1", 80)})
@@ -72,7 +72,7 @@ class Wire(asyncio.Transport):
         self._paused = False
         self._waiting: list[bytes] = []
 
-    # ------------------------------------------------ what the sender calls
+    # ---------------------------------------------------------- sender side
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         self.written += data
@@ -105,10 +105,10 @@ class Wire(asyncio.Transport):
     def is_reading(self) -> bool:
         return not self._paused
 
-    # ---------------------------------------------- what the receiver does
+    # ------------------------------------------------------- receiver side
 
     def feed(self, data: bytes) -> None:
-        """Have these bytes come in."""
+        """Receive these bytes."""
         if self._closing:
             return
         if self._paused:
@@ -117,7 +117,7 @@ class Wire(asyncio.Transport):
             self._protocol.data_received(data)
 
     async def play(self, steps: list[bytes | int]) -> None:
-        """Do what a script says."""
+        """Execute a script."""
         for step in steps:
             if isinstance(step, bytes):
                 self.feed(step)
@@ -141,7 +141,7 @@ class Wire(asyncio.Transport):
 
 
 class MemoryLoop(VirtualTimeLoop):
-    """A loop on which connections lead to `asked`, which is told of every request."""
+    """An event loop whose connections call `asked` with every request."""
 
     asked: Callable[[Wire], None]
 
@@ -151,14 +151,14 @@ class MemoryLoop(VirtualTimeLoop):
     async def create_connection(  # type: ignore[override]
         self, protocol_factory: Any, *_: Any, sock: socket.socket, **__: Any
     ) -> tuple[Any, Any]:
-        """A connection without a network."""
+        """Create a connection without a network."""
         protocol = protocol_factory()
         wire = Wire(protocol, sock)
         protocol.connection_made(wire)
         return wire, protocol
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run something to its end, and everything that it left behind."""
+        """Run a coroutine and every task that it started."""
         try:
             self.run_until_complete(main)
         finally:

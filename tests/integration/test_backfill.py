@@ -1,4 +1,4 @@
-"""An endpoint gets its history once more: in order, each event once, beside what is live."""
+"""Backfill: an endpoint gets its history in order, each event once, beside live deliveries."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from outbox.operations import (
     trace,
 )
 from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import Selection
-from outbox.relay.sequencing.cursor import Turn
+from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.relay.sequencing.cursor import BatchResult
 from tests.support import ranges
 from tests.support.relay import (
     OK,
@@ -60,13 +60,13 @@ async def db(database: Database) -> Connection[Any]:
 
 @pytest.fixture
 def unpaced() -> Iterator[None]:
-    """In helpings of four, one in each batch."""
+    """Chunks of four, one in each batch."""
     with ranges.unpaced(4):
         yield
 
 
-async def ask(db: Connection[Any], endpoint: str = "shop", **options: Any) -> int:
-    return await backfill.ask(
+async def request_backfill(db: Connection[Any], endpoint: str = "shop", **options: Any) -> int:
+    return await backfill.request_backfill(
         db, "relay", Backfill(endpoint, **({"since": LONG_AGO} | options)), actor="ann@desk"
     )
 
@@ -75,7 +75,7 @@ def backfilled(sent: list[Sent]) -> list[Any]:
     return [s.body["data"] for s in sent if "backfill" in s.body]
 
 
-async def test_what_was_published_before_it_came_and_what_it_had_already(
+async def test_a_backfill_sends_events_before_the_endpoint_and_events_already_delivered(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, "old")
@@ -84,13 +84,13 @@ async def test_what_was_published_before_it_came_and_what_it_had_already(
         await publish(database, *range(5), key="k")
         await all_ended(database)
         added = await add_endpoint(database, "shop", url="http://shop.test/")
-        asked = Backfill("shop", LONG_AGO)
-        assert await backfill.plan(db, "relay", asked) == 5
+        request = Backfill("shop", LONG_AGO)
+        assert await backfill.count_deliveries(db, "relay", request) == 5
         assert await db.fetchval("SELECT count(*) FROM replay_job") == 0
-        job = await ask(db)
+        job = await request_backfill(db)
         await publish(database, "live", key="k")
         await all_ended(database)
-        again = await ask(db, "old")
+        again = await request_backfill(db, "old")
         await all_ended(database)
     at_shop = [s for s in network.accepted if s.lane.startswith(added.id.hex[:12])]
     assert backfilled(at_shop) == list(range(5))
@@ -98,24 +98,24 @@ async def test_what_was_published_before_it_came_and_what_it_had_already(
     assert {s.body["backfill"] for s in at_shop if "backfill" in s.body} == {job}
     at_old = [s for s in network.accepted if s not in at_shop]
     assert [s.body["data"] for s in at_old] == [*range(5), "live", *range(5), "live"]
-    # What a receiver has had it must not take for a copy.
+    # A receiver must not treat a repeated delivery as a copy.
     assert len({s.delivery for s in network.accepted}) == len(network.accepted)
     for sent in network.accepted:
         assert "replay_of" not in sent.body
     for job_id in (job, again):
         done = await replay_jobs.get(db, "relay", job_id)
         assert (done.state, done.stopped, done.share) == ("done", {}, 1.0)
-    story = await trace.read(db, "relay", 1)
-    assert [(d.endpoint, d.backfill) for d in story.deliveries] == [
+    event_trace = await trace.read_trace(db, "relay", 1)
+    assert [(d.endpoint, d.backfill) for d in event_trace.deliveries] == [
         ("old", None), ("old", again), ("shop", job),
     ]  # fmt: skip
-    for told in story.deliveries:
-        found = await find_event.find(db, "relay", str(told.delivery_id))
+    for delivery in event_trace.deliveries:
+        found = await find_event.find_events(db, "relay", str(delivery.delivery_id))
         assert (found.by, found.outbox_ids) == ("X-Delivery", (1,))
     assert await exceptions(database) == {}
 
 
-async def test_some_of_it(database: Database, db: Connection[Any]) -> None:
+async def test_a_backfill_selects_events(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, types=("a.*",), filter="@.n > 1")
     for n in range(6):
         await publish(database, {"n": n}, type="a.b" if n % 2 else "a.c")
@@ -133,9 +133,9 @@ async def test_some_of_it(database: Database, db: Connection[Any]) -> None:
         ({"until": first + timedelta(hours=5)}, [3, 4]),
         ({"since": first + timedelta(days=9)}, None),
     ):
-        asked: dict[str, Any] = {"since": LONG_AGO, **options}
-        planned = await backfill.plan(db, "relay", Backfill("shop", **asked))
-        job = await ask(db, **asked)
+        request: dict[str, Any] = {"since": LONG_AGO, **options}
+        planned = await backfill.count_deliveries(db, "relay", Backfill("shop", **request))
+        job = await request_backfill(db, **request)
         await ranges.sequence_all(database)
         assert await db.fetchval(BACKFILLED, job) == expected, options
         assert planned == len(expected or ())
@@ -143,7 +143,7 @@ async def test_some_of_it(database: Database, db: Connection[Any]) -> None:
     assert await exceptions(database) == {}
 
 
-async def test_what_comes_to_light_in_a_gap_comes_live_and_only_so(
+async def test_an_event_committed_late_in_a_gap_is_delivered_live_only(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     await add_endpoint(database)
@@ -155,8 +155,8 @@ async def test_what_comes_to_light_in_a_gap_comes_live_and_only_so(
     await late.execute(insert)
     await publish(database, 3, 4)
     worker = await ranges.sequencer(database)
-    assert await worker.turn() is Turn.MOVED
-    job = await ask(db)
+    assert await worker.sequence_batch() is BatchResult.WRITTEN
+    job = await request_backfill(db)
     await transaction.commit()
     await ranges.sequence_all(database)
     assert await db.fetchval(BACKFILLED, job) == [1, 3, 4]
@@ -165,14 +165,14 @@ async def test_what_comes_to_light_in_a_gap_comes_live_and_only_so(
     assert await exceptions(database) == {}
 
 
-async def test_who_follows_another_leader_goes_on_where_it_was(
+async def test_a_new_leader_continues_a_backfill(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     await add_endpoint(database, lanes=2)
     await publish(database, *range(20), key=None)
     first, second = [await ranges.sequencer(database) for _ in range(2)]
     await ranges.turn(first)
-    job = await ask(db)
+    job = await request_backfill(db)
     for n in range(20):
         await ranges.turn((first, second)[n // 2 % 2])
     assert sorted(await db.fetchval(BACKFILLED, job)) == list(range(1, 21))
@@ -180,14 +180,14 @@ async def test_who_follows_another_leader_goes_on_where_it_was(
     assert await exceptions(database) == {}
 
 
-async def test_an_abort_takes_nothing_more(
+async def test_an_aborted_backfill_adds_no_more_deliveries(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     await add_endpoint(database)
     await publish(database, *range(20))
     worker = await ranges.sequencer(database)
-    await worker.turn()
-    job = await ask(db)
+    await worker.sequence_batch()
+    job = await request_backfill(db)
     for _ in range(3):
         await ranges.turn(worker)
     aborted = await replay_jobs.abort(db, "relay", job, actor="bob@desk")
@@ -205,7 +205,7 @@ async def test_an_abort_takes_nothing_more(
         "SELECT kind, actor FROM journal WHERE kind LIKE '%fill%' OR kind LIKE 'replay%'"
     )
     assert [tuple(r) for r in actors][:2] == [
-        ("backfill_asked", "ann@desk"),
+        ("backfill_requested", "ann@desk"),
         ("replay_aborted", "bob@desk"),
     ]
     assert await exceptions(database) == {}
@@ -217,10 +217,15 @@ async def test_an_aborted_replay_leaves_dead_letters_as_they_were(
     await add_endpoint(database)
     await publish(database, *range(10))
     await ranges.sequence_all(database)
-    await ranges.give_up(db)
-    outcome = await replays.replay(db, "relay", Selection(everything=True), actor="test")
+    await ranges.dead_letter_pending(db)
+    outcome = await replays.start_replay(
+        db, "relay", DeadLetterSelection(everything=True), actor="test"
+    )
     worker = await ranges.sequencer(database)
-    assert [await worker.turn() for _ in range(2)] == [Turn.IDLE, Turn.MOVED]
+    assert [await worker.sequence_batch() for _ in range(2)] == [
+        BatchResult.EMPTY,
+        BatchResult.WRITTEN,
+    ]
     assert outcome.job is not None
     assert (await replay_jobs.abort(db, "relay", outcome.job, actor="test")).taken == 4
     (row,) = await dead_letters.page(db, "relay")
@@ -231,21 +236,21 @@ async def test_an_aborted_replay_leaves_dead_letters_as_they_were(
 
 
 @pytest.mark.parametrize("state", ["disabled", "removed", "unsubscribed"])
-async def test_it_ends_when_the_endpoint_gets_nothing_more(
+async def test_a_backfill_ends_with_its_endpoint(
     database: Database, db: Connection[Any], unpaced: None, state: str
 ) -> None:
     made = await add_endpoint(database)
     await publish(database, *range(20))
     worker = await ranges.sequencer(database)
-    await worker.turn()
-    job = await ask(db)
+    await worker.sequence_batch()
+    job = await request_backfill(db)
     await ranges.turn(worker)
     await ranges.turn(worker)
     if state == "disabled":
         await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", made.id)
         await db.execute("UPDATE cursor SET version = version + 1")
     elif state == "removed":
-        await endpoint_removal.remove(db, "relay", "shop", actor="test", give_up=True)
+        await endpoint_removal.remove(db, "relay", "shop", actor="test", dead_letter=True)
     else:
         await endpoint_removal.drain(db, "relay", "shop", actor="test")
     for _ in range(4):
@@ -254,18 +259,18 @@ async def test_it_ends_when_the_endpoint_gets_nothing_more(
     assert (shown.state, shown.stopped) == ("done", {state: 1})
     assert 0 < shown.taken < 20
     with pytest.raises((UsageError, NotFound)):
-        await ask(db)
+        await request_backfill(db)
 
 
-async def test_lanes_are_changed_meanwhile(
+async def test_a_backfill_continues_after_a_lane_change(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     made = await add_endpoint(database, lanes=1)
     for n in range(12):
         await publish(database, n, key=f"k{n % 3}")
     worker = await ranges.sequencer(database)
-    await worker.turn()
-    job = await ask(db)
+    await worker.sequence_batch()
+    job = await request_backfill(db)
     for _ in range(2):
         await ranges.turn(worker)
     await ranges.change_lanes(db, made.id, 3)
@@ -284,7 +289,7 @@ async def test_lanes_are_changed_meanwhile(
     assert await exceptions(database) == {}
 
 
-async def test_one_that_dies_keeps_its_x_delivery_when_it_is_replayed(
+async def test_a_replayed_backfill_dead_letter_keeps_its_x_delivery(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -292,10 +297,10 @@ async def test_one_that_dies_keeps_its_x_delivery_when_it_is_replayed(
     async with running(database, network):
         await publish(database, "a")
         await all_ended(database)
-        job = await ask(db)
+        job = await request_backfill(db)
         await all_ended(database)
         network.script = lambda _: OK
-        await replays.replay(db, "relay", Selection(everything=True), actor="test")
+        await replays.start_replay(db, "relay", DeadLetterSelection(everything=True), actor="test")
         await all_ended(database)
     first, refused, again = network.sent
     event_id = await db.fetchval("SELECT event_id FROM outbox")
@@ -306,20 +311,20 @@ async def test_one_that_dies_keeps_its_x_delivery_when_it_is_replayed(
     assert await exceptions(database) == {}
 
 
-async def test_no_more_than_a_helping_is_in_the_lanes(
+async def test_a_backfill_has_a_bounded_number_of_pending_deliveries(
     database: Database, db: Connection[Any]
 ) -> None:
-    """Of a paused endpoint nothing is delivered, so the first one is the last."""
+    """A paused endpoint delivers nothing, so the first chunk is the last."""
     await add_endpoint(database)
     network = Network()
     async with running(database, network):
         await publish(database, *range(200))
         await all_ended(database)
         await endpoint_states.pause(db, "relay", ["shop"], actor="test")
-        job = await ask(db)
-        taken = "SELECT taken FROM replay_part WHERE job_id = $1"
+        job = await request_backfill(db)
+        taken = "SELECT taken FROM replay_job_endpoint WHERE job_id = $1"
         await until(lambda: db.fetchval(taken, job))
-        # Ten live events are sequenced after it, and so has whatever was due.
+        # Ten live events are sequenced after it, so any due chunk would be taken by then.
         for n in range(10):
             await publish(database, f"live {n}")
             await until(lambda: db.fetchval(PASSED))

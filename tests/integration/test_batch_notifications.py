@@ -1,4 +1,6 @@
-"""What one replica sequences reaches the lanes of the others, told in groups."""
+"""Batch notifications: one replica sequences, and the lanes of other replicas are notified in
+groups.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.cluster.lease import preferred
+from outbox.core.cluster.lease import preferred_replica
 from outbox.core.sequencing import batch_notifications
 from outbox.relay.cluster.listener import Listener
-from outbox.relay.wake_event import Bell
+from outbox.relay.wake_event import WakeEvent
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -31,16 +33,16 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.costly
 
 LEASE_S = 60.0
-"""They look by themselves each fifth of it: too late for these tests."""
+"""The replicas poll every fifth of a lease, which is too late for these tests."""
 SOON_S = 10.0
 ENDPOINTS = 24
 
 
 @asynccontextmanager
 async def two_relays(database: Database) -> AsyncIterator[tuple[Network, Network]]:
-    """Each has some of the endpoints, which get everything.
+    """Two relays that share the endpoints, which get every event.
 
-    Who has which follows from random ids; of 24 one has none once in 2^23 times.
+    The distribution follows from random ids; of 24 endpoints a relay has none once in 2^23 times.
     """
     for n in range(ENDPOINTS):
         await add_endpoint(database, f"e{n}", types=["a.b"])
@@ -55,16 +57,16 @@ async def _shared_out(database: Database) -> bool:
         ids = [r["id"] for r in await connection.fetch("SELECT id FROM replica")]
         rows = await connection.fetch("SELECT endpoint_id, replica_id FROM ownership")
         return len(ids) == 2 and all(
-            r["replica_id"] == preferred(r["endpoint_id"], ids) for r in rows
+            r["replica_id"] == preferred_replica(r["endpoint_id"], ids) for r in rows
         )
 
 
-async def test_every_event_of_a_trickle_is_heard_of_at_once(
+async def test_every_single_event_is_notified_at_once(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # So long that not one of the others would be told by a later batch.
-    monkeypatch.setattr(batch_notifications, "TELL_EVERY_S", 0.2)
-    monkeypatch.setattr(batch_notifications, "TELL_WITHIN_S", 0.3)
+    # Long enough that none of the other notifications is sent by a later batch.
+    monkeypatch.setattr(batch_notifications, "NOTIFY_EVERY_S", 0.2)
+    monkeypatch.setattr(batch_notifications, "NOTIFY_WITHIN_S", 0.3)
     async with two_relays(database) as (one, other):
         await publish(database, *range(20))
         await all_ended(database, SOON_S)
@@ -74,16 +76,16 @@ async def test_every_event_of_a_trickle_is_heard_of_at_once(
     assert await exceptions(database) == {}
 
 
-async def test_what_is_told_need_not_be_read(
+async def test_notified_events_need_no_read(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_notifications, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(batch_notifications, "NOTIFY_EVERY_S", 0.0)
     async with two_relays(database) as (one, other):
 
         async def see_nothing(*_: object) -> None:
             return None
 
-        monkeypatch.setattr("outbox.store.lanes.LaneStore.news", see_nothing)
+        monkeypatch.setattr("outbox.store.lanes.LaneStore.new_batches", see_nothing)
         for n in range(5):
             await publish(database, n)
             await until(lambda n=n: len(one.sent) + len(other.sent) == ENDPOINTS * (n + 1), SOON_S)
@@ -92,8 +94,8 @@ async def test_what_is_told_need_not_be_read(
         assert other.sent
 
 
-async def test_what_a_stranger_tells_is_not_believed(database: Database) -> None:
-    """Whoever may connect may notify."""
+async def test_a_notification_of_an_unauthorized_sender_is_ignored(database: Database) -> None:
+    """Every role that may connect may send a notification."""
     async with two_relays(database) as (one, other):
         lane_id = await fetchval(database, "SELECT max(id) FROM lane")
         for text in (f"1-1000000 {lane_id}:1000", "nonsense", "7:7", "x" * 5000):
@@ -105,16 +107,22 @@ async def test_what_a_stranger_tells_is_not_believed(database: Database) -> None
     assert await exceptions(database) == {}
 
 
-# --------------------------------------------------------- who hears producers
+# ---------------------------------------------------- wake events of producers
 
 
-async def test_only_who_sequences_is_woken_by_producers(database: Database) -> None:
-    bell = Bell()
+async def test_producers_wake_only_the_leader(database: Database) -> None:
+    wake_event = WakeEvent()
     changes: list[None] = []
     listener = Listener(
-        database.connect, "relay", bell, lambda: changes.append(None), lambda *_: None, [], 1.0
+        database.connect,
+        "relay",
+        wake_event,
+        lambda: changes.append(None),
+        lambda *_: None,
+        [],
+        1.0,
     )
-    listener.hear_producers(wanted=False)
+    listener.listen_to_producers(wanted=False)
     task = asyncio.create_task(listener.run())
     await until(lambda: changes, SOON_S, "it to listen")
 
@@ -124,38 +132,40 @@ async def test_only_who_sequences_is_woken_by_producers(database: Database) -> N
 
     await notify("relay", "relay:owners")
     await until(lambda: len(changes) == 2, SOON_S, "what came after it")
-    assert not await bell.wait(0)
-    # It may have missed something until now: read first, then wait.
-    listener.hear_producers(wanted=True)
-    assert await bell.wait(SOON_S)
+    assert not await wake_event.wait(0)
+    # It may have missed notifications until now: read first, then wait.
+    listener.listen_to_producers(wanted=True)
+    assert await wake_event.wait(SOON_S)
     await notify("relay")
-    assert await bell.wait(SOON_S)
-    listener.hear_producers(wanted=False)
-    await until(lambda: _is_deaf(notify, bell, changes), SOON_S, "it to stop listening")
+    assert await wake_event.wait(SOON_S)
+    listener.listen_to_producers(wanted=False)
+    await until(lambda: _is_deaf(notify, wake_event, changes), SOON_S, "it to stop listening")
     task.cancel()
     await asyncio.wait([task])
 
 
-async def _is_deaf(notify: Callable[..., Awaitable[None]], bell: Bell, changes: list[None]) -> bool:
-    bell.clear()
+async def _is_deaf(
+    notify: Callable[..., Awaitable[None]], wake_event: WakeEvent, changes: list[None]
+) -> bool:
+    wake_event.clear()
     before = len(changes)
     await notify("relay", "relay:owners")
     await until(lambda: len(changes) > before, SOON_S, "what came after it")
-    return not await bell.wait(0)
+    return not await wake_event.wait(0)
 
 
-async def test_who_follows_a_leader_that_left_is_woken_by_producers(
+async def test_producers_wake_the_next_leader(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks by itself each minute only."""
-    wishes: list[bool] = []
-    hear_producers = Listener.hear_producers
+    """It polls once a minute only."""
+    requests: list[bool] = []
+    listen_to_producers = Listener.listen_to_producers
 
-    def hear(self: Listener, *, wanted: bool) -> None:
-        wishes.append(wanted)
-        hear_producers(self, wanted=wanted)
+    def record_request(self: Listener, *, wanted: bool) -> None:
+        requests.append(wanted)
+        listen_to_producers(self, wanted=wanted)
 
-    monkeypatch.setattr(Listener, "hear_producers", hear)
+    monkeypatch.setattr(Listener, "listen_to_producers", record_request)
     await add_endpoint(database)
     network = Network()
     options = {"poll_s": 60.0, "lease_s": LEASE_S}
@@ -163,7 +173,7 @@ async def test_who_follows_a_leader_that_left_is_woken_by_producers(
     async with running(database, network, **options) as first:
         was = await until(lambda: fetchval(database, leader), SOON_S, "it to lead")
         async with running(database, network, **options):
-            await until(lambda: False in wishes, SOON_S, "the other to stand by")
+            await until(lambda: False in requests, SOON_S, "the other to stand by")
             first.stop()
             await until(lambda: _leads_another(database, leader, was), SOON_S, "the other to lead")
             for n in range(5):

@@ -1,4 +1,4 @@
-"""Endpoints that get several deliveries in one request, from real relays."""
+"""Batches: endpoints that get several deliveries in one request, from real relays."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.delivery.signature import parse_secret
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import Outbound
-from outbox.devtools.development_receiver import DevelopmentReceiver, Fault
+from outbox.destinations.http.router import TransportRouter
+from outbox.devtools.development_receiver import DevelopmentReceiver, ReceiverFault
 from outbox.operations import endpoint_changes, erase
-from outbox.operations.erase import Whose
+from outbox.operations.erase import ErasureTarget
 from outbox.telemetry import catalogue
 from tests.support.relay import (
     BUSY,
@@ -42,8 +42,8 @@ def numbers(sent: Sent) -> list[Any]:
     return [each["data"] for each in sent.body] if isinstance(sent.body, list) else [sent.body]
 
 
-def said(status: int, through: int) -> Answer:
-    return Answer.of(status, 0.001, headers=(("X-Accepted-Through", str(through)),))
+def batch_response(status: int, through: int) -> AttemptResult:
+    return AttemptResult.completed(status, 0.001, headers=(("X-Accepted-Through", str(through)),))
 
 
 async def change(database: Database, name: str, **changes: Any) -> None:
@@ -54,7 +54,7 @@ async def change(database: Database, name: str, **changes: Any) -> None:
 
 
 async def publish_in_one(database: Database, *payloads: int, keys: int = 1) -> None:
-    """All in one transaction, so that they are there together."""
+    """Publish in one transaction, so that all events become visible together."""
     async with database.at_hand() as connection, connection.transaction():
         await connection.executemany(
             "INSERT INTO outbox (type, key, payload) VALUES ('a.b', $1, $2)",
@@ -70,12 +70,12 @@ async def attempts(database: Database) -> list[tuple[int, int, str, int | None]]
     return [tuple(row) for row in rows]
 
 
-async def test_what_waits_goes_together_and_each_is_logged(database: Database) -> None:
+async def test_pending_deliveries_share_a_request_and_each_is_logged(database: Database) -> None:
     await add_endpoint(database, batch_max=10)
-    go = asyncio.Event()
+    release = asyncio.Event()
 
-    async def slowly(_: Sent) -> Answer:
-        await go.wait()
+    async def slowly(_: Sent) -> AttemptResult:
+        await release.wait()
         return OK
 
     network = Network(slowly)
@@ -83,7 +83,7 @@ async def test_what_waits_goes_together_and_each_is_logged(database: Database) -
         await publish(database, 0)
         await until(lambda: network.sent, 10, "the first request")
         await publish(database, *range(1, 26))
-        go.set()
+        release.set()
         await all_ended(database)
     assert numbers(network.sent[0]) == [0]
     assert [n for sent in network.sent for n in numbers(sent)] == list(range(26))
@@ -93,9 +93,9 @@ async def test_what_waits_goes_together_and_each_is_logged(database: Database) -
     assert await exceptions(database) == {}
 
 
-async def test_what_is_not_accepted_is_sent_again_and_only_that(database: Database) -> None:
+async def test_only_unaccepted_deliveries_of_a_batch_are_retried(database: Database) -> None:
     await add_endpoint(database, batch_max=50)
-    network = Network(lambda sent: said(200, sent.body[:4][-1]["sequence"]))
+    network = Network(lambda sent: batch_response(200, sent.body[:4][-1]["sequence"]))
     await publish_in_one(database, *range(18))
     async with running(database, network):
         await all_ended(database)
@@ -104,14 +104,14 @@ async def test_what_is_not_accepted_is_sent_again_and_only_that(database: Databa
     assert await attempts(database) == [(n, 1, "delivered", 200) for n in range(1, 19)]
 
 
-async def test_the_one_to_blame_is_found_and_the_others_lose_nothing(database: Database) -> None:
-    """One event that is never taken: it alone becomes a dead letter, with its own attempts."""
+async def test_the_failing_delivery_of_a_batch_is_isolated(database: Database) -> None:
+    """One event is never accepted: it alone becomes a dead letter, with its own attempts."""
     await add_endpoint(database, batch_max=50)
 
-    def answer(sent: Sent) -> Answer:
-        return Answer.of(400, 0.001, body=b"not 11") if 11 in numbers(sent) else OK
+    def response(sent: Sent) -> AttemptResult:
+        return AttemptResult.completed(400, 0.001, body=b"not 11") if 11 in numbers(sent) else OK
 
-    network = Network(answer)
+    network = Network(response)
     await publish_in_one(database, *range(30))
     async with running(database, network):
         await all_ended(database)
@@ -127,7 +127,7 @@ async def test_the_one_to_blame_is_found_and_the_others_lose_nothing(database: D
     assert (after.seq, after.previous_seq) == (13, 11)
 
 
-async def test_attempts_are_counted_of_who_is_alone(database: Database) -> None:
+async def test_attempts_are_counted_for_single_deliveries_only(database: Database) -> None:
     await add_endpoint(database, batch_max=50, retry={"base_s": 0.01, "attempts_max": 3})
     network = Network(lambda sent: BUSY if 0 in numbers(sent) else OK)
     await publish_in_one(database, *range(5))
@@ -139,7 +139,7 @@ async def test_attempts_are_counted_of_who_is_alone(database: Database) -> None:
         assert await connection.fetchval("SELECT attempts FROM dead_letter") == 4
 
 
-async def test_batches_begin_and_end_while_the_relay_runs(database: Database) -> None:
+async def test_batches_are_enabled_and_disabled_while_the_relay_runs(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
 
@@ -147,7 +147,7 @@ async def test_batches_begin_and_end_while_the_relay_runs(database: Database) ->
         return isinstance(sent.body, list)
 
     async def until_it_is_so(wanted: bool) -> None:
-        """The relay hears of it some time soon."""
+        """The relay reads the change some time later."""
         while not network.sent or together(network.sent[-1]) is not wanted:
             await publish(database, 0)
             await all_ended(database)
@@ -165,11 +165,11 @@ async def test_batches_begin_and_end_while_the_relay_runs(database: Database) ->
     assert await exceptions(database) == {}
 
 
-async def test_a_receiver_that_is_back_gets_more_and_more_at_once(database: Database) -> None:
-    """Also in lanes of which nothing failed."""
+async def test_the_batch_size_grows_after_a_recovery(database: Database) -> None:
+    """Lanes without failures are included."""
     await add_endpoint(database, batch_max=50, lanes=4)
-    answers = [BUSY] * 5
-    network = Network(lambda _: answers.pop() if answers else OK)
+    responses = [BUSY] * 5
+    network = Network(lambda _: responses.pop() if responses else OK)
     await publish_in_one(database, *range(200), keys=50)
     async with running(database, network):
         await all_ended(database)
@@ -178,10 +178,10 @@ async def test_a_receiver_that_is_back_gets_more_and_more_at_once(database: Data
         assert sizes[:4] == [1, 2, 4, 8], sizes
 
 
-async def test_a_receiver_that_fails_in_the_middle_gets_everything_once_and_in_order(
+async def test_a_receiver_that_fails_within_batches_processes_everything_once_and_in_order(
     database: Database, seed: int
 ) -> None:
-    """Over real connections: faults before and after the effect, and within batches."""
+    """Over real connections: faults occur before and after the effect, and within batches."""
     new = await add_endpoint(
         database, "here", url="http://127.0.0.1:1/", batch_max=20, lanes=3,
         retry={"base_s": 0.01, "cap_s": 0.05, "attempts_max": 100}, total_timeout_s=2.0,
@@ -189,11 +189,11 @@ async def test_a_receiver_that_fails_in_the_middle_gets_everything_once_and_in_o
     receiver = DevelopmentReceiver(
         [parse_secret(new.secret)],
         fail_rate=0.3,
-        faults=[Fault.ERROR, Fault.UNAVAILABLE, Fault.RESET],
+        faults=[ReceiverFault.ERROR, ReceiverFault.UNAVAILABLE, ReceiverFault.RESET],
         rng=random.Random(seed),
         from_start=True,
     )
-    transport = Outbound(EgressPolicy((ip_network("127.0.0.0/8"),)))
+    transport = TransportRouter(EgressPolicy((ip_network("127.0.0.0/8"),)))
     async with receiver.serve() as url, contextlib.aclosing(transport):
         await change(database, "here", url=url)
         await publish_in_one(database, *range(600), keys=40)
@@ -207,15 +207,15 @@ async def test_a_receiver_that_fails_in_the_middle_gets_everything_once_and_in_o
     assert await exceptions(database) == {}
 
 
-async def test_what_a_receiver_said_of_several_holds_nothing_of_an_erased_one(
+async def test_a_batch_response_keeps_no_data_of_an_erased_event(
     database: Database,
 ) -> None:
-    """It may repeat any of them, and each of them keeps it."""
+    """A response may echo any of the events, and is stored for each of them."""
     await add_endpoint(database, batch_max=10, all_tenants=True)
 
-    def repeats(sent: Sent) -> Answer:
+    def repeats(sent: Sent) -> AttemptResult:
         status = 500 if sent.attempt == 1 else 200
-        return Answer.of(status, 0.001, body=str(numbers(sent)).encode())
+        return AttemptResult.completed(status, 0.001, body=str(numbers(sent)).encode())
 
     network = Network(repeats)
     async with database.at_hand() as connection, connection.transaction():
@@ -228,14 +228,14 @@ async def test_what_a_receiver_said_of_several_holds_nothing_of_an_erased_one(
         await all_ended(database)
     assert max(len(sent.body) for sent in network.sent) == 3
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await erase.erase(connection, "relay", Whose(tenant="acme"), actor="test")
+        await erase.erase_events(connection, "relay", ErasureTarget(tenant="acme"), actor="test")
         for table in ("attempt", "lane_progress", "dead_letter", "endpoint_health"):
             kept = await connection.fetch(f"SELECT t::text FROM {table} t")
             assert "acme-secret" not in str(kept), table
 
 
-async def test_requests_are_counted_once_however_much_goes_together(database: Database) -> None:
-    """Or failures are lost among them: an alert goes by their share."""
+async def test_a_batch_request_is_counted_once(database: Database) -> None:
+    """Otherwise failures would be diluted: an alert uses their ratio."""
     await add_endpoint(database, batch_max=10)
     network = Network(lambda sent: BUSY if 5 in numbers(sent) and sent.attempt == 1 else OK)
     await publish_in_one(database, *range(25))

@@ -1,4 +1,6 @@
-"""A receiver that lost something fetches it from the relay, and ends as if it had not."""
+"""Catch-up: a receiver that lost deliveries fetches them from the relay and ends in the correct
+state.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ import asyncpg
 import pytest
 
 from outbox.api import receivers
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.errors import UsageError
 from outbox.operations import fetch_tokens
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Receiver, Refuse, Request
-from outbox.receiver.fetch import CannotFetch, Fetch
+from outbox.receiver.fetch import CannotFetch, FetchClient
 from outbox.web.address import Address
 from tests.support.relay import (
     QUICK_RETRY,
@@ -41,13 +43,13 @@ pytestmark = pytest.mark.one_major
 
 
 @asynccontextmanager
-async def fetchable(database: Database, name: str = "shop") -> AsyncIterator[Fetch]:
-    """Where a receiver can fetch, and as whom."""
+async def fetchable(database: Database, name: str = "shop") -> AsyncIterator[FetchClient]:
+    """The fetch settings of a receiver."""
     connection = await database.connect(server_settings={"search_path": "relay"})
     made = await fetch_tokens.add(connection, "relay", name, actor="test")
     settings = settings_for(database, dsn_source="test")
     async with receivers.running(settings, Address("127.0.0.1", 0)) as at:
-        yield Fetch(at.url, made.token)
+        yield FetchClient(at.url, made.token)
 
 
 def as_request(sent: Sent) -> Request:
@@ -55,27 +57,27 @@ def as_request(sent: Sent) -> Request:
 
 
 class Wire(Network):
-    """Delivers to a receiver, which may be changed, or forgets about it."""
+    """Delivers to a receiver, which can be replaced or absent."""
 
     def __init__(self, receiver: Any = None) -> None:
-        super().__init__(self._answer)
+        super().__init__(self._respond)
         self.receiver = receiver
         self.lost: set[int] = set()
-        """Numbers that somebody acknowledges in the receiver's place."""
+        """Sequence numbers that are acknowledged on behalf of the receiver."""
 
-    async def _answer(self, sent: Sent) -> Answer:
+    async def _respond(self, sent: Sent) -> AttemptResult:
         if self.receiver is None or sent.seq in self.lost:
-            return Answer.of(200, 0.001)
+            return AttemptResult.completed(200, 0.001)
         request = as_request(sent)
         if isinstance(self.receiver, AsyncReceiver):
-            answer = await self.receiver.handle(request)
+            response = await self.receiver.handle(request)
         else:
-            answer = await asyncio.to_thread(self.receiver.handle, request)
-        return Answer.of(answer.status, 0.001, body=answer.body)
+            response = await asyncio.to_thread(self.receiver.handle, request)
+        return AttemptResult.completed(response.status, 0.001, body=response.body)
 
 
 class Ledger:
-    """A SQLite file with an account, and a receiver that moves it."""
+    """A SQLite file with an account, and a receiver that updates it."""
 
     def __init__(self, file: Path, secret: str, **options: Any) -> None:
         self.file = file
@@ -96,7 +98,7 @@ class Ledger:
             return [n for (n,) in db.execute("SELECT n FROM moved ORDER BY rowid")]
 
 
-async def test_after_a_restored_backup_nothing_is_missing_and_nothing_twice(
+async def test_a_restored_backup_catches_up_without_loss_or_duplicates(
     database: Database, tmp_path: Path
 ) -> None:
     made = await add_endpoint(database)
@@ -116,9 +118,9 @@ async def test_after_a_restored_backup_nothing_is_missing_and_nothing_twice(
             assert restored.moved() == list(range(5))
             wire.receiver = restored.receiver
             (caught_up,) = await asyncio.to_thread(restored.receiver.catch_up)
-            assert (caught_up.fetched, caught_up.failed, caught_up.gone) == (5, None, ())
+            assert (caught_up.fetched, caught_up.failed, caught_up.unavailable) == (5, None, ())
             assert restored.moved() == list(range(10))
-            # And again: there is nothing left to do.
+            # A second run has nothing to do.
             assert await asyncio.to_thread(restored.receiver.catch_up) == []
             await publish(database, *range(10, 15), key="k")
             await all_ended(database)
@@ -126,38 +128,38 @@ async def test_after_a_restored_backup_nothing_is_missing_and_nothing_twice(
     assert restored.receiver.totals.gaps == 0
 
 
-async def test_what_was_lost_is_fetched_before_what_comes_next(database: Database) -> None:
-    """Somebody acknowledged numbers that this receiver never saw."""
+async def test_lost_deliveries_are_fetched_before_the_next_delivery(database: Database) -> None:
+    """Sequence numbers were acknowledged that this receiver never processed."""
     made = await add_endpoint(database)
     async with (
         fetchable(database) as fetch,
         asyncpg.create_pool(database.dsn, min_size=1, max_size=4) as pool,
     ):
         receiver = AsyncReceiver(made.secret, pool, fetch=fetch, gaps=Gaps.CATCH_UP)
-        came: list[int] = []
+        received: list[int] = []
 
         @receiver.on("a.b")
-        def take(message: Any, _: Any) -> None:
-            came.append(message.data)
+        def receive(message: Any, _: Any) -> None:
+            received.append(message.data)
 
         wire = Wire(receiver)
         wire.lost = {3, 4, 7}
         async with running(database, wire):
             await publish(database, *range(1, 11), key="k")
             await all_ended(database)
-        assert came == list(range(1, 11))
+        assert received == list(range(1, 11))
         assert receiver.totals.gaps == 0
-        # A lost tail shows as soon as somebody asks.
+        # A catch-up finds the lost tail.
         wire.lost = {11, 12}
         async with running(database, wire):
             await publish(database, 11, 12, key="k")
             await all_ended(database)
-        assert came == list(range(1, 11))
+        assert received == list(range(1, 11))
         await receiver.catch_up()
-        assert came == list(range(1, 13))
+        assert received == list(range(1, 13))
 
 
-async def test_a_lane_that_began_meanwhile_is_fetched_from_its_beginning(
+async def test_a_lane_started_after_the_backup_is_fetched_from_its_start(
     database: Database, tmp_path: Path
 ) -> None:
     made = await add_endpoint(database, lanes=3)
@@ -175,7 +177,7 @@ async def test_a_lane_that_began_meanwhile_is_fetched_from_its_beginning(
     assert sorted(ledger.moved()) == list(range(30))
 
 
-async def test_a_lane_that_was_somebody_elses_is_not_fetched(
+async def test_a_lane_of_another_endpoint_is_not_fetched(
     database: Database, tmp_path: Path
 ) -> None:
     made = await add_endpoint(database, lanes=3)
@@ -193,7 +195,7 @@ async def test_a_lane_that_was_somebody_elses_is_not_fetched(
     assert ledger.moved() == [30]
 
 
-async def test_who_has_only_begun_does_not_want_all_of_history(
+async def test_a_new_receiver_does_not_fetch_the_whole_history(
     database: Database, tmp_path: Path
 ) -> None:
     made = await add_endpoint(database)
@@ -211,9 +213,7 @@ async def test_who_has_only_begun_does_not_want_all_of_history(
     assert ledger.moved() == [1, 2, 3]
 
 
-async def test_what_nobody_keeps_any_more_is_waited_for_no_longer(
-    database: Database, tmp_path: Path
-) -> None:
+async def test_expired_deliveries_are_skipped(database: Database, tmp_path: Path) -> None:
     made = await add_endpoint(database)
     async with fetchable(database) as fetch:
         ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
@@ -226,32 +226,34 @@ async def test_what_nobody_keeps_any_more_is_waited_for_no_longer(
             await db.execute("DELETE FROM outbox WHERE id = 2")
             await db.execute("DELETE FROM delivery WHERE seq = 1")
         (caught_up,) = await asyncio.to_thread(ledger.receiver.catch_up)
-        assert (caught_up.fetched, caught_up.gone) == (2, ((2, 2),))
+        assert (caught_up.fetched, caught_up.unavailable) == (2, ((2, 2),))
         assert sorted(ledger.moved()) == [1, 3, 4, 5, 6]
         assert await asyncio.to_thread(ledger.receiver.catch_up) == []
 
 
-async def test_without_the_relay_what_comes_too_early_comes_later(database: Database) -> None:
+async def test_an_early_delivery_is_deferred_while_the_relay_is_unreachable(
+    database: Database,
+) -> None:
     made = await add_endpoint(database, retry=QUICK_RETRY | {"attempts_max": 1000})
-    nowhere = Fetch("http://127.0.0.1:9", "obf_" + "A" * 43)
+    nowhere = FetchClient("http://127.0.0.1:9", "obf_" + "A" * 43)
     receiver = AsyncReceiver(made.secret, MemoryDatabase(), fetch=nowhere, gaps=Gaps.CATCH_UP)
     wire = Wire(receiver)
     wire.lost = {2}
     async with running(database, wire):
         await publish(database, 1, 2, key="k")
         await all_ended(database)
-        with pytest.raises(CannotFetch, match="cannot be asked"):
+        with pytest.raises(CannotFetch, match="cannot be reached"):
             await receiver.catch_up()
         async with fetchable(database) as fetch:
             await publish(database, 3, key="k")
-            await until(lambda: receiver.totals.ended["put_off"])
-            assert receiver.totals.ended["processed"] == 1
+            await until(lambda: receiver.totals.requests["put_off"])
+            assert receiver.totals.requests["processed"] == 1
             receiver._fetch = fetch
             await all_ended(database)
-    assert (receiver.totals.ended["processed"], receiver.totals.fetched) == (2, 1)
+    assert (receiver.totals.requests["processed"], receiver.totals.fetched) == (2, 1)
 
 
-async def test_what_is_refused_is_waited_for_no_longer(database: Database, tmp_path: Path) -> None:
+async def test_a_rejected_delivery_is_skipped(database: Database, tmp_path: Path) -> None:
     made = await add_endpoint(database)
     async with fetchable(database) as fetch:
         ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch, gaps=Gaps.CATCH_UP)
@@ -270,9 +272,7 @@ async def test_what_is_refused_is_waited_for_no_longer(database: Database, tmp_p
         assert await asyncio.to_thread(ledger.receiver.catch_up) == []
 
 
-async def test_what_cannot_be_processed_stops_its_lane_alone(
-    database: Database, tmp_path: Path
-) -> None:
+async def test_a_processing_error_blocks_only_its_lane(database: Database, tmp_path: Path) -> None:
     made = await add_endpoint(database)
     async with fetchable(database) as fetch:
         ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
@@ -294,7 +294,7 @@ async def test_what_cannot_be_processed_stops_its_lane_alone(
     assert ledger.moved() == [1, 2]
 
 
-async def test_a_wrong_token_or_secret_is_said(database: Database) -> None:
+async def test_a_wrong_token_or_secret_is_reported(database: Database) -> None:
     made = await add_endpoint(database)
     other = await add_endpoint(database, "other")
     async with fetchable(database) as fetch:
@@ -306,11 +306,11 @@ async def test_a_wrong_token_or_secret_is_said(database: Database) -> None:
         with pytest.raises(CannotFetch, match="not signed with this receiver's secret"):
             await lost.catch_up(standing.lane)
         fetch._headers["Authorization"] = "Bearer obf_" + "A" * 43
-        with pytest.raises(CannotFetch, match="401, the fetch token is not known"):
+        with pytest.raises(CannotFetch, match="401, the fetch token is unknown"):
             await AsyncReceiver(made.secret, MemoryDatabase(), fetch=fetch).catch_up("x")
-    with pytest.raises(UsageError, match="does not know where"):
+    with pytest.raises(UsageError, match="needs fetch="):
         await AsyncReceiver(made.secret, MemoryDatabase()).catch_up()
     with pytest.raises(UsageError, match="http"):
-        Fetch("ftp://x", "y")
-    with pytest.raises(UsageError, match="where"):
+        FetchClient("ftp://x", "y")
+    with pytest.raises(UsageError, match="needs fetch=FetchClient"):
         AsyncReceiver(made.secret, MemoryDatabase(), gaps=Gaps.CATCH_UP)

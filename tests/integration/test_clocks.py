@@ -1,4 +1,4 @@
-"""Clocks that jump, and machines that sleep: the lease, and everything that waits for a time."""
+"""Clock jumps and suspended machines: the effect on the lease and on every timer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -41,11 +41,11 @@ HOUR_S = 3600.0
 LONG_RETRY = {"base_s": 3 * HOUR_S, "cap_s": 3 * HOUR_S, "jitter": "none"}
 
 
-# ------------------------------------------------------------- a sleeping machine
+# ------------------------------------------------------------ a suspended machine
 
 
 class Renewals:
-    """A database that renews after so many seconds, or never."""
+    """A database that renews after some seconds, or never."""
 
     def __init__(self, took_s: float = 0.01) -> None:
         self.took_s = took_s
@@ -57,8 +57,8 @@ class Renewals:
         return 0.0
 
 
-class Sleepy:
-    """A steady clock that goes on while the loop's stands still."""
+class SuspendableClock:
+    """A steady clock that advances while the loop's clock stands still."""
 
     def __init__(self) -> None:
         self.slept_s = 0.0
@@ -68,9 +68,9 @@ class Sleepy:
 
 
 async def _lapses_after(
-    store: Renewals, clock: Sleepy, sleep_at: float, slept_s: float = HOUR_S
+    store: Renewals, clock: SuspendableClock, sleep_at: float, slept_s: float = HOUR_S
 ) -> float:
-    """Let the machine sleep; the seconds of the loop until the lease is given up."""
+    """Suspend the machine; the seconds on the loop's clock until the lease is lost."""
     lease = Lease(LEASE_S)
     lease.renewed(clock())
     task = asyncio.create_task(keep_lease(store, 1, lease, clock, lambda *_: None))
@@ -84,28 +84,28 @@ async def _lapses_after(
     return loop.time() - woke_at
 
 
-def test_a_machine_that_slept_through_its_lease_gives_it_up_when_it_wakes() -> None:
+def test_a_suspend_longer_than_the_lease_loses_the_lease_on_resume() -> None:
     async def main() -> None:
         store = Renewals()
-        took_s = await _lapses_after(store, Sleepy(), 12.3)
-        # Its timers know nothing of the hour.
+        took_s = await _lapses_after(store, SuspendableClock(), 12.3)
+        # The timers do not include the hour of the suspend.
         assert took_s <= Lease(LEASE_S).renew_every_s
         assert store.begun == 12, "a lease that has run out must not be renewed"
 
     run_virtual(main())
 
 
-def test_a_machine_that_sleeps_while_it_renews_does_not_wait_for_the_answer() -> None:
+def test_a_suspend_during_a_renewal_does_not_wait_for_the_response() -> None:
     async def main() -> None:
         store = Renewals(took_s=HOUR_S)
-        assert await _lapses_after(store, Sleepy(), 1.5) <= Lease(LEASE_S).renew_every_s
+        assert await _lapses_after(store, SuspendableClock(), 1.5) <= Lease(LEASE_S).renew_every_s
 
     run_virtual(main())
 
 
-def test_a_nap_that_is_shorter_than_the_lease_changes_nothing() -> None:
+def test_a_suspend_shorter_than_the_lease_keeps_the_lease() -> None:
     async def main() -> None:
-        store, clock = Renewals(), Sleepy()
+        store, clock = Renewals(), SuspendableClock()
         lease = Lease(LEASE_S)
         lease.renewed(clock())
         task = asyncio.create_task(keep_lease(store, 1, lease, clock, lambda *_: None))
@@ -118,20 +118,20 @@ def test_a_nap_that_is_shorter_than_the_lease_changes_nothing() -> None:
     run_virtual(main())
 
 
-async def test_nothing_is_sent_between_waking_up_and_a_lease_of_its_own(
+async def test_nothing_is_sent_between_resume_and_a_new_lease(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await add_endpoint(database, lanes=32)
-    answers: asyncio.Event | None = asyncio.Event()
+    responses: asyncio.Event | None = asyncio.Event()
     slept_s = 0.0
     sent_before_registering: list[int] = []
 
-    async def answer(_: Sent) -> Answer:
-        if answers is not None:
-            await answers.wait()
+    async def response(_: Sent) -> AttemptResult:
+        if responses is not None:
+            await responses.wait()
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     register = ReplicaStore.register
 
     async def registering(self: ReplicaStore, *given: object) -> tuple[int, float]:
@@ -148,9 +148,9 @@ async def test_nothing_is_sent_between_waking_up_and_a_lease_of_its_own(
     await until(lambda: fetchval(database, numbered), 10, "all to have their numbers")
     lanes = int(await fetchval(database, "SELECT count(DISTINCT lane_id) FROM delivery"))
     await until(lambda: len(network.sent) == lanes, 10, "a request in every lane")
-    held, answers = answers, None
+    held, responses = responses, None
     assert held is not None
-    # The machine sleeps, and every answer is there when it wakes.
+    # The machine is suspended, and every response is available on resume.
     slept_s = HOUR_S
     held.set()
     await until(lambda: len(sent_before_registering) == 2, 10, "a new replica")
@@ -162,29 +162,29 @@ async def test_nothing_is_sent_between_waking_up_and_a_lease_of_its_own(
     assert await exceptions(database) == {}
 
 
-# --------------------------------------------------------------- clocks that are set
+# ------------------------------------------------------------------- adjusted clocks
 
 
 @pytest.fixture
-def database_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the database's clock, as far as relays hear of it, by so many seconds."""
+def shift_database_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Shifts the database's clock, as relays read it, by some seconds."""
     ahead_s = 0.0
     renew = ReplicaStore.renew
 
-    async def told(self: ReplicaStore, replica_id: int) -> float | None:
-        said = await renew(self, replica_id)
-        return said and said + ahead_s
+    async def shifted_renew(self: ReplicaStore, replica_id: int) -> float | None:
+        lease_left_s = await renew(self, replica_id)
+        return lease_left_s and lease_left_s + ahead_s
 
     def be_ahead(by_s: float) -> None:
         nonlocal ahead_s
         ahead_s = by_s
 
-    monkeypatch.setattr(ReplicaStore, "renew", told)
+    monkeypatch.setattr(ReplicaStore, "renew", shifted_renew)
     return be_ahead
 
 
-async def test_who_waits_for_a_retry_waits_no_longer_when_the_clock_goes_back(
-    database: Database, database_says: Callable[[float], None]
+async def test_a_clock_set_back_does_not_delay_a_retry(
+    database: Database, shift_database_clock: Callable[[float], None]
 ) -> None:
     retry = {"base_s": 2.0, "factor": 1.0, "cap_s": 2.0, "jitter": "none"}
     await add_endpoint(database, retry=retry)
@@ -192,25 +192,27 @@ async def test_who_waits_for_a_retry_waits_no_longer_when_the_clock_goes_back(
     async with running(database, network):
         await publish(database, "late")
         await until(lambda: _waits(database), 10, "a retry to be due")
-        database_says(-5 * HOUR_S)
+        shift_database_clock(-5 * HOUR_S)
         await until(lambda: network.data() == ["late"], 15, "the retry")
     assert await exceptions(database) == {}
 
 
-async def test_a_retry_that_is_due_by_a_clock_that_went_on_does_not_wait_for_its_timer(
-    database: Database, database_says: Callable[[float], None]
+async def test_a_clock_set_forward_makes_a_retry_due(
+    database: Database, shift_database_clock: Callable[[float], None]
 ) -> None:
     await add_endpoint(database, retry=LONG_RETRY)
     network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
     async with running(database, network):
         await publish(database, "late")
         await until(lambda: _waits(database), 10, "a retry to be due")
-        database_says(4 * HOUR_S)
+        shift_database_clock(4 * HOUR_S)
         await until(lambda: network.data() == ["late"], 15, "the retry")
 
 
-async def test_a_probe_is_not_put_off_by_a_clock_that_goes_back(
-    database: Database, database_says: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_clock_set_back_does_not_delay_a_probe(
+    database: Database,
+    shift_database_clock: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 1.0)
     await add_endpoint(database, lanes=8, retry=LONG_RETRY)
@@ -221,13 +223,13 @@ async def test_a_probe_is_not_put_off_by_a_clock_that_goes_back(
             await publish(database, n, key=f"k{n}")
         failing = "SELECT state = 'failing' FROM endpoint_health"
         await until(lambda: fetchval(database, failing), 10, "the breaker to open")
-        database_says(-5 * HOUR_S)
+        shift_database_clock(-5 * HOUR_S)
         back = True
         await all_ended(database)
 
 
-async def test_what_an_owner_with_another_clock_wrote_is_due_in_time(database: Database) -> None:
-    """As after a fail-over to a server whose clock is hours behind."""
+async def test_a_retry_written_with_another_clock_is_due_in_time(database: Database) -> None:
+    """As after a failover to a server whose clock is hours behind."""
     await add_endpoint(database, retry=LONG_RETRY)
     network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
     async with running(database, network):
@@ -245,10 +247,10 @@ async def test_what_an_owner_with_another_clock_wrote_is_due_in_time(database: D
         await until(lambda: network.data() == ["late"], 10, "the retry")
 
 
-async def test_the_machines_own_clock_means_nothing(
+async def test_the_local_clock_is_not_used(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relay whose machine thinks that it is 2009 signs what receivers accept."""
+    """A relay whose local clock shows 2009 signs what receivers accept."""
     monkeypatch.setattr("time.time", lambda: 1_234_567_890.0)
     await add_endpoint(database)
     network = Network()

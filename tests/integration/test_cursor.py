@@ -1,7 +1,7 @@
-"""The cursor against producers of every kind: nothing lost, doubled, made up or turned around.
+"""The cursor against producers of every kind: nothing lost, duplicated, invented or reordered.
 
-The scripts of test_cursor_scripts.py say why; here everything happens at once,
-for `--cursor-seconds`, and what happened is told by the tables.
+The scripts of test_cursor_scripts.py give the reasons; here everything runs concurrently for
+`--cursor-seconds`, and the result is read from the tables.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 CAUGHT_WITHIN_S = 60
 
 
-async def test_nothing_is_lost_or_inverted(
+async def test_nothing_is_lost_or_reordered(
     database: Database, rng: random.Random, cursor_seconds: float
 ) -> None:
     async with running(database, rng) as run, database.connection() as slow:
-        # Its gap outlives its youth in every run, and not only in most of them.
+        # The gap becomes old in every run, not only in most runs.
         await slow.execute(f"BEGIN; {INSERT}")
         await run.last(cursor_seconds)
         await slow.execute("COMMIT")
@@ -38,20 +38,20 @@ async def test_nothing_is_lost_or_inverted(
     async with database.connection() as connection:
         assert await judge(connection) == SPOTLESS
         met = await progress(connection)
-    # A run that met nothing proves nothing.
+    # A run without gaps proves nothing.
     assert run.done.keys() >= EVERY_KIND.keys() - {"skip_ids"}
     assert met.found_late
     assert met.dead
     assert sum(replica.old_gaps for replica in run.replicas)
 
 
-async def test_nothing_is_lost_or_inverted_when_the_server_crashes(
+async def test_nothing_is_lost_or_reordered_when_the_server_crashes(
     private_database: Database, rng: random.Random, cursor_seconds: float
 ) -> None:
     async with running(private_database, rng, may_crash=True) as run:
         await run.last(cursor_seconds / 4)
         async with private_database.connection() as connection:
-            # Its gap is seen before the crash, and ends long after it.
+            # The gap is seen before the crash and ends long after it.
             await connection.execute(f"SET relay.notify = off; BEGIN; {INSERT}")
             await connection.execute("PREPARE TRANSACTION 'outlives the crash'")
         await run.last(cursor_seconds / 12)
@@ -65,9 +65,9 @@ async def test_nothing_is_lost_or_inverted_when_the_server_crashes(
     assert run.done["lost connection"]
 
 
-# Hardly anybody has an xid for long, so the horizon is always near.
+# Few transactions hold an xid for long, so the horizon is always near.
 XIDLESS = Workload({"autocommit": 4, "early_id": 4, "slow_payload": 2})
-# A few short transactions, so that all the holders of a gap end at once.
+# A few short transactions, so that all holders of a gap end at once.
 FEW = Workload(
     {"autocommit": 4, "savepoint": 2, "exception": 4, "slow_payload": 2},
     producers=4,
@@ -75,11 +75,11 @@ FEW = Workload(
     dawdle={"holders": 0.3},
     dawdle_s=0.02,
 )
-# One commit closes more gaps than a batch has room for, beside shorter ones.
+# One commit closes more gaps than fit into a batch, beside shorter ones.
 CUT = Workload({"spread": 1, "time_out": 6}, producers=3, replicas=1, events_max=(2,))
-# Transactions that wait for each other's row, and for longer than a gap is young.
+# Transactions that wait for a row lock of another one, for longer than a gap is young.
 COUNTED = Workload({"counted": 6, "counted_slowly": 4, "exception": 1})
-# What one replica has read, another writes in the meantime.
+# One replica writes meanwhile what another has read.
 RIVALS = Workload(
     {"autocommit": 1}, replicas=3, dawdle={"write": 0.5}, dawdle_s=0.3, take_chance=0.3
 )
@@ -102,11 +102,13 @@ LEFT_OUT = Workload(
         pytest.param(variants.HORIZON, COUNTED, "inverted", id="xid8 horizon"),
         pytest.param(variants.FULL_BATCH, CUT, "lost", id="a full batch decides about every gap"),
         pytest.param(variants.REPEATABLE_READ, FEW, "lost", id="repeatable read"),
-        pytest.param(variants.UNFENCED, RIVALS, "duplicated", id="written by who leads no more"),
-        pytest.param(variants.NO_RECHECK, LEFT_OUT, "inverted", id="old gaps left out unchecked"),
+        pytest.param(variants.UNFENCED, RIVALS, "duplicated", id="written by a former leader"),
+        pytest.param(
+            variants.NO_RECHECK, LEFT_OUT, "inverted", id="old gaps omitted without a recheck"
+        ),
     ],
 )
-async def test_a_wrong_cursor_is_caught(
+async def test_an_incorrect_cursor_is_detected(
     variant: Variant, workload: Workload, kind: str, database: Database, rng: random.Random
 ) -> None:
     async with (

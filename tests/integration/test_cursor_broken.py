@@ -1,4 +1,4 @@
-"""A sequence that cannot be trusted: sequencing stops, says why, and goes on when it is mended."""
+"""A broken sequence: sequencing stops, reports the reason, and resumes after the repair."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from outbox.errors import CursorBroken
 from outbox.relay.sequencing import sequencer as sequencer_module
-from outbox.relay.sequencing.cursor import Turn
+from outbox.relay.sequencing.cursor import BatchResult
 from tests.support.judge import SPOTLESS, judge
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper
@@ -34,13 +34,13 @@ async def database(database: Database) -> Database:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken sequence is looked at again soon."""
+def recheck_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken sequence is checked again soon."""
     monkeypatch.setattr(sequencer_module, "BROKEN_RETRY_S", 0.02)
 
 
 async def _copy_with_id(connection: Connection, own_id: int) -> None:
-    """COPY is the only statement that takes an id for GENERATED ALWAYS without being asked."""
+    """COPY is the only statement that sets a GENERATED ALWAYS id without OVERRIDING."""
     await connection.copy_records_to_table(
         "outbox",
         schema_name="relay",
@@ -64,38 +64,38 @@ async def _break(connection: Connection, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", BREAKS.values(), ids=BREAKS)
-async def test_a_turn_refuses(how: str, database: Database) -> None:
+async def test_a_batch_fails_on_a_broken_sequence(how: str, database: Database) -> None:
     producer, connection = await database.connect(), await session(database)
     relay, store = REAL.build(connection, settings(database))
     await store.check()
     for _ in range(5):
         await producer.execute(INSERT)
-    assert await relay.turn() is Turn.MOVED
+    assert await relay.sequence_batch() is BatchResult.WRITTEN
     await _break(producer, how)
     for _ in range(2):
         with pytest.raises(CursorBroken, match=r"setval$"):
-            await relay.turn()
-        # Nothing is held, and nothing was written.
+            await relay.sequence_batch()
+        # No lock is held, and nothing was written.
         await producer.execute("SELECT FROM relay.cursor FOR UPDATE NOWAIT")
         assert await producer.fetchval(HIGHEST) == 5
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("recheck_soon")
 @pytest.mark.parametrize("how", BREAKS.values(), ids=BREAKS)
-async def test_it_goes_on_when_it_was_mended(
+async def test_sequencing_resumes_after_the_repair(
     how: str, database: Database, logs: list[dict[str, str]]
 ) -> None:
     producer = await database.connect()
     async with sleeper(database) as relay:
         await relay.sequenced(*[await producer.fetchval(INSERT) for _ in range(5)])
         await _break(producer, how)
-        # Told to look at once; and a sequencer that is stopped stays so.
-        relay.bell.ring()
+        # Wake the sequencer to check at once; a stopped sequencer stays stopped.
+        relay.wake_event.set()
         with pytest.raises(TimeoutError):
             await relay.sequenced(1000, within_s=0.2)
         await until(lambda: logs, what="the log to say so")
         assert {each["event"] for each in logs} == {"sequencing stopped"}
-        # What the message asks for.
+        # The repair that the message asks for.
         assert re.search("setval", logs[0]["reason"])
         await producer.execute("SELECT setval('relay.outbox_id_seq', 2000)")
         late = await producer.fetchval(INSERT)
@@ -113,7 +113,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("unfit", "fit"), UNFIT.values(), ids=UNFIT)
-async def test_an_unfit_sequence_is_refused_at_the_start(
+async def test_an_unsuitable_sequence_is_refused_at_the_start(
     unfit: str, fit: str, database: Database
 ) -> None:
     if unfit == "SET UNLOGGED" and database.major < 15:
@@ -127,11 +127,11 @@ async def test_an_unfit_sequence_is_refused_at_the_start(
     await store.check()
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_nothing_is_sequenced_until_an_unfit_sequence_was_mended(
+@pytest.mark.usefixtures("recheck_soon")
+async def test_nothing_is_sequenced_until_an_unsuitable_sequence_is_repaired(
     database: Database, logs: list[dict[str, str]]
 ) -> None:
-    """With CACHE 10 a session keeps ids that nobody holds the lock for, and uses them later."""
+    """With CACHE 10 a session reserves ids without holding the lock, and uses them later."""
     producer = await database.connect()
     await producer.execute("ALTER SEQUENCE relay.outbox_id_seq CACHE 10")
     first = await producer.fetchval(INSERT)
@@ -142,22 +142,22 @@ async def test_nothing_is_sequenced_until_an_unfit_sequence_was_mended(
         assert "CACHE 1" in logs[0]["reason"]
         await producer.execute("ALTER SEQUENCE relay.outbox_id_seq CACHE 1")
         await relay.sequenced(first)
-        # The session's own rest of its ten ids is gone with the ALTER.
+        # The rest of the session's ten ids is discarded by the ALTER.
         await relay.sequenced(await producer.fetchval(INSERT))
     assert await judge(producer) == SPOTLESS
 
 
-async def test_a_busy_outbox_does_not_fill_the_log(
+async def test_a_stopped_sequencer_limits_its_log_under_load(
     database: Database, logs: list[dict[str, str]]
 ) -> None:
-    """Producers go on ringing a sequencer that is stopped."""
+    """Producers keep notifying a stopped sequencer."""
     producer = await database.connect()
     async with sleeper(database) as relay:
         await relay.sequenced(await producer.fetchval(INSERT))
         await _copy_with_id(producer, 1000)
-        relay.bell.ring()
+        relay.wake_event.set()
         await until(lambda: logs, what="the log to say so")
         for _ in range(50):
             await producer.execute(INSERT)
-            relay.bell.ring()
+            relay.wake_event.set()
         assert len(logs) <= 2

@@ -1,7 +1,6 @@
-"""The cursor in scripted interleavings: the real one survives them, and each wrong one does not.
+"""Scripted interleavings: the real cursor is correct in each, and each incorrect variant fails.
 
-A wrong cursor that passes is a test that proves nothing, so both halves
-belong together.
+A test that an incorrect cursor passes proves nothing, so both halves belong together.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database, Server
 
 TRIES = 3
-"""So often a wrong cursor gets its chance to be caught."""
+"""The number of runs in which an incorrect cursor may be detected."""
 FAILURES = [
     pytest.param(script, variant, kind, id=f"{name}, when {script.name}")
     for script in SCRIPTS
@@ -46,13 +45,15 @@ async def _play(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-async def test_the_cursor_survives(script: Script, database: Database) -> None:
+async def test_the_cursor_is_correct_in_every_interleaving(
+    script: Script, database: Database
+) -> None:
     assert await _play(script, database, REAL, strict=True) == SPOTLESS
 
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-async def test_the_cursor_survives_without_seeing_its_own_lock(
+async def test_the_cursor_is_correct_without_reading_its_own_lock(
     script: Script, database: Database
 ) -> None:
     assert await _play(script, database, variants.MODEST, strict=True) == SPOTLESS
@@ -71,10 +72,10 @@ async def test_the_cursor_sets_its_own_isolation(isolation: str, database: Datab
 
 @pytest.mark.one_major
 @pytest.mark.parametrize(("script", "variant", "kind"), FAILURES)
-async def test_a_wrong_cursor_is_caught(
+async def test_an_incorrect_cursor_is_detected(
     script: Script, variant: Variant, kind: str, server: Server
 ) -> None:
-    """One of the scripts has to hit the moments in which a commit lets go of its locks."""
+    """One script must hit the moment in which a commit releases its locks."""
     found: set[str] = set()
     for _ in range(TRIES):
         async with server.database() as database:
@@ -87,7 +88,7 @@ async def test_a_wrong_cursor_is_caught(
 CRASH = Script(a_prepared_transaction_outlives_a_crash)
 
 
-async def test_the_cursor_survives_a_crash(private_database: Database) -> None:
+async def test_the_cursor_is_correct_after_a_crash(private_database: Database) -> None:
     assert await _play(CRASH, private_database, REAL, strict=True) == SPOTLESS
 
 
@@ -96,16 +97,16 @@ async def test_the_cursor_survives_a_crash(private_database: Database) -> None:
     "variant",
     [
         pytest.param(variants.DEAF, id="forgetting"),
-        pytest.param(variants.REMEMBERING, id="counting the nameless"),
+        pytest.param(variants.REMEMBERING, id="keeping the holders"),
     ],
 )
-async def test_either_protection_suffices_in_a_crash(
+async def test_either_protection_is_sufficient_in_a_crash(
     variant: Variant, private_database: Database
 ) -> None:
     assert await _play(CRASH, private_database, variant, strict=True) == SPOTLESS
 
 
 @pytest.mark.one_major
-async def test_holders_kept_across_a_crash_are_caught(private_database: Database) -> None:
+async def test_holders_kept_across_a_crash_are_detected(private_database: Database) -> None:
     verdict = await _play(CRASH, private_database, variants.REMEMBERING_DEAF)
     assert "lost" in verdict.kinds()

@@ -1,5 +1,6 @@
-"""Faults of the database under load: the relay goes on by itself, says in one line what
-happened, and nothing is lost, doubled or turned around."""
+"""Database faults under load: the relay recovers by itself, logs one line, and loses, duplicates or
+reorders nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, MutableMapping
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -37,13 +38,13 @@ LOST = "the session was lost"
 
 @pytest.fixture(autouse=True)
 def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Care and upkeep have something to do all the time."""
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
+    """The endpoint supervisor and maintenance always have work."""
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
 
 
 def reasons(logs: Logs, event: str = LOST) -> list[str]:
-    """Why, each time; in one line.  A lease of a second is also lost by a busy machine."""
+    """The reason of each event, in one line. A busy machine also loses a lease of one second."""
     found = [str(each["reason"]) for each in logs if each["event"] == event]
     assert all(each and "\n" not in each for each in found), found
     return [each for each in found if "the lease ran out" not in each]
@@ -53,7 +54,7 @@ def reasons(logs: Logs, event: str = LOST) -> list[str]:
 
 
 @pytest.mark.parametrize("immediate", [True, False])
-async def test_a_server_that_is_started_anew_under_load(
+async def test_a_server_restart_under_load(
     private_database: Database, logs: Logs, immediate: bool
 ) -> None:
     database = private_database
@@ -64,10 +65,10 @@ async def test_a_server_that_is_started_anew_under_load(
     assert reasons(logs)
 
 
-# By their position among those of a replica, in the order of their opening.
+# By their position among the connections of a replica, in the order of opening.
 KINDS = (
     *("ownership", "sequencing", "renewal", "reading", "recording"),
-    *("care", "schedules", "upkeep"),
+    *("supervision", "schedules", "maintenance"),
 )
 END_ONE = """
 SELECT pg_terminate_backend(pid) FROM (
@@ -82,9 +83,7 @@ SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "all"])
-async def test_a_backend_that_is_terminated_under_load(
-    database: Database, logs: Logs, kind: str
-) -> None:
+async def test_a_terminated_backend_under_load(database: Database, logs: Logs, kind: str) -> None:
     async with under_load(database):
         if kind in KINDS:
             assert await fetchval(database, END_ONE, KINDS.index(kind))
@@ -100,7 +99,7 @@ SELECT count(*) FROM pg_stat_activity
 """
 
 
-# The second one if it had only just connected.
+# The second backend, if it had just connected.
 NOT_LISTENING = ("the listening connection was closed", "listening was interrupted")
 
 
@@ -108,7 +107,7 @@ def _closed(logs: Logs) -> int:
     return sum(each["event"] in NOT_LISTENING for each in logs)
 
 
-async def test_losing_the_connection_that_listens_disturbs_nobody(
+async def test_losing_the_listening_connection_keeps_the_session(
     database: Database, logs: Logs
 ) -> None:
     async with under_load(database, poll_s=1.0) as load:
@@ -120,7 +119,7 @@ async def test_losing_the_connection_that_listens_disturbs_nobody(
     assert reasons(logs) == []
 
 
-async def test_nobody_who_listens_means_a_tick_at_most(
+async def test_deliveries_without_a_listener_are_delayed_by_a_tick_at_most(
     database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs
 ) -> None:
     monkeypatch.setattr("outbox.relay.cluster.listener.RECONNECT_MIN_S", 3600.0)
@@ -138,22 +137,22 @@ async def test_nobody_who_listens_means_a_tick_at_most(
     assert reasons(logs) == []
 
 
-# ------------------------------------------------------------- out of reach
+# ----------------------------------------------------- unreachable database
 
 
 class Outage:
-    """A database that can be made unreachable, in different ways."""
+    """A database that can be made unreachable in several ways."""
 
     def __init__(self, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lines = lines
         self.nameless = False
-        self.asked = 0
+        self.lookups = 0
         resolve = asyncio.BaseEventLoop.getaddrinfo
 
         async def getaddrinfo(loop: Any, host: Any, *args: Any, **kwargs: Any) -> Any:
             if host != "database.test":
                 return await resolve(loop, host, *args, **kwargs)
-            self.asked += 1
+            self.lookups += 1
             if self.nameless:
                 raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
             return await resolve(loop, "127.0.0.1", *args, **kwargs)
@@ -161,7 +160,7 @@ class Outage:
         monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
 
     def begin(self, kind: str) -> None:
-        self.asked = 0
+        self.lookups = 0
         if kind == "swallowed":
             self._lines.hang()
         else:
@@ -176,12 +175,12 @@ class Outage:
 SAYS = {
     "refused": "closed the connection",
     "nameless": 'the host name "database.test" is unknown',
-    "swallowed": "no answer from database.test",
+    "swallowed": "no response from database.test",
 }
 
 
 @pytest.mark.parametrize("kind", SAYS)
-async def test_a_database_out_of_reach(
+async def test_an_unreachable_database(
     database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs, kind: str
 ) -> None:
     hold, held = asyncio.Event(), []
@@ -194,12 +193,12 @@ async def test_a_database_out_of_reach(
         async with under_load(database, dsn=dsn) as load:
             usual = load.network.script
 
-            async def never(sent: Sent) -> Answer:
+            async def never(sent: Sent) -> AttemptResult:
                 held.append(sent)
                 await asyncio.Event().wait()
                 raise AssertionError
 
-            def script(sent: Sent) -> Answer | Awaitable[Answer]:
+            def script(sent: Sent) -> AttemptResult | Awaitable[AttemptResult]:
                 times.append(loop.time())
                 return never(sent) if hold.is_set() else usual(sent)
 
@@ -208,13 +207,13 @@ async def test_a_database_out_of_reach(
             await until(lambda: held, 10, "a request that is not answered")
             tasks = len(asyncio.all_tasks())
             outage.begin(kind)
-            # What is in flight is closed when the lease ends, if not sooner ...
+            # Requests in flight are closed when the lease ends, or earlier ...
             in_flight = load.network.in_flight
             await until(lambda: not any(in_flight.values()), 10, "the requests to be closed")
             closed_at = loop.time()
             tried = 3 if kind == "swallowed" else 5
             await until(lambda: len(reasons(logs)) >= tried, 60, "attempts to reconnect")
-            # ... and nothing was begun later, nor has anything piled up.
+            # ... and no request began later, and no retries accumulated.
             assert not [at for at in times if at > closed_at]
             assert len(asyncio.all_tasks()) <= tasks
             waits = [each["retry_s"] for each in logs if each["event"] == LOST]
@@ -223,14 +222,14 @@ async def test_a_database_out_of_reach(
             hold.clear()
             outage.end()
     assert any(SAYS[kind] in each for each in reasons(logs)), reasons(logs)
-    assert outage.asked < 40, "a busy loop"
+    assert outage.lookups < 40, "a busy loop"
 
 
 # ------------------------------------------------------- too few connections
 
 
 async def _role(database: Database, name: str) -> str:
-    """A role that may do what a relay does, and is held to limits; its DSN."""
+    """The DSN of a role with the privileges of a relay and with limits."""
     async with database.connection() as admin:
         await admin.execute(
             f"DROP ROLE IF EXISTS {name}; CREATE ROLE {name} LOGIN IN ROLE postgres"
@@ -239,7 +238,7 @@ async def _role(database: Database, name: str) -> str:
 
 
 @pytest.mark.parametrize("limit", [0, 1, 4])
-async def test_connections_that_are_not_to_be_had(
+async def test_too_few_connections_are_waited_for(
     database: Database, logs: Logs, limit: int
 ) -> None:
     dsn = await _role(database, "limited")
@@ -249,11 +248,11 @@ async def test_connections_that_are_not_to_be_had(
         await until(lambda: len(reasons(logs)) >= 4, 20, "some attempts to reconnect")
         await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
     assert any("no connection left" in each for each in reasons(logs)), reasons(logs)
-    # Those that got some of their connections, and had to give them back, are gone.
+    # Sessions that got only some of their connections released them.
     assert await fetchval(database, "SELECT count(*) FROM replica") == 0
 
 
-async def test_no_connection_left_to_listen_on(database: Database, logs: Logs) -> None:
+async def test_a_missing_connection_to_listen_is_tolerated(database: Database, logs: Logs) -> None:
     dsn = await _role(database, "limited")
     await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT 8")
     await add_endpoint(database)
@@ -268,7 +267,7 @@ async def test_no_connection_left_to_listen_on(database: Database, logs: Logs) -
     assert reasons(logs) == []
 
 
-# ------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------- errors
 
 RIGHTS: Mapping[str, tuple[str, str]] = {
     "sequencing, reading": ("outbox", "SELECT"),
@@ -278,15 +277,13 @@ RIGHTS: Mapping[str, tuple[str, str]] = {
     "checkpoints, claims": ("lane_progress", "UPDATE"),
     "renewing": ("replica", "UPDATE"),
     "owning": ("ownership", "UPDATE"),
-    "care": ("endpoint_health", "UPDATE"),
+    "supervision": ("endpoint_health", "UPDATE"),
     "the journal": ("journal", "INSERT"),
 }
 
 
 @pytest.mark.parametrize("family", RIGHTS)
-async def test_a_right_that_is_missing_for_a_while(
-    database: Database, logs: Logs, family: str
-) -> None:
+async def test_a_temporarily_missing_privilege(database: Database, logs: Logs, family: str) -> None:
     table, right = RIGHTS[family]
     async with database.connection() as admin:
         await admin.execute(
@@ -300,8 +297,8 @@ async def test_a_right_that_is_missing_for_a_while(
     denied = f"permission denied for table {table}"
     async with under_load(database, dsn=dsn):
         await fetchval(database, f"REVOKE {right} ON relay.{table} FROM plain")
-        if family in ("owning", "care", "the journal"):
-            # Something for it to do.
+        if family in ("owning", "supervision", "the journal"):
+            # Give the relay work.
             await fetchval(database, END_NAMED, "^outbox-relay")
         await until(lambda: any(denied in each for each in reasons(logs)), 20, denied)
         await fetchval(database, f"GRANT {right} ON relay.{table} TO plain")
@@ -309,16 +306,16 @@ async def test_a_right_that_is_missing_for_a_while(
         await admin.execute("DROP OWNED BY plain; DROP ROLE plain")
 
 
-async def test_what_is_refused_beside_deliveries_is_said_in_one_line(
+async def test_a_database_error_in_the_background_is_logged_in_one_line(
     database: Database, logs: Logs
 ) -> None:
-    # The server adds a hint to it, on a line of its own.
+    # The server adds a hint on a separate line.
     rename = "ALTER TABLE relay.{} RENAME COLUMN {} TO {}"
-    renamed = [("period", "dropped_at", "dropped_on"), ("schedule", "look_at", "looks_at")]
+    renamed = [("period", "dropped_at", "dropped_on"), ("schedule", "due_at", "due_on")]
     async with under_load(database):
         for table, name, other in renamed:
             await fetchval(database, rename.format(table, name, other))
-        for event in ("maintenance was refused", "ticks were refused"):
+        for event in ("maintenance failed", "scheduled runs failed"):
             await until(lambda event=event: reasons(logs, event), 20, event)
         for table, name, other in renamed:
             await fetchval(database, rename.format(table, other, name))

@@ -1,7 +1,7 @@
-"""An endpoint that fails, refuses, asks for rest, is gone, or never comes back.
+"""Endpoint health: failures, rejections, hold-offs, 410 Gone, and timeouts.
 
-The real relay on real PostgreSQL; the network answers by a script.  Probes and
-looks are made quick, so that nobody waits for a minute.
+The relay and PostgreSQL are real; the network responds from a script. Probes and polls are
+frequent, so that no test waits for a minute.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.model.response import Answer
-from outbox.store.records import RANGE_GROWS_S
+from outbox.core.model.response import AttemptResult
+from outbox.store.records import RANGE_GROWTH_MAX_S
 from tests.support.relay import (
     BUSY,
     OK,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.costly
 
-NOT_FOUND = Answer.of(404, 0.001, body=b"deploying")
-GONE = Answer.of(410, 0.001)
+NOT_FOUND = AttemptResult.completed(404, 0.001, body=b"deploying")
+GONE = AttemptResult.completed(410, 0.001)
 PATIENT = {"base_s": 60.0, "cap_s": 60.0, "jitter": "none", "attempts_max": 3}
 
 
@@ -45,11 +45,11 @@ PATIENT = {"base_s": 60.0, "cap_s": 60.0, "jitter": "none", "attempts_max": 3}
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
 
 
 async def set_endpoint(database: Database, **columns: Any) -> None:
-    """Set columns of every endpoint, before a relay reads them."""
+    """Set columns of every endpoint before a relay reads them."""
     for name, value in columns.items():
         await fetchval(database, f"UPDATE endpoint SET {name} = $1", value)
 
@@ -68,50 +68,50 @@ async def letters(database: Database) -> list[tuple[str, int, int]]:
     return [tuple(each) for each in orjson.loads(rows or "[]")]
 
 
-async def test_a_storm_of_refusals_ends_few_deliveries_and_the_rest_in_order(
+async def test_a_burst_of_rejections_dead_letters_few_deliveries_and_keeps_the_order(
     database: Database,
 ) -> None:
     await add_endpoint(database, retry=PATIENT)
     network = Network(lambda _: NOT_FOUND)
     async with running(database, network):
         await publish(database, *range(40))
-        await until(lambda: _is(database, "refusing"), 10, "the storm to be noticed")
+        await until(lambda: _breaker_is(database, "rejecting"), 10, "the storm to be noticed")
         requests = len(network.sent)
         await until(lambda: len(network.sent) > requests + 3, 10, "probes")
         assert network.accepted == []
         network.script = lambda _: OK
         await all_ended(database)
-        await until(lambda: _is(database, "healthy"), 10, "the endpoint to recover")
+        await until(lambda: _breaker_is(database, "healthy"), 10, "the endpoint to recover")
     assert network.data() == list(range(9, 40))
     assert network.accepted[0].previous_seq == 0
     assert await letters(database) == [("refused", n, n) for n in range(1, 10)]
     assert await exceptions(database) == {}
 
 
-async def test_the_next_owner_knows_of_the_storm(database: Database) -> None:
+async def test_the_next_owner_inherits_the_open_circuit_breaker(database: Database) -> None:
     await add_endpoint(database, retry=PATIENT)
     network = Network(lambda _: NOT_FOUND)
     async with killed_at_the_end(database, network):
         await publish(database, *range(40))
-        await until(lambda: _is(database, "refusing"), 10, "the storm to be noticed")
+        await until(lambda: _breaker_is(database, "rejecting"), 10, "the storm to be noticed")
     requests = len(network.sent)
     async with running(database, network):
         await until(lambda: len(network.sent) > requests + 20, 10, "more refusals")
     assert len(await letters(database)) == 9
 
 
-async def test_retry_after_silences_every_lane_of_the_endpoint(database: Database) -> None:
+async def test_retry_after_holds_off_every_lane_of_the_endpoint(database: Database) -> None:
     await add_endpoint(database, lanes=8)
     loop = asyncio.get_running_loop()
     times: list[float] = []
 
-    def answer(sent: Sent) -> Answer:
+    def response(sent: Sent) -> AttemptResult:
         times.append(loop.time())
         if len(times) == 1:
-            return Answer.of(429, 0.001, headers=(("Retry-After", "1"),))
+            return AttemptResult.completed(429, 0.001, headers=(("Retry-After", "1"),))
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network):
         await publish(database, 0, key="first")
         await until(lambda: len(times) == 1, 5, "the first request")
@@ -122,13 +122,15 @@ async def test_retry_after_silences_every_lane_of_the_endpoint(database: Databas
     assert await exceptions(database) == {}
 
 
-async def test_the_next_owner_knows_of_a_rest_that_was_asked_for_once_more(
+async def test_the_next_owner_inherits_a_repeated_hold_off(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 3600)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 3600)
     await add_endpoint(database, retry=PATIENT)
     rests = iter([1, 3600, 3600])
-    network = Network(lambda _: Answer.of(429, 0.001, headers=(("Retry-After", str(next(rests))),)))
+    network = Network(
+        lambda _: AttemptResult.completed(429, 0.001, headers=(("Retry-After", str(next(rests))),))
+    )
     async with killed_at_the_end(database, network):
         await publish(database, 0)
         await until(
@@ -136,30 +138,30 @@ async def test_the_next_owner_knows_of_a_rest_that_was_asked_for_once_more(
                 database, "SELECT held_until > now() + interval '1 minute' FROM endpoint_health"
             ),
             5,
-            "the second answer to be kept",
+            "the second response to be kept",
         )
     assert len(network.sent) == 2
 
 
-async def test_a_delivery_that_always_fails_does_not_speak_for_its_endpoint(
+async def test_one_failing_delivery_does_not_open_the_circuit_breaker(
     database: Database,
 ) -> None:
     await add_endpoint(database, lanes=8, retry={**QUICK_RETRY, "attempts_max": 10_000})
     network = Network(lambda sent: BUSY if sent.body["data"] == "poison" else OK)
     async with running(database, network):
         await publish(database, "poison", key="poison")
-        await until(lambda: _is(database, "failing"), 10, "the breaker to open")
+        await until(lambda: _breaker_is(database, "failing"), 10, "the breaker to open")
         await publish(database, *range(50))
         await until(lambda: len(network.accepted) >= 40, 10, "the other lanes")
     assert await letters(database) == []
 
 
-async def test_a_probe_finds_out_long_before_the_next_attempt_is_due(database: Database) -> None:
+async def test_a_probe_detects_recovery_before_the_next_attempt_is_due(database: Database) -> None:
     await add_endpoint(database, retry={**PATIENT, "base_s": 3600.0, "cap_s": 3600.0})
     broken = True
     network = Network(lambda _: BUSY if broken else OK)
     async with running(database, network):
-        # One that was tried and waits for an hour, until others open the breaker.
+        # A delivery that was tried and waits for an hour, until others open the circuit breaker.
         await publish(database, 1, 2, 3)
         await until(lambda: len(network.sent) == 1, 5, "the first attempt")
         await fetchval(database, "UPDATE endpoint_health SET state = 'failing'")
@@ -170,7 +172,7 @@ async def test_a_probe_finds_out_long_before_the_next_attempt_is_due(database: D
     assert network.data() == [1, 2, 3]
 
 
-async def test_410_disables_the_endpoint_and_gives_up_the_rest_as_one_range(
+async def test_410_disables_the_endpoint_and_dead_letters_the_rest_as_one_range(
     database: Database,
 ) -> None:
     await add_endpoint(database)
@@ -188,13 +190,13 @@ async def test_410_disables_the_endpoint_and_gives_up_the_rest_as_one_range(
     assert [reason for reason, _, _ in found[1:]] in ([], ["disabled"])
     covered = sum(to - seq + 1 for _, seq, to in found)
     assert covered == await fetchval(database, "SELECT last_seq FROM lane_counter") - 2
-    assert await fetchval(database, "SELECT state_why FROM endpoint") == (
+    assert await fetchval(database, "SELECT state_comment FROM endpoint") == (
         "the receiver answered 410 Gone"
     )
     assert await exceptions(database) == {}
 
 
-async def test_an_endpoint_without_a_success_is_disabled_after_its_time(
+async def test_an_endpoint_without_a_success_is_disabled_after_its_timeout(
     database: Database,
 ) -> None:
     await add_endpoint(database, lanes=4)
@@ -215,7 +217,7 @@ async def test_an_endpoint_without_a_success_is_disabled_after_its_time(
     assert await exceptions(database) == {}
 
 
-async def test_refusals_that_drain_a_lane_do_not_disable_its_endpoint(
+async def test_rejections_that_drain_a_lane_do_not_disable_the_endpoint(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.REFUSALS_MAX", 10_000)
@@ -230,7 +232,7 @@ async def test_refusals_that_drain_a_lane_do_not_disable_its_endpoint(
         assert await _has_state(database, "active")
 
 
-async def test_a_backlog_is_held_to_its_limit_and_the_hole_names_itself(
+async def test_a_backlog_over_its_limit_is_cut_and_the_gap_is_named(
     database: Database,
 ) -> None:
     await add_endpoint(database, retry={**QUICK_RETRY, "attempts_max": 10_000})
@@ -239,7 +241,7 @@ async def test_a_backlog_is_held_to_its_limit_and_the_hole_names_itself(
     network = Network(lambda _: BUSY if broken else OK)
     async with running(database, network):
         await publish(database, *range(50))
-        await until(lambda: _owed(database, 10), 10, "the backlog to be cut")
+        await until(lambda: _pending(database, 10), 10, "the backlog to be cut")
         broken = False
         await all_ended(database)
     assert network.data() == list(range(40, 50))
@@ -248,44 +250,46 @@ async def test_a_backlog_is_held_to_its_limit_and_the_hole_names_itself(
     found = await letters(database)
     assert {reason for reason, _, _ in found} == {"backlog"}
     assert sum(to - seq + 1 for _, seq, to in found) == 40
-    told = await fetchval(database, "SELECT count(*) FROM journal WHERE kind = 'backlog_given_up'")
-    assert told == len(found)
+    dead_lettered_count = await fetchval(
+        database, "SELECT count(*) FROM journal WHERE kind = 'backlog_dead_lettered'"
+    )
+    assert dead_lettered_count == len(found)
     assert await exceptions(database) == {}
 
 
-async def test_a_hole_that_grows_is_a_new_one_after_a_while(database: Database) -> None:
-    """Or it would never grow old, and its events would be kept for ever."""
+async def test_a_growing_gap_starts_a_new_dead_letter_after_a_while(database: Database) -> None:
+    """Otherwise the gap would never age, and its events would be kept forever."""
     await add_endpoint(database, lanes=1, retry=PATIENT)
     await set_endpoint(database, backlog_count_max=2)
 
     async def holes() -> list[int]:
         return [to - seq + 1 for _, seq, to in await letters(database)]
 
-    async def given_up(publishing: int, wanted: list[int]) -> None:
+    async def dead_lettered(publishing: int, wanted: list[int]) -> None:
         await publish(database, *range(publishing))
 
         async def are_as_wanted() -> bool:
             return await holes() == wanted
 
-        await until(are_as_wanted, 10, f"{wanted} to be given up")
+        await until(are_as_wanted, 10, f"{wanted} dead-lettered")
 
     async with running(database, Network(lambda _: BUSY)):
-        await given_up(5, [3])
-        await given_up(3, [6])
+        await dead_lettered(5, [3])
+        await dead_lettered(3, [6])
         older = "UPDATE dead_letter SET began_at = began_at - make_interval(secs => $1)"
-        await fetchval(database, older, RANGE_GROWS_S)
-        await given_up(3, [6, 3])
+        await fetchval(database, older, RANGE_GROWTH_MAX_S)
+        await dead_lettered(3, [6, 3])
     assert await exceptions(database) == {}
 
 
-async def test_a_backlog_is_held_to_its_age(database: Database) -> None:
+async def test_a_backlog_over_its_age_limit_is_cut(database: Database) -> None:
     await add_endpoint(database, lanes=4, retry=PATIENT)
     await set_endpoint(database, backlog_age_max_s=0.4)
     network = Network(lambda _: BUSY)
     async with running(database, network):
         for key in "abcdefgh":
             await publish(database, 1, 2, key=key)
-        await until(lambda: _owed(database, 0), 10, "the backlog to be cut")
+        await until(lambda: _pending(database, 0), 10, "the backlog to be cut")
     assert {reason for reason, _, _ in await letters(database)} == {"backlog"}
     assert await exceptions(database) == {}
 
@@ -296,7 +300,7 @@ async def all_sequenced(database: Database) -> None:
     await until(lambda: fetchval(database, sql), 10, "sequencing")
 
 
-async def _is(database: Database, state: str) -> bool:
+async def _breaker_is(database: Database, state: str) -> bool:
     return await health(database) == state
 
 
@@ -304,8 +308,8 @@ async def _has_state(database: Database, state: str) -> bool:
     return bool(await fetchval(database, "SELECT state = $1 FROM endpoint", state))
 
 
-async def _owed(database: Database, owed: int) -> bool:
+async def _pending(database: Database, pending: int) -> bool:
     sql = """SELECT sum(c.last_seq - p.acked_seq) = $1
                FROM lane_counter c JOIN lane_progress p USING (lane_id)
               WHERE EXISTS (SELECT FROM delivery)"""
-    return bool(await fetchval(database, sql, owed))
+    return bool(await fetchval(database, sql, pending))

@@ -1,4 +1,4 @@
-"""What an endpoint asks for is what its requests look like."""
+"""The settings of an endpoint appear in its requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.delivery.signature import SignatureMismatch, parse_secret, verify
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
 from tests.support.waiting import until
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.costly
 
 
-async def test_method_headers_and_time_outs_are_the_endpoints(database: Database) -> None:
+async def test_a_request_uses_the_method_headers_and_timeouts_of_its_endpoint(
+    database: Database,
+) -> None:
     await add_endpoint(database)
     await fetchval(
         database,
@@ -44,11 +46,11 @@ async def test_method_headers_and_time_outs_are_the_endpoints(database: Database
     assert len(names) == len(set(names))
 
 
-async def test_an_endpoints_own_list_says_what_is_tried_again(database: Database) -> None:
+async def test_an_endpoint_sets_its_own_retryable_status_codes(database: Database) -> None:
     await add_endpoint(database)
     await fetchval(database, "UPDATE endpoint SET retryable = '{404}'")
-    answers = iter([Answer.of(404, 0.001), OK, Answer.of(503, 0.001)])
-    network = Network(lambda _: next(answers))
+    responses = iter([AttemptResult.completed(404, 0.001), OK, AttemptResult.completed(503, 0.001)])
+    network = Network(lambda _: next(responses))
     async with running(database, network):
         await publish(database, 1)
         await all_ended(database)
@@ -58,7 +60,7 @@ async def test_an_endpoints_own_list_says_what_is_tried_again(database: Database
     assert await fetchval(database, "SELECT array_agg(seq) FROM dead_letter") == [2]
 
 
-async def test_a_secret_that_is_replaced_signs_until_its_time(database: Database) -> None:
+async def test_a_replaced_secret_signs_until_it_expires(database: Database) -> None:
     old = parse_secret((await add_endpoint(database)).secret)
     text = "whsec_" + "A" * 43 + "="
     await fetchval(

@@ -1,4 +1,4 @@
-"""After an erasure what events said is nowhere, and what happened still is."""
+"""Erasure: event data is removed everywhere, and the delivery history is kept."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.model.response import Answer
-from outbox.core.sequencing.partition_window import Keep
+from outbox.core.model.response import AttemptResult
+from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import UsageError
 from outbox.operations import backfill, erase, replays, trace
 from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import Selection
-from outbox.operations.erase import Whose
+from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.erase import ErasureTarget
 from outbox.store.retention import RetentionStore
 from tests.support.relay import (
     BUSY,
@@ -48,7 +48,7 @@ async def db(database: Database) -> Connection[Any]:
 
 
 async def where(db: Connection[Any], text: str) -> set[str]:
-    """The tables that hold a text anywhere."""
+    """The tables that contain a text in any column."""
     tables = await db.fetch(
         "SELECT relname FROM pg_class "
         "WHERE relnamespace = 'relay'::regnamespace AND relkind IN ('r', 'p') "
@@ -64,19 +64,19 @@ async def where(db: Connection[Any], text: str) -> set[str]:
 
 
 def echo(status: int) -> Any:
-    """A receiver that repeats what it is told."""
+    """A receiver that echoes the request."""
 
-    def answer(sent: Sent) -> Answer:
-        return Answer.of(status, 0.001, body=str(sent.body["data"]).encode())
+    def response(sent: Sent) -> AttemptResult:
+        return AttemptResult.completed(status, 0.001, body=str(sent.body["data"]).encode())
 
-    return answer
+    return response
 
 
-@pytest.mark.parametrize("whose", [Whose(tenant="acme"), Whose(key="customer-1")])
-async def test_what_events_said_is_nowhere_and_what_happened_is(
-    database: Database, db: Connection[Any], whose: Whose
+@pytest.mark.parametrize("target", [ErasureTarget(tenant="acme"), ErasureTarget(key="customer-1")])
+async def test_erasure_removes_event_data_and_keeps_delivery_history(
+    database: Database, db: Connection[Any], target: ErasureTarget
 ) -> None:
-    columns = {"tenant": whose.tenant, "key": whose.key, "headers": f'{{"x-of": "{SECRET}"}}'}
+    columns = {"tenant": target.tenant, "key": target.key, "headers": f'{{"x-of": "{SECRET}"}}'}
     others = {"tenant": "other", "key": "customer-2"}
     await add_endpoint(database, name="good", all_tenants=True)
     await add_endpoint(database, name="bad", all_tenants=True)
@@ -84,7 +84,7 @@ async def test_what_events_said_is_nowhere_and_what_happened_is(
         database, name="busy", all_tenants=True, retry={"attempts_max": 3, "base_s": 9}
     )
 
-    def script(sent: Sent) -> Answer:
+    def script(sent: Sent) -> AttemptResult:
         status = {"good": 200, "bad": 400, "busy": 503}[sent.url.rpartition("/")[2]]
         return echo(status)(sent)
 
@@ -96,77 +96,79 @@ async def test_what_events_said_is_nowhere_and_what_happened_is(
         await until(lambda: len(network.accepted) == 6, 10, "the good one")
         await until(lambda: fetchval(database, "SELECT count(*) = 6 FROM dead_letter"), 10)
         await until(lambda: fetchval(database, "SELECT count(*) >= 13 FROM attempt"), 10)
-        # And once more to one of them, which another answer tells of.
-        job = await backfill.ask(db, "relay", Backfill("good", LONG_AGO), actor="test")
+        # One more delivery to one of them, which another response echoes.
+        job = await backfill.request_backfill(db, "relay", Backfill("good", LONG_AGO), actor="test")
         await until(lambda: len(network.accepted) == 12, 10, "the backfill")
-        ended = "SELECT ended_at IS NOT NULL FROM replay_part WHERE job_id = $1"
+        ended = "SELECT ended_at IS NOT NULL FROM replay_job_endpoint WHERE job_id = $1"
         await until(lambda: fetchval(database, ended, job), 10, "its end")
-    # As if the one that is busy had been so for longer.
+    # Simulate that the slow request has been running for longer.
     await db.execute(
-        "UPDATE endpoint_health SET last_answer = jsonb_build_object('body', $1::text) "
+        "UPDATE endpoint_health SET last_response = jsonb_build_object('body', $1::text) "
         "WHERE endpoint_id = (SELECT id FROM endpoint WHERE name = 'busy')",
         SECRET,
     )
     held = await where(db, SECRET)
     assert held == {"outbox", "attempt", "dead_letter", "lane_progress", "endpoint_health"}
     before = await db.fetchval("SELECT count(*) FROM attempt")
-    would = await erase.count(db, "relay", whose)
+    would = await erase.count_erasable(db, "relay", target)
     assert (would.events, would.dead_letters) == (3, 3)
     assert SECRET in str(await db.fetch("SELECT payload FROM outbox"))
-    done = await erase.erase(db, "relay", whose, actor="test")
+    done = await erase.erase_events(db, "relay", target, actor="test")
     assert (done.events, done.dead_letters) == (3, 3)
-    # The one that is busy may have been tried once more, on a machine that is.
-    assert done.answers >= 10
+    # On a busy machine the slow delivery may have been attempted once more.
+    assert done.responses >= 10
     assert await where(db, SECRET) == set()
     assert "attempt" in await where(db, "public-1")
     assert await db.fetchval("SELECT count(*) FROM attempt") == before
     assert await db.fetchval("SELECT count(*) FROM outbox WHERE payload IS NOT NULL") == 3
-    told = await db.fetchval("SELECT data FROM journal WHERE kind = 'erased' AND actor = 'test'")
-    assert '"events": 3' in told
+    entry = await db.fetchval("SELECT data FROM journal WHERE kind = 'erased' AND actor = 'test'")
+    assert '"events": 3' in entry
     erased_id = await db.fetchval("SELECT max(id) FROM outbox WHERE payload IS NULL")
-    story = await trace.read(db, "relay", erased_id, payload=True)
-    assert story.event.erased_at is not None
-    assert story.event.payload is None
-    assert {d.fate for d in story.deliveries} >= {"delivered", "dead"}
-    # Again is harmless, and finds nothing.
-    again = await erase.erase(db, "relay", whose, actor="test")
-    assert (again.events, again.dead_letters, again.answers) == (0, 0, 0)
+    event_trace = await trace.read_trace(db, "relay", erased_id, payload=True)
+    assert event_trace.event.erased_at is not None
+    assert event_trace.event.payload is None
+    assert {d.state for d in event_trace.deliveries} >= {"delivered", "dead"}
+    # A second erasure is harmless and finds nothing.
+    again = await erase.erase_events(db, "relay", target, actor="test")
+    assert (again.events, again.dead_letters, again.responses) == (0, 0, 0)
     assert await exceptions(database) == {}
 
 
-async def test_what_a_relay_has_in_hand_is_not_sent_any_more(
+async def test_erased_events_in_a_delivery_buffer_are_not_sent(
     database: Database, db: Connection[Any]
 ) -> None:
-    patient = {"base_s": 0.05, "factor": 1.0, "cap_s": 0.05, "attempts_max": 1000}
-    await add_endpoint(database, all_tenants=True, lanes=1, retry=patient)
+    retry = {"base_s": 0.05, "factor": 1.0, "cap_s": 0.05, "attempts_max": 1000}
+    await add_endpoint(database, all_tenants=True, lanes=1, retry=retry)
     network = Network(lambda _: BUSY)
     async with running(database, network):
         for n in range(6):
             tenant = "acme" if n % 3 else "other"
             await publish(database, f"{SECRET}-{n}" if n % 3 else n, tenant=tenant)
         await until(lambda: network.sent, 10, "a first attempt")
-        await erase.erase(db, "relay", Whose(tenant="acme"), actor="test")
-        looked = "SELECT max(renewals) FROM replica"
-        before = await fetchval(database, looked)
-        await until(lambda: fetchval(database, f"{looked} HAVING max(renewals) > $1 + 2", before))
+        await erase.erase_events(db, "relay", ErasureTarget(tenant="acme"), actor="test")
+        renewals_sql = "SELECT max(renewals) FROM replica"
+        before = await fetchval(database, renewals_sql)
+        await until(
+            lambda: fetchval(database, f"{renewals_sql} HAVING max(renewals) > $1 + 2", before)
+        )
         network.script = lambda _: OK
         await all_ended(database)
     assert network.data() == [0, 3]
     assert SECRET not in str([sent.body for sent in network.sent])
-    rows = await db.fetch("SELECT reason, last_answer FROM dead_letter ORDER BY seq")
-    assert {(row["reason"], row["last_answer"]) for row in rows} == {("erased", None)}
+    rows = await db.fetch("SELECT reason, last_response FROM dead_letter ORDER BY seq")
+    assert {(row["reason"], row["last_response"]) for row in rows} == {("erased", None)}
     assert len(rows) == 4
     assert await exceptions(database) == {}
 
 
-async def test_an_event_that_was_erased_before_it_was_sequenced(
+async def test_an_event_erased_before_sequencing_is_not_sent(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, all_tenants=True, name="all")
     await add_endpoint(database, all_tenants=True, name="some", filter="@.n > 0")
     await publish(database, {"n": 1}, tenant="acme")
     await publish(database, {"n": 2}, tenant="other")
-    await erase.erase(db, "relay", Whose(tenant="acme"), actor="test")
+    await erase.erase_events(db, "relay", ErasureTarget(tenant="acme"), actor="test")
     network = Network()
     async with running(database, network):
         await publish(database, {"n": 3}, tenant="acme")
@@ -174,31 +176,31 @@ async def test_an_event_that_was_erased_before_it_was_sequenced(
         await all_ended(database)
     assert sorted(d["n"] for d in network.data()) == [2, 2, 3, 3]
     assert await db.fetchval("SELECT array_agg(reason) FROM dead_letter") == ["erased"]
-    with pytest.raises(UsageError, match="it was erased"):
-        await replays.replay(db, "relay", Selection(ids=(1,)), actor="test")
+    with pytest.raises(UsageError, match="its event was erased"):
+        await replays.start_replay(db, "relay", DeadLetterSelection(ids=(1,)), actor="test")
     assert await exceptions(database) == {}
 
 
-async def test_what_was_written_when_it_was_erased_is_erased_within_the_hour(
+async def test_data_written_during_an_erasure_is_erased_within_an_hour(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, all_tenants=True)
-    asked, answering = asyncio.Event(), asyncio.Event()
+    requested, may_respond = asyncio.Event(), asyncio.Event()
 
-    async def slow(sent: Sent) -> Answer:
-        asked.set()
-        await answering.wait()
-        return Answer.of(400, 0.001, body=str(sent.body["data"]).encode())
+    async def slow(sent: Sent) -> AttemptResult:
+        requested.set()
+        await may_respond.wait()
+        return AttemptResult.completed(400, 0.001, body=str(sent.body["data"]).encode())
 
     async with running(database, Network(slow)):
         await publish(database, SECRET, tenant="acme")
-        await asked.wait()
-        await erase.erase(db, "relay", Whose(tenant="acme"), actor="test")
-        answering.set()
+        await requested.wait()
+        await erase.erase_events(db, "relay", ErasureTarget(tenant="acme"), actor="test")
+        may_respond.set()
         await all_ended(database)
     assert await where(db, SECRET) == {"attempt", "dead_letter"}
-    retention = RetentionStore(db, Keep())
-    assert await retention.clean() == 2
+    retention = RetentionStore(db, Retention())
+    assert await retention.delete_expired() == 2
     assert await where(db, SECRET) == set()
-    assert await retention.clean() == 0
+    assert await retention.delete_expired() == 0
     assert await exceptions(database) == {}

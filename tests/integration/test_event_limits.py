@@ -1,4 +1,4 @@
-"""Every limit of an event on every way in: what is just allowed is stored, one byte more is not."""
+"""Event limits for every way to publish: the exact limit is stored, one byte more is rejected."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.one_major, pytest.mark.costly]
 
 PAYLOAD_BYTES_MAX = 4000
-"""The setting, so that what is just allowed fits into an argument of a command."""
+"""The setting, small enough for a command-line argument."""
 
 COLUMNS = ("type", "payload", "key", "tenant", "headers")
 SOON = timedelta(days=1)
 
 
 class Refused(Exception):
-    """By the way in, in words that name the limit."""
+    """An error of a way to publish, in words that name the limit."""
 
 
 def _values(event: dict[str, Any]) -> list[Any]:
@@ -81,18 +81,20 @@ async def _in_python(database: Database, publish: Callable[[Any], Awaitable[obje
 
 
 async def by_python(database: Database, event: dict[str, Any]) -> None:
-    said = dict(event)
+    fields = dict(event)
     await _in_python(
-        database, lambda c: outbox.publish(c, said.pop("type"), said.pop("payload"), **said)
+        database, lambda c: outbox.publish(c, fields.pop("type"), fields.pop("payload"), **fields)
     )
 
 
 async def by_python_later(database: Database, event: dict[str, Any]) -> None:
-    said = dict(event)
+    fields = dict(event)
     at = datetime.now(UTC) + SOON
     await _in_python(
         database,
-        lambda c: outbox.publish(c, said.pop("type"), said.pop("payload"), deliver_at=at, **said),
+        lambda c: outbox.publish(
+            c, fields.pop("type"), fields.pop("payload"), deliver_at=at, **fields
+        ),
     )
 
 
@@ -115,11 +117,11 @@ async def by_command(database: Database, event: dict[str, Any]) -> None:
 
 
 async def by_api(database: Database, event: dict[str, Any]) -> None:
-    async with serving(database) as anybody:
-        api = anybody.with_token(await make_token(database, f"t{id(event)}"))
-        answer = await api.post("/v1/events", event)
-    if answer.status >= 300:
-        raise Refused(orjson.dumps(answer.json).decode())
+    async with serving(database) as anonymous:
+        api = anonymous.with_token(await make_token(database, f"t{id(event)}"))
+        response = await api.post("/v1/events", event)
+    if response.status >= 300:
+        raise Refused(orjson.dumps(response.json).decode())
 
 
 async def by_schedule(database: Database, event: dict[str, Any]) -> None:
@@ -146,19 +148,19 @@ WAYS: list[Publish] = [
 
 
 def _headers(size: int) -> dict[str, str]:
-    """So many bytes as the database writes it: `{"X-A": "…"}`."""
+    """Headers of this many bytes in the database's notation: `{"X-A": "…"}`."""
     return {"X-A": "v" * (size - len('{"X-A": ""}'))}
 
 
 def _limits(way: Publish) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """What is just allowed, and what is not."""
+    """The largest allowed value and the smallest rejected one."""
     headers_max = SCHEDULE_HEADERS_BYTES_MAX if way is by_schedule else 8192
     return {
         "type": ({"type": "t" * 255}, {"type": "t" * 256}),
         "key": ({"key": "ü" * 256}, {"key": "ü" * 256 + "k"}),
         "tenant": ({"tenant": "ü" * 127 + "t"}, {"tenant": "ü" * 128}),
         "headers": ({"headers": _headers(headers_max)}, {"headers": _headers(headers_max + 1)}),
-        # As the database writes it: with its quotation marks.
+        # In the database's notation, with its quotation marks.
         "payload": (
             {"payload": "p" * (PAYLOAD_BYTES_MAX - 2)},
             {"payload": "p" * (PAYLOAD_BYTES_MAX - 1)},
@@ -168,7 +170,9 @@ def _limits(way: Publish) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("limit", ["type", "key", "tenant", "headers", "payload"])
-async def test_no_way_in_leads_past_a_limit(database: Database, limit: str, way: Publish) -> None:
+async def test_every_way_to_publish_enforces_each_limit(
+    database: Database, limit: str, way: Publish
+) -> None:
     await _statement(database, f"SELECT set_payload_bytes_max({PAYLOAD_BYTES_MAX})")
     allowed, too_much = _limits(way)[limit]
     event = {"type": "a.b", "payload": {"n": 1}}
@@ -188,7 +192,7 @@ async def test_the_payload_limit_is_256_kib(database: Database) -> None:
         assert await connection.fetchval("SELECT payload_bytes_max()") == 256 * 1024
     with pytest.raises(Refused, match="payload_must_be_at_most_262144_bytes"):
         await by_insert(database, {"type": "a.b", "payload": "p" * (256 * 1024 - 1)})
-    # What jsonb holds in few bytes, and writes in many.
+    # A value that jsonb stores in few bytes and prints in many.
     with pytest.raises(Refused, match="payload_must_be_at_most_262144_bytes"):
         await _statement(
             database,

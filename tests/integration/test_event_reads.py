@@ -1,4 +1,4 @@
-"""The reader's one connection is everybody's: what a read may be."""
+"""Bounds of a read: the reader's only connection is shared by all lanes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.batch import BATCH_BYTES_MAX
 from outbox.core.delivery.commands import Fetch
 from outbox.core.model.endpoint import BATCH_MAX
-from outbox.relay.delivery.fetcher import ROWS_PER_LANE, ROWS_PER_READ, Reader
+from outbox.relay.delivery.fetcher import ROWS_PER_LANE, ROWS_PER_READ, DeliveryFetcher
 from tests.core.lane_tables import delivery
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Reading:
-    """A lane that waits for what it owes."""
+class WaitingLane:
+    """A lane that waits for its pending deliveries."""
 
     id: int
     batch_max: int | None
@@ -31,20 +31,20 @@ class Reading:
         return self
 
     @property
-    def home(self) -> Any:
+    def runtime(self) -> Any:
         endpoint = SimpleNamespace(id=self.id % 7, tenant=None, batch_max=self.batch_max)
         return SimpleNamespace(endpoint=endpoint)
 
     @property
-    def machine(self) -> Any:
-        return SimpleNamespace(fetched=self.fetched, owed=10_000)
+    def state(self) -> Any:
+        return SimpleNamespace(append_fetched=self.fetched, pending=10_000)
 
     def fetched(self, rows: Any) -> None:
         self.got = len(rows)
 
 
-class Full:
-    """Lanes that owe more than anybody asks for; keeps how many rows each read was of."""
+class FullLanes:
+    """Lanes with more pending deliveries than any read returns; records the size of each read."""
 
     def __init__(self, payload: bytes = b"{}") -> None:
         self.reads: list[int] = []
@@ -58,40 +58,40 @@ class Full:
         return {lane.id: rows[:most] for lane, most in zip(lanes, rows_max, strict=True)}
 
 
-async def test_who_may_send_much_together_keeps_the_others_waiting_no_longer() -> None:
-    """A read is as large at most as one for lanes that send one by one."""
-    lanes = [Reading(n, (None, 1000, 10)[n % 3]) for n in range(99)]
-    store = Full()
+async def test_a_large_batch_limit_does_not_delay_other_lanes() -> None:
+    """A read is at most as large as one for lanes that send one by one."""
+    lanes = [WaitingLane(n, (None, 1000, 10)[n % 3]) for n in range(99)]
+    store = FullLanes()
     await read(lanes, store)
-    # The last one may be the largest there is.
+    # The last event may have the largest allowed size.
     assert max(store.reads) < ROWS_PER_READ + BATCH_MAX
     assert {lane.got for lane in lanes if lane.batch_max != 1000} == {ROWS_PER_LANE}
     assert {lane.got for lane in lanes if lane.batch_max == 1000} == {1000}
 
 
-async def test_payloads_that_are_small_only_as_they_are_stored_are_bounded_in_hand() -> None:
-    """Or what compresses well takes fifty times as much of the relay."""
+async def test_compressed_payloads_are_bounded_by_their_size_in_memory() -> None:
+    """Otherwise well-compressed payloads would take fifty times as much of the relay's memory."""
     large = b'"%b"' % (b"x" * 20_000)
-    lanes = [Reading(1, 1000), Reading(2, None)]
-    await read(lanes, Full(large))
+    lanes = [WaitingLane(1, 1000), WaitingLane(2, None)]
+    await read(lanes, FullLanes(large))
     assert [lane.got for lane in lanes] == [BATCH_BYTES_MAX // len(large), ROWS_PER_LANE]
-    # As many as of any lane it may always have.
-    await read(lanes[:1], Full(large * 10))
+    # As many as any lane may always have.
+    await read(lanes[:1], FullLanes(large * 10))
     assert lanes[0].got == ROWS_PER_LANE
 
 
-async def test_where_payloads_are_large_fewer_are_read() -> None:
-    """What a read takes is known when it is there, and the next one is smaller."""
-    lanes = [Reading(n, None) for n in range(16)]
-    store = Full(b'"%b"' % (b"x" * 250_000))
+async def test_large_payloads_reduce_the_rows_per_read() -> None:
+    """The size of a read is known afterwards, and the next read is smaller."""
+    lanes = [WaitingLane(n, None) for n in range(16)]
+    store = FullLanes(b'"%b"' % (b"x" * 250_000))
     await read(lanes, store)
     await read(lanes, store)
-    # Four of them go in a request.
+    # A request contains four of them.
     assert store.reads == [16 * ROWS_PER_LANE, 16 * 4]
 
 
-async def read(lanes: Sequence[Reading], store: Full) -> None:
-    """Read once for all of them."""
+async def read(lanes: Sequence[WaitingLane], store: FullLanes) -> None:
+    """Read once for all lanes."""
     left, done = set(lanes), asyncio.Event()
 
     def on_rows(lane: Any) -> None:
@@ -99,9 +99,9 @@ async def read(lanes: Sequence[Reading], store: Full) -> None:
         if not left:
             done.set()
 
-    reader = Reader(store, on_rows)  # type: ignore[arg-type]
+    reader = DeliveryFetcher(store, on_rows)  # type: ignore[arg-type]
     for lane in lanes:
-        reader.want(lane, Fetch(0, 0))  # type: ignore[arg-type]
+        reader.request(lane, Fetch(0, 0))  # type: ignore[arg-type]
     task = asyncio.create_task(reader.run())
     async with asyncio.timeout(10):
         await done.wait()

@@ -1,4 +1,4 @@
-"""An asynchronous fail-over that loses commits: ids and numbers are given out again."""
+"""An asynchronous failover that loses commits: ids and sequence numbers are assigned again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from outbox.operations import endpoint_changes
-from outbox.receiver.lane_order import OrderBook
+from outbox.receiver.lane_order import OrderTracker
 from tests.support.failover import pair
 from tests.support.relay import (
     OK,
@@ -28,19 +28,19 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import random
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.failover import Pair
     from tests.support.relay import Sent
 
 LOST_MIN = 40
-"""A sequence is logged 32 values ahead: with fewer lost events no id would be given again."""
+"""A sequence is logged 32 values ahead: with fewer lost events no id would be reassigned."""
 
 
 class Receiver:
-    """One that keeps its books over the whole time, and drops what it has seen."""
+    """A receiver that keeps its state over the whole test and drops duplicates."""
 
     def __init__(self, accepted: list[Sent]) -> None:
-        self.book = OrderBook(from_start=True)
+        self.book = OrderTracker(from_start=True)
         self.processed: dict[str, str] = {}
         self.keys: dict[str, list[int]] = defaultdict(list)
         self.lost: list[tuple[int, int]] = []
@@ -61,17 +61,17 @@ class Receiver:
 
 
 @pytest.mark.one_major
-async def test_after_a_fail_over_that_lost_commits_no_event_is_taken_for_another(
+async def test_no_event_is_mistaken_for_another_after_a_lossy_failover(
     pg_major: int, rng: random.Random
 ) -> None:
     cut = asyncio.Event()
 
-    async def answer(sent: Sent) -> Answer:
+    async def response(sent: Sent) -> AttemptResult:
         if sent.url.endswith("slow"):
             await cut.wait()
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     published = 0
 
     async def publish_some(database: Pair, events: int) -> None:
@@ -88,7 +88,7 @@ async def test_after_a_fail_over_that_lost_commits_no_event_is_taken_for_another
         await add_endpoint(database, "slow")
         async with running(database, network), running(database, network):
             await publish_some(database, 20)
-            # Everything that the one receiver has is acknowledged; the other has nothing.
+            # Everything is acknowledged by the first receiver, and nothing by the other.
             await until(lambda: received("shop") == 20, 20, "the first events")
             await until(lambda: fetchval(database, ACKNOWLEDGED, "shop"), 20, "their records")
             await database.cut()
@@ -103,7 +103,7 @@ async def test_after_a_fail_over_that_lost_commits_no_event_is_taken_for_another
 
             await publish_some(database, LOST_MIN)
             await all_ended(database, 60)
-            # One of the changes that were lost, made again.
+            # One of the lost changes, made again.
             await set_lanes(database, 3)
             await publish_some(database, 10)
             await all_ended(database, 40)
@@ -111,7 +111,7 @@ async def test_after_a_fail_over_that_lost_commits_no_event_is_taken_for_another
         assert await exceptions(database) == {}
         changed = await fetchval(database, CHANGES)
 
-    # It was what it should have been: the same ids are other events now, and both were sent.
+    # The test covered its case: the same ids are other events now, and both were sent.
     again = {id_ for id_ in before.keys() & after.keys() if before[id_] != after[id_]}
     assert again
     for name in ("shop", "slow"):
@@ -126,7 +126,7 @@ async def test_after_a_fail_over_that_lost_commits_no_event_is_taken_for_another
         totals = receiver.book.totals()
         assert (totals.missing, totals.out_of_order, totals.conflicts) == (0, 0, 0)
         if name == "slow":
-            # All that the old lane still owed came again, and its end was told.
+            # All pending deliveries of the old lane were sent again, and its end was marked.
             assert receiver.lost == [(21, 20 + 2 * LOST_MIN)]
     events = defaultdict(set)
     deliveries = defaultdict(set)
@@ -135,8 +135,8 @@ async def test_after_a_fail_over_that_lost_commits_no_event_is_taken_for_another
         events[sent.url, sent.delivery].add(sent.body["id"])
         deliveries[sent.url, sent.body["id"]].add(sent.delivery)
         numbers[sent.lane, sent.seq].add(sent.body["id"])
-    for told in (events, deliveries, numbers):
-        assert all(len(each) == 1 for each in told.values())
+    for values in (events, deliveries, numbers):
+        assert all(len(each) == 1 for each in values.values())
     assert orjson.loads(changed) == [{"old": 1, "new": 2, "endpoints": 2}]
 
 

@@ -1,4 +1,4 @@
-"""Ownership on real PostgreSQL: a replica that lost its endpoints writes nothing."""
+"""Fencing on real PostgreSQL: a replica that lost its endpoints writes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import asyncpg
 
-    from outbox.store.replicas import Look
+    from outbox.store.replicas import ClusterSnapshot
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -42,7 +42,7 @@ class Replica:
         return self
 
     async def own(self, connection: asyncpg.Connection) -> None:
-        """Say that this is one of its own."""
+        """Register the backend as one of this replica."""
         pids = [connection.get_server_pid()]
         await self.connection.execute("UPDATE replica SET pids = $2 WHERE id = $1", self.id, pids)
 
@@ -77,11 +77,11 @@ async def test_the_owner_writes(database: Database) -> None:
 
 
 @pytest.mark.parametrize("make", [success, failure])
-async def test_a_buried_replica_writes_nothing(database: Database, make: object) -> None:
+async def test_an_expired_replica_writes_nothing(database: Database, make: object) -> None:
     endpoint_id, lane = await _endpoint(database)
     old, new = await Replica(database).start(), await Replica(database).start()
     epoch = await old.claim(endpoint_id)
-    assert await new.replicas.bury(old.id, "test", 1.0)
+    assert await new.replicas.expire_replica(old.id, "test", 1.0)
     with pytest.raises(Fenced):
         await old.records.write([make(lane, 1)], [epoch])
     assert await old.records.checkpoint([(lane, epoch, Progress(1, 1, 1))]) == set()
@@ -90,7 +90,7 @@ async def test_a_buried_replica_writes_nothing(database: Database, make: object)
     assert await fetchval(database, "SELECT acked_seq FROM lane_progress") == 0
 
 
-async def test_a_replica_whose_lease_lapsed_writes_nothing_and_cannot_renew(
+async def test_a_replica_with_an_expired_lease_writes_nothing_and_cannot_renew(
     database: Database,
 ) -> None:
     endpoint_id, lane = await _endpoint(database)
@@ -103,7 +103,7 @@ async def test_a_replica_whose_lease_lapsed_writes_nothing_and_cannot_renew(
     assert await owner.claim(endpoint_id) == 0
 
 
-async def test_a_lane_of_an_earlier_epoch_writes_nothing_at_all(database: Database) -> None:
+async def test_a_lane_of_an_earlier_epoch_writes_nothing(database: Database) -> None:
     endpoint_id, lane = await _endpoint(database)
     owner = await Replica(database).start()
     epoch = await owner.claim(endpoint_id)
@@ -116,7 +116,7 @@ async def test_a_lane_of_an_earlier_epoch_writes_nothing_at_all(database: Databa
     assert await owner.records.checkpoint([(lane, epoch, Progress(1, 1, 1))]) == set()
 
 
-async def test_a_replica_that_renewed_since_it_was_judged_is_not_buried(
+async def test_a_replica_that_renewed_after_the_check_is_not_expired(
     database: Database,
 ) -> None:
     endpoint_id, lane = await _endpoint(database)
@@ -125,86 +125,88 @@ async def test_a_replica_that_renewed_since_it_was_judged_is_not_buried(
     await old.own(old.connection)
     await old.connection.execute(f"SET application_name = '{application_name(old.id)}'")
     assert await old.replicas.renew(old.id)
-    assert not await new.replicas.bury(old.id, "test", 1.0, renewals=0)
-    # Not even its sessions are ended when its row cannot be had.
+    assert not await new.replicas.expire_replica(old.id, "test", 1.0, renewals=0)
+    # Its sessions are not terminated either while its row is locked.
     await old.connection.execute("BEGIN; SELECT FROM replica FOR UPDATE")
-    assert not await new.replicas.bury(old.id, "test", 0.1, renewals=0)
+    assert not await new.replicas.expire_replica(old.id, "test", 0.1, renewals=0)
     await old.connection.execute("COMMIT")
     await old.records.write([success(lane, 1)], [epoch])
-    assert await new.replicas.bury(old.id, "test", 1.0, renewals=1)
+    assert await new.replicas.expire_replica(old.id, "test", 1.0, renewals=1)
 
 
 OTHER_LEASE_S = 0.2
 RENEW_OTHER = "UPDATE replica SET renewals = renewals + 1 WHERE id = $1"
 
 
-async def test_an_answer_that_comes_late_buries_nobody(
+async def test_a_late_response_expires_no_replica(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tells of a counter that stood still for a moment, and is heard a lease later."""
+    """The response reports a renewal counter that was unchanged for a moment, and arrives a lease
+    later.
+    """
     connection = await database.connect(**SESSION)
     other_id = await register(ReplicaStore(connection), OTHER_LEASE_S)
     clock = asyncio.get_running_loop().time
-    looks: list[set[int]] = []
-    original = ReplicaStore.look
+    polls: list[set[int]] = []
+    original = ReplicaStore.read_cluster
 
-    async def late(self: ReplicaStore) -> Look:
+    async def late(self: ReplicaStore) -> ClusterSnapshot:
         seen = await original(self)
-        looks.append({peer.id for peer in seen.peers})
-        if len(looks) == 2:
+        polls.append({peer.id for peer in seen.peers})
+        if len(polls) == 2:
             await connection.execute(RENEW_OTHER, other_id)
-            heard_at = clock() + 2 * OTHER_LEASE_S
-            await until(lambda: clock() > heard_at, what="a lease to pass")
+            response_at = clock() + 2 * OTHER_LEASE_S
+            await until(lambda: clock() > response_at, what="a lease to pass")
         return seen
 
-    monkeypatch.setattr(ReplicaStore, "look", late)
+    monkeypatch.setattr(ReplicaStore, "read_cluster", late)
     async with running(database, Network(), lease_s=30.0 * OTHER_LEASE_S):
-        await until(lambda: len(looks) > 2, 20, "another look")
-    assert other_id in looks[2]
+        await until(lambda: len(polls) > 2, 20, "another poll")
+    assert other_id in polls[2]
 
 
-async def test_a_burial_waits_for_a_group_under_way_and_then_sees_it(database: Database) -> None:
+async def test_an_expiry_waits_for_a_running_group_and_then_reads_it(database: Database) -> None:
     endpoint_id, lane = await _endpoint(database)
     old, new = await Replica(database).start(), await Replica(database).start()
     epoch = await old.claim(endpoint_id)
     transaction = old.connection.transaction()
     await transaction.start()
     await old.records.write([success(lane, 1)], [epoch])
-    burial = asyncio.create_task(new.replicas.bury(old.id, "test", 10.0))
+    expiry = asyncio.create_task(new.replicas.expire_replica(old.id, "test", 10.0))
     waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
     await until(lambda: fetchval(database, waiting))
     await transaction.commit()
-    assert await burial
+    assert await expiry
     assert await fetchval(database, "SELECT count(*) FROM attempt") == 1
 
 
-async def test_who_renewed_since_it_was_last_looked_at_is_not_buried(database: Database) -> None:
-    """A renewal may commit between the look and the burial, and its owner goes on sending."""
+async def test_a_replica_that_renews_during_its_expiry_is_not_expired(database: Database) -> None:
+    """A renewal may commit between the check and the expiry, and its owner continues to send."""
     endpoint_id, lane = await _endpoint(database)
     old, new = await Replica(database).start(), await Replica(database).start()
     epoch = await old.claim(endpoint_id)
-    (seen,) = [peer for peer in (await new.replicas.look()).peers if peer.id == old.id]
+    (seen,) = [peer for peer in (await new.replicas.read_cluster()).peers if peer.id == old.id]
     renewing = await database.connect(**SESSION)
     transaction = renewing.transaction()
     await transaction.start()
     assert await ReplicaStore(renewing).renew(old.id)
-    burial = asyncio.create_task(new.replicas.bury(old.id, "test", 10.0, seen.renewals))
+    expiry = asyncio.create_task(new.replicas.expire_replica(old.id, "test", 10.0, seen.renewals))
     waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
     await until(lambda: fetchval(database, waiting))
     await transaction.commit()
-    assert not await burial
+    assert not await expiry
     await old.records.write([success(lane, 1)], [epoch])
-    assert await new.replicas.bury(old.id, "test", 10.0, seen.renewals + 1)
+    assert await new.replicas.expire_replica(old.id, "test", 10.0, seen.renewals + 1)
 
 
-async def test_a_group_that_waits_behind_a_burial_finds_no_fence(database: Database) -> None:
+async def test_a_group_that_waits_for_an_expiry_finds_no_fence(database: Database) -> None:
     endpoint_id, lane = await _endpoint(database)
     old = await Replica(database).start()
     epoch = await old.claim(endpoint_id)
     burier = await database.connect(**SESSION)
     transaction = burier.transaction()
     await transaction.start()
-    await ReplicaStore(burier).bury(old.id, "test", 1.0)
+    await ReplicaStore(burier).expire_replica(old.id, "test", 1.0)
     group = asyncio.create_task(old.records.write([success(lane, 1)], [epoch]))
     waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
     await until(lambda: fetchval(database, waiting))
@@ -226,8 +228,8 @@ async def test_a_frozen_session_that_holds_the_fence_is_ended(database: Database
     transaction = frozen.transaction()
     await transaction.start()
     await RecordStore(frozen, old.id).write([success(lane, 1)], [epoch])
-    assert not await new.replicas.bury(old.id, "test", 0.1)
-    assert await new.replicas.bury(old.id, "test", 10.0)
+    assert not await new.replicas.expire_replica(old.id, "test", 0.1)
+    assert await new.replicas.expire_replica(old.id, "test", 10.0)
     assert await fetchval(database, "SELECT count(*) FROM attempt") == 0
 
 
@@ -238,8 +240,8 @@ async def test_an_endpoint_belongs_to_one_replica_at_a_time(database: Database) 
     assert sorted(got) == [0, 1]
 
 
-@pytest.mark.parametrize("move", ["claim", "release", "bury"])
-async def test_a_move_and_a_change_of_the_same_endpoints_wait_for_each_other_in_one_order(
+@pytest.mark.parametrize("move", ["claim", "release", "expire"])
+async def test_a_move_and_a_change_lock_endpoints_in_the_same_order(
     database: Database, move: str
 ) -> None:
     first = (await add_endpoint(database, "first")).id
@@ -269,10 +271,10 @@ async def _move(move: str, replica: Replica, other: Replica, endpoint_ids: list[
     elif move == "release":
         await replica.replicas.release(replica.id, endpoint_ids, "test", "moved")
     else:
-        assert await other.replicas.bury(replica.id, "test", 10.0)
+        assert await other.replicas.expire_replica(replica.id, "test", 10.0)
 
 
-async def test_nobody_waits_for_an_operator_who_decides_about_a_range(database: Database) -> None:
+async def test_an_operator_lock_on_a_range_blocks_no_write(database: Database) -> None:
     endpoint_id, lane = await _endpoint(database)
     owner = await Replica(database).start()
     epoch = await owner.claim(endpoint_id)

@@ -1,6 +1,6 @@
-"""The database's file system is full, for real: the relay waits, goes on, and loses nothing.
+"""A full file system, for real: the relay waits, resumes, and loses nothing.
 
-Left out where no file system can be mounted.
+Deselected where no file system can be mounted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.store.connection.connect import TROUBLE
+from outbox.store.connection.connect import CONNECTION_ERRORS
 from tests.support.load import under_load
 from tests.support.postgres import Server
 from tests.support.relay import publish
@@ -34,7 +34,7 @@ FULL = "No space left on device"
 
 @pytest.fixture
 def disk() -> Iterator[SmallDisk]:
-    """Room for a server, and little more."""
+    """Space for a server and little more."""
     with small_disk(DISK_MB) as disk:
         yield disk
 
@@ -53,7 +53,7 @@ def says_full(logs: Logs) -> bool:
     return any(FULL in str(each.get("reason")) for each in logs)
 
 
-async def test_no_room_for_rows_is_waited_out(
+async def test_the_relay_waits_while_there_is_no_space_for_rows(
     database: Database, disk: SmallDisk, logs: Logs
 ) -> None:
     async with under_load(database):
@@ -66,7 +66,7 @@ async def test_no_room_for_rows_is_waited_out(
 
 
 async def _crashed(database: Database) -> bool:
-    """Write until something breaks; whether the server has ended, or cannot recover."""
+    """Write until an error; whether the server has crashed or cannot recover."""
     try:
         async with asyncio.timeout(5), database.connection() as connection:
             while True:
@@ -74,11 +74,11 @@ async def _crashed(database: Database) -> bool:
                 await connection.execute("SELECT pg_switch_wal()")
     except (asyncpg.CannotConnectNowError, ConnectionError, FileNotFoundError):
         return True
-    except TROUBLE:
+    except CONNECTION_ERRORS:
         return not database.server.embedded.running
 
 
-async def test_no_room_for_the_servers_log_is_waited_out(
+async def test_the_relay_waits_while_there_is_no_space_for_the_wal(
     database: Database, disk: SmallDisk, logs: Logs
 ) -> None:
     async with under_load(database):

@@ -1,5 +1,6 @@
-"""Connections to the database that hang: something on the way takes everything and
-passes nothing on, and the kernels at both ends see nothing wrong."""
+"""Hanging database connections: a proxy accepts all data and forwards none, so neither kernel
+reports an error.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.errors import DatabaseUnavailable
-from outbox.relay.cluster.watchdog import LOOK_MAX_S, Watchdog
+from outbox.relay.cluster.watchdog import RECHECK_MAX_S, Watchdog
 from outbox.store import partitions, replicas
 from outbox.store.connection.worker import Worker
 from tests.support.load import under_load
@@ -43,18 +44,18 @@ OPENED = (
     "renewal",
     "reading",
     "recording",
-    "care",
+    "supervision",
     "schedules",
-    "upkeep",
+    "maintenance",
     "listen",
 )
-"""A session's connections, in the order in which it opens them."""
+"""The connections of a session, in the order in which it opens them."""
 
 
 @pytest.fixture(autouse=True)
 def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Care and upkeep have something to do all the time."""
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
+    """The endpoint supervisor and maintenance always have work."""
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.cluster.listener.HEARTBEAT_MIN_S", 0.3)
     monkeypatch.setattr("outbox.relay.cluster.listener.HEARTBEAT_TIMEOUT_S", 0.3)
@@ -67,14 +68,15 @@ def sockets(database: Database) -> Path:
 LEASE_S = 3.0
 
 
-def given_up(logs: list[Any]) -> bool:
-    """Whether a connection was taken for one that hangs.  A lease of a second may be
-    lost on a busy machine; that is something else."""
+def dead_lettered(logs: list[Any]) -> bool:
+    """Whether a connection was closed as hanging. A busy machine may lose a lease of one second;
+    that is a different error.
+    """
     return any("hangs" in each.get("reason", "") for each in logs)
 
 
 @pytest.mark.parametrize("which", OPENED)
-async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
+async def test_a_hanging_connection_is_closed_within_two_leases(
     database: Database, which: str
 ) -> None:
     event, says = "the session was lost", f"the connection for {which} hangs"
@@ -90,8 +92,8 @@ async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
 
         async with (
             through_lines(sockets(database), database.name) as (lines, dsn),
-            # A lease of a second may be lost on a busy machine, and then these are the
-            # connections of a session that has ended.
+            # A busy machine may lose a lease of one second; these are then the connections of a
+            # session that has ended.
             under_load(database, dsn=dsn, lease_s=LEASE_S),
         ):
             await until(lambda: len(lines.opened) >= len(OPENED))
@@ -99,15 +101,15 @@ async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
             hung_at = loop.time()
             await until(noticed, 30, "the hanging connection to be noticed")
             took_s = loop.time() - hung_at
-    assert given_up(logs) == (which not in ("listen", "renewal"))
+    assert dead_lettered(logs) == (which not in ("listen", "renewal"))
     print(f"{which}: noticed after {took_s:.2f} s with a lease of {LEASE_S:g} s")
 
 
 @pytest.mark.parametrize("which", ["sequencing", "recording"])
-async def test_what_was_written_and_never_confirmed_is_not_written_again(
+async def test_a_write_without_a_confirmation_is_not_repeated(
     database: Database, which: str
 ) -> None:
-    """The answers alone are swallowed: what was asked for is done."""
+    """Only the responses are dropped: the statements are executed."""
     await add_endpoint(database)
     network = Network()
     async with (
@@ -128,7 +130,7 @@ async def test_what_was_written_and_never_confirmed_is_not_written_again(
         await until(lambda: 2 in network.data(), 20, "the relay to go on")
         await all_ended(database)
     if which == "recording":
-        # It was known to be taken, so nothing of it was sent again.
+        # The event was acknowledged, so nothing of it is sent again.
         assert network.data()[:3] == [0, 1, 2]
     assert [s.seq for s in network.accepted] == sorted(s.seq for s in network.accepted)
     assert await fetchval(database, "SELECT count(*) FROM delivery") == 3
@@ -137,7 +139,7 @@ async def test_what_was_written_and_never_confirmed_is_not_written_again(
 
 
 @pytest.mark.parametrize("opened", [0, 1, 6])
-async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_up(
+async def test_a_connection_that_hangs_at_session_start_does_not_block_the_session(
     database: Database, opened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.session.REGISTER_S", 2.0)
@@ -149,8 +151,7 @@ async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_u
             await publish(database, 1)
             await until(lambda: network.accepted)
             await until(lambda: len(lines.opened) >= len(OPENED))
-            # Everything is lost, and of the next session's connections one says nothing
-            # once it is open.
+            # All connections are lost; one connection of the next session hangs once it is open.
             begun = len(lines.opened)
 
             async def hang_one() -> None:
@@ -166,12 +167,13 @@ async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_u
     await all_ended(database)
 
 
-@pytest.mark.parametrize("name", ["BACKENDS", "FREE_ALL", "STAMP"])
-async def test_a_lock_of_a_connection_that_hangs_holds_nobody_up(
+@pytest.mark.parametrize("name", ["TERMINATE_BACKENDS", "RELEASE_ALL", "WRITE_EPOCHS"])
+async def test_the_locks_of_a_hanging_connection_are_released(
     database: Database, name: str, logs: list[Any]
 ) -> None:
-    """The server has been told what a statement is, and waits to be told to run it: that is
-    no idle transaction, and nothing of the server's ends it."""
+    """The server has parsed the statement and waits for the execute message. That is no idle
+    transaction, so no server timeout ends it.
+    """
     await add_endpoint(database)
     network = Network()
     async with through_lines(sockets(database), database.name) as (lines, dsn):
@@ -179,7 +181,7 @@ async def test_a_lock_of_a_connection_that_hangs_holds_nobody_up(
             await publish(database, 1)
             await until(lambda: network.accepted)
             await until(lambda: len(lines.opened) >= len(OPENED))
-            # The next session takes over from this one, and hangs in the middle of that.
+            # The next session takes over from this one and hangs during the takeover.
             lines.last_words = getattr(replicas, name).encode()
             for line in list(lines.opened):
                 line.cut()
@@ -192,14 +194,14 @@ async def test_a_lock_of_a_connection_that_hangs_holds_nobody_up(
 
 
 @pytest.mark.parametrize("asked", ["half", "nothing"])
-async def test_a_clean_stop_leaves_no_lock_of_a_connection_that_hangs(
+async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(
     database: Database, asked: str
 ) -> None:
-    """Nobody buries a replica that has left, nor ends its sessions."""
+    """A replica that left is not expired, so its sessions are not terminated either."""
     async with through_lines(sockets(database), database.name) as (lines, dsn):
         async with running(database, Network(), dsn=dsn):
-            # Whoever maintains has a lock until its session ends.
-            lines.last_words_pass = asked == "half"
+            # The maintaining replica holds a lock until its session ends.
+            lines.forward_last_data = asked == "half"
             last = partitions.READ_MISSING if asked == "half" else partitions.UNLOCK
             lines.last_words = last.encode()
             await until(lambda: lines.last_words is None, 20, "the connection to hang")
@@ -210,7 +212,7 @@ async def test_a_clean_stop_leaves_no_lock_of_a_connection_that_hangs(
         await until(lambda: fetchval(database, locks), 10, "the lock to be free")
 
 
-async def test_a_statement_that_waits_for_a_lock_is_no_connection_that_hangs(
+async def test_a_lock_wait_is_not_taken_for_a_hanging_connection(
     database: Database, logs: list[Any]
 ) -> None:
     await add_endpoint(database)
@@ -228,10 +230,10 @@ async def test_a_statement_that_waits_for_a_lock_is_no_connection_that_hangs(
         await publish(database, 3)
         await all_ended(database)
     assert list(dict.fromkeys(network.data())) == [1, 2, 3]
-    assert not given_up(logs)
+    assert not dead_lettered(logs)
 
 
-async def test_an_answer_that_is_long_on_its_way_is_no_connection_that_hangs(
+async def test_a_slow_response_is_not_taken_for_a_hanging_connection(
     database: Database, logs: list[Any]
 ) -> None:
     await add_endpoint(database)
@@ -240,12 +242,12 @@ async def test_an_answer_that_is_long_on_its_way_is_no_connection_that_hangs(
         through_lines(sockets(database), database.name) as (lines, dsn),
         running(database, network, dsn=dsn),
     ):
-        # Too large to come with its batch: it is read, and the statement prepared.
+        # Too large to be returned with its batch: it is read with a prepared statement.
         await publish(database, "x" * 100_000)
         await until(lambda: network.accepted)
         reading = lines.opened[OPENED.index("reading")]
         reading.flows.clear()
-        # More than the buffers between the server and the proxy take.
+        # Larger than the buffers between server and proxy.
         large = """INSERT INTO outbox (type, payload)
                    SELECT 'a.b', to_jsonb(repeat('x', 200000)) FROM generate_series(1, 30)"""
         await fetchval(database, large)
@@ -255,10 +257,10 @@ async def test_an_answer_that_is_long_on_its_way_is_no_connection_that_hangs(
         reading.flows.set()
         await until(lambda: len({s.seq for s in network.accepted}) == 31, 20, "the rest")
         await all_ended(database)
-    assert not given_up(logs)
+    assert not dead_lettered(logs)
 
 
-async def test_a_database_that_does_not_let_a_replica_register_is_asked_again(
+async def test_a_failed_registration_is_retried(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.session.REGISTER_S", 2.0)
@@ -280,10 +282,8 @@ async def test_a_database_that_does_not_let_a_replica_register_is_asked_again(
 
 
 @pytest.mark.parametrize("table", ["lane_progress", "cursor"])
-async def test_a_stop_does_not_wait_for_a_database_that_holds_it_up(
-    database: Database, table: str
-) -> None:
-    """The server is at work all the while, as far as anybody can see."""
+async def test_a_stop_does_not_wait_for_a_blocked_statement(database: Database, table: str) -> None:
+    """The server reports the backend as active all the time."""
     await add_endpoint(database)
     network = Network()
     async with (
@@ -302,7 +302,7 @@ async def test_a_stop_does_not_wait_for_a_database_that_holds_it_up(
     assert await exceptions(database) == {}
 
 
-async def test_a_stop_does_not_wait_for_a_database_that_lets_nobody_register(
+async def test_a_stop_does_not_wait_for_a_blocked_registration(
     database: Database,
 ) -> None:
     async with database.connection() as operator, operator.transaction():
@@ -316,23 +316,23 @@ async def test_a_stop_does_not_wait_for_a_database_that_lets_nobody_register(
 # ---------------------------------------------------------------- the watchdog
 
 
-class Fake:
-    """A connection that has been waiting as long as it is told."""
+class FakeConnection:
+    """A connection with a configurable waiting time."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.asked_at: float | None = None
-        self.questions = 0
+        self.requested_at: float | None = None
+        self.statements_started = 0
 
-    def asks(self) -> None:
-        self.questions += 1
-        self.asked_at = asyncio.get_running_loop().time()
+    def start_statement(self) -> None:
+        self.statements_started += 1
+        self.requested_at = asyncio.get_running_loop().time()
 
     @property
     def waiting_s(self) -> float:
-        if self.asked_at is None:
+        if self.requested_at is None:
             return 0.0
-        return asyncio.get_running_loop().time() - self.asked_at
+        return asyncio.get_running_loop().time() - self.requested_at
 
     def get_server_pid(self) -> int:
         return self.pid
@@ -341,30 +341,35 @@ class Fake:
         raise AssertionError("that is for the session to do")
 
 
-class Server:
-    """What it is asked, and what it says."""
+class FakeServer:
+    """Records the queries about backends and returns scripted states."""
 
     def __init__(self) -> None:
         self.at_work: set[int] = set()
         self.silent = False
-        self.asked: list[set[int]] = []
+        self.queries: list[set[int]] = []
 
     async def working(self, pids: Collection[int]) -> set[int]:
-        self.asked.append(set(pids))
+        self.queries.append(set(pids))
         if self.silent:
             raise DatabaseUnavailable("no connection left")
         return self.at_work & set(pids)
 
 
-def _ended_after(
-    prepare: Callable[[Fake, Server], None], *, pooled: bool = False, name: str = "reading"
-) -> tuple[float | None, Server]:
-    """When a watchdog with a lease of 5 s gave up, within two hours, and whom it asked."""
-    server = Server()
+def _terminated_after(
+    prepare: Callable[[FakeConnection, FakeServer], None],
+    *,
+    pooled: bool = False,
+    name: str = "reading",
+) -> tuple[float | None, FakeServer]:
+    """When a watchdog with a lease of 5 s terminated the connection within two hours, and which
+    backends it queried.
+    """
+    server = FakeServer()
 
     async def watch() -> float | None:
-        connection = Fake(7)
-        connection.asks()
+        connection = FakeConnection(7)
+        connection.start_statement()
         prepare(connection, server)
         watchdog = Watchdog({name: connection}, None if pooled else server.working, 5.0)
         with suppress(TimeoutError):
@@ -377,20 +382,20 @@ def _ended_after(
     return run_virtual(watch()), server
 
 
-async def test_a_connection_that_was_cut_has_nothing_to_wait_for(database: Database) -> None:
-    """A watchdog may look before the one who asked hears of it."""
+async def test_a_closed_connection_waits_for_nothing(database: Database) -> None:
+    """The watchdog may poll before the waiting caller gets the error."""
     connection = await database.connect(connection_class=Worker)
-    asking = asyncio.ensure_future(connection.execute("SELECT pg_sleep(100)"))
+    waiter = asyncio.ensure_future(connection.execute("SELECT pg_sleep(100)"))
     await until(lambda: connection.waiting_s > 0)
     connection.terminate()
-    assert not asking.done()
+    assert not waiter.done()
     assert connection.waiting_s == 0
     with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)):
-        await asking
+        await waiter
 
 
 class CutHalfWay(Worker):
-    """Its connection is cut when a statement is prepared, and not executed yet."""
+    """The connection is closed when a statement is prepared and not executed yet."""
 
     __slots__ = ()
 
@@ -400,47 +405,51 @@ class CutHalfWay(Worker):
         return statement
 
 
-async def test_a_connection_that_is_cut_half_way_is_one_that_was_lost(database: Database) -> None:
-    """asyncpg finds nothing where its protocol was; the relay would take that for a defect."""
+async def test_a_connection_closed_between_prepare_and_execute_counts_as_lost(
+    database: Database,
+) -> None:
+    """asyncpg finds its protocol gone; the relay must not treat that as a defect of its own."""
     connection = await database.connect(connection_class=CutHalfWay)
-    with pytest.raises(asyncpg.InterfaceError, match="cut"):
+    with pytest.raises(asyncpg.InterfaceError, match="connection was lost"):
         await connection.fetch("SELECT $1::int", 1)
 
 
-def test_what_nobody_works_at_is_given_up_within_a_lease() -> None:
-    ended_at, _ = _ended_after(lambda *_: None)
-    assert ended_at is not None
-    assert ended_at <= 5.0
+def test_an_idle_backend_is_terminated_within_a_lease() -> None:
+    terminated_at, _ = _terminated_after(lambda *_: None)
+    assert terminated_at is not None
+    assert terminated_at <= 5.0
 
 
-def test_what_is_at_work_is_asked_about_ever_more_rarely_and_never_given_up() -> None:
-    ended_at, server = _ended_after(lambda _, server: server.at_work.add(7))
-    assert ended_at is None
-    assert 7200 / LOOK_MAX_S <= len(server.asked) < 7200 / LOOK_MAX_S + 10
+def test_a_working_backend_is_polled_with_backoff_and_never_terminated() -> None:
+    terminated_at, server = _terminated_after(lambda _, server: server.at_work.add(7))
+    assert terminated_at is None
+    assert 7200 / RECHECK_MAX_S <= len(server.queries) < 7200 / RECHECK_MAX_S + 10
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize(("name", "patience_s"), [("reading", 60), ("upkeep", 3600)])
-def test_where_nobody_can_say_time_decides(name: str, patience_s: int, pooled: bool) -> None:
+@pytest.mark.parametrize(("name", "patience_s"), [("reading", 60), ("maintenance", 3600)])
+def test_a_timeout_decides_when_the_backend_state_is_unknown(
+    name: str, patience_s: int, pooled: bool
+) -> None:
     with capture_logs() as logs:
-        ended_at, _ = _ended_after(
+        terminated_at, _ = _terminated_after(
             lambda _, server: setattr(server, "silent", True), pooled=pooled, name=name
         )
-    assert ended_at is not None
-    assert patience_s <= ended_at <= patience_s + 2
+    assert terminated_at is not None
+    assert patience_s <= terminated_at <= patience_s + 2
     assert len(logs) == (not pooled)
 
 
-def test_a_connection_that_says_nothing_is_not_asked_about() -> None:
-    ended_at, server = _ended_after(lambda each, _: setattr(each, "asked_at", None))
-    assert ended_at is None
-    assert server.asked == []
+def test_an_idle_connection_is_not_polled() -> None:
+    terminated_at, server = _terminated_after(lambda each, _: setattr(each, "requested_at", None))
+    assert terminated_at is None
+    assert server.queries == []
 
 
-def test_short_statements_one_after_the_other_are_no_long_one() -> None:
-    def keep_asking(connection: Fake, server: Server) -> None:
-        connection.asks()
+def test_consecutive_short_statements_do_not_add_up() -> None:
+    def keep_asking(connection: FakeConnection, server: FakeServer) -> None:
+        connection.start_statement()
         asyncio.get_running_loop().call_later(2.5, keep_asking, connection, server)
 
-    ended_at, _ = _ended_after(keep_asking)
-    assert ended_at is None
+    terminated_at, _ = _terminated_after(keep_asking)
+    assert terminated_at is None

@@ -1,4 +1,4 @@
-"""The number of lanes changes while the endpoint is at work."""
+"""Lane changes while deliveries are in progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_changes, endpoint_states
 from tests.support.relay import (
     BUSY,
@@ -43,7 +43,7 @@ async def set_lanes(database: Database, lanes: int) -> None:
 
 
 def order_of_keys(sent: list[Sent]) -> dict[str, list[int]]:
-    """Of each key, its events in the order of their first arrival."""
+    """The events of each key, in the order of their first arrival."""
     seen: set[str] = set()
     keys: dict[str, list[int]] = defaultdict(list)
     for each in sent:
@@ -53,7 +53,7 @@ def order_of_keys(sent: list[Sent]) -> dict[str, list[int]]:
     return keys
 
 
-async def test_every_key_keeps_its_order_over_changes_and_kills(
+async def test_every_key_keeps_its_order_across_lane_changes_and_kills(
     database: Database, rng: random.Random
 ) -> None:
     await add_endpoint(database, lanes=1, retry={"base_s": 0.01, "cap_s": 0.02, "attempts_max": 99})
@@ -73,7 +73,7 @@ async def test_every_key_keeps_its_order_over_changes_and_kills(
         await work(4)
         await work(2)
     async with running(database, network):
-        # It sequences only once it has seen that nobody else does.
+        # The next relay sequences only after it has seen that no other one leads.
         n += 1
         await publish(database, n, key="a")
         await all_ended(database)
@@ -87,7 +87,7 @@ async def test_every_key_keeps_its_order_over_changes_and_kills(
     assert await exceptions(database) == {}
 
 
-async def test_the_last_delivery_of_a_lane_says_that_the_lane_ends(
+async def test_the_last_delivery_of_a_lane_marks_the_lane_end(
     database: Database, logs: Sequence[Mapping[str, Any]]
 ) -> None:
     await add_endpoint(
@@ -101,7 +101,7 @@ async def test_the_last_delivery_of_a_lane_says_that_the_lane_ends(
         await until(lambda: len({sent.lane for sent in network.sent}) == 2, 5, "both lanes")
         await set_lanes(database, 1)
         await publish(database, 4, key="a")
-        # What is sent before the owner hears of it cannot say so.
+        # Requests sent before the owner learns of the change cannot contain it.
         await until(lambda: "lanes changed" in {line["event"] for line in logs})
         assert {sent.lane.split("-")[1] for sent in network.sent} == {"1"}
         broken = False
@@ -114,7 +114,7 @@ async def test_the_last_delivery_of_a_lane_says_that_the_lane_ends(
     assert network.accepted[-1].body["data"] == 4
 
 
-async def test_a_blocked_lane_holds_the_generation_behind_it(database: Database) -> None:
+async def test_a_blocked_lane_blocks_the_next_generation(database: Database) -> None:
     await add_endpoint(database, lanes=1, on_dead_letter="block")
     network = Network(lambda sent: REFUSED if sent.body["data"] == 1 else OK)
     async with running(database, network):
@@ -133,11 +133,13 @@ async def test_a_blocked_lane_holds_the_generation_behind_it(database: Database)
     assert await exceptions(database) == {}
 
 
-async def test_an_endpoint_that_is_disabled_leaves_no_blocked_lane_behind(
+async def test_a_disabled_endpoint_leaves_no_blocked_lane(
     database: Database,
 ) -> None:
     await add_endpoint(database, lanes=2, on_dead_letter="block")
-    network = Network(lambda sent: REFUSED if sent.body["data"] == 1 else Answer.of(410, 0.001))
+    network = Network(
+        lambda sent: REFUSED if sent.body["data"] == 1 else AttemptResult.completed(410, 0.001)
+    )
     async with running(database, network):
         await publish(database, 1, key="a")
         await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 5, "the block")
@@ -148,7 +150,7 @@ async def test_an_endpoint_that_is_disabled_leaves_no_blocked_lane_behind(
     assert await fetchval(database, "SELECT count(*) FROM lane_block") == 0
 
 
-async def test_a_lane_blocked_by_its_last_delivery_holds_the_generation_behind_it(
+async def test_a_lane_blocked_by_its_last_delivery_blocks_the_next_generation(
     database: Database,
 ) -> None:
     await add_endpoint(database, lanes=1, on_dead_letter="block")
@@ -158,7 +160,7 @@ async def test_a_lane_blocked_by_its_last_delivery_holds_the_generation_behind_i
         await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 5, "the block")
         await set_lanes(database, 2)
         await publish(database, 2, 3)
-        # Or the other endpoint gets these, too.
+        # Otherwise the other endpoint gets these as well.
         await until(lambda: _numbered(database, 4))
         await add_endpoint(database, "other")
         await publish(database, 4)

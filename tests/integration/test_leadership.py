@@ -1,4 +1,4 @@
-"""One replica leads, the others stand by: who takes over from whom, and when."""
+"""Leadership: one replica leads, the others stand by; which replica takes over, and when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.relay.sequencing.cursor import Turn
+from outbox.relay.sequencing.cursor import BatchResult
 from outbox.store.event_reads import AWAKE
 from tests.support import ranges
 from tests.support.judge import SPOTLESS, judge
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.delivery.message import Delivery
-    from outbox.relay.sequencing.cursor import Sequenced
+    from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.sequencing.sequencer import Sequencer
     from tests.support.postgres import Database
 
@@ -42,7 +42,6 @@ POLL_S = 0.4
 
 @pytest.fixture
 async def database(database: Database) -> Database:
-    """A database with an endpoint."""
     await add_endpoints(database, 1)
     return database
 
@@ -60,7 +59,7 @@ async def leader_is(connection: Connection[Any], relay: Sleeper) -> bool:
     return bool(await connection.fetchval(LEADER) == relay.sequencer.cursor._me)
 
 
-async def test_who_stands_by_leaves_a_leader_that_moves_alone(database: Database) -> None:
+async def test_a_standby_does_not_replace_an_active_leader(database: Database) -> None:
     producer = await database.connect()
     async with replica(database) as first:
         await first.asleep()
@@ -71,37 +70,37 @@ async def test_who_stands_by_leaves_a_leader_that_moves_alone(database: Database
             assert await leader_is(producer, first)
 
 
-async def test_who_leaves_lets_another_lead_at_once(database: Database) -> None:
+async def test_a_leader_that_stops_is_replaced_at_once(database: Database) -> None:
     producer = await database.connect()
     async with replica(database) as first:
         await first.asleep()
         async with replica(database) as second:
             first.sequencer.stop()
             await first.ended()
-            await first.sequencer.leave()
+            await first.sequencer.release_leadership()
             assert await producer.fetchval(LEADER) is None
-            second.sequencer.look()
+            second.sequencer.wake_standby()
             await second.sequenced(await producer.fetchval(INSERT))
 
 
-async def test_a_ring_while_it_is_not_looking_is_kept(database: Database) -> None:
-    """Who leaves rings once, and a trickle rings all the time."""
+async def test_a_wake_event_during_a_pause_is_kept(database: Database) -> None:
+    """A leaving leader sends one wake event; single events send one each."""
     producer = await database.connect()
     async with replica(database) as first:
         await first.asleep()
         async with replica(database, poll_s=60) as second:
-            for looks in (1, 2, 3):
-                await until(lambda looks=looks: second.store.looks >= looks, what="a look")
-                second.sequencer.look()
+            for polls in (1, 2, 3):
+                await until(lambda polls=polls: second.store.polls >= polls, what="a poll")
+                second.sequencer.wake_standby()
             first.sequencer.stop()
             await first.ended()
-            await first.sequencer.leave()
-            second.sequencer.look()
+            await first.sequencer.release_leadership()
+            second.sequencer.wake_standby()
             await until(lambda: leader_is(producer, second), what="the other one to lead")
 
 
-async def test_who_looks_each_tick_is_not_taken_for_stuck(database: Database) -> None:
-    """Without notifications an event may lie for a tick, and nothing is wrong."""
+async def test_a_leader_that_polls_each_tick_is_not_considered_stuck(database: Database) -> None:
+    """Without notifications an event may wait for a tick; that is normal."""
     producer = await database.connect()
     async with replica(database, notified=False) as first:
         await until(lambda: first.sequencer.cursor.leads, what="the first one to lead")
@@ -111,7 +110,7 @@ async def test_who_looks_each_tick_is_not_taken_for_stuck(database: Database) ->
             assert not second.sequencer.cursor.leads
 
 
-def test_patience_grows_with_each_take_over_and_is_forgotten_in_a_calm(
+def test_the_takeover_delay_grows_with_each_takeover_and_resets_when_idle(
     unconnected: Sequencer,
 ) -> None:
     unconnected._took_over_at = 100.0
@@ -124,33 +123,33 @@ def test_patience_grows_with_each_take_over_and_is_forgotten_in_a_calm(
 
 @pytest.fixture
 async def unconnected(database: Database) -> Sequencer:
-    """A sequencer with a tick of a second that does nothing."""
+    """An idle sequencer with a tick of one second."""
     return await ranges.sequencer(database)
 
 
-async def test_a_stop_right_before_it_falls_asleep_is_heard(unconnected: Sequencer) -> None:
-    await unconnected.turn()
+async def test_a_stop_right_before_sleep_is_not_lost(unconnected: Sequencer) -> None:
+    await unconnected.sequence_batch()
     unconnected.stop()
-    assert await unconnected._fall_asleep() is Turn.IDLE
-    assert await unconnected._bell.wait(0)
+    assert await unconnected._fall_asleep() is BatchResult.EMPTY
+    assert await unconnected._wake_event.wait(0)
 
 
-async def test_who_stands_by_leaves_without_a_word(database: Database) -> None:
-    """The flag is the leader's: were it "awake" now, nobody would ring the one that sleeps."""
+async def test_a_stopping_standby_leaves_the_flag_unchanged(database: Database) -> None:
+    """Only the leader sets the flag: with "awake", no producer would notify the sleeping leader."""
     producer = await database.connect()
     async with replica(database) as first:
         await first.asleep()
         async with replica(database) as second:
-            await until(lambda: second.store.looks, what="the other one to look")
+            await until(lambda: second.store.polls, what="a poll of the other one")
             second.sequencer.stop()
             await second.ended()
-            await second.sequencer.leave()
+            await second.sequencer.release_leadership()
         assert await producer.fetchval(FLAG) > AWAKE
         await first.sequenced(await producer.fetchval(INSERT))
 
 
-async def test_a_leader_that_is_stuck_delays_events_by_at_most_a_tick(database: Database) -> None:
-    """Its lease goes on, its connections live, and its sequencer does nothing."""
+async def test_a_stuck_leader_delays_events_by_at_most_a_tick(database: Database) -> None:
+    """Its lease is renewed and its connections live, but its sequencer does nothing."""
     producer = await database.connect()
     async with replica(database) as stuck:
         await stuck.asleep()
@@ -160,7 +159,7 @@ async def test_a_leader_that_is_stuck_delays_events_by_at_most_a_tick(database: 
             await other.sequenced(own_id, within_s=3 * POLL_S)
 
 
-async def test_a_late_event_in_a_young_gap_is_reason_enough_to_take_over(
+async def test_a_late_event_in_a_young_gap_triggers_a_takeover(
     database: Database,
 ) -> None:
     slow, quick = await database.connect(), await database.connect()
@@ -175,7 +174,7 @@ async def test_a_late_event_in_a_young_gap_is_reason_enough_to_take_over(
             await other.sequenced(late)
 
 
-async def test_a_leader_whose_lease_ran_out_is_replaced_at_the_first_look(
+async def test_a_leader_with_an_expired_lease_is_replaced_at_the_first_poll(
     database: Database,
 ) -> None:
     producer = await database.connect()
@@ -187,54 +186,54 @@ async def test_a_leader_whose_lease_ran_out_is_replaced_at_the_first_look(
             await until(lambda: leader_is(producer, other), what="the other one to lead")
 
 
-async def test_who_was_overtaken_writes_nothing_and_stands_by(database: Database) -> None:
+async def test_a_replaced_leader_writes_nothing_and_becomes_a_standby(database: Database) -> None:
     producer = await database.connect()
     one, other = [await ranges.sequencer(database) for _ in range(2)]
     await producer.execute(INSERT)
-    assert await one.turn() is Turn.MOVED
+    assert await one.sequence_batch() is BatchResult.WRITTEN
     await producer.execute(INSERT)
-    assert await other.turn() is Turn.MOVED
+    assert await other.sequence_batch() is BatchResult.WRITTEN
     await producer.execute(INSERT)
-    assert await one.turn() is Turn.OVERTAKEN
+    assert await one.sequence_batch() is BatchResult.LOST_LEADERSHIP
     assert not one.cursor.leads
-    assert await other.turn() is Turn.MOVED
+    assert await other.sequence_batch() is BatchResult.WRITTEN
     assert await judge(producer) == SPOTLESS
 
 
-async def test_a_change_of_who_gets_what_is_seen_without_an_event(database: Database) -> None:
+async def test_a_subscription_change_is_detected_without_an_event(database: Database) -> None:
     producer = await database.connect()
     one = await ranges.sequencer(database)
-    assert await one.turn() is Turn.IDLE
+    assert await one.sequence_batch() is BatchResult.EMPTY
     await producer.execute("UPDATE relay.cursor SET version = version + 1")
-    assert await one.turn() is Turn.OVERTAKEN
-    assert await one.turn() is Turn.IDLE
-    assert await one.turn() is Turn.IDLE
+    assert await one.sequence_batch() is BatchResult.LOST_LEADERSHIP
+    assert await one.sequence_batch() is BatchResult.EMPTY
+    assert await one.sequence_batch() is BatchResult.EMPTY
 
 
-async def test_a_held_cursor_row_stops_a_leaders_batch_and_loses_nothing(
+async def test_a_locked_cursor_row_delays_a_batch_and_loses_nothing(
     database: Database,
 ) -> None:
     producer, operator = await database.connect(), await database.connect()
     one = await ranges.sequencer(database)
-    assert await one.turn() is Turn.IDLE
+    assert await one.sequence_batch() is BatchResult.EMPTY
     await producer.execute(INSERT)
     await operator.execute("BEGIN; SELECT FROM relay.cursor FOR UPDATE")
-    assert await one.turn() is Turn.OVERTAKEN
-    assert await one.turn() is Turn.TAKEN
+    assert await one.sequence_batch() is BatchResult.LOST_LEADERSHIP
+    assert await one.sequence_batch() is BatchResult.LOCKED
     await operator.execute("COMMIT")
-    assert await one.turn() is Turn.MOVED
+    assert await one.sequence_batch() is BatchResult.WRITTEN
     assert await judge(producer) == SPOTLESS
 
 
-# ------------------------------------------------------------ what lanes are given
+# ---------------------------------------------------- events returned with a batch
 
 
-class Giving:
-    """A sequencer in a database with one lane, which wants what it is given."""
+class ReturningSequencer:
+    """A sequencer of one lane that requests the events of its batches."""
 
     def __init__(self) -> None:
-        self.asked: list[set[int]] = []
-        self.batches: list[Sequenced] = []
+        self.requested: list[set[int]] = []
+        self.batches: list[SequencedBatch] = []
 
     async def begin(self, database: Database) -> None:
         connection = await session(database)
@@ -242,28 +241,28 @@ class Giving:
         self.sequencer, store = REAL.build(
             connection, settings(database), on_batch=self.batches.append
         )
-        self.sequencer.cursor._wants = self._wants
+        self.sequencer.cursor._needs_inline_payloads = self._wants
         await store.check()
 
     def _wants(self, lane_ids: Collection[int]) -> dict[int, Any]:
-        self.asked.append(set(lane_ids))
+        self.requested.append(set(lane_ids))
         return {self.lane_id: SimpleNamespace(endpoint_id=None, name="lane")}
 
     async def turn(self) -> list[Delivery]:
-        """What the lane was given by the next batch."""
-        assert await self.sequencer.turn() is Turn.MOVED
-        return list(self.batches[-1].given.get(self.lane_id, ()))
+        """The events that the lane gets from the next batch."""
+        assert await self.sequencer.sequence_batch() is BatchResult.WRITTEN
+        return list(self.batches[-1].inline_deliveries.get(self.lane_id, ()))
 
 
 @pytest.fixture
-async def giving(database: Database) -> Giving:
-    giving = Giving()
-    await giving.begin(database)
-    return giving
+async def returning(database: Database) -> ReturningSequencer:
+    returning = ReturningSequencer()
+    await returning.begin(database)
+    return returning
 
 
-async def test_lanes_that_want_their_events_get_them_with_the_batch(
-    database: Database, giving: Giving
+async def test_requesting_lanes_get_their_events_with_the_batch(
+    database: Database, returning: ReturningSequencer
 ) -> None:
     producer = await database.connect()
     for key in ("one", "two"):
@@ -272,63 +271,67 @@ async def test_lanes_that_want_their_events_get_them_with_the_batch(
             " VALUES ('app.any', $1, '{\"a\": 1}', 'infinity')",
             key,
         )
-    got = await giving.turn()
-    assert giving.asked == [{giving.lane_id}]
+    got = await returning.turn()
+    assert returning.requested == [{returning.lane_id}]
     assert [(each.seq, each.batch, each.key) for each in got] == [(1, 1, "one"), (2, 1, "two")]
     assert {(each.lane, each.type, each.payload) for each in got} == {
         ("lane", "app.any", b'{"a": 1}')
     }
-    # As the reader reads it: times that Python has no name for are near its last one.
+    # The same value as the reader's: times beyond Python's calendar are close to its last one.
     assert {each.expires_at and each.expires_at.year for each in got} == {9999}
 
 
-async def test_large_events_are_left_to_be_read(database: Database, giving: Giving) -> None:
-    """The row stays locked until all that comes back is sent, so it must fit into buffers."""
+async def test_large_events_are_not_returned_with_the_batch(
+    database: Database, returning: ReturningSequencer
+) -> None:
+    """The cursor row stays locked until the whole result is sent, so the result must fit into the
+    buffers.
+    """
     producer = await database.connect()
     await producer.execute(
         "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', to_jsonb(repeat('x', n))"
         " FROM unnest(ARRAY[1000, 1000, 32000, 1]) n"
     )
-    assert [each.seq for each in await giving.turn()] == [1, 2]
+    assert [each.seq for each in await returning.turn()] == [1, 2]
 
 
-async def test_a_large_batch_is_left_to_be_read(
-    database: Database, giving: Giving, monkeypatch: pytest.MonkeyPatch
+async def test_events_of_a_large_batch_are_not_returned_with_it(
+    database: Database, returning: ReturningSequencer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.sequencing.cursor.GIVEN_MAX", 2)
+    monkeypatch.setattr("outbox.relay.sequencing.cursor.INLINE_DELIVERIES_MAX", 2)
     producer = await database.connect()
     await producer.execute(
         "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', '{}' FROM generate_series(1, 3)"
     )
-    assert await giving.turn() == []
-    assert giving.asked == []
-    assert [dict(batch.given) for batch in giving.batches] == [{}]
+    assert await returning.turn() == []
+    assert returning.requested == []
+    assert [dict(batch.inline_deliveries) for batch in returning.batches] == [{}]
 
 
-# ------------------------------------------------------------------ a crowd
+# -------------------------------------------------------- commit contention
 
 
 @pytest.fixture
 async def slow_disk(pg_major: int) -> AsyncIterator[Database]:
-    """A database with an endpoint; whoever sets `commit_delay` commits slowly."""
+    """A database with an endpoint; sessions that set `commit_delay` commit slowly."""
     server = Server(pg_major, {"fsync": True})
     async with server.embedded, server.database() as database:
         await add_endpoints(database, 1)
         yield database
 
 
-async def test_producers_that_hold_up_each_other_are_not_asked_to_notify(
+async def test_producers_that_contend_for_commits_need_not_notify(
     slow_disk: Database,
 ) -> None:
-    """Who notifies commits alone: with a slow disk that is one at a time."""
+    """A notifying transaction commits alone (no group commit): with a slow disk, one at a time."""
     producers = [await slow_disk.connect() for _ in range(6)]
     for producer in producers:
         await producer.execute("SET commit_siblings = 0; SET commit_delay = 100000")
-    async with sleeper(slow_disk, thick_events=10_000) as relay:
+    async with sleeper(slow_disk, busy_events=10_000) as relay:
         await relay.asleep()
         ids = await asyncio.gather(*(each.fetchval(INSERT) for each in producers))
         await relay.sequenced(*ids)
         assert await producers[0].fetchval(FLAG) == AWAKE
-        # And once they are gone it sleeps again.
+        # The relay sleeps again once the producers stop.
         await relay.asleep()
         assert await producers[0].fetchval(FLAG) > AWAKE

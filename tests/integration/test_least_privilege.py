@@ -1,4 +1,6 @@
-"""A relay that owns nothing does all that a relay does, with the API and for receivers."""
+"""A relay with a least-privilege role does everything that a relay does, with the API and for
+receivers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 
 from outbox.api import receivers
 from outbox.api.problem import NOT_GRANTED
-from outbox.core.sequencing.partition_window import WIDTH, Keep
+from outbox.core.sequencing.partition_window import WIDTH, Retention
 from outbox.operations import fetch_tokens
 from outbox.relay.delivery import recorder
 from outbox.store.partitions import PARENTS, PartitionStore
@@ -39,11 +41,11 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
 
 PATH = {"server_settings": {"search_path": "relay"}}
-OWING = """
+UNCHECKPOINTED = """
 SELECT NOT EXISTS (SELECT FROM lane_progress p JOIN lane_counter c USING (lane_id)
                     WHERE c.last_seq > p.acked_seq)
 """
@@ -56,20 +58,20 @@ SELECT sum(pg_relation_size(inhrelid)) FROM pg_inherits
 """
 
 
-class Keeper:
-    """Maintains as a relay does, with periods of no length of which nothing is kept."""
+class Maintainer:
+    """Runs maintenance as a relay does, with periods of no length and no retention."""
 
     def __init__(self, connection: Connection[Any]) -> None:
         self.db = connection
         self.partitions = PartitionStore(connection)
-        self._retention = RetentionStore(connection, Keep(0, 0, 0), period_s=0)
+        self._retention = RetentionStore(connection, Retention(0, 0, 0), period_s=0)
 
-    async def tend(self) -> None:
+    async def maintain(self) -> None:
         for _ in range(6):
             await self.partitions.extend()
             await self.partitions.summarize()
-            await self._retention.tend()
-        await self._retention.clean()
+            await self._retention.advance_periods()
+        await self._retention.delete_expired()
         await self.partitions.analyze()
 
     async def first(self, kind: str) -> int:
@@ -79,30 +81,30 @@ class Keeper:
         return int(number)
 
 
-async def test_it_leads_delivers_and_retires_what_was_delivered(
+async def test_a_least_privilege_relay_leads_delivers_and_drops_old_periods(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "CHECKPOINT_EVERY_S", 0.05)
 
-    def script(sent: Sent) -> Answer:
+    def script(sent: Sent) -> AttemptResult:
         if sent.body["data"] == "no":
             return REFUSED
         return BUSY if sent.attempt == 1 and sent.seq % 5 == 0 else OK
 
     network = Network(script)
     await add_endpoint(database, lanes=2)
-    # Who wants operational events has them written by the relay.
-    await add_endpoint(database, "told", types=["outbox.dead_letter.*"])
+    # Operational events for subscribed endpoints are written by the relay.
+    await add_endpoint(database, "operations", types=["outbox.dead_letter.*"])
     async with role(database, "relay") as name:
         dsn = dsn_of(database, name)
-        keeper = Keeper(await database.connect(user=name, **PATH))
+        keeper = Maintainer(await database.connect(user=name, **PATH))
         async with running(database, network, dsn=dsn):
             for n in range(3):
                 await publish(database, *range(n * 20, n * 20 + 20), "no", key=f"k{n}")
                 await all_ended(database)
-                await until(lambda: fetchval(database, OWING), 10, "the checkpoints")
-                await keeper.tend()
-                assert await keeper.partitions.drop() == (0, 0)  # For an hour.
+                await until(lambda: fetchval(database, UNCHECKPOINTED), 10, "the checkpoints")
+                await keeper.maintain()
+                assert await keeper.partitions.drop() == (0, 0)  # Simulates an hour.
                 await fetchval(database, AN_HOUR_AGO)
                 gone, emptied = await keeper.partitions.drop()
                 assert gone == 0
@@ -111,16 +113,16 @@ async def test_it_leads_delivers_and_retires_what_was_delivered(
         assert await exceptions(database) == {}
         shop = [s.body["data"] for s in network.accepted if s.url.endswith("shop")]
         assert sorted(shop) == list(range(60))
-        told = [s.body["type"] for s in network.accepted if s.url.endswith("told")]
-        assert told == ["outbox.dead_letter.created"] * 3
+        event_types = [s.body["type"] for s in network.accepted if s.url.endswith("operations")]
+        assert event_types == ["outbox.dead_letter.created"] * 3
         for kind, parents in PARENTS.items():
             first = await keeper.first(kind)
             assert first > 0
             for parent in parents:
                 there = [p.lo // WIDTH for p in await keeper.partitions.partitions(parent)]
-                assert there[0] == 0  # The shells are there,
+                assert there[0] == 0  # The empty partitions are there,
                 assert await fetchval(database, SIZE, parent, "0") == 0  # and empty,
-                assert there[-1] >= first + 2  # and what comes has its own.
+                assert there[-1] >= first + 2  # and new events have their own.
     # Their owner drops them.
     owned = PartitionStore(await database.connect(**PATH))
     assert await owned.drop_owned() > 0
@@ -137,7 +139,7 @@ async def keeper_first(database: Database, kind: str) -> int:
 
 
 @pytest.mark.one_major
-async def test_it_takes_over_from_another_that_was_killed(database: Database) -> None:
+async def test_a_least_privilege_relay_takes_over_from_a_killed_one(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
     async with role(database, "relay") as name:
@@ -152,17 +154,17 @@ async def test_it_takes_over_from_another_that_was_killed(database: Database) ->
 
 
 @pytest.mark.one_major
-async def test_its_api_shows_everything_and_changes_only_what_it_was_granted_to(
+async def test_the_api_reads_everything_and_changes_only_what_is_granted(
     database: Database,
 ) -> None:
     await add_endpoint(database)
     secret = await make_token(database)
     async with (
         role(database, "relay") as name,
-        serving(database, dsn=dsn_of(database, name)) as anybody,
+        serving(database, dsn=dsn_of(database, name)) as anonymous,
     ):
-        assert (await anybody.get("/v1/me")).status == 401
-        api = anybody.with_token(secret)
+        assert (await anonymous.get("/v1/me")).status == 401
+        api = anonymous.with_token(secret)
         for path in ("status", "endpoints/shop", "events", "journal", "tokens", "doctor"):
             assert (await api.get(f"/v1/{path}")).status == 200, path
         for path, body in (
@@ -171,8 +173,8 @@ async def test_its_api_shows_everything_and_changes_only_what_it_was_granted_to(
             ("tokens", {"name": "new", "scopes": ["operate"]}),
             ("events", {"type": "a.b"}),
         ):
-            answer = await api.post(f"/v1/{path}", body)
-            assert (answer.status, answer.detail) == (501, NOT_GRANTED), path
+            response = await api.post(f"/v1/{path}", body)
+            assert (response.status, response.detail) == (501, NOT_GRANTED), path
         await database_grants(database, name)
         for path, body in (
             ("endpoints", {"name": "new", "url": "http://127.0.0.1:9/"}),
@@ -188,7 +190,9 @@ async def database_grants(database: Database, name: str) -> None:
 
 
 @pytest.mark.one_major
-async def test_receivers_fetch_and_have_sent_again_through_it(database: Database) -> None:
+async def test_receivers_fetch_and_replay_through_a_least_privilege_relay(
+    database: Database,
+) -> None:
     await add_endpoint(database)
     network = Network()
     async with database.connection(**PATH) as owner:
@@ -203,29 +207,29 @@ async def test_receivers_fetch_and_have_sent_again_through_it(database: Database
         ):
             await publish(database, 1, 2)
             await all_ended(database)
-            async with session.get(f"{at.url}v1/lanes") as answer:
-                (lane,) = (await answer.json())["items"]
-            async with session.get(f"{at.url}v1/lanes/{lane['lane']}/deliveries") as answer:
-                assert [each["sequence"] for each in (await answer.json())["items"]] == [1, 2]
+            async with session.get(f"{at.url}v1/lanes") as response:
+                (lane,) = (await response.json())["items"]
+            async with session.get(f"{at.url}v1/lanes/{lane['lane']}/deliveries") as response:
+                assert [each["sequence"] for each in (await response.json())["items"]] == [1, 2]
             async with session.post(
                 f"{at.url}v1/lanes/{lane['lane']}/replay", params={"after": 0}
-            ) as answer:
-                assert answer.status == 200
+            ) as response:
+                assert response.status == 200
             await until(lambda: len(network.accepted) == 4, 20, "both again")
     assert network.data() == [1, 2, 1, 2]
 
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("purpose", ["operator", "reader"])
-async def test_a_role_for_something_else_is_told_what_a_relay_needs(
+async def test_a_role_without_relay_privileges_gets_an_error_that_names_them(
     database: Database, logs: list[MutableMapping[str, Any]], purpose: str
 ) -> None:
     async with role(database, purpose) as name:
         async with running(database, Network(), dsn=dsn_of(database, name)):
             await until(lambda: logs, 10, "a line of the log")
-        (told, *_) = logs
-    assert told["event"] == "the session was lost"
-    assert told["reason"] == (
-        "permission denied for sequence replica_id_seq; have it granted what it is for "
+        (event_types, *_) = logs
+    assert event_types["event"] == "the session was lost"
+    assert event_types["reason"] == (
+        "permission denied for sequence replica_id_seq; grant the role its purpose "
         "(outbox migrate --relay ROLE), or connect as the role that ran outbox migrate"
     )

@@ -1,4 +1,4 @@
-"""Limits of endpoints and tenants, and what others notice of those that are slow."""
+"""Limits of endpoints and tenants, and their isolation from slow endpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.operations import endpoint_changes
-from outbox.relay.delivery.admission import CALLED_OFF
+from outbox.relay.delivery.admission import PREEMPTED_DETAIL
 from tests.support.relay import (
     OK,
     Network,
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.one_major, pytest.mark.costly]
 
 
-class Open:
-    """Receivers that answer when they are told to, and count what is open."""
+class OpenRequests:
+    """Receivers that respond on demand and count open requests."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = {}
         self.most: dict[str, int] = {}
-        self.may_answer = asyncio.Event()
+        self.may_respond = asyncio.Event()
 
     async def __call__(self, sent: Sent) -> Any:
         name = sent.url.rpartition("/")[2]
         self.now[name] = self.now.get(name, 0) + 1
         self.most[name] = max(self.most.get(name, 0), self.now[name])
-        await self.may_answer.wait()
+        await self.may_respond.wait()
         self.now[name] -= 1
         return OK
 
@@ -52,23 +52,23 @@ async def change(database: Database, name: str, **changes: Any) -> None:
         )
 
 
-async def test_an_endpoint_has_as_many_requests_open_as_it_may(database: Database) -> None:
+async def test_the_concurrency_of_an_endpoint_is_limited(database: Database) -> None:
     await add_endpoint(database, lanes=16, in_flight_max=3)
-    receiver = Open()
+    receiver = OpenRequests()
     network = Network(receiver)
     async with running(database, network):
         await publish(database, *range(40))
         await until(lambda: receiver.now.get("shop") == 3, 10, "three requests")
         await change(database, "shop", in_flight_max=5)
         await until(lambda: receiver.now["shop"] == 5, 10, "five requests")
-        receiver.may_answer.set()
+        receiver.may_respond.set()
         await all_ended(database)
     assert receiver.most == {"shop": 5}
     assert sorted(network.data()) == list(range(40))
     assert await exceptions(database) == {}
 
 
-async def test_a_rate_holds_up_its_endpoint_alone_and_ends_when_it_is_lifted(
+async def test_a_rate_limit_affects_only_its_endpoint_until_it_is_removed(
     database: Database,
 ) -> None:
     await add_endpoint(database, "slowly", rate_per_s=0.02, types=["slowly"])
@@ -86,7 +86,7 @@ async def test_a_rate_holds_up_its_endpoint_alone_and_ends_when_it_is_lifted(
     assert await exceptions(database) == {}
 
 
-async def test_a_relay_that_is_told_to_stop_does_not_wait_for_turns(database: Database) -> None:
+async def test_a_stop_does_not_wait_for_slots(database: Database) -> None:
     await add_endpoint(database, lanes=4, rate_per_s=0.001)
     network = Network()
     clock = asyncio.get_running_loop().time
@@ -99,23 +99,25 @@ async def test_a_relay_that_is_told_to_stop_does_not_wait_for_turns(database: Da
     assert len(network.sent) == 1
 
 
-async def test_tenants_have_their_limits_and_others_none(database: Database) -> None:
+async def test_limits_apply_per_tenant(database: Database) -> None:
     for name, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("free", None)):
         await add_endpoint(database, name, lanes=4, tenant=tenant)
-    receiver = Open()
+    receiver = OpenRequests()
     network = Network(receiver)
     async with running(database, network, tenant_in_flight_max=2):
         for tenant in ("a", "b", None):
             await publish(database, *range(20), tenant=tenant)
         await until(lambda: sum(receiver.now.values()) == 2 + 2 + 4, 10, "what may be open")
-        receiver.may_answer.set()
+        receiver.may_respond.set()
         await all_ended(database)
     assert receiver.most["b1"] == 2
     assert receiver.most["free"] == 4
     assert await exceptions(database) == {}
 
 
-async def test_what_expires_while_it_waits_for_its_turn_is_not_sent(database: Database) -> None:
+async def test_a_delivery_that_expires_while_waiting_for_a_slot_is_not_sent(
+    database: Database,
+) -> None:
     await add_endpoint(database, rate_per_s=0.5)
     network = Network()
     async with running(database, network):
@@ -132,18 +134,18 @@ async def test_what_expires_while_it_waits_for_its_turn_is_not_sent(database: Da
         assert await connection.fetchval("SELECT reason FROM dead_letter") == "expired"
 
 
-async def test_endpoints_that_hang_are_not_noticed_by_the_others(database: Database) -> None:
+async def test_hanging_endpoints_do_not_delay_others(database: Database) -> None:
     for n in range(12):
         await add_endpoint(database, f"hang{n}", types=["hang"], lanes=4)
     await add_endpoint(database, types=["a.b"])
     hanging = asyncio.Event()
 
-    async def answer(sent: Sent) -> Any:
+    async def response(sent: Sent) -> Any:
         if sent.body["type"] == "hang":
             await hanging.wait()
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network, in_flight_max=16):
         await publish(database, "first")
         await all_ended(database)
@@ -157,21 +159,21 @@ async def test_endpoints_that_hang_are_not_noticed_by_the_others(database: Datab
     assert await exceptions(database) == {}
 
 
-async def test_more_endpoints_that_hang_than_there_are_places_are_called_off_and_tried_again(
+async def test_hanging_endpoints_beyond_the_slots_are_preempted_and_retried(
     database: Database,
 ) -> None:
     retry = {"base_s": 0.05, "factor": 2.0, "cap_s": 1.0, "attempts_max": 100}
     for n in range(24):
         await add_endpoint(database, f"hang{n}", types=["hang"], retry=retry)
     await add_endpoint(database, types=["a.b"])
-    hangs, answers = asyncio.Event(), asyncio.Event()
+    hangs, responses = asyncio.Event(), asyncio.Event()
 
-    async def answer(sent: Sent) -> Any:
+    async def response(sent: Sent) -> Any:
         if sent.body["type"] == "hang" and hangs.is_set():
-            await answers.wait()
+            await responses.wait()
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network, in_flight_max=16):
         await publish(database, "first", type="hang")
         await all_ended(database)
@@ -183,11 +185,11 @@ async def test_more_endpoints_that_hang_than_there_are_places_are_called_off_and
         await until(lambda: any(sent.attempt > 1 for sent in network.sent), 10, "another try")
         async with database.at_hand() as connection:
             details = await connection.fetch(
-                """SELECT last_answer->>'detail' FROM relay.lane_progress
-                   WHERE last_answer IS NOT NULL"""
+                """SELECT last_response->>'detail' FROM relay.lane_progress
+                   WHERE last_response IS NOT NULL"""
             )
-        assert {row[0] for row in details} == {CALLED_OFF}
-        answers.set()
+        assert {row[0] for row in details} == {PREEMPTED_DETAIL}
+        responses.set()
         await all_ended(database)
     assert set(network.in_flight_max.values()) == {1}
     of_lane: dict[str, list[int]] = {}

@@ -1,6 +1,7 @@
-"""Operational events: each change is told once, to those who asked, and never by itself.
+"""Operational events: each change is reported once, to subscribed endpoints, and without feedback
+loops.
 
-The real relay on real PostgreSQL; the network answers by a script.
+The relay and PostgreSQL are real; the network responds from a script.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from tests.support.relay import (
     BUSY,
     OK,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-GONE = Answer.of(410, 0.001)
+GONE = AttemptResult.completed(410, 0.001)
 FOR_EVER = {**QUICK_RETRY, "attempts_max": 10_000}
 SECRET = "4711-do-not-tell"
 LETTER, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
@@ -50,11 +51,11 @@ LAGGING = "outbox.relay.lagging"
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
 
 
-async def told(database: Database, kind: str | None = None) -> list[dict[str, Any]]:
-    """The operational events that were written, oldest first."""
+async def operational_events(database: Database, kind: str | None = None) -> list[dict[str, Any]]:
+    """The operational events of this type, oldest first."""
     sql = """
         SELECT coalesce(jsonb_agg(to_jsonb(o) ORDER BY id), '[]')::text FROM outbox o
          WHERE type LIKE 'outbox.%' AND ($1::text IS NULL OR type = $1)"""
@@ -63,15 +64,15 @@ async def told(database: Database, kind: str | None = None) -> list[dict[str, An
 
 
 async def counted(database: Database) -> dict[str, int]:
-    return dict(Counter(event["type"] for event in await told(database)))
+    return dict(Counter(event["type"] for event in await operational_events(database)))
 
 
 async def one(database: Database, kind: str, endpoint_id: UUID | None, name: str = "shop") -> Any:
-    """The payload of the only event of its type, apart from what all of them have."""
-    (event,) = await told(database, kind)
+    """The payload of the only event of its type, without the common fields."""
+    (event,) = await operational_events(database, kind)
     payload = event["payload"]
     assert event["key"] == (endpoint_id and str(endpoint_id))
-    # What no producer can choose.
+    # Fields that no producer can set.
     assert event["event_id"][14] == "8"
     assert payload.pop("version") == 1
     assert payload.pop("at").endswith("Z")
@@ -80,66 +81,66 @@ async def one(database: Database, kind: str, endpoint_id: UUID | None, name: str
     return payload
 
 
-def answers(**by_name: Answer | Callable[[Sent], Answer]) -> Network:
-    """A network in which endpoints answer by their names, and the others well."""
+def responses(**by_name: AttemptResult | Callable[[Sent], AttemptResult]) -> Network:
+    """A network that responds by endpoint name, and with success to all others."""
 
-    def answer(sent: Sent) -> Answer:
-        said = by_name.get(sent.url.rpartition("/")[2], OK)
-        return said if isinstance(said, Answer) else said(sent)
+    def response(sent: Sent) -> AttemptResult:
+        response_of = by_name.get(sent.url.rpartition("/")[2], OK)
+        return response_of if isinstance(response_of, AttemptResult) else response_of(sent)
 
-    return Network(answer)
+    return Network(response)
 
 
 def got(network: Network, name: str) -> list[str]:
-    """The types that an endpoint accepted; after a crash a copy may come."""
+    """The event types that an endpoint accepted; a crash may add a copy."""
     accepted = [sent for sent in network.accepted if sent.url.endswith(f"/{name}")]
     return list({sent.delivery: sent.body["type"] for sent in accepted}.values())
 
 
 async def count_of(database: Database, kind: str, wanted: int) -> bool:
-    return len(await told(database, kind)) == wanted
+    return len(await operational_events(database, kind)) == wanted
 
 
-# -------------------------------------------------------- they never go on by themselves
+# --------------------------------------------------------------------- no feedback loops
 
 
-@pytest.mark.parametrize("answer", [REFUSED, BUSY], ids=["refuses", "fails"])
-async def test_endpoints_that_take_no_operational_event_cause_none(
-    database: Database, answer: Answer
+@pytest.mark.parametrize("response", [REFUSED, BUSY], ids=["refuses", "fails"])
+async def test_an_endpoint_that_takes_no_operational_events_causes_none(
+    database: Database, response: AttemptResult
 ) -> None:
     await add_endpoint(database, types=["order.*"])
     await add_endpoint(database, "ops", types=["outbox.**"])
     await add_endpoint(database, "more", types=["outbox.**"], on_dead_letter="block")
-    network = answers(shop=REFUSED, ops=answer, more=answer)
+    network = responses(shop=REFUSED, ops=response, more=response)
     async with running(database, network):
         await publish(database, *range(5), type="order.paid")
-        await until(lambda: _letters_of(database, "ops", 5), 20, "all of them to be given up")
+        await until(lambda: _letters_of(database, "ops", 5), 20, "all dead letters")
         await until(lambda: _letters_of(database, "more", 1), 20, "a block")
         assert await counted(database) == {LETTER: 5}
     assert await counted(database) == {LETTER: 5}
     assert await exceptions(database) == {}
 
 
-async def test_one_that_fails_at_everything_and_hears_of_it_itself_comes_to_an_end(
+async def test_a_failing_endpoint_that_receives_its_own_events_causes_no_loop(
     database: Database,
 ) -> None:
     await add_endpoint(database, "both", types=["order.*", "outbox.**"])
     await add_endpoint(database, "ops", types=["outbox.**"])
-    network = answers(both=BUSY, ops=BUSY)
+    network = responses(both=BUSY, ops=BUSY)
     async with running(database, network):
         await publish(database, *range(5), type="order.paid")
-        await until(lambda: count_of(database, LETTER, 5), 20, "the orders to be given up")
+        await until(lambda: count_of(database, LETTER, 5), 20, "the dead letters of the orders")
         await all_ended(database)
         assert await counted(database) == {LETTER: 5, HELD: 1}
     assert await exceptions(database) == {}
 
 
-async def test_a_backlog_of_operational_events_alone_is_cut_in_silence(
+async def test_cutting_a_backlog_of_operational_events_creates_no_event(
     database: Database,
 ) -> None:
     await add_endpoint(database, types=["order.*"])
     await add_endpoint(database, "ops", types=["outbox.**"], backlog_count_max=1, retry=FOR_EVER)
-    network = answers(shop=REFUSED, ops=BUSY)
+    network = responses(shop=REFUSED, ops=BUSY)
     async with running(database, network):
         await publish(database, *range(6), type="order.paid")
         ranges = "SELECT sum(to_seq - seq + 1) = 5 FROM dead_letter WHERE reason = 'backlog'"
@@ -148,7 +149,7 @@ async def test_a_backlog_of_operational_events_alone_is_cut_in_silence(
     assert await exceptions(database) == {}
 
 
-async def test_a_hold_by_operational_events_is_told_when_an_ordinary_one_fails_in_it(
+async def test_a_block_of_operational_events_is_reported_once_an_ordinary_event_fails(
     database: Database,
 ) -> None:
     both = await add_endpoint(
@@ -157,7 +158,7 @@ async def test_a_hold_by_operational_events_is_told_when_an_ordinary_one_fails_i
     await add_endpoint(database, types=["user.*"])
     await add_endpoint(database, "ops", types=["outbox.endpoint.*"])
     broken = True
-    network = answers(shop=REFUSED, both=lambda _: BUSY if broken else OK)
+    network = responses(shop=REFUSED, both=lambda _: BUSY if broken else OK)
     async with running(database, network):
         await publish(database, 1, type="user.added")
         await until(lambda: _health(database, "both", "failing"), 10, "the silent hold")
@@ -165,7 +166,7 @@ async def test_a_hold_by_operational_events_is_told_when_an_ordinary_one_fails_i
         await until(lambda: len(network.sent) > sent + 3, 10, "more probes")
         assert await counted(database) == {LETTER: 1}
         await publish(database, *range(8), type="order.paid")
-        await until(lambda: count_of(database, HELD, 1), 10, "the hold to be told")
+        await until(lambda: count_of(database, HELD, 1), 10, "the report of the hold-off")
         broken = False
         await all_ended(database)
         await publish(database, *range(8), type="order.paid")
@@ -176,11 +177,11 @@ async def test_a_hold_by_operational_events_is_told_when_an_ordinary_one_fails_i
     assert (await one(database, HELD, both.id, "both"))["state"] == "failing"
 
 
-async def test_the_end_of_a_silent_hold_is_silent(database: Database) -> None:
+async def test_the_end_of_an_unreported_block_is_not_reported(database: Database) -> None:
     await add_endpoint(database, types=["order.*"])
     await add_endpoint(database, "ops", types=["outbox.**"], retry=FOR_EVER)
     broken = True
-    network = answers(shop=REFUSED, ops=lambda _: BUSY if broken else OK)
+    network = responses(shop=REFUSED, ops=lambda _: BUSY if broken else OK)
     async with running(database, network):
         await publish(database, *range(5), type="order.paid")
         await until(lambda: _health(database, "ops", "failing"), 10, "the silent hold")
@@ -190,10 +191,10 @@ async def test_the_end_of_a_silent_hold_is_silent(database: Database) -> None:
     assert await counted(database) == {LETTER: 5}
 
 
-# ----------------------------------------------------------------- only to who asks
+# ----------------------------------------------------------------- subscribers only
 
 
-async def test_what_nobody_asked_for_is_not_written(database: Database) -> None:
+async def test_an_event_without_subscribers_is_not_written(database: Database) -> None:
     await add_endpoint(database, types=["**"], backlog_count_max=3, retry=FOR_EVER)
     await add_endpoint(database, "blocks", types=["*.paid", "*.*.created"], on_dead_letter="block")
     await add_endpoint(database, "others", types=["outbox.endpoint.disabled"])
@@ -201,7 +202,7 @@ async def test_what_nobody_asked_for_is_not_written(database: Database) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", gone.id)
         await db.execute("UPDATE subscription SET to_batch = 1 WHERE endpoint_id = $1", gone.id)
-    network = answers(shop=BUSY, blocks=REFUSED)
+    network = responses(shop=BUSY, blocks=REFUSED)
     async with running(database, network):
         await publish(database, *range(8), type="order.paid")
         await until(lambda: _letters_of(database, "shop", 1), 10, "a range")
@@ -210,20 +211,20 @@ async def test_what_nobody_asked_for_is_not_written(database: Database) -> None:
     assert await counted(database) == {}
 
 
-async def test_a_tenant_hears_of_its_own_endpoints_alone(database: Database) -> None:
+async def test_a_tenant_receives_events_of_its_own_endpoints_only(database: Database) -> None:
     for tenant in ("a", "b"):
         await add_endpoint(database, f"shop-{tenant}", types=["order.*"], tenant=tenant)
         await add_endpoint(database, f"ops-{tenant}", types=["outbox.**"], tenant=tenant)
     await add_endpoint(database, "shop-all", types=["order.*"], all_tenants=True)
     await add_endpoint(database, "ops", types=["outbox.**"])
     await add_endpoint(database, "ops-all", types=["outbox.**"], all_tenants=True)
-    network = answers(**dict.fromkeys(("shop-a", "shop-b", "shop-all"), REFUSED))
+    network = responses(**dict.fromkeys(("shop-a", "shop-b", "shop-all"), REFUSED))
     async with running(database, network):
         await publish(database, 1, type="order.paid", tenant="a")
         await publish(database, 2, 3, type="order.paid", tenant="b")
-        await until(lambda: count_of(database, LETTER, 6), 10, "all to be told")
+        await until(lambda: count_of(database, LETTER, 6), 10, "all reports")
         await all_ended(database)
-    heard = {
+    received = {
         name: Counter(
             sent.body["data"]["endpoint"]["name"]
             for sent in network.accepted
@@ -233,11 +234,11 @@ async def test_a_tenant_hears_of_its_own_endpoints_alone(database: Database) -> 
     }
     of_a, of_b, of_all = {"shop-a": 1}, {"shop-b": 2}, {"shop-all": 3}
     every = {**of_a, **of_b, **of_all}
-    assert heard == {"ops-a": of_a, "ops-b": of_b, "ops": of_all, "ops-all": every}
+    assert received == {"ops-a": of_a, "ops-b": of_b, "ops": of_all, "ops-all": every}
     assert await exceptions(database) == {}
 
 
-async def test_a_producer_can_publish_none(
+async def test_a_producer_cannot_publish_operational_events(
     database: Database,
 ) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as db:
@@ -252,27 +253,29 @@ async def test_a_producer_can_publish_none(
                     f"('00000000-0000-8000-8000-000000000000', '{HELD}', '1')"
                 )
             with pytest.raises(Exception, match="permission denied"):
-                await db.execute(f"SELECT announce('{HELD}', NULL, '1')")
+                await db.execute(f"SELECT publish_operational_event('{HELD}', NULL, '1')")
             with pytest.raises(Exception, match="reserved"):
                 await db.execute(f"INSERT INTO outbox (type, payload) VALUES ('{HELD}', '1')")
         finally:
             await db.execute("RESET ROLE; DROP OWNED BY forger; DROP ROLE forger")
-    assert await told(database) == []
+    assert await operational_events(database) == []
 
 
-# ------------------------------------------------------------------ what is told, once
+# ----------------------------------------------------------------------- reported once
 
 
-async def test_a_dead_letter_and_the_block_it_causes(database: Database) -> None:
+async def test_a_dead_letter_and_its_block_are_reported(database: Database) -> None:
     shop = await add_endpoint(database, types=["order.*"], on_dead_letter="block")
     await add_endpoint(database, "ops", types=["outbox.**"])
-    refused = Answer.of(400, 0.001, headers=(("X-Request-Id", SECRET),), body=SECRET.encode())
-    network = answers(shop=refused)
+    refused = AttemptResult.completed(
+        400, 0.001, headers=(("X-Request-Id", SECRET),), body=SECRET.encode()
+    )
+    network = responses(shop=refused)
     async with running(database, network):
         await publish(
             database, {"card": SECRET}, 2, type="order.paid", key=SECRET, headers='{"X-A": "b"}'
         )
-        await until(lambda: len(got(network, "ops")) == 2, 10, "both to be told")
+        await until(lambda: len(got(network, "ops")) == 2, 10, "both reports")
     event, lane = await _first(database, "event_id"), network.sent[0].lane
     letter_id = await fetchval(database, "SELECT id FROM dead_letter")
     place = {"lane": lane, "sequence": 1, "dead_letter": letter_id, "reason": "refused"}
@@ -280,15 +283,15 @@ async def test_a_dead_letter_and_the_block_it_causes(database: Database) -> None
     assert await one(database, LETTER, shop.id) == {**place, **letter}
     assert await one(database, BLOCKED, shop.id) == place
     assert got(network, "ops") == [LETTER, BLOCKED]
-    assert SECRET not in orjson.dumps(await told(database)).decode()
+    assert SECRET not in orjson.dumps(await operational_events(database)).decode()
 
 
-async def test_a_range_is_told_when_it_first_holds_an_ordinary_event(database: Database) -> None:
+async def test_a_range_is_reported_once_it_contains_an_ordinary_event(database: Database) -> None:
     both = await add_endpoint(
         database, "both", types=["order.*", "outbox.**"], retry=FOR_EVER, backlog_count_max=1
     )
     await add_endpoint(database, types=["user.*"])
-    network = answers(both=BUSY, shop=REFUSED)
+    network = responses(both=BUSY, shop=REFUSED)
 
     async def is_cut(numbers: int) -> bool:
         sql = "SELECT sum(to_seq - seq + 1) = $1 FROM dead_letter WHERE reason = 'backlog'"
@@ -296,14 +299,15 @@ async def test_a_range_is_told_when_it_first_holds_an_ordinary_event(database: D
 
     async with running(database, network):
         await publish(database, *range(3), type="user.added")
-        await until(lambda: is_cut(2), 10, "operational events to be given up")
+        await until(lambda: is_cut(2), 10, "the cut of operational events")
         assert await counted(database) == {LETTER: 3}
-        # The last of those, and the first order; then what is told of it, and so on.
+        # The first cut covers operational events only; it is reported once it contains an ordinary
+        # event.
         await publish(database, 1, 2, type="order.paid")
-        await until(lambda: count_of(database, LETTER, 4), 10, "the range to be told")
+        await until(lambda: count_of(database, LETTER, 4), 10, "the report of the range")
         await publish(database, 3, 4, type="order.paid")
         await all_cut(database)
-    letters = [e["payload"] for e in await told(database, LETTER)]
+    letters = [e["payload"] for e in await operational_events(database, LETTER)]
     (of_range,) = [each for each in letters if each["endpoint"]["id"] == str(both.id)]
     assert of_range["sequence"] == 1
     assert of_range["to_sequence"] >= 4
@@ -314,38 +318,40 @@ async def test_a_range_is_told_when_it_first_holds_an_ordinary_event(database: D
     assert await exceptions(database) == {}
 
 
-async def test_of_events_that_were_erased_only_the_ordinary_ones_are_told(
+async def test_only_ordinary_erased_events_are_reported(
     database: Database,
 ) -> None:
     both = await add_endpoint(database, "both", types=["order.*", "outbox.**"])
     await publish(database, 1, type="order.paid")
-    await fetchval(database, "SELECT announce($1, $2, '{}')", HELD, both.id)
+    await fetchval(database, "SELECT publish_operational_event($1, $2, '{}')", HELD, both.id)
     await fetchval(database, "UPDATE outbox SET payload = NULL, erased_at = now()")
     network = Network()
     async with running(database, network):
-        await until(lambda: _letters_of(database, "both", 2), 10, "both to be given up")
+        await until(lambda: _letters_of(database, "both", 2), 10, "both dead letters")
         await all_ended(database)
     assert got(network, "both") == [LETTER]
-    told_of = await one(database, LETTER, both.id, "both")
-    assert (told_of["reason"], told_of["sequence"]) == ("erased", 1)
-    assert not {"event", "type"} & told_of.keys()
+    report = await one(database, LETTER, both.id, "both")
+    assert (report["reason"], report["sequence"]) == ("erased", 1)
+    assert not {"event", "type"} & report.keys()
 
 
-async def test_a_hold_and_its_end_are_told_once_over_a_take_over(database: Database) -> None:
+async def test_a_hold_off_and_its_end_are_reported_once_across_a_takeover(
+    database: Database,
+) -> None:
     shop = await add_endpoint(database, types=["order.*"], lanes=4, retry=FOR_EVER)
     await add_endpoint(database, "ops", types=["outbox.**"])
     broken = True
-    resting = Answer.of(503, 0.001, headers=(("Retry-After", "0"),))
-    network = answers(shop=lambda _: resting if broken else OK)
+    resting = AttemptResult.completed(503, 0.001, headers=(("Retry-After", "0"),))
+    network = responses(shop=lambda _: resting if broken else OK)
     async with killed_at_the_end(database, network):
         await publish(database, *range(20), type="order.paid")
-        await until(lambda: count_of(database, HELD, 1), 10, "the hold to be told")
+        await until(lambda: count_of(database, HELD, 1), 10, "the report of the hold-off")
     async with running(database, network):
         sent = len(network.sent)
         await until(lambda: len(network.sent) > sent + 10, 10, "probes of the next owner")
         await until(lambda: _health(database, "shop", "failing"), 10, "it to write that down")
         broken = False
-        await until(lambda: count_of(database, RECOVERED, 1), 10, "its end to be told")
+        await until(lambda: count_of(database, RECOVERED, 1), 10, "the report of its end")
         await all_ended(database)
     assert await counted(database) == {HELD: 1, RECOVERED: 1}
     held = await one(database, HELD, shop.id)
@@ -354,66 +360,66 @@ async def test_a_hold_and_its_end_are_told_once_over_a_take_over(database: Datab
     assert got(network, "ops") == [HELD, RECOVERED]
 
 
-async def test_every_hold_is_told(database: Database) -> None:
+async def test_every_hold_off_is_reported(database: Database) -> None:
     await add_endpoint(database, types=["order.*"], lanes=4, retry=FOR_EVER)
     await add_endpoint(database, "ops", types=["outbox.endpoint.*"])
     broken = False
-    network = answers(shop=lambda _: BUSY if broken else OK)
+    network = responses(shop=lambda _: BUSY if broken else OK)
     async with running(database, network):
         for n in (1, 2, 3):
             broken = True
             await publish(database, *range(20), type="order.paid")
-            await until(lambda n=n: count_of(database, HELD, n), 10, "the hold to be told")
+            await until(lambda n=n: count_of(database, HELD, n), 10, "the report of the hold-off")
             broken = False
-            await until(lambda n=n: count_of(database, RECOVERED, n), 10, "its end to be told")
+            await until(lambda n=n: count_of(database, RECOVERED, n), 10, "the report of its end")
     assert await counted(database) == {HELD: 3, RECOVERED: 3}
 
 
-async def test_410_tells_that_the_endpoint_is_disabled_and_what_was_given_up(
+async def test_410_reports_the_disabled_endpoint_and_its_dead_letters(
     database: Database,
 ) -> None:
     shop = await add_endpoint(database, types=["order.*"])
     await add_endpoint(database, "ops", types=["outbox.**"])
     await add_endpoint(database, "gone", types=["outbox.**"], retry=FOR_EVER)
-    network = answers(shop=lambda sent: OK if sent.seq < 3 else GONE, gone=BUSY)
+    network = responses(shop=lambda sent: OK if sent.seq < 3 else GONE, gone=BUSY)
     async with running(database, network):
         await publish(database, *range(20), type="order.paid")
         ended = "SELECT state = 'disabled' FROM endpoint WHERE name = 'shop'"
         await until(lambda: fetchval(database, ended), 10, "the end of it")
         letters = await fetchval(database, "SELECT count(*) FROM dead_letter")
-        await until(lambda: count_of(database, LETTER, letters), 10, "the range to be told")
+        await until(lambda: count_of(database, LETTER, letters), 10, "the report of the range")
     why = {"why": "the receiver answered 410 Gone", "status": 410}
     payload = await one(database, DISABLED, shop.id)
     assert payload.pop("by").startswith("replica ")
     assert payload == why
-    reasons = [event["payload"]["reason"] for event in await told(database, LETTER)]
+    reasons = [event["payload"]["reason"] for event in await operational_events(database, LETTER)]
     assert reasons in (["refused"], ["refused", "disabled"])
     assert await exceptions(database) == {}
 
 
-async def test_a_day_without_a_success_is_told_once_and_three_are_the_end(
+async def test_a_day_without_success_is_reported_once_and_three_disable_the_endpoint(
     database: Database,
 ) -> None:
     shop = await add_endpoint(database, types=["order.*"], lanes=2, retry=FOR_EVER)
-    # The one is disabled before, the other owes nothing but operational events.
+    # One endpoint is disabled before, the other has only operational events pending.
     await add_endpoint(database, "brief", types=["order.*"], retry=FOR_EVER, disable_after_s=80_000)
     await add_endpoint(database, "ops", types=["outbox.**"])
     await add_endpoint(database, "stuck", types=["outbox.**"], retry=FOR_EVER)
     broken = True
-    network = answers(
+    network = responses(
         shop=lambda _: BUSY if broken else OK, brief=lambda _: BUSY if broken else OK, stuck=BUSY
     )
 
     async def stalled(times: int, hours: int) -> None:
         async with killed_at_the_end(database, network):
             await publish(database, *range(4), type="order.paid")
-            await until(lambda: _owes(database, "shop"), 10, "something to be owed")
+            await until(lambda: _has_pending(database, "shop"), 10, "something to be pending")
         await _shift(database, hours)
         async with killed_at_the_end(database, network):
-            await until(lambda: count_of(database, STALLED, times), 10, "the stall to be told")
+            await until(lambda: count_of(database, STALLED, times), 10, "the stall reports")
         async with killed_at_the_end(database, network):
             sent = len(network.sent)
-            await until(lambda: len(network.sent) > sent + 20, 10, "some looks")
+            await until(lambda: len(network.sent) > sent + 20, 10, "some polls")
 
     await stalled(1, 25)
     payload = await one(database, STALLED, shop.id)
@@ -423,32 +429,34 @@ async def test_a_day_without_a_success_is_told_once_and_three_are_the_end(
     assert payload == {}
     broken = False
     async with running(database, network):
-        over = "SELECT told_stalled_at IS NULL FROM endpoint_health WHERE endpoint_id = $1"
+        over = "SELECT reported_stalled_at IS NULL FROM endpoint_health WHERE endpoint_id = $1"
         await until(lambda: fetchval(database, over, shop.id), 10, "the stall to end")
     broken = True
     await stalled(2, 25)
     await _shift(database, 50)
     async with running(database, network):
         await until(lambda: count_of(database, DISABLED, 3), 10, "the end")
-    disabled = {e["payload"]["endpoint"]["name"] for e in await told(database, DISABLED)}
+    disabled = {
+        e["payload"]["endpoint"]["name"] for e in await operational_events(database, DISABLED)
+    }
     assert disabled == {"shop", "brief", "stuck"}
-    assert len(await told(database, STALLED)) == 2
+    assert len(await operational_events(database, STALLED)) == 2
 
 
 # ------------------------------------------------------------------------------- lag
 
 
-async def test_a_backlog_that_lasts_is_told_once_and_remembered_by_the_next_leader(
+async def test_a_lasting_backlog_is_reported_once_across_leaders(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAGGING_S", 0.3)
-    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_CHECK_EVERY_S", 0.0)
     monkeypatch.setattr("outbox.store.cursor.LAGGING_S", 0.3)
     await add_endpoint(database, "ops", types=["outbox.**"])
     await publish_many(database, 10_000)
     for _ in range(2):
         async with killed_at_the_end(database, Network(), batch_events_max=3):
-            await until(lambda: count_of(database, LAGGING, 1), 20, "it to be told")
+            await until(lambda: count_of(database, LAGGING, 1), 20, "the report")
             batches = await fetchval(database, "SELECT max(batch) FROM batch")
             await until(lambda n=batches: _batches(database, n + 300), 20, "more batches")
     assert await counted(database) == {LAGGING: 1}
@@ -460,9 +468,9 @@ async def test_a_backlog_that_lasts_is_told_once_and_remembered_by_the_next_lead
         await all_ended(database)
         await until(lambda: fetchval(database, "SELECT NOT lagging FROM cursor"), 10, "its end")
     assert got(network, "ops") == [LAGGING]
-    # Another one soon after it is not told, one that comes later is.
-    for told_before, wanted in (("5 minutes", 1), ("11 minutes", 2)):
-        await fetchval(database, f"UPDATE cursor SET lagging_at = now() - interval '{told_before}'")
+    # A second backlog soon after is not reported, a later one is.
+    for last_report, wanted in (("5 minutes", 1), ("11 minutes", 2)):
+        await fetchval(database, f"UPDATE cursor SET lagging_at = now() - interval '{last_report}'")
         await publish_many(database, 2_000)
         async with running(database, Network(), batch_events_max=3):
             await all_ended(database)
@@ -471,14 +479,14 @@ async def test_a_backlog_that_lasts_is_told_once_and_remembered_by_the_next_lead
     assert await exceptions(database) == {}
 
 
-async def test_a_long_transaction_is_no_lag(
+async def test_a_long_transaction_does_not_count_as_lag(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_CHECK_EVERY_S", 0.0)
     await add_endpoint(database, "ops", types=["outbox.**"])
     async with running(database, Network(), batch_events_max=3):
         async with database.connection() as long, long.transaction():
-            # As if it had been open for an hour.
+            # Simulates a transaction that has been open for an hour.
             await long.execute(
                 "INSERT INTO relay.outbox (type, payload, created_at) "
                 "SELECT 'a.b', '1', now() - interval '1 hour' FROM generate_series(1, 300)"
@@ -489,25 +497,25 @@ async def test_a_long_transaction_is_no_lag(
     assert await counted(database) == {}
 
 
-async def test_lag_without_anybody_who_wants_to_know_is_told_when_somebody_does(
+async def test_lag_is_reported_once_an_endpoint_subscribes(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAGGING_S", 0.1)
-    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_CHECK_EVERY_S", 0.0)
     monkeypatch.setattr("outbox.store.cursor.LAGGING_S", 0.1)
     await publish_many(database, 10_000)
     async with killed_at_the_end(database, Network(), batch_events_max=3):
         await until(lambda: _batches(database, 500), 20, "many batches")
         assert await counted(database) == {}
         await add_endpoint(database, "ops", types=["outbox.relay.*"])
-        await until(lambda: count_of(database, LAGGING, 1), 20, "it to be told")
+        await until(lambda: count_of(database, LAGGING, 1), 20, "the report")
 
 
 # ---------------------------------------------------------------------------- helpers
 
 
 async def publish_many(database: Database, events: int) -> None:
-    """In one transaction."""
+    """Publish in one transaction."""
     await fetchval(
         database,
         "INSERT INTO outbox (type, payload) SELECT 'a.b', '1' FROM generate_series(1, $1::int)",
@@ -516,7 +524,7 @@ async def publish_many(database: Database, events: int) -> None:
 
 
 async def all_cut(database: Database) -> None:
-    """Nothing is owed but what the limit of `both` allows."""
+    """Whether only the deliveries within the limit of `both` are pending."""
     sql = """
         SELECT (SELECT max(id) FROM outbox) <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
            AND (SELECT sum(c.last_seq - p.acked_seq) FROM lane_counter c
@@ -525,7 +533,7 @@ async def all_cut(database: Database) -> None:
 
 
 async def _shift(database: Database, hours: int) -> None:
-    """Everything happened so much earlier, apart from what is told from now on."""
+    """Shift everything into the past, except what is reported from now on."""
     by = f"make_interval(hours => {hours})"
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         await db.execute(f"UPDATE batch SET at = at - {by}")
@@ -540,7 +548,7 @@ async def _first(database: Database, column: str) -> str:
     return str(await fetchval(database, f"SELECT {column} FROM outbox ORDER BY id LIMIT 1"))
 
 
-async def _owes(database: Database, name: str) -> bool:
+async def _has_pending(database: Database, name: str) -> bool:
     sql = """SELECT sum(c.last_seq - p.acked_seq) > 0
                FROM lane_counter c JOIN lane_progress p USING (lane_id)
                JOIN endpoint e ON e.id = p.endpoint_id WHERE e.name = $1"""

@@ -1,11 +1,11 @@
-"""An operator acts while something of the endpoint is on its way."""
+"""Races between an operator and a delivery in progress."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_states
 from tests.support.relay import (
     OK,
@@ -30,10 +30,10 @@ CLAIMED = "SELECT replica_id FROM ownership WHERE endpoint_id = $1"
 
 
 async def noticed(database: Database, name: str) -> None:
-    """The relay has taken in what was changed before: its looks follow one another."""
+    """Wait until the relay has read earlier changes: its polls are sequential."""
     for n in range(2):
         made = await add_endpoint(database, f"{name}{n}", types=["none"])
-        await until(lambda made=made: fetchval(database, CLAIMED, made.id), 10, "a look")
+        await until(lambda made=made: fetchval(database, CLAIMED, made.id), 10, "a poll")
 
 
 async def pause(database: Database) -> None:
@@ -46,7 +46,7 @@ async def resume(database: Database) -> None:
         await endpoint_states.resume(connection, "relay", ["shop"], actor="test")
 
 
-async def test_a_block_that_is_being_written_is_not_taken_for_one_that_was_lifted(
+async def test_a_block_being_written_is_not_taken_for_an_unblock(
     database: Database,
 ) -> None:
     await add_endpoint(database, on_dead_letter="block")
@@ -69,26 +69,26 @@ async def test_a_block_that_is_being_written_is_not_taken_for_one_that_was_lifte
     assert await exceptions(database) == {}
 
 
-async def test_what_waits_for_a_place_is_not_sent_when_its_endpoint_was_paused_meanwhile(
+async def test_a_delivery_waiting_for_a_slot_is_not_sent_after_a_pause(
     database: Database,
 ) -> None:
     await add_endpoint(database, lanes=8)
-    answers = asyncio.Event()
+    responses = asyncio.Event()
 
-    async def answer(_: Sent) -> Answer:
-        await answers.wait()
+    async def response(_: Sent) -> AttemptResult:
+        await responses.wait()
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network, in_flight_max=1):
         await publish(database, *range(30))
         await until(lambda: fetchval(database, NUMBERED, 30), 10, "sequencing")
         await until(lambda: network.sent, 10, "the first request")
         await pause(database)
         await noticed(database, "pause")
-        answers.set()
+        responses.set()
         await until(lambda: network.accepted, 10, "the one that is in flight")
-        await noticed(database, "answer")
+        await noticed(database, "response")
         assert len(network.sent) == 1
         await resume(database)
         await all_ended(database)
@@ -96,30 +96,30 @@ async def test_what_waits_for_a_place_is_not_sent_when_its_endpoint_was_paused_m
     assert await exceptions(database) == {}
 
 
-async def test_what_waits_for_a_place_is_not_sent_while_the_receiver_asks_for_rest(
+async def test_a_delivery_waiting_for_a_slot_is_not_sent_during_a_hold_off(
     database: Database,
 ) -> None:
     await add_endpoint(database, lanes=8)
     clock = asyncio.get_running_loop().time
     times: list[float] = []
-    answers = asyncio.Event()
+    responses = asyncio.Event()
 
-    async def answer(_: Sent) -> Answer:
+    async def response(_: Sent) -> AttemptResult:
         times.append(clock())
         if len(times) > 1:
             return OK
-        await answers.wait()
-        return Answer.of(429, 0.001, headers=(("Retry-After", "1"),))
+        await responses.wait()
+        return AttemptResult.completed(429, 0.001, headers=(("Retry-After", "1"),))
 
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network, in_flight_max=1):
         await publish(database, *range(30))
         await until(lambda: fetchval(database, NUMBERED, 30), 10, "sequencing")
         await until(lambda: network.sent, 10, "the first request")
         await noticed(database, "all")
-        asked_at = clock()
-        answers.set()
+        requested_at = clock()
+        responses.set()
         await all_ended(database)
-    assert times[1] - asked_at > 0.95
+    assert times[1] - requested_at > 0.95
     assert sorted(network.data()) == list(range(30))
     assert await exceptions(database) == {}

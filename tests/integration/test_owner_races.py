@@ -1,4 +1,4 @@
-"""What an owner does while operators, and other statements, come in between."""
+"""Races between an owner, operators, and other statements."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.circuit_breaker import Health
-from outbox.core.model.response import Answer
+from outbox.core.delivery.circuit_breaker import CircuitBreaker
+from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_changes, endpoint_states
 from outbox.relay.delivery.dispatcher import Dispatcher
-from outbox.relay.delivery.endpoint_supervisor import Caretaker
+from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.store.lanes import LaneStore
 from tests.support.relay import (
     BUSY,
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from outbox.core.delivery.circuit_breaker import HealthRecord
+    from outbox.core.delivery.circuit_breaker import BreakerRecord
     from outbox.core.delivery.commands import Send
-    from outbox.relay.delivery.owned_endpoints import OwnedLane
+    from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.store.endpoints import Endpoint
     from tests.support.postgres import Database
     from tests.support.relay import Sent
@@ -47,27 +47,27 @@ async def change_endpoint(database: Database, **settings: Any) -> None:
         )
 
 
-async def test_a_lane_blocked_during_a_look_stays_blocked(
+async def test_a_lane_blocked_during_a_poll_stays_blocked(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await add_endpoint(database, lanes=64, on_dead_letter="block")
-    answer_b = asyncio.Event()
+    response_b = asyncio.Event()
 
-    async def answer(sent: Sent) -> Answer:
+    async def response(sent: Sent) -> AttemptResult:
         if sent.body["data"] == "b1":
-            await answer_b.wait()
+            await response_b.wait()
         return REFUSED if sent.body["data"] in ("a1", "b1") else OK
 
     read_blocked = LaneStore.blocked
 
     async def slowly(self: LaneStore, lane_ids: Collection[int]) -> set[int]:
         found = await read_blocked(self, lane_ids)
-        answer_b.set()
+        response_b.set()
         await until(lambda: _blocks(database, 2), 5, "the second block")
         return found
 
     monkeypatch.setattr(LaneStore, "blocked", slowly)
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network):
         await publish(database, "a1", "a2", key="a")
         await until(lambda: _blocks(database, 1), 5, "the first block")
@@ -82,28 +82,28 @@ async def test_a_lane_blocked_during_a_look_stays_blocked(
     assert await exceptions(database) == {}
 
 
-async def test_who_waits_for_a_slot_obeys_a_pause_that_came_meanwhile(
+async def test_a_delivery_waiting_for_a_slot_obeys_a_pause(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard = asyncio.Event()
-    update = Dispatcher.update
+    updated_once = asyncio.Event()
+    update = Dispatcher.update_endpoints
 
     def updated(self: Dispatcher, endpoints: list[Endpoint], unblocked: set[int]) -> None:
         update(self, endpoints, unblocked)
         if any(endpoint.state == "paused" for endpoint in endpoints):
-            heard.set()
+            updated_once.set()
 
-    monkeypatch.setattr(Dispatcher, "update", updated)
+    monkeypatch.setattr(Dispatcher, "update_endpoints", updated)
     await add_endpoint(database, "slow", types=["slow"])
     await add_endpoint(database, types=["a.b"])
     release = asyncio.Event()
 
-    async def answer(sent: Sent) -> Answer:
+    async def response(sent: Sent) -> AttemptResult:
         if sent.body["data"] == "slow":
             await release.wait()
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network, in_flight_max=1):
         await publish(database, "slow", type="slow")
         await until(lambda: len(network.sent) == 1, 5, "the slot to be taken")
@@ -111,7 +111,7 @@ async def test_who_waits_for_a_slot_obeys_a_pause_that_came_meanwhile(
         await until(lambda: _numbered(database, 2), 5, "sequencing")
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             await endpoint_states.pause(connection, "relay", ["shop"], actor="test")
-            await heard.wait()
+            await updated_once.wait()
             release.set()
             await publish(database, "last", type="slow")
             await until(lambda: network.data() == ["slow", "last"], 5, "the slot to be free")
@@ -120,28 +120,28 @@ async def test_who_waits_for_a_slot_obeys_a_pause_that_came_meanwhile(
     assert network.data() == ["slow", "last", "paused"]
 
 
-async def test_who_waits_for_a_slot_obeys_a_retry_after_that_came_meanwhile(
+async def test_a_delivery_waiting_for_a_slot_obeys_a_retry_after(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: set[int] = set()
     send = Dispatcher._send
 
-    async def seen(self: Dispatcher, lane: OwnedLane, what: Send, started_at: float) -> float:
+    async def seen(self: Dispatcher, lane: LaneRuntime, what: Send, started_at: float) -> float:
         waiting.add(lane.loaded.id)
         return await send(self, lane, what, started_at)
 
     monkeypatch.setattr(Dispatcher, "_send", seen)
     await add_endpoint(database, lanes=32, types=["a.b"])
     await add_endpoint(database, "other", types=["other"])
-    answer_first = asyncio.Event()
+    response_first = asyncio.Event()
 
-    async def answer(sent: Sent) -> Answer:
+    async def response(sent: Sent) -> AttemptResult:
         if sent.body["type"] == "other":
             return OK
-        await answer_first.wait()
-        return Answer.of(429, 0.001, headers=(("Retry-After", "60"),))
+        await response_first.wait()
+        return AttemptResult.completed(429, 0.001, headers=(("Retry-After", "60"),))
 
-    network = Network(answer)
+    network = Network(response)
     async with running(database, network, in_flight_max=1):
         for key in "abcdefgh":
             await publish(database, key, key=key)
@@ -149,12 +149,12 @@ async def test_who_waits_for_a_slot_obeys_a_retry_after_that_came_meanwhile(
         await until(lambda: len(waiting) == lanes, 5, "them to wait for the slot")
         await publish(database, "other", type="other")
         await until(lambda: len(waiting) == lanes + 1, 5, "the other one to wait behind them")
-        answer_first.set()
+        response_first.set()
         await until(lambda: network.data() == ["other"], 5, "the slot to be free")
     assert len(network.sent) == 2
 
 
-async def test_receivers_do_not_run_far_ahead_of_a_log_that_cannot_be_written(
+async def test_sending_is_bounded_while_the_log_cannot_be_written(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.delivery.recorder.PENDING_MAX", 3)
@@ -179,14 +179,14 @@ async def test_receivers_do_not_run_far_ahead_of_a_log_that_cannot_be_written(
     assert [data for data in network.data() if data != "other"] == ["first", *range(20)]
 
 
-async def test_what_one_endpoint_does_costs_nothing_for_the_others(
+async def test_the_work_of_one_endpoint_does_not_visit_the_others(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_at: set[Health] = set()
-    record = Health.record
+    visited: set[CircuitBreaker] = set()
+    record = CircuitBreaker.record
 
-    def recorded(self: Health) -> HealthRecord:
-        looked_at.add(self)
+    def recorded(self: CircuitBreaker) -> BreakerRecord:
+        visited.add(self)
         return record(self)
 
     for n in range(5):
@@ -196,23 +196,23 @@ async def test_what_one_endpoint_does_costs_nothing_for_the_others(
     async with running(database, network):
         await publish(database, "fine", type="fine")
         await all_ended(database)
-        monkeypatch.setattr(Health, "record", recorded)
+        monkeypatch.setattr(CircuitBreaker, "record", recorded)
         await publish(database, *range(10))
         failing = "SELECT count(*) = 1 FROM endpoint_health WHERE state = 'failing'"
         await until(lambda: fetchval(database, failing), 10, "the breaker to open")
-    assert len(looked_at) == 1
+    assert len(visited) == 1
 
 
-async def test_a_relay_that_is_cancelled_ends_though_its_session_ends_in_an_error(
+async def test_a_cancelled_relay_ends_although_its_session_fails(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails_at_the_end(_: Caretaker) -> None:
+    async def fails_at_the_end(_: EndpointSupervisor) -> None:
         try:
             await asyncio.Event().wait()
         finally:
             raise ConnectionResetError
 
-    monkeypatch.setattr(Caretaker, "run", fails_at_the_end)
+    monkeypatch.setattr(EndpointSupervisor, "run", fails_at_the_end)
     await add_endpoint(database)
     network = Network()
     worker = relay(database, network)
@@ -231,7 +231,7 @@ async def _numbered(database: Database, deliveries: int) -> bool:
 
 
 async def _lanes(database: Database) -> int:
-    """How many lanes the keys went to."""
+    """The number of lanes that the keys map to."""
     await until(lambda: _numbered(database, 8), 5, "sequencing")
     return int(await fetchval(database, "SELECT count(DISTINCT lane_id) FROM delivery"))
 

@@ -1,4 +1,4 @@
-"""A relay behind PgBouncer in transaction mode: every transaction meets another session."""
+"""A relay behind PgBouncer in transaction mode: every transaction may use another session."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.one_major, pytest.mark.pgbouncer]
 
 
 def through(proxy: PgBouncer) -> dict[str, Any]:
-    """The settings of a relay that uses it."""
+    """The settings of a relay behind the proxy."""
     return {"dsn": proxy.dsn(), "pooled": True, "poll_s": 0.1}
 
 
@@ -46,10 +46,10 @@ FAULTS = {
 }
 
 
-async def test_whatever_happens_to_the_proxy_nothing_is_lost(
+async def test_nothing_is_lost_under_proxy_faults(
     database: Database, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
     await find_the_schema(database)
     load, sickly = await loaded(database)
@@ -73,7 +73,7 @@ async def test_whatever_happens_to_the_proxy_nothing_is_lost(
             await load.check()
 
 
-async def test_nothing_is_left_in_other_clients_sessions(
+async def test_no_state_leaks_into_pooled_sessions(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
@@ -89,7 +89,7 @@ async def test_nothing_is_left_in_other_clients_sessions(
                 await publish(database, n)
             await until(lambda: len(network.accepted) == 20)
             assert await fetchval(database, "SELECT bool_and(pids = '{}') FROM replica")
-        # Whoever comes next meets the sessions as they were opened.
+        # The next client gets the sessions as they were opened.
         locks = """SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'
                       AND database = (SELECT oid FROM pg_database
                                        WHERE datname = current_database())"""
@@ -99,7 +99,7 @@ async def test_nothing_is_left_in_other_clients_sessions(
         ]
         for client in clients:
             transaction = client.transaction()
-            await transaction.start()  # Each has a session of its own now.
+            await transaction.start()  # Each client has its own session now.
             assert await client.fetchval("SELECT count(*) FROM pg_prepared_statements") == 0
             settings = await client.fetchrow(
                 """SELECT current_setting('statement_timeout') AS statement_timeout,
@@ -111,7 +111,7 @@ async def test_nothing_is_left_in_other_clients_sessions(
             client.terminate()
 
 
-async def test_periods_come_and_go_although_nobody_can_hold_a_lock(
+async def test_periods_rotate_without_session_locks(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
@@ -139,7 +139,7 @@ async def test_periods_come_and_go_although_nobody_can_hold_a_lock(
         ("default_transaction_read_only", "'on'"),
     ],
 )
-async def test_a_role_whose_statements_could_go_wrong_is_refused(
+async def test_a_role_with_unsafe_settings_is_refused(
     database: Database, setting: str, value: str
 ) -> None:
     await find_the_schema(database, **{setting: value})
@@ -154,7 +154,7 @@ async def test_a_role_whose_statements_could_go_wrong_is_refused(
             await until(lambda: fetchval(database, "SELECT count(*) FROM replica"))
 
 
-async def test_the_commands_work_through_it(database: Database) -> None:
+async def test_commands_work_through_the_proxy(database: Database) -> None:
     await find_the_schema(database)
     async with pgbouncer(database, pool_size=2) as proxy:
         env = {"OUTBOX_DSN": proxy.dsn(), "OUTBOX_POOLED": "true"}
@@ -176,7 +176,7 @@ async def test_the_commands_work_through_it(database: Database) -> None:
         assert [each["check"] for each in bad] == ["relays"], bad
 
 
-async def test_a_relay_waits_for_its_turn_in_a_pool_that_is_taken(database: Database) -> None:
+async def test_a_relay_waits_for_a_connection_of_an_exhausted_pool(database: Database) -> None:
     await find_the_schema(database)
     await add_endpoint(database)
     network = Network()

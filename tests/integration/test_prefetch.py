@@ -1,4 +1,4 @@
-"""What was built while the request before it was out is what would be built now."""
+"""Prefetching: a request built during the previous one equals a request built now."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outbox.core.admission.request_scheduler import Turns
-from outbox.core.delivery.circuit_breaker import HealthRecord
-from outbox.core.delivery.commands import Fetch, Gone, Progress, Record, Send
+from outbox.core.admission.request_scheduler import RequestScheduler
+from outbox.core.delivery.circuit_breaker import BreakerRecord
+from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Record, Send
 from outbox.core.delivery.message import Delivery, prepare
-from outbox.core.delivery.operational_events import Told
+from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_secret
-from outbox.core.model.response import RETRYABLE, Answer, Verdict
+from outbox.core.model.response import RETRYABLE, AttemptResult, Verdict
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.destinations.http.request import addressed
-from outbox.relay.delivery.owned_endpoints import OwnedEndpoint, OwnedLane
+from outbox.destinations.http.request import signed_request
+from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
 from outbox.store.endpoints import Endpoint
 from outbox.store.lanes import LoadedLane
 from outbox.telemetry.meters import Meters
@@ -34,7 +34,7 @@ SECRETS = [parse_secret(f"whsec_{'ABCDEFGH'[n] * 43}=") for n in range(4)]
 Event = Literal[
     "delivered", "refused", "failed", "second", "header", "secret", "erased", "settings", "ended"
 ]
-"""What happens while a request is out; the first three end it."""
+"""An event during a request; the first three end it."""
 
 
 def endpoint() -> Endpoint:
@@ -44,59 +44,61 @@ def endpoint() -> Endpoint:
         total_timeout_s=15.0, in_flight_max=None, rate_per_s=None, batch_max=None, networks=(),
         ca=None, identity=None, retry=POLICY, retryable=RETRYABLE, blocks=False,
         backlog_count_max=None, backlog_age_max_s=None, disable_after_s=1e6,
-        checkpoint_every_s=None, generation=1, resumes=0, obeyed=0, health=HealthRecord(),
-        told=Told(),
+        checkpoint_every_s=None, generation=1, resumes=0, applied_resumes=0, health=BreakerRecord(),
+        reported=ReportedState(),
     )  # fmt: skip
 
 
 class Owner:
-    """Drives one lane as the dispatcher does, and looks ahead whenever it may."""
+    """Drives one lane like the dispatcher, and prefetches whenever possible."""
 
     def __init__(self) -> None:
         self.now = EPOCH_S
-        line = Turns(8).join(None, None, None)
-        self.home = OwnedEndpoint(endpoint(), 1, self.now, Meters().taken("shop"), line)
+        line = RequestScheduler(8).add_endpoint(None, None, None)
+        self.home = EndpointRuntime(endpoint(), 1, self.now, Meters().acquire("shop"), line)
         loaded = LoadedLane(
             1, ENDPOINT, "lane", 1, False, False, LAST_SEQ, self.now, Progress(), ()
         )  # fmt: skip
-        (self.lane,) = self.home.add([loaded], 0, self.now)
+        (self.lane,) = self.home.add_lanes([loaded], 0, self.now)
         self.erased: set[int] = set()
         self.taken_ahead = 0
 
     def send(self) -> Send | None:
-        """The next request; everything else that the lane wants is done."""
-        machine = self.lane.machine
+        """The next request; all other commands of the lane are executed."""
+        machine = self.lane.state
         while (step := machine.next(self.now)) is not None:
             match step:
                 case Send():
                     return step
                 case Fetch(after_seq=after):
-                    machine.fetched([self._row(seq) for seq in range(after + 1, LAST_SEQ + 1)])
+                    machine.append_fetched(
+                        [self._row(seq) for seq in range(after + 1, LAST_SEQ + 1)]
+                    )
                 case Record():
-                    machine.recorded(step)
+                    machine.confirm_recorded(step)
                 case _:
                     self.now = step.until
         return None
 
-    def _row(self, seq: int) -> Delivery | Gone:
+    def _row(self, seq: int) -> Delivery | ErasedEvent:
         row = delivery(seq)
-        gone = Gone(row.endpoint_id, row.seq, row.batch, row.outbox_id)
+        gone = ErasedEvent(row.endpoint_id, row.seq, row.batch, row.outbox_id)
         return gone if seq in self.erased else row
 
     def check(self, send: Send) -> None:
-        """What is sent is what somebody builds who never looked ahead."""
-        to, ahead = self.home.endpoint, self.lane.ahead
+        """The request equals one that is built without prefetching."""
+        to, ahead = self.home.endpoint, self.lane.prefetched
         fresh = prepare(
             send.delivery, send.previous_seq, lane_ends=send.lane_ends, endpoint_headers=to.headers
         )
         keys = to.secrets_at(self.now)
         built: Request = self.lane.request(send, self.now)
-        assert built == addressed(to, fresh, send.attempt, int(self.now), keys)
+        assert built == signed_request(to, fresh, send.attempt, int(self.now), keys)
         self.taken_ahead += ahead is not None and built is ahead.request
 
     def happens(self, event: Event, n: int) -> bool:
-        """Whether the request is over."""
-        home, machine = self.home, self.lane.machine
+        """Apply the event; whether it ends the request."""
+        home, machine = self.home, self.lane.state
         match event:
             case "second":
                 self.now += 1
@@ -111,47 +113,47 @@ class Owner:
                 self._change(replace(home.endpoint, url=f"http://shop.test/{n}"))
             case "erased":
                 self.erased.add(machine.acked_seq + 2)
-                machine.reread()
+                machine.invalidate_buffer()
             case "ended":
-                machine.end()
+                machine.mark_ended()
             case _:
-                self._answered(event)
+                self._complete_request(event)
                 return True
         return False
 
     def _change(self, to: Endpoint) -> None:
-        self.home.change(to, self.now)
+        self.home.apply_settings(to, self.now)
 
-    def _answered(self, event: Event) -> None:
-        machine = self.lane.machine
+    def _complete_request(self, event: Event) -> None:
+        machine = self.lane.state
         status, verdict = {
             "delivered": (204, Verdict.DELIVERED),
             "refused": (400, Verdict.REFUSED),
         }.get(event, (503, Verdict.RETRY))
         self.now += 0.01
-        record = machine.answered(
+        record = machine.record_result(
             verdict,
-            Answer.of(status, 0.01),
+            AttemptResult.completed(status, 0.01),
             POLICY,
             started_at=self.now - 0.01,
             now=self.now,
             u=0.5,
         )
-        machine.recorded(record)
+        machine.confirm_recorded(record)
 
 
 def drive(events: list[Event]) -> Owner:
-    """All of it, then whatever is left."""
+    """Run all events, then send what is left."""
     owner = Owner()
     script = iter([*events, *["delivered"] * (3 * LAST_SEQ)])
     n = 0
     while (send := owner.send()) is not None:
         owner.check(send)
-        owner.lane.look_ahead(owner.now)
+        owner.lane.prefetch_next(owner.now)
         while not owner.happens(next(script), n):
             n += 1
-            owner.lane.look_ahead(owner.now)
-    assert owner.lane.machine.drained
+            owner.lane.prefetch_next(owner.now)
+    assert owner.lane.state.drained
     return owner
 
 
@@ -162,29 +164,31 @@ def drive(events: list[Event]) -> Owner:
 @example(["secret", *["delivered"] * LAST_SEQ])
 @example(["erased", "delivered", "delivered"])
 @example([*["delivered"] * (LAST_SEQ - 2), "ended"])
-def test_whatever_happens_meanwhile(events: list[Event]) -> None:
+def test_a_prefetched_request_equals_a_newly_built_one(events: list[Event]) -> None:
     drive(events)
 
 
-def test_every_request_but_the_first_is_there_already() -> None:
+def test_every_request_but_the_first_is_prefetched() -> None:
     assert drive([]).taken_ahead == LAST_SEQ - 1
 
 
 @pytest.mark.parametrize("event", ["refused", "second", "secret", "ended"])
-def test_it_is_not_sent_when_it_is_not_so_any_more(
+def test_the_check_detects_a_stale_prefetched_request(
     monkeypatch: pytest.MonkeyPatch, event: Event
 ) -> None:
-    """Who believes it anyway is caught."""
+    """An implementation that uses it anyway is detected."""
 
-    def request(lane: OwnedLane, send: Send, started_at: float) -> Request:
-        ahead = lane.ahead
+    def request(lane: LaneRuntime, send: Send, started_at: float) -> Request:
+        ahead = lane.prefetched
         if ahead is not None and ahead.send.delivery is send.delivery:
             return ahead.request
         return genuine(lane, send, started_at)
 
-    genuine = OwnedLane.request
-    monkeypatch.setattr(OwnedLane, "request", request)
-    monkeypatch.setattr(OwnedEndpoint, "change", lambda home, to, _: setattr(home, "endpoint", to))
+    genuine = LaneRuntime.request
+    monkeypatch.setattr(LaneRuntime, "request", request)
+    monkeypatch.setattr(
+        EndpointRuntime, "apply_settings", lambda home, to, _: setattr(home, "endpoint", to)
+    )
     many: list[Event] = ["delivered"] * (LAST_SEQ - 2)
     with pytest.raises(AssertionError):
         drive([*(many if event == "ended" else []), event, *many])

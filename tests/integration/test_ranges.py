@@ -1,4 +1,6 @@
-"""A dead-letter range is sent again: every number once, in order, whoever dies meanwhile."""
+"""Replay of dead-letter ranges: every sequence number once, in order, also when replicas are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 from outbox.core.model.ids import delivery_id
 from outbox.core.sequencing import replay_throttle
 from outbox.operations import dead_letters, endpoint_removal, replay_jobs, replays
-from outbox.operations.dead_letter_filter import Selection
-from outbox.relay.sequencing.cursor import Turn
+from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.relay.sequencing.cursor import BatchResult
 from tests.support import ranges
 from tests.support.relay import (
     BUSY,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
-ALL = Selection(everything=True)
+ALL = DeadLetterSelection(everything=True)
 NUMBERS = 1500
 
 PUBLISH_MANY = """
@@ -44,7 +46,8 @@ INSERT INTO outbox (type, key, payload)
 SELECT 'a.b', CASE WHEN n % 3 > 0 THEN 'k' || n % 7 END, to_jsonb(n) FROM generate_series(1, $1) n
 """
 
-# What every number of every range should become: its lane's name, and X-Delivery.
+# The expected result for every sequence number of every range: the name of its lane, and
+# X-Delivery.
 OF_RANGES = """
 SELECT e.id, l.generation, l.slot, d.seq, d.outbox_id, o.event_id
   FROM dead_letter x
@@ -64,7 +67,7 @@ async def db(database: Database) -> Connection[Any]:
 
 @pytest.fixture
 def unpaced() -> Iterator[None]:
-    """In helpings of four, one in each batch."""
+    """Chunks of four, one in each batch."""
     with ranges.unpaced(4):
         yield
 
@@ -72,15 +75,15 @@ def unpaced() -> Iterator[None]:
 async def a_range(
     database: Database, db: Connection[Any], numbers: int, **options: Any
 ) -> tuple[UUID, list[int]]:
-    """An endpoint, all of whose deliveries were given up unsent; (endpoint, ranges)."""
+    """An endpoint all of whose deliveries were dead-lettered unsent, and its ranges."""
     made = await add_endpoint(database, **options)
     await db.execute(PUBLISH_MANY, numbers)
     await ranges.sequence_all(database)
-    return made.id, await ranges.give_up(db)
+    return made.id, await ranges.dead_letter_pending(db)
 
 
 async def expected(db: Connection[Any]) -> dict[tuple[str, int], str]:
-    """X-Delivery by the lane and number that a replay stands for."""
+    """X-Delivery by the lane and sequence number that a replay refers to."""
     return {
         (f"{r['id'].hex[:12]}-{r['generation']}-{r['slot']}", r["seq"]): str(
             delivery_id(r["id"], r["outbox_id"], r["event_id"])
@@ -95,17 +98,17 @@ def stood_for(sent: Sent) -> tuple[str, int] | None:
 
 
 @pytest.mark.costly
-async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
+async def test_each_sequence_number_of_a_range_is_replayed_once_while_relays_are_killed(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Quicker than it is good for anybody but a test, in helpings of twenty.
+    # Faster than in production, in chunks of twenty.
     monkeypatch.setattr(replay_throttle, "LIVE_MS", 1e9)
     monkeypatch.setattr(replay_throttle, "ENDPOINT_MAX", 20)
-    monkeypatch.setattr(replay_throttle, "LOOK_FIRST_S", 0.001)
-    monkeypatch.setattr(replay_throttle, "TURN_S", 0.001)
+    monkeypatch.setattr(replay_throttle, "POLL_FIRST_S", 0.001)
+    monkeypatch.setattr(replay_throttle, "POLL_EVERY_S", 0.001)
     endpoint_id, letters = await a_range(database, db, NUMBERS, lanes=3)
     assert len(letters) == 3
-    # Its keys have other lanes today.
+    # Its keys map to other lanes today.
     await ranges.change_lanes(db, endpoint_id, 2)
     network, other = Network(), Network()
 
@@ -114,7 +117,7 @@ async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
 
     async with killed_at_the_end(database, network):
         await until(lambda: db.fetchval("SELECT bool_and(replica_id > 0) FROM ownership"))
-        await replays.replay(db, "relay", ALL, actor="test")
+        await replays.start_replay(db, "relay", ALL, actor="test")
         await publish(database, "one", key="k1")
         await until(lambda: in_the_middle(NUMBERS // 10))
     assert {
@@ -126,24 +129,24 @@ async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
             await until(lambda: in_the_middle(NUMBERS // 3))
         await publish(database, "three", key="k1")
         await all_ended(database, timeout_s=60)
-    # A copy after a crash carries what the first one carried.
+    # A copy after a crash has the same headers as the first one.
     by_number: dict[tuple[str, int], set[tuple[str, tuple[str, int] | None]]] = defaultdict(set)
     for sent in (*network.accepted, *other.accepted):
         by_number[sent.lane, sent.seq].add((sent.delivery, stood_for(sent)))
-    assert {len(told) for told in by_number.values()} == {1}
+    assert {len(identities) for identities in by_number.values()} == {1}
     lanes: dict[str, list[tuple[str, tuple[str, int] | None]]] = defaultdict(list)
-    for (lane, _), told in sorted(by_number.items()):
-        lanes[lane] += told
-    again = [(of, told) for got in lanes.values() for told, of in got if of is not None]
+    for (lane, _), identities in sorted(by_number.items()):
+        lanes[lane] += identities
+    again = [(of, identities) for got in lanes.values() for identities, of in got if of is not None]
     assert len(again) == NUMBERS
     assert {lane.partition("-")[2] for lane in lanes} == {"2-0", "2-1"}
     assert dict(again) == await expected(db)
     for got in lanes.values():
-        # In the order of their numbers, those of one lane.
+        # In sequence order within each lane.
         for was in {of[0] for _, of in got if of}:
-            told_of = [of[1] for _, of in got if of and of[0] == was]
-            assert told_of == sorted(told_of)
-    # Live events are among them, not behind them.
+            original_sequences = [of[1] for _, of in got if of and of[0] == was]
+            assert original_sequences == sorted(original_sequences)
+    # Live events are interleaved with the range, not queued behind it.
     (live,) = ([of for _, of in got] for got in lanes.values() if any(not of for _, of in got))
     assert live.index(None) < len(live) // 2
     rows = await dead_letters.page(db, "relay", states=dead_letters.STATES)
@@ -151,53 +154,54 @@ async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
     assert await exceptions(database) == {}
 
 
-async def test_a_batch_takes_live_events_first_and_a_helping_of_a_range(
+async def test_a_batch_takes_live_events_before_a_range(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     _, (letter,) = await a_range(database, db, 10)
-    await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
+    await replays.start_replay(db, "relay", DeadLetterSelection(ids=(letter,)), actor="test")
     worker = await ranges.sequencer(database)
-    # Who comes to lead reads what there is to do.
-    assert await worker.turn() is Turn.IDLE
+    # A new leader loads the open jobs.
+    assert await worker.sequence_batch() is BatchResult.EMPTY
     sql = """SELECT array_agg(coalesce(replay_seq, 0) ORDER BY seq) FROM delivery
               WHERE batch = (SELECT max(batch) FROM batch)"""
     got = []
     for _ in range(3):
         await publish(database, "live")
-        assert await worker.turn() is Turn.MOVED
+        assert await worker.sequence_batch() is BatchResult.WRITTEN
         got.append(await db.fetchval(sql))
     assert got == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8], [0, 9, 10]]
-    # Nothing is left of it, which is written down once.
-    assert [await worker.turn() for _ in range(2)] == [Turn.MOVED, Turn.IDLE]
+    # The range is complete, which is written once.
+    assert [await worker.sequence_batch() for _ in range(2)] == [
+        BatchResult.WRITTEN,
+        BatchResult.EMPTY,
+    ]
     assert await db.fetchval("SELECT state FROM replay_job") == "done"
     assert await exceptions(database) == {}
 
 
-async def test_who_follows_a_dead_sequencer_goes_on_with_its_range(
+async def test_a_new_sequencer_continues_the_range_of_a_dead_one(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     _, (letter,) = await a_range(database, db, 10)
     first, second = [await ranges.sequencer(database) for _ in range(2)]
-    await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
+    await replays.start_replay(db, "relay", DeadLetterSelection(ids=(letter,)), actor="test")
     for worker in (first, second, first):
-        # To lead, and then to take something.
+        # The first call acquires leadership, the second reads a batch.
         await ranges.turn(worker)
-        assert await ranges.turn(worker) is Turn.MOVED
+        assert await ranges.turn(worker) is BatchResult.WRITTEN
     assert await db.fetchval(PENDING) is None
-    assert await ranges.turn(first) is Turn.MOVED
+    assert await ranges.turn(first) is BatchResult.WRITTEN
     for worker in (second, first, second):
-        assert await ranges.turn(worker) is Turn.IDLE
+        assert await ranges.turn(worker) is BatchResult.EMPTY
     assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id > 0") == 10
     await publish(database, "a")
-    assert await second.turn() is Turn.MOVED
+    assert await second.sequence_batch() is BatchResult.WRITTEN
     assert await exceptions(database) == {}
 
 
-async def test_what_becomes_of_a_range_that_is_sent_again(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_the_states_of_a_replayed_range(database: Database, db: Connection[Any]) -> None:
     await a_range(database, db, 9, lanes=3)
-    await replays.replay(db, "relay", ALL, actor="test")
+    await replays.start_replay(db, "relay", ALL, actor="test")
 
     async def states() -> list[tuple[str, int | None]]:
         rows = await dead_letters.page(db, "relay", states=dead_letters.STATES)
@@ -212,7 +216,7 @@ async def test_what_becomes_of_a_range_that_is_sent_again(
     refused: list[int] = []
 
     def refuse_one(sent: Sent) -> Any:
-        # The middle one of what the second lane replays.
+        # The middle replay of the second lane.
         if sent.lane.endswith("-1") and sent.body["data"] == refused[0]:
             return REFUSED
         return BUSY if sent.body["data"] in refused[1:] else Network().script(sent)
@@ -228,12 +232,12 @@ async def test_what_becomes_of_a_range_that_is_sent_again(
     assert await exceptions(database) == {}
 
 
-async def test_a_range_is_owed_as_long_as_one_of_its_lanes_owes_it(
+async def test_a_range_is_pending_while_one_of_its_lanes_is_pending(
     database: Database, db: Connection[Any]
 ) -> None:
     endpoint_id, (letter,) = await a_range(database, db, 9)
     await ranges.change_lanes(db, endpoint_id, 3)
-    await replays.replay(db, "relay", ALL, actor="test")
+    await replays.start_replay(db, "relay", ALL, actor="test")
     await ranges.sequence_all(database)
     sql = """UPDATE lane_progress p SET acked_seq = c.last_seq
                FROM lane_counter c JOIN lane l ON l.id = c.lane_id AND l.slot = $1
@@ -244,19 +248,19 @@ async def test_a_range_is_owed_as_long_as_one_of_its_lanes_owes_it(
     assert (await dead_letters.get(db, "relay", letter)).row.state == "replayed"
 
 
-async def test_a_range_given_up_again_before_it_was_sent_is_dead_again(
+async def test_a_range_dead_lettered_before_its_replay_is_a_dead_letter_again(
     database: Database, db: Connection[Any]
 ) -> None:
     _, (letter,) = await a_range(database, db, 5)
-    await replays.replay(db, "relay", ALL, actor="test")
+    await replays.start_replay(db, "relay", ALL, actor="test")
     await publish(database, "live")
     await ranges.sequence_all(database)
-    (again,) = await ranges.give_up(db)
+    (again,) = await ranges.dead_letter_pending(db)
     (first, second) = await dead_letters.page(db, "relay", states=dead_letters.STATES)
     assert (first.id, first.state, first.again) == (letter, "dead_again", again)
     assert (second.state, second.sequence, second.to_sequence) == ("dead", 6, 11)
-    # And once more: each names the number it has now.
-    await replays.replay(db, "relay", ALL, actor="test")
+    # Once more: each replay names its current sequence number.
+    await replays.start_replay(db, "relay", ALL, actor="test")
     network = Network()
     async with running(database, network):
         await all_ended(database)
@@ -265,12 +269,12 @@ async def test_a_range_given_up_again_before_it_was_sent_is_dead_again(
     assert await exceptions(database) == {}
 
 
-async def test_an_event_of_a_range_that_is_gone_is_given_up_as_erased(
+async def test_a_missing_event_of_a_range_is_dead_lettered_as_erased(
     database: Database, db: Connection[Any]
 ) -> None:
     await a_range(database, db, 3)
     await db.execute("DELETE FROM outbox WHERE payload = '2'")
-    await replays.replay(db, "relay", ALL, actor="test")
+    await replays.start_replay(db, "relay", ALL, actor="test")
     network = Network()
     async with running(database, network):
         await all_ended(database)
@@ -284,12 +288,12 @@ async def test_an_event_of_a_range_that_is_gone_is_given_up_as_erased(
     assert (row.state, row.again) == ("dead_again", 2)
 
 
-async def test_numbers_that_are_not_there_hold_nobody_up_and_are_found(
+async def test_missing_sequence_numbers_block_no_lane_and_are_reported(
     database: Database, db: Connection[Any]
 ) -> None:
     _, (letter,) = await a_range(database, db, 14)
     await db.execute("DELETE FROM delivery WHERE seq IN (2, 5, 6, 7, 8, 14)")
-    await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
+    await replays.start_replay(db, "relay", DeadLetterSelection(ids=(letter,)), actor="test")
     await ranges.sequence_all(database, most=4)
     sql = "SELECT array_agg(replay_seq::int ORDER BY seq) FROM delivery WHERE replay_id > 0"
     assert await db.fetchval(sql) == [1, 3, 4, 9, 10, 11, 12, 13]
@@ -298,18 +302,18 @@ async def test_numbers_that_are_not_there_hold_nobody_up_and_are_found(
 
 
 @pytest.mark.parametrize(("state", "goes_on"), [("paused", True), ("disabled", False)])
-async def test_a_paused_endpoints_replays_are_numbered_a_disabled_ones_end(
+async def test_replays_of_a_paused_endpoint_are_sequenced_and_those_of_a_disabled_one_end(
     database: Database, db: Connection[Any], state: str, goes_on: bool
 ) -> None:
     one, (letter,) = await a_range(database, db, 3, name="one")
     other = await add_endpoint(database, "other")
     await publish(database, "a")
     await ranges.sequence_all(database)
-    await ranges.give_up(db, other.id)
-    outcome = await replays.replay(db, "relay", ALL, actor="test")
+    await ranges.dead_letter_pending(db, other.id)
+    outcome = await replays.start_replay(db, "relay", ALL, actor="test")
     await db.execute("UPDATE endpoint SET state = $1 WHERE id = $2", state, one)
     await ranges.sequence_all(database)
-    # Nobody behind it waits for it.
+    # Nothing is queued behind it.
     sql = "SELECT count(*) FROM delivery WHERE replay_id > 0"
     assert await db.fetchval(sql) == (4 if goes_on else 1)
     assert await ids_of_dead(db) == ([] if goes_on else [letter])
@@ -318,7 +322,7 @@ async def test_a_paused_endpoints_replays_are_numbered_a_disabled_ones_end(
     assert (job.state, job.stopped) == ("done", {} if goes_on else {"disabled": 1})
     if not goes_on:
         await db.execute("UPDATE endpoint SET state = 'active'; UPDATE cursor SET version = 9")
-        await replays.replay(db, "relay", ALL, actor="test")
+        await replays.start_replay(db, "relay", ALL, actor="test")
         await ranges.sequence_all(database)
         assert await db.fetchval(sql) == 4
 
@@ -327,14 +331,17 @@ async def ids_of_dead(db: Connection[Any]) -> list[int]:
     return [row.id for row in await dead_letters.page(db, "relay")]
 
 
-async def test_a_removal_stops_a_range_where_it_is(
+async def test_a_removal_stops_a_range(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     await a_range(database, db, 10)
-    await replays.replay(db, "relay", ALL, actor="test")
+    await replays.start_replay(db, "relay", ALL, actor="test")
     worker = await ranges.sequencer(database)
-    assert [await worker.turn() for _ in range(2)] == [Turn.IDLE, Turn.MOVED]
-    await endpoint_removal.remove(db, "relay", "shop", actor="test", give_up=True)
+    assert [await worker.sequence_batch() for _ in range(2)] == [
+        BatchResult.EMPTY,
+        BatchResult.WRITTEN,
+    ]
+    await endpoint_removal.remove(db, "relay", "shop", actor="test", dead_letter=True)
     network = Network()
     async with running(database, network):
         await until(lambda: db.fetchval("SELECT state = 'removed' FROM endpoint"))

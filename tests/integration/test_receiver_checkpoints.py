@@ -1,4 +1,6 @@
-"""Who wants checkpoints is told the last number of each lane, so that a lost tail shows."""
+"""Receiver checkpoints: the last sequence number of each lane, so that a receiver detects a lost
+tail.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,17 @@ from uuid import UUID
 
 import pytest
 
-from outbox.core.delivery.circuit_breaker import State
-from outbox.core.delivery.receiver_checkpoint import LANES_MAX, Mark, parse
-from outbox.core.model.response import Answer, Failure
+from outbox.core.delivery.circuit_breaker import BreakerState
+from outbox.core.delivery.receiver_checkpoint import LANES_MAX, LaneMark, parse
+from outbox.core.model.response import AttemptResult, Failure
 from outbox.operations import endpoint_changes, endpoint_states
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Request, verify
-from outbox.relay.delivery.receiver_checkpoints import MARKS_MAX, READ_MAX, SENDING_MAX, Checkpoints
+from outbox.relay.delivery.receiver_checkpoints import (
+    MARKS_MAX,
+    READ_MAX,
+    SENDING_MAX,
+    CheckpointSender,
+)
 from tests.integration.test_catch_up import Wire, fetchable
 from tests.support import ranges
 from tests.support.relay import (
@@ -49,40 +56,40 @@ async def db(database: Database) -> AsyncIterator[Connection[Any]]:
         yield connection
 
 
-class Told(Network):
-    """Keeps checkpoints apart."""
+class CheckpointNetwork(Network):
+    """A network that records checkpoints separately."""
 
     def __init__(self, script: Any = lambda _: OK) -> None:
         super().__init__(script)
         self.checkpoints: list[Any] = []
         self.status = 200
 
-    async def send(self, request: Any) -> Answer:
+    async def send(self, request: Any) -> AttemptResult:
         if parse(request.body) is None:
             return await super().send(request)
         self.checkpoints.append(request)
-        return Answer.of(self.status, 0.001)
+        return AttemptResult.completed(self.status, 0.001)
 
     def last(self) -> dict[str, int]:
         marks = parse(self.checkpoints[-1].body) if self.checkpoints else ()
         return {mark.lane.partition("-")[2]: mark.sequence for mark in marks or ()}
 
-    def told(self, url: str) -> int:
+    def checkpoints_of(self, url: str) -> int:
         return sum(request.url == url for request in self.checkpoints)
 
 
-async def test_it_names_the_last_number_that_was_delivered_of_every_lane(
+async def test_a_checkpoint_names_the_last_delivered_sequence_number_of_every_lane(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database, lanes=1, checkpoint_every_s=1.0)
-    network = Told(lambda sent: REFUSED if sent.body.get("data") == "bad" else OK)
+    network = CheckpointNetwork(lambda sent: REFUSED if sent.body.get("data") == "bad" else OK)
     async with running(database, network):
         await publish(database, 1, 2, "bad", key="k")
         await until(lambda: network.last() == {"1-0": 2}, 20, "the first lane")
         await ranges.change_lanes(db, made.id, 2)
         await publish(database, 3, 4, key="k")
         await all_ended(database)
-        # The lane that ended is told, too: what was lost there shows by nothing else.
+        # The ended lane is included: nothing else reveals a loss there.
         await until(lambda: sorted(network.last().values()) == [2, 2], 20, "both")
         assert sorted(network.last()) in (["1-0", "2-0"], ["1-0", "2-1"])
     sent = network.checkpoints[-1]
@@ -93,85 +100,89 @@ async def test_it_names_the_last_number_that_was_delivered_of_every_lane(
     assert await exceptions(database) == {}
 
 
-async def test_nobody_is_told_who_did_not_ask_or_is_to_be_left_alone(
+async def test_checkpoints_go_only_to_active_endpoints_that_enable_them(
     database: Database, db: Connection[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "b", "c", "never"):
         every_s = None if name == "never" else 1.0
         url = f"https://{name}.example/"
         await add_endpoint(database, name, url=url, checkpoint_every_s=every_s)
-    network = Told()
+    network = CheckpointNetwork()
     a, b, c, never = (f"https://{name}.example/" for name in ("a", "b", "c", "never"))
     async with running(database, network):
         await publish(database, 1)
-        await until(lambda: all(map(network.told, (a, b, c))), 20, "three that asked")
+        await until(lambda: all(map(network.checkpoints_of, (a, b, c))), 20, "three that asked")
         await endpoint_states.pause(db, "relay", ["a"], actor="test")
         await endpoint_changes.update(db, "relay", "b", without_checkpoints, actor="test")
         await until(lambda: "endpoint is paused" in capsys.readouterr().out, 20, "the pause")
         network.checkpoints.clear()
-        await until(lambda: network.told(c) >= 3, 20, "three more")
-    # One may have been on its way.
-    assert network.told(a) + network.told(b) + network.told(never) <= 1
+        await until(lambda: network.checkpoints_of(c) >= 3, 20, "three more")
+    # One request may have been in flight.
+    assert (
+        network.checkpoints_of(a) + network.checkpoints_of(b) + network.checkpoints_of(never) <= 1
+    )
 
 
 def without_checkpoints(settings: Any) -> Any:
     return replace(settings, checkpoint_every_s=None)
 
 
-async def test_numbers_that_were_given_up_are_named(
+async def test_a_checkpoint_names_dead_lettered_sequence_numbers(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database, checkpoint_every_s=1.0)
-    network = Told(lambda sent: REFUSED if sent.seq in (2, 3, 6) else OK)
+    network = CheckpointNetwork(lambda sent: REFUSED if sent.seq in (2, 3, 6) else OK)
     async with running(database, network):
         await publish(database, *range(1, 7), key="k")
         await all_ended(database)
         await until(lambda: network.last() == {"1-0": 5}, 20, "a checkpoint")
     (mark,) = parse(network.checkpoints[-1].body) or ()
-    assert mark == Mark(f"{made.id.hex[:12]}-1-0", 1, 5, ((2, 2), (3, 3)))
+    assert mark == LaneMark(f"{made.id.hex[:12]}-1-0", 1, 5, ((2, 2), (3, 3)))
 
 
-class Many(Network):
-    """Receivers of checkpoints on virtual time; those called `stuck-…` never answer."""
+class ManyReceivers(Network):
+    """Receivers of checkpoints in virtual time; those named `stuck-…` never respond."""
 
     def __init__(self, lanes: int = 1) -> None:
         super().__init__()
         self.lanes = lanes
-        # How many were asked for at a time.
+        # The largest number of concurrent requests.
         self.read: list[int] = []
-        # When each was told something.
-        self.told: dict[str, list[float]] = {}
+        # The times of the checkpoints of each receiver.
+        self.checkpoint_times: dict[str, list[float]] = {}
         self.open = self.most = 0
 
-    async def send(self, request: Any) -> Answer:
+    async def send(self, request: Any) -> AttemptResult:
         self.open += 1
         self.most = max(self.most, self.open)
         try:
             clock = asyncio.get_running_loop().time
-            self.told.setdefault(request.url, []).append(clock())
+            self.checkpoint_times.setdefault(request.url, []).append(clock())
             never = "stuck" in request.url
             await asyncio.sleep(request.total_timeout_s if never else 0.02)
-            return Answer.failed(Failure.TIMEOUT, "late", 10.0) if never else OK
+            return AttemptResult.failed(Failure.TIMEOUT, "late", 10.0) if never else OK
         finally:
             self.open -= 1
 
-    async def marks(self, ids: Any) -> dict[Any, list[Mark]]:
+    async def marks(self, ids: Any) -> dict[Any, list[LaneMark]]:
         self.read.append(len(ids))
-        return {i: [Mark("a-1-0", 1, 1)] * self.lanes for i in ids}
+        return {i: [LaneMark("a-1-0", 1, 1)] * self.lanes for i in ids}
 
 
-def looking(network: Many, seconds: float, owned: Callable[[float], list[Any]]) -> Checkpoints:
-    """So many seconds of it, with these endpoints at each time."""
+def run_for(
+    network: ManyReceivers, seconds: float, owned: Callable[[float], list[Any]]
+) -> CheckpointSender:
+    """Run for some seconds with the endpoints owned at each time."""
 
-    async def run() -> Checkpoints:
-        sender = Checkpoints(network, network, lambda: 0.0)  # type: ignore[arg-type]
+    async def run() -> CheckpointSender:
+        sender = CheckpointSender(network, network, lambda: 0.0)  # type: ignore[arg-type]
         clock = asyncio.get_running_loop().time
         sending = asyncio.ensure_future(sender.run())
         while clock() < seconds:
-            await sender.look(owned(clock()))
-            await asyncio.sleep(min(sender.look_at - clock(), 1.0))
-        # The last ones end.
-        await sender.look([])
+            await sender.send_due(owned(clock()))
+            await asyncio.sleep(min(sender.next_due_at - clock(), 1.0))
+        # Let the last requests end.
+        await sender.send_due([])
         await asyncio.sleep(60)
         sending.cancel()
         await asyncio.wait([sending])
@@ -180,45 +191,45 @@ def looking(network: Many, seconds: float, owned: Callable[[float], list[Any]]) 
     return run_virtual(run())
 
 
-def gaps_s(network: Many, seconds: float) -> list[float]:
-    """How long each receiver that answers heard nothing, at the most."""
+def gaps_s(network: ManyReceivers, seconds: float) -> list[float]:
+    """The longest gap between checkpoints of each responding receiver, in seconds."""
     return [
         max(b - a for a, b in pairwise([0.0, *times, seconds]))
-        for url, times in network.told.items()
+        for url, times in network.checkpoint_times.items()
         if "stuck" not in url
     ]
 
 
-def test_who_never_answers_keeps_checkpoints_from_nobody_else() -> None:
-    """Whether the many that never do are a tenant's or nobody's."""
+def test_a_hanging_receiver_does_not_delay_the_checkpoints_of_others() -> None:
+    """The hanging receivers may belong to one tenant or to none."""
     for tenant in ("mallory", None):
-        network = Many()
+        network = ManyReceivers()
         stuck = [wanting(n, f"stuck-{n}", 1.0, tenant) for n in range(400)]
         good = [wanting(10_000 + n, f"good-{n}", 10.0, f"tenant-{n % 3}") for n in range(30)]
-        sender = looking(network, 120, lambda _, owned=[*stuck, *good]: owned)  # type: ignore[misc]
+        sender = run_for(network, 120, lambda _, owned=[*stuck, *good]: owned)  # type: ignore[misc]
         gaps = gaps_s(network, 120)
         assert len(gaps) == len(good), tenant
         assert max(gaps) < 20, tenant
         assert network.most <= SENDING_MAX
-        assert sender._queueing.turns.open == sender._queueing.turns.waiting == 0
-        assert not sender._queueing.turns._tenants
+        assert sender._admission.scheduler.open == sender._admission.scheduler.waiting == 0
+        assert not sender._admission.scheduler._tenants
 
 
-def test_an_endpoint_that_is_gone_does_not_keep_its_turn() -> None:
-    network = Many()
+def test_a_removed_endpoint_leaves_the_checkpoint_queue() -> None:
+    network = ManyReceivers()
     stuck = [wanting(n, f"stuck-{n}", 1.0) for n in range(100)]
-    looking(network, 30, lambda at: stuck if at < 5 else [])
-    assert max(max(times) for times in network.told.values()) < 6
+    run_for(network, 30, lambda at: stuck if at < 5 else [])
+    assert max(max(times) for times in network.checkpoint_times.values()) < 6
 
 
 @pytest.mark.parametrize("tenant", ["mallory", None])
-def test_few_of_those_that_wait_are_in_memory_and_others_have_room(tenant: str | None) -> None:
+def test_few_waiting_checkpoints_are_held_in_memory(tenant: str | None) -> None:
     lanes = LANES_MAX // 2
-    network = Many(lanes)
+    network = ManyReceivers(lanes)
     stuck = [wanting(n, f"stuck-{n}", 1.0, tenant) for n in range(200)]
     good = wanting(1000, "good", 10.0, "acme")
-    looking(network, 60, lambda _: [*stuck, good])
-    begun = sum(map(len, network.told.values()))
+    run_for(network, 60, lambda _: [*stuck, good])
+    begun = sum(map(len, network.checkpoint_times.values()))
     assert max(network.read) <= READ_MAX
     waiting = sum(network.read) - begun
     assert begun > 100
@@ -244,15 +255,15 @@ def wanting(n: int, name: str, every_s: float, tenant: str | None = None) -> Any
         identity=None,
         secrets_at=lambda _: [bytes(32)],
     )
-    health = SimpleNamespace(state=State.HEALTHY)
-    return SimpleNamespace(endpoint=endpoint, stopped=False, health=health)
+    breaker = SimpleNamespace(state=BreakerState.HEALTHY)
+    return SimpleNamespace(endpoint=endpoint, stopped=False, breaker=breaker)
 
 
-async def test_one_that_is_not_taken_is_said_once_and_harms_nobody(
+async def test_a_rejected_checkpoint_is_logged_once_and_affects_no_delivery(
     database: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await add_endpoint(database, checkpoint_every_s=1.0)
-    network = Told()
+    network = CheckpointNetwork()
     network.status = 500
     async with running(database, network):
         await publish(database, 1)
@@ -263,41 +274,41 @@ async def test_one_that_is_not_taken_is_said_once_and_harms_nobody(
         before = len(network.checkpoints)
         await until(lambda: len(network.checkpoints) >= before + 2, 20, "two more")
     assert network.data() == [1, 2]
-    said = capsys.readouterr().out
-    assert said.count("a checkpoint was not taken") == 1
-    assert said.count("checkpoints are taken again") == 1
+    output = capsys.readouterr().out
+    assert output.count("receiver rejected a checkpoint") == 1
+    assert output.count("receiver accepts checkpoints again") == 1
     assert await exceptions(database) == {}
 
 
-@pytest.mark.parametrize("gaps", [Gaps.TELL, Gaps.CATCH_UP])
-async def test_a_lost_tail_shows_and_is_fetched_if_that_is_wanted(
+@pytest.mark.parametrize("gaps", [Gaps.REPORT, Gaps.CATCH_UP])
+async def test_a_checkpoint_reveals_a_lost_tail_and_can_trigger_a_fetch(
     database: Database, gaps: Gaps, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = await add_endpoint(database, checkpoint_every_s=1.0)
-    came: list[int] = []
+    received: list[int] = []
     async with fetchable(database) as fetch:
         receiver = AsyncReceiver(made.secret, MemoryDatabase(), fetch=fetch, gaps=gaps)
 
         @receiver.on("a.b")
-        def take(message: Any, _: Any) -> None:
-            came.append(message.data)
+        def receive(message: Any, _: Any) -> None:
+            received.append(message.data)
 
-        class Losing(Wire):
-            async def send(self, request: Any) -> Answer:
+        class LossyNetwork(Wire):
+            async def send(self, request: Any) -> AttemptResult:
                 if parse(request.body) is None:
                     return await super().send(request)
-                answer = await receiver.handle(Request("POST", request.headers, request.body))
-                return Answer.of(answer.status, 0.001)
+                response = await receiver.handle(Request("POST", request.headers, request.body))
+                return AttemptResult.completed(response.status, 0.001)
 
-        wire = Losing(receiver)
+        wire = LossyNetwork(receiver)
         wire.lost = {3, 4}
         with caplog.at_level(logging.WARNING, "outbox.receiver"):
             async with running(database, wire):
                 await publish(database, 1, 2, 3, 4, key="k")
                 await until(lambda: receiver.totals.gaps, 20, "a checkpoint")
-                if gaps is Gaps.TELL:
-                    assert came == [1, 2]
+                if gaps is Gaps.REPORT:
+                    assert received == [1, 2]
                     await receiver.catch_up()
-                await until(lambda: len(came) == 4, 20, "what was lost")
-    assert came == [1, 2, 3, 4]
-    assert "acknowledged, and not here: 3 to 4" in caplog.text
+                await until(lambda: len(received) == 4, 20, "what was lost")
+    assert received == [1, 2, 3, 4]
+    assert "acknowledged, not received: 3 to 4" in caplog.text

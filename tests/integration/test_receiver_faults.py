@@ -1,5 +1,6 @@
-"""Receivers that misbehave, through a whole relay on the real transport: the others do not
-wait for them, the log says what they did, and nothing of them is kept."""
+"""Faulty receivers, through a whole relay on the real transport: the others are not delayed, the
+log names the fault, and no resources leak.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import orjson
 import pytest
 
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from tests.destinations.servers import OK, Connection, RawServer, serving
 from tests.support.relay import add_endpoint, all_ended, exceptions, fetchval, publish, running
 from tests.support.tcp import free_port
@@ -33,14 +34,15 @@ EVENTS = 12
 TIMEOUT_S = 0.3
 IN_FLIGHT_MAX = 24
 SHARE = IN_FLIGHT_MAX // 8
-"""Of an endpoint that has not shown how it answers, while all places are free."""
+"""For a new endpoint without a success, while all slots are free."""
 ENDLESS_BYTES_MAX = 8 << 20
-"""What an endless answer may get rid of before somebody hangs up; most of it lies in
-the kernel's buffers."""
+"""The bytes of an endless response that may be sent before the connection is closed; most of them
+are in the kernel's buffers.
+"""
 
 
 class Receiver:
-    """Misbehaves until it is cured, and then takes everything."""
+    """Misbehaves until it is repaired, and then accepts everything."""
 
     def __init__(self, misbehave: Script | None) -> None:
         self.misbehave = misbehave
@@ -60,12 +62,12 @@ class Receiver:
                     return
                 body = orjson.loads((await connection.request()).body)
                 if self.cured:
-                    self.take(body)
+                    self.accept(body)
                     await connection.send(OK)
         finally:
             self.closed += 1
 
-    def take(self, body: Mapping[str, object]) -> None:
+    def accept(self, body: Mapping[str, object]) -> None:
         sequences = self.got[str(body["lane"])]
         if body["sequence"] not in sequences:
             sequences.append(int(str(body["sequence"])))
@@ -110,7 +112,7 @@ async def endless_head(_: Receiver, connection: Connection) -> None:
 
 async def endless(receiver: Receiver, connection: Connection) -> None:
     """A success: the status line decides."""
-    receiver.take(orjson.loads((await connection.request()).body))
+    receiver.accept(orjson.loads((await connection.request()).body))
     await connection.send(b"HTTP/1.1 200 OK\r\n\r\n")
     sent = 0
     try:
@@ -139,17 +141,17 @@ LOGGED = {
     "drips": LATE,
     "resets": "reset",
     "resets at once": "reset",
-    "garbage": "it does not begin like an answer",
-    "half": "closed before an answer",
-    "endless head": "a head of over 65536 bytes",
+    "garbage": "not an HTTP response",
+    "half": "closed before a response",
+    "endless head": "response head larger than 65536 bytes",
 }
 
 
 @asynccontextmanager
 async def delivering(database: Database) -> AsyncIterator[None]:
-    """A relay that speaks HTTP."""
+    """A relay with the HTTP transport."""
     policy = EgressPolicy((ipaddress.ip_network("127.0.0.0/8"),))
-    transport = Outbound(policy)
+    transport = TransportRouter(policy)
     try:
         async with running(database, transport, in_flight_max=IN_FLIGHT_MAX):
             yield
@@ -158,8 +160,9 @@ async def delivering(database: Database) -> AsyncIterator[None]:
 
 
 async def _logged(database: Database, name: str) -> bool:
-    """Whether the log of attempts says of an endpoint what it did, and nothing else but that a
-    receiver was late: on a busy machine each of them may be."""
+    """Whether the attempt log of an endpoint contains only its fault, and timeouts: on a busy
+    machine every receiver may be late.
+    """
     found = await fetchval(
         database,
         """SELECT bool_or(said) AND bool_and(said OR late)
@@ -175,7 +178,7 @@ async def _logged(database: Database, name: str) -> bool:
     return found is True
 
 
-async def test_receivers_that_misbehave_hold_up_nobody_and_leave_nothing(
+async def test_faulty_receivers_do_not_delay_others_and_leak_no_resources(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
@@ -202,7 +205,7 @@ async def test_receivers_that_misbehave_hold_up_nobody_and_leave_nothing(
             def complete(receiver: Receiver) -> bool:
                 return sum(map(len, receiver.got.values())) == EVENTS
 
-            # Those that do well have everything while all others misbehave.
+            # The healthy receivers get everything while all others misbehave.
             await until(lambda: all(map(complete, good.values())), 20, "the good ones to be served")
             for name in LOGGED:
                 await until(
@@ -210,7 +213,7 @@ async def test_receivers_that_misbehave_hold_up_nobody_and_leave_nothing(
                     20,
                     f"{name}: {LOGGED[name]} in the log",
                 )
-            # An endless answer is an answer.
+            # An endless response is a response.
             await until(lambda: complete(bad["endless"]), 30, "the endless one to be served")
             assert bad["endless"].sent_bytes_max < ENDLESS_BYTES_MAX
             for receiver in bad.values():
@@ -228,7 +231,7 @@ async def test_receivers_that_misbehave_hold_up_nobody_and_leave_nothing(
     assert await exceptions(database) == {}
 
 
-async def test_the_places_of_requests_that_went_wrong_can_be_taken_again(
+async def test_failed_requests_release_their_slots(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
@@ -237,7 +240,7 @@ async def test_the_places_of_requests_that_went_wrong_can_be_taken_again(
     full = asyncio.Event()
 
     async def wait_for_all(connection: Connection) -> None:
-        """Answer only when as many are there as one endpoint is given that is new."""
+        """Respond only when the concurrency limit of a new endpoint is reached."""
         nonlocal at_once
         while True:
             await connection.request()

@@ -1,4 +1,6 @@
-"""What a lane delivered is sent again when its receiver asks for that, and taken if it was lost."""
+"""Receiver replays: a lane repeats delivered events on request; the receiver accepts those that it
+lost.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from outbox.operations import (
     replays,
 )
 from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.operations.fetch_tokens import Fetcher
-from outbox.receiver.fetch import AlreadyAsked, CannotFetch, Fetch
+from outbox.receiver.fetch import CannotFetch, FetchClient, ReplayConflict
 from tests.integration.test_catch_up import Ledger, Wire, fetchable
 from tests.support import ranges
 from tests.support.relay import (
@@ -66,11 +68,15 @@ def lane_of(made: NewEndpoint, generation: int = 1, slot: int = 0) -> str:
     return f"{made.id.hex[:12]}-{generation}-{slot}"
 
 
-async def ask(db: Connection[Any], made: NewEndpoint, after: int) -> receiver_replays.Resending:
-    return await receiver_replays.ask(db, "relay", Fetcher(made.id, "shop"), lane_of(made), after)
+async def request_replay(
+    db: Connection[Any], made: NewEndpoint, after: int
+) -> receiver_replays.ReceiverReplay:
+    return await receiver_replays.request_replay(
+        db, "relay", Fetcher(made.id, "shop"), lane_of(made), after
+    )
 
 
-async def test_after_a_restored_backup_it_is_processed_once_and_in_order(
+async def test_replayed_events_are_processed_once_and_in_order_after_a_restored_backup(
     database: Database, tmp_path: Path
 ) -> None:
     made = await add_endpoint(database)
@@ -87,31 +93,31 @@ async def test_after_a_restored_backup_it_is_processed_once_and_in_order(
             await all_ended(database)
             restored = Ledger(tmp_path / "backup.sqlite", made.secret)
             wire.receiver = restored.receiver
-            asked = await asyncio.to_thread(fetch.replay, lane_of(made), 3)
-            assert (asked.lane, asked.from_sequence, asked.to_sequence) == (lane_of(made), 4, 10)
+            replay = await asyncio.to_thread(fetch.replay, lane_of(made), 3)
+            assert (replay.lane, replay.from_sequence, replay.to_sequence) == (lane_of(made), 4, 10)
             await all_ended(database)
-            # The two that it had are told apart from the five that it had not.
+            # The two known deliveries are distinguished from the five lost ones.
             assert restored.moved() == list(range(10))
-            assert restored.receiver.totals.ended["duplicate"] == 2
+            assert restored.receiver.totals.requests["duplicate"] == 2
             again = wire.sent[-7:]
             assert [sent.body["replay_of"]["sequence"] for sent in again] == list(range(4, 11))
-            assert {sent.body["backfill"] for sent in again} == {asked.job}
+            assert {sent.body["backfill"] for sent in again} == {replay.job}
             assert len({sent.delivery for sent in wire.sent}) == 17
-            # Nothing is there a second time, for who asks a second time.
-            asked = await fetch.replay_async(lane_of(made), 0)
+            # A second request creates nothing twice.
+            replay = await fetch.replay_async(lane_of(made), 0)
             await all_ended(database)
             assert len(wire.sent) == 17 + 10
             assert restored.moved() == list(range(10))
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        assert asked.job is not None
-        job = await replay_jobs.get(connection, "relay", asked.job)
+        assert replay.job is not None
+        job = await replay_jobs.get(connection, "relay", replay.job)
     assert (job.kind, job.state, job.lane) == ("lane", "done", lane_of(made))
     assert (job.from_sequence, job.to_sequence, job.taken, job.done, job.all) == (1, 17, 10, 17, 17)
-    assert job.asked_by == "receiver shop"
+    assert job.requested_by == "receiver shop"
     assert await exceptions(database) == {}
 
 
-async def test_what_was_given_up_stays_an_operators_to_send_again(
+async def test_a_receiver_cannot_replay_dead_letters(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -119,11 +125,11 @@ async def test_what_was_given_up_stays_an_operators_to_send_again(
     async with running(database, network):
         await publish(database, *range(1, 6), key="k")
         await all_ended(database)
-        await replays.replay(db, "relay", Selection(ids=(1,)), actor="test")
+        await replays.start_replay(db, "relay", DeadLetterSelection(ids=(1,)), actor="test")
         await all_ended(database)
-        assert (await ask(db, made, 0)).to_sequence == 6
+        assert (await request_replay(db, made, 0)).to_sequence == 6
         await all_ended(database)
-    # Number 6 is 2 in its second life, which was delivered.
+    # Sequence number 6 is the replay of 2, which was delivered.
     assert [sent.body.get("replay_of", {}).get("sequence") for sent in network.sent[6:]] == [
         *(1, 3, 4, 6)
     ]
@@ -131,7 +137,7 @@ async def test_what_was_given_up_stays_an_operators_to_send_again(
     assert await exceptions(database) == {}
 
 
-async def test_what_is_given_up_of_it_can_be_sent_again_in_turn(
+async def test_dead_letters_of_a_receiver_replay_can_be_replayed(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -140,9 +146,9 @@ async def test_what_is_given_up_of_it_can_be_sent_again_in_turn(
         await publish(database, 1, 2)
         await all_ended(database)
         network.script = lambda sent: REFUSED if sent.seq == 4 else OK
-        await ask(db, made, 0)
+        await request_replay(db, made, 0)
         await all_ended(database)
-        await replays.replay(db, "relay", Selection(everything=True), actor="test")
+        await replays.start_replay(db, "relay", DeadLetterSelection(everything=True), actor="test")
         await all_ended(database)
     refused, last = network.sent[-2:]
     assert (refused.seq, last.seq, last.body["data"]) == (4, 5, 2)
@@ -152,7 +158,7 @@ async def test_what_is_given_up_of_it_can_be_sent_again_in_turn(
     assert await exceptions(database) == {}
 
 
-async def test_a_copy_comes_again_if_what_it_is_a_copy_of_does_not(
+async def test_a_replayed_delivery_is_replayed_only_if_its_original_is_not(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -161,18 +167,19 @@ async def test_a_copy_comes_again_if_what_it_is_a_copy_of_does_not(
         await publish(database, *range(1, 4), key="k")
         await all_ended(database)
         for after in (0, 3, 2, 0):
-            await ask(db, made, after)
+            await request_replay(db, made, after)
             await all_ended(database)
-    asked = [sent.body["replay_of"]["sequence"] for sent in network.sent[3:]]
-    # 4 to 6 are copies of 1 to 3, 7 to 9 of those; then 3 itself, and what it is not of.
-    assert asked == [1, 2, 3, *(4, 5, 6), *(3, 4, 5), *(1, 2, 3)]
+    replay = [sent.body["replay_of"]["sequence"] for sent in network.sent[3:]]
+    # 4 to 6 are copies of 1 to 3, 7 to 9 are copies of those; then 3 itself and the deliveries that
+    # are no copies.
+    assert replay == [1, 2, 3, *(4, 5, 6), *(3, 4, 5), *(1, 2, 3)]
     first = {sent.body["data"]: sent.delivery for sent in network.sent[:3]}
     for sent in network.sent[3:]:
         assert sent.body["copy_of"] == first[sent.body["data"]] != sent.delivery
     assert await exceptions(database) == {}
 
 
-async def test_what_is_sent_again_of_a_backfill_is_a_copy_of_that(
+async def test_a_replay_of_a_backfilled_delivery_names_the_backfilled_delivery(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -181,9 +188,9 @@ async def test_what_is_sent_again_of_a_backfill_is_a_copy_of_that(
         await publish(database, 1)
         await all_ended(database)
         since = datetime(2020, 1, 1, tzinfo=UTC)
-        await backfill.ask(db, "relay", Backfill("shop", since), actor="test")
+        await backfill.request_backfill(db, "relay", Backfill("shop", since), actor="test")
         await all_ended(database)
-        await ask(db, made, 0)
+        await request_replay(db, made, 0)
         await all_ended(database)
     one, once_more, first, second = network.sent
     assert len({sent.delivery for sent in network.sent}) == 4
@@ -192,10 +199,10 @@ async def test_what_is_sent_again_of_a_backfill_is_a_copy_of_that(
     assert await exceptions(database) == {}
 
 
-async def test_lanes_were_changed_since(
+async def test_deliveries_of_old_lanes_are_replayed_in_the_current_lanes(
     database: Database, db: Connection[Any], tmp_path: Path
 ) -> None:
-    """What an old lane delivered goes where its keys are now, and is still known by its number."""
+    """Deliveries of an old lane go to the current lanes of their keys and keep their identity."""
     made = await add_endpoint(database, lanes=1)
     async with fetchable(database) as fetch:
         ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
@@ -214,7 +221,7 @@ async def test_lanes_were_changed_since(
             await asyncio.to_thread(fetch.replay, lane_of(made), 4)
             await all_ended(database)
             assert sorted(ledger.moved()) == [0, *range(4, 13)]
-            # The rest is fetched, and what came already is not processed again.
+            # The rest is fetched, and deliveries already received are not processed again.
             await asyncio.to_thread(ledger.receiver.catch_up)
             assert sorted(ledger.moved()) == list(range(13))
             await asyncio.to_thread(ledger.receiver.catch_up, lane_of(made))
@@ -223,7 +230,7 @@ async def test_lanes_were_changed_since(
     assert await exceptions(database) == {}
 
 
-async def test_it_goes_on_where_another_leader_left_it(
+async def test_a_new_leader_continues_a_receiver_replay(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     made = await add_endpoint(database)
@@ -231,24 +238,24 @@ async def test_it_goes_on_where_another_leader_left_it(
     async with running(database, network):
         await publish(database, *range(10), key="k")
         await all_ended(database)
-    asked = await ask(db, made, 2)
+    replay = await request_replay(db, made, 2)
     await publish(database, "live", key="k")
     for _ in range(2):
         worker = await ranges.sequencer(database)
         for _ in range(2):
             await ranges.turn(worker)
     taken = "SELECT array_agg(replay_seq::int ORDER BY seq) FROM delivery WHERE backfill_id = $1"
-    numbers = await db.fetchval(taken, asked.job)
+    numbers = await db.fetchval(taken, replay.job)
     assert numbers == [3, 4, 5, 6, 7, 8]
-    # Deliveries of it are in the lanes: what follows comes when those are done.
+    # Deliveries of the replay are in the lanes: the next chunk waits for them.
     async with running(database, network):
         await all_ended(database)
-    assert await db.fetchval(taken, asked.job) == list(range(3, 11))
+    assert await db.fetchval(taken, replay.job) == list(range(3, 11))
     assert sorted(map(str, network.data()[10:])) == sorted(map(str, [*range(2, 10), "live"]))
     assert await exceptions(database) == {}
 
 
-async def test_an_operator_sees_it_and_can_end_it(
+async def test_an_operator_lists_and_aborts_a_receiver_replay(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
     made = await add_endpoint(database)
@@ -256,20 +263,20 @@ async def test_an_operator_sees_it_and_can_end_it(
     async with running(database, network):
         await publish(database, *range(10), key="k")
         await all_ended(database)
-    asked = await ask(db, made, 0)
-    assert asked.job is not None
+    replay = await request_replay(db, made, 0)
+    assert replay.job is not None
     worker = await ranges.sequencer(database)
     for _ in range(2):
         await ranges.turn(worker)
-    aborted = await replay_jobs.abort(db, "relay", asked.job, actor="test")
+    aborted = await replay_jobs.abort(db, "relay", replay.job, actor="test")
     async with running(database, network):
         await all_ended(database)
-        await until(lambda: db.fetchval("SELECT ended_at FROM replay_part"))
+        await until(lambda: db.fetchval("SELECT ended_at FROM replay_job_endpoint"))
     assert aborted.taken == len(network.sent) - 10 == 3
     assert await exceptions(database) == {}
 
 
-async def test_it_is_asked_for_once_at_a_time_and_by_whose_it_is(
+async def test_an_endpoint_has_one_receiver_replay_at_a_time_and_only_of_its_own_lanes(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -287,48 +294,46 @@ async def test_it_is_asked_for_once_at_a_time_and_by_whose_it_is(
             before = await db.fetchval(version)
             nothing = await fetch.replay_async(lane, 3)
             assert (nothing.job, nothing.from_sequence, nothing.to_sequence) == (None, None, None)
-            # Whoever sequences was not bothered.
+            # The sequencer was not involved.
             assert await db.fetchval(version) == before
             await endpoint_states.pause(db, "relay", ["shop"], actor="test")
-            asked = await fetch.replay_async(lane, 0, 2)
-            assert (asked.from_sequence, asked.to_sequence, asked.acknowledged) == (1, 2, 3)
-            with pytest.raises(AlreadyAsked, match=f"409, lane {lane} .* already, by job 1"):
+            replay = await fetch.replay_async(lane, 0, 2)
+            assert (replay.from_sequence, replay.to_sequence, replay.acknowledged) == (1, 2, 3)
+            with pytest.raises(ReplayConflict, match=f"409, lane {lane} .* already, by job 1"):
                 await fetch.replay_async(lane, 1)
             await endpoint_states.resume(db, "relay", ["shop"], actor="test")
             await all_ended(database)
         await db.execute("UPDATE endpoint SET state = 'disabled' WHERE name = 'shop'")
         with pytest.raises(CannotFetch, match="409, the endpoint is disabled"):
             await fetch.replay_async(lane, 0)
-    assert asked.job == 1
-    told = "SELECT actor, data FROM journal WHERE kind = 'lane_asked'"
-    (row,) = await db.fetch(told)
+    assert replay.job == 1
+    entry_sql = "SELECT actor, data FROM journal WHERE kind = 'lane_replay_requested'"
+    (row,) = await db.fetch(entry_sql)
     assert row["actor"] == "receiver shop"
 
 
 @contextlib.asynccontextmanager
-async def fetchable_other(database: Database) -> AsyncIterator[Fetch]:
+async def fetchable_other(database: Database) -> AsyncIterator[FetchClient]:
     async with fetchable(database, "other") as fetch:
         yield fetch
 
 
-async def test_it_is_owed_by_an_endpoint_that_is_to_be_removed(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_a_removal_ends_a_receiver_replay(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     async with running(database, Network()):
         await publish(database, 1, 2, 3)
         await all_ended(database)
-    await ask(db, made, 0)
-    assert (await endpoint_removal.waiting(db, "relay", made.id)).owed == 3
+    await request_replay(db, made, 0)
+    assert (await endpoint_removal.read_drain_status(db, "relay", made.id)).pending == 3
     await fetch_tokens.add(db, "relay", "shop", actor="test")
-    await endpoint_removal.remove(db, "relay", "shop", actor="test", give_up=True)
+    await endpoint_removal.remove(db, "relay", "shop", actor="test", dead_letter=True)
     async with running(database, Network()):
         await until(lambda: db.fetchval("SELECT ended_at FROM replay_job"))
     assert await fetchval(database, "SELECT count(*) FROM delivery WHERE replay_id > 0") == 0
     assert await exceptions(database) == {}
 
 
-async def test_what_was_erased_meanwhile_is_passed_over(
+async def test_a_receiver_replay_skips_erased_events(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -337,7 +342,7 @@ async def test_what_was_erased_meanwhile_is_passed_over(
         await publish(database, 1, 2, 3)
         await all_ended(database)
         await db.execute("UPDATE outbox SET payload = NULL, erased_at = now() WHERE id = 2")
-        await ask(db, made, 0)
+        await request_replay(db, made, 0)
         await all_ended(database)
     assert network.data() == [1, 2, 3, 1, 3]
     assert await exceptions(database) == {}

@@ -1,4 +1,4 @@
-"""A whole relay on real PostgreSQL: what it promises, one promise per test."""
+"""The guarantees of a whole relay on real PostgreSQL, one per test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
 
 
@@ -48,11 +48,11 @@ async def test_events_published_before_the_relay_ran_are_delivered(database: Dat
         await until(lambda: network.data() == ["early"])
 
 
-async def test_one_key_keeps_its_lane_and_lanes_go_side_by_side(database: Database) -> None:
+async def test_a_key_keeps_its_lane_and_lanes_run_in_parallel(database: Database) -> None:
     await add_endpoint(database, lanes=4)
     network = Network()
 
-    async def slow(_: Sent) -> Answer:
+    async def slow(_: Sent) -> AttemptResult:
         await asyncio.sleep(0)
         return OK
 
@@ -71,7 +71,7 @@ async def test_one_key_keeps_its_lane_and_lanes_go_side_by_side(database: Databa
     assert len({s.lane for s in network.sent}) > 1
 
 
-async def test_a_failing_delivery_holds_its_lane_and_is_repeated_as_it_was(
+async def test_a_failed_delivery_blocks_its_lane_and_is_retried_unchanged(
     database: Database,
 ) -> None:
     await add_endpoint(database)
@@ -85,7 +85,7 @@ async def test_a_failing_delivery_holds_its_lane_and_is_repeated_as_it_was(
     assert await fetchval(database, sql) == ["retry", "retry", "delivered"]
 
 
-async def test_a_refusal_is_a_dead_letter_and_the_next_delivery_names_the_hole(
+async def test_a_rejected_delivery_is_dead_lettered_and_the_next_one_names_the_gap(
     database: Database,
 ) -> None:
     await add_endpoint(database)
@@ -94,13 +94,13 @@ async def test_a_refusal_is_a_dead_letter_and_the_next_delivery_names_the_hole(
         await publish(database, "a", "b", "c", key="k")
         await all_ended(database)
     assert [(s.seq, s.previous_seq) for s in network.accepted] == [(1, 0), (3, 1)]
-    sql = """SELECT (seq, reason, attempts, payload, key, last_answer ->> 'status')::text
+    sql = """SELECT (seq, reason, attempts, payload, key, last_response ->> 'status')::text
                FROM dead_letter"""
     assert await fetchval(database, sql) == '(2,refused,1,"""b""",k,400)'
     assert await exceptions(database) == {}
 
 
-async def test_a_spent_budget_is_a_dead_letter(database: Database) -> None:
+async def test_a_delivery_without_attempts_left_is_dead_lettered(database: Database) -> None:
     await add_endpoint(database)
     network = Network(lambda sent: BUSY if sent.seq == 1 else OK)
     async with running(database, network):
@@ -123,7 +123,7 @@ async def test_an_expired_event_is_not_sent(database: Database) -> None:
     assert await fetchval(database, "SELECT reason FROM dead_letter") == "expired"
 
 
-async def test_an_event_that_was_erased_is_given_up_and_named(database: Database) -> None:
+async def test_an_erased_event_is_dead_lettered_and_named(database: Database) -> None:
     await add_endpoint(database)
     await publish(database, "a", "b", "c")
     network = Network(lambda _: BUSY)
@@ -139,7 +139,7 @@ async def test_an_event_that_was_erased_is_given_up_and_named(database: Database
     assert await fetchval(database, sql) == "(2,erased,)"
 
 
-async def test_subscriptions_choose_by_type_and_tenant(database: Database) -> None:
+async def test_subscriptions_select_by_type_and_tenant(database: Database) -> None:
     await add_endpoint(database, "orders", types=["order.*"])
     await add_endpoint(database, "acme", tenant="acme")
     await add_endpoint(database, "all", all_tenants=True)
@@ -174,16 +174,17 @@ async def test_nothing_is_lost_when_the_relay_is_killed_at_any_moment(database: 
     numbers: dict[tuple[str, int], set[tuple[str, int]]] = {}
     for sent in network.sent:
         numbers.setdefault((sent.lane, sent.seq), set()).add((sent.delivery, sent.body["data"]))
-    # A copy carries the number, the X-Delivery and the event of the first.
-    assert all(len(told) == 1 for told in numbers.values())
-    assert sorted(data for told in numbers.values() for _, data in told) == list(range(published))
+    # A copy has the sequence number, the X-Delivery and the event of the first delivery.
+    assert all(len(identities) == 1 for identities in numbers.values())
+    data_sent = [data for identities in numbers.values() for _, data in identities]
+    assert sorted(data_sent) == list(range(published))
     for lane in {lane for lane, _ in numbers}:
         first_arrivals = list(dict.fromkeys(s.seq for s in network.accepted if s.lane == lane))
         assert first_arrivals == list(range(1, len(first_arrivals) + 1))
     assert await exceptions(database) == {}
 
 
-async def test_retry_state_outlives_the_relay(database: Database) -> None:
+async def test_retry_state_survives_a_relay_restart(database: Database) -> None:
     slow = {"base_s": 30.0, "factor": 2.0, "cap_s": 60.0, "attempts_max": 4, "jitter": "none"}
     await add_endpoint(database, retry=slow)
     network = Network(lambda _: BUSY)
@@ -193,7 +194,7 @@ async def test_retry_state_outlives_the_relay(database: Database) -> None:
     due = await fetchval(database, "SELECT next_attempt_at FROM lane_progress")
     async with running(database, network):
         sql = "SELECT count(*) FROM journal WHERE kind = 'endpoint_claimed'"
-        await until(lambda: _is(database, sql, 2))
+        await until(lambda: _query_returns(database, sql, 2))
         assert len(network.sent) == 1, "it was sent before its time"
     async with killed_at_the_end(database, network):
         await fetchval(database, "UPDATE lane_progress SET next_attempt_at = now()")
@@ -202,19 +203,19 @@ async def test_retry_state_outlives_the_relay(database: Database) -> None:
     assert due > datetime.now(UTC)
 
 
-async def _is(database: Database, sql: str, wanted: object) -> bool:
+async def _query_returns(database: Database, sql: str, wanted: object) -> bool:
     return await fetchval(database, sql) == wanted
 
 
-async def test_a_clean_stop_finishes_what_is_in_flight_and_frees_everything(
+async def test_a_clean_stop_finishes_requests_in_flight_and_releases_endpoints(
     database: Database,
 ) -> None:
     await add_endpoint(database)
-    answered = asyncio.Event()
+    release = asyncio.Event()
     network = Network()
 
-    async def hold(_: Sent) -> Answer:
-        await answered.wait()
+    async def hold(_: Sent) -> AttemptResult:
+        await release.wait()
         return OK
 
     network.script = hold
@@ -222,7 +223,7 @@ async def test_a_clean_stop_finishes_what_is_in_flight_and_frees_everything(
         await publish(database, "a", "b")
         await until(lambda: network.sent)
         relay.stop()
-        answered.set()
+        release.set()
     assert network.data() == ["a"]
     sql = "SELECT count(*) FROM attempt WHERE outcome = 'delivered'"
     assert await fetchval(database, sql) == 1
@@ -231,13 +232,13 @@ async def test_a_clean_stop_finishes_what_is_in_flight_and_frees_everything(
     assert await fetchval(database, "SELECT pg_sequence_last_value('wakeup'::regclass)") == 1
 
 
-async def test_a_receiver_that_hangs_does_not_hold_up_a_stop_for_longer_than_the_drain(
+async def test_a_hanging_receiver_delays_a_stop_by_the_drain_time_at_most(
     database: Database,
 ) -> None:
     await add_endpoint(database)
     network = Network()
 
-    async def hang(_: Sent) -> Answer:
+    async def hang(_: Sent) -> AttemptResult:
         await asyncio.Event().wait()
         return OK
 
@@ -250,7 +251,7 @@ async def test_a_receiver_that_hangs_does_not_hold_up_a_stop_for_longer_than_the
     assert await exceptions(database) == {}
 
 
-async def test_a_database_restart_needs_no_human(private_database: Database) -> None:
+async def test_the_relay_recovers_from_a_database_restart(private_database: Database) -> None:
     database = private_database
     await add_endpoint(database)
     network = Network()
@@ -264,7 +265,7 @@ async def test_a_database_restart_needs_no_human(private_database: Database) -> 
     assert await exceptions(database) == {}
 
 
-async def test_terminated_backends_need_no_human(database: Database) -> None:
+async def test_the_relay_recovers_from_terminated_backends(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
     async with running(database, network):
@@ -281,7 +282,7 @@ async def test_terminated_backends_need_no_human(database: Database) -> None:
     assert list(dict.fromkeys(network.data())) == [0, 1, 2, "last"]
 
 
-async def test_without_notifications_polling_is_enough(database: Database) -> None:
+async def test_polling_delivers_without_notifications(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
     async with running(database, network, notify=False, poll_s=0.05):
@@ -290,7 +291,7 @@ async def test_without_notifications_polling_is_enough(database: Database) -> No
         assert await fetchval(database, "SELECT pg_sequence_last_value('wakeup'::regclass)") == 1
 
 
-async def test_two_relays_share_the_endpoints_and_one_takes_over_from_the_other(
+async def test_two_relays_share_endpoints_and_one_takes_over_from_the_other(
     database: Database,
 ) -> None:
     for n in range(12):
@@ -299,7 +300,7 @@ async def test_two_relays_share_the_endpoints_and_one_takes_over_from_the_other(
     owners = "SELECT count(DISTINCT replica_id) FROM ownership WHERE replica_id IS NOT NULL"
     async with running(database, second):
         async with killed_at_the_end(database, first):
-            await until(lambda: _is(database, owners, 2))
+            await until(lambda: _query_returns(database, owners, 2))
             await publish(database, "together")
             await until(lambda: len(first.accepted) + len(second.accepted) == 12)
             assert first.accepted

@@ -1,4 +1,4 @@
-"""What one bad row, one slow receiver or one bad moment must not do to everything else."""
+"""Fault isolation: one bad row, slow receiver or transient error affects no other endpoint."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.admission.request_scheduler import Turns
+from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.delivery.commands import AttemptRow, Progress, Record
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.operations import endpoint_changes, endpoint_removal, replays
-from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.recorder import Recorder
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
-from outbox.store.routing_change import change
+from outbox.store.routing_change import routing_transaction
 from tests.support.relay import (
     BUSY,
     OK,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -52,41 +52,46 @@ SESSION = {"server_settings": {"search_path": "relay"}}
 
 
 async def _change(database: Database, sql: str, *arguments: Any) -> None:
-    """Something is set anew, as a command would do it."""
-    async with database.connection(**SESSION) as connection, change(connection, "relay"):
+    """Change a setting, as a command does."""
+    async with (
+        database.connection(**SESSION) as connection,
+        routing_transaction(connection, "relay"),
+    ):
         await connection.execute(sql, *arguments)
 
 
 async def _remove(database: Database, name: str) -> endpoint_removal.Removal:
     async with database.connection(**SESSION) as connection:
-        return await endpoint_removal.remove(connection, "relay", name, actor="test", give_up=True)
+        return await endpoint_removal.remove(
+            connection, "relay", name, actor="test", dead_letter=True
+        )
 
 
-def _to(sent: Sent) -> str:
+def _endpoint_name(sent: Sent) -> str:
     return sent.url.rsplit("/", 1)[1]
 
 
-class Held:
-    """A network whose requests to some endpoints wait to be answered."""
+class HoldingNetwork:
+    """A network that holds the requests to some endpoints until they are released."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
-        self.answered = asyncio.Event()
+        self.release = asyncio.Event()
         self.network = Network(self._script)
 
-    async def _script(self, sent: Sent) -> Answer:
-        if _to(sent) in self.names:
-            await self.answered.wait()
+    async def _script(self, sent: Sent) -> AttemptResult:
+        if _endpoint_name(sent) in self.names:
+            await self.release.wait()
         return OK
 
     def got(self, name: str) -> list[Any]:
-        return [s.body["data"] for s in self.network.accepted if _to(s) == name]
+        return [s.body["data"] for s in self.network.accepted if _endpoint_name(s) == name]
 
 
-# ------------------------------------------------------------------- bad rows
+# -------------------------------------------------------------- unusable rows
 
 
-async def test_times_are_told_to_the_microsecond(database: Database) -> None:
+async def test_times_are_read_to_the_microsecond(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
     times = [
@@ -105,7 +110,7 @@ async def test_times_are_told_to_the_microsecond(database: Database) -> None:
     assert [sent.body["timestamp"] for sent in network.accepted] == times
 
 
-async def test_times_beyond_the_calendar_are_only_far_away(database: Database) -> None:
+async def test_times_beyond_the_python_calendar_are_far_away(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
     times = {
@@ -153,26 +158,26 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("what", UNUSABLE)
-async def test_an_endpoint_that_cannot_be_used_waits_alone(database: Database, what: str) -> None:
-    broken, mended = UNUSABLE[what]
+async def test_an_unusable_endpoint_does_not_block_others(database: Database, what: str) -> None:
+    broken, repaired = UNUSABLE[what]
     bad = await add_endpoint(database, "bad")
     await add_endpoint(database, "good")
     await fetchval(database, broken, bad.id)
-    held = Held()
+    held = HoldingNetwork()
     await publish(database, "a")
     async with running(database, held.network):
         await until(lambda: held.got("good") == ["a"])
         assert held.got("bad") == []
-        await _change(database, mended, bad.id)
+        await _change(database, repaired, bad.id)
         await until(lambda: held.got("bad") == ["a"])
-        # It may also break while it is in use.
+        # A row may also become unusable at run time.
         await _change(database, broken, bad.id)
         await publish(database, "b")
         await until(lambda: held.got("good") == ["a", "b"])
     assert await exceptions(database) == {}
 
 
-async def test_an_endpoint_that_cannot_be_used_can_be_removed(database: Database) -> None:
+async def test_an_unusable_endpoint_can_be_removed(database: Database) -> None:
     bad = await add_endpoint(database, "bad")
     await fetchval(database, "UPDATE endpoint SET retry = '[1]' WHERE id = $1", bad.id)
     await publish(database, "a")
@@ -184,10 +189,10 @@ async def test_an_endpoint_that_cannot_be_used_can_be_removed(database: Database
     assert await exceptions(database) == {}
 
 
-async def test_a_lane_with_a_hole_stops_alone(database: Database) -> None:
+async def test_a_lane_with_a_missing_row_does_not_block_others(database: Database) -> None:
     bad = await add_endpoint(database, "bad")
     await add_endpoint(database, "good")
-    held = Held("bad", "good")
+    held = HoldingNetwork("bad", "good")
     await publish(database, "a", "b", "c")
     async with killed_at_the_end(database, held.network):
         await until(lambda: len(held.network.sent) == 2)
@@ -197,7 +202,7 @@ async def test_a_lane_with_a_hole_stops_alone(database: Database) -> None:
         "WHERE l.id = d.lane_id AND l.endpoint_id = $1 AND d.seq = 2",
         bad.id,
     )
-    held.answered.set()
+    held.release.set()
     async with running(database, held.network):
         await until(lambda: held.got("good") == ["a", "b", "c"])
         await publish(database, "d")
@@ -205,7 +210,7 @@ async def test_a_lane_with_a_hole_stops_alone(database: Database) -> None:
         assert held.got("bad") == ["a"]
 
 
-async def test_large_payloads_are_read_in_small_helpings(database: Database) -> None:
+async def test_large_payloads_are_read_in_small_batches(database: Database) -> None:
     endpoint = await add_endpoint(database)
     network = Network()
     rng = random.Random(1)
@@ -224,44 +229,46 @@ async def test_large_payloads_are_read_in_small_helpings(database: Database) -> 
 # ------------------------------------------------------------- slow receivers
 
 
-async def test_a_removal_that_waits_for_a_receiver_holds_up_nobody_else(
+async def test_a_removal_in_progress_does_not_delay_other_endpoints(
     database: Database,
 ) -> None:
     await add_endpoint(database, "slow")
     await add_endpoint(database, "old")
-    held = Held("slow")
+    held = HoldingNetwork("slow")
     async with running(database, held.network):
         await publish(database, "a")
         await until(lambda: len(held.network.sent) == 2)
         await _remove(database, "slow")
         sql = "SELECT count(*) FROM ownership WHERE replica_id IS NULL"
         await add_endpoint(database, "new")
-        await until(lambda: _is(database, sql, 0))
+        await until(lambda: _query_returns(database, sql, 0))
         await publish(database, "b")
         await until(lambda: held.got("new") == ["b"])
         assert await fetchval(database, "SELECT state FROM endpoint WHERE name = 'slow'") == (
             "removing"
         )
-        held.answered.set()
-        await until(lambda: _is(database, "SELECT count(*) FROM dead_letter", 0))
+        held.release.set()
+        await until(lambda: _query_returns(database, "SELECT count(*) FROM dead_letter", 0))
         sql = "SELECT state = 'removed' FROM endpoint WHERE name = 'slow'"
         await until(lambda: fetchval(database, sql))
     assert held.got("slow") == ["a"]
     assert await exceptions(database) == {}
 
 
-async def test_a_removal_that_waits_for_a_receiver_does_not_hold_up_a_stop(
+async def test_a_removal_in_progress_does_not_delay_a_stop(
     database: Database,
 ) -> None:
     await add_endpoint(database, "slow")
-    held = Held("slow")
+    held = HoldingNetwork("slow")
     async with running(database, held.network, drain_s=0.2) as relay:
         await publish(database, "a", "b")
         await until(lambda: held.network.sent)
         await _remove(database, "slow")
-        # Who takes this one has also seen the removal.
+        # An owner that acquires this endpoint has also read the removal.
         await add_endpoint(database, "new")
-        await until(lambda: _is(database, "SELECT count(replica_id)::int FROM ownership", 2))
+        await until(
+            lambda: _query_returns(database, "SELECT count(replica_id)::int FROM ownership", 2)
+        )
         relay.stop()
     assert await fetchval(database, "SELECT count(*) FROM replica") == 0
     async with running(database, held.network):
@@ -272,19 +279,22 @@ async def test_a_removal_that_waits_for_a_receiver_does_not_hold_up_a_stop(
     assert await exceptions(database) == {}
 
 
-async def test_slow_receivers_do_not_keep_the_others_from_moving(database: Database) -> None:
-    # So many that each replica is preferred by some of the others, whatever their ids.
+async def test_slow_receivers_do_not_delay_rebalancing_of_other_endpoints(
+    database: Database,
+) -> None:
+    # Enough endpoints that each replica is preferred by some of them, for any replica ids.
     slow, others = [f"slow{n}" for n in range(4)], [f"other{n}" for n in range(20)]
     for name in (*slow, *others):
         await add_endpoint(database, name)
-    first, second = Held(*slow), Held(*slow)
+    first, second = HoldingNetwork(*slow), HoldingNetwork(*slow)
     owners = "SELECT count(DISTINCT replica_id) FROM ownership WHERE replica_id IS NOT NULL"
     async with running(database, first.network, drain_s=0.1):
         await publish(database, "a")
         await until(lambda: len(first.network.sent) == len(slow) + len(others))
-        # The slow ones are in flight there; whatever else moves does not wait for them.
+        # The slow requests stay in flight on the first replica; the other endpoints move without
+        # them.
         async with running(database, second.network, drain_s=0.1):
-            await until(lambda: _is(database, owners, 2))
+            await until(lambda: _query_returns(database, owners, 2))
             await publish(database, "b")
             both = [first, second]
             await until(
@@ -295,7 +305,7 @@ async def test_slow_receivers_do_not_keep_the_others_from_moving(database: Datab
             assert second.network.accepted
 
 
-async def _is(database: Database, sql: str, wanted: object) -> bool:
+async def _query_returns(database: Database, sql: str, wanted: object) -> bool:
     return await fetchval(database, sql) == wanted
 
 
@@ -304,20 +314,22 @@ async def _is(database: Database, sql: str, wanted: object) -> bool:
 
 async def _replay(database: Database) -> None:
     async with database.connection(**SESSION) as connection:
-        await replays.replay(connection, "relay", Selection(everything=True), actor="test")
+        await replays.start_replay(
+            connection, "relay", DeadLetterSelection(everything=True), actor="test"
+        )
 
 
-async def test_a_replay_that_dies_again_can_be_replayed_again(database: Database) -> None:
+async def test_a_dead_lettered_replay_can_be_replayed(database: Database) -> None:
     await add_endpoint(database, lanes=3)
     network = Network(lambda _: REFUSED)
     alone = "SELECT count(*)::int FROM dead_letter"
     async with running(database, network):
         await publish(database, "a", key="k")
-        await until(lambda: _is(database, alone, 1))
+        await until(lambda: _query_returns(database, alone, 1))
         await _replay(database)
-        await until(lambda: _is(database, alone, 2))
+        await until(lambda: _query_returns(database, alone, 2))
         network.script = lambda _: OK
-        # The event itself may be gone by now: the dead letter has a copy.
+        # The event may already be deleted: the dead letter has a copy.
         await fetchval(database, "DELETE FROM outbox")
         await _replay(database)
         await until(lambda: network.accepted)
@@ -335,16 +347,16 @@ async def test_a_replay_that_dies_again_can_be_replayed_again(database: Database
     }
 
 
-async def test_a_removal_ends_a_replay_that_is_waiting_or_under_way(database: Database) -> None:
+async def test_a_removal_ends_waiting_and_running_replays(database: Database) -> None:
     await add_endpoint(database, "e", retry={**QUICK_RETRY, "base_s": 60.0, "cap_s": 60.0})
     network = Network(lambda _: REFUSED)
     async with killed_at_the_end(database, network):
         await publish(database, "a", "b")
-        await until(lambda: _is(database, "SELECT count(*)::int FROM dead_letter", 2))
+        await until(lambda: _query_returns(database, "SELECT count(*)::int FROM dead_letter", 2))
         network.script = lambda _: BUSY
         await _replay(database)
-        await until(lambda: fetchval(database, "SELECT head_seq FROM lane_progress"))
-    # The second waited for the first; nobody sequences now, so both of these wait.
+        await until(lambda: fetchval(database, "SELECT retry_seq FROM lane_progress"))
+    # The second replay waited for the first; no relay sequences now, so both wait.
     await fetchval(database, "UPDATE dead_letter SET state = 'dead' WHERE seq = 1")
     await _replay(database)
     await _remove(database, "e")
@@ -361,11 +373,11 @@ async def test_a_removal_ends_a_replay_that_is_waiting_or_under_way(database: Da
     assert await exceptions(database) == {}
 
 
-# ------------------------------------------------------------- never a pause
+# ----------------------------------------------------------- continuous load
 
 
 class Replica:
-    """A registered replica that owns the only endpoint's one lane."""
+    """A registered replica that owns the only lane of the only endpoint."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -381,8 +393,8 @@ class Replica:
         return self
 
 
-class NeverIdle(RecordStore):
-    """While a group is being written the next success arrives, always."""
+class ContinuousLoad(RecordStore):
+    """The next success always arrives while a group is being written."""
 
     recorder: Recorder
     replica: Replica
@@ -399,17 +411,17 @@ class NeverIdle(RecordStore):
         self.recorder.add(lane, self.replica.epoch, Record(lane.id, self.seq, row))
 
 
-async def _never_idle(database: Database) -> tuple[NeverIdle, asyncio.Task[None]]:
+async def _never_idle(database: Database) -> tuple[ContinuousLoad, asyncio.Task[None]]:
     endpoint = await add_endpoint(database)
     replica = await Replica(database).start(endpoint.id)
-    store = NeverIdle(replica.connection, replica.id)
+    store = ContinuousLoad(replica.connection, replica.id)
     store.replica = replica
     store.recorder = Recorder(store, 0.0, lambda: 60.0)
     store.arrive()
     return store, asyncio.create_task(store.recorder.run())
 
 
-async def test_what_a_dead_relay_did_not_write_down_its_successor_does(
+async def test_the_successor_of_a_dead_relay_writes_the_missing_checkpoints(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 3600.0)
@@ -427,7 +439,7 @@ async def test_what_a_dead_relay_did_not_write_down_its_successor_does(
     assert idle.sent == []
 
 
-async def test_checkpoints_are_written_under_a_load_without_a_pause(database: Database) -> None:
+async def test_checkpoints_are_written_under_continuous_load(database: Database) -> None:
     store, task = await _never_idle(database)
     await until(lambda: fetchval(database, "SELECT acked_seq > 0 FROM lane_progress"), 5)
     assert not task.done()
@@ -435,18 +447,18 @@ async def test_checkpoints_are_written_under_a_load_without_a_pause(database: Da
     assert store.seq > 1
 
 
-async def test_who_waits_for_the_recorder_waits_for_what_came_before(database: Database) -> None:
+async def test_waiting_for_the_recorder_covers_earlier_records(database: Database) -> None:
     store, task = await _never_idle(database)
     await until(lambda: store.seq > 5)
     before = store.seq
     async with asyncio.timeout(5):
-        await store.recorder.flushed()
+        await store.recorder.flush()
     assert await fetchval(database, "SELECT max(seq) FROM attempt") >= before
     assert not task.done()
     task.cancel()
 
 
-async def test_nobody_who_gives_up_waiting_disturbs_a_lane(database: Database) -> None:
+async def test_a_cancelled_wait_for_the_recorder_does_not_affect_a_lane(database: Database) -> None:
     endpoint = await add_endpoint(database)
     replica = await Replica(database).start(endpoint.id)
     store = RecordStore(replica.connection, replica.id)
@@ -455,20 +467,20 @@ async def test_nobody_who_gives_up_waiting_disturbs_a_lane(database: Database) -
     row = AttemptRow(1, 1, 1, "retry", 503, None, 1.0, 0.001)
     record = Record(lane.id, 1, row, Progress(0, 0, 1, 1, 1, 1, 1.0, 2.0, {}))
     writing = asyncio.create_task(recorder.write(lane, replica.epoch, record))
-    impatient = asyncio.create_task(recorder.flushed())
+    waiter = asyncio.create_task(recorder.flush())
     await asyncio.sleep(0)
-    impatient.cancel()
-    await asyncio.wait([impatient])
+    waiter.cancel()
+    await asyncio.wait([waiter])
     task = asyncio.create_task(recorder.run())
     async with asyncio.timeout(5):
         await writing
     task.cancel()
 
 
-# ---------------------------------------------------------------- bad moments
+# ----------------------------------------------------------- transient errors
 
 
-async def test_news_for_a_dispatcher_that_is_ending_is_no_error(database: Database) -> None:
+async def test_changes_for_a_closing_dispatcher_are_no_error(database: Database) -> None:
     endpoint = await add_endpoint(database, lanes=2)
     for n in range(8):
         await publish(database, n, key=f"k{n}")
@@ -476,16 +488,18 @@ async def test_news_for_a_dispatcher_that_is_ending_is_no_error(database: Databa
     me = await register(replicas)
     epochs = await replicas.claim(me, [endpoint.id], "test")
     async with killed_at_the_end(database, Network(), notify=False):
-        await until(lambda: _is(database, "SELECT sum(last_seq)::int FROM lane_counter", 8))
+        await until(
+            lambda: _query_returns(database, "SELECT sum(last_seq)::int FROM lane_counter", 8)
+        )
 
     ending, ended = asyncio.Event(), asyncio.Event()
     lease_left_s = 60.0
 
-    async def hang(_: Sent) -> Answer:
+    async def hang(_: Sent) -> AttemptResult:
         try:
             await asyncio.Event().wait()
         finally:
-            # Closing takes a moment, in which the rest of the session goes on.
+            # Closing takes a moment, during which the rest of the session continues.
             ending.set()
             await ended.wait()
         return OK
@@ -493,27 +507,29 @@ async def test_news_for_a_dispatcher_that_is_ending_is_no_error(database: Databa
     network = Network(hang)
     store = LaneStore(await database.connect(**SESSION))
     recorder = Recorder(RecordStore(await database.connect(**SESSION), me), 0.0, lambda: 60.0)
-    dispatcher = Dispatcher(store, recorder, network, lambda: lease_left_s, Turns(10))
+    dispatcher = Dispatcher(store, recorder, network, lambda: lease_left_s, RequestScheduler(10))
     lanes = await store.lanes([endpoint.id])
     known = {e.id: e for e in await store.endpoints([endpoint.id])}
     running_task = asyncio.create_task(dispatcher.run())
     first, second = sorted(lanes, key=lambda lane: lane.id)
-    dispatcher.adopt([first], known, epochs, 0)
+    dispatcher.add_endpoints([first], known, epochs, 0)
     await until(lambda: network.sent)
     lease_left_s = 0.0
-    dispatcher.adopt([second], known, epochs, 0)
+    dispatcher.add_endpoints([second], known, epochs, 0)
     await ending.wait()
-    dispatcher.offer({first.id: first.last_seq + 1, second.id: second.last_seq + 1})
+    dispatcher.notify_new_deliveries({first.id: first.last_seq + 1, second.id: second.last_seq + 1})
     ended.set()
     with pytest.raises(ExceptionGroup) as caught:
         await running_task
     assert caught.group_contains(Fenced)
-    # Nothing is left that would wake up hours later.
-    dispatcher.offer({second.id: second.last_seq + 2})
+    # No timer is left that would fire hours later.
+    dispatcher.notify_new_deliveries({second.id: second.last_seq + 2})
 
 
-async def test_a_cancelled_wait_for_a_server_out_of_reach_ends(database: Database) -> None:
-    """… although a clean-up would like to talk to it once more."""
+async def test_a_cancelled_statement_ends_while_the_server_is_unreachable(
+    database: Database,
+) -> None:
+    """The clean-up would open another connection to the server."""
     frozen = asyncio.Event()
     socket = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
 
@@ -523,7 +539,7 @@ async def test_a_cancelled_wait_for_a_server_out_of_reach_ends(database: Databas
             await writer.drain()
 
     async def through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """To the database and back, until it freezes; who comes later gets through."""
+        """Forward to the database and back until it freezes; later connections get through."""
         there, back = await asyncio.open_unix_connection(socket)
         pumps = [asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer))]
         freezes = asyncio.create_task(asyncio.Event().wait() if frozen.is_set() else frozen.wait())
@@ -538,7 +554,7 @@ async def test_a_cancelled_wait_for_a_server_out_of_reach_ends(database: Databas
                 each.cancel()
             back.close()
 
-    # Maintenance wants to drop a partition, and waits for a producer.
+    # Maintenance waits for a producer before it drops a partition.
     await fetchval(
         database,
         "INSERT INTO period (kind, number, dropped_at) "
@@ -571,16 +587,16 @@ REFUSALS = {
 }
 
 
-# Written once in a session, if all goes well.
+# Written once in a session without errors.
 REFUSED_CALLS = {"cursor": "1, 2, 4", "endpoint_health": "1, 2, 4"}
 
 
 @pytest.mark.parametrize("table", REFUSALS)
-async def test_what_the_database_refuses_now_and_then_is_done_later(
+async def test_a_statement_that_fails_intermittently_is_retried(
     database: Database, table: str
 ) -> None:
     await add_endpoint(database, lanes=2)
-    # A sequence, because the failing transaction takes everything else back.
+    # A sequence counts the calls, because the failing transaction rolls back everything else.
     async with database.connection(**SESSION) as connection:
         await connection.execute(f"""
             CREATE SEQUENCE calls;
@@ -595,7 +611,7 @@ async def test_what_the_database_refuses_now_and_then_is_done_later(
             CREATE TRIGGER refuse AFTER INSERT OR UPDATE ON {table}
                 FOR EACH STATEMENT EXECUTE FUNCTION refuse()""")
     network = Network(lambda s: REFUSED if s.seq == 3 else BUSY if s.attempt < 2 else OK)
-    # Renewed often enough that some renewals are refused.
+    # The lease is renewed often enough that some renewals fail.
     async with running(database, network, lease_s=1.0):
         for n in range(16):
             await publish(database, n, key=f"k{n}")
@@ -612,10 +628,10 @@ async def test_what_the_database_refuses_now_and_then_is_done_later(
     assert await exceptions(database) == {}
 
 
-async def test_a_database_that_commits_without_the_disk_is_made_to_wait_for_it(
+async def test_the_session_overrides_asynchronous_commit_and_isolation(
     database: Database,
 ) -> None:
-    """… and one whose transactions are of another isolation is no trouble."""
+    """A default isolation level other than read committed is overridden as well."""
     for setting in (
         "synchronous_commit = off",
         "default_transaction_isolation = 'serializable'",

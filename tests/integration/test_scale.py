@@ -1,4 +1,4 @@
-"""What is done is proportional to what is active: counted in rows, statements and calls."""
+"""Cost is proportional to activity: counted in rows, statements and calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from outbox.core.delivery.commands import Fetch
 from outbox.operations import endpoint_changes
 from outbox.relay.cluster import ownership
 from outbox.relay.delivery import endpoint_supervisor, fetcher
-from outbox.relay.delivery.endpoint_supervisor import Caretaker
-from outbox.relay.wake_event import Bell
+from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
+from outbox.relay.wake_event import WakeEvent
 from outbox.store.lanes import LaneStore
 from outbox.store.records import RecordStore
 from tests.support.relay import (
@@ -43,7 +43,7 @@ MANY = 40
 
 
 class Checkpointed:
-    """The lanes that were written down, each time."""
+    """The checkpointed lanes of each write."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.lanes: list[int] = []
@@ -56,10 +56,10 @@ class Checkpointed:
         patch.setattr(RecordStore, "checkpoint", write)
 
 
-async def test_only_lanes_that_moved_are_written_down(
+async def test_only_changed_lanes_are_checkpointed(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """… and not once more all that were delivered anything to, ever."""
+    """Lanes that were active earlier are not written again."""
     await add_endpoint(database, lanes=MANY)
     async with running(database, Network()):
         for n in range(4 * MANY):
@@ -79,7 +79,7 @@ async def test_only_lanes_that_moved_are_written_down(
     assert len(checkpointed.lanes) == 1
 
 
-async def test_of_a_dead_relay_only_what_it_did_not_write_down_is_written(
+async def test_a_takeover_writes_only_the_missing_checkpoints(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await add_endpoint(database, lanes=MANY)
@@ -99,61 +99,64 @@ async def test_of_a_dead_relay_only_what_it_did_not_write_down_is_written(
 
 
 class Reads:
-    """A store of which only what is asked for is known."""
+    """A store that knows only the requested lanes."""
 
     def __init__(self) -> None:
-        self.asked: list[list[int]] = []
+        self.requested: list[list[int]] = []
 
     async def deliveries(self, lanes: Sequence[Any], *_: Any) -> dict[int, list[Any]]:
-        self.asked.append([lane.id for lane in lanes])
+        self.requested.append([lane.id for lane in lanes])
         await asyncio.sleep(0)
         return {lane.id: [] for lane in lanes}
 
 
-def lane(lane_id: int, endpoint_id: int, tenant: str | None, owed: int = 1000) -> Any:
+def lane(lane_id: int, endpoint_id: int, tenant: str | None, pending: int = 1000) -> Any:
     endpoint = SimpleNamespace(id=UUID(int=endpoint_id), tenant=tenant, batch_max=None)
     return SimpleNamespace(
-        home=SimpleNamespace(endpoint=endpoint, stopped=True),
+        runtime=SimpleNamespace(endpoint=endpoint, stopped=True),
         loaded=SimpleNamespace(id=lane_id),
         payload_bytes=1,
-        machine=SimpleNamespace(fetched=lambda _: None, owed=owed),
+        state=SimpleNamespace(append_fetched=lambda _: None, pending=pending),
     )
 
 
 @pytest.mark.parametrize("tenant", ["flooding", None])
-async def test_a_quiet_lane_is_read_at_once_however_many_of_a_flood_wait(
+async def test_a_quiet_lane_is_read_at_once_during_a_flood(
     tenant: str | None,
 ) -> None:
     store = Reads()
-    reading = fetcher.Reader(store, lambda _: None)  # type: ignore[arg-type]
+    reading = fetcher.DeliveryFetcher(store, lambda _: None)  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
     flood = 10 * fetcher.ROWS_PER_READ // fetcher.ROWS_PER_LANE
     for n in range(flood):
-        # A tenant's endpoints are together, and so are the lanes of one without.
-        reading.want(lane(n, n % 100 if tenant else 1, tenant), Fetch(0, 0))
-    reading.want(lane(flood, 200, None), Fetch(0, 0))
-    await until(lambda: sum(map(len, store.asked)) == flood + 1)
-    assert flood in store.asked[0]
-    assert sorted(each for asked in store.asked for each in asked) == list(range(flood + 1))
+        # The endpoints of a tenant share a queue, and so do the lanes of an endpoint without a
+        # tenant.
+        reading.request(lane(n, n % 100 if tenant else 1, tenant), Fetch(0, 0))
+    reading.request(lane(flood, 200, None), Fetch(0, 0))
+    await until(lambda: sum(map(len, store.requested)) == flood + 1)
+    assert flood in store.requested[0]
+    assert sorted(each for requested in store.requested for each in requested) == list(
+        range(flood + 1)
+    )
     task.cancel()
 
 
-async def test_lanes_that_owe_little_share_a_read() -> None:
+async def test_lanes_with_few_pending_deliveries_share_a_read() -> None:
     store = Reads()
-    reading = fetcher.Reader(store, lambda _: None)  # type: ignore[arg-type]
+    reading = fetcher.DeliveryFetcher(store, lambda _: None)  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
     for n in range(2 * fetcher.LANES_PER_READ):
-        reading.want(lane(n, n, None, owed=1), Fetch(0, 0))
-    await until(lambda: sum(map(len, store.asked)) == 2 * fetcher.LANES_PER_READ)
-    assert len(store.asked) == 2
+        reading.request(lane(n, n, None, pending=1), Fetch(0, 0))
+    await until(lambda: sum(map(len, store.requested)) == 2 * fetcher.LANES_PER_READ)
+    assert len(store.requested) == 2
     assert fetcher.LANES_PER_READ > fetcher.ROWS_PER_READ / fetcher.ROWS_PER_LANE
     task.cancel()
 
 
-async def test_endpoints_are_taken_over_some_at_a_time(
+async def test_endpoints_are_acquired_in_limited_batches(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """… because the loop takes in all lanes of a portion at once, and cannot renew its lease."""
+    """The loop loads all lanes of a portion at once and cannot renew its lease meanwhile."""
     monkeypatch.setattr(ownership, "LANES_AT_ONCE", 12)
     for n in range(20):
         await add_endpoint(database, name=f"e{n}", lanes=3, types=[f"n{n}.made"])
@@ -175,7 +178,7 @@ async def test_endpoints_are_taken_over_some_at_a_time(
     assert portions == [3, 12, 12, 12, 12, 9]
 
 
-async def test_settings_are_read_anew_some_endpoints_at_a_time(
+async def test_settings_are_reloaded_in_limited_batches(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ownership, "ENDPOINTS_AT_ONCE", 4)
@@ -211,16 +214,16 @@ async def test_settings_are_read_anew_some_endpoints_at_a_time(
     assert max(reads) == 4
 
 
-async def test_others_have_their_turns_while_everything_is_looked_after() -> None:
+async def test_the_event_loop_is_shared_during_a_full_poll() -> None:
     endpoint = SimpleNamespace(ends=True)
     homes = [
         SimpleNamespace(endpoint=endpoint, stopped=False, lanes=dict.fromkeys(range(9)))
         for _ in range(endpoint_supervisor.LANES_AT_ONCE)
     ]
-    caretaker = Caretaker(
+    caretaker = EndpointSupervisor(
         None,  # type: ignore[arg-type]
         SimpleNamespace(owned=lambda: homes),  # type: ignore[arg-type]
-        Bell(),
+        WakeEvent(),
         lambda: 0.0,
         lambda: False,
         None,  # type: ignore[arg-type]
@@ -234,6 +237,6 @@ async def test_others_have_their_turns_while_everything_is_looked_after() -> Non
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    await caretaker._look()
+    await caretaker._check_endpoints()
     assert turns == 10
     task.cancel()

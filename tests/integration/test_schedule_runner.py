@@ -1,4 +1,4 @@
-"""A relay publishes what the clock asks for: schedules and future events."""
+"""Schedules and future events: a relay publishes them when they are due."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -45,7 +45,7 @@ def ticks(network: Network) -> list[str]:
     return [sent.headers["x-schedule-time"] for sent in network.accepted]
 
 
-async def test_a_receiver_is_told_of_the_schedule_and_the_tick(
+async def test_a_request_names_the_schedule_and_the_tick(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -65,7 +65,7 @@ async def test_a_receiver_is_told_of_the_schedule_and_the_tick(
     assert by_hand.headers["x-schedule-run"] == "by-hand"
 
 
-async def test_a_future_event_is_sent_at_its_time_and_not_before(
+async def test_a_future_event_is_sent_at_its_due_time(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -73,7 +73,7 @@ async def test_a_future_event_is_sent_at_its_time_and_not_before(
     late = await outbox.publish(db, "a", "late", deliver_at=at + timedelta(hours=1))
     event_id = await outbox.publish(db, "a", "soon", deliver_at=at)
     network = Network()
-    # It wakes up by itself: the next look would be in a minute.
+    # The relay wakes by its timer: the next poll would be in a minute.
     async with running(database, network, poll_s=60):
         await until(lambda: network.accepted, what="the event")
     (sent,) = network.accepted
@@ -82,7 +82,7 @@ async def test_a_future_event_is_sent_at_its_time_and_not_before(
     assert [row["event_id"] for row in await db.fetch("SELECT * FROM future_event")] == [late]
 
 
-async def test_replicas_that_come_and_go_publish_each_tick_once(
+async def test_each_tick_is_published_once_while_replicas_restart(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -101,7 +101,7 @@ async def test_replicas_that_come_and_go_publish_each_tick_once(
                     await until(all_published, what="the ticks")
                 expected.update(await let_be_due(db, 3))
             await until(all_published, what="the ticks after the end of one")
-        # Who leads is gone, whoever it was, just when there is something to do.
+        # The leader is killed, whichever replica it is, when work is due.
         for _ in range(3):
             expected.update(await let_be_due(db, 2))
             await db.execute(
@@ -113,43 +113,46 @@ async def test_replicas_that_come_and_go_publish_each_tick_once(
     assert Counter(await published(db)) == expected
 
 
-class Slow(Network):
-    """Answers when it is told to, and by then as it is told to."""
+class DelayedNetwork(Network):
+    """Responds on demand, with a response that is set by then."""
 
     def __init__(self) -> None:
         super().__init__(self._wait)
         self.release = asyncio.Event()
-        self.answer: Answer = OK
+        self.response: AttemptResult = OK
 
-    async def _wait(self, _: Sent) -> Answer:
+    async def _wait(self, _: Sent) -> AttemptResult:
         await self.release.wait()
-        return self.answer
+        return self.response
 
 
-@pytest.mark.parametrize("answer", [OK, REFUSED])
-async def test_the_next_run_waits_for_the_last_one(
-    database: Database, db: Connection[Any], answer: Answer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("response", [OK, REFUSED])
+async def test_a_run_waits_for_the_previous_run(
+    database: Database,
+    db: Connection[Any],
+    response: AttemptResult,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Until it was delivered, or given up, in each lane."""
-    monkeypatch.setattr("outbox.core.schedules.schedule.LOOK_MIN_S", 0.05)
-    monkeypatch.setattr("outbox.core.schedules.schedule.LOOK_MAX_S", 0.05)
+    """Until the run is delivered or dead-lettered in each lane."""
+    monkeypatch.setattr("outbox.core.schedules.schedule.POLL_MIN_S", 0.05)
+    monkeypatch.setattr("outbox.core.schedules.schedule.POLL_MAX_S", 0.05)
     await add_endpoint(database, "quick")
     await add_endpoint(database, "slow")
     await add(db, overlap="wait")
     await add(db, "other")
     due = await let_be_due(db, 3)
-    network = Slow()
-    network.answer = answer
-    looks = "SELECT extract(epoch FROM look_at) FROM schedule WHERE name = 'daily'"
+    network = DelayedNetwork()
+    network.response = response
+    due_at_sql = "SELECT extract(epoch FROM due_at) FROM schedule WHERE name = 'daily'"
     async with running(database, network, **QUICK):
         await until(lambda: len(network.sent) == 2, what="the first run, at both endpoints")
-        look = await db.fetchval(looks)
+        due_at = await db.fetchval(due_at_sql)
 
-        async def looked_again() -> bool:
-            return bool(await db.fetchval(looks) != look)
+        async def polled_again() -> bool:
+            return bool(await db.fetchval(due_at_sql) != due_at)
 
-        await until(looked_again, what="a look at the last run")
-        # Meanwhile others go on.
+        await until(polled_again, what="a poll of the last run")
+        # Other schedules run meanwhile.
         await let_be_due(db, 1, "other")
 
         async def other_ran() -> bool:
@@ -166,10 +169,10 @@ async def test_the_next_run_waits_for_the_last_one(
         await all_ended(database)
 
 
-async def test_a_run_that_nobody_gets_is_not_waited_for(
+async def test_a_run_without_deliveries_does_not_block_the_next_run(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.schedules.schedule.LOOK_MAX_S", 0.05)
+    monkeypatch.setattr("outbox.core.schedules.schedule.POLL_MAX_S", 0.05)
     await add(db, overlap="wait")
     due = await let_be_due(db, 2)
 
@@ -180,24 +183,24 @@ async def test_a_run_that_nobody_gets_is_not_waited_for(
         await until(both_ran, what="both runs")
 
 
-async def test_what_the_database_refuses_holds_up_no_delivery(
+async def test_a_schedule_error_in_the_database_does_not_delay_deliveries(
     database: Database, db: Connection[Any], logs: list[Any]
 ) -> None:
     await add_endpoint(database)
     await add(db)
     await let_be_due(db, 1)
-    await db.execute("ALTER TABLE schedule RENAME COLUMN look_at TO looked_at")
+    await db.execute("ALTER TABLE schedule RENAME COLUMN due_at TO due_on")
     network = Network()
     async with running(database, network, **QUICK):
         await until(
-            lambda: any(entry["event"] == "ticks were refused" for entry in logs), what="a word"
+            lambda: any(entry["event"] == "scheduled runs failed" for entry in logs), what="a word"
         )
         await outbox.publish(db, "a", 1)
         await until(lambda: network.accepted, what="the event")
 
 
 @pytest.mark.pgbouncer
-async def test_behind_a_proxy_that_pools_transactions(
+async def test_schedules_run_behind_a_transaction_pooling_proxy(
     database: Database, db: Connection[Any]
 ) -> None:
     await find_the_schema(database)

@@ -1,4 +1,4 @@
-"""Encrypted secrets, private keys and certificates in real relays' deliveries."""
+"""Encrypted secrets, private keys and client certificates in the deliveries of real relays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outbox.core.delivery.signature import parse_key, verify
 from outbox.core.model.encryption_keys import format_key
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import check_identity
 from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
 from outbox.operations.endpoint_certificate import set_identity
@@ -51,10 +51,10 @@ async def add(database: Database, key: str, **values: Any) -> endpoint_changes.N
 
 
 def vault(database: Database, key: str) -> Vault:
-    return Vault.of(settings_for(database, key=key))
+    return Vault.from_settings(settings_for(database, key=key))
 
 
-async def test_deliveries_go_on_while_everything_gets_another_key(database: Database) -> None:
+async def test_deliveries_continue_during_a_key_rotation(database: Database) -> None:
     made = await add(database, OLD, headers={"X-Api-Key": "hunter2"})
     network = Network()
     async with running(database, network, key=f"{NEW} {OLD}"):
@@ -65,7 +65,7 @@ async def test_deliveries_go_on_while_everything_gets_another_key(database: Data
                 await rotate_key.rekey(
                     connection, "relay", vault(database, f"{NEW} {OLD}"), actor="test"
                 )
-                # Whoever looks at the settings again reads what is encrypted anew.
+                # Reloading the settings decrypts with the new key.
                 await endpoint_changes.update(
                     connection,
                     "relay",
@@ -79,7 +79,7 @@ async def test_deliveries_go_on_while_everything_gets_another_key(database: Data
         verify(sent.headers, sent.request.body, [parse_key(made.secret)], time.time())
 
 
-async def test_a_relay_without_the_key_sends_nothing_and_one_with_it_does(
+async def test_only_a_relay_with_the_key_sends(
     database: Database,
 ) -> None:
     await add(database, OLD)
@@ -102,7 +102,7 @@ async def test_a_relay_without_the_key_sends_nothing_and_one_with_it_does(
     assert network.data() == [1]
 
 
-async def test_a_receiver_verifies_with_a_public_key_beside_the_old_secret(
+async def test_a_receiver_verifies_with_a_public_key_or_the_old_secret(
     database: Database,
 ) -> None:
     made = await add(database, OLD)
@@ -122,13 +122,13 @@ async def test_a_receiver_verifies_with_a_public_key_beside_the_old_secret(
     assert older.startswith("v1,")
 
 
-async def test_a_receiver_that_wants_our_certificate_gets_it(database: Database) -> None:
-    theirs, ours = trustme.CA(), trustme.CA()
+async def test_a_client_certificate_is_presented_on_request(database: Database) -> None:
+    receiver_ca, relay_ca = trustme.CA(), trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    theirs.issue_cert("127.0.0.1").configure_cert(context)
-    ours.configure_trust(context)
+    receiver_ca.issue_cert("127.0.0.1").configure_cert(context)
+    relay_ca.configure_trust(context)
     context.verify_mode = ssl.CERT_REQUIRED
-    certificate = ours.issue_cert("relay.example.com")
+    certificate = relay_ca.issue_cert("relay.example.com")
     pem = b"".join(
         [
             *(blob.bytes() for blob in certificate.cert_chain_pems),
@@ -150,13 +150,13 @@ async def test_a_receiver_that_wants_our_certificate_gets_it(database: Database)
     site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
     await site.start()
     url = f"https://127.0.0.1:{runner.addresses[0][1]}/"
-    transport = Outbound(EgressPolicy())
+    transport = TransportRouter(EgressPolicy())
     try:
         await add(
             database,
             OLD,
             url=url,
-            ca=theirs.cert_pem.bytes().decode(),
+            ca=receiver_ca.cert_pem.bytes().decode(),
             allow_networks=("127.0.0.1/32",),
             retry={"attempts_max": 1000, "base_s": 0.01, "cap_s": 0.05},
         )
@@ -164,7 +164,7 @@ async def test_a_receiver_that_wants_our_certificate_gets_it(database: Database)
             await publish(database, 1)
             await until(
                 lambda: fetchval(
-                    database, "SELECT bool_or(last_answer IS NOT NULL) FROM endpoint_health"
+                    database, "SELECT bool_or(last_response IS NOT NULL) FROM endpoint_health"
                 ),
                 20,
                 "the handshake to fail",
@@ -185,7 +185,7 @@ async def test_a_receiver_that_wants_our_certificate_gets_it(database: Database)
     assert "PRIVATE" not in str(await fetchval(database, "SELECT array_agg(data) FROM journal"))
 
 
-async def test_whoever_is_removed_leaves_no_secret(database: Database) -> None:
+async def test_a_removed_endpoint_leaves_no_secret(database: Database) -> None:
     await add(database, OLD, headers={"X-Api-Key": "hunter2"})
     async with database.at_hand() as connection:
         await remove(connection, "relay", "shop", actor="t")

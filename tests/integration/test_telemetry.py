@@ -1,4 +1,4 @@
-"""What a relay at work measures, held against what it did on real PostgreSQL."""
+"""Metrics of a running relay, compared with its work on real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.model.response import Answer
-from outbox.relay.relay import NOT_WORKING
+from outbox.core.model.response import AttemptResult
+from outbox.relay.relay import SESSION_UNAVAILABLE
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE
 from outbox.telemetry.snapshot import Buckets
@@ -44,20 +44,19 @@ async def measured(worker: Relay) -> dict[Metric, Any]:
 
 
 def counted(series: Any) -> dict[Any, Any]:
-    """What is not 0."""
     return {key: value for key, value in series.items() if value}
 
 
 async def inserted_an_hour_ago(database: Database) -> None:
-    """As by a transaction that was open for an hour: it commits now."""
+    """Insert as a transaction that was open for an hour and commits now."""
     await fetchval(
         database,
         f"INSERT INTO outbox (type, payload, created_at) VALUES ('a.b', '1', {AN_HOUR_AGO})",
     )
 
 
-async def test_what_happens_to_deliveries_is_counted(database: Database) -> None:
-    def script(sent: Sent) -> Answer:
+async def test_delivery_outcomes_are_counted(database: Database) -> None:
+    def script(sent: Sent) -> AttemptResult:
         if sent.body["data"] == "refused":
             return REFUSED
         return BUSY if sent.body["data"] == "busy" and sent.attempt < 3 else OK
@@ -85,7 +84,7 @@ async def test_what_happens_to_deliveries_is_counted(database: Database) -> None
     assert set(found) == set(CATALOGUE), "nothing that is not in the table, and all that is"
 
 
-async def test_a_long_transaction_is_no_latency(database: Database) -> None:
+async def test_a_long_transaction_does_not_count_as_latency(database: Database) -> None:
     await add_endpoint(database, "shop")
     async with running(database, Network()) as worker:
         await publish(database, 1)
@@ -98,7 +97,7 @@ async def test_a_long_transaction_is_no_latency(database: Database) -> None:
     assert latency.sum < 60
 
 
-async def test_what_waited_for_a_relay_was_late(database: Database) -> None:
+async def test_waiting_for_a_relay_counts_as_latency(database: Database) -> None:
     await add_endpoint(database, "shop")
     await inserted_an_hour_ago(database)
     async with running(database, Network()) as worker:
@@ -108,7 +107,7 @@ async def test_what_waited_for_a_relay_was_late(database: Database) -> None:
     assert 3600 <= latency.sum < 3700
 
 
-async def test_what_is_owed_is_seen_with_its_age(
+async def test_pending_deliveries_are_measured_with_their_age(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.SURVEY_EVERY_S", 0.05)
@@ -116,14 +115,14 @@ async def test_what_is_owed_is_seen_with_its_age(
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
     broken = True
 
-    def script(sent: Sent) -> Answer:
+    def script(sent: Sent) -> AttemptResult:
         return BUSY if broken and sent.url.endswith("/sick") else OK
 
     retry = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
     sick = await add_endpoint(database, "sick", retry=retry, lanes=2)
     await add_endpoint(database, "well")
     await inserted_an_hour_ago(database)
-    # Another owner saw it fail.
+    # Another owner recorded its failure.
     await fetchval(
         database,
         "UPDATE endpoint_health SET state = 'failing',"
@@ -145,7 +144,7 @@ async def test_what_is_owed_is_seen_with_its_age(
 
         await until(all_but_the_sick_one_are_done, 20, "the numbers to settle")
         found = await measured(worker)
-        assert worker.condition().ready, "a receiver's fault is not the relay's"
+        assert worker.readiness().ready, "a receiver's fault is not the relay's"
         broken = False
         await all_ended(database)
     assert found[catalogue.BACKLOG] == {("sick",): 21, ("well",): 0}
@@ -166,7 +165,7 @@ async def test_what_is_owed_is_seen_with_its_age(
     assert found[catalogue.REPLICAS] == {("alive",): 1, ("lapsed",): 0}
 
 
-async def test_open_transactions_show_as_gap_and_horizon(
+async def test_open_transactions_are_measured_as_gap_and_horizon(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.SURVEY_EVERY_S", 0.05)
@@ -195,59 +194,59 @@ async def test_open_transactions_show_as_gap_and_horizon(
         await until(gone, 10, "the gap to be gone")
 
 
-async def test_what_an_ended_endpoint_owed_is_counted(database: Database) -> None:
+async def test_deliveries_dead_lettered_with_an_endpoint_are_counted(database: Database) -> None:
     await add_endpoint(database, "shop")
     network = Network(lambda _: BUSY)
     async with running(database, network) as worker:
         await publish(database, 1, 2, 3)
 
-        async def owed() -> bool:
+        async def pending() -> bool:
             return (await measured(worker))[catalogue.BACKLOG].get(("shop",)) == 3
 
-        await until(owed, 10, "three to be owed")
-        network.script = lambda _: Answer.of(410, 0.001)
+        await until(pending, 10, "three to be pending")
+        network.script = lambda _: AttemptResult.completed(410, 0.001)
 
         async def ended() -> bool:
             series = (await measured(worker))[catalogue.DELIVERIES]
             return counted(series) == {("shop", "refused"): 1, ("shop", "disabled"): 2}
 
-        await until(ended, 20, "them to be given up")
+        await until(ended, 20, "the dead letters")
 
 
 async def test_a_relay_is_ready_while_it_reaches_the_database(database: Database) -> None:
     sockets = database.server.embedded.socket_dir
     async with through_lines(sockets, database.name) as (lines, dsn):
         worker = relay(database, Network(), dsn=dsn)
-        assert not worker.condition().ready
+        assert not worker.readiness().ready
         task = asyncio.create_task(worker.run())
-        await until(lambda: worker.condition().ready, 10, "it to be ready")
+        await until(lambda: worker.readiness().ready, 10, "it to be ready")
         lines.cut()
-        await until(lambda: not worker.condition().ready, 10, "it to notice")
-        # Anybody may ask; the reason has the server's address in it.
-        assert worker.condition().to_anybody == NOT_WORKING
+        await until(lambda: not worker.readiness().ready, 10, "it to notice")
+        # The route is public, and the reason contains the server's address.
+        assert worker.readiness().public_reason == SESSION_UNAVAILABLE
         assert (await worker.snapshot(0.0)).series[catalogue.BACKLOG] == {}
         lines.heal()
-        await until(lambda: worker.condition().ready, 10, "it to be ready again")
+        await until(lambda: worker.readiness().ready, 10, "it to be ready again")
         assert (await measured(worker))[catalogue.SESSION_LOSSES] == {(): 1}
         worker.stop()
-        assert worker.condition().why == "it is stopping"
+        assert worker.readiness().reason == "it is stopping"
         await task
 
 
-async def test_a_replica_that_stands_by_is_ready(database: Database) -> None:
+async def test_a_standby_replica_is_ready(database: Database) -> None:
     async with running(database, Network()) as first:
-        await until(lambda: first.condition().ready)
+        await until(lambda: first.readiness().ready)
         async with running(database, Network()) as second:
-            await until(lambda: second.condition().ready)
+            await until(lambda: second.readiness().ready)
             series = await measured(second)
             assert series[catalogue.LEADS] == {(): 0}
             assert series[catalogue.RELAY_LAG] == {}
 
 
-async def test_who_takes_over_from_the_dead_counts_it(database: Database) -> None:
+async def test_a_takeover_from_a_dead_replica_is_counted(database: Database) -> None:
     await add_endpoint(database, "shop")
     async with killed_at_the_end(database, Network()) as first:
-        await until(lambda: first.condition().ready)
+        await until(lambda: first.readiness().ready)
     async with running(database, Network()) as second:
         await publish(database, 1)
         await all_ended(database)
@@ -258,13 +257,13 @@ async def test_who_takes_over_from_the_dead_counts_it(database: Database) -> Non
         await until(seen, 20, "the loss to be counted")
 
 
-async def test_a_sequence_that_went_back_is_not_ready(database: Database) -> None:
+async def test_a_relay_is_not_ready_after_a_sequence_went_back(database: Database) -> None:
     async with running(database, Network()) as worker:
         await publish(database, 1)
-        await until(lambda: worker.condition().ready)
+        await until(lambda: worker.readiness().ready)
         await all_ended(database)
         await fetchval(database, "SELECT setval(pg_get_serial_sequence('outbox', 'id'), 1, false)")
-        await until(lambda: not worker.condition().ready, 10, "it to notice")
-        assert "sequencing stopped: the sequence" in worker.condition().why
+        await until(lambda: not worker.readiness().ready, 10, "it to notice")
+        assert "sequencing stopped: the sequence" in worker.readiness().reason
         await fetchval(database, "SELECT setval(pg_get_serial_sequence('outbox', 'id'), 9)")
-        await until(lambda: worker.condition().ready, 20, "it to go on")
+        await until(lambda: worker.readiness().ready, 20, "it to go on")

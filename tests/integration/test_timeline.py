@@ -1,4 +1,4 @@
-"""A changed timeline, without the fail-over: what the server says of it is made up here."""
+"""A changed timeline without a failover: the reported timeline is scripted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from outbox.core.delivery.commands import AttemptRow, Record
 from outbox.operations import endpoint_states
 from outbox.operations.endpoint_changes import LOCK_EPOCH
-from outbox.relay.sequencing.cursor import Cursor, Turn
+from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.store import timeline
 from outbox.store.cursor import CursorStore
-from outbox.store.endpoint_state import CareStore
+from outbox.store.endpoint_state import EndpointStateStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.costly
 
 SESSION = {"server_settings": {"search_path": "relay"}}
 
-SAY = """
+SET_TIMELINE = """
 CREATE OR REPLACE FUNCTION relay.server_timeline() RETURNS bigint
 LANGUAGE plpgsql STABLE AS $$ BEGIN RETURN {}; END $$
 """
@@ -59,10 +59,10 @@ SELECT array_agg(DISTINCT l.generation) FROM delivery d JOIN lane l ON l.id = d.
 """
 
 
-async def say(database: Database, number: int | None) -> None:
-    """Let the server be on this timeline."""
+async def set_timeline(database: Database, number: int | None) -> None:
+    """Set the timeline that the server reports."""
     async with database.connection() as connection:
-        await connection.execute(SAY.format("NULL" if number is None else number))
+        await connection.execute(SET_TIMELINE.format("NULL" if number is None else number))
 
 
 async def journal(database: Database, kind: str) -> list[dict[str, Any]]:
@@ -72,14 +72,14 @@ async def journal(database: Database, kind: str) -> list[dict[str, Any]]:
 
 
 class Leader:
-    """The cursor of a replica that registered just now."""
+    """The cursor of a newly registered replica."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
 
     async def begin(self) -> Leader:
         self.db: Connection[Any] = await self.database.connect(**SESSION)
-        here = await timeline.read(self.db)
+        here = await timeline.read_timeline(self.db)
         self.replicas = ReplicaStore(self.db, here)
         self.id = await register(self.replicas)
         self.timeline = here
@@ -90,8 +90,8 @@ class Leader:
         )
         return self
 
-    async def turn(self) -> Turn:
-        return await self.cursor.turn()
+    async def turn(self) -> BatchResult:
+        return await self.cursor.sequence_batch()
 
 
 async def batches(database: Database) -> int:
@@ -99,15 +99,15 @@ async def batches(database: Database) -> int:
     return count
 
 
-# ------------------------------------------------------------ what the server says
+# ----------------------------------------------------------- the reported timeline
 
 
-async def test_the_server_says_its_timeline(database: Database) -> None:
+async def test_the_timeline_of_the_server_is_read(database: Database) -> None:
     async with database.connection(**SESSION) as connection:
-        assert await timeline.read(connection) == 1
+        assert await timeline.read_timeline(connection) == 1
 
 
-async def test_a_server_that_may_not_say_its_timeline_is_no_trouble(database: Database) -> None:
+async def test_a_missing_privilege_to_read_the_timeline_is_tolerated(database: Database) -> None:
     async with database.connection(**SESSION) as connection:
         transaction = connection.transaction()
         await transaction.start()
@@ -116,14 +116,14 @@ async def test_a_server_that_may_not_say_its_timeline_is_no_trouble(database: Da
             "CREATE ROLE nobody_special; SELECT relay.grant_relay('nobody_special');"
             "SET LOCAL ROLE nobody_special"
         )
-        assert await timeline.read(connection) is None
+        assert await timeline.read_timeline(connection) is None
         await transaction.rollback()
 
 
 # ----------------------------------------------------------------- new lanes
 
 
-async def test_the_first_timeline_is_only_remembered(database: Database) -> None:
+async def test_the_first_timeline_is_stored_without_further_action(database: Database) -> None:
     await add_endpoint(database)
     leader = await Leader(database).begin()
     await leader.turn()
@@ -133,7 +133,7 @@ async def test_the_first_timeline_is_only_remembered(database: Database) -> None
     assert await journal(database, "timeline_changed") == []
 
 
-async def test_on_a_new_timeline_every_endpoint_that_may_go_on_gets_new_lanes_first(
+async def test_every_active_endpoint_gets_new_lanes_on_a_new_timeline(
     database: Database,
 ) -> None:
     await add_endpoint(database, "shop", lanes=2)
@@ -146,7 +146,7 @@ async def test_on_a_new_timeline_every_endpoint_that_may_go_on_gets_new_lanes_fi
         await db.execute("UPDATE ownership SET epoch = 7")
     await (await Leader(database).begin()).turn()
     version = await fetchval(database, "SELECT version FROM cursor")
-    await say(database, 3)
+    await set_timeline(database, 3)
     await publish(database, *range(20))
 
     await (await Leader(database).begin()).turn()
@@ -159,51 +159,53 @@ async def test_on_a_new_timeline_every_endpoint_that_may_go_on_gets_new_lanes_fi
     assert await fetchval(database, "SELECT version FROM cursor") == version + 1
     assert await fetchval(database, "SELECT timeline FROM cursor") == 3
     assert await fetchval(database, "SELECT timeline_at IS NOT NULL FROM cursor")
-    # Whoever owns them now may write their progress.
+    # The current owner may write their progress.
     assert await fetchval(database, "SELECT array_agg(DISTINCT epoch) FROM lane_progress l") == [
         0,
         7,
     ]
-    told = {"old": 1, "new": 3, "from_batch": 1, "endpoints": 3}
-    assert await journal(database, "timeline_changed") == [told]
+    entry = {"old": 1, "new": 3, "from_batch": 1, "endpoints": 3}
+    assert await journal(database, "timeline_changed") == [entry]
     renewed = await journal(database, "endpoint_lanes_renewed")
     assert {"generation": 2000001, "lanes": 2, "from_batch": 1, "timeline": 3} in renewed
     assert len(renewed) == 3
-    # It is told once.
+    # It is reported once.
     await (await Leader(database).begin()).turn()
     assert len(await journal(database, "timeline_changed")) == 1
 
 
-async def test_a_change_of_lanes_that_was_lost_leaves_its_names_to_nobody(
+async def test_a_lost_lane_change_does_not_free_its_generation(
     database: Database,
 ) -> None:
-    """Each timeline has generations of its own, whoever begins them."""
+    """Each timeline has its own generations, independent of the replica that begins them."""
     async with database.connection(**SESSION) as db:
         next_generation = "SELECT next_generation($1)"
         assert await db.fetchval(next_generation, 1) == 2
-        await say(database, 2)
+        await set_timeline(database, 2)
         assert await db.fetchval(next_generation, 1) == 1000001
         assert await db.fetchval(next_generation, 1000001) == 1000002
-        await say(database, None)
+        await set_timeline(database, None)
         assert await db.fetchval(next_generation, 1000002) == 1000003
 
 
-async def test_what_the_old_lanes_owe_comes_first_and_its_end_is_told(database: Database) -> None:
+async def test_pending_deliveries_of_old_lanes_come_first_and_the_lane_end_is_marked(
+    database: Database,
+) -> None:
     hold = asyncio.Event()
 
-    async def answer(_: Sent) -> Answer:
+    async def response(_: Sent) -> AttemptResult:
         await hold.wait()
         return OK
 
-    network = Network(answer)
+    network = Network(response)
     await add_endpoint(database)
     async with running(database, network):
         await publish(database, 1, 2, 3)
         await until(lambda: network.sent, what="the first request")
         await until(lambda: fetchval(database, "SELECT max(last_seq) = 3 FROM lane_counter"))
-        await say(database, 2)
+        await set_timeline(database, 2)
         await publish(database, 4, 5)
-        # The request that is in flight is closed, and comes again.
+        # The request in flight is closed and repeated.
         await until(lambda: journal(database, "timeline_changed"), what="the new lanes")
         hold.set()
         await all_ended(database)
@@ -216,18 +218,18 @@ async def test_what_the_old_lanes_owe_comes_first_and_its_end_is_told(database: 
     assert await exceptions(database) == {}
 
 
-async def test_the_end_is_told_also_before_anybody_sequenced_on_the_new_timeline(
+async def test_the_lane_end_is_marked_before_sequencing_on_the_new_timeline(
     database: Database,
 ) -> None:
     await add_endpoint(database)
     await publish(database, 1)
     leader = await Leader(database).begin()
     await leader.turn()
-    await leader.replicas.leave(leader.id, "test")
-    await say(database, 2)
+    await leader.replicas.release_all(leader.id, "test")
+    await set_timeline(database, 2)
     network = Network()
     async with database.connection() as db:
-        # Nobody gets to sequence.
+        # No replica sequences.
         await db.execute("BEGIN; SELECT FROM relay.cursor FOR UPDATE")
         async with running(database, network):
             await until(lambda: network.accepted, what="the delivery")
@@ -235,11 +237,11 @@ async def test_the_end_is_told_also_before_anybody_sequenced_on_the_new_timeline
     assert [sent.body.get("lane_ends") for sent in network.accepted] == [True]
 
 
-# ------------------------------------------------------- a server that says nothing
+# ------------------------------------------------------------- no reported timeline
 
 
-async def test_without_a_timeline_everything_works(database: Database) -> None:
-    await say(database, None)
+async def test_deliveries_work_without_a_known_timeline(database: Database) -> None:
+    await set_timeline(database, None)
     await add_endpoint(database)
     network = Network()
     async with running(database, network):
@@ -247,8 +249,8 @@ async def test_without_a_timeline_everything_works(database: Database) -> None:
         await all_ended(database)
     assert network.data() == [1, 2]
     assert await fetchval(database, "SELECT timeline FROM cursor") is None
-    # When it is known some day, that is no change.
-    await say(database, 5)
+    # Learning the timeline later is not a change.
+    await set_timeline(database, 5)
     async with running(database, network):
         await publish(database, 3)
         await all_ended(database)
@@ -257,28 +259,28 @@ async def test_without_a_timeline_everything_works(database: Database) -> None:
     assert await fetchval(database, LANES, "shop") == ["1-0"]
 
 
-async def test_a_timeline_that_was_known_is_remembered_while_the_server_is_silent(
+async def test_a_known_timeline_is_kept_while_the_server_reports_none(
     database: Database,
 ) -> None:
     await add_endpoint(database)
     for known in (1, None, 2):
-        await say(database, known)
+        await set_timeline(database, known)
         await (await Leader(database).begin()).turn()
-    (told,) = await journal(database, "timeline_changed")
-    assert (told["old"], told["new"]) == (1, 2)
+    (entry,) = await journal(database, "timeline_changed")
+    assert (entry["old"], entry["new"]) == (1, 2)
 
 
-# ------------------------------------------------ whoever does not notice the change
+# --------------------------------------------------------------------- stale writers
 
 
-async def test_a_leader_behind_a_proxy_that_changed_its_server_is_fenced_by_its_read(
+async def test_a_leader_is_fenced_by_its_read_when_the_proxy_changes_servers(
     database: Database,
 ) -> None:
     await add_endpoint(database)
     leader = await Leader(database).begin()
     await publish(database, 1)
-    assert await leader.turn() is Turn.MOVED
-    await say(database, 2)
+    assert await leader.turn() is BatchResult.WRITTEN
+    await set_timeline(database, 2)
     await publish(database, 2)
     written = await batches(database)
     for _ in range(2):
@@ -288,69 +290,69 @@ async def test_a_leader_behind_a_proxy_that_changed_its_server_is_fenced_by_its_
     assert await fetchval(database, "SELECT timeline FROM cursor") == 1
 
 
-async def test_who_registered_on_another_timeline_does_not_take_the_lead(
+async def test_a_replica_registered_on_another_timeline_does_not_become_leader(
     database: Database,
 ) -> None:
-    """Its number may be another replica's by now."""
+    """Its replica id may now belong to another replica."""
     late = await Leader(database).begin()
     await (await Leader(database).begin()).turn()
-    await say(database, 2)
+    await set_timeline(database, 2)
     with pytest.raises(Fenced):
         await late.turn()
     assert await fetchval(database, "SELECT writer FROM cursor") != late.id
     assert await fetchval(database, "SELECT timeline FROM cursor") == 1
 
 
-async def test_who_led_on_another_timeline_does_not_let_go_of_the_lead(database: Database) -> None:
+async def test_a_leader_of_another_timeline_does_not_release_leadership(database: Database) -> None:
     leader = await Leader(database).begin()
     await leader.turn()
-    await say(database, 2)
+    await set_timeline(database, 2)
     with pytest.raises(Fenced):
-        await leader.cursor.leave()
+        await leader.cursor.release_leadership()
     assert await fetchval(database, "SELECT writer FROM cursor") == leader.id
 
 
-async def test_a_batch_that_was_read_from_another_server_is_not_written(
+async def test_a_batch_read_from_another_server_is_not_written(
     database: Database,
 ) -> None:
     await add_endpoint(database)
     leader = await Leader(database).begin()
     await publish(database, 1)
-    assert await leader.turn() is Turn.MOVED
+    assert await leader.turn() is BatchResult.WRITTEN
     written = await batches(database)
     await publish(database, 2)
-    _before(leader.store, "write", lambda: say(database, 2))
-    assert await leader.turn() is Turn.OVERTAKEN
+    _before(leader.store, "write", lambda: set_timeline(database, 2))
+    assert await leader.turn() is BatchResult.LOST_LEADERSHIP
     assert await batches(database) == written
     with pytest.raises(Fenced):
         await leader.turn()
 
 
-async def test_a_leader_whose_last_batch_is_lost_writes_nothing_and_reads_again(
+async def test_a_leader_whose_last_batch_is_lost_writes_nothing_and_reloads(
     database: Database,
 ) -> None:
-    """Where no timeline tells that it is another server, the newest batch does."""
-    await say(database, None)
+    """Without a timeline, the newest batch reveals that the server changed."""
+    await set_timeline(database, None)
     await add_endpoint(database)
     leader = await Leader(database).begin()
     for n in (1, 2):
         await publish(database, n)
-        assert await leader.turn() is Turn.MOVED
+        assert await leader.turn() is BatchResult.WRITTEN
     async with database.connection(**SESSION) as db:
         await db.execute(
             "DELETE FROM batch WHERE batch = 2; DELETE FROM delivery WHERE batch = 2;"
             "UPDATE lane_counter SET last_seq = 1"
         )
     await publish(database, 3)
-    assert await leader.turn() is Turn.OVERTAKEN
+    assert await leader.turn() is BatchResult.LOST_LEADERSHIP
     assert await batches(database) == 1
-    assert await leader.turn() is Turn.MOVED
-    # Events 2 and 3 have the numbers 2 and 3.
+    assert await leader.turn() is BatchResult.WRITTEN
+    # Events 2 and 3 have the sequence numbers 2 and 3.
     assert await fetchval(database, "SELECT max(last_seq) FROM lane_counter") == 3
     assert await exceptions(database) == {}
 
 
-async def test_whatever_an_owner_writes_is_refused_on_another_timeline(database: Database) -> None:
+async def test_all_writes_of_an_owner_are_rejected_on_another_timeline(database: Database) -> None:
     made = await add_endpoint(database)
     other = await add_endpoint(database, "other")
     leader = await Leader(database).begin()
@@ -360,37 +362,37 @@ async def test_whatever_an_owner_writes_is_refused_on_another_timeline(database:
     lane = await fetchval(database, "SELECT id FROM lane WHERE endpoint_id = $1", made.id)
     records = RecordStore(leader.db, leader.id, leader.timeline)
     group = [Record(lane, 1, AttemptRow(1, 1, 1, "delivered", 200, None, 1.0, 0.1))]
-    care = CareStore(leader.db, "relay", leader.id, leader.timeline)
+    care = EndpointStateStore(leader.db, "relay", leader.id, leader.timeline)
     assert await leader.replicas.renew(leader.id)
 
-    await say(database, 2)
+    await set_timeline(database, 2)
 
     assert not await leader.replicas.renew(leader.id)
     with pytest.raises(Fenced):
         await records.write(group, [epoch])
     with pytest.raises(Fenced):
-        await records.finish(made.id, [(lane, 0)])
+        await records.finish_endpoint(made.id, [(lane, 0)])
     assert await leader.replicas.claim(leader.id, [other.id], "test") == {}
     assert not await care.disable(made.id, "test", {})
     await leader.replicas.release(leader.id, [made.id], "test", "test")
     assert await leader.db.fetchval(LOCK_EPOCH, made.id) == epoch
     assert await fetchval(database, "SELECT count(*) FROM attempt") == 0
 
-    await say(database, 1)
+    await set_timeline(database, 1)
     await records.write(group, [epoch])
 
 
-async def test_a_number_that_was_given_to_another_replica_is_not_buried_for_its_own(
+async def test_a_replica_id_reused_by_another_replica_is_not_expired(
     database: Database,
 ) -> None:
     leader = await Leader(database).begin()
-    assert not await leader.replicas.bury(leader.id, "test", 1.0, called="somebody else")
+    assert not await leader.replicas.expire_replica(leader.id, "test", 1.0, name="another replica")
     assert await leader.replicas.renew(leader.id)
-    assert await leader.replicas.bury(leader.id, "test", 1.0, called="test")
+    assert await leader.replicas.expire_replica(leader.id, "test", 1.0, name="test")
 
 
 def _before(store: CursorStore, method: str, action: Callable[[], Any]) -> None:
-    """Do something right before the next call of a method."""
+    """Run an action right before the next call of a method."""
     real = getattr(store, method)
 
     async def first(*arguments: Any, **options: Any) -> Any:

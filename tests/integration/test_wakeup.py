@@ -1,6 +1,6 @@
-"""The wake-up protocol: whatever a producer does, a sleeping sequencer hears of it.
+"""The wake-up protocol: every commit of a producer wakes a sleeping sequencer.
 
-The next look is a minute away, so an event that is sequenced soon was heard of.
+The next poll is a minute away, so an event that is sequenced soon was notified.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from outbox.errors import UsageError
 from outbox.relay.sequencing import sequencer
-from outbox.store.routing_change import change
+from outbox.store.routing_change import routing_transaction
 from tests.support import wakeup_variants as variants
 from tests.support.sequencers import REAL, Variant, add_endpoints, session
 from tests.support.sleeper import POINTS, SOON_S, Sleeper, sleeper
@@ -31,27 +31,26 @@ ISOLATIONS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
 
 class Missed(AssertionError):
-    """An event was not heard of."""
+    """An event did not wake the sequencer."""
 
 
 @pytest.fixture(autouse=True)
-def _soon_tired(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes to sleep sooner after an event than it would for real."""
-    monkeypatch.setattr(sequencer, "THICK_S", 0.05)
+def sleep_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequencer sleeps sooner after an event than in production."""
+    monkeypatch.setattr(sequencer, "BUSY_WINDOW_S", 0.05)
 
 
 @pytest.fixture
 async def database(database: Database) -> Database:
-    """A database with an endpoint."""
     await add_endpoints(database, 1)
     return database
 
 
-# ------------------------------------------------- while it falls asleep
+# ---------------------------------------- during the transition to sleep
 
 
 class Interleaving:
-    """One transaction whose steps come at points of the fall into sleep.
+    """One transaction whose steps run at points of the transition to sleep.
 
     Its snapshot, if it keeps one, is older than the flag.
     """
@@ -65,20 +64,20 @@ class Interleaving:
         self.steps[commit].append("COMMIT")
         self.name = f"{isolation}, inserted {insert}, committed {commit}"
 
-    async def take(self, point: str) -> None:
+    async def run_steps_at(self, point: str) -> None:
         for statement in self.steps.pop(point):
             result = await self._producer.fetchval(statement)
             self.id = result if statement is INSERT else self.id
 
 
 async def _try(relay: Sleeper, waker: Connection, steps: Interleaving, within_s: float) -> None:
-    """Let it fall asleep while the steps are taken; Missed if it sleeps on."""
+    """Put the relay to sleep while the steps run; raise Missed if it does not wake."""
     for point in POINTS[:-1]:
-        relay.store.actions[point] = lambda point=point: steps.take(point)
+        relay.store.actions[point] = lambda point=point: steps.run_steps_at(point)
     await relay.sequenced(await waker.fetchval(INSERT))
     await until(lambda: not relay.store.actions, what="the sequencer to fall asleep")
     await relay.asleep()
-    await steps.take(POINTS[-1])
+    await steps.run_steps_at(POINTS[-1])
     try:
         await relay.sequenced(steps.id, within_s=within_s)
     except TimeoutError:
@@ -96,7 +95,7 @@ async def _try_all(database: Database, variant: Variant, within_s: float) -> Non
                 await _try(relay, waker, steps, within_s)
 
 
-async def test_no_interleaving_is_missed(database: Database) -> None:
+async def test_no_interleaving_loses_a_wake_up(database: Database) -> None:
     await _try_all(database, REAL, SOON_S)
 
 
@@ -110,9 +109,9 @@ async def test_no_interleaving_is_missed(database: Database) -> None:
             id="the flag is a row",
         ),
         pytest.param(
-            variants.NO_LOOK,
+            variants.WITHOUT_HOLDERS,
             "READ COMMITTED, inserted before the flag, committed after the read",
-            id="no look at producers in flight",
+            id="producers in flight are not read",
         ),
         pytest.param(
             variants.LATE_FLAG,
@@ -121,7 +120,7 @@ async def test_no_interleaving_is_missed(database: Database) -> None:
         ),
     ],
 )
-async def test_a_wrong_way_to_fall_asleep_is_caught(
+async def test_an_incorrect_sleep_protocol_is_detected(
     variant: Variant, missed: str, database: Database
 ) -> None:
     with pytest.raises(ExceptionGroup) as caught:
@@ -129,7 +128,7 @@ async def test_a_wrong_way_to_fall_asleep_is_caught(
     assert caught.group_contains(Missed, match=f"^{missed}$")
 
 
-# ------------------------------------------------------- once it is asleep
+# ------------------------------------------------------------ while asleep
 
 SAVEPOINT = "SAVEPOINT a"
 BACK = "ROLLBACK TO a"
@@ -168,7 +167,7 @@ VALUES (currval('relay.outbox_id_seq'), 'app.woke', '{}')
         pytest.param([QUIET, "BEGIN", TAKE_ID], [USE_ID, "COMMIT"], id="id taken early, quietly"),
     ],
 )
-async def test_a_sleeping_sequencer_hears_of_it(
+async def test_a_commit_wakes_a_sleeping_sequencer(
     awake: list[str], asleep: list[str], database: Database
 ) -> None:
     producer = await database.connect()
@@ -183,7 +182,7 @@ async def test_a_sleeping_sequencer_hears_of_it(
         await relay.sequenced(*(row["id"] for row in rows))
 
 
-async def test_the_watch_goes_on_although_somebody_else_holds_the_cursor(
+async def test_gaps_are_watched_while_another_session_locks_the_cursor(
     database: Database,
 ) -> None:
     quick, slow, operator = [await database.connect() for _ in range(3)]
@@ -192,7 +191,7 @@ async def test_the_watch_goes_on_although_somebody_else_holds_the_cursor(
     late = await slow.fetchval(INSERT)
     async with sleeper(database) as relay:
         await relay.asleep()
-        # A command that changes who gets what; meanwhile one of the two ends.
+        # A command that changes subscriptions; one of the two transactions ends during it.
         await operator.execute("BEGIN; SELECT FROM relay.cursor FOR UPDATE")
         reads = relay.store.reads
         await quick.execute("ROLLBACK")
@@ -202,20 +201,20 @@ async def test_the_watch_goes_on_although_somebody_else_holds_the_cursor(
         await relay.sequenced(late)
 
 
-async def test_a_change_that_fails_does_not_swallow_a_wake_up(database: Database) -> None:
+async def test_a_failed_flag_change_does_not_lose_a_wake_up(database: Database) -> None:
     producer, operator = await database.connect(), await session(database)
     async with sleeper(database) as relay:
         await relay.asleep()
         with pytest.raises(UsageError):  # noqa: PT012 (what fails is the whole block)
-            async with change(operator, database.schema):
+            async with routing_transaction(operator, database.schema):
                 own_id = await producer.fetchval(INSERT)
                 await until(lambda: relay.store.refusals, what="the sequencer to be woken")
                 raise UsageError
         await relay.sequenced(own_id)
 
 
-async def test_whoever_lets_go_of_the_cursor_need_not_say_so(database: Database) -> None:
-    """An operator that is killed says nothing, nor does a replica that only came by."""
+async def test_a_released_cursor_lock_needs_no_notification(database: Database) -> None:
+    """A killed operator sends no notification, nor does a replica that held the lock briefly."""
     producer, holder = await database.connect(), await database.connect()
     async with sleeper(database) as relay:
         await relay.asleep()
@@ -238,43 +237,43 @@ async def test_the_flag_is_renewed_while_asleep(
         await relay.sequenced(await producer.fetchval(INSERT))
 
 
-# ------------------------------------------------------------ all at once
+# --------------------------------------------------- concurrent producers
 
 DELIVERED = "SELECT EXISTS (SELECT FROM relay.delivery WHERE outbox_id = $1)"
 
 
 async def _produce_and_wait(database: Database, rng: random.Random, rounds: int) -> None:
-    """Publish in all manners, and see each time that it is heard of."""
+    """Publish in every way and check each time that the sequencer wakes."""
     producer = await database.connect()
     for _ in range(rounds):
         await producer.execute(f"BEGIN ISOLATION LEVEL {rng.choice(ISOLATIONS)}")
         await producer.execute("SELECT 1 FROM pg_class")
-        # The pauses are the workload: long enough for the others to fall asleep in.
+        # The pauses are part of the workload: the other replicas fall asleep during them.
         await asyncio.sleep(rng.random() * 0.1)
         if rng.random() < 0.5:
             await producer.execute(f"{SAVEPOINT}; {INSERT}; {BACK}")
         own_id = await producer.fetchval(INSERT)
         await asyncio.sleep(rng.random() * 0.1)
         await producer.execute("COMMIT")
-        heard = partial(producer.fetchval, DELIVERED, own_id)
-        await until(heard, SOON_S, f"event {own_id} to be heard of")
+        is_delivered = partial(producer.fetchval, DELIVERED, own_id)
+        await until(is_delivered, SOON_S, f"event {own_id} to be delivered")
 
 
-@pytest.mark.parametrize("thick_events", [1, 4])
-async def test_replicas_hear_of_everything(
-    database: Database, rng: random.Random, thick_events: int
+@pytest.mark.parametrize("busy_events", [1, 4])
+async def test_replicas_are_woken_for_every_event(
+    database: Database, rng: random.Random, busy_events: int
 ) -> None:
-    one = sleeper(database, thick_events=thick_events)
-    other = sleeper(database, thick_events=thick_events)
+    one = sleeper(database, busy_events=busy_events)
+    other = sleeper(database, busy_events=busy_events)
     async with one, other, asyncio.TaskGroup() as producing:
         for _ in range(4):
             producing.create_task(_produce_and_wait(database, random.Random(rng.random()), 8))
 
 
-async def test_a_replica_that_dies_awake_is_replaced_at_the_next_look(
+async def test_a_replica_that_dies_awake_is_replaced_at_the_next_poll(
     database: Database, rng: random.Random
 ) -> None:
-    """It leaves the flag at "awake", so nobody notifies until another one has looked."""
+    """It leaves the flag "awake", so producers do not notify until another replica has polled."""
     producer = await database.connect()
     async with sleeper(database, poll_s=1), sleeper(database) as dying:
         dying.task.cancel()

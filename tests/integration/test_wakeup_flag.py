@@ -1,4 +1,4 @@
-"""The wake-up flag and what it costs: producers notify a sleeping relay, and only that."""
+"""The wake-up flag and its cost: producers notify a sleeping relay only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.any', '{}') RETURNING id"
 SET_FLAG = "SELECT setval('relay.wakeup', $1)"
 FLAG = "SELECT last_value FROM relay.wakeup"
-# From now; the flag is in whole seconds.
+# Relative to now; the flag is in whole seconds.
 FLAG_AFTER = (
     "SELECT setval('relay.wakeup', floor(extract(epoch FROM clock_timestamp()))::bigint + $1)"
 )
@@ -33,26 +33,29 @@ FLAG_AFTER = (
 
 @pytest.fixture
 async def database(database: Database) -> Database:
-    """A database with an endpoint."""
     await add_endpoints(database, 1)
     return database
 
 
 class Notifications:
-    """Counts what producers send."""
+    """Counts the notifications of producers."""
 
     def __init__(self, listening: Connection) -> None:
         self._listening = listening
-        self._heard: asyncio.Queue[str] = asyncio.Queue()
+        self._on_producer_notification: asyncio.Queue[str] = asyncio.Queue()
 
     async def begin(self) -> None:
-        await self._listening.add_listener("relay", lambda *heard: self._heard.put_nowait(heard[3]))
+        await self._listening.add_listener(
+            "relay", lambda *received: self._on_producer_notification.put_nowait(received[3])
+        )
 
     async def count(self) -> int:
-        """How many came so far: they arrive in the order of commits, so a last one tells."""
+        """The number of notifications so far. They arrive in commit order, so a final one marks the
+        end.
+        """
         await self._listening.execute("NOTIFY relay, 'the last'")
         count = 0
-        while await self._heard.get() != "the last":
+        while await self._on_producer_notification.get() != "the last":
             count += 1
         return count
 
@@ -72,7 +75,7 @@ async def notifications(database: Database) -> Notifications:
         pytest.param(FLAG_AFTER, -1, 0, id="its second has passed"),
     ],
 )
-async def test_producers_notify_a_sleeping_relay_only(
+async def test_producers_notify_only_a_sleeping_relay(
     set_flag: str, value: int, expected: int, database: Database, notifications: Notifications
 ) -> None:
     producer = await database.connect()
@@ -110,7 +113,7 @@ async def test_replication_roles_notify_too(
     assert await notifications.count() == 1
 
 
-async def test_a_relay_that_died_asleep_costs_nothing_soon(
+async def test_producers_soon_stop_notifying_a_relay_that_died_asleep(
     database: Database, notifications: Notifications, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequencer_module, "ASLEEP_S", 1)
@@ -118,32 +121,32 @@ async def test_a_relay_that_died_asleep_costs_nothing_soon(
     async with sleeper(database) as relay:
         await relay.asleep()
         await producer.execute(INSERT)
-    # It left without a word.
+    # It left without resetting the flag.
     passed = f"SELECT ({FLAG}) <= extract(epoch FROM clock_timestamp())"
     await until(lambda: producer.fetchval(passed), what="the flag's second to pass")
-    heard = await notifications.count()
+    received = await notifications.count()
     await producer.execute(INSERT)
-    assert heard
+    assert received
     assert await notifications.count() == 0
 
 
-async def test_whoever_leaves_says_so(database: Database) -> None:
+async def test_a_stopping_relay_resets_the_flag(database: Database) -> None:
     producer = await database.connect()
     async with sleeper(database) as relay:
         await relay.asleep()
         assert await producer.fetchval(FLAG) > AWAKE
         relay.sequencer.stop()
         await relay.ended()
-        await relay.sequencer.leave()
+        await relay.sequencer.release_leadership()
     assert await producer.fetchval(FLAG) == AWAKE
 
 
 # ------------------------------------------------------------ two-phase commit
 
 
-async def test_a_two_phase_producer_turns_its_notifications_off(database: Database) -> None:
+async def test_a_two_phase_producer_disables_its_notifications(database: Database) -> None:
     producer = await database.connect()
-    # Short enough for the event to be found: this is what such producers pay.
+    # Short enough for a poll to find the event: that latency is the price of two-phase commit.
     async with sleeper(database, poll_s=0.3) as relay:
         await relay.asleep()
         await producer.execute(f"BEGIN; {INSERT}")
@@ -157,12 +160,12 @@ async def test_a_two_phase_producer_turns_its_notifications_off(database: Databa
         await relay.sequenced(own_id)
 
 
-# ------------------------------------------------------------------ rights
+# -------------------------------------------------------------- privileges
 
 
 @pytest.fixture
 async def application(database: Database) -> AsyncIterator[Connection]:
-    """A connection of a role that has nothing but `grant_producer`."""
+    """A connection whose role has only `grant_producer`."""
     role = f"app_{database.name}"
     owner = await database.connect()
     await owner.execute(f"CREATE ROLE {role} LOGIN")
@@ -178,7 +181,7 @@ SELECT id FROM relay.outbox WHERE event_id = ANY ($1)
 """
 
 
-async def test_a_producer_without_further_rights_wakes_the_relay(
+async def test_a_producer_without_further_privileges_wakes_the_relay(
     database: Database, application: Connection
 ) -> None:
     owner = await database.connect()
@@ -202,13 +205,13 @@ async def test_a_producer_without_further_rights_wakes_the_relay(
 
 
 async def test_a_steady_load_changes_the_flag_rarely(database: Database) -> None:
-    """While transactions are in flight it stays asleep and watches them."""
+    """While transactions are in flight the relay stays asleep and watches them."""
     producers = [await database.connect() for _ in range(4)]
     commits = 0
     async with sleeper(database) as relay:
         await relay.asleep()
         before = relay.store.flags["set"]
-        # One is always in flight, as under any steady load of slow transactions.
+        # One transaction is always in flight, as under a steady load of slow transactions.
         await producers[0].execute(f"BEGIN; {INSERT}")
         for turn in range(1, 25):
             producer, other = producers[turn % 4], producers[(turn - 1) % 4]
@@ -219,14 +222,14 @@ async def test_a_steady_load_changes_the_flag_rarely(database: Database) -> None
         await producers[24 % 4].execute("COMMIT")
         await relay.asleep()
         changes = relay.store.flags["set"] - before
-    # To awake and back, once for each commit, and nothing in between.
+    # One change to awake and one back for each commit, and no others.
     assert changes <= 2 * (commits + 1) + 1
 
 
-async def test_a_trickle_leaves_the_flag_as_it_is(database: Database) -> None:
-    """Being woken for each of a few events is quicker than looking for them."""
+async def test_single_events_do_not_change_the_flag(database: Database) -> None:
+    """A wake event for each of a few events has a lower latency than polling."""
     producer = await database.connect()
-    async with sleeper(database, thick_events=100) as relay:
+    async with sleeper(database, busy_events=100) as relay:
         await relay.asleep()
         before = dict(relay.store.flags)
         for _ in range(5):
@@ -236,7 +239,7 @@ async def test_a_trickle_leaves_the_flag_as_it_is(database: Database) -> None:
 
 async def test_a_busy_relay_is_not_notified(database: Database) -> None:
     producer = await database.connect()
-    async with sleeper(database, thick_events=2) as relay:
+    async with sleeper(database, busy_events=2) as relay:
         await relay.asleep()
 
         async def awake() -> bool:
@@ -247,11 +250,11 @@ async def test_a_busy_relay_is_not_notified(database: Database) -> None:
 
 
 @pytest.mark.parametrize("point", ["before the read", "after the read"])
-async def test_what_commits_during_a_batch_that_does_not_wake_is_heard(
+async def test_a_commit_during_a_batch_without_wake_up_is_not_lost(
     database: Database, point: str
 ) -> None:
     producer, waker = await database.connect(), await database.connect()
-    async with sleeper(database, thick_events=100) as relay:
+    async with sleeper(database, busy_events=100) as relay:
         await relay.asleep()
         await producer.execute("BEGIN")
         late = await producer.fetchval(INSERT)
@@ -264,7 +267,7 @@ async def test_what_commits_during_a_batch_that_does_not_wake_is_heard(
 # ------------------------------------------------------------ polling alone
 
 
-async def test_polling_alone_sequences_and_leaves_the_flag(
+async def test_polling_sequences_without_changing_the_flag(
     database: Database, notifications: Notifications
 ) -> None:
     producer = await database.connect()
@@ -275,21 +278,21 @@ async def test_polling_alone_sequences_and_leaves_the_flag(
     assert await notifications.count() == 0
 
 
-async def test_polling_alone_works_behind_a_flag_that_another_one_left(
+async def test_polling_works_with_a_stale_flag(
     database: Database,
 ) -> None:
     producer = await database.connect()
     await producer.execute(FLAG_AFTER, 60)
     async with sleeper(database, notified=False, poll_s=0.05) as relay:
         await relay.sequenced(await producer.fetchval(INSERT))
-    # Nobody listens, so nobody need notify.
+    # No relay listens, so no notification is needed.
     assert await producer.fetchval(FLAG) == AWAKE
 
 
 # ---------------------------------------------------------- lost connections
 
 
-async def test_a_listener_that_was_cut_off_looks_first(database: Database) -> None:
+async def test_a_reconnected_listener_polls_first(database: Database) -> None:
     producer = await database.connect()
     async with sleeper(database) as relay:
         await relay.asleep()
@@ -301,7 +304,7 @@ async def test_a_listener_that_was_cut_off_looks_first(database: Database) -> No
 
 
 async def test_a_lost_connection_ends_the_run(database: Database) -> None:
-    """Holders must be forgotten with it, so the session begins anew."""
+    """The known lock holders are lost with the connection, so the session restarts."""
     connection = await session(database)
     relay, _ = REAL.build(connection, settings(database))
     running = asyncio.create_task(relay.run())

@@ -1,17 +1,15 @@
-"""Explores every state that a model of a protocol can reach.
+"""Explicit-state model checker: explores every reachable state of a protocol model.
 
-Breadth first, so that the first thing found wrong is reached on a shortest way.  A
-model says where it begins and which steps each state allows; all interleavings follow
-from that.  Three things can be wrong:
+The search is breadth first, so the first counterexample is a shortest one. A model gives its
+initial state and the steps that each state allows; the explorer tries all interleavings. It finds
+three kinds of errors: a step that must be impossible leads to `Wrong` instead of a state; a state
+violates an invariant (`wrong`); or an obligation is pending (`pending`) and the certain steps
+cannot meet it.
 
-* a step that must not be possible leads to `Wrong` instead of a state;
-* a state breaks an invariant (`wrong`);
-* something is owed (`owed`), and the steps that are certain to come cannot pay it.
-
-A step is *certain* if a party takes it as long as it runs: nobody has to be lucky,
-or to come by.  A crash, a new producer, a peer that takes over are not certain.  So
-the third kind finds the state in which everybody waits for ever although something
-is to be done, and also those that only lead around in circles.
+A step is *certain* (weakly fair) if a process takes it as long as it runs, without luck and without
+help of another process. A crash, a new producer and a takeover are not certain. So the third kind
+is a liveness check: it finds the states in which no process can progress although an obligation is
+pending, and the cycles of certain steps that never meet it.
 """
 
 from __future__ import annotations
@@ -27,34 +25,34 @@ S = TypeVar("S")
 
 
 class Wrong(str):
-    """What a step breaks; stands in for the state that it must not lead to."""
+    """The violation of a step, in place of the state that it must not reach."""
 
     __slots__ = ()
 
 
 Step: TypeAlias = "tuple[str, bool, S | Wrong]"
-"""What happens, whether it is certain to, and what it leads to."""
+"""A step: its description, whether it is certain, and its result."""
 
 
 class Model(Protocol[S]):
-    """A protocol, with the bounds within which it is explored."""
+    """A protocol model with the bounds of its exploration."""
 
     def first(self) -> S:
-        """The state in which everything begins."""
+        """The initial state."""
 
     def steps(self, state: S) -> Iterable[Step[S]]:
-        """Everything that can happen next."""
+        """All steps that the state allows."""
 
     def wrong(self, state: S) -> str | None:
-        """The invariant that a state breaks, if any."""
+        """The invariant that a state violates, if any."""
 
-    def owed(self, state: S) -> str | None:
-        """What has to happen still, if anything."""
+    def pending(self, state: S) -> str | None:
+        """The pending obligation of a state, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counterexample:
-    """How to reach what is wrong, in as few steps as possible."""
+    """A shortest path to a violation."""
 
     what: str
     steps: tuple[str, ...]
@@ -67,30 +65,30 @@ class Counterexample:
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """What was seen."""
+    """The result of an exploration."""
 
     states: int
     steps: int
     depth: int
-    """How many steps the farthest state is away from the first one."""
+    """The largest distance of a state from the initial one, in steps."""
     found: Counterexample | None
 
 
 class TooMany(Exception):
-    """The model has more states than it was given room for."""
+    """The model has more states than `states_max`."""
 
 
 def explore(model: Model[S], states_max: int = 10_000_000) -> Exploration:
-    """Look at all states, or up to the first one in which something is wrong.
+    """Explore all states, or up to the first violation.
 
     Raises:
-        TooMany: there are more states than `states_max`.
+        TooMany: there are more than `states_max` states.
     """
     return _Explorer(model, states_max).run()
 
 
 class _Explorer(Generic[S]):
-    """One exploration; states are known by the order in which they were found."""
+    """One exploration; states are numbered in the order of discovery."""
 
     def __init__(self, model: Model[S], states_max: int) -> None:
         self._model = model
@@ -98,14 +96,14 @@ class _Explorer(Generic[S]):
         first = model.first()
         self._number = {first: 0}
         self._states = [first]
-        # By state: where it was first reached from, by which step, how far away.
+        # By state: its parent, the step from it, and its depth.
         self._parents = [-1]
         self._via = [""]
         self._depths = [0]
         self._steps = 0
-        # What is owed in which state, and the certain steps into each state from
-        # those in which something is.
-        self._owing: dict[int, str] = {}
+        # The pending obligation of each state, and the certain steps into each state from states
+        # with an obligation.
+        self._unmet: dict[int, str] = {}
         self._certain_from: dict[int, list[int]] = {}
 
     def run(self) -> Exploration:
@@ -115,22 +113,22 @@ class _Explorer(Generic[S]):
             state = self._states[here]
             if (what := model.wrong(state)) is not None:
                 return self._done(self._trace(what, here))
-            owed = model.owed(state)
-            if owed is not None:
-                self._owing[here] = owed
-            stuck = owed is not None
+            pending = model.pending(state)
+            if pending is not None:
+                self._unmet[here] = pending
+            stuck = pending is not None
             for name, certain, then in model.steps(state):
                 self._steps += 1
                 if isinstance(then, Wrong):
                     return self._done(self._trace(str(then), here, name))
                 there = self._reach(then, here, name)
-                if certain and owed is not None and there != here:
+                if certain and pending is not None and there != here:
                     self._certain_from.setdefault(there, []).append(here)
                     stuck = False
             if stuck:
-                return self._done(self._trace(f"{owed}, and everybody waits", here))
+                return self._done(self._trace(f"{pending}, and no process can progress", here))
             here += 1
-        return self._done(self._unpayable())
+        return self._done(self._find_unmet())
 
     def _reach(self, state: S, parent: int, via: str) -> int:
         number = self._number.setdefault(state, len(self._states))
@@ -143,16 +141,16 @@ class _Explorer(Generic[S]):
             self._depths.append(self._depths[parent] + 1)
         return number
 
-    def _unpayable(self) -> Counterexample | None:
-        """The nearest state from which no certain steps lead to one that owes nothing."""
-        payable = deque(n for n in self._certain_from if n not in self._owing)
-        hopeless = dict(self._owing)
-        while payable:
-            for before in self._certain_from.get(payable.popleft(), ()):
-                if hopeless.pop(before, None) is not None:
-                    payable.append(before)
-        for number, what in hopeless.items():
-            return self._trace(f"{what}, and what is certain to come only leads around", number)
+    def _find_unmet(self) -> Counterexample | None:
+        """The nearest state from which no certain steps lead to a state without obligations."""
+        satisfiable = deque(n for n in self._certain_from if n not in self._unmet)
+        unsatisfiable = dict(self._unmet)
+        while satisfiable:
+            for before in self._certain_from.get(satisfiable.popleft(), ()):
+                if unsatisfiable.pop(before, None) is not None:
+                    satisfiable.append(before)
+        for number, what in unsatisfiable.items():
+            return self._trace(f"{what}, and the certain steps only form a cycle", number)
         return None
 
     def _trace(self, what: str, number: int, last: str | None = None) -> Counterexample:
@@ -168,13 +166,13 @@ class _Explorer(Generic[S]):
 
 
 def assert_good(exploration: Exploration, states_min: int) -> None:
-    """Nothing is wrong, and enough was looked at for that to mean something."""
+    """Assert that there is no violation, and that enough states were explored to be meaningful."""
     assert exploration.found is None, str(exploration.found)
     assert exploration.states >= states_min, f"only {exploration.states} states"
 
 
 def assert_caught(exploration: Exploration, what: str) -> Sequence[str]:
-    """Something like this was found; returns the way to it."""
+    """Assert that a violation contains this text; returns the path to it."""
     assert exploration.found is not None, f"not caught in {exploration.states} states"
     assert what in exploration.found.what, str(exploration.found)
     return exploration.found.steps

@@ -1,4 +1,4 @@
-"""What the database does in the model of the lease protocol: see `tests.models.lease`."""
+"""The database in the model of the lease protocol: see `tests.models.lease`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 from tests.models.explorer import Wrong
 from tests.models.lease_world import (
-    BURIES,
     CHECKPOINT,
     CLAIMED,
     CLAIMS,
+    DEAD_LETTER,
     DONE,
+    EXPIRES,
     FENCED,
-    GIVE_UP,
     GONE,
     GROUP,
     HAD,
     LOCKED,
-    NOBODY,
+    NO_REPLICA,
     OK,
     OWNS,
     READ,
@@ -27,10 +27,10 @@ from tests.models.lease_world import (
     WITHOUT,
     Replica,
     World,
-    answered,
     durable,
     renewed,
     with_replica,
+    with_response,
     with_watch,
 )
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 
 class Database:
-    """Executes what was sent to it, at any later time."""
+    """Executes sent statements at any later time."""
 
-    def __init__(self, rules: Rules, lease: int, forgives: frozenset[str]) -> None:
+    def __init__(self, rules: Rules, lease: int, ignores: frozenset[str]) -> None:
         self._rules = rules
         self._lease = lease
-        self._forgives = forgives
+        self._ignores = ignores
 
     def steps(self, world: World, r: int, me: Replica) -> Iterator[Step[World]]:
         rules = self._rules
@@ -58,23 +58,23 @@ class Database:
                 yield f"a renewal of replica {r} is executed", True, with_replica(raised, r, on)
             else:
                 refused = with_replica(world, r, me._replace(renews=FENCED))
-                yield f"a renewal of replica {r} is refused", True, refused
+                yield f"a renewal of replica {r} is rejected", True, refused
         if me.writes.phase in (SENT, SCANNED, LOCKED):
             yield from self._execute(world, r, me)
         for p, watch in enumerate(me.watches):
-            if watch.looks == SENT:
+            if watch.poll == SENT:
                 row = world.replicas[p].row
-                looks = OK if watch.news else DONE
+                poll = OK if watch.changed else DONE
                 if rules.reads_expiry and row <= 1:
-                    looks = FENCED
-                seen = with_watch(world, r, p, watch._replace(looks=looks, later=False))
+                    poll = FENCED
+                seen = with_watch(world, r, p, watch._replace(poll=poll, later=False))
                 if rules.reads_before_claim:
                     seen = with_replica(seen, r, seen.replicas[r]._replace(acked=durable(world)))
-                yield f"a look of replica {r} is executed", True, seen
-        if me.lane == BURIES:
-            yield from self._bury(world, r, me, me.buries)
+                yield f"a poll of replica {r} is executed", True, seen
+        if me.lane == EXPIRES:
+            yield from self._expire(world, r, me, me.expires)
         elif me.lane == CLAIMS:
-            if world.owner == NOBODY and me.row > 0:
+            if world.owner == NO_REPLICA and me.row > 0:
                 then = READ if rules.reads_before_claim else CLAIMED
                 claimed = with_replica(world, r, me._replace(lane=then, watches=()))
                 claimed = claimed._replace(owner=r, epoch=r)
@@ -87,41 +87,41 @@ class Database:
             read = with_replica(world, r, me._replace(lane=READ, acked=acked))
             yield f"replica {r} reads checkpoint and tail", True, read
 
-    def _bury(self, world: World, r: int, me: Replica, p: int) -> Iterator[Step[World]]:
+    def _expire(self, world: World, r: int, me: Replica, p: int) -> Iterator[Step[World]]:
         dead = world.replicas[p]
         if dead.writes.phase == LOCKED:
             return
-        on = with_replica(world, r, me._replace(lane=WITHOUT, buries=NOBODY))
-        if dead.row == GONE or (self._rules.burial_compares and me.watches[p].news):
-            yield f"a burial of replica {p} finds nothing", True, on
+        on = with_replica(world, r, me._replace(lane=WITHOUT, expires=NO_REPLICA))
+        if dead.row == GONE or (self._rules.expiry_compares_counter and me.watches[p].changed):
+            yield f"an expiry of replica {p} finds nothing", True, on
             return
-        if self._rules.burial_deletes:
+        if self._rules.expiry_deletes_row:
             on = renewed(on, p)
             on = with_replica(on, p, on.replicas[p]._replace(row=GONE))
         if on.owner == p:
-            on = on._replace(owner=NOBODY)
-        yield f"a burial of replica {p} is committed", True, on
+            on = on._replace(owner=NO_REPLICA)
+        yield f"an expiry of replica {p} is committed", True, on
 
     def _execute(self, world: World, r: int, me: Replica) -> Iterator[Step[World]]:
-        """A statement that writes: it looks for its row, locks it, and writes."""
+        """A write: it finds its row, locks it, and writes."""
         rules, writes = self._rules, me.writes
         fenced = {
             GROUP: rules.group_fenced,
-            GIVE_UP: True,
+            DEAD_LETTER: True,
             CHECKPOINT: rules.checkpoint_fenced,
         }[writes.what]
         joined = writes.what == CHECKPOINT and rules.checkpoint_epoch == "join"
         name = f"a statement of replica {r}"
-        refused = with_replica(world, r, me._replace(writes=answered(me, FENCED)))
+        refused = with_replica(world, r, me._replace(writes=with_response(me, FENCED)))
         if writes.phase == SENT:
             if (fenced and me.row <= 0) or (joined and world.owner != r):
-                yield f"{name} finds that it may not", True, refused
+                yield f"{name} finds no valid row", True, refused
             else:
                 scanned = writes._replace(phase=SCANNED, dirty=False)
                 found = with_replica(world, r, me._replace(writes=scanned))
-                yield f"{name} finds that it may", True, found
+                yield f"{name} finds its row", True, found
         elif writes.phase == SCANNED and fenced and writes.dirty and me.row <= 0:
-            yield f"{name} looks again, and may not", True, refused
+            yield f"{name} rechecks its row and is rejected", True, refused
         elif writes.phase == SCANNED and not rules.one_trip:
             locked = with_replica(world, r, me._replace(writes=writes._replace(phase=LOCKED)))
             yield f"{name} locks its row", True, locked
@@ -130,18 +130,18 @@ class Database:
 
     def write(self, world: World, r: int, me: Replica) -> World | Wrong:
         rules, (what, _, to, _) = self._rules, me.writes
-        done = with_replica(world, r, me._replace(writes=answered(me, DONE)))
+        done = with_replica(world, r, me._replace(writes=with_response(me, DONE)))
         passed = (1 << to) - 1
         if what == GROUP:
             then = done._replace(log=world.log | (passed & ~world.dead))
-        elif what == GIVE_UP:
+        elif what == DEAD_LETTER:
             if world.epoch != r or world.progress > to:
-                return with_replica(world, r, me._replace(writes=answered(me, FENCED)))
-            given_up = 1 << (to - 1)
+                return with_replica(world, r, me._replace(writes=with_response(me, FENCED)))
+            dead_lettered = 1 << (to - 1)
             log = world.log
-            if rules.give_up_with_successes:
-                log |= passed & ~given_up & ~world.dead
-            then = done._replace(log=log, dead=world.dead | given_up, progress=to)
+            if rules.dead_letter_with_successes:
+                log |= passed & ~dead_lettered & ~world.dead
+            then = done._replace(log=log, dead=world.dead | dead_lettered, progress=to)
         else:
             if rules.checkpoint_epoch == "row" and world.epoch != r:
                 return done
@@ -151,6 +151,6 @@ class Database:
         if then.progress < world.progress:
             return Wrong("progress goes back")
         newer = world.epoch != r and world.replicas[world.epoch].lane in (READ, OWNS, HAD)
-        if newer and "stale" not in self._forgives:
+        if newer and "stale" not in self._ignores:
             return Wrong("a replaced owner writes after the new one has read")
         return then

@@ -1,29 +1,29 @@
-"""What the model of the lease protocol is made of: see `tests.models.lease`."""
+"""The state of the lease protocol's model: see `tests.models.lease`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-NOBODY = -1
+NO_REPLICA = -1
 GONE = -1
-"""Of a row: it is deleted."""
+"""The value of a deleted row."""
 
 RUNS, FROZEN, ENDED = range(3)
 
-# A request; a statement; a look at the other replicas' rows.
+# Phases of a request, of a statement, and of a poll of the other replicas' rows.
 NO, SENT, OK, REFUSED = range(4)
 SCANNED, LOCKED, DONE, FENCED = range(4, 8)
 
-# What is written for the lane, in one statement.
-NOTHING, GROUP, GIVE_UP, CHECKPOINT = range(4)
+# The kinds of writes of a lane, one statement each.
+NOTHING, GROUP, DEAD_LETTER, CHECKPOINT = range(4)
 
-# How far a replica is with the lane.
-WITHOUT, BURIES, CLAIMS, CLAIMED, READ, OWNS, HAD = range(7)
+# The states of a replica with respect to the lane.
+WITHOUT, EXPIRES, CLAIMS, CLAIMED, READ, OWNS, HAD = range(7)
 
 
 class Writes(NamedTuple):
-    """The connection on which a replica writes; `dirty`: its row was written since."""
+    """The write connection of a replica; `dirty`: its row was written since the read."""
 
     what: int = NOTHING
     phase: int = NO
@@ -35,103 +35,105 @@ IDLE = Writes()
 
 
 class Watch(NamedTuple):
-    """What a replica knows of an earlier one."""
+    """A replica's knowledge of an earlier one."""
 
     age: int = 0
-    """For how long the counter was the same."""
-    news: bool = True
-    """The row holds another counter than is known here."""
-    looks: int = NO
-    """A look is under way (SENT), or its answer (OK: a new counter, DONE: the same)."""
+    """The ticks during which the counter was unchanged."""
+    changed: bool = True
+    """The row's counter differs from the known one."""
+    poll: int = NO
+    """A poll in progress (SENT) or its response (OK: a new counter, DONE: the same)."""
     later: bool = False
-    """The row was renewed since that look was executed."""
-    asked: int = 0
-    """The age when the look began, where somebody wants to know."""
+    """The row was renewed after the poll was executed."""
+    age_at_poll: int = 0
+    """The age at the start of the poll, for rules that use it."""
 
 
 class Replica(NamedTuple):
     runs: int = RUNS
     left: int = 0
-    """Of its lease, on its own clock."""
+    """The ticks left of its lease, on its own clock."""
     row: int = 0
-    """Of its lease, as its row tells on the database's clock."""
+    """The ticks left of its lease, in its row, on the database's clock."""
     renews: int = NO
     renews_for: int = 0
-    """How long ago the renewal began."""
+    """The ticks since the renewal began."""
     lane: int = WITHOUT
     acked: int = 0
-    """In memory."""
+    """The last acknowledged number, in memory."""
     written: int = 0
-    """The same, known to be on disk."""
-    noted: int = 0
-    """The same, in the checkpoint."""
+    """The last number known to be durable."""
+    checkpointed: int = 0
+    """The last number in the checkpoint."""
     request: int = NO
     """The request for number acked + 1."""
-    gives_up: bool = False
-    """`acked` was refused, and this is not on disk."""
+    dead_letter_pending: bool = False
+    """`acked` was rejected, and its dead letter is not durable."""
     writes: Writes = IDLE
     watches: tuple[Watch, ...] = ()
-    buries: int = NOBODY
+    expires: int = NO_REPLICA
 
 
 class World(NamedTuple):
     replicas: tuple[Replica, ...]
     owner: int = 0
     epoch: int = 0
-    """Who claimed the lane last, as its own row says."""
+    """The last claimant, in the lane's own row."""
     progress: int = 0
-    """The checkpoint; numbers are bits below, in sets."""
+    """The checkpoint; sets of sequence numbers are bit sets."""
     log: int = 0
-    """Acknowledged, as the log says."""
+    """The acknowledged numbers in the log."""
     dead: int = 0
-    """Given up, as the dead letters say."""
+    """The dead-lettered numbers."""
     got: int = 0
-    """Accepted by the receiver."""
+    """The numbers that the receiver accepted."""
     sent: int = 0
-    """The last number that was sent, where somebody wants to know."""
+    """The last number sent, for rules that use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The protocol; each field that is changed makes another one."""
+    """The protocol; each changed field makes an incorrect or equivalent variant."""
 
-    counts_from_the_end: bool = False
-    """A lease runs from the answer to its renewal."""
+    counts_from_response: bool = False
+    """A lease runs from the response to its renewal."""
     lapsed_renews: bool = False
     group_fenced: bool = True
     checkpoint_fenced: bool = True
     checkpoint_epoch: str = "row"
-    """Where a checkpoint looks for its epoch: on the lane's "row", in a "join", or nowhere."""
+    """Where a checkpoint compares its epoch: on the lane's "row", in a "join", or nowhere."""
     checkpoint_forward: bool = True
-    """A checkpoint asks for a smaller number on the lane's row."""
-    burial_deletes: bool = True
-    burial_compares: bool = True
-    """A burial asks for the counter that was seen."""
-    ages_to_the_question: bool = False
-    """A replica is judged by its age when the look at it began, not when it was answered."""
+    """A checkpoint requires a smaller number on the lane's row."""
+    expiry_deletes_row: bool = True
+    expiry_compares_counter: bool = True
+    """An expiry requires the counter that was read."""
+    uses_age_at_poll: bool = False
+    """A replica is judged by its age at the start of the poll, not at the response."""
     dead_after: int | None = None
-    """After so many ticks a replica is taken for dead; None: after a lease."""
+    """The ticks after which a replica is considered dead; None: a lease."""
     reads_expiry: bool = False
-    """A replica is taken for dead by its row's time, on a clock that is a tick ahead."""
+    """A replica is considered dead by the time in its row, on a clock that is a tick ahead."""
     starts_from_sent: bool = False
     reads_before_claim: bool = False
-    looks_at_lease: bool = True
-    """Who sends looks at its lease first."""
+    checks_lease: bool = True
+    """A sender checks its lease first."""
     closes: bool = True
-    """When its lease is over, a replica closes what is in flight."""
-    waits_for_answer: bool = True
-    """What is acknowledged in the log was acknowledged by the receiver."""
-    give_up_first: bool = True
-    """A give-up is on disk before the next number is sent."""
-    give_up_with_successes: bool = True
+    """A replica closes its requests in flight at the end of its lease."""
+    waits_for_response: bool = True
+    """The log acknowledges only what the receiver acknowledged."""
+    dead_letter_first: bool = True
+    """A dead letter is durable before the next number is sent."""
+    dead_letter_with_successes: bool = True
     one_trip: bool = True
-    """A group is one statement, and its lock is held by nobody else than the database."""
+    """A group is one statement, so its lock is held by the database only, never across a round
+    trip.
+    """
 
 
 GOOD = Rules()
 
 
-# ------------------------------------------------------- what happens to it
+# ------------------------------------------------------------ state changes
 
 
 def with_replica(world: World, r: int, me: Replica) -> World:
@@ -146,22 +148,22 @@ def with_watch(world: World, r: int, p: int, watch: Watch) -> World:
 
 
 def renewed(world: World, p: int) -> World:
-    """The row of replica p is written: others will see it, and so will its own statement."""
+    """Write the row of replica p: polls and its own statement detect it."""
     for r, other in enumerate(world.replicas):
         if p >= len(other.watches):
             continue
         watch = other.watches[p]
-        later = watch.looks in (OK, DONE, FENCED)
-        news = watch._replace(later=True) if later else watch._replace(news=True)
-        world = with_watch(world, r, p, news)
+        later = watch.poll in (OK, DONE, FENCED)
+        changed = watch._replace(later=True) if later else watch._replace(changed=True)
+        world = with_watch(world, r, p, changed)
     me = world.replicas[p]
     if me.writes.phase == SCANNED:
         me = me._replace(writes=me.writes._replace(dirty=True))
     return with_replica(world, p, me)
 
 
-def answered(me: Replica, phase: int) -> Writes:
-    """The answer to a statement, if there is still somebody to hear it."""
+def with_response(me: Replica, phase: int) -> Writes:
+    """The response to a statement; dropped if the replica has ended."""
     if me.runs == ENDED:
         return IDLE
     if me.writes.what == CHECKPOINT:
@@ -170,7 +172,7 @@ def answered(me: Replica, phase: int) -> Writes:
 
 
 def ended(world: World, r: int) -> World:
-    """Replica r closes everything; what it has sent to the database may be executed still."""
+    """Replica r closes its connections; its sent statements may still be executed."""
     me = world.replicas[r]
     writes = me.writes if me.writes.phase in (SENT, SCANNED) else IDLE
     renews = SENT if me.renews == SENT else NO
@@ -179,7 +181,7 @@ def ended(world: World, r: int) -> World:
 
 
 def durable(world: World) -> int:
-    """How far the lane is: the checkpoint, and what the log has behind it."""
+    """The lane's durable position: the checkpoint and the contiguous log after it."""
     seq = world.progress
     while world.log & 1 << seq:
         seq += 1

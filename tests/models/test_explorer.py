@@ -1,4 +1,4 @@
-"""The explorer finds what is wrong, on a shortest way, and says when it did not look."""
+"""The explorer finds violations on a shortest path and reports incomplete explorations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Graph:
     """States are letters; a step is `a>b`, or `a~b` if it is not certain.
 
-    Capital letters owe something, `x` breaks an invariant, and `!` must not be reached.
+    Capital letters have an obligation, `x` violates an invariant, and `!` must not be reached.
     """
 
     def __init__(self, *steps: str) -> None:
@@ -35,22 +35,22 @@ class Graph:
     def wrong(self, state: str) -> str | None:
         return "x is wrong" if state == "x" else None
 
-    def owed(self, state: str) -> str | None:
-        return f"{state} owes" if state.isupper() else None
+    def pending(self, state: str) -> str | None:
+        return f"{state} is pending" if state.isupper() else None
 
 
-def test_everything_is_looked_at_once() -> None:
+def test_every_state_is_visited_once() -> None:
     exploration = explore(Graph("a>b", "a>c", "b>d", "c~d", "d>a"))
     assert_good(exploration, states_min=4)
     assert (exploration.states, exploration.steps, exploration.depth) == (4, 5, 2)
 
 
-def test_too_little_to_look_at_is_no_proof() -> None:
+def test_too_few_states_fail_the_exploration() -> None:
     with pytest.raises(AssertionError, match="only 2 states"):
         assert_good(explore(Graph("a>b")), states_min=3)
 
 
-def test_an_exploration_has_its_bound() -> None:
+def test_an_exploration_is_bounded() -> None:
     with pytest.raises(TooMany):
         explore(Graph("a>b", "b>c"), states_max=2)
 
@@ -60,16 +60,18 @@ def test_an_exploration_has_its_bound() -> None:
     [
         pytest.param(("a>b", "b>x", "a>x"), "x is wrong", ["a>x"], id="the shortest way"),
         pytest.param(("a>b", "b>!", "a>c"), "must not be", ["a>b", "b>!"], id="a step"),
-        pytest.param(("a>B", "B~a"), "everybody waits", ["a>B"], id="only luck helps"),
-        pytest.param(("a>B", "B>B"), "everybody waits", ["a>B"], id="a step on the spot"),
-        pytest.param(("a>B", "B>C", "C>B", "C~a"), "leads around", ["a>B"], id="a circle"),
+        pytest.param(
+            ("a>B", "B~a"), "no process can progress", ["a>B"], id="only uncertain steps remain"
+        ),
+        pytest.param(("a>B", "B>B"), "no process can progress", ["a>B"], id="a step on the spot"),
+        pytest.param(("a>B", "B>C", "C>B", "C~a"), "form a cycle", ["a>B"], id="a circle"),
     ],
 )
-def test_what_is_wrong_is_found(steps: tuple[str, ...], what: str, way: list[str]) -> None:
+def test_a_violation_is_found(steps: tuple[str, ...], what: str, way: list[str]) -> None:
     assert list(assert_caught(explore(Graph(*steps)), what)) == way
 
 
-def test_what_is_owed_may_be_paid_by_a_detour() -> None:
+def test_a_liveness_obligation_may_be_met_by_a_detour() -> None:
     assert_good(explore(Graph("a~B", "B>C", "C>B", "C>d", "d>d")), states_min=4)
 
 

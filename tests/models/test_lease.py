@@ -1,6 +1,6 @@
-"""The lease protocol keeps its promises, and each of its rules is needed.
+"""The lease protocol keeps its invariants, and each of its rules is necessary.
 
-`--model-size 2` (a minute) and 3 (several) explore more of it.
+`--model-size 2` (a minute) and 3 (several minutes) explore more states.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from tests.models.explorer import assert_caught, assert_good, explore
 from tests.models.lease import Lease
 from tests.models.lease_world import Rules
 
-BOTH = "both believe in their leases"
+BOTH = "both consider their leases valid"
 LATE = "a replaced owner writes after the new one has read"
-STALE = "goes on from"
+STALE = "continues from"
 
-# Replicas, numbers, ticks of a lease; and how many states that has at least.
+# Replicas, sequence numbers and lease ticks; with the minimal number of states.
 LONG = (2, 1, 2)
 MANY = (2, 2, 1)
 SIZES = {
@@ -25,7 +25,7 @@ SIZES = {
 }
 
 
-def test_nothing_is_lost_or_sent_by_two(model_size: int) -> None:
+def test_nothing_is_lost_or_sent_by_two_owners(model_size: int) -> None:
     for size in range(1, model_size + 1):
         for bounds, states_min in SIZES[size].items():
             assert_good(explore(Lease(*bounds)), states_min)
@@ -35,26 +35,28 @@ def test_nothing_is_lost_or_sent_by_two(model_size: int) -> None:
     ("bounds", "rules", "what"),
     [
         pytest.param(
-            LONG, Rules(counts_from_the_end=True), BOTH, id="a lease counts from the answer"
+            LONG, Rules(counts_from_response=True), BOTH, id="a lease counts from the response"
         ),
         pytest.param(
             LONG,
-            # What compares counters would make up for it.
-            Rules(lapsed_renews=True, burial_compares=False, ages_to_the_question=True),
+            # Comparing counters would compensate for it.
+            Rules(lapsed_renews=True, expiry_compares_counter=False, uses_age_at_poll=True),
             BOTH,
             id="a lapsed lease may renew",
         ),
         pytest.param(
-            LONG, Rules(burial_compares=False), BOTH, id="a burial believes an old answer"
+            LONG, Rules(expiry_compares_counter=False), BOTH, id="an expiry uses an old response"
         ),
         pytest.param(LONG, Rules(dead_after=1), BOTH, id="dead after less than a lease"),
         pytest.param(LONG, Rules(reads_expiry=True), BOTH, id="clocks are compared"),
         pytest.param(
-            LONG, Rules(looks_at_lease=False), "a request begins", id="nobody looks at the lease"
+            LONG, Rules(checks_lease=False), "a request begins", id="the lease is not checked"
         ),
         pytest.param(LONG, Rules(closes=False), "a request is open", id="requests stay open"),
         pytest.param(LONG, Rules(group_fenced=False), LATE, id="no fence in a group"),
-        pytest.param(LONG, Rules(burial_deletes=False), LATE, id="the row is locked, not written"),
+        pytest.param(
+            LONG, Rules(expiry_deletes_row=False), LATE, id="the row is locked, not written"
+        ),
         pytest.param(
             LONG,
             Rules(checkpoint_fenced=False, checkpoint_epoch="join"),
@@ -65,31 +67,33 @@ def test_nothing_is_lost_or_sent_by_two(model_size: int) -> None:
         pytest.param(LONG, Rules(starts_from_sent=True), STALE, id="it starts from the last sent"),
         pytest.param(
             LONG,
-            Rules(waits_for_answer=False),
+            Rules(waits_for_response=False),
             "the log acknowledges what the receiver has not",
-            id="the answer is not awaited",
+            id="the response is not awaited",
         ),
         pytest.param(
             MANY,
-            Rules(give_up_first=False),
+            Rules(dead_letter_first=False),
             "a number is sent before the one before it had its outcome",
-            id="a give-up waits for the next group",
+            id="a dead letter waits for the next group",
         ),
         pytest.param(
             MANY,
-            Rules(give_up_with_successes=False),
+            Rules(dead_letter_with_successes=False),
             "the checkpoint passes a number without an outcome",
-            id="a give-up without the lane's successes",
+            id="a dead letter without the lane's successes",
         ),
         pytest.param(
             LONG,
             Rules(one_trip=False),
-            "a delivery is owed, and everybody waits",
+            "a delivery is pending, and no process can progress",
             id="a group can be frozen while it holds the lock",
         ),
     ],
 )
-def test_a_wrong_protocol_is_caught(bounds: tuple[int, int, int], rules: Rules, what: str) -> None:
+def test_an_incorrect_protocol_is_detected(
+    bounds: tuple[int, int, int], rules: Rules, what: str
+) -> None:
     exploration = explore(Lease(*bounds, rules))
     assert_caught(exploration, what)
     print(exploration.found)
@@ -110,8 +114,8 @@ def test_a_wrong_protocol_is_caught(bounds: tuple[int, int, int], rules: Rules, 
         ),
     ],
 )
-def test_what_stale_knowledge_leads_to(rules: Rules, what: str) -> None:
-    """That somebody goes on from it is wrong already; here one looks at what follows."""
+def test_the_effects_of_stale_knowledge(rules: Rules, what: str) -> None:
+    """Acting on stale state is a violation already; this ignores it and checks the consequences."""
     exploration = explore(Lease(*MANY, rules, frozenset({"stale"})))
     assert_caught(exploration, what)
     print(exploration.found)
@@ -121,8 +125,8 @@ def test_what_stale_knowledge_leads_to(rules: Rules, what: str) -> None:
     "rules",
     [
         pytest.param(
-            Rules(burial_compares=False, ages_to_the_question=True),
-            id="judged by the time of the question, not by the counter",
+            Rules(expiry_compares_counter=False, uses_age_at_poll=True),
+            id="uses the age at the poll, not the counter",
         ),
         pytest.param(Rules(lapsed_renews=True), id="compared counters, lapsed leases that renew"),
         pytest.param(Rules(checkpoint_fenced=False), id="a checkpoint with its epoch alone"),
@@ -131,6 +135,8 @@ def test_what_stale_knowledge_leads_to(rules: Rules, what: str) -> None:
     ],
 )
 @pytest.mark.parametrize("bounds", [LONG, MANY])
-def test_one_of_two_belts_is_enough(bounds: tuple[int, int, int], rules: Rules) -> None:
-    """Where the product has two, so that the ones above are known to be the last."""
+def test_either_protection_is_sufficient(bounds: tuple[int, int, int], rules: Rules) -> None:
+    """The product has two protections here; each alone suffices, so the rules above are the last
+    ones.
+    """
     assert_good(explore(Lease(*bounds, rules)), states_min=11_000)

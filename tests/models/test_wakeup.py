@@ -1,6 +1,6 @@
-"""The wake-up protocol loses nothing, and each of its rules is needed.
+"""The wake-up protocol loses no event, and each of its rules is necessary.
 
-`--model-size 2` (a minute) and 3 (several) explore more of it.
+`--model-size 2` (a minute) and 3 (several minutes) explore more states.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.models.wakeup_world import Rules
 LOST = "a committed event is not sequenced"
 TWICE = "an event is sequenced twice"
 
-# Producers, replicas, mishaps; and how many states that has at least.
+# Producers, replicas and faults; with the minimal number of states.
 ONE = (2, 1, 1)
 TWO = (1, 2, 1)
 BOTH = (2, 2, 0)
@@ -40,22 +40,25 @@ def fall(*steps: str) -> Rules:
     [
         pytest.param(ONE, Rules(flag_is_a_row=True), LOST, id="the flag is a row"),
         pytest.param(
-            ONE, Rules(looks_before_it_allocates=True), LOST, id="the trigger looks too early"
+            ONE,
+            Rules(reads_flag_before_allocating=True),
+            LOST,
+            id="the trigger reads the flag too early",
         ),
         pytest.param(ONE, fall("clear", "lock", "holders", "read", "end"), LOST, id="no flag"),
         pytest.param(ONE, fall("clear", "lock", "flag", "holders", "end"), LOST, id="no last read"),
-        pytest.param(ONE, fall("clear", "lock", "flag", "read", "end"), LOST, id="no look"),
+        pytest.param(ONE, fall("clear", "lock", "flag", "read", "end"), LOST, id="no holders"),
         pytest.param(
             ONE,
             fall("clear", "lock", "holders", "flag", "read", "end"),
             LOST,
-            id="the look comes before the flag",
+            id="the holders come before the flag",
         ),
         pytest.param(
             ONE,
             fall("clear", "lock", "flag", "read", "holders", "end"),
             LOST,
-            id="the read comes before the look",
+            id="the read comes before the holders",
         ),
         pytest.param(
             ONE,
@@ -73,25 +76,33 @@ def fall(*steps: str) -> Rules:
             ONE,
             fall("lock", "flag", "holders", "read", "clear", "end"),
             LOST,
-            id="the bell is cleared after the read",
+            id="the wake event is cleared after the read",
         ),
-        pytest.param(ONE, Rules(forgets_watched=True), LOST, id="woken, it watches nobody"),
-        pytest.param(ONE, Rules(watches_one=True), LOST, id="it watches to the first end"),
+        pytest.param(ONE, Rules(forgets_watched=True), LOST, id="a wake event ends the watch"),
+        pytest.param(ONE, Rules(watches_one=True), LOST, id="the first end ends the watch"),
         pytest.param(ONE, Rules(listens=("listen",)), LOST, id="no read after LISTEN"),
         pytest.param(ONE, Rules(listens=("ring", "listen")), LOST, id="the read before LISTEN"),
-        pytest.param(ONE, Rules(heeds_flag=False), LOST, id="it sleeps although the flag says no"),
-        pytest.param(ONE, Rules(taken_sleeps=True), LOST, id="it sleeps when the row is taken"),
-        pytest.param(TWO, Rules(anybody_says_awake=True), LOST, id="anybody says awake"),
-        pytest.param(TWO, Rules(unfenced=True), TWICE, id="anybody writes a batch"),
+        pytest.param(
+            ONE, Rules(respects_flag=False), LOST, id="it sleeps although the flag is awake"
+        ),
+        pytest.param(
+            ONE, Rules(locked_row_sleeps=True), LOST, id="it sleeps when the row is locked"
+        ),
+        pytest.param(TWO, Rules(any_replica_sets_awake=True), LOST, id="any replica sets awake"),
+        pytest.param(TWO, Rules(unfenced=True), TWICE, id="any replica writes a batch"),
     ],
 )
-def test_a_wrong_protocol_is_caught(bounds: tuple[int, int, int], rules: Rules, what: str) -> None:
+def test_an_incorrect_protocol_is_detected(
+    bounds: tuple[int, int, int], rules: Rules, what: str
+) -> None:
     _catch(explore(WakeUp(*bounds, rules)), what)
 
 
-def test_a_refused_batch_that_says_awake_is_caught() -> None:
-    """It takes two producers and a change of leaders; so nothing else may happen."""
-    rules = Rules(late_batch_says_awake=True)
+def test_a_rejected_batch_that_sets_awake_is_detected() -> None:
+    """The violation needs two producers and a change of leaders, so all other faults
+    are disabled.
+    """
+    rules = Rules(rejected_batch_sets_awake=True)
     _catch(explore(WakeUp(2, 2, 1, rules, frozenset({"overthrown"}), calm=True)), LOST)
 
 
@@ -101,17 +112,17 @@ def test_a_refused_batch_that_says_awake_is_caught() -> None:
         pytest.param(
             ONE,
             fall("lock", "flag", "holders", "clear", "read", "end"),
-            id="the bell is cleared at any time before the read",
+            id="the wake event is cleared at any time before the read",
         ),
         pytest.param(
             TWO,
             fall("clear", "flag", "holders", "read", "end"),
-            id='"asleep" is said without the row',
+            id='"asleep" is set without the row lock',
         ),
     ],
 )
-def test_what_would_do_as_well(bounds: tuple[int, int, int], rules: Rules) -> None:
-    """Which orders do not matter, so that the ones above are known to."""
+def test_equivalent_protocols_pass(bounds: tuple[int, int, int], rules: Rules) -> None:
+    """The orders that do not matter, so that the ones above are known to."""
     assert_good(explore(WakeUp(*bounds, rules)), states_min=30_000)
 
 

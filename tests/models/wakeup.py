@@ -1,35 +1,32 @@
-"""The wake-up protocol: whoever commits an event while the relay sleeps wakes it.
+"""The wake-up protocol: a commit of an event wakes a sleeping relay.
 
-**The protocol**, in the terms of the code.  A producer's INSERT takes the lock of the
-sequence behind `outbox.id`, allocates, and fires `ring_the_relay`, which looks at the
-flag, the sequence `wakeup`: if it says "asleep", the commit notifies.  A commit makes
-the row visible first, then lets go of the lock and sends the notification.  The leader
-(whose name is on the cursor row) reads in one statement and writes in another, which
-does nothing unless its name still stands there and the row is free
-(`Cursor._quickly`).  When there is nothing to read it falls asleep
-(`Sequencer._fall_asleep`, `Cursor.turn(asleep_s=…)`): it clears its bell, takes the
-cursor row, sets the flag, looks at who holds the sequence's lock, reads once more, and
-lets go of the row.  Then it waits: for the bell, or for one of those holders to end.
+**The protocol**, in the terms of the code. A producer's INSERT locks the sequence behind
+`outbox.id`, allocates an id, and fires `notify_relay`, which reads the flag, the sequence `wakeup`:
+if it is "asleep", the commit notifies. A commit makes the row visible first, then releases the lock
+and sends the notification. The leader (whose name is in the cursor row) reads in one statement and
+writes in another, which does nothing unless its name is still there and the row is unlocked
+(optimistic concurrency, `Cursor._sequence_optimistically`). When there is nothing to read, it falls
+asleep (`Sequencer._fall_asleep`): it clears its wake event, locks the cursor row, sets the flag,
+reads the holders of the sequence's lock, reads events once more, and releases the row. Then it
+waits for the wake event, or for the end of one of those holders.
 
-**What must hold.**  Every event that was committed is sequenced, once, although the
-look of each second (`poll_s`) is never *certain* to come here: the protocol has to do
-without it.  What is certain: a notification arrives while the connection for LISTEN
-lasts, a lost one is opened again, a commit lets go of its locks, and whoever is in the
-middle of something goes on.  A standby is certain to look only while nobody who lives
-leads: taking over from the dead is what its looks are for, and no business of the flag.
+**What must hold.** Every committed event is sequenced, once, although the poll of each second
+(`poll_s`) is never *certain* here: the protocol must be correct without it. Certain are: a
+notification arrives while the LISTEN connection lasts, a lost connection is reopened, a commit
+releases its locks, and a process continues a step sequence that it began. A standby is certain to
+poll only while no live replica leads: takeovers are the purpose of its polls and independent of the
+flag.
 
-**What is modelled.**  Producers (one insert or several, commit or rollback); replicas,
-each step a statement of its own; the cursor row, held by one of them or by an operator,
-who may be killed and then says nothing; batches that say "awake" (`stays_awake`); a
-standby that takes a living leader for stuck at any moment; a lost connection for LISTEN;
-a replica that is killed, or leaves, and a new one in its place; a crash of PostgreSQL,
-which may lose the last `setval`.  The last ones are *mishaps*, and there are so many of
-them in a run.
+**What is modelled.** Producers (one insert or several, commit or rollback); replicas, each step one
+statement; the cursor row, locked by a replica or by an operator, who may be killed without a
+notification; batches that set "awake" (`keep_polling`); a standby that considers a live leader
+stuck at any moment; a lost LISTEN connection; a replica that is killed or leaves, and its
+replacement; a crash of PostgreSQL, which may lose the last `setval`. The last ones are *faults*
+(`mishaps`), and their number in a run is bounded.
 
-**What is left out.**  Gaps: a read finds every visible event that is not sequenced
-(`tests/core/test_gaps.py` is about that).  The time at which the flag runs out: it is
-renewed long before.  Producers that turned notifications off (`relay.notify`), which are
-found by the look of each second alone.
+**What is omitted.** Gaps: a read finds every visible event that is not sequenced (see
+`tests/core/test_gaps.py`). The expiry of the flag: it is renewed long before. Producers that
+disabled notifications (`relay.notify`): only polls find their events.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ from tests.models.wakeup_world import (
     KINDS,
     LEAVE,
     NEW,
-    NOBODY,
+    NO_REPLICA,
     OPERATOR,
     PAUSE,
     READ,
@@ -63,6 +60,7 @@ from tests.models.wakeup_world import (
     Replica,
     Rules,
     World,
+    clear_notifications,
     crashed,
     drafted,
     ended,
@@ -70,7 +68,6 @@ from tests.models.wakeup_world import (
     in_order,
     mark,
     put,
-    unheard,
     unwatch,
     watch,
 )
@@ -85,9 +82,9 @@ class WakeUp:
     """The model.
 
     Args:
-        producers, replicas: how many there are.
-        mishaps: how many may happen, of these kinds.
-        calm: replicas do nothing but what is certain, which leaves fewer states.
+        producers, replicas: their numbers.
+        mishaps: the number of faults of these kinds that may happen.
+        calm: replicas take only certain steps, which leaves fewer states.
     """
 
     def __init__(
@@ -108,9 +105,9 @@ class WakeUp:
         self._calm = calm
 
     def first(self) -> World:
-        ear = len(self._rules.listens)
-        leader = Replica(READ, ear=ear)
-        others = (Replica(STANDBY, ear=ear),) * (self._replicas - 1)
+        listen_step = len(self._rules.listens)
+        leader = Replica(READ, listen_step=listen_step)
+        others = (Replica(STANDBY, listen_step=listen_step),) * (self._replicas - 1)
         return World(
             (Producer(),) * self._producers, (leader, *others), writer=0, mishaps=self._mishaps
         )
@@ -118,7 +115,7 @@ class WakeUp:
     def wrong(self, world: World) -> str | None:
         return None
 
-    def owed(self, world: World) -> str | None:
+    def pending(self, world: World) -> str | None:
         for p in world.producers:
             if not p.sequenced and p.phase in (VISIBLE, RELEASED):
                 return "a committed event is not sequenced"
@@ -127,10 +124,10 @@ class WakeUp:
     def steps(self, world: World) -> Iterator[Step[World]]:
         seen = None
         for n, producer in enumerate(world.producers):
-            # They are in order, and equal ones do the same.
+            # Producers are sorted, and equal ones have the same steps.
             if producer != seen:
                 yield from produce(world, n, producer, self._rules)
-                if producer.unheard:
+                if producer.notifying:
                     yield from self._notify(world, n, producer)
             seen = producer
         for r, replica in enumerate(world.replicas):
@@ -139,8 +136,8 @@ class WakeUp:
                     yield step
             yield from self._listen(world, r, replica)
         if world.lock == OPERATOR:
-            free = world._replace(lock=NOBODY)
-            yield "an operator is killed and lets go of the cursor row", True, free
+            free = world._replace(lock=NO_REPLICA)
+            yield "an operator is killed and releases the cursor row", True, free
         if world.mishaps:
             yield from self._mishap(world._replace(mishaps=world.mishaps - 1))
 
@@ -151,24 +148,24 @@ class WakeUp:
         if does == SLEEP:
             yield from self._sleep(world, r, me)
         elif does == STANDBY:
-            # Also who was refused a batch, and leads all the same.
-            if world.writer in (NOBODY, r):
+            # This includes a leader whose batch was rejected.
+            if world.writer in (NO_REPLICA, r):
                 yield self._take_row(world, r, me)
         elif does == PAUSE:
-            again = self._with(world, r, me._replace(does=READ, bell=False))
-            yield f"replica {r} goes on", True, again
+            again = self._with(world, r, me._replace(does=READ, wake_event=False))
+            yield f"replica {r} resumes", True, again
         elif does == READ:
             if world.writer != r:
                 stands_by = self._overtaken(world, r, me)
-                yield f"replica {r} reads, and finds another one leading", True, stands_by
+                yield f"replica {r} reads and finds another leader", True, stands_by
             else:
                 read = self._with(mark(world, r), r, me._replace(does=READ_FLAG))
                 yield f"replica {r} reads", True, read
-                # Replays, old gaps, failing filters.
+                # For replays, old gaps and failing filters.
                 name, _, then = self._take_row(world, r, me)
                 yield name, False, then
         elif does == READ_FLAG:
-            me = self._heed(world, me)
+            me = self._read_flag(world, me)
             name = f"replica {r} reads the flag"
             if drafted(world, r):
                 yield name, True, self._with(world, r, me._replace(does=WRITE))
@@ -178,67 +175,71 @@ class WakeUp:
         elif does == WRITE:
             yield from self._write(world, r, me)
         elif does == READ_HOLDING:
-            me = self._heed(world, me)._replace(does=COMMIT)
-            yield f"replica {r} reads, holding the row", True, self._with(mark(world, r), r, me)
+            me = self._read_flag(world, me)._replace(does=COMMIT)
+            yield (
+                f"replica {r} reads while it locks the row",
+                True,
+                self._with(mark(world, r), r, me),
+            )
         elif does == COMMIT:
-            led = world._replace(lock=NOBODY, writer=r)
+            led = world._replace(lock=NO_REPLICA, writer=r)
             if drafted(world, r):
                 yield from self._moved(led, r, me, "commits a batch")
             else:
                 for text, certain, idle in self._idle(me):
                     yield f"replica {r} commits nothing{text}", certain, self._with(led, r, idle)
         elif does == LEAVE:
-            if world.writer == r or self._rules.anybody_says_awake:
+            if world.writer == r or self._rules.any_replica_sets_awake:
                 world = world._replace(flag=AWAKE)
             yield f"replica {r} leaves", True, ended(world, r)
         elif does == DOWN:
-            # Somebody always runs, but not everybody has to.
+            # One replica always runs, but not all have to.
             alone = all(other.does == DOWN for other in world.replicas)
             yield f"replica {r} starts", alone, self._with(world, r, Replica())
         elif does >= FALL:
             yield from self._fall(world, r, me)
 
     def _take_row(self, world: World, r: int, me: Replica) -> Step[World]:
-        if world.lock != NOBODY:
-            return f"replica {r} finds the cursor row taken", True, self._taken(world, r, me)
+        if world.lock != NO_REPLICA:
+            return f"replica {r} finds the cursor row locked", True, self._taken(world, r, me)
         held = self._with(world._replace(lock=r), r, me._replace(does=READ_HOLDING))
-        return f"replica {r} takes the cursor row", True, held
+        return f"replica {r} locks the cursor row", True, held
 
     def _idle(self, me: Replica) -> Iterator[tuple[str, bool, Replica]]:
-        """What `Sequencer.run` does when a turn found nothing."""
+        """The behaviour of `Sequencer.run` after a batch without events."""
         if me.asleep:
             yield "", True, me._replace(does=SLEEP)
             return
         yield ", and falls asleep", True, me._replace(does=FALL)
         yield ", and stays awake", False, me._replace(does=READ)
 
-    def _heed(self, world: World, me: Replica) -> Replica:
-        if world.flag == AWAKE and self._rules.heeds_flag:
+    def _read_flag(self, world: World, me: Replica) -> Replica:
+        if world.flag == AWAKE and self._rules.respects_flag:
             return me._replace(asleep=False)
         return me
 
     def _overtaken(self, world: World, r: int, me: Replica) -> World:
-        return self._with(forget(world, r), r, Replica(STANDBY, ear=me.ear))
+        return self._with(forget(world, r), r, Replica(STANDBY, listen_step=me.listen_step))
 
     def _taken(self, world: World, r: int, me: Replica) -> World:
         does = STANDBY if me.does == STANDBY else PAUSE
-        if self._rules.taken_sleeps:
+        if self._rules.locked_row_sleeps:
             does = SLEEP
         return self._with(world, r, me._replace(does=does))
 
     def _write(self, world: World, r: int, me: Replica) -> Iterator[Step[World]]:
-        free = world.lock == NOBODY and world.writer == r
+        free = world.lock == NO_REPLICA and world.writer == r
         if free or self._rules.unfenced:
             yield from self._moved(world, r, me, "writes a batch")
-        # Also when who gets what was changed.
-        refused, name = self._overtaken(world, r, me), f"replica {r} is refused its batch"
-        if self._rules.late_batch_says_awake:
+        # A change of subscriptions rejects it as well.
+        refused, name = self._overtaken(world, r, me), f"replica {r} has its batch rejected"
+        if self._rules.rejected_batch_sets_awake:
             refused = refused._replace(flag=AWAKE)
-            name += ', which says "awake" all the same'
+            name += ', which sets "awake" nevertheless'
         yield name, not free, refused
 
     def _moved(self, world: World, r: int, me: Replica, name: str) -> Iterator[Step[World]]:
-        """The batch is written; it may say that producers need not notify."""
+        """Write the batch; it may set the flag, so that producers need not notify."""
         if any(p.read & 1 << r and p.sequenced for p in world.producers):
             yield f"replica {r} {name}", True, Wrong("an event is sequenced twice")
             return
@@ -249,10 +250,10 @@ class WakeUp:
         world = world._replace(producers=in_order(producers))
         then = me._replace(does=SLEEP if me.asleep else READ)
         yield f"replica {r} {name}", True, self._with(world, r, then)
-        asleep = me.asleep and not self._rules.heeds_flag
+        asleep = me.asleep and not self._rules.respects_flag
         then = me._replace(does=SLEEP if asleep else READ, asleep=asleep)
         yield (
-            f'replica {r} {name} that says "awake"',
+            f'replica {r} {name} that sets "awake"',
             False,
             self._with(world._replace(flag=AWAKE), r, then),
         )
@@ -260,95 +261,101 @@ class WakeUp:
     def _sleep(self, world: World, r: int, me: Replica) -> Iterator[Step[World]]:
         bit = 1 << r
         woken = me._replace(does=READ)
-        if me.bell:
+        if me.wake_event:
             after = world
             if self._rules.forgets_watched:
                 after = unwatch(world, bit, NEW)
-            yield f"replica {r} is woken", True, self._with(after, r, woken._replace(bell=False))
+            yield (
+                f"replica {r} is woken",
+                True,
+                self._with(after, r, woken._replace(wake_event=False)),
+            )
         if any(p.watched & bit and p.phase >= RELEASED for p in world.producers):
             until = NEW if self._rules.watches_one else RELEASED
             after = unwatch(world, bit, until)
             yield f"replica {r} sees the end of a holder", True, self._with(after, r, woken)
-        # The look of each second, and the renewal of the flag.
-        looks = world.writer == NOBODY
-        yield f"replica {r} looks by itself", looks, self._with(world, r, woken)
+        # The poll of each second, and the renewal of the flag.
+        poll = world.writer == NO_REPLICA
+        yield f"replica {r} polls", poll, self._with(world, r, woken)
         if me.asleep:
             renews = self._with(world, r, woken._replace(asleep=False))
             yield f"replica {r} renews its sleep", False, renews
 
     def _fall(self, world: World, r: int, me: Replica) -> Iterator[Step[World]]:
         if me.does == FALL + len(self._rules.fall):
-            back = self._overtaken(world._replace(lock=NOBODY), r, me)
-            yield f"replica {r} finds another one leading, and lets go", True, back
+            back = self._overtaken(world._replace(lock=NO_REPLICA), r, me)
+            yield f"replica {r} finds another leader and releases the row", True, back
             return
         step = self._rules.fall[me.does - FALL]
         on = me._replace(does=me.does + 1)
         if step == "clear":
             yield (
-                f"replica {r} clears its bell",
+                f"replica {r} clears its wake event",
                 True,
-                self._with(world, r, on._replace(bell=False)),
+                self._with(world, r, on._replace(wake_event=False)),
             )
         elif step == "lock":
-            if world.lock != NOBODY:
-                yield f"replica {r} finds the cursor row taken", True, self._taken(world, r, me)
+            if world.lock != NO_REPLICA:
+                yield f"replica {r} finds the cursor row locked", True, self._taken(world, r, me)
             else:
                 if world.writer != r:
                     on = me._replace(does=FALL + len(self._rules.fall))
                 held = self._with(world._replace(lock=r), r, on)
-                yield f"replica {r} takes the cursor row to fall asleep", True, held
+                yield f"replica {r} locks the cursor row to fall asleep", True, held
         elif step == "flag":
-            yield f'replica {r} says "asleep"', True, self._with(world._replace(flag=ASLEEP), r, on)
+            yield f'replica {r} sets "asleep"', True, self._with(world._replace(flag=ASLEEP), r, on)
         elif step == "holders":
-            yield f"replica {r} looks at the holders", True, self._with(watch(world, 1 << r), r, on)
+            yield f"replica {r} reads the holders", True, self._with(watch(world, 1 << r), r, on)
         elif step == "read":
             yield f"replica {r} reads once more", True, self._with(mark(world, r), r, on)
         elif step == "end":
             holds = world.lock == r
-            let_go = world._replace(lock=NOBODY) if holds else world
+            released = world._replace(lock=NO_REPLICA) if holds else world
             if drafted(world, r) and not holds:
                 yield from self._write(world, r, me)
             elif drafted(world, r):
-                yield from self._moved(let_go, r, me, "commits a batch")
+                yield from self._moved(released, r, me, "commits a batch")
             else:
                 asleep = me._replace(does=SLEEP, asleep=True)
-                yield f"replica {r} sleeps", True, self._with(let_go, r, asleep)
+                yield f"replica {r} sleeps", True, self._with(released, r, asleep)
 
     # ------------------------------------------------------------- mishaps
 
     def _listen(self, world: World, r: int, me: Replica) -> Iterator[Step[World]]:
-        if me.does == DOWN or me.ear == len(self._rules.listens):
+        if me.does == DOWN or me.listen_step == len(self._rules.listens):
             return
-        step = self._rules.listens[me.ear]
-        then = me._replace(ear=me.ear + 1, bell=me.bell or step == "ring")
-        name = "listens" if step == "listen" else "rings its own bell"
+        step = self._rules.listens[me.listen_step]
+        then = me._replace(
+            listen_step=me.listen_step + 1, wake_event=me.wake_event or step == "ring"
+        )
+        name = "listens" if step == "listen" else "sets its own wake event"
         yield f"replica {r} {name}", True, self._with(world, r, then)
 
     def _notify(self, world: World, n: int, p: Producer) -> Iterator[Step[World]]:
         for r, replica in enumerate(world.replicas):
-            if p.unheard & 1 << r:
-                heard = put(world, n, p._replace(unheard=p.unheard & ~(1 << r)))
-                rung = self._with(heard, r, replica._replace(bell=True))
-                yield f"replica {r} hears of a commit", True, rung
+            if p.notifying & 1 << r:
+                received = put(world, n, p._replace(notifying=p.notifying & ~(1 << r)))
+                woken = self._with(received, r, replica._replace(wake_event=True))
+                yield f"replica {r} receives a notification", True, woken
 
     def _mishap(self, world: World) -> Iterator[Step[World]]:
-        kinds, free = self._kinds, world.lock == NOBODY
+        kinds, free = self._kinds, world.lock == NO_REPLICA
         for r, me in enumerate(world.replicas):
             if me.does == DOWN:
                 continue
-            if me.ear and "deaf" in kinds:
-                deaf = self._with(unheard(world, 1 << r), r, me._replace(ear=0))
+            if me.listen_step and "deaf" in kinds:
+                deaf = self._with(clear_notifications(world, 1 << r), r, me._replace(listen_step=0))
                 yield f"replica {r} loses its LISTEN", False, deaf
             if "killed" in kinds:
                 yield f"replica {r} is killed", False, ended(world, r)
             if "leaves" in kinds and free and me.does in (STANDBY, READ, SLEEP):
                 leaves = self._with(world._replace(lock=r), r, me._replace(does=LEAVE))
-                yield f"replica {r} takes the cursor row to leave", False, leaves
-            if "overthrown" in kinds and me.does == STANDBY and world.writer not in (NOBODY, r):
+                yield f"replica {r} locks the cursor row to leave", False, leaves
+            if "overthrown" in kinds and me.does == STANDBY and world.writer not in (NO_REPLICA, r):
                 name, _, then = self._take_row(world, r, me)
                 yield name + ", because the leader seems stuck", False, then
         if "operator" in kinds and free:
-            yield "an operator takes the cursor row", False, world._replace(lock=OPERATOR)
+            yield "an operator locks the cursor row", False, world._replace(lock=OPERATOR)
         if "crash" in kinds:
             lost, kept = crashed(world, 1 - world.flag), crashed(world, world.flag)
             yield "PostgreSQL crashes", False, kept
@@ -358,8 +365,9 @@ class WakeUp:
 
     def _with(self, world: World, r: int, me: Replica) -> World:
         """The world with another state of replica r."""
-        if me.bell and not me.asleep and me.does <= FALL and me.does != SLEEP:
-            # Cleared or heard before it can end a sleep, whether it rings or not.
-            me = me._replace(bell=self._rules.taken_sleeps)
+        if me.wake_event and not me.asleep and me.does <= FALL and me.does != SLEEP:
+            # The wake event is cleared or handled before it can end a sleep, so its value does not
+            # matter.
+            me = me._replace(wake_event=self._rules.locked_row_sleeps)
         replicas = world.replicas
         return world._replace(replicas=(*replicas[:r], me, *replicas[r + 1 :]))

@@ -1,4 +1,4 @@
-"""What a producer does in the model of the wake-up protocol: see `tests.models.wakeup`."""
+"""The producer in the model of the wake-up protocol: see `tests.models.wakeup`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tests.models.wakeup_world import (
     ASLEEP,
     AWAKE,
+    FLAG_READ,
     HOLDS,
-    LOOKED,
     NEW,
     RELEASED,
     UNSEEN,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def produce(world: World, n: int, p: Producer, rules: Rules) -> Iterator[Step[World]]:
-    """What the n-th transaction may do next; only the end of a commit is certain."""
+    """The steps of the n-th transaction; only the end of a commit is certain."""
     flag = world.flag
 
     def then(name: str, changed: Producer, certain: bool = False) -> Step[World]:
@@ -35,30 +35,30 @@ def produce(world: World, n: int, p: Producer, rules: Rules) -> Iterator[Step[Wo
 
     phase = p.phase
     if phase == NEW:
-        if rules.looks_before_it_allocates:
-            yield then("looks at the flag", p._replace(phase=LOOKED, notifies=flag == ASLEEP))
+        if rules.reads_flag_before_allocating:
+            yield then("reads the flag", p._replace(phase=FLAG_READ, notifies=flag == ASLEEP))
             return
-        yield then("takes the sequence's lock and an id", p._replace(phase=HOLDS))
+        yield then("locks the sequence and allocates an id", p._replace(phase=HOLDS))
         if rules.flag_is_a_row and p.saw == UNSEEN:
             yield then("begins under REPEATABLE READ", p._replace(saw=flag))
-    elif phase == LOOKED:
-        yield then("takes the sequence's lock and an id", p._replace(phase=HOLDS))
+    elif phase == FLAG_READ:
+        yield then("locks the sequence and allocates an id", p._replace(phase=HOLDS))
     elif phase in (HOLDS, WROTE):
         sees = flag if p.saw == UNSEEN else p.saw
-        if rules.looks_before_it_allocates:
+        if rules.reads_flag_before_allocating:
             sees = AWAKE
         if phase == HOLDS or (sees == ASLEEP and not p.notifies):
             notifies = p.notifies or sees == ASLEEP
             text = "inserts, and will notify" if notifies else "inserts, and will not notify"
             yield then(text, p._replace(phase=WROTE, notifies=notifies))
         if phase == WROTE:
-            unheard = 0
+            notifying = 0
             for r, replica in enumerate(world.replicas):
-                if p.notifies and rules.hears(replica):
-                    unheard |= 1 << r
-            committed = p._replace(phase=VISIBLE, saw=UNSEEN, notifies=False, unheard=unheard)
+                if p.notifies and rules.receives_notifications(replica):
+                    notifying |= 1 << r
+            committed = p._replace(phase=VISIBLE, saw=UNSEEN, notifies=False, notifying=notifying)
             yield then("commits", committed)
         gone = p._replace(phase=RELEASED, saw=UNSEEN, notifies=False, sequenced=True)
         yield then("rolls back", gone)
     elif phase == VISIBLE:
-        yield then("lets go of its lock", p._replace(phase=RELEASED), certain=True)
+        yield then("releases its lock", p._replace(phase=RELEASED), certain=True)

@@ -1,4 +1,4 @@
-"""What the model of the wake-up protocol is made of: see `tests.models.wakeup`."""
+"""The state of the wake-up protocol's model: see `tests.models.wakeup`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 AWAKE, ASLEEP = 0, 1
 UNSEEN = -1
-NOBODY = -1
+NO_REPLICA = -1
 OPERATOR = -2
 
-# How far a producer's transaction is.
-NEW, LOOKED, HOLDS, WROTE, VISIBLE, RELEASED = range(6)
+# The phases of a producer's transaction.
+NEW, FLAG_READ, HOLDS, WROTE, VISIBLE, RELEASED = range(6)
 
-# What a replica does next.  While it falls asleep, FALL + n is the n-th step.
+# The next step of a replica. While it falls asleep, FALL + n is the n-th step.
 STANDBY, READ, READ_FLAG, WRITE, PAUSE, READ_HOLDING, COMMIT, SLEEP, LEAVE, DOWN = range(10)
 FALL = 20
 
@@ -26,15 +26,15 @@ class Producer(NamedTuple):
 
     phase: int = NEW
     saw: int = UNSEEN
-    """The flag in its snapshot, where something reads it there."""
+    """The flag in its snapshot, for rules that read it there."""
     notifies: bool = False
     sequenced: bool = False
-    unheard: int = 0
-    """Replicas to which its notification is on the way."""
+    notifying: int = 0
+    """Replicas to which its notification is in flight."""
     watched: int = 0
-    """Replicas that watch it to its end."""
+    """Replicas that watch for its end."""
     read: int = 0
-    """Replicas that have its event in a batch not written yet."""
+    """Replicas that have its event in an unwritten batch."""
 
 
 class Replica(NamedTuple):
@@ -43,60 +43,60 @@ class Replica(NamedTuple):
     does: int = STANDBY
     asleep: bool = False
     """`Sequencer._asleep_until`."""
-    bell: bool = False
-    ear: int = 0
-    """How far it is with opening its connection for LISTEN."""
+    wake_event: bool = False
+    listen_step: int = 0
+    """The step of opening its LISTEN connection."""
 
 
 class World(NamedTuple):
     producers: tuple[Producer, ...]
     replicas: tuple[Replica, ...]
     flag: int = AWAKE
-    writer: int = NOBODY
-    """Who leads, as the cursor row says; NOBODY also while that one is dead."""
-    lock: int = NOBODY
-    """Who holds the cursor row."""
+    writer: int = NO_REPLICA
+    """The leader in the cursor row; NO_REPLICA while it is dead."""
+    lock: int = NO_REPLICA
+    """The holder of the cursor row's lock."""
     mishaps: int = 0
-    """So many more may happen."""
+    """The number of faults that may still happen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The protocol; each field that is changed makes another one."""
+    """The protocol; each changed field makes an incorrect or equivalent variant."""
 
     fall: tuple[str, ...] = ("clear", "lock", "flag", "holders", "read", "end")
-    """The order of falling asleep; what is left out is not done."""
+    """The order of the steps to sleep; omitted steps are skipped."""
     flag_is_a_row: bool = False
     """The trigger reads an ordinary row, in the producer's snapshot."""
-    looks_before_it_allocates: bool = False
-    """The trigger looks at the flag before the sequence's lock is taken."""
+    reads_flag_before_allocating: bool = False
+    """The trigger reads the flag before it locks the sequence."""
     forgets_watched: bool = False
-    """Woken by anything, it does not watch any more."""
+    """Any wake-up ends the watch of the holders."""
     watches_one: bool = False
-    """The first holder that ends is the last one that is watched."""
+    """The end of the first holder ends the watch of all."""
     listens: tuple[str, ...] = ("listen", "ring")
-    """The order of opening a lost connection for LISTEN again."""
-    heeds_flag: bool = True
-    """Who reads or writes "awake" is not asleep."""
-    taken_sleeps: bool = False
-    """Who finds the cursor row taken sleeps until it is woken."""
-    anybody_says_awake: bool = False
-    """Whoever leaves says "awake", not just the leader."""
-    late_batch_says_awake: bool = False
-    """A batch that is refused says "awake" all the same."""
+    """The order of reopening a lost LISTEN connection."""
+    respects_flag: bool = True
+    """A replica that reads or writes "awake" is not asleep."""
+    locked_row_sleeps: bool = False
+    """A replica that finds the cursor row locked sleeps until it is woken."""
+    any_replica_sets_awake: bool = False
+    """Every leaving replica sets "awake", not only the leader."""
+    rejected_batch_sets_awake: bool = False
+    """A rejected batch sets "awake" nevertheless."""
     unfenced: bool = False
-    """A batch is written whoever leads."""
+    """A batch is written without a check of the leader."""
 
-    def hears(self, replica: Replica) -> bool:
+    def receives_notifications(self, replica: Replica) -> bool:
         """Whether notifications to a replica arrive."""
-        return "listen" in self.listens[: replica.ear]
+        return "listen" in self.listens[: replica.listen_step]
 
 
 GOOD = Rules()
 KINDS = frozenset({"deaf", "killed", "leaves", "overthrown", "operator", "crash"})
 
 
-# ------------------------------------------------------- what happens to it
+# ------------------------------------------------------------ state changes
 
 
 def put(world: World, n: int, producer: Producer) -> World:
@@ -105,7 +105,7 @@ def put(world: World, n: int, producer: Producer) -> World:
 
 
 def in_order(producers: Iterable[Producer]) -> tuple[Producer, ...]:
-    """It does not matter which producer is which."""
+    """Producers are interchangeable (symmetry reduction)."""
     return tuple(sorted(producers, key=hash))
 
 
@@ -141,8 +141,8 @@ def unwatch(world: World, bit: int, phase_min: int) -> World:
     )
 
 
-def unheard(world: World, bit: int) -> World:
-    return each(world, lambda p: p._replace(unheard=p.unheard & ~bit))
+def clear_notifications(world: World, bit: int) -> World:
+    return each(world, lambda p: p._replace(notifying=p.notifying & ~bit))
 
 
 def forget(world: World, r: int) -> World:
@@ -150,24 +150,24 @@ def forget(world: World, r: int) -> World:
 
 
 def ended(world: World, r: int) -> World:
-    """Replica r is no more; its locks and what it worked out went with it."""
+    """Replica r ends; its locks and unwritten batch are gone."""
     bit = 1 << r
     world = each(
         world,
         lambda p: p._replace(
-            read=p.read & ~bit, unheard=p.unheard & ~bit, watched=p.watched & ~bit
+            read=p.read & ~bit, notifying=p.notifying & ~bit, watched=p.watched & ~bit
         ),
     )
     replicas = world.replicas
     return world._replace(
         replicas=(*replicas[:r], Replica(DOWN), *replicas[r + 1 :]),
-        writer=NOBODY if world.writer == r else world.writer,
-        lock=NOBODY if world.lock == r else world.lock,
+        writer=NO_REPLICA if world.writer == r else world.writer,
+        lock=NO_REPLICA if world.lock == r else world.lock,
     )
 
 
 def crashed(world: World, flag: int) -> World:
-    """Transactions in flight are no more, and no session is; who published may begin anew."""
+    """All transactions in flight and sessions end; the producers may begin again."""
     return World(
         in_order(
             Producer(saw=p.saw)

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.model.api_token import TokenSettings, digest, format_token, in_order, is_token
+from outbox.core.model.api_token import (
+    TokenSettings,
+    digest,
+    format_token,
+    is_token,
+    normalize_scopes,
+)
 from outbox.errors import UsageError
 from outbox.operations import (
     api_tokens,
@@ -37,14 +43,14 @@ SELECT md5(i::text)::uuid, 'e' || i, 'http://a/', '{}', 1, 'tenant-' || i % 100
 INSERT INTO journal (kind, actor, endpoint_id)
 SELECT 'endpoint_updated', 'test', md5(CASE WHEN i % 2 = 0 THEN 1 ELSE i % 2000 + 1 END::text)::uuid
   FROM generate_series(1, 40000) i;
-INSERT INTO once (key, event_id, expires_at)
+INSERT INTO idempotency_key (key, event_id, expires_at)
 SELECT 'k' || i, gen_random_uuid(), now() + interval '1 d' FROM generate_series(1, 5000) i;
 INSERT INTO schedule (name, cron, timezone, type, payload, tenant, misfire, grace_s, overlap,
-                      next_at, look_at)
+                      next_at, due_at)
 SELECT 's' || i, '@daily', 'UTC', 'a.b', '{}', 'tenant-1', 'once', 60, 'allow', now(), now()
   FROM generate_series(1, 5000) i;
-INSERT INTO replay_job (kind, asked_by) SELECT 'dead', 'test' FROM generate_series(1, 5000);
-INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id)
+INSERT INTO replay_job (kind, requested_by) SELECT 'dead', 'test' FROM generate_series(1, 5000);
+INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, last_id)
 SELECT i, md5((i % 2000 + 1)::text)::uuid, 1, 1, 1 FROM generate_series(1, 5000) i;
 INSERT INTO lane (endpoint_id, generation, slot)
 SELECT md5(i::text)::uuid, 1, 0 FROM generate_series(1, 2000) i;
@@ -125,8 +131,8 @@ def test_a_token_is_256_random_bits_in_a_form_that_is_known_again() -> None:
 
 
 def test_scopes_have_one_order_and_no_repetition() -> None:
-    assert in_order(["operate", "read", "read"]) == ("read", "operate")
+    assert normalize_scopes(["operate", "read", "read"]) == ("read", "operate")
     assert TokenSettings(name="a", scopes=("publish", "read")).scopes == ("read", "publish")  # type: ignore[arg-type]
     for wrong in ([], ["all"]):
         with pytest.raises(UsageError, match="scopes: "):
-            in_order(wrong)
+            normalize_scopes(wrong)

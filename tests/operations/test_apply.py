@@ -11,7 +11,7 @@ import pytest
 from outbox.core.model import endpoint_config
 from outbox.errors import UsageError
 from outbox.operations import endpoints
-from outbox.operations.apply import apply
+from outbox.operations.apply import apply_file
 from outbox.operations.endpoint_changes import LOCK_EPOCH
 from tests.support.relay import add_endpoint
 from tests.support.waiting import until
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.apply import Outcome
+    from outbox.operations.apply import ApplyOutcome
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -32,12 +32,14 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(server_settings={"search_path": "relay"})
 
 
-async def put(db: Connection[Any], *declared: dict[str, Any], **options: Any) -> Outcome:
+async def put(db: Connection[Any], *declared: dict[str, Any], **options: Any) -> ApplyOutcome:
     document = {"endpoints": [{"url": URL, **each} for each in declared]}
-    return await apply(db, "relay", endpoint_config.read(document), actor="ann", **options)
+    return await apply_file(
+        db, "relay", endpoint_config.parse_file(document), actor="ann", **options
+    )
 
 
-def told(outcome: Outcome) -> list[tuple[str, str]]:
+def told(outcome: ApplyOutcome) -> list[tuple[str, str]]:
     return [(step.action, step.name) for step in outcome.steps]
 
 
@@ -46,7 +48,7 @@ async def names(db: Connection[Any]) -> list[str]:
 
 
 async def test_the_second_time_there_is_nothing_to_do(db: Connection[Any]) -> None:
-    file = ({"name": "a", "lanes": 2}, {"name": "b", "types": ["order.*"], "retry": "plane"})
+    file = ({"name": "a", "lanes": 2}, {"name": "b", "types": ["order.*"], "retry": "stepped"})
     first = await put(db, *file)
     assert told(first) == [("add", "a"), ("add", "b")]
     assert all(step.secret and step.id for step in first.steps)
@@ -98,10 +100,10 @@ async def test_who_is_not_in_the_file_stays_unless_pruned(db: Connection[Any]) -
 async def test_what_is_owed_is_given_up_only_when_said(db: Connection[Any]) -> None:
     await put(db, {"name": "a"}, {"name": "b"})
     await db.execute("UPDATE lane_counter SET last_seq = 3")
-    with pytest.raises(UsageError, match='endpoint "b" is owed 3 deliveries'):
+    with pytest.raises(UsageError, match='endpoint "b" has 3 deliveries pending'):
         await put(db, {"name": "a"}, prune=True)
-    done = await put(db, {"name": "a"}, prune=True, give_up=True)
-    assert [(step.action, step.owed) for step in done.steps] == [("remove", 3), ("keep", 0)]
+    done = await put(db, {"name": "a"}, prune=True, dead_letter=True)
+    assert [(step.action, step.pending) for step in done.steps] == [("remove", 3), ("keep", 0)]
     assert (await endpoints.get(db, "relay", "b")).row.state == "removing"
     # Its relay has not finished that yet: the file is nevertheless as it is.
     assert (await put(db, {"name": "a"}, prune=True)).changes == 0
@@ -147,7 +149,7 @@ async def test_one_mistake_and_nothing_happens(db: Connection[Any], dry_run: boo
     await put(db, {"name": "a"})
     unknown = "0d0a2ee4-8d4a-4c8a-9d0f-0d3f3b6b8a51"
     for wrong, says in (
-        ({"name": "c", "filter": "@.a =="}, r"^endpoints\[2\].filter: the database cannot read it"),
+        ({"name": "c", "filter": "@.a =="}, r"^endpoints\[2\].filter: invalid SQL/JSON path"),
         ({"name": "c", "id": unknown}, r"^endpoints\[2\].id: there is no endpoint with the id"),
     ):
         with pytest.raises(UsageError, match=says):

@@ -10,7 +10,7 @@ import pytest
 
 from outbox.errors import NotFound, UsageError
 from outbox.operations import dead_letters, discard, endpoint_removal, replays
-from outbox.operations.dead_letter_filter import Filter, Selection
+from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
 from tests.support import ranges
 from tests.support.relay import (
     OK,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-ALL = Selection(everything=True)
+ALL = DeadLetterSelection(everything=True)
 
 # What a plan must not change.
 EVERYTHING = """
@@ -58,7 +58,7 @@ async def bury(
         await db.execute(
             """
             INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, outbox_id, event_id,
-                   type, payload, reason, attempts, last_answer)
+                   type, payload, reason, attempts, last_response)
             SELECT $1, min(id), 0, $2::bigint, $3::bigint, CASE WHEN $2 = $3 THEN $2 END,
                    CASE WHEN $2 = $3 THEN gen_random_uuid() END,
                    CASE WHEN $2 = $3 THEN 'a.b' END, CASE WHEN $2 = $3 THEN '{}'::jsonb END,
@@ -93,12 +93,14 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
         letter = await dead_letters.get(db, "relay", row.id)
         assert (letter.key, letter.tenant, letter.payload) == ("k", None, {"n": 2})
         assert letter.headers == {"X-A": "b"}
-        assert letter.last_answer is not None
-        assert letter.last_answer["body"] == "no"
+        assert letter.last_response is not None
+        assert letter.last_response["body"] == "no"
         assert letter.replays == ()
 
         network.script = lambda _: OK
-        outcome = await replays.replay(db, "relay", Selection(ids=(row.id,)), actor="ann@desk")
+        outcome = await replays.start_replay(
+            db, "relay", DeadLetterSelection(ids=(row.id,)), actor="ann@desk"
+        )
         assert (outcome.done, outcome.skipped) == (1, {})
         await until(lambda: network.data() == [{"n": 1}, {"n": 3}, {"n": 2}])
         await all_ended(database)
@@ -110,12 +112,12 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
     assert await ids(db) == []
     assert await ids(db, states=("replaying",)) == []
     assert await ids(db, states=("replayed",)) == [row.id]
-    for refused in (replays.replay, discard.discard):
+    for refused in (replays.start_replay, discard.discard):
         with pytest.raises(
             UsageError,
-            match=f"{row.id} was sent again as number 4; see: outbox dead show {row.id}",
+            match=f"{row.id} was replayed as sequence 4; see: outbox dead show {row.id}",
         ):
-            await refused(db, "relay", Selection(ids=(row.id,)), actor="test")
+            await refused(db, "relay", DeadLetterSelection(ids=(row.id,)), actor="test")
     kinds = [r["kind"] for r in await db.fetch("SELECT kind FROM journal WHERE actor = 'ann@desk'")]
     assert kinds == ["dead_replayed"]
     assert await exceptions(database) == {}
@@ -135,7 +137,7 @@ async def test_what_became_of_a_replay(database: Database, db: Connection[Any], 
         assert letter.row == row
         return row.state, row.again
 
-    await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
     assert await state() == ("replaying", None)
     await db.execute(
         "INSERT INTO delivery SELECT min(lane.id), 1, 5, 1, min(replay.id), 1 FROM lane, replay;"
@@ -155,25 +157,27 @@ async def test_what_became_of_a_replay(database: Database, db: Connection[Any], 
     await bury(db, one.id, 5 if to == 5 else 4, to=to)
     (second,) = await ids(db)
     assert await state() == ("dead_again", second)
-    with pytest.raises(UsageError, match=f"dead again as {second}; see: outbox dead show {second}"):
-        await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    with pytest.raises(
+        UsageError, match=f"dead-lettered again as {second}; see: outbox dead show {second}"
+    ):
+        await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
 
 
 @pytest.mark.parametrize(
     "several",
     [
         {"ids": (1,), "everything": True},
-        {"ids": (1,), "filter": Filter(endpoint="a")},
-        {"filter": Filter(tenant="t"), "everything": True},
+        {"ids": (1,), "filter": DeadLetterFilter(endpoint="a")},
+        {"filter": DeadLetterFilter(tenant="t"), "everything": True},
     ],
 )
 async def test_a_selection_is_one_thing(several: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="say which dead letters: some by their ids"):
-        Selection()
-    with pytest.raises(UsageError, match="say ids, all, or what they have in common, not"):
-        Selection(**several)
-    with pytest.raises(UsageError, match="at most 1000 by number"):
-        Selection(ids=tuple(range(1, 1002)))
+    with pytest.raises(UsageError, match="select dead letters: by ids"):
+        DeadLetterSelection()
+    with pytest.raises(UsageError, match="combine neither ids nor all with a filter"):
+        DeadLetterSelection(**several)
+    with pytest.raises(UsageError, match="at most 1000 ids"):
+        DeadLetterSelection(ids=tuple(range(1, 1002)))
 
 
 async def test_pages_and_filters(database: Database, db: Connection[Any]) -> None:
@@ -184,10 +188,10 @@ async def test_pages_and_filters(database: Database, db: Connection[Any]) -> Non
     assert len(everything) == 4
     assert await ids(db, limit=2) == everything[:2]
     assert await ids(db, limit=2, after=everything[1]) == everything[2:]
-    assert await ids(db, only=Filter(endpoint="two")) == everything[3:]
+    assert await ids(db, only=DeadLetterFilter(endpoint="two")) == everything[3:]
     with pytest.raises(NotFound, match='there is no endpoint "tow"; did you mean "two"'):
-        await ids(db, only=Filter(endpoint="tow"))
-    await discard.discard(db, "relay", Selection(ids=(everything[0],)), actor="test")
+        await ids(db, only=DeadLetterFilter(endpoint="tow"))
+    await discard.discard(db, "relay", DeadLetterSelection(ids=(everything[0],)), actor="test")
     assert await ids(db) == everything[1:]
     assert await ids(db, states=dead_letters.STATES) == everything
 
@@ -205,26 +209,26 @@ async def test_a_sweep_passes_over_what_cannot_be_sent_again(
     await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", off.id)
     await endpoint_removal.remove(db, "relay", name="gone", actor="test")
     before = await db.fetch(EVERYTHING)
-    found, planned = await replays.plan(db, "relay", ALL)
+    found, planned = await replays.plan_replay(db, "relay", ALL)
     assert [(f.endpoint, f.letters, f.numbers, f.skipped) for f in found] == [
         ("gone", 1, 1, 1),
         ("off", 2, 2, 2),
         ("one", 4, 13, 1),
     ]
     assert await db.fetch(EVERYTHING) == before
-    outcome = await replays.replay(db, "relay", ALL, actor="ann@desk")
+    outcome = await replays.start_replay(db, "relay", ALL, actor="ann@desk")
     assert (outcome.done, outcome.skipped) == (3, {"erased": 1, "disabled": 2, "removed": 1})
     assert (planned.done, planned.skipped) == (outcome.done, outcome.skipped)
     # To ask is to write down what is wanted; the leader takes it.
     assert await db.fetchval("SELECT count(*) FROM replay") == 0
-    parts = "SELECT (endpoint_id, next_id <= last_id)::text FROM replay_part"
+    parts = "SELECT (endpoint_id, next_id <= last_id)::text FROM replay_job_endpoint"
     assert await db.fetchval(parts) == f"({one.id},t)"
     await ranges.sequence_all(database)
     sql = """SELECT array_agg((d.seq, d.to_seq)::text ORDER BY r.id)
                FROM replay r JOIN dead_letter d ON d.id = r.dead_id"""
     assert await db.fetchval(sql) == ["(1,1)", "(2,2)", "(10,19)"]
     # What is replaying already is not looked at again.
-    assert (await replays.replay(db, "relay", ALL, actor="test")).done == 0
+    assert (await replays.start_replay(db, "relay", ALL, actor="test")).done == 0
     data = await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'")
     assert orjson.loads(data) == {"job": outcome.job, "selection": {}, "letters": 3}
 
@@ -246,32 +250,36 @@ async def test_a_selection_by_what_they_have_in_common(
     )
     at = datetime(2026, 1, 1, tzinfo=UTC)
     for only, expected in (
-        (Filter(endpoint="one"), [1, 2, 3, 4]),
-        (Filter(types=("a.*",)), [1, 2, 4, 5]),
-        (Filter(types=("**",)), [1, 2, 4, 5]),
-        (Filter(types=("a.c", "outbox.*")), [2, 3]),
-        (Filter(tenant="t"), [3]),
-        (Filter(reason="expired"), [4]),
-        (Filter(since=at, until=at + timedelta(seconds=1)), [1, 5]),
-        (Filter(until=at), []),
-        (Filter(since=at + timedelta(seconds=1)), [2, 3, 4, 6]),
-        (Filter(endpoint="two", types=("a.b",)), [5]),
+        (DeadLetterFilter(endpoint="one"), [1, 2, 3, 4]),
+        (DeadLetterFilter(types=("a.*",)), [1, 2, 4, 5]),
+        (DeadLetterFilter(types=("**",)), [1, 2, 4, 5]),
+        (DeadLetterFilter(types=("a.c", "outbox.*")), [2, 3]),
+        (DeadLetterFilter(tenant="t"), [3]),
+        (DeadLetterFilter(reason="expired"), [4]),
+        (DeadLetterFilter(since=at, until=at + timedelta(seconds=1)), [1, 5]),
+        (DeadLetterFilter(until=at), []),
+        (DeadLetterFilter(since=at + timedelta(seconds=1)), [2, 3, 4, 6]),
+        (DeadLetterFilter(endpoint="two", types=("a.b",)), [5]),
     ):
         assert await ids(db, only=only) == expected, only
-        found, _ = await replays.plan(db, "relay", Selection(filter=only))
+        found, _ = await replays.plan_replay(db, "relay", DeadLetterSelection(filter=only))
         assert sum(f.letters for f in found) == len(expected)
-        assert await discard.count(db, "relay", Selection(filter=only)) == len(expected)
-    only = Filter(types=("a.c", "outbox.*"), reason="refused")
-    outcome = await replays.replay(db, "relay", Selection(filter=only), actor="ann@desk")
+        assert await discard.count_discardable(
+            db, "relay", DeadLetterSelection(filter=only)
+        ) == len(expected)
+    only = DeadLetterFilter(types=("a.c", "outbox.*"), reason="refused")
+    outcome = await replays.start_replay(
+        db, "relay", DeadLetterSelection(filter=only), actor="ann@desk"
+    )
     await ranges.sequence_all(database)
     assert outcome.done == 2
     assert await ids(db) == [1, 4, 5, 6]
     told = orjson.loads(await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'"))
     assert told["selection"] == {"types": ["a.c", "outbox.*"], "reason": "refused"}
-    with pytest.raises(UsageError, match='"tired" is not a reason; there are: refused, '):
-        Filter(reason="tired")
+    with pytest.raises(UsageError, match='"tired" is not a reason; choose one of: refused, '):
+        DeadLetterFilter(reason="tired")
     with pytest.raises(UsageError, match="until must be later than since"):
-        Filter(since=at, until=at)
+        DeadLetterFilter(since=at, until=at)
 
 
 async def test_what_there_is_by_state(database: Database, db: Connection[Any]) -> None:
@@ -280,17 +288,17 @@ async def test_what_there_is_by_state(database: Database, db: Connection[Any]) -
     await bury(db, two.id, 1)
     await bury(db, two.id, 5, to=9)
     await db.execute("UPDATE dead_letter SET reason = 'expired' WHERE id = 1")
-    await discard.discard(db, "relay", Selection(ids=(1,)), actor="test")
-    await replays.replay(db, "relay", Selection(ids=(2, 3, 4)), actor="test")
+    await discard.discard(db, "relay", DeadLetterSelection(ids=(1,)), actor="test")
+    await replays.start_replay(db, "relay", DeadLetterSelection(ids=(2, 3, 4)), actor="test")
 
     async def counted(**only: Any) -> list[tuple[Any, ...]]:
-        found = await dead_letters.counts(db, "relay", only=Filter(**only))
+        found = await dead_letters.count_by_state(db, "relay", only=DeadLetterFilter(**only))
         return [(c.endpoint, c.reason, c.state, c.letters, c.numbers) for c in found]
 
     other = [("two", "refused", "dead", 2, 6)]
     first = [("one", "expired", "discarded", 1, 1)]
     assert await counted() == [*first, ("one", "refused", "replaying", 3, 3), *other]
-    # The first was sent and given up again, the second delivered, the third is owed.
+    # The first was sent and given up again, the second delivered, the third is pending.
     await db.execute("UPDATE lane_counter SET last_seq = 10")
     await ranges.sequence_all(database)
     await db.execute("UPDATE lane_progress SET acked_seq = 11 WHERE endpoint_id = $1", one.id)
@@ -319,10 +327,10 @@ async def test_what_is_named_must_be_possible(database: Database, db: Connection
     await endpoint_removal.remove(db, "relay", name="gone", actor="test")
     first, second, third, disabled, removed = await ids(db)
     await db.execute("UPDATE dead_letter SET payload = NULL WHERE id = $1", third)
-    await discard.discard(db, "relay", Selection(ids=(second,)), actor="test")
+    await discard.discard(db, "relay", DeadLetterSelection(ids=(second,)), actor="test")
     for dead_id, says in (
         (second, "was discarded"),
-        (third, "has no event any more"),
+        (third, "has no payload"),
         (
             disabled,
             'belongs to the endpoint "it is off", which is disabled; '
@@ -332,15 +340,17 @@ async def test_what_is_named_must_be_possible(database: Database, db: Connection
     ):
         # All or none: the good one beside it is left alone, too.
         with pytest.raises(UsageError, match=f"dead letter {dead_id} {says}"):
-            await replays.replay(db, "relay", Selection(ids=(first, dead_id)), actor="test")
+            await replays.start_replay(
+                db, "relay", DeadLetterSelection(ids=(first, dead_id)), actor="test"
+            )
     with pytest.raises(NotFound, match="there is no dead letter 99; see: outbox dead list"):
-        await replays.replay(db, "relay", Selection(ids=(first, 99)), actor="test")
+        await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first, 99)), actor="test")
     assert await db.fetchval("SELECT count(*) FROM replay") == 0
-    await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
-    with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
-        await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
-    with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
-        await discard.discard(db, "relay", Selection(ids=(first,)), actor="test")
+    await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
+    with pytest.raises(UsageError, match=f"dead letter {first} is being replayed already"):
+        await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
+    with pytest.raises(UsageError, match=f"dead letter {first} is being replayed already"):
+        await discard.discard(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
 
 
 async def test_discarding_is_journalled(database: Database, db: Connection[Any]) -> None:
@@ -348,12 +358,12 @@ async def test_discarding_is_journalled(database: Database, db: Connection[Any])
     await bury(db, one.id, 1)
     await bury(db, one.id, 10, to=19)
     both = await ids(db)
-    outcome = await discard.discard(db, "relay", ALL, actor="ann@desk", reason="the customer left")
+    outcome = await discard.discard(db, "relay", ALL, actor="ann@desk", comment="the customer left")
     assert (outcome.done, outcome.skipped) == (2, {})
     row = await db.fetchrow("SELECT actor, endpoint_id, data FROM journal ORDER BY id DESC LIMIT 1")
     assert row["actor"] == "ann@desk"
     assert orjson.loads(row["data"]) == {
-        "reason": "the customer left",
+        "comment": "the customer left",
         "selection": {},
         "letters": 2,
         "from": both[0],
@@ -365,7 +375,7 @@ async def test_discarding_is_journalled(database: Database, db: Connection[Any])
 async def test_a_great_many_are_discarded_step_by_step(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discard, "STEP", 2)
+    monkeypatch.setattr(discard, "BATCH_SIZE", 2)
     one = await add_endpoint(database, "one", lanes=2)
     await bury(db, one.id, 1, 2, 3, 4, 5)
     await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT min(id), 3 FROM lane")
@@ -378,7 +388,7 @@ async def test_a_great_many_are_discarded_step_by_step(
     assert await db.fetchval("SELECT count(*) FROM lane_block") == 0
 
 
-@pytest.mark.parametrize("decide", [replays.replay, discard.discard])
+@pytest.mark.parametrize("decide", [replays.start_replay, discard.discard])
 async def test_a_decision_frees_the_lane_that_waits_for_it(
     database: Database, db: Connection[Any], decide: Any
 ) -> None:
@@ -387,9 +397,9 @@ async def test_a_decision_frees_the_lane_that_waits_for_it(
     await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 2 FROM lane")
     first, second = await ids(db)
     version = await db.fetchval("SELECT version FROM cursor")
-    await decide(db, "relay", Selection(ids=(first,)), actor="test")
+    await decide(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
     assert await db.fetchval("SELECT count(*) FROM lane_block") == 2
-    await decide(db, "relay", Selection(ids=(second,)), actor="test")
+    await decide(db, "relay", DeadLetterSelection(ids=(second,)), actor="test")
     # The other lane waits for another letter of the same number.
     assert await db.fetchval("SELECT array_agg(lane_id) = ARRAY[max(l.id)] FROM lane_block, "
                              "(SELECT max(id) AS id FROM lane) l")  # fmt: skip

@@ -18,7 +18,7 @@ from outbox.core.model.endpoint import EndpointSettings
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
 from outbox.operations import doctor, rotate_key
-from outbox.operations.doctor import Finding, Limits, Severity
+from outbox.operations.doctor import DoctorFinding, DoctorLimits, Severity
 from outbox.operations.endpoint_changes import add
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
@@ -26,7 +26,7 @@ from outbox.store.connection import dsn
 from outbox.store.connection.migrate import migrations
 from outbox.store.connection.secrets import CLEAR, Vault
 from outbox.store.replicas import ReplicaStore
-from tests.support.doctor import PATH, findings, sql_of, the_one, told
+from tests.support.doctor import PATH, findings, reported_findings, sql_of, the_one
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, running
 from tests.support.schedules import add as add_schedule
 from tests.support.schedules import let_be_due
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-AT_ONCE = Limits(
+AT_ONCE = DoctorLimits(
     lag_warning_s=0, listener_s=0, unfinished_s=0, failing_s=0, holder_s=0, transaction_s=0
 )
 REPLICA = """
@@ -61,7 +61,7 @@ async def test_a_healthy_database_has_no_problem(database: Database, db: Connect
         await publish(database, 1, 2, 3)
         await all_ended(database)
         await until(lambda: _listens(db), what="the listener")
-        found = await findings(db, limits=replace(Limits(), listener_s=0))
+        found = await findings(db, limits=replace(DoctorLimits(), listener_s=0))
     # The tests' server does without the disk, and the machine has clients enough.
     # And its relays connect as a superuser, without a key.
     bad = [f for f in found if f.severity is not Severity.OK]
@@ -69,7 +69,7 @@ async def test_a_healthy_database_has_no_problem(database: Database, db: Connect
     assert bad == []
     assert {f.subject for f in found} == set(doctor.Subject)
     (relays,) = [f for f in found if f.check == "relays"]
-    assert "owns 1 endpoint; its lease runs for" in relays.says
+    assert "owns 1 endpoint; its lease expires in" in relays.message
 
 
 async def _listens(db: Connection[Any]) -> bool:
@@ -94,7 +94,7 @@ async def test_looking_changes_nothing_and_takes_no_lock(db: Connection[Any]) ->
 async def test_a_missing_schema_is_all_there_is_to_say(empty_database: Database) -> None:
     found = await findings(await empty_database.connect(**PATH))
     assert [f.check for f in found] == ["server", "schema"]
-    assert (found[1].severity, found[1].do) == (Severity.PROBLEM, "run: outbox migrate")
+    assert (found[1].severity, found[1].action) == (Severity.PROBLEM, "run: outbox migrate")
 
 
 @pytest.mark.one_major
@@ -102,7 +102,9 @@ async def test_an_older_schema_is_told_and_a_newer_one_is_an_error(db: Connectio
     last = migrations()[-1].version
     await db.execute("DELETE FROM migration WHERE version = $1", last)
     found = await findings(db)
-    assert found[-1].says == (f'schema "relay" is at version {last - 1}, this program needs {last}')
+    assert found[-1].message == (
+        f'schema "relay" is at version {last - 1}, this program needs {last}'
+    )
     await db.execute("INSERT INTO migration VALUES (99, 'future', 'x', 99)")
     with pytest.raises(SchemaTooNew):
         await findings(db)
@@ -117,7 +119,7 @@ async def test_a_standby_is_a_problem(private_database: Database) -> None:
     (found,) = await findings(db)
     await db.execute("SELECT pg_promote()")
     assert found.severity is Severity.PROBLEM
-    assert "a standby: it takes no writes" in found.says
+    assert "a standby: it accepts no writes" in found.message
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ async def test_a_standby_is_a_problem(private_database: Database) -> None:
         ("CACHE 10", "CACHE is 10"),
         ("INCREMENT 2", "INCREMENT is 2"),
         ("CYCLE", "it may CYCLE"),
-        ("RESTART 2", "went back to 1, below 3"),
+        ("RESTART 2", "was reset to 1, below 3"),
     ],
 )
 @pytest.mark.one_major
@@ -139,9 +141,9 @@ async def test_a_sequence_that_was_changed(
     if "RESTART" in alter:
         await db.execute("SELECT setval('outbox_id_seq', 1)")
     found = await the_one(db, "sequence")
-    assert (found.severity, says in found.says) == (Severity.PROBLEM, True), found
+    assert (found.severity, says in found.message) == (Severity.PROBLEM, True), found
     await db.execute(sql_of(found))
-    assert await told(db, "sequence") == []
+    assert await reported_findings(db, "sequence") == []
 
 
 async def test_a_sequence_that_a_crash_would_reset(database: Database, db: Connection[Any]) -> None:
@@ -150,7 +152,7 @@ async def test_a_sequence_that_a_crash_would_reset(database: Database, db: Conne
     await db.execute("ALTER SEQUENCE outbox_id_seq SET UNLOGGED")
     found = await the_one(db, "sequence")
     await db.execute(sql_of(found))
-    assert await told(db, "sequence") == []
+    assert await reported_findings(db, "sequence") == []
 
 
 @pytest.mark.one_major
@@ -159,9 +161,9 @@ async def test_an_event_with_an_id_of_its_own(db: Connection[Any]) -> None:
         "INSERT INTO outbox (id, type, payload) OVERRIDING SYSTEM VALUE VALUES (77, 'a', '1')"
     )
     found = await the_one(db, "sequence")
-    assert "an event with id 77" in found.says
+    assert "event id 77 is above" in found.message
     await db.execute(sql_of(found))
-    assert await told(db, "sequence") == []
+    assert await reported_findings(db, "sequence") == []
 
 
 @pytest.mark.one_major
@@ -171,32 +173,32 @@ async def test_a_trigger_that_does_not_fire(db: Connection[Any]) -> None:
         ("ENABLE REPLICA", Severity.PROBLEM),
         ("ENABLE", Severity.WARNING),
     ):
-        await db.execute(f"ALTER TABLE outbox {how} TRIGGER ring_the_relay")
+        await db.execute(f"ALTER TABLE outbox {how} TRIGGER notify_relay")
         found = await the_one(db, "trigger")
         assert found.severity is severity
         await db.execute(sql_of(found))
-        assert await told(db, "trigger") == []
-    await db.execute("DROP TRIGGER ring_the_relay ON outbox")
+        assert await reported_findings(db, "trigger") == []
+    await db.execute("DROP TRIGGER notify_relay ON outbox")
     found = await the_one(db, "trigger")
     assert found.severity is Severity.PROBLEM
-    assert "is gone" in found.says
+    assert "is missing" in found.message
 
 
 async def test_a_flag_that_producers_cannot_read(db: Connection[Any]) -> None:
     await db.execute("REVOKE SELECT ON SEQUENCE wakeup FROM PUBLIC")
     found = await the_one(db, "wake-up flag")
-    assert (found.severity, "producers may not read" in found.says) == (Severity.PROBLEM, True)
+    assert (found.severity, "producers may not read" in found.message) == (Severity.PROBLEM, True)
     await db.execute(sql_of(found))
-    assert await told(db, "wake-up flag") == []
+    assert await reported_findings(db, "wake-up flag") == []
 
 
 @pytest.mark.one_major
 async def test_a_flag_that_is_stuck(db: Connection[Any]) -> None:
     await db.execute("SELECT setval('wakeup', extract(epoch FROM now())::bigint + 7260)")
     found = await the_one(db, "wake-up flag")
-    assert "the flag is stuck: it says that a relay sleeps for 2 h" in found.says
+    assert "the wake-up flag is stuck 2 h in the future" in found.message
     await db.execute(sql_of(found))
-    assert await told(db, "wake-up flag") == []
+    assert await reported_findings(db, "wake-up flag") == []
 
 
 @pytest.mark.one_major
@@ -204,13 +206,13 @@ async def test_partitions_that_are_missing(db: Connection[Any]) -> None:
     await db.execute("DROP TABLE outbox_1, batch_2")
     found = await the_one(db, "partitions")
     assert found.severity is Severity.WARNING
-    assert found.says.startswith("relay.outbox has no partition for the next period")
+    assert found.message.startswith("relay.outbox has no partition for the next period")
     await db.execute(sql_of(found))
-    assert await told(db, "partitions") == []
+    assert await reported_findings(db, "partitions") == []
     await db.execute("DROP TABLE delivery_0")
     found = await the_one(db, "partitions")
     assert found.severity is Severity.PROBLEM
-    assert found.says.startswith("relay.delivery has no partition for the period that is written")
+    assert found.message.startswith("relay.delivery has no partition for the current period")
     await db.execute(sql_of(found))
 
 
@@ -219,45 +221,45 @@ async def test_a_clock_that_is_off(db: Connection[Any]) -> None:
     for off_s, severity in ((30, Severity.WARNING), (-600, Severity.PROBLEM)):
         found = await the_one(db, "clock", clock=lambda off_s=off_s: time.time() + off_s)
         assert found.severity is severity
-        assert ("ahead of" if off_s > 0 else "behind") in found.says
+        assert ("ahead of" if off_s > 0 else "behind") in found.message
 
 
 @pytest.mark.one_major
 async def test_connections_that_run_out(db: Connection[Any]) -> None:
     found = await the_one(
-        db, "connections", limits=replace(Limits(), connections_free_min=1_000_000)
+        db, "connections", limits=replace(DoctorLimits(), connections_free_min=1_000_000)
     )
-    assert "and one more opens up to" in found.says
+    assert "and one more opens up to" in found.message
 
 
 @pytest.mark.one_major
 async def test_a_timeline_that_changed_or_is_not_said(db: Connection[Any]) -> None:
-    assert await told(db, "timeline") == []
+    assert await reported_findings(db, "timeline") == []
     await db.execute("UPDATE cursor SET timeline = 7")
     found = await the_one(db, "timeline")
     assert found.severity is Severity.WARNING
-    assert "is on timeline 1, and what was sequenced last was on timeline 7" in found.says
+    assert "is on timeline 1, but the last batch was sequenced on timeline 7" in found.message
     await db.execute(
         "UPDATE cursor SET timeline = 1, timeline_at = clock_timestamp() - interval '3 hours'"
     )
     (found,) = [f for f in await findings(db) if f.check == "timeline"]
-    assert found.says == "timeline 1; new lanes began with it 3 h ago"
+    assert found.message == "timeline 1; new lanes started with it 3 h ago"
     await db.execute(
         "CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint "
         "LANGUAGE sql AS 'SELECT NULL::bigint'"
     )
     found = await the_one(db, "timeline")
-    assert found.says.startswith("the server does not say its timeline")
+    assert found.message.startswith("the server does not report its timeline")
     await db.execute(sql_of(found).partition(";")[0])
 
 
 @pytest.mark.one_major
 async def test_commits_that_a_crash_takes_back(db: Connection[Any]) -> None:
     found = await the_one(db, "durability")
-    assert (found.severity, "fsync" in found.says) == (Severity.WARNING, True)
+    assert (found.severity, "fsync" in found.message) == (Severity.WARNING, True)
     await db.execute("SET synchronous_commit = off")
-    assert len(await told(db, "durability")) == 1, "the relay sets it on"
-    assert (await told(db, "durability", pooled=True))[-1].severity is Severity.PROBLEM
+    assert len(await reported_findings(db, "durability")) == 1, "the relay sets it on"
+    assert (await reported_findings(db, "durability", pooled=True))[-1].severity is Severity.PROBLEM
 
 
 @pytest.mark.one_major
@@ -265,14 +267,14 @@ async def test_secrets_in_clear_are_told(database: Database, db: Connection[Any]
     await add_endpoint(database)
     (found,) = [f for f in await findings(db) if f.check == "secrets"]
     assert found.severity is Severity.WARNING
-    assert found.says.startswith("1 secret of endpoints is stored in clear")
-    assert str(found.do).endswith("then run outbox rekey")
+    assert found.message.startswith("1 secret of endpoints is stored in clear")
+    assert str(found.action).endswith("then run outbox rekey")
 
 
 @pytest.mark.one_major
 async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connection[Any]) -> None:
     async def told_of_secrets() -> list[tuple[Severity, str]]:
-        return [(f.severity, f.says) for f in await findings(db) if f.check == "secrets"]
+        return [(f.severity, f.message) for f in await findings(db) if f.check == "secrets"]
 
     one, two = (Vault(parse_keys(format_key(bytes([i]) * 32))) for i in (1, 2))
     for name, vault in (("a", one), ("b", CLEAR), ("c", CLEAR)):
@@ -283,19 +285,19 @@ async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connect
             await add(connection, "relay", settings, actor="t", vault=vault)
             await connection.execute("UPDATE endpoint_secret SET secret = ltrim(secret, 'x')")
     assert await told_of_secrets() == [
-        (Severity.WARNING, "2 secrets of endpoints are in clear, while others are encrypted")
+        (Severity.WARNING, "2 secrets of endpoints are stored in clear, others are encrypted")
     ]
     await rotate_key.rekey(db, "relay", one, actor="t")
     store = ReplicaStore(db, None)
-    await store.register(await store.reserve(), "blind", "0", 30.0, (), two.key_ids)
+    await store.register(await store.reserve_id(), "blind", "0", 30.0, (), two.key_ids)
     none_is_clear, blind = await told_of_secrets()
     assert none_is_clear == (Severity.OK, "no secret is stored in clear")
     assert blind == (
         Severity.PROBLEM,
-        '"blind" cannot read the secrets of some endpoints, which stand still there',
+        '"blind" cannot decrypt the secrets of some endpoints, whose deliveries wait',
     )
-    (found,) = await told(db, "secrets")
-    assert found.do == f"start it with an OUTBOX_KEY that has the key whose id is {one.key_id}"
+    (found,) = await reported_findings(db, "secrets")
+    assert found.action == f"start it with an OUTBOX_KEY that has the key whose id is {one.key_id}"
 
 
 @pytest.mark.one_major
@@ -303,7 +305,7 @@ async def test_a_certificate_that_ends_is_told_in_time(
     database: Database, db: Connection[Any]
 ) -> None:
     (none,) = [f for f in await findings(db) if f.check == "certificates"]
-    assert none.says == "no receiver is shown a certificate"
+    assert none.message == "no endpoint has a client certificate"
     await add_endpoint(database, "shop")
     for days, severity in ((30, Severity.OK), (13, Severity.WARNING), (-1, Severity.PROBLEM)):
         await db.execute(
@@ -313,7 +315,7 @@ async def test_a_certificate_that_ends_is_told_in_time(
         )
         (found,) = [f for f in await findings(db) if f.check == "certificates"]
         assert found.severity is severity, found
-    assert found.do == "outbox endpoint certificate shop FILE"
+    assert found.action == "renew it: outbox endpoint certificate shop FILE"
 
 
 @pytest.mark.one_major
@@ -322,7 +324,9 @@ async def test_an_endpoints_own_network_is_no_reason_to_complain(
 ) -> None:
     await add_endpoint(database, "a", url="http://10.1.2.3/", allow_networks=["10.1.2.3/32"])
     refusal = EgressPolicy().refusal_of_url
-    (found,) = [f for f in await findings(db, refusal=refusal) if f.check == "networks"]
+    (found,) = [
+        f for f in await findings(db, explain_url_rejection=refusal) if f.check == "networks"
+    ]
     assert found.severity is Severity.OK
 
 
@@ -334,14 +338,14 @@ async def test_networks_that_lead_to_a_metadata_service(
     for name in ("a", "b"):
         await add_endpoint(database, name, allow_networks=["169.254.169.254/32"])
     await add_endpoint(database, "c", allow_networks=["10.0.0.0/8"])
-    opened = await told(db, "networks", allow_networks=(link_local, everything))
-    assert [found.says for found in opened] == [
-        "OUTBOX_ALLOW_NETWORKS lets every endpoint go there: 169.254.0.0/16 has 169.254.169.254 "
-        "in it, where clouds hand out a machine's credentials",
-        "OUTBOX_ALLOW_NETWORKS lets every endpoint go there: ::/0 has fd00:ec2::254 in it, "
-        "where clouds hand out a machine's credentials",
-        'open for "a", "b": 169.254.169.254/32 has 169.254.169.254 in it, where clouds hand '
-        "out a machine's credentials",
+    opened = await reported_findings(db, "networks", allow_networks=(link_local, everything))
+    assert [found.message for found in opened] == [
+        "OUTBOX_ALLOW_NETWORKS opens this for every endpoint: 169.254.0.0/16 includes "
+        "169.254.169.254, where clouds provide a machine's credentials",
+        "OUTBOX_ALLOW_NETWORKS opens this for every endpoint: ::/0 includes fd00:ec2::254, "
+        "where clouds provide a machine's credentials",
+        'allowed for "a", "b": 169.254.169.254/32 includes 169.254.169.254, where clouds '
+        "provide a machine's credentials",
     ]
 
 
@@ -349,8 +353,10 @@ async def test_networks_that_lead_to_a_metadata_service(
 async def test_a_url_that_these_settings_refuse(database: Database, db: Connection[Any]) -> None:
     for name in ("a", "b"):
         await add_endpoint(database, name)
-    found = await the_one(db, "networks", refusal=lambda url, networks: "it is loopback")
-    assert found.says == ('with the settings here, "a", "b" cannot be delivered to: it is loopback')
+    found = await the_one(
+        db, "networks", explain_url_rejection=lambda url, networks: "it is loopback"
+    )
+    assert found.message == ('these settings reject the URL of "a", "b": it is loopback')
 
 
 # --------------------------------------------------------------- live health
@@ -363,22 +369,22 @@ async def test_no_relay_is_a_problem_as_soon_as_somebody_waits_for_one(
     assert (await the_one(db, "relays")).severity is Severity.WARNING
     await add_endpoint(database)
     found = await the_one(db, "relays")
-    assert (found.severity, found.do) == (Severity.PROBLEM, "start one: outbox relay")
+    assert (found.severity, found.action) == (Severity.PROBLEM, "start one: outbox relay")
     await db.execute(REPLICA)
-    assert await told(db, "relays") == []
+    assert await reported_findings(db, "relays") == []
     await db.execute("UPDATE replica SET expires_at = now() - interval '1 h'")
-    gone = await told(db, "relays")
-    assert "r1 (replica 1) owns 0 endpoints, and has not renewed" in gone[-1].says
+    gone = await reported_findings(db, "relays")
+    assert "r1 (replica 1) owns 0 endpoints, but its lease expired" in gone[-1].message
 
 
 async def test_a_relay_that_is_deaf(database: Database, db: Connection[Any]) -> None:
     await db.execute(REPLICA)
     found = await the_one(db, "listeners")
-    assert "r1 (replica 1) has no connection for LISTEN" in found.says
-    assert await told(db, "listeners", listening=False) == []
+    assert "r1 (replica 1) has no LISTEN connection" in found.message
+    assert await reported_findings(db, "listeners", listening=False) == []
     name = {"application_name": "outbox-relay:1:listen"}
     async with database.connection(server_settings=name):
-        assert await told(db, "listeners") == []
+        assert await reported_findings(db, "listeners") == []
 
 
 @pytest.mark.one_major
@@ -399,28 +405,28 @@ async def test_a_relay_listens_under_its_own_name_whatever_the_dsn_says(
 @pytest.mark.one_major
 async def test_events_that_nobody_sequences(database: Database, db: Connection[Any]) -> None:
     await publish(database, 1, 2)
-    assert await told(db, "sequencing") == []
+    assert await reported_findings(db, "sequencing") == []
     await db.execute("UPDATE outbox SET created_at = now() - interval '20 s'")
     found = await the_one(db, "sequencing")
-    assert (found.severity, found.do) == (Severity.WARNING, "start one: outbox relay")
+    assert (found.severity, found.action) == (Severity.WARNING, "start one: outbox relay")
     await db.execute(REPLICA)
     await db.execute("UPDATE outbox SET created_at = now() - interval '3 h'")
     found = await the_one(db, "sequencing")
     assert found.severity is Severity.PROBLEM
-    assert found.says == "2 events wait to be sequenced, the oldest for 3 h"
-    assert "see the relay's log" in str(found.do)
+    assert found.message == "2 events wait to be sequenced, the oldest for 3 h"
+    assert "see the relay's log" in str(found.action)
 
 
 @pytest.mark.one_major
 async def test_endpoints_that_nobody_owns(database: Database, db: Connection[Any]) -> None:
     for n in range(12):
         await add_endpoint(database, f"e{n:02}")
-    assert await told(db, "owners") == [], "without a relay that is what is wrong"
+    assert await reported_findings(db, "owners") == [], "without a relay that is what is wrong"
     await db.execute(REPLICA)
     await db.execute("UPDATE ownership SET replica_id = 99")
     found = await the_one(db, "owners")
-    assert '"e00", "e01"' in found.says
-    assert found.says.endswith(' "e09" and 2 more')
+    assert '"e00", "e01"' in found.message
+    assert found.message.endswith(' "e09" and 2 more')
 
 
 @pytest.mark.one_major
@@ -429,64 +435,66 @@ async def test_endpoints_that_somebody_stopped(database: Database, db: Connectio
         await add_endpoint(database, f"is {state}")
         await db.execute(
             "UPDATE endpoint SET state = $1, state_at = now() - interval '2 h', state_by = 'ann@h',"
-            " state_why = 'a reason' WHERE name = $2",
+            " state_comment = 'a reason' WHERE name = $2",
             state,
             f"is {state}",
         )
-    found = {f.says.split('"')[1]: f for f in await told(db, "endpoints")}
+    found = {f.message.split('"')[1]: f for f in await reported_findings(db, "endpoints")}
     assert set(found) == {"is paused", "is disabled", "is disabling", "is removing"}
-    assert "is paused since 2 h by ann@h (a reason)" in found["is paused"].says
-    assert found["is paused"].do == ("when it may go on: outbox endpoint resume 'is paused'")
-    assert "outbox endpoint enable 'is disabled'" in str(found["is disabled"].do)
+    assert "has been paused by ann@h for 2 h (a reason)" in found["is paused"].message
+    assert found["is paused"].action == "resume it: outbox endpoint resume 'is paused'"
+    assert "outbox endpoint enable 'is disabled'" in str(found["is disabled"].action)
     assert found["is removing"].severity is Severity.PROBLEM
     await db.execute("UPDATE endpoint SET state_at = now() WHERE state LIKE '%ing'")
-    assert len(await told(db, "endpoints")) == 2
+    assert len(await reported_findings(db, "endpoints")) == 2
 
 
 @pytest.mark.one_major
 async def test_endpoints_whose_filters_are_stopped(database: Database, db: Connection[Any]) -> None:
     for name in ("slow", "tried again", "good"):
         await add_endpoint(database, name, filter="@.total > 100")
-    assert await told(db, "filters") == []
+    assert await reported_findings(db, "filters") == []
     await db.execute(
-        """UPDATE subscription SET filter_stopped_why = 'it took too long',
+        """UPDATE subscription SET filter_stopped_reason = 'it took too long',
                   filter_stopped_at = now() - CASE e.name WHEN 'slow' THEN interval '10 min'
                                                    ELSE interval '2 d' END
              FROM endpoint e WHERE e.id = endpoint_id AND e.name <> 'good'"""
     )
-    (slow,) = await told(db, "filters")
-    assert slow.says == (
-        'the filter of endpoint "slow" counts as met since 10 min (it took too long): '
-        "it gets too much"
+    (slow,) = await reported_findings(db, "filters")
+    assert slow.message == (
+        'the filter of endpoint "slow" has not been evaluated for 10 min (it took too long): the '
+        "endpoint receives events that it should not"
     )
-    assert "outbox endpoint update slow --filter" in str(slow.do)
+    assert "outbox endpoint update slow --filter" in str(slow.action)
 
 
 @pytest.mark.one_major
 async def test_endpoints_whose_receivers_fail(database: Database, db: Connection[Any]) -> None:
-    for state in ("failing", "refusing", "recovering", "healthy"):
+    for state in ("failing", "rejecting", "recovering", "healthy"):
         await add_endpoint(database, state)
         await db.execute(
-            "INSERT INTO endpoint_health (endpoint_id, state, since, last_answer) "
+            "INSERT INTO endpoint_health (endpoint_id, state, since, last_response) "
             "SELECT id, name, now() - interval '10 min', '{\"status\": 503}' FROM endpoint "
             "WHERE name = $1 ON CONFLICT (endpoint_id) DO UPDATE SET state = excluded.state, "
-            "since = excluded.since, last_answer = excluded.last_answer",
+            "since = excluded.since, last_response = excluded.last_response",
             state,
         )
-    failing, refusing = sorted(await told(db, "health"), key=lambda f: f.says)
-    assert failing.says == 'endpoint "failing" fails since 10 min (it answered 503)'
-    assert "outbox endpoint pause failing" in str(failing.do)
-    assert "refuses whatever it is sent" in refusing.says
+    failing, rejecting = sorted(await reported_findings(db, "health"), key=lambda f: f.message)
+    assert (
+        failing.message == 'endpoint "failing" has been failing for 10 min (it responded with 503)'
+    )
+    assert "outbox endpoint pause failing" in str(failing.action)
+    assert "rejecting every request" in rejecting.message
     await db.execute(
-        """UPDATE endpoint_health SET last_answer = '{"failure": "connect"}'
+        """UPDATE endpoint_health SET last_response = '{"failure": "connect"}'
             WHERE state = 'failing'"""
     )
-    failing, _ = sorted(await told(db, "health"), key=lambda f: f.says)
-    assert failing.says == 'endpoint "failing" fails since 10 min (no connection)'
+    failing, _ = sorted(await reported_findings(db, "health"), key=lambda f: f.message)
+    assert failing.message == 'endpoint "failing" has been failing for 10 min (no connection)'
     await db.execute("UPDATE endpoint_health SET held_until = now() + interval '1 h'")
-    assert len(await told(db, "health")) == 4
+    assert len(await reported_findings(db, "health")) == 4
     await db.execute("UPDATE endpoint SET state = 'paused'")
-    assert await told(db, "health") == []
+    assert await reported_findings(db, "health") == []
 
 
 @pytest.mark.one_major
@@ -499,11 +507,11 @@ async def test_a_lane_that_waits_for_an_operator(database: Database, db: Connect
     await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 7 FROM lane")
     found = await the_one(db, "blocked lanes")
     assert found.severity is Severity.PROBLEM
-    assert 'of "billing" waits for an operator' in found.says
-    assert "number 7 was given up as dead letter 1 (refused)" in found.says
-    assert found.do == (
-        "outbox dead replay 1, or outbox dead discard 1; or outbox endpoint resume billing, "
-        "which lets all its lanes go on"
+    assert 'of "billing" has been blocked for' in found.message
+    assert "sequence 7 was dead-lettered as dead letter 1 (refused)" in found.message
+    assert found.action == (
+        "outbox dead replay 1, or outbox dead discard 1; or unblock all lanes: "
+        "outbox endpoint resume billing"
     )
 
 
@@ -512,24 +520,25 @@ async def test_a_delivery_that_holds_up_its_lane(database: Database, db: Connect
     async with running(database, Network(lambda _: BUSY)):
         await publish(database, 1)
 
-        async def held_up() -> list[Finding]:
-            return await told(db, "failing lanes", limits=AT_ONCE)
+        async def held_up() -> list[DoctorFinding]:
+            return await reported_findings(db, "failing lanes", limits=AT_ONCE)
 
         (found,) = await until(held_up)
-    assert "is held up by number 1 since" in found.says
-    assert found.says.endswith("1 attempt, 503")
-    assert await told(db, "failing lanes") == [], "that is not long"
+    assert "has been failing at sequence 1 for" in found.message
+    assert found.message.endswith("1 attempt, 503")
+    assert await reported_findings(db, "failing lanes") == [], "that is not long"
 
 
 @pytest.mark.one_major
 async def test_lanes_of_an_older_generation(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, "shop")
     await db.execute("UPDATE lane_counter SET last_seq = 40; UPDATE endpoint SET generation = 2")
-    assert await told(db, "old lanes") == [], "they are being drained"
+    assert await reported_findings(db, "old lanes") == [], "they are being drained"
     await db.execute("UPDATE endpoint SET state = 'paused'")
     found = await the_one(db, "old lanes")
-    assert found.says == (
-        '"shop": 1 lane of an older generation owe 40 more, and the new ones wait; it is paused'
+    assert found.message == (
+        '"shop": 1 lane of an older generation with 40 pending, which are delivered '
+        "before the new lanes; it is paused"
     )
     await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane")
     assert (await the_one(db, "old lanes")).severity is Severity.PROBLEM
@@ -545,10 +554,10 @@ async def test_dead_letters_wait_for_a_decision(database: Database, db: Connecti
         "ON e.id = l.endpoint_id, generate_series(1, CASE e.name WHEN 'a' THEN 1 ELSE 2 END) s"
     )
     found = await the_one(db, "dead letters")
-    assert found.says.endswith(': 2 of "b", 1 of "a"')
-    assert found.says.startswith("3 dead letters since ")
+    assert found.message.endswith(': 2 of "b", 1 of "a"')
+    assert found.message.startswith("3 dead letters, the oldest for ")
     await db.execute("UPDATE dead_letter SET state = 'discarded'")
-    assert await told(db, "dead letters") == []
+    assert await reported_findings(db, "dead letters") == []
 
 
 async def test_a_transaction_that_holds_a_gap_is_named(
@@ -562,17 +571,17 @@ async def test_a_transaction_that_holds_a_gap_is_named(
         await all_ended(database)
     await db.execute("UPDATE outbox SET created_at = now() - interval '3 h'")
     gap = await the_one(db, "gaps")
-    assert gap.says.startswith("1 gap open, the oldest at id 1 for about 3 h")
-    assert await told(db, "publishing") == [], "that is not long"
+    assert gap.message.startswith("1 gap open, the oldest at id 1 for about 3 h")
+    assert await reported_findings(db, "publishing") == [], "that is not long"
     pid = slow.get_server_pid()
     found = await the_one(db, "publishing", limits=AT_ONCE)
-    assert f'pid {pid} (role postgres, application "billing"), idle in transaction' in found.says
-    assert found.do == f"end it in its application, or SELECT pg_terminate_backend({pid})"
+    assert f'pid {pid} (role postgres, application "billing"), idle in transaction' in found.message
+    assert found.action == f"end it in its application, or SELECT pg_terminate_backend({pid})"
     # It keeps dead rows, too.
-    assert (await the_one(db, "horizon", limits=AT_ONCE)).do == found.do
+    assert (await the_one(db, "horizon", limits=AT_ONCE)).action == found.action
     await slow.execute("ROLLBACK")
     gap = await the_one(db, "gaps")
-    assert "no transaction holds them any more" in gap.says
+    assert "no open transaction holds them" in gap.message
 
 
 async def test_a_prepared_transaction_is_named(database: Database, db: Connection[Any]) -> None:
@@ -587,10 +596,10 @@ async def test_a_prepared_transaction_is_named(database: Database, db: Connectio
     gid = f"it's {database.name}"
     await db.execute(f"PREPARE TRANSACTION '{gid.replace(chr(39), chr(39) * 2)}'")
     found = await the_one(db, "publishing", limits=AT_ONCE)
-    assert f'the prepared transaction "{gid}" of postgres' in found.says
-    assert str(found.do).endswith(f"ROLLBACK PREPARED 'it''s {database.name}'")
-    await db.execute(str(found.do).rpartition("or ")[2])
-    assert await told(db, "publishing", limits=AT_ONCE) == []
+    assert f'the prepared transaction "{gid}" of postgres' in found.message
+    assert str(found.action).endswith(f"ROLLBACK PREPARED 'it''s {database.name}'")
+    await db.execute(str(found.action).rpartition("or ")[2])
+    assert await reported_findings(db, "publishing", limits=AT_ONCE) == []
 
 
 @pytest.mark.one_major
@@ -604,7 +613,7 @@ async def test_a_prepared_transaction_is_named_after_a_crash(private_database: D
     private_database.server.embedded.restart(immediate=True)
     db = await private_database.connect(**PATH)
     found = await the_one(db, "publishing", limits=AT_ONCE)
-    assert 'the prepared transaction "kept" of postgres' in found.says
+    assert 'the prepared transaction "kept" of postgres' in found.message
 
 
 # ----------------------------------------------------------- little to go by
@@ -620,7 +629,7 @@ async def test_a_role_with_few_rights_is_told_what_it_cannot_see(
     holder = await database.connect()
     await holder.execute("BEGIN; INSERT INTO relay.outbox (type, payload) VALUES ('a', '1')")
 
-    async def as_viewer() -> list[Finding]:
+    async def as_viewer() -> list[DoctorFinding]:
         connection = await asyncpg.connect(as_role, **PATH)
         try:
             return await findings(connection)
@@ -634,26 +643,30 @@ async def test_a_role_with_few_rights_is_told_what_it_cannot_see(
     await db.execute("GRANT USAGE ON SCHEMA relay TO viewer; GRANT SELECT ON migration TO viewer")
     found = await as_viewer()
     assert {f.check for f in found} == {f.check for f in await findings(db)}
-    unseen = {f.check for f in found if f.says.startswith("could not see this: permission denied")}
+    unseen = {
+        f.check
+        for f in found
+        if f.message.startswith("this check needs more rights: permission denied")
+    }
     assert {"relays", "endpoints", "blocked lanes", "gaps", "secrets"} <= unseen
-    assert {f.do for f in found if f.check in unseen} == {grant}
+    assert {f.action for f in found if f.check in unseen} == {grant}
     await db.execute("SELECT relay.grant_reader('viewer')")
     found = await as_viewer()
-    assert not [f for f in found if f.says.startswith("could not see this")]
+    assert not [f for f in found if f.message.startswith("this check needs more rights")]
     (hidden,) = [f for f in found if f.check == "publishing"]
-    assert "needs pg_monitor" in hidden.says
-    assert f"pid {holder.get_server_pid()}" in hidden.says
-    assert hidden.do == 'GRANT pg_monitor TO "viewer"'
-    assert [f.says for f in found if f.check == "horizon"] == [
+    assert "needs pg_monitor" in hidden.message
+    assert f"pid {holder.get_server_pid()}" in hidden.message
+    assert hidden.action == 'GRANT pg_monitor TO "viewer"'
+    assert [f.message for f in found if f.check == "horizon"] == [
         "could not see how old other sessions' transactions are: needs pg_monitor"
     ]
-    await db.execute(f"{hidden.do}")
+    await db.execute(f"{hidden.action}")
     found = await as_viewer()
-    assert {f.check for f in found if "could not see" in f.says} == set()
+    assert {f.check for f in found if "could not see" in f.message} == set()
     (seen,) = [f for f in found if f.check == "publishing"]
     assert seen.severity is Severity.OK
     (pin,) = [f for f in found if f.check == "horizon"]
-    assert f"pid {holder.get_server_pid()}" in pin.says
+    assert f"pid {holder.get_server_pid()}" in pin.message
 
 
 @pytest.mark.one_major
@@ -664,10 +677,10 @@ async def test_what_takes_too_long_is_left_out(
     other = await database.connect(**PATH)
     await other.execute("BEGIN; LOCK TABLE lane_block")
     found = await findings(db)
-    slow = {f.check for f in found if "not looked at: it took over" in f.says}
+    slow = {f.check for f in found if "skipped: a query took over" in f.message}
     assert slow == {"blocked lanes", "old lanes", "size"}
     monkeypatch.setattr(doctor, "TIMEOUT_S", 0.0)
-    with pytest.raises(DatabaseUnavailable, match="did not answer everything"):
+    with pytest.raises(DatabaseUnavailable, match="did not respond within"):
         await findings(db)
 
 
@@ -676,29 +689,33 @@ async def test_a_table_that_is_gone_is_a_problem(db: Connection[Any]) -> None:
     await db.execute("DROP TABLE lane_block")
     found = await the_one(db, "blocked lanes")
     assert found.severity is Severity.PROBLEM
-    assert 'relation "lane_block" does not exist' in found.says
+    assert 'relation "lane_block" does not exist' in found.message
 
 
 async def test_what_is_overdue(db: Connection[Any]) -> None:
     await add_schedule(db)
     await db.execute("SELECT publish('a', '1', deliver_at => now() + interval '1 hour')")
-    assert await told(db, "schedules") == []
+    assert await reported_findings(db, "schedules") == []
     await let_be_due(db, 1)
     finding = await the_one(db, "schedules")
     assert finding.severity is Severity.PROBLEM
-    assert re.fullmatch(r'schedule "daily" \(.* \* \* \*\) is overdue for \d+ .*', finding.says)
+    assert re.fullmatch(
+        r'schedule "daily" \(.* \* \* \*\) has been overdue for \d+ .*', finding.message
+    )
     await db.execute(
         "UPDATE schedule SET overlap = 'wait', last_outbox_id = 1,"
         " last_event_id = gen_random_uuid(), next_at = now() - interval '9 min',"
-        " look_at = now() + interval '1 min'"
+        " due_at = now() + interval '1 min'"
     )
     finding = await the_one(db, "schedules")
     assert finding.severity is Severity.WARNING
-    waits = r'schedule "daily" \(.*\) is due for 9 min, and waits until its last run has ended'
-    assert re.fullmatch(waits, finding.says)
-    assert re.fullmatch(r"find out who owes it: outbox trace \S{36}", finding.do or "")
+    waits = (
+        r'schedule "daily" \(.*\) has been due for 9 min, and waits until its last run is delivered'
+    )
+    assert re.fullmatch(waits, finding.message)
+    assert re.fullmatch(r"see what blocks that run: outbox trace \S{36}", finding.action or "")
     await db.execute("UPDATE schedule SET state = 'paused'")
-    assert await told(db, "schedules") == []
+    assert await reported_findings(db, "schedules") == []
     await db.execute("UPDATE future_event SET deliver_at = now() - interval '2 hours'")
     finding = await the_one(db, "schedules")
-    assert finding.says.startswith("an event waits for 2")
+    assert finding.message.startswith("a future event has been overdue for 2")

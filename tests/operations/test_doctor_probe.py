@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.operations.doctor import Finding, Limits, Severity
+from outbox.operations.doctor import DoctorFinding, DoctorLimits, Severity
 from tests.support.doctor import PATH, findings
 from tests.support.relay import Network, add_endpoint, all_ended, exceptions, fetchval, running
 from tests.support.waiting import until
@@ -30,7 +30,7 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(**PATH)
 
 
-async def probed(db: Connection[Any], **options: Any) -> Finding:
+async def probed(db: Connection[Any], **options: Any) -> DoctorFinding:
     (found,) = [f for f in await findings(db, probing=True, **options) if f.check == "probe"]
     return found
 
@@ -48,7 +48,7 @@ async def test_an_event_goes_through_the_database_and_reaches_nobody_else(
         assert found.severity is Severity.OK, found
         await all_ended(database)
     for part in ("event 1 of type outbox.probe: insert ", "commit ", "notification ", "sequenced "):
-        assert part in found.says
+        assert part in found.message
     assert [(s.url, s.body["type"]) for s in network.sent] == [
         ("http://receiver.test/named", "outbox.probe")
     ]
@@ -62,8 +62,8 @@ async def test_without_a_relay_nothing_is_published(
 ) -> None:
     found = await probed(db)
     assert found.severity is Severity.OK
-    assert found.says.startswith("no relay runs, so nothing was published: commit ")
-    assert "notification " in found.says
+    assert found.message.startswith("no relay runs, so nothing was published: commit ")
+    assert "notification " in found.message
     assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
     assert await db.fetch("SELECT pg_listening_channels()") == []
 
@@ -71,23 +71,23 @@ async def test_without_a_relay_nothing_is_published(
 @pytest.mark.one_major
 async def test_a_relay_that_does_not_sequence_is_told(db: Connection[Any]) -> None:
     await db.execute(REPLICA)
-    found = await probed(db, limits=replace(Limits(), probe_s=0.05))
+    found = await probed(db, limits=replace(DoctorLimits(), probe_s=0.05))
     assert found.severity is Severity.WARNING
-    assert "event 1 of type outbox.probe was not sequenced within 0 s" in found.says
-    assert "outbox trace 1" in str(found.do)
+    assert "event 1 of type outbox.probe was not sequenced within 0 s" in found.message
+    assert "outbox trace 1" in str(found.action)
 
 
 @pytest.mark.one_major
 async def test_what_takes_long_is_told(db: Connection[Any]) -> None:
-    found = await probed(db, limits=replace(Limits(), probe_slow_ms=0))
+    found = await probed(db, limits=replace(DoctorLimits(), probe_slow_ms=0))
     assert found.severity is Severity.WARNING
-    assert found.says.startswith("an event takes long to get through the database: commit ")
+    assert found.message.startswith("the database is slow to process an event: commit ")
 
 
 @pytest.mark.one_major
 async def test_who_does_not_listen_is_not_made_to(db: Connection[Any]) -> None:
     found = await probed(db, listening=False)
-    assert (found.severity, "notification" in found.says) == (Severity.OK, False)
+    assert (found.severity, "notification" in found.message) == (Severity.OK, False)
 
 
 async def test_a_role_that_may_only_read_says_so(database: Database, db: Connection[Any]) -> None:
@@ -98,19 +98,20 @@ async def test_a_role_that_may_only_read_says_so(database: Database, db: Connect
         database.server.embedded.dsn(database.name, user="reader"), **PATH
     )
     try:
-        found = await probed(reader, limits=replace(Limits(), probe_s=0.05))
+        found = await probed(reader, limits=replace(DoctorLimits(), probe_s=0.05))
         assert found.severity is Severity.WARNING
-        assert found.says.startswith(
-            "could not send a probe: needs INSERT and SELECT on relay.outbox; without one: commit"
+        assert found.message.startswith(
+            "could not publish a probe: it needs INSERT and SELECT on relay.outbox; without an "
+            "event: commit"
         )
-        assert found.do == "run it with --no-probe, or as an operator"
+        assert found.action == "run it with --no-probe, or as an operator"
         await db.execute("SELECT relay.grant_operator('reader')")
         assert (
             "was not sequenced"
-            in (await probed(reader, limits=replace(Limits(), probe_s=0.05))).says
+            in (await probed(reader, limits=replace(DoctorLimits(), probe_s=0.05))).message
         )
         await reader.execute("SET default_transaction_read_only = on")
         found = await probed(reader)
-        assert "this role's transactions are read-only" in found.says
+        assert "transactions of this role are read-only" in found.message
     finally:
         await reader.close()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations.doctor import Limits, Severity
-from tests.support.doctor import PATH, findings, sql_of, the_one, told
+from outbox.operations.doctor import DoctorLimits, Severity
+from tests.support.doctor import PATH, findings, reported_findings, sql_of, the_one
 from tests.support.failover import pair
 from tests.support.postgres import Server
 from tests.support.waiting import until
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-AT_ONCE = Limits(transaction_s=0, horizon_transactions=0)
+AT_ONCE = DoctorLimits(transaction_s=0, horizon_transactions=0)
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ async def test_what_keeps_dead_rows(database: Database, db: Connection[Any]) -> 
     slot = f"slot_{database.name}"
     await db.execute(f"SELECT pg_create_physical_replication_slot('{slot}', true)")
     try:
-        found = await told(db, "horizon", limits=AT_ONCE)
+        found = await reported_findings(db, "horizon", limits=AT_ONCE)
         pid = old.get_server_pid()
-        said = "\n".join(f"{f.says} {f.do}" for f in found)
+        said = "\n".join(f"{f.message} {f.action}" for f in found)
         assert re.search(
             rf'pid {pid} \(role postgres, application "report"\), idle in transaction for \d+ s, '
-            rf"last with SELECT 1 AS {'x' * 48}…, keeps dead rows",
+            rf"last with SELECT 1 AS {'x' * 48}…, keeps VACUUM",
             said,
         )
         assert f"SELECT pg_terminate_backend({pid})" in said
@@ -55,9 +55,9 @@ async def test_what_keeps_dead_rows(database: Database, db: Connection[Any]) -> 
         assert len(found) == 3
     finally:
         await db.execute(f"SELECT pg_drop_replication_slot('{slot}')")
-    assert await told(db, "horizon") == []
+    assert await reported_findings(db, "horizon") == []
     (fine,) = [f for f in await findings(db) if f.check == "horizon"]
-    assert fine.says.startswith("nothing keeps dead rows for long; the oldest is ")
+    assert fine.message.startswith("no old transaction holds back VACUUM; the oldest is ")
 
 
 @pytest.mark.one_major
@@ -66,7 +66,7 @@ async def test_who_only_sits_in_a_transaction_keeps_no_rows(
 ) -> None:
     idle = await database.connect()
     await idle.execute("BEGIN; SELECT 1")
-    assert await told(db, "horizon", limits=AT_ONCE) == []
+    assert await reported_findings(db, "horizon", limits=AT_ONCE) == []
 
 
 @pytest.mark.costly
@@ -79,12 +79,14 @@ async def test_a_slot_that_is_read_too_slowly_keeps_rows(pg_major: int) -> None:
             await db.execute("CREATE TABLE public.t AS SELECT 1")
             (found,) = [
                 f
-                for f in await told(db, "horizon", limits=replace(AT_ONCE, transaction_s=9e9))
-                if "cdc" in f.says
+                for f in await reported_findings(
+                    db, "horizon", limits=replace(AT_ONCE, transaction_s=9e9)
+                )
+                if "cdc" in f.message
             ]
-            assert "is not in use, and keeps" in found.says
+            assert "is not in use, and retains" in found.message
             await db.execute(sql_of(found))
-            assert await told(db, "horizon", limits=AT_ONCE) == []
+            assert await reported_findings(db, "horizon", limits=AT_ONCE) == []
 
 
 @pytest.mark.costly
@@ -98,8 +100,8 @@ async def test_a_standby_that_reports_what_its_queries_see(pg_major: int) -> Non
         heard = "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE backend_xmin IS NOT NULL)"
         await until(lambda: db.fetchval(heard), 30, "the standby's report")
         found = await the_one(db, "horizon", limits=AT_ONCE)
-        assert found.says.startswith("the standby of pid ")
-        assert "turn hot_standby_feedback off there" in str(found.do)
+        assert found.message.startswith("the standby of pid ")
+        assert "set hot_standby_feedback = off there" in str(found.action)
         await reader.close()
 
 
@@ -108,16 +110,16 @@ async def test_a_standby_that_reports_what_its_queries_see(pg_major: int) -> Non
 
 @pytest.mark.one_major
 async def test_autovacuum_that_is_off_for_a_table(db: Connection[Any]) -> None:
-    assert await told(db, "autovacuum") == []
+    assert await reported_findings(db, "autovacuum") == []
     await db.execute("ALTER TABLE cursor SET (autovacuum_enabled = off)")
     await db.execute("ALTER TABLE attempt_0 SET (autovacuum_enabled = false)")
     found = await the_one(db, "autovacuum")
-    assert found.says == 'autovacuum is off for "attempt_0", "cursor": dead rows stay there'
+    assert found.message == 'autovacuum is off for "attempt_0", "cursor": dead rows accumulate'
     await db.execute(sql_of(found).partition(";")[0])
     found = await the_one(db, "autovacuum")
-    assert found.says == 'autovacuum is off for "cursor": dead rows stay there'
+    assert found.message == 'autovacuum is off for "cursor": dead rows accumulate'
     await db.execute(sql_of(found))
-    assert await told(db, "autovacuum") == []
+    assert await reported_findings(db, "autovacuum") == []
 
 
 @pytest.mark.costly
@@ -126,48 +128,51 @@ async def test_autovacuum_that_is_off_for_the_server(pg_major: int) -> None:
     with server.embedded:
         async with server.database() as database:
             found = await the_one(await database.connect(**PATH), "autovacuum")
-            assert found.says.startswith("autovacuum is off on this server")
+            assert found.message.startswith("autovacuum is off on this server")
 
 
 @pytest.mark.one_major
 async def test_dead_rows_that_pile_up(database: Database, db: Connection[Any]) -> None:
-    limits = replace(Limits(), dead_rows_min=50)
+    limits = replace(DoctorLimits(), dead_rows_min=50)
     await db.execute("ALTER TABLE cursor SET (autovacuum_enabled = off); ANALYZE cursor")
     old = await database.connect()
     await old.execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")
-    assert await told(db, "dead rows", limits=limits) == []
+    assert await reported_findings(db, "dead rows", limits=limits) == []
     for _ in range(60):
         await db.execute("UPDATE cursor SET version = version + 1")
     await db.execute("SELECT pg_stat_force_next_flush()")
     found = await the_one(db, "dead rows", limits=limits)
-    assert found.says == (
-        "relay.cursor has 60 dead rows beside 1 live one, which was not vacuumed yet: every "
-        "look at it takes longer"
+    assert found.message == (
+        "relay.cursor has 60 dead rows and 1 live row, never vacuumed: queries become slower"
     )
     await old.execute("ROLLBACK")
-    await db.execute(str(found.do).partition("then ")[2])
-    assert await told(db, "dead rows", limits=limits) == []
+    await db.execute(str(found.action).partition("then ")[2])
+    assert await reported_findings(db, "dead rows", limits=limits) == []
 
 
 @pytest.mark.one_major
 async def test_rows_that_are_not_frozen_in_time(db: Connection[Any]) -> None:
-    assert await told(db, "wraparound") == []
-    found = await told(db, "wraparound", limits=replace(Limits(), freeze_overdue=0))
+    assert await reported_findings(db, "wraparound") == []
+    found = await reported_findings(
+        db, "wraparound", limits=replace(DoctorLimits(), freeze_overdue=0)
+    )
     assert {f.severity for f in found} == {Severity.WARNING}
-    assert "though autovacuum should begin at 200000000" in found[0].says
-    assert "transactions old and not frozen" in found[0].says
-    assert "though autovacuum should begin at 400000000" in found[1].says
-    (worst, *_) = await told(db, "wraparound", limits=replace(Limits(), freeze_problem=0))
+    assert "although autovacuum should start at 200000000" in found[0].message
+    assert "transactions old and not frozen" in found[0].message
+    assert "although autovacuum should start at 400000000" in found[1].message
+    (worst, *_) = await reported_findings(
+        db, "wraparound", limits=replace(DoctorLimits(), freeze_problem=0)
+    )
     assert worst.severity is Severity.PROBLEM
-    await db.execute(str(worst.do).partition("then ")[2])
+    await db.execute(str(worst.action).partition("then ")[2])
 
 
 @pytest.mark.one_major
 async def test_sizes_are_told_by_parent(db: Connection[Any]) -> None:
     (found,) = [f for f in await findings(db) if f.check == "size"]
     assert found.severity is Severity.OK
-    assert "KiB in all: " in found.says
-    assert "all: outbox " in found.says
+    assert "KiB in all: " in found.message
+    assert "all: outbox " in found.message
 
 
 # ------------------------------------------------------------- notifications
@@ -181,12 +186,12 @@ async def test_a_queue_of_notifications_that_fills(database: Database, db: Conne
     await db.execute(
         "SELECT pg_notify('never', repeat(i::text, 3000)) FROM generate_series(1, 9) i"
     )
-    limits = replace(Limits(), queue_share=1e-9)
+    limits = replace(DoctorLimits(), queue_share=1e-9)
     found = await the_one(db, "notify queue", limits=limits)
     assert found.severity is Severity.WARNING
-    assert "when it is full, producers fail; if it listens, pid" in found.says
-    assert 'application "deaf"' in found.says
-    assert f"SELECT pg_terminate_backend({stuck.get_server_pid()})" in str(found.do)
+    assert "when it is full, producers fail; if it listens, pid" in found.message
+    assert 'application "deaf"' in found.message
+    assert f"SELECT pg_terminate_backend({stuck.get_server_pid()})" in str(found.action)
     full = await the_one(db, "notify queue", limits=replace(limits, queue_problem_share=0))
     assert full.severity is Severity.PROBLEM
 
@@ -198,15 +203,15 @@ async def test_a_queue_of_notifications_that_fills(database: Database, db: Conne
 async def test_a_limit_of_the_role_or_the_database_counts(
     database: Database, db: Connection[Any]
 ) -> None:
-    assert await told(db, "connections") == []
+    assert await reported_findings(db, "connections") == []
     await db.execute(f"ALTER DATABASE {database.name} CONNECTION LIMIT 4")
     found = await the_one(db, "connections")
-    assert found.says.startswith(f'3 connections of 4 free, of database "{database.name}"')
+    assert found.message.startswith(f'3 connections of 4 free, of database "{database.name}"')
     await db.execute(sql_of(found).partition(",")[0])
-    assert await told(db, "connections") == []
+    assert await reported_findings(db, "connections") == []
     await db.execute("ALTER ROLE postgres CONNECTION LIMIT 5")
     try:
         found = await the_one(db, "connections")
     finally:
         await db.execute("ALTER ROLE postgres CONNECTION LIMIT -1")
-    assert 'of role "postgres"' in found.says
+    assert 'of role "postgres"' in found.message

@@ -23,7 +23,7 @@ from outbox.operations import (
 from outbox.store import endpoints as destinations
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.replicas import ReplicaStore
-from outbox.store.routing_change import change
+from outbox.store.routing_change import routing_transaction
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -98,7 +98,7 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "rate_per_s": 0.5,
         "allow_networks": ("10.1.0.0/16",),
         "ca": "-----BEGIN CERTIFICATE-----",
-        "retry": PRESETS["plane"],
+        "retry": PRESETS["stepped"],
         "retryable": ("429",),
         "on_dead_letter": "block",
         "backlog_count_max": 5,
@@ -195,8 +195,8 @@ async def test_a_change_of_hands_waits_for_a_change_of_lanes(
     store = ReplicaStore(await database.connect(**PATH))
     replica_id = await register(store)
     changing = await database.connect(**PATH)
-    async with change(changing, "relay") as from_batch:
-        found = await endpoint_changes.lock(changing, "shop")
+    async with routing_transaction(changing, "relay") as from_batch:
+        found = await endpoint_changes.lock_endpoint(changing, "shop")
         settings = replace(found.settings, lanes=2)
         await endpoint_changes.update_in(changing, from_batch, found, settings, "test")
         claiming = asyncio.create_task(store.claim(replica_id, [made.id], "test"))
@@ -210,7 +210,7 @@ async def test_a_change_of_hands_waits_for_a_change_of_lanes(
     ("values", "says"),
     [
         ({"name": "other"}, 'endpoint "other" exists already'),
-        ({"filter": "@.a =="}, "filter: the database cannot read it"),
+        ({"filter": "@.a =="}, "filter: invalid SQL/JSON path"),
         ({"lanes": 0}, "lanes: must be between"),
     ],
 )
@@ -248,15 +248,15 @@ async def test_a_change_holds_for_events_that_come_after_it(
 async def test_pausing_is_told_with_who_and_why(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, "a")
     await add_endpoint(database, "b")
-    done = await endpoint_states.pause(db, "relay", ["a", "b"], actor="ann", why="maintenance")
+    done = await endpoint_states.pause(db, "relay", ["a", "b"], actor="ann", comment="maintenance")
     assert [(c.name, c.state, c.changed) for c in done] == [
         ("a", "paused", True),
         ("b", "paused", True),
     ]
     row = (await endpoints.get(db, "relay", "a")).row
-    assert (row.state, row.state_by, row.state_why) == ("paused", "ann", "maintenance")
+    assert (row.state, row.state_by, row.state_comment) == ("paused", "ann", "maintenance")
     assert row.state_at > row.created_at
-    assert [told["why"] for told in await journal(db, "endpoint_paused")] == ["maintenance"] * 2
+    assert [told["comment"] for told in await journal(db, "endpoint_paused")] == ["maintenance"] * 2
     (again,) = await endpoint_states.pause(db, "relay", ["a"], actor="bob")
     assert not again.changed
     assert (await endpoints.get(db, "relay", "a")).row.state_by == "ann"
@@ -313,20 +313,20 @@ async def test_enabling_begins_anew(database: Database, db: Connection[Any]) -> 
     # As its owner leaves it.
     await db.execute("UPDATE endpoint SET state = 'disabled'")
     await db.execute("UPDATE subscription SET to_batch = 2")
-    await db.execute("UPDATE endpoint_health SET state = 'refusing'")
+    await db.execute("UPDATE endpoint_health SET state = 'rejecting'")
     assert not (await endpoints.get(db, "relay", "shop")).row.subscribed
     # Settings can be mended meanwhile; it still gets nothing.
     await update(db, types=("a.*",))
     assert len(await subscriptions(db)) == 1
     await batch(db, 2)
-    done = await endpoint_states.enable(db, "relay", "shop", actor="ann", why="mended")
+    done = await endpoint_states.enable(db, "relay", "shop", actor="ann", comment="mended")
     assert (done.state, done.changed) == ("active", True)
     assert await subscriptions(db) == [
         (1, 2, ["**"], None, False, None),
         (3, None, ["a.*"], None, False, None),
     ]
     found = await endpoints.get(db, "relay", "shop")
-    assert (found.row.state, found.row.state_why, found.row.subscribed) == (
+    assert (found.row.state, found.row.state_comment, found.row.subscribed) == (
         "active",
         "mended",
         True,
@@ -350,10 +350,10 @@ async def test_enabling_before_any_batch_went_by(database: Database, db: Connect
         ("disabled", "resume", "is disabled and cannot be resumed; enable it first"),
         ("disabling", "resume", "is being disabled and cannot be resumed; wait"),
         ("removing", "pause", "is being removed and cannot be paused"),
-        ("active", "enable", "is active; only a disabled one is enabled"),
+        ("active", "enable", "is active; only a disabled endpoint can be enabled"),
         ("paused", "enable", "is paused; resume it"),
-        ("disabling", "enable", "is just disabling; wait until that is done"),
-        ("removing", "enable", "is just removing; wait until that is done"),
+        ("disabling", "enable", "is disabling; wait until that is complete"),
+        ("removing", "enable", "is removing; wait until that is complete"),
     ],
 )
 async def test_what_cannot_be_done_says_what_to_do(
@@ -373,7 +373,7 @@ async def test_what_cannot_be_done_says_what_to_do(
 
 
 async def live(db: Connection[Any], endpoint_id: UUID) -> list[Any]:
-    (found,) = await destinations.read(db, [endpoint_id], CLEAR)
+    (found,) = await destinations.read_endpoints(db, [endpoint_id], CLEAR)
     return found.secrets_at(time.time())
 
 
@@ -395,9 +395,7 @@ async def test_old_secrets_sign_beside_the_new_one_for_a_while(
     assert second.live == 3
     old, older, new = [row[0] for row in await db.fetch(ages)]
     assert old <= 86_400 < older
-    with pytest.raises(
-        UsageError, match=r"has 3 live secrets already, the first until .*overlap of 0"
-    ):
+    with pytest.raises(UsageError, match=r"has 3 live secrets, the first until .*overlap to 0"):
         await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann")
     assert len(await live(db, made.id)) == 3
     found = await endpoints.get(db, "relay", "shop")
@@ -439,11 +437,11 @@ async def test_a_drained_endpoint_gets_nothing_new_and_all_that_it_is_owed(
         await all_ended(database)
     await db.execute("UPDATE lane_counter SET last_seq = 2")
     assert await endpoint_removal.drain(db, "relay", "shop", actor="ann") == made.id
-    left = await endpoint_removal.waiting(db, "relay", made.id)
-    assert (left.state, left.owed, left.blocked, left.relay) == ("active", 1, 0, False)
+    left = await endpoint_removal.read_drain_status(db, "relay", made.id)
+    assert (left.state, left.pending, left.blocked, left.relay) == ("active", 1, 0, False)
     row = (await endpoints.get(db, "relay", "shop")).row
     assert (row.state, row.subscribed) == ("active", False)
-    assert row.state_why == "to be removed when nothing is owed any more"
+    assert row.state_comment == "draining before removal"
     # Said again it is the same, and settings begin no new version.
     await endpoint_removal.drain(db, "relay", "shop", actor="ann")
     await update(db, types=("a.*",))
@@ -457,7 +455,7 @@ async def test_a_drained_endpoint_gets_nothing_new_and_all_that_it_is_owed(
 async def test_a_paused_endpoint_is_not_waited_for(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     await endpoint_states.pause(db, "relay", ["shop"], actor="test")
-    with pytest.raises(UsageError, match="is paused and delivers nothing; resume it first"):
+    with pytest.raises(UsageError, match="is paused; resume it first"):
         await endpoint_removal.drain(db, "relay", "shop", actor="test")
 
 
@@ -467,9 +465,10 @@ async def test_a_replay_that_is_asked_for_is_owed(database: Database, db: Connec
         """
         INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts, state)
         SELECT endpoint_id, id, 0, 1, 1, 'refused', 1, 'replaying' FROM lane;
-        WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'test') RETURNING id)
+        WITH job AS (
+            INSERT INTO replay_job (kind, requested_by) VALUES ('dead', 'test') RETURNING id)
         INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
         SELECT job.id, d.endpoint_id, d.id, d.seq, d.batch, d.to_seq FROM job, dead_letter d
         """
     )
-    assert (await endpoint_removal.waiting(db, "relay", made.id)).owed == 1
+    assert (await endpoint_removal.read_drain_status(db, "relay", made.id)).pending == 1

@@ -13,7 +13,7 @@ from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.errors import NotFound, SchemaMissing, UsageError
 from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints
-from outbox.operations.apply import apply
+from outbox.operations.apply import apply_file
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, exceptions, publish, running
 from tests.support.waiting import until
 
@@ -60,10 +60,10 @@ async def test_an_added_endpoint_is_complete(database: Database, db: Connection[
     row, lanes = found.row, found.lanes
     assert found.settings == settings
     assert (row.id, row.url, row.lanes, row.tenant) == (made.id, made.url, 3, "acme")
-    assert (row.types, row.state, row.owed, row.dead_letters) == (made.types, "active", 0, 0)
+    assert (row.types, row.state, row.pending, row.dead_letters) == (made.types, "active", 0, 0)
     prefix = made.id.hex[:12]
     assert [lane.name for lane in lanes] == [f"{prefix}-1-{slot}" for slot in range(3)]
-    assert {(lane.last_seq, lane.acked_seq, lane.owed) for lane in lanes} == {(0, 0, 0)}
+    assert {(lane.last_seq, lane.acked_seq, lane.pending) for lane in lanes} == {(0, 0, 0)}
     retry = await db.fetchval("SELECT retry FROM endpoint")
     assert orjson.loads(retry) == STANDARD.to_dict()
     assert await db.fetchval("SELECT min(floor_batch) FROM lane_progress") == 1
@@ -105,7 +105,7 @@ async def test_a_filter_that_the_database_cannot_read_changes_nothing(
     says: str,
 ) -> None:
     settings = EndpointSettings(name="shop", url="https://example.com/", filter=filter)
-    with pytest.raises(UsageError, match=r"^filter: the database cannot read it: ") as caught:
+    with pytest.raises(UsageError, match=r"^filter: invalid SQL/JSON path: ") as caught:
         await endpoint_changes.add(db, "relay", settings, actor="test")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -120,7 +120,7 @@ async def test_a_name_is_taken_until_its_endpoint_is_gone(
     with pytest.raises(UsageError, match='endpoint "shop" exists already; choose another name'):
         await add_endpoint(database, "shop")
     removal = await remove(db)
-    assert (removal.id, removal.state, removal.owed) == (first.id, "removed", 0)
+    assert (removal.id, removal.state, removal.pending) == (first.id, "removed", 0)
     second = await add_endpoint(database, "shop")
     assert second.id != first.id
 
@@ -182,7 +182,7 @@ async def test_owed_counts_what_is_acknowledged_behind_the_checkpoint(
     """)
     found = await endpoints.get(db, "relay", "shop")
     (lane,) = found.lanes
-    assert (found.row.owed, lane.owed, lane.acked_seq) == (2, 2, 3)
+    assert (found.row.pending, lane.pending, lane.acked_seq) == (2, 2, 3)
 
 
 async def test_an_endpoint_that_is_owed_something_is_not_removed(
@@ -199,18 +199,18 @@ async def test_an_endpoint_that_is_owed_something_is_not_removed(
         with pytest.raises(UsageError) as caught:
             await remove(db)
         assert str(caught.value) == (
-            'endpoint "shop" is owed 4 deliveries: have them delivered first, or give them up '
-            "for good"
+            'endpoint "shop" has 4 deliveries pending: wait until they are delivered, or '
+            "dead-letter them"
         )
         found = await endpoints.get(db, "relay", "shop")
         row, lanes = found.row, found.lanes
-        assert (row.state, row.owed) == ("active", 4)
+        assert (row.state, row.pending) == ("active", 4)
         failing = [lane for lane in lanes if lane.attempts]
         assert {lane.attempts for lane in failing} == {1}
-        assert failing[0].last_answer is not None
-        assert failing[0].last_answer["status"] == 503
-        removal = await remove(db, give_up=True)
-        assert (removal.state, removal.owed) == ("removing", 4)
+        assert failing[0].last_response is not None
+        assert failing[0].last_response["status"] == 503
+        removal = await remove(db, dead_letter=True)
+        assert (removal.state, removal.pending) == ("removing", 4)
         await until(lambda: db.fetchval("SELECT state = 'removed' FROM endpoint"))
     ranges = await db.fetch("SELECT seq, to_seq, reason FROM dead_letter")
     assert sum(r["to_seq"] - r["seq"] + 1 for r in ranges) == 4
@@ -225,7 +225,7 @@ async def test_without_a_relay_the_removal_waits_for_one(
     async with running(database, Network(lambda _: BUSY)):
         await publish(database, 1)
         await until(lambda: db.fetchval("SELECT last_seq = 1 FROM lane_counter"))
-    assert (await remove(db, give_up=True)).state == "removing"
+    assert (await remove(db, dead_letter=True)).state == "removing"
     # Asked again it says the same; and the name is not free yet.
     assert (await remove(db)).state == "removing"
     with pytest.raises(UsageError, match="is being removed"):
@@ -247,7 +247,8 @@ async def test_a_removal_calls_replays_off(database: Database, db: Connection[An
         """
         INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts, state)
         SELECT endpoint_id, id, 0, 1, 1, 'refused', 1, 'replaying' FROM lane;
-        WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'test') RETURNING id)
+        WITH job AS (
+            INSERT INTO replay_job (kind, requested_by) VALUES ('dead', 'test') RETURNING id)
         INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
         SELECT job.id, d.endpoint_id, d.id, d.seq, d.batch, d.to_seq FROM job, dead_letter d
         """
@@ -293,7 +294,7 @@ async def test_a_missing_schema(empty_database: Database) -> None:
         endpoint_changes.update(connection, "relay", "a", lambda s: s, actor="test"),
         endpoint_states.pause(connection, "relay", ["a"], actor="test"),
         endpoint_removal.remove(connection, "relay", "a", actor="test"),
-        apply(connection, "relay", [], actor="test", prune=True),
+        apply_file(connection, "relay", [], actor="test", prune=True),
     ):
         with pytest.raises(SchemaMissing):
             await attempt

@@ -13,7 +13,7 @@ from outbox import Event, InvalidEvent
 from outbox.errors import NotFound
 from outbox.operations import find_event
 from outbox.store.connection.migrate import migrate
-from outbox.store.schedule_runs import TickStore
+from outbox.store.schedule_runs import ScheduleRunStore
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -49,7 +49,7 @@ async def entered(owner: Connection[Any]) -> list[Any]:
 async def let_it_come(owner: Connection[Any]) -> None:
     """The time of all that waits has come."""
     await owner.execute("UPDATE future_event SET deliver_at = clock_timestamp()")
-    while await TickStore(owner, 1).move():
+    while await ScheduleRunStore(owner, 1).move_future_events():
         pass
 
 
@@ -110,7 +110,7 @@ async def test_many_at_once_each_with_its_time(
     assert [row["event_id"] for row in kept] == [ids[1], ids[3], ids[5]]
     assert kept[1]["expires_at"] == LATER + timedelta(seconds=60)
     await owner.execute("UPDATE future_event SET deliver_at = deliver_at - interval '100 years'")
-    await TickStore(owner, 1).move()
+    await ScheduleRunStore(owner, 1).move_future_events()
     assert [row["payload"] for row in await entered(owner)] == ["0", "2", "3", "5", "1"]
 
 
@@ -130,13 +130,12 @@ async def test_who_traces_it_is_told_that_it_waits(
     event_id = await outbox.publish(app, "a", 1, once="k", deliver_at=LATER)
     for text in (str(event_id), "k"):
         with pytest.raises(NotFound) as caught:
-            await find_event.find(owner, "relay", text)
+            await find_event.find_events(owner, "relay", text)
         assert str(caught.value) == (
-            f"event {event_id} waits for its time, 2100-01-01 09:00:00+00:00; "
-            "nothing has happened to it yet"
+            f"event {event_id} is scheduled for 2100-01-01 09:00:00+00:00; it has no deliveries yet"
         )
     await let_it_come(owner)
-    assert (await find_event.find(owner, "relay", str(event_id))).by == "event id"
+    assert (await find_event.find_events(owner, "relay", str(event_id))).by == "event id"
 
 
 async def test_the_winner_of_a_key_works_out_what_is_sent_later(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.delivery.message import prepare
-from outbox.core.model.headers import pairs
-from outbox.core.model.response import Answer
+from outbox.core.model.headers import parse_lines
+from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound
 from outbox.operations import lane_history
 from tests.support.relay import (
@@ -30,7 +30,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.lane_history import Fetched, Lane
+    from outbox.operations.lane_history import FetchedDelivery, LaneHistory
     from tests.support.postgres import Database
 
 
@@ -39,14 +39,14 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(server_settings={"search_path": "relay"})
 
 
-async def the_lane(db: Connection[Any], database: Database) -> Lane:
+async def the_lane(db: Connection[Any], database: Database) -> LaneHistory:
     endpoint_id = await fetchval(database, "SELECT id FROM endpoint WHERE name = 'shop'")
     (lane,) = await lane_history.lanes(db, "relay", endpoint_id)
     return lane
 
 
-def told(found: list[Fetched]) -> list[tuple[int, int, str | None]]:
-    return [(each.sequence, each.previous_sequence, each.given_up) for each in found]
+def told(found: list[FetchedDelivery]) -> list[tuple[int, int, str | None]]:
+    return [(each.sequence, each.previous_sequence, each.dead_lettered) for each in found]
 
 
 async def test_what_was_sent_can_be_fetched_as_it_was(
@@ -76,7 +76,7 @@ async def test_what_was_sent_can_be_fetched_as_it_was(
         prepared = prepare(each.delivery, each.previous_sequence)
         assert prepared.body == sent.request.body
         assert prepared.message_id == sent.delivery
-        assert dict(pairs(prepared.lines))["X-Mine"] == "yes"
+        assert dict(parse_lines(prepared.lines))["X-Mine"] == "yes"
     # Any part of it is the same.
     for after in range(10):
         for limit in (1, 2, 100):
@@ -91,7 +91,7 @@ async def test_what_is_on_its_way_is_left_out(database: Database, db: Connection
         await publish(database, 1, 2, 3, 4, key="k")
 
         # Acknowledged is what the log says, whatever the checkpoint does.
-        async def lane_of_two() -> Lane | None:
+        async def lane_of_two() -> LaneHistory | None:
             lane = await the_lane(db, database)
             return lane if lane.acknowledged == 2 else None
 
@@ -107,9 +107,9 @@ async def test_a_range_that_was_given_up_is_told_number_by_number(
     await add_endpoint(database)
     go = asyncio.Event()
 
-    async def gone(sent: Sent) -> Answer:
+    async def gone(sent: Sent) -> AttemptResult:
         await go.wait()
-        return OK if sent.seq < 3 else Answer.of(410, 0.001)
+        return OK if sent.seq < 3 else AttemptResult.completed(410, 0.001)
 
     async with running(database, Network(gone)):
         await publish(database, *range(6), key="k")

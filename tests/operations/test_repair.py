@@ -9,7 +9,7 @@ import pytest
 
 from outbox.errors import CannotRun
 from outbox.operations import dead_letters, endpoint_removal, replays
-from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.operations.verify import repair
 from outbox.operations.verify.promises import CHECKS
 from outbox.operations.verify.repair_rules import REPAIRS
@@ -38,8 +38,8 @@ PATH = {"server_settings": {"search_path": "relay"}}
 # six deliveries in batches of their own, of which the fifth was given up, and `gone`
 # is removed.
 DAMAGE = {
-    "a counter that is behind": ("UPDATE lane_counter SET last_seq = 3", "counters", "numbered"),
-    "a counter that is ahead": ("UPDATE lane_counter SET last_seq = 9", "counters", "numbered"),
+    "a counter that is behind": ("UPDATE lane_counter SET last_seq = 3", "counters", "contiguous"),
+    "a counter that is ahead": ("UPDATE lane_counter SET last_seq = 9", "counters", "contiguous"),
     "a lane without a counter": ("DELETE FROM lane_counter", "counters", "whole"),
     "a lane without a checkpoint": ("DELETE FROM lane_progress", "progress", "whole"),
     "a checkpoint beyond all numbers": (
@@ -94,7 +94,7 @@ DAMAGE = {
         "gaps",
     ),
     "a once key for nothing": (
-        """INSERT INTO once (key, claimed_at, expires_at)
+        """INSERT INTO idempotency_key (key, claimed_at, expires_at)
            VALUES ('k', now() - interval '2 d', now() + interval '28 d')""",
         "claims",
         "whole",
@@ -124,11 +124,11 @@ async def damage(database: Database, sql: str) -> None:
         await db.execute(sql)
 
 
-async def mend(database: Database) -> list[repair.Mended]:
+async def mend(database: Database) -> list[repair.AppliedRepair]:
     async with database.connection(**PATH) as db:
-        planned = await repair.plan(db, "relay")
-        done = await repair.mend(db, "relay", actor="ann@host")
-        assert await repair.plan(db, "relay") == []
+        planned = await repair.plan_repairs(db, "relay")
+        done = await repair.apply_repairs(db, "relay", actor="ann@host")
+        assert await repair.plan_repairs(db, "relay") == []
     assert planned == done
     return done
 
@@ -155,7 +155,7 @@ async def test_damage_is_mended_and_told(database: Database, what: str) -> None:
     # Who leads has a copy of all that in memory, and begins anew.
     (mended,) = [r for r in REPAIRS if r.name == name]
     leader = await fetchval(database, "SELECT writer FROM cursor")
-    assert leader == (None if mended.forgets else 77)
+    assert leader == (None if mended.expires_replicas else 77)
     # What comes after has the right numbers, in order, and all of it arrives.
     network = Network()
     async with running(database, network):
@@ -184,7 +184,7 @@ async def test_a_running_relay_forgets_what_was_mended(database: Database, sql: 
         await damage(database, sql)
         async with database.connection(**PATH) as db:
             before = await db.fetchval("SELECT max(id) FROM replica")
-            assert len(await repair.mend(db, "relay", actor="test")) == 1
+            assert len(await repair.apply_repairs(db, "relay", actor="test")) == 1
         await publish(database, *range(6, 9))
         await all_ended(database)
         assert await fetchval(database, "SELECT max(id) FROM replica") > before
@@ -203,9 +203,11 @@ async def test_a_replay_for_a_removed_endpoint_is_called_off(database: Database)
         await endpoint_removal.remove(db, "relay", "shop", actor="test")
         for letter in await dead_letters.page(db, "relay"):
             with pytest.raises(Exception, match="removed"):
-                await replays.replay(db, "relay", Selection((letter.id,)), actor="test")
+                await replays.start_replay(
+                    db, "relay", DeadLetterSelection((letter.id,)), actor="test"
+                )
         await db.execute(
-            """INSERT INTO replay_job (kind, state, asked_by) VALUES ('dead', 'done', 'test');
+            """INSERT INTO replay_job (kind, state, requested_by) VALUES ('dead', 'done', 'test');
                INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
                SELECT j.id, endpoint_id, d.id, seq, batch, to_seq
                  FROM dead_letter d, replay_job j;
@@ -223,7 +225,7 @@ async def test_what_the_tables_cannot_tell_is_left_alone(database: Database) -> 
     await a_life(database)
     await damage(database, "DELETE FROM delivery WHERE seq = 6")
     assert await mend(database) == [], "number 6 was tried, so the receiver knows it"
-    assert {"numbered", "complete"} <= (await exceptions(database)).keys()
+    assert {"contiguous", "complete"} <= (await exceptions(database)).keys()
     assert await fetchval(database, "SELECT count(*) FROM journal WHERE kind = 'repaired'") == 0
 
 
@@ -265,7 +267,7 @@ async def test_a_replica_that_cannot_be_ended_keeps_everything_as_it_is(
     await holder.execute("BEGIN; SELECT FROM replica FOR KEY SHARE")
     async with database.connection(**PATH) as db:
         with pytest.raises(CannotRun, match="nothing was changed: stop the relays"):
-            await repair.mend(db, "relay", actor="test")
+            await repair.apply_repairs(db, "relay", actor="test")
     assert await fetchval(database, "SELECT last_seq FROM lane_counter WHERE lane_id = 1") == 3
 
 

@@ -13,7 +13,7 @@ from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import CannotRun, NotFound, SchemaMissing, UsageError
 from outbox.operations import schedule_changes, schedules
 from outbox.store.connection.migrate import migrate
-from outbox.store.schedule_runs import TickStore
+from outbox.store.schedule_runs import ScheduleRunStore
 from tests.support.schedules import DAILY, DAY, add, journal, let_be_due, published
 
 if TYPE_CHECKING:
@@ -72,15 +72,15 @@ async def test_a_name_is_taken_once(database: Database, db: Connection[Any]) -> 
     assert len(refused) == 3
     for each in refused:
         assert isinstance(each, UsageError)
-        assert str(each) == 'there is a schedule "daily" already; say replace to change it'
+        assert str(each) == 'schedule "daily" exists already; use replace to change it'
 
 
 async def test_a_change_publishes_no_tick_again(database: Database, db: Connection[Any]) -> None:
     """Even when the database's clock went back meanwhile."""
     await add(db)
-    store = TickStore(await database.connect(**PATH), 1)
+    store = ScheduleRunStore(await database.connect(**PATH), 1)
     (tick,) = await let_be_due(db, 1)
-    await store.tick()
+    await store.run_due_schedules()
     ahead = tick + 3 * DAY
     await db.execute("UPDATE schedule SET last_at = $1", ahead)
     settings = ScheduleSettings(name="daily", cron=DAILY, type="b.c")
@@ -96,18 +96,20 @@ async def test_a_change_publishes_no_tick_again(database: Database, db: Connecti
 async def test_pausing_and_resuming_are_told(db: Connection[Any]) -> None:
     await add(db, "a")
     await add(db, "b")
-    paused = await schedule_changes.pause(db, "relay", ["b", "a", "b"], actor="anna", why="moving")
+    paused = await schedule_changes.pause(
+        db, "relay", ["b", "a", "b"], actor="anna", comment="moving"
+    )
     assert [(s.name, s.state, s.next_at, s.next_runs()) for s in paused] == [
         ("b", "paused", None, []),
         ("a", "paused", None, []),
     ]
-    assert (paused[0].state_by, paused[0].state_why) == ("anna", "moving")
+    assert (paused[0].state_by, paused[0].state_comment) == ("anna", "moving")
     await schedule_changes.pause(db, "relay", ["a"], actor="anna")
     resumed = await schedule_changes.resume(db, "relay", ["a"], actor="anna")
     assert resumed[0].next_at is not None
     assert await journal(db, "schedule_paused") == [
-        {"name": "a", "why": "moving"},
-        {"name": "b", "why": "moving"},
+        {"name": "a", "comment": "moving"},
+        {"name": "b", "comment": "moving"},
     ]
     assert await journal(db, "schedule_resumed") == [{"name": "a"}]
     with pytest.raises(NotFound, match='there is no schedule "aa"; did you mean "a"'):
@@ -155,7 +157,7 @@ async def test_what_the_payload_limit_forbids_is_refused_when_it_is_written(
     with pytest.raises(UsageError, match="payload must be at most 262144 bytes"):
         await add(db, payload="x" * 262_144)
     await add(db, payload="x" * 2000)
-    with pytest.raises(CannotRun, match="a schedule or an event that waits") as caught:
+    with pytest.raises(CannotRun, match="a schedule or a delayed event") as caught:
         await migrate(db, "relay", payload_bytes_max=1536)
     assert "is larger than 1536 bytes (schedule)" in str(caught.value)
     assert await db.fetchval("SELECT payload_bytes_max()") == 262_144
@@ -165,10 +167,10 @@ async def test_what_the_payload_limit_forbids_is_refused_when_it_is_written(
 
 
 async def test_what_waits_is_counted(db: Connection[Any]) -> None:
-    assert (await schedules.future(db, "relay")).first_at is None
+    assert (await schedules.count_future_events(db, "relay")).first_at is None
     await db.execute("SELECT publish('a', '1', deliver_at => '2100-01-01Z')")
     await db.execute("SELECT publish('a', '1', deliver_at => '2101-01-01Z')")
-    found = await schedules.future(db, "relay")
+    found = await schedules.count_future_events(db, "relay")
     assert found.events == 2
     assert found.first_at == datetime.fromisoformat("2100-01-01T00:00:00+00:00")
 

@@ -27,7 +27,7 @@ async def db(database: Database) -> Connection[Any]:
 
 
 async def test_nothing_is_there_yet(db: Connection[Any]) -> None:
-    seen = await status.read(db, "relay")
+    seen = await status.read_overview(db, "relay")
     assert (seen.cursor.high, seen.cursor.last_id, seen.cursor.lag) == (0, 0, 0)
     assert seen.cursor.waiting_s is None
     assert (seen.gaps, seen.replicas, seen.endpoints) == (0, (), ())
@@ -37,7 +37,7 @@ async def test_nothing_is_there_yet(db: Connection[Any]) -> None:
 async def test_a_stopped_relay_leaves_a_lag(database: Database, db: Connection[Any]) -> None:
     await publish(database, 1, 2, 3)
     await db.execute("UPDATE outbox SET created_at = now() - interval '1 hour' WHERE id = 1")
-    seen = await status.read(db, "relay")
+    seen = await status.read_overview(db, "relay")
     assert (seen.cursor.high, seen.cursor.last_id, seen.cursor.lag) == (0, 3, 3)
     assert seen.cursor.waiting_s == pytest.approx(3600, abs=60)
 
@@ -49,10 +49,10 @@ async def test_what_is_owed_failing_and_running(database: Database, db: Connecti
     network = Network(lambda sent: BUSY if "broken" in sent.url else OK)
 
     async def seen_all() -> Overview | None:
-        seen = await status.read(db, "relay")
+        seen = await status.read_overview(db, "relay")
         by_name = {e.name: e for e in seen.endpoints}
         broken, fine = by_name["broken"], by_name["fine"]
-        ready = broken.owed == 4 and broken.failing_lanes == 2 and fine.owed == 0
+        ready = broken.pending == 4 and broken.failing_lanes == 2 and fine.pending == 0
         return seen if ready and all(e.replica for e in seen.endpoints) else None
 
     async with running(database, network):
@@ -67,16 +67,16 @@ async def test_what_is_owed_failing_and_running(database: Database, db: Connecti
         assert broken.failing is not None
         assert (broken.failing.sequence, broken.failing.attempts) == (1, 1)
         assert broken.failing.next_attempt_at is not None
-        assert broken.failing.last_answer is not None
-        assert broken.failing.last_answer["status"] == 503
+        assert broken.failing.last_response is not None
+        assert broken.failing.last_response["status"] == 503
         assert broken.oldest_s is not None
         assert 0 <= broken.oldest_s < 60
         assert (fine.oldest_s, fine.failing, fine.failing_lanes) == (None, None, 0)
         assert seen.cursor.lag == 0
-        limited = await status.read(db, "relay", limit=1)
+        limited = await status.read_overview(db, "relay", limit=1)
         assert [e.name for e in limited.endpoints] == ["broken"]
         assert limited.endpoints_total == 3
-    after = await status.read(db, "relay")
+    after = await status.read_overview(db, "relay")
     assert after.replicas == ()
     assert {e.replica for e in after.endpoints} == {None}
 
@@ -91,7 +91,7 @@ async def test_gaps_and_dead_letters(database: Database, db: Connection[Any]) ->
         SELECT l.endpoint_id, l.id, 0, s, s, 'refused', 1, (ARRAY['dead', 'discarded'])[s % 2 + 1]
           FROM lane l, generate_series(1, 3) s;
     """)
-    seen = await status.read(db, "relay")
+    seen = await status.read_overview(db, "relay")
     assert seen.gaps == 3
     assert seen.dead_letters == {"dead": 1, "discarded": 2}
     assert seen.endpoints[0].dead_letters == 1
@@ -100,19 +100,19 @@ async def test_gaps_and_dead_letters(database: Database, db: Connection[Any]) ->
 async def test_the_rates_between_two_looks(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, "one")
     await add_endpoint(database, "two")
-    first = await status.read(db, "relay")
+    first = await status.read_overview(db, "relay")
     assert first.rates is None
     async with running(database, Network()):
         await publish(database, *range(10))
         await all_ended(database)
-    second = await status.read(db, "relay", since=first)
+    second = await status.read_overview(db, "relay", since=first)
     assert second.rates is not None
     seconds = (second.at - first.at).total_seconds()
     assert second.rates.events * seconds == pytest.approx(10)
     assert second.rates.deliveries * seconds == pytest.approx(20)
     assert second.rates.ended * seconds == pytest.approx(20)
-    # The same, where the listing shows none of those that are owed.
-    third = await status.read(db, "relay", limit=1, since=second)
+    # The same, where the listing shows none of those that are pending.
+    third = await status.read_overview(db, "relay", limit=1, since=second)
     assert third.rates is not None
     assert (third.rates.events, third.rates.deliveries, third.rates.ended) == (0, 0, 0)
 
@@ -123,10 +123,10 @@ async def test_what_is_owed_by_all_does_not_depend_on_what_is_shown(
 ) -> None:
     for name in ("one", "two"):
         await add_endpoint(database, name)
-    before = await status.read(db, "relay")
+    before = await status.read_overview(db, "relay")
     await db.execute("UPDATE lane_counter SET last_seq = 5")
-    seen = await status.read(db, "relay", limit=1, since=before)
-    assert (seen.owed, len(seen.endpoints)) == (10, 1)
+    seen = await status.read_overview(db, "relay", limit=1, since=before)
+    assert (seen.pending, len(seen.endpoints)) == (10, 1)
     assert seen.rates is not None
     assert seen.rates.deliveries > 0
     assert seen.rates.ended == 0
@@ -138,7 +138,7 @@ async def test_a_lapsed_replica_is_not_alive(db: Connection[Any]) -> None:
         "INSERT INTO replica (name, version, pids, lease_s, expires_at) "
         "VALUES ('gone', '1', '{}', 5, now() - interval '1 s')"
     )
-    (replica,) = (await status.read(db, "relay")).replicas
+    (replica,) = (await status.read_overview(db, "relay")).replicas
     assert (replica.name, replica.alive) == ("gone", False)
 
 
@@ -146,4 +146,4 @@ async def test_a_lapsed_replica_is_not_alive(db: Connection[Any]) -> None:
 async def test_a_missing_schema(empty_database: Database) -> None:
     connection = await empty_database.connect()
     with pytest.raises(SchemaMissing):
-        await status.read(connection, "relay")
+        await status.read_overview(connection, "relay")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import outbox
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound
 from outbox.operations import (
     dead_letter_filter,
@@ -19,7 +19,7 @@ from outbox.operations import (
     replays,
     trace,
 )
-from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.store import erasure
 from tests.support.plans import explain
 from tests.support.relay import (
@@ -39,7 +39,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.event_trace import Delivery, Story
+    from outbox.operations.event_trace import EventTrace, TracedDelivery
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -52,19 +52,19 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(server_settings={"search_path": "relay"})
 
 
-async def story_of(db: Connection[Any], text: str, **options: Any) -> Story:
+async def story_of(db: Connection[Any], text: str, **options: Any) -> EventTrace:
     """The only event that this stands for."""
-    found = await find_event.find(db, "relay", text)
+    found = await find_event.find_events(db, "relay", text)
     (outbox_id,) = found.outbox_ids
-    return await trace.read(db, "relay", outbox_id, **options)
+    return await trace.read_trace(db, "relay", outbox_id, **options)
 
 
 async def by(db: Connection[Any], text: str) -> tuple[str, tuple[int, ...]]:
-    found = await find_event.find(db, "relay", text)
+    found = await find_event.find_events(db, "relay", text)
     return found.by, found.outbox_ids
 
 
-def the(story: Story, endpoint: str = "shop") -> Delivery:
+def the(story: EventTrace, endpoint: str = "shop") -> TracedDelivery:
     (delivery,) = (d for d in story.deliveries if d.endpoint == endpoint)
     return delivery
 
@@ -92,7 +92,7 @@ async def test_it_is_found_by_whatever_a_person_has_in_hand(
     assert len(told) == 2
     for delivery in told:
         assert await by(db, delivery) == ("X-Delivery", (outbox_id,))
-    story = await trace.read(db, "relay", outbox_id)
+    story = await trace.read_trace(db, "relay", outbox_id)
     assert {str(d.delivery_id) for d in story.deliveries} == told
 
 
@@ -100,10 +100,10 @@ async def test_it_is_found_by_whatever_a_person_has_in_hand(
     "text", ["nothing", "", "8f1b7fb1-73a4-4ac1-8065-7cd8914e7d33", "99", "9" * 30, "-1", "\x00"]
 )
 async def test_what_nobody_knows_is_said_to_be_unknown(db: Connection[Any], text: str) -> None:
-    with pytest.raises(NotFound, match="nothing is known of"):
-        await find_event.find(db, "relay", text)
+    with pytest.raises(NotFound, match="no event found for"):
+        await find_event.find_events(db, "relay", text)
     with pytest.raises(NotFound, match="there is no event"):
-        await trace.read(db, "relay", 99)
+        await trace.read_trace(db, "relay", 99)
 
 
 async def test_of_a_key_the_newest_come_first_and_in_pages(
@@ -111,9 +111,9 @@ async def test_of_a_key_the_newest_come_first_and_in_pages(
 ) -> None:
     await publish(database, *range(5), key="order-1")
     await publish(database, 9, key="order-2")
-    first = await find_event.find(db, "relay", "order-1", limit=2)
+    first = await find_event.find_events(db, "relay", "order-1", limit=2)
     assert (first.outbox_ids, first.more) == ((5, 4), True)
-    rest = await find_event.find(db, "relay", "order-1", limit=10, below=4)
+    rest = await find_event.find_events(db, "relay", "order-1", limit=10, below=4)
     assert (rest.outbox_ids, rest.more) == ((3, 2, 1), False)
 
 
@@ -141,13 +141,15 @@ async def test_a_key_is_found_among_many_without_reading_them(db: Connection[Any
 async def test_every_attempt_is_told_with_its_answer(
     database: Database, db: Connection[Any]
 ) -> None:
-    answers = [
+    responses = [
         BUSY,
-        Answer.of(429, 0.002, headers=(("X-Request-Id", "r-2"), ("Set-Cookie", "c")), body=b"slow"),
-        Answer.of(200, 0.003, headers=(("X-Request-Id", "r-3"),), body=b"thanks"),
+        AttemptResult.completed(
+            429, 0.002, headers=(("X-Request-Id", "r-2"), ("Set-Cookie", "c")), body=b"slow"
+        ),
+        AttemptResult.completed(200, 0.003, headers=(("X-Request-Id", "r-3"),), body=b"thanks"),
     ]
     await add_endpoint(database)
-    network = Network(lambda sent: answers[min(sent.attempt, 3) - 1])
+    network = Network(lambda sent: responses[min(sent.attempt, 3) - 1])
     async with running(database, network):
         await publish(database, 1, key="k", headers='{"X-A": "b"}')
         await all_ended(database)
@@ -160,16 +162,16 @@ async def test_every_attempt_is_told_with_its_answer(
     assert story.sequenced is not None
     assert (story.sequenced.batch, story.sequenced.late) == (1, False)
     delivery = the(story)
-    assert (delivery.fate, delivery.sequence, delivery.letter) == ("delivered", 1, None)
+    assert (delivery.state, delivery.sequence, delivery.dead_letter) == ("delivered", 1, None)
     told = [(a.attempt, a.outcome, a.status) for a in delivery.attempts]
     assert told == [(1, "retry", 503), (2, "retry", 429), (3, "delivered", 200)]
-    first, second, third = (a.answer for a in delivery.attempts)
+    first, second, third = (a.response for a in delivery.attempts)
     assert first is not None
     assert first["body"] == "busy"
     assert second is not None
     assert (second["version"], second["headers"]) == (1, {"x-request-id": "r-2"})
     assert third == {"version": 1, "headers": {"x-request-id": "r-3"}, "body": "thanks"}
-    assert story.event.published_at <= delivery.numbered_at <= delivery.attempts[0].started_at
+    assert story.event.published_at <= delivery.sequenced_at <= delivery.attempts[0].started_at
     assert story.diagnosis == ()
     assert (await story_of(db, "k")).event.payload is None
 
@@ -190,39 +192,42 @@ async def test_an_event_that_was_committed_late_is_found_in_its_own_batch(
     assert (late.sequenced.late, early.sequenced.late) == (True, False)
     assert late.event.outbox_id < early.event.outbox_id
     assert the(late).sequence > the(early).sequence
-    assert the(late).fate == "delivered"
+    assert the(late).state == "delivered"
 
 
 async def test_a_dead_letter_and_its_replay_are_told(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
-    answers = [REFUSED]
-    network = Network(lambda sent: answers[0])
+    responses = [REFUSED]
+    network = Network(lambda sent: responses[0])
     async with running(database, network):
         await publish(database, 1, key="k")
         await all_ended(database)
         story = await story_of(db, "k")
-        assert the(story).fate == "dead"
-        letter = the(story).letter
+        assert the(story).state == "dead"
+        letter = the(story).dead_letter
         assert letter is not None
         assert story.diagnosis == (
-            f"shop: number 1 of lane {the(story).lane} was given up because its receiver refused "
+            f"shop: sequence 1 of lane {the(story).lane} was dead-lettered because its receiver "
+            "rejected "
             f"it; it is dead letter {letter.id}: outbox dead replay {letter.id}",
         )
         # Again, to be refused again; and then it is taken.
-        await replays.replay(db, "relay", Selection(ids=(letter.id,)), actor="test")
+        await replays.start_replay(db, "relay", DeadLetterSelection(ids=(letter.id,)), actor="test")
         await until(lambda: fetchval(database, "SELECT count(*) = 2 FROM dead_letter"))
         first, second = (await story_of(db, "k")).deliveries
-        assert (first.fate, second.fate) == ("dead_again", "dead")
+        assert (first.state, second.state) == ("dead_again", "dead")
         assert second.replay_of == (first.lane, 1)
-        answers[0] = OK
-        assert second.letter is not None
-        await replays.replay(db, "relay", Selection(ids=(second.letter.id,)), actor="test")
+        responses[0] = OK
+        assert second.dead_letter is not None
+        await replays.start_replay(
+            db, "relay", DeadLetterSelection(ids=(second.dead_letter.id,)), actor="test"
+        )
         await until(lambda: network.accepted)
         await all_ended(database)
     story = await story_of(db, "k")
-    assert [d.fate for d in story.deliveries] == ["dead_again", "replayed", "delivered"]
+    assert [d.state for d in story.deliveries] == ["dead_again", "replayed", "delivered"]
     assert story.deliveries[2].replay_of == (first.lane, 2)
     assert story.diagnosis == ()
     assert len({d.delivery_id for d in story.deliveries}) == 1
@@ -240,10 +245,10 @@ async def test_a_number_in_a_range_knows_its_dead_letter(
         for n in range(4):
             await publish(database, n, key=f"k{n}")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 4 FROM lane_counter"))
-        await endpoint_removal.remove(db, "relay", "shop", actor="test", give_up=True)
+        await endpoint_removal.remove(db, "relay", "shop", actor="test", dead_letter=True)
         await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM dead_letter"))
     story = await story_of(db, "k2")
-    letter = the(story).letter
+    letter = the(story).dead_letter
     assert letter is not None
     assert (letter.sequence, letter.to_sequence, letter.reason) == (1, 4, "removed")
     (why,) = story.diagnosis
@@ -258,7 +263,9 @@ async def test_no_relay(database: Database, db: Connection[Any]) -> None:
     await publish(database, 1, key="k")
     story = await story_of(db, "k")
     assert story.sequenced is None
-    assert story.diagnosis == ("it is not sequenced: no relay is alive; start one: outbox relay",)
+    assert story.diagnosis == (
+        "it is not sequenced because no relay is running; start one: outbox relay",
+    )
 
 
 async def test_behind_a_delivery_that_fails(database: Database, db: Connection[Any]) -> None:
@@ -271,32 +278,33 @@ async def test_behind_a_delivery_that_fails(database: Database, db: Connection[A
         await until(lambda: fetchval(database, "SELECT max(attempts) = 1 FROM lane_progress"))
         first, third = await story_of(db, "k0"), await story_of(db, "k2")
         lane = the(first).lane
-        assert the(first).fate == "owed"
+        assert the(first).state == "pending"
         (why,) = first.diagnosis
         assert why.startswith(
-            f"shop: number 1 of lane {lane} failed in 1 attempt, the last: it answered 503; "
+            f"shop: sequence 1 of lane {lane} failed after 1 attempt, the last: it responded "
+            "with 503; "
         )
         assert "the next is in" in why
         (why,) = third.diagnosis
         assert why.startswith(
-            f"shop: number 3 of lane {lane} waits behind 2 of its lane, the first is number 1 "
-            f"(event {first.event.event_id}), which failed in 1 attempt"
+            f"shop: sequence 3 of lane {lane} waits behind 2 of its lane, the first is sequence 1 "
+            f"(event {first.event.event_id}), which failed after 1 attempt"
         )
     # And when nobody is there any more.
-    assert any("no relay that is alive" in why for why in (await story_of(db, "k0")).diagnosis)
+    assert any("no live relay" in why for why in (await story_of(db, "k0")).diagnosis)
 
 
 async def test_a_paused_endpoint_tells_by_whom_and_what_helps(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
-    await endpoint_states.pause(db, "relay", ["shop"], actor="kim", why="they move")
+    await endpoint_states.pause(db, "relay", ["shop"], actor="kim", comment="they move")
     async with running(database, Network()):
         await publish(database, 1, key="k")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 1 FROM lane_counter"))
         (why,) = (await story_of(db, "k")).diagnosis
-    assert "waits: its endpoint is paused since" in why
-    assert why.endswith(" by kim (they move); outbox endpoint resume shop")
+    assert "waits: its endpoint has been paused" in why
+    assert why.endswith(" (they move); outbox endpoint resume shop")
 
 
 async def test_a_lane_that_waits_for_an_operator(database: Database, db: Connection[Any]) -> None:
@@ -307,19 +315,19 @@ async def test_a_lane_that_waits_for_an_operator(database: Database, db: Connect
         await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM lane_block"))
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 2 FROM lane_counter"))
         (why,) = (await story_of(db, "k2")).diagnosis
-    assert "its lane is blocked since" in why
+    assert "its lane has been blocked by dead letter" in why
     assert "outbox dead replay 1, outbox dead discard 1 or outbox endpoint resume shop" in why
 
 
 async def test_a_receiver_that_asked_for_time(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
-    wait = Answer.of(429, 0.001, headers=(("Retry-After", "600"),))
+    wait = AttemptResult.completed(429, 0.001, headers=(("Retry-After", "600"),))
     async with running(database, Network(lambda _: wait)):
         await publish(database, 1, key="k")
         held = "SELECT count(held_until) = 1 FROM endpoint_health"
         await until(lambda: fetchval(database, held))
         told = (await story_of(db, "k")).diagnosis
-    assert any("more, as its receiver asked (Retry-After)" in why for why in told)
+    assert any("more: its receiver sent Retry-After" in why for why in told)
 
 
 async def test_lanes_from_before_their_number_changed(
@@ -335,7 +343,7 @@ async def test_lanes_from_before_their_number_changed(
         await publish(database, 2, key="k2")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 2 FROM lane_counter"))
         told = (await story_of(db, "k2")).diagnosis
-    assert any("waits for 1 of the lanes that its endpoint had before" in why for why in told)
+    assert any("waits for 1 pending in lanes of an older generation" in why for why in told)
 
 
 async def test_who_did_not_get_it_and_which_rule_said_no(
@@ -354,7 +362,7 @@ async def test_who_did_not_get_it_and_which_rule_said_no(
         await add_endpoint(database, "younger")
     story = await story_of(db, "k")
     assert [d.endpoint for d in story.deliveries] == ["gets-it"]
-    assert {m.why: (m.endpoints, m.examples) for m in story.missed} == {
+    assert {m.reason: (m.endpoints, m.examples) for m in story.missed} == {
         "type": (2, ("a-type", "b-type")),
         "tenant": (1, ("tenant",)),
         "filter": (1, ("filter",)),
@@ -362,10 +370,10 @@ async def test_who_did_not_get_it_and_which_rule_said_no(
     }
     assert story.diagnosis == ()
     # Asked about one of them.
-    ids = await dead_letter_filter.endpoint_ids(db, "filter")
+    ids = await dead_letter_filter.find_endpoint_ids(db, "filter")
     story = await story_of(db, "k", endpoint_ids=ids)
     assert story.diagnosis == (
-        "no endpoint subscribed to it: 1 with a filter that its payload does not meet (filter)",
+        "no endpoint received it: 1 with a filter that excludes its payload (filter)",
     )
 
 

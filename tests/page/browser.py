@@ -1,4 +1,4 @@
-"""Somebody in front of the page, with a token; what the page gets wrong is told at the end."""
+"""A browser tab with a token; page errors fail the test at its end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from playwright.async_api import Locator, Page
 
 WAIT_MS = 30_000
-"""On a machine that is busy with other tests."""
+"""Enough for a machine that is busy with other tests."""
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 
 
 class Visitor:
-    """A tab, and what is done in it."""
+    """A tab and the actions in it."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
@@ -30,53 +30,53 @@ class Visitor:
         self.hosts: set[str] = set()
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("console", self._heard)
+        page.on("console", self._record_console)
         page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
 
-    def _heard(self, message: Any) -> None:
-        # What the API refuses is told to the visitor; the browser says it, too.
+    def _record_console(self, message: Any) -> None:
+        # Chromium logs failed requests as well; the page shows those itself.
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
             self.complaints.append(message.text)
 
-    async def come_in(self, secret: str) -> None:
-        """Through the door, as anybody does."""
+    async def sign_in(self, secret: str) -> None:
+        """Sign in."""
         await self.page.goto(f"{self.url}/")
         await self.page.get_by_label("Token").fill(secret)
         await self.page.get_by_role("button", name="Sign in").click()
-        await self.sees(self.page.get_by_role("navigation", name="Views"))
+        await self.wait_for(self.page.get_by_role("navigation", name="Views"))
 
-    async def goes_to(self, place: str) -> None:
-        """A view, by its address."""
+    async def open(self, place: str) -> None:
+        """Open a view by its route."""
         await self.page.goto(f"{self.url}/#/{place}")
 
-    async def presses(self, name: str, *, inside: Locator | None = None) -> None:
-        """A button."""
+    async def press(self, name: str, *, inside: Locator | None = None) -> None:
+        """Press a button."""
         place = inside or self.page
         await place.get_by_role("button", name=name, exact=True).first.click()
 
-    async def sees(self, what: Locator | str) -> None:
-        """Something, some time soon."""
+    async def wait_for(self, what: Locator | str) -> None:
+        """Wait until something is visible."""
         found = self.page.get_by_text(what).first if isinstance(what, str) else what
         await expect(found).to_be_visible(timeout=WAIT_MS)
 
-    async def sees_no(self, what: str) -> None:
-        """Nothing like that."""
+    async def wait_until_absent(self, what: str) -> None:
+        """Wait until a text is absent."""
         await expect(self.page.get_by_text(what)).to_have_count(0, timeout=WAIT_MS)
 
     @property
     def main(self) -> Locator:
-        """Below the menu."""
+        """Content below the menu."""
         return self.page.locator("main")
 
     @property
     def dialog(self) -> Locator:
-        """What is asked."""
+        """The open dialog."""
         return self.page.locator("dialog[open]")
 
 
 @asynccontextmanager
 async def visiting(url: str, *, phone: bool = False, dark: bool = False) -> AsyncIterator[Visitor]:
-    """A visitor at the door; whatever the browser complained of fails the test."""
+    """A visitor without a session; browser errors fail the test."""
     async with browsing() as browser:
         context = await browser.new_context(
             viewport=PHONE if phone else DESKTOP,  # type: ignore[arg-type]
@@ -87,4 +87,4 @@ async def visiting(url: str, *, phone: bool = False, dark: bool = False) -> Asyn
         yield visitor
         await context.close()
     assert visitor.complaints == []
-    assert visitor.hosts <= {visitor.url.removeprefix("http://")}, "it asked another host"
+    assert visitor.hosts <= {visitor.url.removeprefix("http://")}, "the page requested another host"

@@ -1,4 +1,4 @@
-"""A relay at work, and somebody who looks at its page."""
+"""A running relay and a visitor of its page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from outbox.core.model.api_token import Scope
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.page.browser import Visitor
     from tests.support.postgres import Database
     from tests.support.relay import Sent
@@ -32,20 +32,20 @@ RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
 
 
 class Shop:
-    """A relay at work, and the page beside it."""
+    """A running relay and the page beside it."""
 
     def __init__(self, database: Database, visitor: Visitor) -> None:
         self.database = database
         self.visitor = visitor
         self.refuses = True
 
-    def answer(self, sent: Sent) -> Answer:
+    def response(self, sent: Sent) -> AttemptResult:
         if sent.url.endswith("/sick"):
             return BUSY
         return REFUSED if self.refuses and sent.url.endswith("/strict") else OK
 
     async def dead(self, state: str, number: int) -> None:
-        """Wait until there are so many dead letters of a state."""
+        """Wait until there is this number of dead letters of a state."""
 
         async def there() -> bool:
             sql = "SELECT count(*) FROM dead_letter WHERE state = $1"
@@ -64,7 +64,7 @@ async def shop(
     phone: bool = False,
     dark: bool = False,
 ) -> AsyncIterator[Shop]:
-    """Three endpoints, a few events, and somebody who looks at them."""
+    """Three endpoints, a few events, and a visitor."""
     await add_endpoint(database, "well", lanes=4)
     await add_endpoint(database, "sick", lanes=2, retry=RETRY, types=["order.*"])
     await add_endpoint(database, "strict", types=["order.*"])
@@ -72,10 +72,10 @@ async def shop(
     secret = await make_token(database, "me", scopes, tenant=tenant)
     async with serving(database) as api, visiting(api.url, phone=phone, dark=dark) as visitor:
         here = Shop(database, visitor)
-        async with running(database, Network(here.answer)):
+        async with running(database, Network(here.response)):
             for n in range(3):
                 await publish(database, {"order": n}, type="order.paid", key=f"order-{n}")
             await publish(database, {"order": 7}, type="order.paid", tenant="acme")
             await here.dead("dead", 3)
-            await visitor.come_in(secret)
+            await visitor.sign_in(secret)
             yield here

@@ -1,4 +1,4 @@
-"""Lanes that wait for somebody: what blocks them, and what goes on when it is decided."""
+"""Blocked lanes: the blocking dead letter is shown, and actions unblock the lane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.page.browser import Visitor
     from tests.support.postgres import Database
     from tests.support.relay import Sent
@@ -32,11 +32,11 @@ pytestmark = [
 async def blocked(
     database: Database, *, tenant: str | None = None, dead: int = 1
 ) -> AsyncIterator[Visitor]:
-    """A lane that waits for a dead letter, with three deliveries behind it."""
+    """A lane that is blocked by a dead letter, with three pending deliveries."""
     refused: list[str] = []
 
-    def answer(sent: Sent) -> Answer:
-        # A receiver that cannot take the first ones.
+    def response(sent: Sent) -> AttemptResult:
+        # The receiver rejects the first ones.
         if len(refused) < dead:
             refused.append(sent.url)
             return REFUSED
@@ -47,7 +47,7 @@ async def blocked(
     async with (
         serving(database) as api,
         visiting(api.url) as visitor,
-        running(database, Network(answer)),
+        running(database, Network(response)),
     ):
         await publish(database, *range(4), tenant="acme")
 
@@ -55,7 +55,7 @@ async def blocked(
             return bool(await fetchval(database, "SELECT count(*) FROM lane_block"))
 
         await until(there, 30, "the lane to be blocked")
-        await visitor.come_in(secret)
+        await visitor.sign_in(secret)
         yield visitor
 
 
@@ -66,63 +66,61 @@ async def unblocked(database: Database) -> None:
     await until(gone, 30, "the lane to go on")
 
 
-async def test_an_endpoint_names_the_dead_letter_that_blocks_it_and_lets_it_be_passed(
+async def test_an_endpoint_links_the_blocking_dead_letter_and_can_be_unblocked(
     database: Database,
 ) -> None:
     async with blocked(database) as visitor:
-        await visitor.goes_to("endpoint/strict")
+        await visitor.open("endpoint/strict")
         by = visitor.main.get_by_role("link", name="blocked by dead letter 1")
-        await expect(by).to_have_attribute("href", "#/letter/1")
-        await visitor.sees(visitor.page.get_by_role("columnheader", name="Blocked", exact=True))
-        await visitor.sees(visitor.page.get_by_role("columnheader", name="Done"))
-        await visitor.presses("Let blocked lanes go on")
-        await visitor.sees(
-            visitor.dialog.get_by_text(
-                "A lane waits for this: it goes on, with 3 deliveries behind it."
-            )
+        await expect(by).to_have_attribute("href", "#/dead-letter/1")
+        await visitor.wait_for(visitor.page.get_by_role("columnheader", name="Blocked", exact=True))
+        await visitor.wait_for(visitor.page.get_by_role("columnheader", name="Completed"))
+        await visitor.press("Unblock lanes")
+        await visitor.wait_for(
+            visitor.dialog.get_by_text("This unblocks 1 lane with 3 pending deliveries.")
         )
-        await visitor.presses("Let them go on", inside=visitor.dialog)
-        await visitor.sees("The lanes of strict go on.")
+        await visitor.press("Unblock", inside=visitor.dialog)
+        await visitor.wait_for("The lanes of strict are unblocked.")
         await unblocked(database)
         await expect(by).to_have_count(0)
 
 
-async def test_who_sends_again_or_discards_is_told_that_the_lane_goes_on(
+async def test_replay_and_discard_dialogs_name_the_lanes_that_they_unblock(
     database: Database,
 ) -> None:
     async with blocked(database) as visitor:
-        goes_on = "A lane waits for this: it goes on, with 3 deliveries behind it."
-        await visitor.goes_to("dead")
+        unblocks = "This unblocks 1 lane with 3 pending deliveries."
+        await visitor.open("dead-letters")
         await visitor.page.get_by_label("Select all 1 shown").check()
-        for press in ("Send 1 again", "Discard 1"):
-            await visitor.presses(press)
-            await visitor.sees(visitor.dialog.get_by_text(goes_on))
-            await visitor.presses("Leave it", inside=visitor.dialog)
-        await visitor.goes_to("letter/1")
-        await visitor.presses("Send again")
-        await visitor.sees(visitor.dialog.get_by_text(goes_on))
-        await visitor.presses("Send again", inside=visitor.dialog)
+        for press in ("Replay 1", "Discard 1"):
+            await visitor.press(press)
+            await visitor.wait_for(visitor.dialog.get_by_text(unblocks))
+            await visitor.press("Cancel", inside=visitor.dialog)
+        await visitor.open("dead-letter/1")
+        await visitor.press("Replay")
+        await visitor.wait_for(visitor.dialog.get_by_text(unblocks))
+        await visitor.press("Replay", inside=visitor.dialog)
         await unblocked(database)
 
 
-async def test_a_job_whose_deliveries_wait_does_not_look_done(database: Database) -> None:
+async def test_a_job_with_pending_deliveries_is_not_shown_as_done(database: Database) -> None:
     async with blocked(database, dead=2) as visitor:
-        await visitor.goes_to("letter/1")
-        await visitor.presses("Send again")
-        await visitor.presses("Send again", inside=visitor.dialog)
-        await visitor.page.get_by_role("link", name="Job 1").click()
+        await visitor.open("dead-letter/1")
+        await visitor.press("Replay")
+        await visitor.press("Replay", inside=visitor.dialog)
+        await visitor.page.get_by_role("link", name="job 1").click()
         job = visitor.page.locator("#jobs tbody tr")
-        # The next one is refused, too, so what is sent again waits behind it.
-        await expect(job).to_contain_text("on the way", timeout=30_000)
-        await expect(job).to_contain_text("all 1 in their lanes, on the way at 1 endpoint")
-        await expect(job).to_contain_text("lanes are blocked at strict")
+        # The next delivery is rejected as well and blocks the replayed one.
+        await expect(job).to_contain_text("delivering", timeout=30_000)
+        await expect(job).to_contain_text("all 1 queued in their lanes, pending at 1 endpoint")
+        await expect(job).to_contain_text("blocked lanes at strict")
         await expect(job.locator("progress")).to_have_count(0)
-        await visitor.presses("Abort")
+        await visitor.press("Abort")
         await expect(job).to_contain_text("aborted", timeout=30_000)
 
 
-async def test_a_tenant_is_not_told_of_relays(database: Database) -> None:
+async def test_a_tenant_does_not_see_the_ownership_history(database: Database) -> None:
     async with blocked(database, tenant="acme") as visitor:
-        await visitor.goes_to("endpoint/strict")
-        await visitor.sees("All settings")
-        await visitor.sees_no("Whose hands it went through")
+        await visitor.open("endpoint/strict")
+        await visitor.wait_for("All settings")
+        await visitor.wait_until_absent("Ownership history")

@@ -207,7 +207,7 @@ async def test_many_are_all_or_none(database: Database, app: Connection[Any]) ->
             await outbox.publish_many(app, [Event("a", 1), Event("b c", 1)])
         with pytest.raises(InvalidEvent, match=r"payload: 262145 bytes .* \(event 2\)"):
             await outbox.publish_many(app, [Event("a", 1), Event("b", "x" * (LIMIT - 1))])
-        with pytest.raises(InvalidEvent, match=r"a callable goes with publish"):
+        with pytest.raises(InvalidEvent, match=r"callables are accepted by publish"):
             await outbox.publish_many(app, [Event("a", lambda: 1)])
     assert await events(database) == []
 
@@ -269,19 +269,19 @@ async def test_isolation_levels(database: Database, app: Connection[Any], isolat
         ({"once": "k", "once_for": 0}, "once_for", "0 s is not between 0 and a century"),
         ({"once": "k", "once_for": 4e9}, "once_for", "not between 0 and a century"),
         ({"once": "k", "once_for": "1d"}, "once_for", "str is neither timedelta nor seconds"),
-        ({"once_for": 5}, "once_for", "goes with once"),
-        ({"once_for": 5, "payload": lambda: 1}, "once_for", "goes with once"),
+        ({"once_for": 5}, "once_for", "requires once"),
+        ({"once_for": 5, "payload": lambda: 1}, "once_for", "requires once"),
         ({"headers": {"X-Lane": "a"}}, "headers", "'X-Lane' is set by the relay"),
         ({"headers": {"webhook-signature": "a"}}, "headers", "is set by the relay"),
-        ({"headers": {"Host": "a"}}, "headers", "is set by the relay, or says how"),
-        ({"headers": {"Transfer-Encoding": "a"}}, "headers", "says how the request is carried"),
+        ({"headers": {"Host": "a"}}, "headers", "is set by the relay, or controls"),
+        ({"headers": {"Transfer-Encoding": "a"}}, "headers", "controls the framing"),
         ({"headers": {"a b": "c"}}, "headers", "is not a header name"),
         ({"headers": {"": "c"}}, "headers", "is not a header name"),
         ({"headers": {"X-A": "b\r\nX-B: c"}}, "headers", "other than printable ASCII"),
         ({"headers": {"X-A": "é"}}, "headers", "other than printable ASCII"),
         ({"headers": {"X-A": 7}}, "headers", "not text"),
         ({"headers": {7: "x"}}, "headers", "a name is int"),
-        ({"headers": {"X-A": "a", "x-a": "b"}}, "headers", "'x-a' stands there twice"),
+        ({"headers": {"X-A": "a", "x-a": "b"}}, "headers", "'x-a' occurs twice"),
         ({"headers": {"X-A": "x" * 8192}}, "headers", "8203 bytes as JSON, the limit is 8192"),
         ({"payload": "x" * LIMIT}, "payload", f"{LIMIT + 2} bytes as JSON, the limit is {LIMIT}"),
         # Smaller as it is sent than as jsonb writes it.
@@ -448,10 +448,10 @@ async def test_a_loser_does_not_hold_up_the_next_one(
 async def test_an_expired_once_is_free(database: Database, app: Connection[Any]) -> None:
     await outbox.publish(app, "a", 1, once="k")
     async with database.connection() as admin:
-        age = await admin.fetchval("SELECT expires_at - claimed_at FROM relay.once")
+        age = await admin.fetchval("SELECT expires_at - claimed_at FROM relay.idempotency_key")
         # Two looks at the clock, some microseconds apart.
         assert abs(age - dt.timedelta(days=30)) < dt.timedelta(minutes=1)
-        await admin.execute("UPDATE relay.once SET expires_at = clock_timestamp()")
+        await admin.execute("UPDATE relay.idempotency_key SET expires_at = clock_timestamp()")
     assert await outbox.publish(app, "a", 2, once="k") is not None
     assert await outbox.publish(app, "a", 3, once="k") is None
 
@@ -471,7 +471,7 @@ async def test_how_long_a_once_key_is_kept_is_for_the_producer_to_say(
     async with database.connection() as admin:
         kept = await admin.fetch(
             "SELECT key, round(extract(epoch FROM expires_at - claimed_at))::bigint AS s "
-            "FROM relay.once ORDER BY key"
+            "FROM relay.idempotency_key ORDER BY key"
         )
     month = 30 * 86400
     assert {row["key"]: row["s"] for row in kept} == {
@@ -489,11 +489,11 @@ async def test_how_long_a_once_key_is_kept_is_for_the_producer_to_say(
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ("publish('a', '1', once => 'k', once_for => '-1 s')", "kept for more than 0"),
+        ("publish('a', '1', once => 'k', once_for => '-1 s')", "must be more than 0"),
         ("publish('a', '1', once => 'k', once_for => '102 years')", "at most a century"),
-        ("publish('a', '1', once_for => '1 s')", "goes with a once key"),
+        ("publish('a', '1', once_for => '1 s')", "requires an idempotency key"),
         ("publish('a', '1', once => 'k', claimed => true, once_for => '1 s')", "not claimed yet"),
-        ("claim_once('k', keep => '0')", "kept for more than 0"),
+        ("claim_once('k', keep => '0')", "must be more than 0"),
     ],
 )
 async def test_a_time_to_keep_a_once_key_that_cannot_be(
@@ -545,7 +545,7 @@ async def test_only_the_winner_works_the_payload_out(
     (event,) = await events(database)
     assert (event["event_id"], event["payload"], event["key"]) == (event_id, {"n": 1}, "x")
     async with database.connection() as admin:
-        assert await admin.fetchval("SELECT event_id FROM relay.once") == event_id
+        assert await admin.fetchval("SELECT event_id FROM relay.idempotency_key") == event_id
 
 
 @pytest.mark.one_major
@@ -576,7 +576,7 @@ async def test_reset_frees_a_key(database: Database, app: Connection[Any]) -> No
     assert await outbox.reset(app, "k") is False
     assert await outbox.publish(app, "a", 2, once="k") is not None
     async with database.connection() as admin:
-        assert await admin.fetchval("SELECT resets FROM relay.once") == 1
+        assert await admin.fetchval("SELECT resets FROM relay.idempotency_key") == 1
 
 
 @pytest.mark.one_major
@@ -603,7 +603,7 @@ async def test_a_reset_that_waits_too_long_does_not_abort(
 ) -> None:
     await outbox.publish(app, "a", 1, once="k")
     async with database.connection() as holder, app.transaction():
-        await holder.execute("BEGIN; SELECT FROM relay.once FOR UPDATE")
+        await holder.execute("BEGIN; SELECT FROM relay.idempotency_key FOR UPDATE")
         await app.execute("SET LOCAL lock_timeout = '10ms'")
         assert await outbox.reset(app, "k") is False
         await outbox.publish(app, "b", 2)
@@ -637,7 +637,7 @@ async def test_a_producer_can_do_nothing_else(database: Database, app: Connectio
         "UPDATE relay.outbox SET type = 'b'",
         "DELETE FROM relay.outbox",
         "TRUNCATE relay.outbox",
-        "SELECT * FROM relay.once",
+        "SELECT * FROM relay.idempotency_key",
         "SELECT * FROM relay.endpoint_secret",
         "SELECT * FROM relay.migration",
         "SELECT nextval('relay.outbox_id_seq')",

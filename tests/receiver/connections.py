@@ -1,4 +1,4 @@
-"""One way to open a transaction on every driver that an inbox knows."""
+"""One interface to open a transaction on every driver that an inbox supports."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from django.db.backends.postgresql.base import DatabaseWrapper
 
     from outbox.receiver.inbox.inbox import Inbox
-    from outbox.receiver.inbox.process import Taken
+    from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
 
 
 class Transaction(Protocol):
-    """An inbox and an effect in one transaction of some driver."""
+    """An inbox and an effect in one transaction of a driver."""
 
-    async def take(self, message: Message, **how: Any) -> Taken: ...
+    async def take(self, message: Message, **how: Any) -> DeliveryResult: ...
     async def newest(self, key: str, message: Message) -> bool: ...
     async def execute(self, sql: str) -> None: ...
     async def call(self, name: str, *arguments: Any) -> Any: ...
 
 
-class OfAsync:
+class AsyncTransaction:
     def __init__(self, inbox: Inbox, connection: Any, execute: Callable[[str], Any]) -> None:
         self._inbox, self._connection, self._execute = inbox, connection, execute
 
-    async def take(self, message: Message, **how: Any) -> Taken:
-        return await self._inbox.take_async(self._connection, message, **how)
+    async def take(self, message: Message, **how: Any) -> DeliveryResult:
+        return await self._inbox.receive_async(self._connection, message, **how)
 
     async def newest(self, key: str, message: Message) -> bool:
-        return await self._inbox.newest_async(self._connection, key, message)
+        return await self._inbox.is_newest_async(self._connection, key, message)
 
     async def execute(self, sql: str) -> None:
         await self._execute(sql)
@@ -47,17 +47,17 @@ class OfAsync:
         return await getattr(self._inbox, f"{name}_async")(self._connection, *arguments)
 
 
-class OfThread:
-    """Runs in threads, so that one that waits for a lock does not stop the test."""
+class ThreadedTransaction:
+    """Runs in threads, so that a call that waits for a lock does not block the test."""
 
     def __init__(self, inbox: Inbox, connection: Any, execute: Callable[[str], Any]) -> None:
         self._inbox, self._connection, self._execute = inbox, connection, execute
 
-    async def take(self, message: Message, **how: Any) -> Taken:
-        return await asyncio.to_thread(self._inbox.take, self._connection, message, **how)
+    async def take(self, message: Message, **how: Any) -> DeliveryResult:
+        return await asyncio.to_thread(self._inbox.receive, self._connection, message, **how)
 
     async def newest(self, key: str, message: Message) -> bool:
-        return await asyncio.to_thread(self._inbox.newest, self._connection, key, message)
+        return await asyncio.to_thread(self._inbox.is_newest, self._connection, key, message)
 
     async def execute(self, sql: str) -> None:
         await asyncio.to_thread(self._execute, sql)
@@ -76,7 +76,6 @@ class Opener:
         raise NotImplementedError
 
     async def prepare(self) -> None:
-        """Make the tables."""
         async with self.transaction() as transaction:
             await transaction.call("create")
             await transaction.execute("CREATE TABLE IF NOT EXISTS effect (number bigint)")
@@ -90,7 +89,7 @@ class Asyncpg(Opener):
         connection = await asyncpg.connect(self.dsn)
         try:
             async with connection.transaction():
-                yield OfAsync(self.inbox, connection, connection.execute)
+                yield AsyncTransaction(self.inbox, connection, connection.execute)
         finally:
             await connection.close()
 
@@ -107,7 +106,7 @@ class AsyncpgPool(Opener):
             pool.acquire() as connection,
             connection.transaction(),
         ):
-            yield OfAsync(self.inbox, connection, connection.execute)
+            yield AsyncTransaction(self.inbox, connection, connection.execute)
 
 
 class PsycopgAsync(Opener):
@@ -116,10 +115,10 @@ class PsycopgAsync(Opener):
         import psycopg
         from psycopg.rows import dict_row
 
-        # What an application chose for its own rows is no concern of the inbox.
+        # Row factories that an application chooses do not affect the inbox.
         connection = await psycopg.AsyncConnection.connect(self.dsn, row_factory=dict_row)
         async with connection:
-            yield OfAsync(self.inbox, connection, connection.execute)
+            yield AsyncTransaction(self.inbox, connection, connection.execute)
 
 
 class Psycopg(Opener):
@@ -129,7 +128,7 @@ class Psycopg(Opener):
         from psycopg.rows import dict_row
 
         with psycopg.Connection.connect(self.dsn, row_factory=dict_row) as connection:
-            yield OfThread(self.inbox, connection, connection.execute)
+            yield ThreadedTransaction(self.inbox, connection, connection.execute)
 
 
 class SQLAlchemyAsync(Opener):
@@ -141,7 +140,7 @@ class SQLAlchemyAsync(Opener):
         engine = create_async_engine(self.dsn.replace("postgresql:", "postgresql+asyncpg:"))
         try:
             async with AsyncSession(engine) as session, session.begin():
-                yield OfAsync(self.inbox, session, lambda sql: session.execute(text(sql)))
+                yield AsyncTransaction(self.inbox, session, lambda sql: session.execute(text(sql)))
         finally:
             await engine.dispose()
 
@@ -159,7 +158,9 @@ class SQLAlchemyConnection(Opener):
         engine = self.engine()
         try:
             with engine.begin() as connection:
-                yield OfThread(self.inbox, connection, lambda sql: connection.execute(text(sql)))
+                yield ThreadedTransaction(
+                    self.inbox, connection, lambda sql: connection.execute(text(sql))
+                )
         finally:
             engine.dispose()
 
@@ -181,7 +182,9 @@ class SQLAlchemySession(SQLAlchemyConnection):
         engine = self.engine()
         try:
             with Session(engine) as session, session.begin():
-                yield OfThread(self.inbox, session, lambda sql: session.execute(text(sql)))
+                yield ThreadedTransaction(
+                    self.inbox, session, lambda sql: session.execute(text(sql))
+                )
         finally:
             engine.dispose()
 
@@ -194,7 +197,7 @@ class SQLite(Opener):
         )
         try:
             await asyncio.to_thread(connection.execute, "BEGIN IMMEDIATE")
-            yield OfThread(self.inbox, connection, connection.execute)
+            yield ThreadedTransaction(self.inbox, connection, connection.execute)
         except BaseException:
             connection.execute("ROLLBACK")
             raise
@@ -232,10 +235,10 @@ class Django(Opener):
             with connection.cursor() as cursor:
                 cursor.execute(sql)
 
-        # It refuses to work where a loop runs.
+        # Django refuses to run where an event loop is running.
         await asyncio.to_thread(connection.set_autocommit, False)
         try:
-            yield OfThread(self.inbox, connection, execute)
+            yield ThreadedTransaction(self.inbox, connection, execute)
             await asyncio.to_thread(connection.commit)
         finally:
             await asyncio.to_thread(connection.close)
@@ -255,7 +258,7 @@ class AsyncMemory(Opener):
             done.extend(int(n) for n in re.findall(r"VALUES \((\d+)\)", sql))
 
         async with self.database.transaction_async() as transaction:
-            yield OfAsync(self.inbox, transaction, execute)
+            yield AsyncTransaction(self.inbox, transaction, execute)
         self.effects.extend(done)
 
 
@@ -268,7 +271,7 @@ class Memory(AsyncMemory):
             done.extend(int(n) for n in re.findall(r"VALUES \((\d+)\)", sql))
 
         with self.database.transaction() as transaction:
-            yield OfThread(self.inbox, transaction, execute)
+            yield ThreadedTransaction(self.inbox, transaction, execute)
         self.effects.extend(done)
 
 

@@ -1,4 +1,4 @@
-"""Deliveries as a relay would send them."""
+"""Deliveries as a relay sends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from uuid import UUID
 from multidict import CIMultiDict
 
 from outbox.core.delivery.message import Delivery, prepare
-from outbox.core.model.headers import lines_of, pairs
+from outbox.core.model.headers import format_lines, parse_lines
 from outbox.destinations.interface import Request
 
 ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
@@ -19,7 +19,7 @@ OTHER = bytes(range(1, 33))
 
 
 def delivery(seq: int, **changes: Any) -> Delivery:
-    """Number `seq` of a lane; its event has the same number."""
+    """Return number `seq` of a lane; its event has the same number."""
     given: dict[str, Any] = {
         "endpoint_id": ENDPOINT,
         "lane": "a-1-0",
@@ -47,13 +47,13 @@ def signed(
     timestamp: int | None = None,
     lane_ends: bool = False,
 ) -> tuple[CIMultiDict[str], bytes]:
-    """Headers and body of an attempt; `previous` is the number before by default."""
+    """Return headers and body of an attempt; `previous` is by default the number before."""
     prepared = prepare(which, which.seq - 1 if previous is None else previous, lane_ends=lane_ends)
     at = int(time.time()) if timestamp is None else timestamp
-    return CIMultiDict(pairs(prepared.attempt(attempt, at, [secret]))), prepared.body
+    return CIMultiDict(parse_lines(prepared.attempt(attempt, at, [secret]))), prepared.body
 
 
 def request(url: str, which: Delivery, **attempt: Any) -> Request:
-    """An attempt, ready for a transport."""
+    """Return an attempt as a request for a transport."""
     headers, body = signed(which, **attempt)
-    return Request(url, lines_of(tuple(headers.items())), body, total_timeout_s=10)
+    return Request(url, format_lines(tuple(headers.items())), body, total_timeout_s=10)

@@ -1,4 +1,4 @@
-"""The same answers behind every kind of server, over real sockets."""
+"""Every server adapter gives the same responses over real sockets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Quiet(WSGIRequestHandler):
 
 
 @contextlib.asynccontextmanager
-async def by_uvicorn(app: Any) -> AsyncIterator[str]:
+async def serve_with_uvicorn(app: Any) -> AsyncIterator[str]:
     import uvicorn
 
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
@@ -53,7 +53,7 @@ async def shop(_: web.Request) -> web.Response:
 
 
 @contextlib.asynccontextmanager
-async def by_aiohttp(receiver: Any) -> AsyncIterator[str]:
+async def serve_with_aiohttp(receiver: Any) -> AsyncIterator[str]:
     app = web.Application(client_max_size=1)
     app.router.add_route("*", "/hooks", handler(receiver))
     app.router.add_get("/", shop)
@@ -68,7 +68,7 @@ async def by_aiohttp(receiver: Any) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def by_wsgiref(app: Any) -> AsyncIterator[str]:
+async def serve_with_wsgiref(app: Any) -> AsyncIterator[str]:
     server = make_server("127.0.0.1", 0, app, handler_class=Quiet)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -86,7 +86,7 @@ def fastapi(receiver: Any) -> Any:
     app = FastAPI()
     app.get("/")(lambda: "the shop")
     app.add_middleware(asgi.Middleware, receiver=receiver, path="/hooks")
-    return by_uvicorn(app)
+    return serve_with_uvicorn(app)
 
 
 def starlette_route(receiver: Any) -> Any:
@@ -95,11 +95,11 @@ def starlette_route(receiver: Any) -> Any:
     from starlette.routing import Route
 
     there = Route("/", lambda _: PlainTextResponse("the shop"))
-    return by_uvicorn(Starlette(routes=[there, Route("/hooks", asgi.ASGI(receiver))]))
+    return serve_with_uvicorn(Starlette(routes=[there, Route("/hooks", asgi.ASGI(receiver))]))
 
 
 def alone(receiver: Any) -> Any:
-    return by_uvicorn(asgi.ASGI(receiver))
+    return serve_with_uvicorn(asgi.ASGI(receiver))
 
 
 def flask(receiver: Any) -> Any:
@@ -108,7 +108,7 @@ def flask(receiver: Any) -> Any:
     app = Flask("shop")
     app.get("/")(lambda: "the shop")
     app.wsgi_app = wsgi.Middleware(app.wsgi_app, receiver, "/hooks")  # type: ignore[method-assign]
-    return by_wsgiref(app)
+    return serve_with_wsgiref(app)
 
 
 def django(receiver: Any) -> Any:
@@ -124,12 +124,12 @@ def django(receiver: Any) -> Any:
     settings.ALLOWED_HOSTS = ["127.0.0.1"]
     settings.SECRET_KEY = "x"
     settings.ROOT_URLCONF = (path("", lambda _: HttpResponse("the shop")),)
-    return by_wsgiref(wsgi.Middleware(get_wsgi_application(), receiver, "/hooks"))
+    return serve_with_wsgiref(wsgi.Middleware(get_wsgi_application(), receiver, "/hooks"))
 
 
 STACKS = {
-    "aiohttp": (AsyncReceiver, by_aiohttp),
-    "aiohttp in threads": (Receiver, by_aiohttp),
+    "aiohttp": (AsyncReceiver, serve_with_aiohttp),
+    "aiohttp in threads": (Receiver, serve_with_aiohttp),
     "FastAPI": (AsyncReceiver, fastapi),
     "FastAPI in threads": (Receiver, fastapi),
     "Starlette": (AsyncReceiver, starlette_route),
@@ -140,7 +140,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("stack", STACKS)
-async def test_each_server_gives_the_same_answers(stack: str) -> None:
+async def test_every_adapter_gives_the_same_responses(stack: str) -> None:
     kind, serve = STACKS[stack]
     receiver: Any = kind(TEXT, MemoryDatabase(), body_bytes_max=BYTES_MAX)
     came: list[int] = []
@@ -185,14 +185,14 @@ async def test_each_server_gives_the_same_answers(stack: str) -> None:
             for _ in range(BYTES_MAX // 1000 + 1):
                 yield b" " * 1000
 
-        # Without a Content-Length one knows only when it has come.
+        # Without a Content-Length the size is known only after the body has arrived.
         with contextlib.suppress(aiohttp.ClientConnectionError):
             async with client.post(f"{url}/hooks", data=slowly()) as response:
                 assert response.status in (411, 413)
     assert came == [1, 2]
 
 
-async def test_a_server_that_cannot_begin_says_why() -> None:
+async def test_a_failed_start_reports_its_reason() -> None:
     @contextlib.asynccontextmanager
     async def none() -> AsyncIterator[Any]:
         raise OSError("no database")
@@ -210,7 +210,7 @@ async def test_a_server_that_cannot_begin_says_why() -> None:
     assert sent == [{"type": "lifespan.startup.failed", "message": "no database"}]
 
 
-async def test_nobody_is_answered_who_is_not_there_any_more() -> None:
+async def test_a_disconnected_client_gets_no_response() -> None:
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -224,6 +224,6 @@ async def test_nobody_is_answered_who_is_not_there_any_more() -> None:
     assert sent == []
 
 
-def test_a_receiver_of_asyncio_is_none_for_wsgi() -> None:
+def test_wsgi_refuses_an_async_receiver() -> None:
     with pytest.raises(UsageError, match="use Receiver"):
         wsgi.WSGI(AsyncReceiver(TEXT, MemoryDatabase()))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What answers in the place of a relay is no reason to fall over."""
+"""Invalid responses of a relay raise the documented errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.receiver import AlreadyAsked, CannotFetch, Fetch
+from outbox.receiver import CannotFetch, FetchClient, ReplayConflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,8 +19,8 @@ LANE = {"lane": "a-1-0", "generation": 1, "acknowledged": 7}
 
 
 @contextmanager
-def answering(answer: bytes) -> Iterator[Fetch]:
-    """Somebody who says this to whatever is asked."""
+def relay_response(response: bytes) -> Iterator[FetchClient]:
+    """Serve this response to every request."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer_all() -> None:
@@ -31,12 +31,12 @@ def answering(answer: bytes) -> Iterator[Fetch]:
                     return
                 with connection:
                     connection.recv(65536)
-                    connection.sendall(answer)
+                    connection.sendall(response)
 
         thread = threading.Thread(target=answer_all)
         thread.start()
         try:
-            yield Fetch(f"http://127.0.0.1:{listener.getsockname()[1]}", "obf_" + "A" * 43)
+            yield FetchClient(f"http://127.0.0.1:{listener.getsockname()[1]}", "obf_" + "A" * 43)
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -48,7 +48,7 @@ def as_json(value: object, status: str = "200 OK") -> bytes:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "response",
     [
         b"",
         b"SSH-2.0-OpenSSH_9.2\r\n",
@@ -67,10 +67,10 @@ def as_json(value: object, status: str = "200 OK") -> bytes:
         b"HTTP/1.1 302 x\r\nLocation: http://127.0.0.1:9/\r\n\r\n",
     ],
 )
-def test_lanes_that_cannot_be_read_are_an_error_of_ours(answer: bytes) -> None:
-    with answering(answer) as fetch, pytest.raises(CannotFetch) as told:
+def test_an_invalid_lane_list_raises_cannot_fetch(response: bytes) -> None:
+    with relay_response(response) as fetch, pytest.raises(CannotFetch) as message:
         list(fetch.lanes())
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(message.value)
 
 
 @pytest.mark.parametrize(
@@ -85,22 +85,25 @@ def test_lanes_that_cannot_be_read_are_an_error_of_ours(answer: bytes) -> None:
         {"items": [{"sequence": 1, "body": "{}", "headers": {"X-Lane": 1}}]},
     ],
 )
-def test_a_page_that_cannot_be_read_is_an_error_of_ours(change: dict[str, object]) -> None:
+def test_an_invalid_page_raises_cannot_fetch(change: dict[str, object]) -> None:
     page = {"kept_from": 1, "items": [], "acknowledged": 7, "next": None}
-    with answering(as_json(page | change)) as fetch, pytest.raises(CannotFetch, match="no relay"):
+    with (
+        relay_response(as_json(page | change)) as fetch,
+        pytest.raises(CannotFetch, match="not from a relay"),
+    ):
         fetch.page("a-1-0", 0)
-    with answering(as_json(page)) as fetch:
+    with relay_response(as_json(page)) as fetch:
         assert fetch.page("a-1-0", 0).acknowledged == 7
 
 
-def test_a_replay_that_cannot_be_read_is_an_error_of_ours() -> None:
+def test_an_invalid_replay_response_raises_cannot_fetch() -> None:
     good = {"lane": "a", "job": None, "from": None, "to": None, "acknowledged": 0}
-    with answering(as_json(good)) as fetch:
+    with relay_response(as_json(good)) as fetch:
         assert fetch.replay("a", 0).job is None
-    with answering(as_json(good | {"job": "1"})) as fetch, pytest.raises(CannotFetch):
+    with relay_response(as_json(good | {"job": "1"})) as fetch, pytest.raises(CannotFetch):
         fetch.replay("a", 0)
     with (
-        answering(as_json({"detail": "a\nb"}, "409 Conflict")) as fetch,
-        pytest.raises(AlreadyAsked, match="answers: 409, a b"),
+        relay_response(as_json({"detail": "a\nb"}, "409 Conflict")) as fetch,
+        pytest.raises(ReplayConflict, match="responded: 409, a b"),
     ):
         fetch.replay("a", 0)

@@ -1,4 +1,4 @@
-"""An inbox takes each event once, whichever driver its application has."""
+"""An inbox records each event once, with every supported driver."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.delivery.receiver_checkpoint import Mark
+from outbox.core.delivery.receiver_checkpoint import LaneMark
 from outbox.receiver.inbox.inbox import Inbox
-from outbox.receiver.inbox.process import Compared, Outcome
-from outbox.receiver.lane_order import Kind, State
+from outbox.receiver.inbox.process import CheckpointComparison, DeliveryOutcome
+from outbox.receiver.lane_order import OrderKind, SequenceState
 from outbox.receiver.message import Message, parse
 from tests.receiver.connections import OPENERS, AsyncMemory, Opener, SQLAlchemySQLite, SQLite
 from tests.receiver.deliveries import delivery, signed
@@ -58,13 +58,13 @@ async def effects(opener: Opener, database: Database) -> list[int]:
         return [row["number"] for row in await db.fetch("SELECT * FROM effect ORDER BY 1")]
 
 
-async def test_each_event_is_taken_once_whatever_comes(opener: Opener, database: Database) -> None:
+async def test_each_event_is_recorded_once(opener: Opener, database: Database) -> None:
     came = []
     for what in (
         message(1),
         message(2),
         message(2),
-        message(5, 3),  # 3 is missing, 4 was given up.
+        message(5, 3),  # 3 is missing, 4 was dead-lettered.
         message(3),
         message(1),
         message(6, replay_of=("a-1-0", 4), outbox_id=4, event_id=delivery(4).event_id),
@@ -81,20 +81,20 @@ async def test_each_event_is_taken_once_whatever_comes(opener: Opener, database:
         if what.sequence == 5:
             assert (seen.missing, seen.holes) == (((3, 3),), ((4, 4),))
         if what.sequence == 3:
-            assert seen.was is State.MISSING
+            assert seen.was is SequenceState.MISSING
         if what.sequence == 6:
-            assert seen.closed is State.HOLE
-    fresh, again = Outcome.FRESH, Outcome.DUPLICATE
+            assert seen.closed is SequenceState.HOLE
+    fresh, again = DeliveryOutcome.FRESH, DeliveryOutcome.DUPLICATE
     assert came == [
-        (1, fresh, Kind.IN_ORDER),
-        (2, fresh, Kind.IN_ORDER),
-        (2, again, Kind.DUPLICATE),
-        (5, fresh, Kind.GAP),
-        (3, fresh, Kind.OLD),
-        (1, again, Kind.DUPLICATE),
-        (6, fresh, Kind.IN_ORDER),
-        (7, again, Kind.IN_ORDER),
-        (8, fresh, Kind.IN_ORDER),
+        (1, fresh, OrderKind.IN_ORDER),
+        (2, fresh, OrderKind.IN_ORDER),
+        (2, again, OrderKind.DUPLICATE),
+        (5, fresh, OrderKind.GAP),
+        (3, fresh, OrderKind.OLD),
+        (1, again, OrderKind.DUPLICATE),
+        (6, fresh, OrderKind.IN_ORDER),
+        (7, again, OrderKind.IN_ORDER),
+        (8, fresh, OrderKind.IN_ORDER),
     ]
     assert await effects(opener, database) == [1, 2, 3, 5, 6, 8]
     async with opener.transaction() as transaction:
@@ -104,8 +104,8 @@ async def test_each_event_is_taken_once_whatever_comes(opener: Opener, database:
     assert not lane.state.holes
 
 
-async def test_what_is_sent_again_on_request_is_taken_if_it_was_lost(opener: Opener) -> None:
-    """It has an X-Delivery of its own, and says which one it is a copy of."""
+async def test_a_requested_replay_is_recorded_only_if_it_was_lost(opener: Opener) -> None:
+    """The replay has its own X-Delivery, and names the delivery that it replays."""
 
     def again(seq: int, of: int, lane: str = "a-1-0", **changes: Any) -> Message:
         first = delivery(of)
@@ -113,26 +113,30 @@ async def test_what_is_sent_again_on_request_is_taken_if_it_was_lost(opener: Ope
         place = {"replay_of": ("a-1-0", of), "lane": lane, "backfill_id": 7}
         return message(seq, **(event | place | changes))
 
-    fresh, twice, conflict = Outcome.FRESH, Outcome.DUPLICATE, Outcome.CONFLICT
+    fresh, twice, conflict = (
+        DeliveryOutcome.FRESH,
+        DeliveryOutcome.DUPLICATE,
+        DeliveryOutcome.CONFLICT,
+    )
     for what, outcome in (
         (message(1), fresh),
         (message(4), fresh),  # 2 and 3 are missing.
         (again(5, 1), twice),
         (again(6, 2), fresh),
         (again(6, 2), twice),
-        (message(2), twice),  # It was only late.
+        (message(2), twice),  # It was only delayed.
         (message(4, outbox_id=77), conflict),
         (message(3), fresh),
         (again(7, 3), twice),
-        # In the lane of a new generation, before it was seen in its own.
+        # In the lane of a new generation, before it arrived in its own lane.
         (message(1, lane="a-2-0", outbox_id=50), fresh),
         (again(2, 9, "a-2-0"), fresh),
         (message(9), twice),
         (again(3, 9, "a-2-0"), twice),
-        # Of a lane that nobody knows any more, and asked for twice.
+        # From a lane that is no longer tracked, and requested twice.
         (again(4, 30, "a-2-0", replay_of=("a-0-0", 3)), fresh),
         (again(5, 30, "a-2-0", replay_of=("a-0-0", 3), backfill_id=8), twice),
-        # 10 was processed, but given up, and so is 11 in its place: whose copy is 10's.
+        # 10 was processed, but dead-lettered, and so is its replay 11, whose copy is 10's.
         (message(10, previous=9), fresh),
         (again(12, 10, replay_of=("a-1-0", 11)), twice),
     ):
@@ -144,24 +148,26 @@ async def test_what_is_sent_again_on_request_is_taken_if_it_was_lost(opener: Ope
     assert (lane.state.high, lane.state.missing) == (12, ((8, 8),))
 
 
-async def test_a_checkpoint_shows_what_was_lost_at_the_end(opener: Opener) -> None:
+async def test_a_checkpoint_reveals_deliveries_missing_at_the_end(opener: Opener) -> None:
     others = message(5, lane="a-2-0", outbox_id=77), message(1, lane="a-3-0", outbox_id=78)
     for what in (message(1), message(3), *others):
         async with opener.transaction() as transaction:
             await transaction.take(what)
     marks = (
-        Mark("a-1-0", 1, 6, ((2, 2), (5, 5))),
-        Mark("a-1-1", 1, 2),  # It never heard of this one, though it was there.
-        Mark("a-2-0", 2, 5),
-        Mark("a-2-1", 2, 9),  # Nor of this one, and knows older ones.
-        Mark("a-3-0", 3, 0),  # An old checkpoint.
-        Mark("a-0-0", 0, 4),  # From before it was there.
+        LaneMark("a-1-0", 1, 6, ((2, 2), (5, 5))),
+        LaneMark(
+            "a-1-1", 1, 2
+        ),  # The receiver never received this one, although it existed at the time.
+        LaneMark("a-2-0", 2, 5),
+        LaneMark("a-2-1", 2, 9),  # Nor this lane, of which it knows older deliveries.
+        LaneMark("a-3-0", 3, 0),  # An old checkpoint.
+        LaneMark("a-0-0", 0, 4),  # From before the delivery existed.
     )
-    # 2 was lost, and then nobody had it: it is a hole.
+    # 2 was lost and its event erased: it is a hole.
     missing = {"a-1-0": ((4, 4), (6, 6)), "a-1-1": ((1, 2),), "a-2-1": ((1, 9),)}
     for shown in (missing, {}):
         async with opener.transaction() as transaction:
-            assert await transaction.call("compare", marks) == Compared(shown, missing)
+            assert await transaction.call("compare", marks) == CheckpointComparison(shown, missing)
     for number in (6, 7):
         async with opener.transaction() as transaction:
             taken = await transaction.take(message(number))
@@ -173,7 +179,7 @@ async def test_a_checkpoint_shows_what_was_lost_at_the_end(opener: Opener) -> No
     assert lanes["a-1-1"].state.missing == ((1, 2),)
 
 
-async def test_what_rolls_back_comes_again(opener: Opener, database: Database) -> None:
+async def test_a_rolled_back_delivery_is_new_again(opener: Opener, database: Database) -> None:
     class Crash(Exception):
         pass
 
@@ -189,11 +195,11 @@ async def test_what_rolls_back_comes_again(opener: Opener, database: Database) -
     assert await effects(opener, database) == [1]
 
 
-async def test_copies_at_once_wait_for_each_other(opener: Opener, database: Database) -> None:
-    """Of a number that its lane knows, and of the first one that a lane ever had."""
+async def test_concurrent_copies_wait_for_each_other(opener: Opener, database: Database) -> None:
+    """For a number whose lane is known, and for the first number of a lane."""
     for number in (1, 2):
 
-        async def one(number: int = number) -> Outcome:
+        async def one(number: int = number) -> DeliveryOutcome:
             async with opener.transaction() as transaction:
                 taken = await transaction.take(message(number))
                 if taken.fresh:
@@ -201,28 +207,28 @@ async def test_copies_at_once_wait_for_each_other(opener: Opener, database: Data
                 return taken.outcome
 
         outcomes = await asyncio.gather(*(one() for _ in range(5)))
-        assert sorted(outcomes) == [Outcome.DUPLICATE] * 4 + [Outcome.FRESH]
+        assert sorted(outcomes) == [DeliveryOutcome.DUPLICATE] * 4 + [DeliveryOutcome.FRESH]
     assert await effects(opener, database) == [1, 2]
 
 
-async def test_another_delivery_under_a_number_that_was_taken_is_told(opener: Opener) -> None:
+async def test_a_sequence_used_by_another_delivery_is_a_conflict(opener: Opener) -> None:
     async with opener.transaction() as transaction:
         await transaction.take(message(1))
         await transaction.take(message(2))
-    for _ in range(2):  # It leaves nothing behind.
+    for _ in range(2):  # It leaves no changes.
         async with opener.transaction() as transaction:
             taken = await transaction.take(message(2, outbox_id=77))
-            assert taken.outcome is Outcome.CONFLICT
+            assert taken.outcome is DeliveryOutcome.CONFLICT
     async with opener.transaction() as transaction:
-        assert (await transaction.take(message(2))).outcome is Outcome.DUPLICATE
+        assert (await transaction.take(message(2))).outcome is DeliveryOutcome.DUPLICATE
 
 
-async def test_an_early_one_can_wait_for_what_is_before_it(opener: Opener) -> None:
+async def test_an_early_delivery_reports_the_missing_ones(opener: Opener) -> None:
     async with opener.transaction() as transaction:
         await transaction.take(message(1))
     async with opener.transaction() as transaction:
         taken = await transaction.take(message(4), gaps=False)
-        assert (taken.outcome, taken.missing) == (Outcome.EARLY, ((2, 3),))
+        assert (taken.outcome, taken.missing) == (DeliveryOutcome.EARLY, ((2, 3),))
     for number in (2, 3, 4):
         async with opener.transaction() as transaction:
             assert (await transaction.take(message(number), gaps=False)).fresh
@@ -242,7 +248,7 @@ async def test_an_older_event_never_overwrites_a_newer_state(opener: Opener) -> 
         message(2, lane="a-2-0", backfill_id=7, published_at=DAY.replace(day=1)),
         message(3, lane="a-2-0"),
         message(4, lane="a-2-0", replay_of=("a-1-0", 5), published_at=DAY.replace(month=3, day=1)),
-        # By its number it is newer than all but what was sent again.
+        # Its number is higher than all others except the replayed delivery.
         message(5, lane="a-2-0"),
         message(6, lane="a-2-0", published_at=DAY.replace(month=5)),
         message(7, lane="a-2-0", published_at=DAY.replace(month=2, day=1)),
@@ -254,7 +260,7 @@ async def test_an_older_event_never_overwrites_a_newer_state(opener: Opener) -> 
     assert said == "++-+-++--++-++"
 
 
-async def test_what_has_expired_is_forgotten_and_its_copies_are_not_taken_again(
+async def test_expired_deliveries_are_deleted_and_their_copies_stay_duplicates(
     opener: Opener, database: Database
 ) -> None:
     if isinstance(opener, AsyncMemory):
@@ -269,16 +275,16 @@ async def test_what_has_expired_is_forgotten_and_its_copies_are_not_taken_again(
         assert await transaction.call("expire") == 2
     async with opener.transaction() as transaction:
         for number in (1, 2, 3):
-            assert (await transaction.take(message(number))).outcome is Outcome.DUPLICATE
-        # Whether this one is a copy of what was forgotten, nobody can tell, unless it is
-        # younger than that.
+            assert (await transaction.take(message(number))).outcome is DeliveryOutcome.DUPLICATE
+        # It is unknown whether this is a copy of a deleted row, unless it is younger than the rows
+        # that were deleted.
         taken = await transaction.take(message(2, outbox_id=77))
-        assert taken.outcome is Outcome.DUPLICATE
+        assert taken.outcome is DeliveryOutcome.DUPLICATE
         young = datetime.now(tz=UTC) - timedelta(days=6)
         taken = await transaction.take(message(2, outbox_id=78, published_at=young))
-        assert taken.outcome is Outcome.CONFLICT
+        assert taken.outcome is DeliveryOutcome.CONFLICT
         taken = await transaction.take(message(3, outbox_id=79))
-        assert taken.outcome is Outcome.CONFLICT
+        assert taken.outcome is DeliveryOutcome.CONFLICT
 
 
 async def _age(opener: Opener, database: Database, days: int, where: str) -> None:

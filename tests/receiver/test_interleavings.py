@@ -1,9 +1,8 @@
-"""Whatever happens on the way, the end is what processing in order, each once, gives.
+"""Every interleaving ends with the result of processing each event once and in order.
 
-A sender with one lane, a network that loses, copies, delays and reorders, and a receiver
-that dies at any step, comes back from a backup, and catches up.  The receiver's effects
-are three: the set of events, a list of them in the order in which they were processed,
-and of each key the newest one.
+A sender with one lane, a network that loses, copies, delays and reorders, and a receiver that
+crashes at any step, is restored from a backup, and catches up. The receiver has three effects: the
+set of events, the list of events in processing order, and the newest event of each key.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from outbox.core.delivery.receiver_checkpoint import Mark, prepare
+from outbox.core.delivery.receiver_checkpoint import LaneMark, prepare
 from outbox.core.delivery.signature import format_secret
-from outbox.core.model.headers import pairs
+from outbox.core.model.headers import parse_lines
 from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, synchronous
 from outbox.receiver.catch_up import catch_up
-from outbox.receiver.fetch import Item, LaneStanding, Page
+from outbox.receiver.fetch import LanePage, LaneProgress, PageItem
 from outbox.receiver.inbox import memory
 from outbox.receiver.inbox.memory import MemoryTransaction
 from outbox.receiver.lane_order import LaneState
@@ -49,7 +48,7 @@ TEXT = format_secret(SECRET)
 
 
 class Crash(BaseException):
-    """The receiver's process dies."""
+    """The receiver's process crashes."""
 
 
 class Disk(MemoryDatabase):
@@ -60,11 +59,11 @@ class Disk(MemoryDatabase):
         self.processed: list[int] = []
         self.newest: dict[str, int] = {}
         self.steps_left: int | None = None
-        """After so many steps of a transaction the process dies; None: it does not."""
+        """Number of transaction steps before the process crashes; None: it does not."""
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[MemoryTransaction]:
-        transaction = Mortal(self)
+        transaction = CrashingTransaction(self)
         try:
             yield transaction
             self.step()
@@ -72,7 +71,7 @@ class Disk(MemoryDatabase):
             if transaction.processed is not self.processed:
                 self.processed += transaction.processed
             self.newest |= transaction.newest
-            # The answer may be lost after the commit, too.
+            # The response may also be lost after the commit.
             self.step()
         finally:
             transaction.release()
@@ -93,7 +92,7 @@ class Disk(MemoryDatabase):
         self.locks = {}
 
 
-class Mortal(MemoryTransaction):
+class CrashingTransaction(MemoryTransaction):
     def __init__(self, disk: Disk) -> None:
         super().__init__(disk)
         self._disk = disk
@@ -106,9 +105,9 @@ class Mortal(MemoryTransaction):
 
 
 class World(RuleBasedStateMachine):
-    """The sender keeps to what a relay promises; everybody else does what he likes."""
+    """A sender that keeps the relay's promises; all other components may do anything."""
 
-    gaps = Gaps.TELL
+    gaps = Gaps.REPORT
     copies = Bundle("copies")
     backups = Bundle("backups")
 
@@ -116,10 +115,10 @@ class World(RuleBasedStateMachine):
     def begin(self) -> None:
         self.disk = Disk()
         self.events: list[dict[str, Any]] = []
-        """What was numbered, in order: `event`, `replay_of`, `state`, and perhaps `job`."""
+        """The sequenced deliveries in order: `event`, `replay_of`, `state`, and perhaps `job`."""
         self.published = self.jobs = 0
-        self.given_up: set[int] = set()
-        """Events that the sender gave up, and nobody asked for again."""
+        self.dead_lettered: set[int] = set()
+        """Events that were dead-lettered, and whose replay was not requested."""
         self.may_have_lost = False
         self.receiver = self._started()
 
@@ -133,7 +132,7 @@ class World(RuleBasedStateMachine):
         event = message.data["n"]
         transaction.processed.append(event)
         key = f"k{event % 3}"
-        if self.receiver.inbox.newest(transaction, key, message):
+        if self.receiver.inbox.is_newest(transaction, key, message):
             transaction.newest[key] = event
 
     # ---------------------------------------------------------------- the sender
@@ -141,13 +140,13 @@ class World(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         self.published += 1
-        self.events.append({"event": self.published, "replay_of": None, "state": "owed"})
+        self.events.append({"event": self.published, "replay_of": None, "state": "pending"})
 
     @property
     def head(self) -> int | None:
-        """The only number that may be sent."""
+        """Return the only number that may be sent."""
         for seq, each in enumerate(self.events, 1):
-            if each["state"] == "owed":
+            if each["state"] == "pending":
                 return seq
         return None
 
@@ -159,7 +158,7 @@ class World(RuleBasedStateMachine):
 
     @precondition(lambda self: self.head is not None)
     @rule()
-    def give_up(self) -> None:
+    def dead_letter(self) -> None:
         assert self.head is not None
         self.events[self.head - 1]["state"] = "given up"
 
@@ -175,23 +174,23 @@ class World(RuleBasedStateMachine):
         if dead:
             seq = data.draw(st.sampled_from(dead))
             event = self.events[seq - 1]["event"]
-            self.events.append({"event": event, "replay_of": seq, "state": "owed"})
+            self.events.append({"event": event, "replay_of": seq, "state": "pending"})
 
     @rule(data=st.data())
     def send_again(self, data: st.DataObject) -> None:
-        """The receiver asks for what was delivered behind a number."""
+        """Request a replay of the deliveries after a number."""
         after = data.draw(st.integers(0, self._acknowledged()))
         self.jobs += 1
         for seq in range(after + 1, self._acknowledged() + 1):
             each = self.events[seq - 1]
             if each["state"] == "delivered" and "job" not in each:
-                again = {"replay_of": seq, "state": "owed", "job": self.jobs}
+                again = {"replay_of": seq, "state": "pending", "job": self.jobs}
                 self.events.append({"event": each["event"], **again})
 
     @precondition(lambda self: self.head is not None)
     @rule()
-    def somebody_else_acknowledges(self) -> None:
-        """A proxy, or an instance of the receiver on another disk."""
+    def acknowledge_elsewhere(self) -> None:
+        """A proxy, or a receiver instance with another database, acknowledges the delivery."""
         assert self.head is not None
         self.events[self.head - 1]["state"] = "delivered"
 
@@ -215,14 +214,14 @@ class World(RuleBasedStateMachine):
         headers, body = signed(which, previous=self._previous(seq))
         return Request("POST", headers, body)
 
-    # ------------------------------------------------- the network and the receiver
+    # --------------------------------------------------------- network and receiver
 
-    @rule(request=copies, dies_after=st.none() | st.integers(0, 12), is_answered=st.booleans())
-    def deliver(self, request: Request, dies_after: int | None, is_answered: bool) -> None:
-        """One of all the copies arrives, at any time and any number of times."""
+    @rule(request=copies, dies_after=st.none() | st.integers(0, 12), is_responded=st.booleans())
+    def deliver(self, request: Request, dies_after: int | None, is_responded: bool) -> None:
+        """Deliver one of all copies, at any time and any number of times."""
         self.disk.steps_left = dies_after
         try:
-            answer = self.receiver.handle(request)
+            response = self.receiver.handle(request)
         except Crash:
             self._restart()
             return
@@ -230,7 +229,7 @@ class World(RuleBasedStateMachine):
             self.disk.steps_left = None
         seq = int(dict(request.headers)["X-Sequence"])
         each = self.events[seq - 1]
-        if answer.status == 200 and is_answered and seq == self.head:
+        if response.status == 200 and is_responded and seq == self.head:
             each["state"] = "delivered"
 
     @rule(dies_after=st.none() | st.integers(0, 40))
@@ -255,8 +254,12 @@ class World(RuleBasedStateMachine):
 
     def _checkpoint(self) -> Request:
         last = self._previous(self._acknowledged() + 1)
-        told = prepare("checkpoint", datetime.now(tz=UTC), [Mark(LANE, 1, last)] if last else [])
-        return Request("POST", pairs(told.attempt(1, int(time.time()), [SECRET])), told.body)
+        prepared = prepare(
+            "checkpoint", datetime.now(tz=UTC), [LaneMark(LANE, 1, last)] if last else []
+        )
+        return Request(
+            "POST", parse_lines(prepared.attempt(1, int(time.time()), [SECRET])), prepared.body
+        )
 
     @rule(target=backups)
     def back_up(self) -> Any:
@@ -273,24 +276,24 @@ class World(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ the relay's listener
 
-    def lanes(self) -> Iterator[LaneStanding]:
-        yield LaneStanding(LANE, self._acknowledged())
+    def lanes(self) -> Iterator[LaneProgress]:
+        yield LaneProgress(LANE, self._acknowledged())
 
-    def page(self, lane: str, after: int) -> Page:
+    def page(self, lane: str, after: int) -> LanePage:
         assert lane == LANE
         through = min(after + 3, self._acknowledged())
         items = tuple(
-            Item(seq, self.events[seq - 1]["state"] == "given up", self._request(seq))
+            PageItem(seq, self.events[seq - 1]["state"] == "given up", self._request(seq))
             for seq in range(after + 1, through + 1)
         )
         more = through < self._acknowledged()
-        return Page(after + 1, items, self._acknowledged(), through if more else None)
+        return LanePage(after + 1, items, self._acknowledged(), through if more else None)
 
     def _acknowledged(self) -> int:
         head = self.head
         return len(self.events) if head is None else head - 1
 
-    # --------------------------------------------------------------------- promises
+    # ------------------------------------------------------------------- invariants
 
     @invariant()
     def nothing_is_processed_twice(self) -> None:
@@ -298,10 +301,10 @@ class World(RuleBasedStateMachine):
             assert len(set(self.disk.processed)) == len(self.disk.processed), self.disk.processed
 
     @invariant()
-    def numbers_come_in_order_if_that_is_wanted(self) -> None:
+    def numbers_are_in_order_if_required(self) -> None:
         if not hasattr(self, "disk") or self.gaps is not Gaps.CATCH_UP:
             return
-        # The first number under which each was sent; replays are outside of the order.
+        # The first number under which each was sent; replays are not ordered.
         live = [
             n for n in self.disk.processed if self.events[self._first(n) - 1]["state"] != "given up"
         ]
@@ -311,16 +314,16 @@ class World(RuleBasedStateMachine):
         return next(seq for seq, each in enumerate(self.events, 1) if each["event"] == event)
 
     def teardown(self) -> None:
-        """Everything is delivered in the end, and what was lost is fetched."""
+        """Check that everything is delivered in the end, and that lost deliveries are fetched."""
         if not hasattr(self, "disk"):
             return
         while (head := self.head) is not None:
-            answer = self.receiver.handle(self._request(head))
-            assert answer.status == 200, answer
+            response = self.receiver.handle(self._request(head))
+            assert response.status == 200, response
             self.events[head - 1]["state"] = "delivered"
         self._end()
         wanted = {each["event"] for each in self.events if each["state"] == "delivered"}
-        # One that was given up may have been processed before, its answer lost.
+        # A dead-lettered delivery may have been processed, with its response lost.
         assert wanted <= set(self.disk.processed) <= set(range(1, self.published + 1))
         self.nothing_is_processed_twice()
         for key, event in self.disk.newest.items():
@@ -337,9 +340,9 @@ class World(RuleBasedStateMachine):
 
 
 class InOrder(World):
-    """The same when a receiver wants what is missing before what comes next.
+    """The same for a receiver that waits for missing deliveries before later ones.
 
-    What is missing behind that it learns from a checkpoint.
+    It learns from a checkpoint what is missing at the end of a lane.
     """
 
     gaps = Gaps.CATCH_UP
@@ -349,12 +352,12 @@ class InOrder(World):
 
 
 @pytest.mark.parametrize("world", [World, InOrder])
-def test_any_interleaving_ends_as_processing_in_order_would(world: type[World]) -> None:
+def test_every_interleaving_gives_the_result_of_processing_in_order(world: type[World]) -> None:
     run_state_machine_as_test(world, settings=settings(stateful_step_count=60))
 
 
-class Hasty(Mortal):
-    """Its effects are there at once, whatever becomes of the transaction."""
+class EffectsBeforeCommit(CrashingTransaction):
+    """A faulty receiver whose effects survive a rolled-back transaction."""
 
     def __init__(self, disk: Disk) -> None:
         super().__init__(disk)
@@ -366,19 +369,19 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(memory._STATEMENTS, "keep_lane", lambda *_, **__: [])
 
 
-def hasty(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(f"{__name__}.Mortal", Hasty)
+def effects_before_commit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(f"{__name__}.CrashingTransaction", EffectsBeforeCommit)
 
 
 def content(patch: pytest.MonkeyPatch) -> None:
-    """Catches up with what follows, and not with what is missing before it."""
+    """Catch up with later deliveries, but not with the missing ones before them."""
     patch.setattr(
         synchronous, "catch_up", lambda lane, state: catch_up(lane, LaneState(state.high))
     )
 
 
-@pytest.mark.parametrize("mistake", [forgetful, hasty, content])
-def test_the_same_hunt_finds_a_receiver_that_makes_a_mistake(
+@pytest.mark.parametrize("mistake", [forgetful, effects_before_commit, content])
+def test_the_interleavings_find_a_faulty_receiver(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)

@@ -1,4 +1,4 @@
-"""Standard Webhooks' own libraries take what we sign, and refuse what we refuse."""
+"""Signatures are interoperable with the Standard Webhooks libraries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def we_accept(what: Iterable[ToVerify]) -> list[bool]:
     return [accepts(each) for each in what]
 
 
-def test_what_we_sign_they_take_and_the_other_way_round(peer: Peer, rng: random.Random) -> None:
+def test_signatures_are_interoperable_both_ways(peer: Peer, rng: random.Random) -> None:
     now = int(time.time())
     alphabet = 'aä"\\\n\0€🛒\ufeff\u2028 '
     asked = [
@@ -55,25 +55,25 @@ def test_what_we_sign_they_take_and_the_other_way_round(peer: Peer, rng: random.
         for _ in range(200)
     ]
     ours = [sign(each.secret, each.id, each.body, timestamp=each.timestamp) for each in asked]
-    theirs = [
+    foreign = [
         mine | {"webhook-signature": signature}
         for mine, signature in zip(ours, peer.signed(asked), strict=True)
     ]
-    for headers, accepts in ((ours, peer.accepts), (theirs, we_accept)):
+    for headers, accepts in ((ours, peer.accepts), (foreign, we_accept)):
         requests = [
             ToVerify(each.secret, its, each.body) for each, its in zip(asked, headers, strict=True)
         ]
         assert all(accepts(requests))
 
 
-def test_they_take_what_a_relay_sends(peer: Peer) -> None:
+def test_other_libraries_verify_relay_deliveries(peer: Peer) -> None:
     requests = [signed(delivery(seq, payload=b'{"a": "\xc3\xa9"}')) for seq in range(1, 4)]
     asked = [ToVerify(TEXT, dict(headers), body) for headers, body in requests]
     assert peer.accepts(asked) == we_accept(asked) == [True] * 3
 
 
 class Case(NamedTuple):
-    """A request, and whether it is to be accepted."""
+    """A request, and whether it must be accepted."""
 
     name: str
     headers: dict[str, str]
@@ -142,7 +142,7 @@ def verdicts(table: Iterable[Case], said: Iterable[bool]) -> dict[str, bool]:
     return {each.name: accepted for each, accepted in zip(table, said, strict=True)}
 
 
-def test_all_agree_on_what_is_wrong(peer: Peer) -> None:
+def test_all_libraries_refuse_invalid_requests(peer: Peer) -> None:
     table = list(cases())
     expected = verdicts(table, [each.accepted for each in table])
     assert len(expected) == len(table)
@@ -150,8 +150,8 @@ def test_all_agree_on_what_is_wrong(peer: Peer) -> None:
     assert verdicts(table, peer.accepts(asked_of(table))) == expected
 
 
-def test_where_we_are_stricter_than_they_are(peer: Peer) -> None:
-    """Several texts would mean the same time, and a full stop sets signed parts apart."""
+def test_differences_to_other_libraries_are_stricter_checks(peer: Peer) -> None:
+    """Several texts would mean the same time, and a full stop separates the signed parts."""
     good = sign(TEXT, ID, BODY)
     stricter = [
         Case(

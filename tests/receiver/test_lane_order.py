@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from outbox.core.model.int_ranges import Range, RangeSet
 from outbox.receiver import lane_order
-from outbox.receiver.lane_order import Kind, LaneOrder, Observation, OrderBook, State
+from outbox.receiver.lane_order import (
+    LaneOrder,
+    Observation,
+    OrderKind,
+    OrderTracker,
+    SequenceState,
+)
 
 NUMBERS_MAX = 12
 
@@ -25,91 +31,93 @@ def lane(*pairs: tuple[int, int], from_start: bool = False) -> LaneOrder:
     return checked
 
 
-# ---------------------------------------------------------------- in words
+# ---------------------------------------------------------------- examples
 
 
-def test_numbers_one_after_the_other_are_in_order() -> None:
+def test_consecutive_sequences_are_in_order() -> None:
     checked = lane()
     for n in range(1, 5):
-        assert checked.observe(n, n - 1, f"d{n}") == Observation(Kind.IN_ORDER)
+        assert checked.observe(n, n - 1, f"d{n}") == Observation(OrderKind.IN_ORDER)
     assert checked.high == 4
 
 
-def test_the_same_number_again_is_a_duplicate_also_long_after() -> None:
+def test_a_repeated_sequence_is_a_duplicate_at_any_later_time() -> None:
     checked = lane((1, 0), (2, 1), (3, 2))
-    assert checked.observe(2, 1, "d2") == Observation(Kind.DUPLICATE)
-    assert checked.observe(3, 2, "d3") == Observation(Kind.DUPLICATE)
+    assert checked.observe(2, 1, "d2") == Observation(OrderKind.DUPLICATE)
+    assert checked.observe(3, 2, "d3") == Observation(OrderKind.DUPLICATE)
     assert checked.high == 3
 
 
-def test_a_hole_is_named_by_the_delivery_after_it() -> None:
+def test_a_hole_is_declared_by_the_delivery_after_it() -> None:
     checked = lane((6, 5))
-    assert checked.observe(8, 6, "d8") == Observation(Kind.IN_ORDER, holes=((7, 7),))
-    assert checked.ranges(State.HOLE) == ((7, 7),)
-    assert checked.ranges(State.MISSING) == ()
+    assert checked.observe(8, 6, "d8") == Observation(OrderKind.IN_ORDER, holes=((7, 7),))
+    assert checked.ranges(SequenceState.HOLE) == ((7, 7),)
+    assert checked.ranges(SequenceState.MISSING) == ()
 
 
-def test_a_skipped_number_that_nobody_gave_up_is_missing() -> None:
+def test_a_skipped_sequence_that_was_not_dead_lettered_is_missing() -> None:
     checked = lane((6, 5))
-    assert checked.observe(9, 8, "d9") == Observation(Kind.GAP, missing=((7, 8),))
-    assert checked.observe(10, 9, "d10") == Observation(Kind.IN_ORDER)
-    assert checked.ranges(State.MISSING) == ((7, 8),)
+    assert checked.observe(9, 8, "d9") == Observation(OrderKind.GAP, missing=((7, 8),))
+    assert checked.observe(10, 9, "d10") == Observation(OrderKind.IN_ORDER)
+    assert checked.ranges(SequenceState.MISSING) == ((7, 8),)
 
 
 def test_a_gap_and_a_hole_in_one_step() -> None:
     checked = lane((4, 3))
     observed = checked.observe(9, 6, "d9")
-    assert observed == Observation(Kind.GAP, missing=((5, 6),), holes=((7, 8),))
+    assert observed == Observation(OrderKind.GAP, missing=((5, 6),), holes=((7, 8),))
 
 
-def test_a_missing_number_that_comes_late_is_out_of_order() -> None:
+def test_a_late_missing_sequence_is_out_of_order() -> None:
     checked = lane((1, 0), (4, 3))
-    # It also tells that the one before it had been given up.
+    # It also reports that its predecessor was dead-lettered.
     observed = checked.observe(3, 1, "d3")
-    assert observed == Observation(Kind.OLD, holes=((2, 2),), was=State.MISSING)
-    assert checked.ranges(State.MISSING) == ()
-    assert checked.ranges(State.HOLE) == ((2, 2),)
-    assert checked.observe(3, 1, "d3").kind is Kind.DUPLICATE
+    assert observed == Observation(OrderKind.OLD, holes=((2, 2),), was=SequenceState.MISSING)
+    assert checked.ranges(SequenceState.MISSING) == ()
+    assert checked.ranges(SequenceState.HOLE) == ((2, 2),)
+    assert checked.observe(3, 1, "d3").kind is OrderKind.DUPLICATE
 
 
-def test_a_given_up_number_may_still_come_as_a_late_copy() -> None:
+def test_a_dead_lettered_sequence_may_arrive_as_a_late_copy() -> None:
     checked = lane((1, 0), (3, 1))
-    assert checked.observe(2, 1, "d2") == Observation(Kind.OLD, was=State.HOLE)
-    assert checked.ranges(State.HOLE) == ()
+    assert checked.observe(2, 1, "d2") == Observation(OrderKind.OLD, was=SequenceState.HOLE)
+    assert checked.ranges(SequenceState.HOLE) == ()
 
 
 def test_a_number_with_another_delivery_is_a_conflict_and_changes_nothing() -> None:
     checked = lane((1, 0), (2, 1))
-    assert checked.observe(2, 1, "other") == Observation(Kind.CONFLICT)
-    assert checked.observe(2, 1, "d2").kind is Kind.DUPLICATE
+    assert checked.observe(2, 1, "other") == Observation(OrderKind.CONFLICT)
+    assert checked.observe(2, 1, "d2").kind is OrderKind.DUPLICATE
 
 
-def test_after_a_crash_a_received_number_may_be_named_as_given_up() -> None:
-    # Its acknowledgement was lost, and its copy refused: what came first counts.
+def test_after_a_crash_a_received_sequence_may_be_declared_dead_lettered() -> None:
+    # Its acknowledgement was lost, and its copy was refused: the first arrival counts.
     checked = lane((1, 0), (2, 1))
-    assert checked.observe(3, 1, "d3") == Observation(Kind.IN_ORDER)
-    assert checked.ranges(State.HOLE) == ()
+    assert checked.observe(3, 1, "d3") == Observation(OrderKind.IN_ORDER)
+    assert checked.ranges(SequenceState.HOLE) == ()
 
 
-def test_a_receiver_that_joins_in_the_middle_accuses_nobody() -> None:
+def test_joining_a_running_lane_reports_nothing_missing() -> None:
     checked = lane()
-    assert checked.observe(7, 5, "d7") == Observation(Kind.JOINED, holes=((6, 6),))
-    assert checked.ranges(State.UNKNOWN) == ((1, 5),)
-    assert checked.observe(8, 7, "d8") == Observation(Kind.IN_ORDER)
-    assert checked.observe(4, 2, "d4") == Observation(Kind.OLD, holes=((3, 3),), was=State.UNKNOWN)
+    assert checked.observe(7, 5, "d7") == Observation(OrderKind.JOINED, holes=((6, 6),))
+    assert checked.ranges(SequenceState.UNKNOWN) == ((1, 5),)
+    assert checked.observe(8, 7, "d8") == Observation(OrderKind.IN_ORDER)
+    assert checked.observe(4, 2, "d4") == Observation(
+        OrderKind.OLD, holes=((3, 3),), was=SequenceState.UNKNOWN
+    )
 
 
-def test_a_receiver_that_is_there_from_the_start_misses_the_first_ones() -> None:
+def test_with_from_start_the_first_sequences_are_missing() -> None:
     checked = lane(from_start=True)
-    assert checked.observe(3, 2, "d3") == Observation(Kind.GAP, missing=((1, 2),))
+    assert checked.observe(3, 2, "d3") == Observation(OrderKind.GAP, missing=((1, 2),))
 
 
 def test_a_lane_that_starts_with_holes_is_in_order() -> None:
-    assert lane().observe(3, 0, "d3") == Observation(Kind.IN_ORDER, holes=((1, 2),))
+    assert lane().observe(3, 0, "d3") == Observation(OrderKind.IN_ORDER, holes=((1, 2),))
 
 
 @pytest.mark.parametrize("pair", [(0, 0), (1, 1), (1, 2), (-1, -2), (3, -1)])
-def test_impossible_numbers_are_an_error(pair: tuple[int, int]) -> None:
+def test_invalid_sequences_raise_value_error(pair: tuple[int, int]) -> None:
     checked = lane((1, 0))
     with pytest.raises(ValueError, match="previous"):
         checked.observe(*pair, "d")
@@ -117,25 +125,25 @@ def test_impossible_numbers_are_an_error(pair: tuple[int, int]) -> None:
 
 
 def test_a_replay_closes_its_hole_also_in_another_lane() -> None:
-    book = OrderBook()
+    book = OrderTracker()
     book.observe("a", 1, 0, "d1")
     book.observe("a", 3, 1, "d3")
     assert book.totals().holes == 1
     closed = book.observe("b", 1, 0, "d2", replay_of=("a", 2))
-    assert closed == Observation(Kind.IN_ORDER, closed=State.HOLE)
+    assert closed == Observation(OrderKind.IN_ORDER, closed=SequenceState.HOLE)
     assert book.totals().holes == 0
-    assert book.observe("a", 2, 1, "d2").kind is Kind.DUPLICATE
+    assert book.observe("a", 2, 1, "d2").kind is OrderKind.DUPLICATE
 
 
 def test_a_replay_of_the_last_number_names_the_hole_and_closes_it() -> None:
-    book = OrderBook()
+    book = OrderTracker()
     book.observe("a", 6, 5, "d6")
     observed = book.observe("a", 8, 6, "d7", replay_of=("a", 7))
-    assert observed == Observation(Kind.IN_ORDER, holes=((7, 7),), closed=State.HOLE)
+    assert observed == Observation(OrderKind.IN_ORDER, holes=((7, 7),), closed=SequenceState.HOLE)
 
 
-def test_a_replay_of_what_is_not_known_closes_nothing() -> None:
-    book = OrderBook()
+def test_a_replay_of_an_unknown_sequence_closes_nothing() -> None:
+    book = OrderTracker()
     book.observe("a", 1, 0, "d1")
     assert book.observe("a", 2, 1, "d9", replay_of=("gone", 4)).closed is None
     assert book.observe("a", 3, 2, "d8", replay_of=("a", 9)).closed is None
@@ -143,17 +151,17 @@ def test_a_replay_of_what_is_not_known_closes_nothing() -> None:
     assert list(book.lanes) == ["a"]
 
 
-def test_of_a_lane_that_ended_whole_only_its_last_number_is_kept() -> None:
-    book = OrderBook(from_start=True)
+def test_only_the_last_sequence_of_a_complete_lane_is_kept() -> None:
+    book = OrderTracker(from_start=True)
     book.observe("a", 1, 0, "d1")
-    assert book.observe("a", 2, 1, "d2", lane_ends=True) == Observation(Kind.IN_ORDER)
+    assert book.observe("a", 2, 1, "d2", lane_ends=True) == Observation(OrderKind.IN_ORDER)
     assert list(book.lanes) == []
-    # Late copies are nothing new, whether or not it was known yet that they were the last.
+    # Late copies are duplicates, whether or not they were known to be the last delivery.
     for sequence in (1, 2):
-        assert book.observe("a", sequence, 0, f"d{sequence}") == Observation(Kind.DUPLICATE)
-    assert book.observe("a", 2, 1, "d2", lane_ends=True).kind is Kind.DUPLICATE
-    assert book.observe("b", 1, 0, "d1", ("a", 1)) == Observation(Kind.IN_ORDER)
-    assert book.observe("a", 2, 1, "other").kind is Kind.CONFLICT
+        assert book.observe("a", sequence, 0, f"d{sequence}") == Observation(OrderKind.DUPLICATE)
+    assert book.observe("a", 2, 1, "d2", lane_ends=True).kind is OrderKind.DUPLICATE
+    assert book.observe("b", 1, 0, "d1", ("a", 1)) == Observation(OrderKind.IN_ORDER)
+    assert book.observe("a", 2, 1, "other").kind is OrderKind.CONFLICT
     with pytest.raises(ValueError, match="previous"):
         book.observe("a", 2, 2, "d2")
     assert list(book.lanes) == ["b"]
@@ -161,56 +169,56 @@ def test_of_a_lane_that_ended_whole_only_its_last_number_is_kept() -> None:
     assert (totals.missing, totals.gaps, totals.duplicates, totals.conflicts) == (0, 0, 3, 1)
 
 
-def test_a_copy_of_the_last_number_may_tell_that_it_is_the_last() -> None:
-    book = OrderBook()
+def test_a_copy_of_the_last_sequence_may_end_the_lane() -> None:
+    book = OrderTracker()
     book.observe("a", 1, 0, "d1")
-    assert book.observe("a", 1, 0, "d1", lane_ends=True) == Observation(Kind.DUPLICATE)
+    assert book.observe("a", 1, 0, "d1", lane_ends=True) == Observation(OrderKind.DUPLICATE)
     assert list(book.lanes) == []
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_nothing_new_follows_an_end_and_what_was_received_beyond_it_is_lost(whole: bool) -> None:
-    """A fail-over may take back what the sender sent last, and then ends the lane before that."""
-    book = OrderBook()
+def test_deliveries_after_a_lane_end_are_conflicts_or_lost(whole: bool) -> None:
+    """A failover may roll back the sender's last deliveries, and then ends the lane before them."""
+    book = OrderTracker()
     book.observe("a", 1, 0, "d1")
     book.observe("a", 3, 2 if whole else 1, "d3")
     if whole:
         book.observe("a", 2, 1, "d2")
-    ends_early = Observation(Kind.DUPLICATE, lost=(2, 3))
+    ends_early = Observation(OrderKind.DUPLICATE, lost=(2, 3))
     assert book.observe("a", 1, 0, "d1", lane_ends=True) == ends_early
     assert ("a" in book.lanes) is not whole
-    assert book.observe("a", 3, 1, "d3", lane_ends=True) == Observation(Kind.DUPLICATE)
-    assert book.observe("a", 4, 3, "d4").kind is Kind.CONFLICT
+    assert book.observe("a", 3, 1, "d3", lane_ends=True) == Observation(OrderKind.DUPLICATE)
+    assert book.observe("a", 4, 3, "d4").kind is OrderKind.CONFLICT
     assert book.observe("a", 1, 0, "d1", lane_ends=True) == ends_early
-    assert book.observe("a", 1, 0, "d1") == Observation(Kind.DUPLICATE)
-    assert book.observe("a", 3, 1, "other").kind is Kind.CONFLICT
+    assert book.observe("a", 1, 0, "d1") == Observation(OrderKind.DUPLICATE)
+    assert book.observe("a", 3, 1, "other").kind is OrderKind.CONFLICT
     assert book.totals().conflicts == 2
 
 
 def test_the_holes_of_a_lane_that_ended_are_closed_by_replays_in_others() -> None:
-    book = OrderBook()
+    book = OrderTracker()
     book.observe("a", 1, 0, "d1")
     book.observe("a", 4, 1, "d4", lane_ends=True)
-    assert book.observe("b", 1, 0, "d2", ("a", 2)).closed is State.HOLE
+    assert book.observe("b", 1, 0, "d2", ("a", 2)).closed is SequenceState.HOLE
     assert list(book.lanes) == ["a", "b"]
     assert book.totals().holes == 1
-    assert book.observe("b", 2, 1, "d3", ("a", 3)).closed is State.HOLE
+    assert book.observe("b", 2, 1, "d3", ("a", 3)).closed is SequenceState.HOLE
     assert list(book.lanes) == ["b"]
     assert book.totals().holes == 0
-    assert book.observe("a", 3, 1, "d3").kind is Kind.DUPLICATE
+    assert book.observe("a", 3, 1, "d3").kind is OrderKind.DUPLICATE
 
 
-def test_what_a_lane_that_ended_misses_is_not_forgotten_with_it() -> None:
-    book = OrderBook()
+def test_missing_sequences_of_an_ended_lane_are_kept() -> None:
+    book = OrderTracker()
     book.observe("a", 1, 0, "d1")
     book.observe("a", 3, 2, "d3", lane_ends=True)
     assert book.totals().missing == 1
-    assert book.observe("a", 2, 1, "d2") == Observation(Kind.OLD, was=State.MISSING)
+    assert book.observe("a", 2, 1, "d2") == Observation(OrderKind.OLD, was=SequenceState.MISSING)
     assert (list(book.lanes), book.totals().missing) == ([], 0)
 
 
 def test_totals() -> None:
-    book = OrderBook()
+    book = OrderTracker()
     for sequence, previous in [(1, 0), (2, 1), (2, 1), (5, 4), (4, 3), (7, 5), (6, 5), (9, 7)]:
         book.observe("a", sequence, previous, f"d{sequence}")
     book.observe("a", 9, 7, "other")
@@ -229,12 +237,12 @@ def test_totals() -> None:
 # ------------------------------------------------------------ bounded memory
 
 
-def test_a_million_in_order_take_no_room() -> None:
+def test_a_million_deliveries_in_order_use_constant_memory() -> None:
     checked = LaneOrder()
     for n in range(1, 3000):
         checked.observe(n, n - 1, f"d{n}")
     checked.observe(10**15, 10**15 - 2, "far")
-    assert len(checked.ranges(State.MISSING)) == 1
+    assert len(checked.ranges(SequenceState.MISSING)) == 1
     assert len(checked._ids) == lane_order.IDS_MAX
 
 
@@ -242,20 +250,20 @@ def test_too_many_holes_make_the_oldest_unknown_but_stay_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lane_order, "RANGES_MAX", 4)
-    book = OrderBook(from_start=True)
+    book = OrderTracker(from_start=True)
     for n in range(2, 22, 2):
         book.observe("a", n, n - 2 if n % 4 else n - 1, f"d{n}")
     checked = book.lanes["a"]
-    assert sum(len(checked.ranges(state)) for state in State) == 4
-    assert checked.ranges(State.UNKNOWN) == ((1, 13),)
+    assert sum(len(checked.ranges(state)) for state in SequenceState) == 4
+    assert checked.ranges(SequenceState.UNKNOWN) == ((1, 13),)
     totals = book.totals()
     assert totals.missing + totals.holes == 10
-    # Beyond what is kept, a duplicate cannot be told from a late copy.
-    assert book.observe("a", 13, 12, "d13").was is State.UNKNOWN
+    # Beyond the tracked range, a duplicate cannot be distinguished from a late copy.
+    assert book.observe("a", 13, 12, "d13").was is SequenceState.UNKNOWN
 
 
-def test_the_lane_not_heard_of_for_longest_is_forgotten_but_stays_counted() -> None:
-    book = OrderBook(from_start=True, lanes_max=2)
+def test_the_least_recently_used_lane_is_forgotten_but_stays_counted() -> None:
+    book = OrderTracker(from_start=True, lanes_max=2)
     book.observe("a", 3, 1, "a3")
     book.observe("b", 1, 0, "b1")
     book.observe("a", 4, 3, "a4")
@@ -266,25 +274,25 @@ def test_the_lane_not_heard_of_for_longest_is_forgotten_but_stays_counted() -> N
     assert (book.totals().missing, book.totals().holes) == (1, 1)
 
 
-def test_lanes_that_come_and_go_take_no_room() -> None:
-    book = OrderBook(from_start=True, lanes_max=3)
+def test_completed_lanes_use_bounded_memory() -> None:
+    book = OrderTracker(from_start=True, lanes_max=3)
     book.observe("busy", 1, 0, "d")
     for n in range(100):
         book.observe(f"a-{n}", 1, 0, f"d{n}", lane_ends=True)
     assert list(book.lanes) == ["busy"]
-    assert len(book._over) == 3
+    assert len(book._completed) == 3
     assert (book.totals().received, book.totals().missing) == (101, 0)
 
 
-def test_what_was_forgotten_of_a_lane_stays_counted_when_it_ends(
+def test_evicted_holes_of_a_lane_stay_counted_when_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lane_order, "RANGES_MAX", 2)
-    book = OrderBook(from_start=True)
+    book = OrderTracker(from_start=True)
     for n in (2, 4, 6, 8):
         book.observe("a", n, n - 1, f"d{n}")
     checked = book.lanes["a"]
-    lost = checked.forgotten[State.MISSING]
+    lost = checked.forgotten[SequenceState.MISSING]
     assert (lost, book.totals().missing) == (3, 4)
     book.observe("a", 8, 7, "d8", lane_ends=True)
     book.observe("a", 7, 6, "d7")
@@ -296,27 +304,27 @@ def test_what_was_forgotten_of_a_lane_stays_counted_when_it_ends(
 
 @dataclass
 class Reference:
-    """The table at the top of the module, one number at a time."""
+    """The table in the module docstring, one number at a time."""
 
     from_start: bool
     states: dict[int, str] = field(default_factory=dict)
     ids: dict[int, str] = field(default_factory=dict)
 
-    def observe(self, n: int, previous: int, delivery_id: str) -> Kind:
+    def observe(self, n: int, previous: int, delivery_id: str) -> OrderKind:
         high = max((m for m, state in self.states.items() if state == "seen"), default=0)
         if self.states.get(n) == "seen":
             known = self.ids.get(n, delivery_id)
-            return Kind.DUPLICATE if known == delivery_id else Kind.CONFLICT
+            return OrderKind.DUPLICATE if known == delivery_id else OrderKind.CONFLICT
         joined = high == 0 and not self.from_start
         was = self.states.get(n)
-        kind = Kind.IN_ORDER if was is None else Kind.OLD
+        kind = OrderKind.IN_ORDER if was is None else OrderKind.OLD
         for m in range(1, n):
             if m not in self.states:
                 if m > previous:
                     self.states[m] = "hole"
                 else:
                     self.states[m] = "unknown" if joined else "missing"
-                    kind = Kind.JOINED if joined else Kind.GAP
+                    kind = OrderKind.JOINED if joined else OrderKind.GAP
             elif m > previous and self.states[m] in ("missing", "unknown"):
                 self.states[m] = "hole"
         self.states[n] = "seen"
@@ -345,10 +353,10 @@ steps = st.lists(
 
 
 @given(steps, st.booleans())
-def test_any_sequence_of_deliveries_is_judged_like_the_reference(
+def test_any_sequence_of_deliveries_matches_the_reference_model(
     deliveries: list[tuple[int, int, str, int | None]], from_start: bool
 ) -> None:
-    book = OrderBook(from_start=from_start)
+    book = OrderTracker(from_start=from_start)
     reference = Reference(from_start)
     for n, previous, delivery_id, replayed in deliveries:
         replay_of = None if replayed is None else ("a", replayed)
@@ -359,19 +367,21 @@ def test_any_sequence_of_deliveries_is_judged_like_the_reference(
         missing, holes = reference.numbers("missing"), reference.numbers("hole")
         assert flat(observed.missing) == sorted(set(missing) - set(before[0]))
         assert flat(observed.holes) == sorted(set(holes) - set(before[1]))
-        if replayed is not None and kind is not Kind.CONFLICT:
+        if replayed is not None and kind is not OrderKind.CONFLICT:
             reference.close(replayed)
         checked = book.lanes["a"]
-        for state in State:
+        for state in SequenceState:
             assert flat(checked.ranges(state)) == reference.numbers(state.value)
     assert book.totals().missing == len(reference.numbers("missing"))
     assert book.totals().holes == len(reference.numbers("hole"))
 
 
 @given(st.data(), st.integers(1, 20))
-def test_a_sender_that_keeps_the_contract_is_never_accused(data: st.DataObject, n: int) -> None:
-    """Retries, give-ups and late copies of sent numbers, from one sender."""
-    book = OrderBook(from_start=True)
+def test_a_correct_sender_causes_no_missing_sequences_or_conflicts(
+    data: st.DataObject, n: int
+) -> None:
+    """Retries, dead letters and late copies of sent numbers, from one sender."""
+    book = OrderTracker(from_start=True)
     delivered = 0
     sent: list[tuple[int, int]] = []
     for seq in range(1, n + 1):
@@ -385,11 +395,11 @@ def test_a_sender_that_keeps_the_contract_is_never_accused(data: st.DataObject, 
             delivered = seq
         if data.draw(st.booleans()):
             late, previous = data.draw(st.sampled_from(sent))
-            # Sent before, and so at most one beyond what was received.
+            # The predecessor was sent before, so it is at most one beyond the received numbers.
             book.observe("a", late, previous, f"d{late}")
         ends = seq == n and data.draw(st.booleans())
         if ends and fate != "given up":
-            # The sender tells when the number of lanes was changed meanwhile.
+            # The sender marks the lane end when the lane count changed meanwhile.
             book.observe("a", seq, sent[-1][1], f"d{seq}", lane_ends=True)
     for late, previous in data.draw(st.lists(st.sampled_from(sent), max_size=3)):
         book.observe("a", late, previous, f"d{late}")

@@ -35,12 +35,12 @@ def test_absent_values_are_none() -> None:
     assert (message.tenant, message.key, message.replay_of) == (None, None, None)
 
 
-def test_the_last_delivery_of_a_lane_says_so() -> None:
+def test_the_last_delivery_of_a_lane_has_lane_ends() -> None:
     assert not parse(HEADERS, BODY)[0].lane_ends
     assert parse(*signed(delivery(3), lane_ends=True))[0].lane_ends
 
 
-def test_without_a_signature_the_numbers_are_checked_all_the_same() -> None:
+def test_sequences_are_checked_without_a_signature() -> None:
     bare = {name: value for name, value in HEADERS.items() if not name.startswith("webhook-")}
     assert parse(CIMultiDict(bare), BODY)[0].sequence == 3
 
@@ -60,7 +60,7 @@ def test_without_a_signature_the_numbers_are_checked_all_the_same() -> None:
         ({"X-Delivery": "0d9ff25f-6f0b-4e0d-9d4b-000000000000"}, "webhook-id"),
     ],
 )
-def test_headers_that_say_something_else_are_refused(
+def test_headers_that_differ_from_the_body_are_refused(
     change: dict[str, str | None], says: str
 ) -> None:
     headers = CIMultiDict(HEADERS)
@@ -98,19 +98,19 @@ def test_headers_that_say_something_else_are_refused(
         ({"replay_of": {"lane": "x"}}, '"sequence"'),
     ],
 )
-def test_bodies_that_are_no_delivery_are_refused(change: dict[str, Any], says: str) -> None:
+def test_bodies_that_are_not_deliveries_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(BadMessage, match=says):
         parse(HEADERS, orjson.dumps(orjson.loads(BODY) | change))
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"7", b"null", b"{", b'"x"', b"\xff", b"{} {}"])
-def test_what_is_not_even_an_object_is_refused(body: bytes) -> None:
+def test_bodies_that_are_not_objects_are_refused(body: bytes) -> None:
     with pytest.raises(BadMessage, match="body"):
         parse(HEADERS, body)
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "٣", "9" * 100])
-def test_an_odd_attempt_is_no_reason_to_refuse(text: str) -> None:
+def test_an_invalid_attempt_header_is_ignored(text: str) -> None:
     headers = CIMultiDict(HEADERS)
     headers["X-Attempt"] = text
     assert parse(headers, BODY)[0].attempt is None
@@ -125,7 +125,7 @@ names = st.sampled_from([*orjson.loads(BODY), "x"])
 
 
 @given(st.dictionaries(names, anything), st.dictionaries(st.sampled_from([*HEADERS]), st.text()))
-def test_whatever_comes_only_our_error_comes_out(
+def test_any_input_raises_only_bad_message(
     content: dict[str, Any], headers: Mapping[str, str]
 ) -> None:
     changed = CIMultiDict(HEADERS)

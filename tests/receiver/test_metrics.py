@@ -1,4 +1,4 @@
-"""What a receiver exports is what it counts, with few series, and harms no request."""
+"""Exported metrics equal the receiver's counters, have few series, and never fail a request."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from outbox.receiver import (
     Refuse,
     Request,
 )
-from outbox.receiver.metrics import SECONDS, Metering
-from outbox.receiver.requests import Ended
+from outbox.receiver.metrics import SECONDS, ReceiverMetrics
+from outbox.receiver.requests import RequestOutcome
 from outbox.testing import FakeSender
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
 from tests.support.waiting import until
@@ -43,14 +43,14 @@ TEXT = format_secret(SECRET)
 
 
 class Metrics:
-    """What a provider has been told, as an exporter sees it."""
+    """A metrics provider, read as an exporter reads it."""
 
     def __init__(self) -> None:
         self.reader = InMemoryMetricReader()
         self.provider = MeterProvider([self.reader])
 
     def all(self) -> dict[str, Any]:
-        """Each metric by its name."""
+        """All metrics by name."""
         data = self.reader.get_metrics_data()
         scopes = data.resource_metrics[0].scope_metrics if data is not None else ()
         return {metric.name: metric for scope in scopes for metric in scope.metrics}
@@ -61,12 +61,12 @@ class Metrics:
         return point.value
 
     def ended(self) -> dict[str, int]:
-        """How many requests there were of each outcome that there was."""
+        """Number of requests by outcome."""
         points = self.all()["outbox.receiver.requests"].data.data_points
         return {each.attributes["outcome"]: each.value for each in points if each.value}
 
     def timed(self) -> dict[str, int]:
-        """How many requests of each outcome have a duration."""
+        """Number of requests with a duration, by outcome."""
         points = self.all()["outbox.receiver.request.duration"].data.data_points
         return {each.attributes["outcome"]: each.count for each in points}
 
@@ -94,17 +94,17 @@ def fails_by_type(message: Message, _: Any) -> None:
 
 
 def sent() -> Iterator[Request]:
-    """Something of everything."""
+    """Send requests of every kind."""
     yield from (request(1), request(1, attempt=2), request(2, secret=OTHER))
     for n, bad in enumerate(("refused", "busy", "failed")):
         yield request(1, lane=f"b-1-{n}", type=f"order.{bad}", outbox_id=90 + n)
-    # 2 to 4 are missing: after two more that is too long.
+    # 2 to 4 are missing: after two more deliveries that is overdue.
     yield from (request(5), request(6), request(7), request(2))
     yield request(7, outbox_id=99)
 
 
 @pytest.mark.parametrize("kind", [AsyncReceiver, Receiver])
-async def test_what_is_exported_is_what_is_counted(
+async def test_exported_metrics_equal_the_totals(
     kind: type[AsyncReceiver | Receiver], metrics: Metrics
 ) -> None:
     receiver = kind(
@@ -116,7 +116,7 @@ async def test_what_is_exported_is_what_is_counted(
             await receiver.handle(each)
         else:
             receiver.handle(each)
-    assert metrics.ended() == metrics.timed() == receiver.totals.ended
+    assert metrics.ended() == metrics.timed() == receiver.totals.requests
     assert metrics.ended() == {
         "processed": 5,
         "duplicate": 1,
@@ -127,12 +127,12 @@ async def test_what_is_exported_is_what_is_counted(
         "conflict": 1,
     }
     totals = receiver.totals
-    told = (metrics["gaps"], metrics["old"], metrics["overdue"], metrics["fetched"])
-    assert told == (totals.gaps, totals.old, totals.overdue, totals.fetched) == (1, 1, 3, 0)
+    exported = (metrics["gaps"], metrics["old"], metrics["overdue"], metrics["fetched"])
+    assert exported == (totals.gaps, totals.old, totals.overdue, totals.fetched) == (1, 1, 3, 0)
     assert metrics["requests.in_flight"] == 0
 
 
-async def test_no_attribute_is_without_end(metrics: Metrics) -> None:
+async def test_attributes_have_bounded_cardinality(metrics: Metrics) -> None:
     receiver = AsyncReceiver(TEXT, MemoryDatabase(), meter_provider=metrics.provider)
     await receiver.handle(request(1))
     series = {name: len(each.data.data_points) for name, each in metrics.all().items()}
@@ -146,16 +146,16 @@ async def test_no_attribute_is_without_end(metrics: Metrics) -> None:
         for point in metric.data.data_points
     ]
     assert all(each == {} or each.keys() == {"outcome"} for each in attributes)
-    assert {each["outcome"] for each in attributes if each} == set(Ended)
+    assert {each["outcome"] for each in attributes if each} == set(RequestOutcome)
 
 
-async def test_what_never_happened_is_told_as_nought(metrics: Metrics) -> None:
-    """Whoever reads counters takes a series that begins at 1 for one that does not grow."""
+async def test_counters_start_at_zero(metrics: Metrics) -> None:
+    """A reader of counters takes a series that begins at 1 for one that does not grow."""
     receiver = AsyncReceiver(TEXT, MemoryDatabase(), meter_provider=metrics.provider)
     await receiver.handle(request(1))
     assert [metrics[name] for name in ("gaps", "old", "overdue", "fetched")] == [0, 0, 0, 0]
     points = metrics.all()["outbox.receiver.requests"].data.data_points
-    assert {each.attributes["outcome"] for each in points} == set(Ended)
+    assert {each.attributes["outcome"] for each in points} == set(RequestOutcome)
 
 
 def test_durations_are_seconds(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_durations_are_seconds(metrics: Metrics, monkeypatch: pytest.MonkeyPatch
     assert point.bucket_counts[SECONDS.index(0.25)] == 1
 
 
-async def test_in_flight_is_who_is_being_processed(metrics: Metrics) -> None:
+async def test_in_flight_counts_requests_being_processed(metrics: Metrics) -> None:
     receiver = AsyncReceiver(
         TEXT, MemoryDatabase(), in_flight_max=1, meter_provider=metrics.provider
     )
@@ -182,18 +182,18 @@ async def test_in_flight_is_who_is_being_processed(metrics: Metrics) -> None:
         await asyncio.Event().wait()
 
     async with asyncio.TaskGroup() as tasks:
-        called_off = tasks.create_task(receiver.handle(request(1)))
+        preempted = tasks.create_task(receiver.handle(request(1)))
         await begun.wait()
-        assert (await receiver.handle(request(2))).ended is Ended.PUT_OFF
+        assert (await receiver.handle(request(2))).outcome is RequestOutcome.PUT_OFF
         assert metrics["requests.in_flight"] == 1
-        called_off.cancel()
+        preempted.cancel()
     assert metrics["requests.in_flight"] == 0
     assert metrics.ended() == {"failed": 1, "put_off": 1}
-    # Those that were too many took no time, and would make the others look quick.
+    # Requests over the limit took no time, and would distort the durations.
     assert metrics.timed() == {"failed": 1}
 
 
-def test_in_flight_is_over_whatever_a_thread_raises(metrics: Metrics) -> None:
+def test_in_flight_decreases_after_any_exception(metrics: Metrics) -> None:
     receiver = Receiver(TEXT, MemoryDatabase(), meter_provider=metrics.provider)
 
     @receiver.on("**")
@@ -207,22 +207,22 @@ def test_in_flight_is_over_whatever_a_thread_raises(metrics: Metrics) -> None:
     assert metrics.ended() == {"failed": 1}
 
 
-async def test_who_waits_for_others_is_not_in_flight(metrics: Metrics) -> None:
+async def test_held_requests_are_not_in_flight(metrics: Metrics) -> None:
     receiver = AsyncReceiver(
         TEXT, MemoryDatabase(), gaps=Gaps.HOLD, hold_s=30, meter_provider=metrics.provider
     )
     await receiver.handle(request(1))
     async with asyncio.TaskGroup() as tasks:
         early = tasks.create_task(receiver.handle(request(3)))
-        await until(lambda: receiver._waiting.held)
+        await until(lambda: receiver._reorder_buffer.held)
         assert metrics["requests.in_flight"] == 0
         await receiver.handle(request(2))
-    assert early.result().ended is Ended.PROCESSED
+    assert early.result().outcome is RequestOutcome.PROCESSED
     assert metrics["requests.in_flight"] == 0
 
 
 @pytest.mark.parametrize("kind", [AsyncReceiver, Receiver])
-async def test_what_is_fetched_is_no_request(
+async def test_fetched_deliveries_are_not_requests(
     kind: type[AsyncReceiver | Receiver], metrics: Metrics
 ) -> None:
     sender = FakeSender()
@@ -239,7 +239,7 @@ async def test_what_is_fetched_is_no_request(
 
 
 class _Broken(Provider):
-    """Makes instruments that fail, whatever they are told."""
+    """Makes instruments that always fail."""
 
     def get_meter(self, name: str, *args: Any, **options: Any) -> NoOpMeter:
         def fail(*_: Any) -> None:
@@ -254,14 +254,14 @@ class _Broken(Provider):
         return meter
 
 
-def test_a_provider_that_fails_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_provider_does_not_fail_requests(caplog: pytest.LogCaptureFixture) -> None:
     receiver = Receiver(TEXT, MemoryDatabase(), in_flight_max=1, meter_provider=_Broken())
     assert [receiver.handle(request(n)).status for n in (1, 2, 4)] == [200, 200, 200]
-    assert caplog.text.count("metrics are wrong") == 1
+    assert caplog.text.count("metrics are incomplete") == 1
 
 
 def test_the_global_provider_may_be_set_later() -> None:
-    """In a process of its own: a provider is set once for all."""
+    """In a separate process: a provider can be set only once."""
     program = """
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
@@ -282,9 +282,9 @@ print(scope.scope.name, len(scope.metrics))
     assert said.stdout == "outbox.receiver 7\n"
 
 
-def test_the_guide_has_each_of_them(metrics: Metrics) -> None:
-    metering = Metering(metrics.provider)
-    metering.ended(Ended.PROCESSED, 0.1)
+def test_the_guide_lists_every_metric(metrics: Metrics) -> None:
+    metering = ReceiverMetrics(metrics.provider)
+    metering.request_ended(RequestOutcome.PROCESSED, 0.1)
     metering.in_flight(1)
     guide = (ROOT / "docs" / "receiving.md").read_text(encoding="utf-8")
     rows = re.findall(r"\n\| `(outbox\.receiver\.[a-z._]+)` \| [a-z -]+ \| `(.+?)` \|", guide)

@@ -1,4 +1,4 @@
-"""From a request to its answer: 2xx only when the effect is there, and nothing twice."""
+"""Receivers respond 2xx only after the effect is committed, and process nothing twice."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import pytest
 from outbox.core.delivery.signature import format_secret
 from outbox.errors import UsageError
 from outbox.receiver import (
-    Answer,
     AsyncReceiver,
     Busy,
-    Fetch,
+    FetchClient,
     Gaps,
     Inbox,
     MemoryDatabase,
@@ -26,10 +25,11 @@ from outbox.receiver import (
     Receiver,
     Refuse,
     Request,
+    Response,
     Verified,
 )
 from outbox.receiver.message import parse
-from outbox.receiver.requests import Ended
+from outbox.receiver.requests import RequestOutcome
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
 from tests.support.waiting import until
 
@@ -62,7 +62,7 @@ async def pool(database: Database) -> AsyncIterator[asyncpg.Pool]:
 
 
 class Shop:
-    """A receiver whose effect is a row for each number."""
+    """A receiver whose effect is one row per sequence number."""
 
     def __init__(self, pool: asyncpg.Pool, **options: Any) -> None:
         self.pool = pool
@@ -75,7 +75,7 @@ class Shop:
             await waits
         await connection.execute("INSERT INTO effect VALUES ($1)", message.sequence)
 
-    async def handle(self, seq: int, **changes: Any) -> Answer:
+    async def handle(self, seq: int, **changes: Any) -> Response:
         return await self.receiver.handle(request(seq, **changes))
 
     async def effects(self) -> list[int]:
@@ -87,13 +87,16 @@ async def test_a_delivery_is_processed_once(pool: asyncpg.Pool) -> None:
     shop = Shop(pool)
     assert (await shop.handle(1)).status == 200
     assert (await shop.handle(1, attempt=2)).text == "processed before"
-    assert (await shop.handle(2)).ended is Ended.PROCESSED
+    assert (await shop.handle(2)).outcome is RequestOutcome.PROCESSED
     assert await shop.effects() == [1, 2]
-    assert shop.receiver.totals.ended == {Ended.PROCESSED: 2, Ended.DUPLICATE: 1}
+    assert shop.receiver.totals.requests == {
+        RequestOutcome.PROCESSED: 2,
+        RequestOutcome.DUPLICATE: 1,
+    }
 
 
 async def test_no_2xx_before_the_commit(pool: asyncpg.Pool) -> None:
-    """A commit may fail, when everything before it went well."""
+    """A commit may fail although every statement before it succeeded."""
     await pool.execute("""
         CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS
             $$ BEGIN RAISE 'at the commit'; END $$;
@@ -101,16 +104,16 @@ async def test_no_2xx_before_the_commit(pool: asyncpg.Pool) -> None:
             DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION fail()
     """)
     shop = Shop(pool)
-    answer = await shop.handle(1)
-    assert (answer.status, answer.ended) == (500, Ended.FAILED)
-    assert "commit" not in answer.text
+    response = await shop.handle(1)
+    assert (response.status, response.outcome) == (500, RequestOutcome.FAILED)
+    assert "commit" not in response.text
     await pool.execute("DROP TRIGGER late ON effect")
-    assert (await shop.handle(1, attempt=2)).ended is Ended.PROCESSED
+    assert (await shop.handle(1, attempt=2)).outcome is RequestOutcome.PROCESSED
     assert await shop.effects() == [1]
 
 
 async def test_no_2xx_for_a_transaction_that_has_failed(pool: asyncpg.Pool) -> None:
-    """A handler may catch what the database said, and the commit rolls back in silence."""
+    """A handler may catch a database error, and the commit then rolls back silently."""
     await pool.execute("CREATE UNIQUE INDEX ON effect (number)")
     await pool.execute("INSERT INTO effect VALUES (1)")
     shop = Shop(pool)
@@ -123,7 +126,7 @@ async def test_no_2xx_for_a_transaction_that_has_failed(pool: asyncpg.Pool) -> N
     shop.receiver.on("order.*")(caught)
     assert (await shop.handle(1)).status == 500
     await pool.execute("DELETE FROM effect")
-    assert (await shop.handle(1, attempt=2)).ended is Ended.PROCESSED
+    assert (await shop.handle(1, attempt=2)).outcome is RequestOutcome.PROCESSED
     assert await shop.effects() == [1]
 
 
@@ -140,25 +143,25 @@ async def test_a_connection_that_commits_each_statement_is_refused(
         await inbox.create_async(connection)
     async with pool.acquire() as connection:
         with pytest.raises(UsageError, match="begin a transaction"):
-            await inbox.take_async(connection, message)
+            await inbox.receive_async(connection, message)
     with psycopg.connect(database.dsn, autocommit=True) as theirs:
         with pytest.raises(UsageError, match="begin a transaction"):
-            inbox.take(theirs, message)
+            inbox.receive(theirs, message)
         with theirs.transaction():
-            assert inbox.take(theirs, message).fresh
+            assert inbox.receive(theirs, message).fresh
     engine = sqlalchemy.create_engine(
         database.dsn.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT"
     )
     with engine.begin() as each, pytest.raises(UsageError, match="begin a transaction"):
-        inbox.take(each, message)
+        inbox.receive(each, message)
     engine.dispose()
-    answer = Receiver(TEXT, engine).handle(request(2))
-    assert answer.status in (500, 503)
+    response = Receiver(TEXT, engine).handle(request(2))
+    assert response.status in (500, 503)
     engine.dispose()
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as plain:
         inbox.create(plain)
         with pytest.raises(UsageError, match="begin a transaction"):
-            inbox.take(plain, message)
+            inbox.receive(plain, message)
 
 
 async def test_pools_of_psycopg_are_databases_too(database: Database, pool: asyncpg.Pool) -> None:
@@ -176,54 +179,60 @@ async def test_pools_of_psycopg_are_databases_too(database: Database, pool: asyn
                     raise LookupError
 
             assert (await receiver.handle(request(seq))).status == 500
-            assert (await receiver.handle(request(seq, attempt=2))).ended is Ended.PROCESSED
+            assert (
+                await receiver.handle(request(seq, attempt=2))
+            ).outcome is RequestOutcome.PROCESSED
 
         def in_threads(options: Any = options, seq: int = seq) -> None:
             with ConnectionPool(database.dsn, **options) as ours:
                 receiver = Receiver(TEXT, ours)
                 receiver.on("**")(lambda message, _: message.attempt == 1 and 1 / 0)
                 assert receiver.handle(request(seq + 1)).status == 500
-                assert receiver.handle(request(seq + 1, attempt=2)).ended is Ended.PROCESSED
+                assert (
+                    receiver.handle(request(seq + 1, attempt=2)).outcome is RequestOutcome.PROCESSED
+                )
 
         await asyncio.to_thread(in_threads)
 
 
-async def test_whoever_is_told_cannot_undo_what_is_committed(pool: asyncpg.Pool) -> None:
-    def told(*_: Any) -> None:
+async def test_a_failing_on_delivery_callback_does_not_change_the_response(
+    pool: asyncpg.Pool,
+) -> None:
+    def observed(*_: Any) -> None:
         raise LookupError
 
-    shop = Shop(pool, told=told)
+    shop = Shop(pool, on_delivery=observed)
     assert (await shop.handle(1)).status == 200
     assert (await shop.handle(1)).text == "processed before"
 
 
 async def test_a_delivery_without_its_headers_is_not_another_senders(pool: asyncpg.Pool) -> None:
-    """Nobody signed them, so whoever is on the way can take them away."""
+    """These headers are not signed, so an attacker on the network can remove them."""
     shop = Shop(pool)
     foreign: list[str] = []
     shop.receiver.on_foreign(lambda verified, *_: foreign.append(verified.message_id))
     true = request(1)
     bare = {k: v for k, v in dict(true.headers).items() if not k.startswith("X-")}
     assert (await shop.receiver.handle(Request("POST", bare, true.body))).status == 400
-    assert (await shop.handle(1)).ended is Ended.PROCESSED
+    assert (await shop.handle(1)).outcome is RequestOutcome.PROCESSED
     assert foreign == []
 
 
-async def test_two_handlers_may_ask_whether_it_is_the_newest(pool: asyncpg.Pool) -> None:
+async def test_two_handlers_may_call_is_newest(pool: asyncpg.Pool) -> None:
     receiver = AsyncReceiver(TEXT, pool)
     said: list[bool] = []
     for pattern in ("order.*", "**"):
 
         @receiver.on(pattern)
         async def ask(message: Message, connection: Any) -> None:
-            said.append(await receiver.inbox.newest_async(connection, "k", message))
+            said.append(await receiver.inbox.is_newest_async(connection, "k", message))
 
     await receiver.handle(request(1))
     await receiver.handle(request(2))
     assert said == [True] * 4
 
 
-def test_a_commit_that_fails_does_not_stop_a_file(tmp_path: Path) -> None:
+def test_a_failed_commit_does_not_block_a_sqlite_file(tmp_path: Path) -> None:
     file = tmp_path / "shop.sqlite"
     with contextlib.closing(sqlite3.connect(file)) as db:
         db.execute("CREATE TABLE parent (id PRIMARY KEY)")
@@ -245,15 +254,15 @@ def test_a_commit_that_fails_does_not_stop_a_file(tmp_path: Path) -> None:
     assert receiver.handle(request(3)).status == 200
 
 
-async def test_whoever_fails_or_is_called_off_leaves_nothing_behind(pool: asyncpg.Pool) -> None:
+async def test_a_failed_or_cancelled_request_leaves_nothing_behind(pool: asyncpg.Pool) -> None:
     shop = Shop(pool)
 
     def fail(_: Message) -> None:
         raise LookupError("no such order")
 
     shop.before = fail
-    answer = await shop.handle(1)
-    assert (answer.status, answer.text) == (500, "the receiver failed")
+    response = await shop.handle(1)
+    assert (response.status, response.text) == (500, "the receiver failed")
     begun = asyncio.Event()
 
     async def hang(_: Message) -> None:
@@ -262,15 +271,15 @@ async def test_whoever_fails_or_is_called_off_leaves_nothing_behind(pool: asyncp
 
     shop.before = hang
     async with asyncio.TaskGroup() as tasks:
-        called_off = tasks.create_task(shop.handle(1, attempt=2))
+        preempted = tasks.create_task(shop.handle(1, attempt=2))
         await begun.wait()
-        called_off.cancel()
+        preempted.cancel()
     shop.before = lambda _: None
-    assert (await shop.handle(1, attempt=3)).ended is Ended.PROCESSED
+    assert (await shop.handle(1, attempt=3)).outcome is RequestOutcome.PROCESSED
     assert await shop.effects() == [1]
 
 
-async def test_copies_at_once_wait_for_the_first_one(pool: asyncpg.Pool) -> None:
+async def test_concurrent_copies_wait_for_the_first_one(pool: asyncpg.Pool) -> None:
     shop = Shop(pool)
     go, begun = asyncio.Event(), asyncio.Event()
 
@@ -285,8 +294,8 @@ async def test_copies_at_once_wait_for_the_first_one(pool: asyncpg.Pool) -> None
         copies = [tasks.create_task(shop.handle(1, attempt=2)) for _ in range(3)]
         await _locked(pool, 3)
         go.set()
-    assert first.result().ended is Ended.PROCESSED
-    assert [copy.result().ended for copy in copies] == [Ended.DUPLICATE] * 3
+    assert first.result().outcome is RequestOutcome.PROCESSED
+    assert [copy.result().outcome for copy in copies] == [RequestOutcome.DUPLICATE] * 3
     assert await shop.effects() == [1]
 
 
@@ -301,7 +310,7 @@ async def _locked(pool: asyncpg.Pool, number: int) -> None:
     await until(are_locked)
 
 
-async def test_a_handler_says_never_or_not_now(pool: asyncpg.Pool) -> None:
+async def test_a_handler_can_refuse_or_postpone(pool: asyncpg.Pool) -> None:
     shop = Shop(pool)
 
     def refuse(_: Message) -> None:
@@ -311,31 +320,39 @@ async def test_a_handler_says_never_or_not_now(pool: asyncpg.Pool) -> None:
         raise Busy("at\nlunch", retry_after_s=7)
 
     shop.before = refuse
-    answer = await shop.handle(1)
-    assert (answer.status, answer.text, answer.ended) == (422, "no such order", Ended.REFUSED)
+    response = await shop.handle(1)
+    assert (response.status, response.text, response.outcome) == (
+        422,
+        "no such order",
+        RequestOutcome.REFUSED,
+    )
     shop.before = busy
-    answer = await shop.handle(1)
-    assert (answer.status, answer.text, answer.ended) == (503, "at lunch", Ended.PUT_OFF)
-    assert ("Retry-After", "7") in answer.headers
+    response = await shop.handle(1)
+    assert (response.status, response.text, response.outcome) == (
+        503,
+        "at lunch",
+        RequestOutcome.PUT_OFF,
+    )
+    assert ("Retry-After", "7") in response.headers
     assert await shop.effects() == []
 
 
 @pytest.mark.parametrize(
     ("change", "status", "says"),
     [
-        ({"secret": OTHER}, 401, "no signature fits"),
+        ({"secret": OTHER}, 401, "no signature matches"),
         ({"timestamp": 1}, 401, "s ago"),
         ({"method": "GET"}, 405, "POST"),
         ({"payload": b'"%s"' % (b"x" * 2000)}, 413, "larger than 1500 bytes"),
     ],
 )
-async def test_what_is_no_delivery_is_not_looked_at(
+async def test_invalid_requests_are_rejected(
     pool: asyncpg.Pool, change: Mapping[str, Any], status: int, says: str
 ) -> None:
     shop = Shop(pool, body_bytes_max=1500)
-    answer = await shop.handle(1, **change)
-    assert (answer.status, answer.ended) == (status, Ended.REJECTED)
-    assert says in answer.text
+    response = await shop.handle(1, **change)
+    assert (response.status, response.outcome) == (status, RequestOutcome.REJECTED)
+    assert says in response.text
     assert await shop.effects() == []
 
 
@@ -345,15 +362,18 @@ async def test_headers_that_contradict_the_body_are_rejected(pool: asyncpg.Pool)
     headers = dict(good.headers)
     for name, value in (("X-Sequence", "2"), ("X-Lane", "b-1-0"), ("X-Delivery", "no uuid")):
         changed = Request("POST", headers | {name: value}, good.body)
-        answer = await shop.receiver.handle(changed)
-        assert answer.status == 400, answer
-        assert name in answer.text
+        response = await shop.receiver.handle(changed)
+        assert response.status == 400, response
+        assert name in response.text
     twice = [*headers.items(), ("x-sequence", "1")]
-    answer = await shop.receiver.handle(Request("POST", twice, good.body))
-    assert (answer.status, answer.text) == (401, "the header x-sequence is there more than once")
+    response = await shop.receiver.handle(Request("POST", twice, good.body))
+    assert (response.status, response.text) == (
+        401,
+        "the header x-sequence occurs more than once",
+    )
 
 
-async def test_of_too_many_at_once_some_come_back_later(pool: asyncpg.Pool) -> None:
+async def test_requests_over_the_limit_get_503(pool: asyncpg.Pool) -> None:
     shop = Shop(pool, in_flight_max=1)
     begun, go = asyncio.Event(), asyncio.Event()
 
@@ -365,14 +385,14 @@ async def test_of_too_many_at_once_some_come_back_later(pool: asyncpg.Pool) -> N
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(shop.handle(1))
         await begun.wait()
-        answer = await shop.handle(1, lane="b-1-0")
-        assert (answer.status, answer.headers) == (503, (("Retry-After", "1"),))
+        response = await shop.handle(1, lane="b-1-0")
+        assert (response.status, response.headers) == (503, (("Retry-After", "1"),))
         go.set()
     assert first.result().status == 200
     assert (await shop.handle(1, lane="b-1-0", outbox_id=9)).status == 200
 
 
-async def test_without_its_database_it_asks_to_come_back(
+async def test_without_a_database_the_response_is_503(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     @contextlib.asynccontextmanager
@@ -381,31 +401,31 @@ async def test_without_its_database_it_asks_to_come_back(
         yield
 
     receiver = AsyncReceiver(TEXT, none)
-    answer = await receiver.handle(request(1))
-    assert (answer.status, answer.headers) == (503, (("Retry-After", "5"),))
-    assert "internal" not in answer.text
+    response = await receiver.handle(request(1))
+    assert (response.status, response.headers) == (503, (("Retry-After", "5"),))
+    assert "internal" not in response.text
     assert "connection refused" in caplog.text
 
 
-async def test_what_is_missing_is_told_once_it_is_overdue(
+async def test_overdue_sequences_are_reported_once(
     pool: asyncpg.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[Any] = []
-    shop = Shop(pool, inbox=Inbox(tolerance=2), told=lambda _, taken: told.append(taken))
+    observed: list[Any] = []
+    shop = Shop(pool, inbox=Inbox(tolerance=2), on_delivery=lambda _, taken: observed.append(taken))
     with caplog.at_level(logging.WARNING, "outbox.receiver"):
         for seq in (1, 4, 5, 6, 7, 8):
             assert (await shop.handle(seq)).status == 200
-    assert [taken.overdue for taken in told] == [(), (), (), ((2, 3),), (), ()]
-    assert told[1].observation.missing == ((2, 3),)
+    assert [taken.overdue for taken in observed] == [(), (), (), ((2, 3),), (), ()]
+    assert observed[1].observation.missing == ((2, 3),)
     totals = shop.receiver.totals
     assert (totals.gaps, totals.overdue, totals.old) == (1, 2, 0)
-    assert "number 4 came before 2 to 3" in caplog.text
-    assert "lane a-1-0: missing for too long: 2 to 3" in caplog.text
+    assert "sequence 4 arrived before 2 to 3" in caplog.text
+    assert "lane a-1-0: overdue, still missing: 2 to 3" in caplog.text
     await shop.handle(2)
     assert shop.receiver.totals.old == 1
 
 
-async def test_an_early_one_waits_for_those_before_it(pool: asyncpg.Pool) -> None:
+async def test_an_early_delivery_is_held_for_those_before_it(pool: asyncpg.Pool) -> None:
     shop = Shop(pool, gaps=Gaps.HOLD, hold_s=30, in_flight_max=2)
     order: list[int] = []
     shop.before = lambda message: order.append(message.sequence)
@@ -413,32 +433,32 @@ async def test_an_early_one_waits_for_those_before_it(pool: asyncpg.Pool) -> Non
     async with asyncio.TaskGroup() as tasks:
         early = []
         for held, seq in enumerate((5, 4, 3), 1):
-            # More than may be in flight: who waits is not.
+            # More than the in-flight limit: held requests do not count.
             early.append(tasks.create_task(shop.handle(seq)))
-            await until(lambda held=held: shop.receiver._waiting.held == held)
+            await until(lambda held=held: shop.receiver._reorder_buffer.held == held)
         await shop.handle(2)
-    assert [task.result().ended for task in early] == [Ended.PROCESSED] * 3
+    assert [task.result().outcome for task in early] == [RequestOutcome.PROCESSED] * 3
     assert order == [1, 2, 3, 4, 5]
-    assert not shop.receiver._waiting.wanted
+    assert not shop.receiver._reorder_buffer.waiters
 
 
-async def test_it_does_not_wait_for_ever_nor_do_too_many(pool: asyncpg.Pool) -> None:
+async def test_holding_is_limited_in_time_and_number(pool: asyncpg.Pool) -> None:
     shop = Shop(pool, gaps=Gaps.HOLD, hold_s=0.0, held_max=1)
     await shop.handle(1)
-    assert (await shop.handle(3)).ended is Ended.PROCESSED
+    assert (await shop.handle(3)).outcome is RequestOutcome.PROCESSED
     assert shop.receiver.totals.gaps == 1
     shop = Shop(pool, gaps=Gaps.HOLD, hold_s=30, held_max=1)
     async with asyncio.TaskGroup() as tasks:
         early = tasks.create_task(shop.handle(6))
-        await until(lambda: shop.receiver._waiting.held)
-        answer = await shop.handle(5)
-        assert answer.status == 503
-        assert "wait for others" in answer.text
+        await until(lambda: shop.receiver._reorder_buffer.held)
+        response = await shop.handle(5)
+        assert response.status == 503
+        assert "are held for missing ones" in response.text
         early.cancel()
     assert await shop.effects() == [1, 3]
 
 
-async def test_each_request_can_be_written_down(pool: asyncpg.Pool) -> None:
+async def test_each_request_can_be_logged(pool: asyncpg.Pool) -> None:
     shop = Shop(pool, log_requests=True)
     await shop.handle(1)
     await shop.handle(1, attempt=2)
@@ -469,12 +489,12 @@ async def test_requests_of_other_senders_are_processed_once_too(pool: asyncpg.Po
     async def paid(verified: Verified, sent: bytes, connection: Any) -> None:
         came.append((verified.message_id, sent))
 
-    assert (await receiver.handle(foreign)).ended is Ended.PROCESSED
-    assert (await receiver.handle(foreign)).ended is Ended.DUPLICATE
+    assert (await receiver.handle(foreign)).outcome is RequestOutcome.PROCESSED
+    assert (await receiver.handle(foreign)).outcome is RequestOutcome.DUPLICATE
     assert came == [("msg_1", body.encode())]
 
 
-async def test_old_rows_go_by_themselves(pool: asyncpg.Pool) -> None:
+async def test_expired_rows_are_deleted(pool: asyncpg.Pool) -> None:
     shop = Shop(pool)
     await shop.receiver.start()
     await pool.execute(
@@ -485,7 +505,7 @@ async def test_old_rows_go_by_themselves(pool: asyncpg.Pool) -> None:
     assert await pool.fetchval("SELECT count(*) FROM outbox_inbox") == 1
 
 
-async def test_a_role_that_may_make_no_tables_can_use_those_that_are_there(
+async def test_a_role_without_create_can_use_existing_tables(
     pool: asyncpg.Pool, database: Database
 ) -> None:
     async with database.connection() as owner:
@@ -504,14 +524,14 @@ async def test_a_role_that_may_make_no_tables_can_use_those_that_are_there(
             min_size=1,
             max_size=1,
         ) as theirs:
-            assert (await Shop(theirs).handle(1)).ended is Ended.PROCESSED
+            assert (await Shop(theirs).handle(1)).outcome is RequestOutcome.PROCESSED
     finally:
         async with database.connection() as owner:
             await owner.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 async def _nothing(_: Any) -> None:
-    """Resets nothing: the role stays."""
+    """Reset nothing: the role stays."""
 
 
 def test_a_receiver_in_threads_does_the_same(tmp_path: Path) -> None:
@@ -535,7 +555,7 @@ def test_a_receiver_in_threads_does_the_same(tmp_path: Path) -> None:
     assert outcomes == ["processed", "duplicate", "processed", "refused"]
 
 
-def test_what_cannot_be_a_receiver_is_said_at_once(tmp_path: Path) -> None:
+def test_invalid_receivers_are_refused_at_construction(tmp_path: Path) -> None:
     for make, says in (
         (lambda: AsyncReceiver("whsec_x", MemoryDatabase()), "secret"),
         (lambda: AsyncReceiver([], MemoryDatabase()), "secret"),
@@ -553,8 +573,8 @@ def test_what_cannot_be_a_receiver_is_said_at_once(tmp_path: Path) -> None:
             make()
 
 
-def test_a_handler_that_nobody_would_await_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """Its delivery would be taken, and nothing be done."""
+def test_a_threaded_receiver_refuses_coroutine_handlers(caplog: pytest.LogCaptureFixture) -> None:
+    """The delivery would be recorded without its effect."""
     receiver = Receiver(TEXT, MemoryDatabase())
 
     async def take(message: Any, connection: Any) -> None: ...
@@ -571,21 +591,21 @@ def test_a_handler_that_nobody_would_await_is_refused(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"gaps": "hold"}, "in threads nobody can be held"),
-        ({"gaps": "nonsense"}, "gaps: must be one of tell, hold, catch_up, not 'nonsense'"),
-        ({"gaps": Gaps.CATCH_UP}, "fetch: to catch up"),
-        ({"secrets": None}, "at least one is needed"),
+        ({"gaps": "hold"}, "HOLD would block a thread"),
+        ({"gaps": "nonsense"}, "gaps: must be one of report, hold, catch_up, not 'nonsense'"),
+        ({"gaps": Gaps.CATCH_UP}, "fetch: Gaps.CATCH_UP needs"),
+        ({"secrets": None}, "at least one is required"),
     ],
 )
-def test_what_would_go_wrong_later_is_said_at_once(arguments: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_refused_at_construction(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         Receiver(**{"secrets": TEXT, "database": MemoryDatabase()} | arguments)
 
 
 @pytest.mark.parametrize("token", ["", " \n", None, "obf_x\ny", "obf_\u00e4"])
-def test_a_token_that_cannot_be_one_is_never_shown(token: Any) -> None:
-    with pytest.raises(UsageError, match="the token is none") as said:
-        Fetch("http://127.0.0.1:9", token)
+def test_an_invalid_token_is_never_shown(token: Any) -> None:
+    with pytest.raises(UsageError, match="invalid token") as said:
+        FetchClient("http://127.0.0.1:9", token)
     assert "obf_" not in str(said.value)
-    # The end of a line, as files have it, is none of it.
-    assert Fetch("http://127.0.0.1:9", "obf_x\n")._headers["Authorization"] == "Bearer obf_x"
+    # A newline at the end of a file is not part of the token.
+    assert FetchClient("http://127.0.0.1:9", "obf_x\n")._headers["Authorization"] == "Bearer obf_x"

@@ -1,4 +1,4 @@
-"""The testing kit: what it makes is what a relay would send, and bad weather is bad."""
+"""The testing kit creates what a relay would send, and its faulty network injects faults."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outbox.receiver import (
     verify,
 )
 from outbox.receiver.fetch import CannotFetch
-from outbox.testing import FakeSender, Weather, send, sign
+from outbox.testing import FakeSender, FaultyNetwork, send, sign
 
 pytest_plugins = ["outbox.testing.fixtures"]
 
 
-def test_what_is_signed_verifies() -> None:
+def test_a_signed_delivery_verifies() -> None:
     body = b'{"type":"x"}'
     secret = FakeSender().secret
     assert verify(sign(secret, "msg_1", body), body, secret).message_id == "msg_1"
@@ -31,18 +31,20 @@ def test_what_is_signed_verifies() -> None:
         sign("x", "msg_1", body)
 
 
-def test_a_lane_counts_as_a_relays_does(outbox_sender: FakeSender, outbox_secret: str) -> None:
+def test_the_fake_sender_numbers_a_lane_like_a_relay(
+    outbox_sender: FakeSender, outbox_secret: str
+) -> None:
     sender = outbox_sender
     one = sender.event("a.b", {"n": 1}, key="k", tenant="acme")
     two = sender.event("a.b", {"n": 2})
-    sender.give_up(two)
+    sender.dead_letter(two)
     three = sender.event("a.b", {"n": 3})
     again = sender.replay(two)
     once_more = sender.backfill(one)
     last = sender.event("a.b", None, lane=sender.lane(1), lane_ends=True)
     read = [
         verify(each.headers, each.body, outbox_secret).messages[0]
-        for each in (one, two, three, again, once_more, last, sender.again(one))
+        for each in (one, two, three, again, once_more, last, sender.resend(one))
     ]
     assert None not in read
     messages = [each for each in read if each is not None]
@@ -58,14 +60,14 @@ def test_a_lane_counts_as_a_relays_does(outbox_sender: FakeSender, outbox_secret
     for _ in range(2):
         resent = [
             verify(each.headers, each.body, outbox_secret).messages[0]
-            for each in sender.send_again(sender.lane(), 1)
+            for each in sender.resend_lane(sender.lane(), 1)
         ]
         assert [m and m.replay_of for m in resent] == [(sender.lane(), n) for n in (3, 4, 5)]
         assert len({m.delivery_id for m in (*messages, *resent) if m is not None}) == 8
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_the_weather_all_of_it_is_processed_once(seed: int) -> None:
+def test_every_event_is_processed_once_over_a_faulty_network(seed: int) -> None:
     sender = FakeSender()
     receiver = Receiver(sender.secret, MemoryDatabase(), fetch=sender)
     came: list[int] = []
@@ -75,19 +77,21 @@ def test_whatever_the_weather_all_of_it_is_processed_once(seed: int) -> None:
         came.append(message.data)
 
     sent = [sender.event("a.b", n, lane=sender.lane(n % 3)) for n in range(60)]
-    arrived = Weather(seed, loses=0.2, copies=0.3, reorders=4).through(sent)
+    arrived = FaultyNetwork(seed, drop_rate=0.2, duplicate_rate=0.3, reorder_distance=4).deliver(
+        sent
+    )
     assert arrived != sent
     for request in arrived:
         assert receiver.handle(request).status == 200
     receiver.catch_up()
     unknown = 60 - len(came)
-    # What was lost before a lane's first arrival is unknown to who has just begun.
+    # A receiver cannot know what was lost before the first arrival of a lane.
     assert unknown <= 6
     assert len(set(came)) == len(came)
 
 
-@pytest.mark.parametrize("gaps", [Gaps.TELL, Gaps.CATCH_UP])
-def test_a_checkpoint_shows_a_lost_end(gaps: Gaps, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("gaps", [Gaps.REPORT, Gaps.CATCH_UP])
+def test_a_checkpoint_reveals_a_missing_end(gaps: Gaps, caplog: pytest.LogCaptureFixture) -> None:
     sender = FakeSender()
     receiver = Receiver(sender.secret, MemoryDatabase(), fetch=sender, gaps=gaps)
     came: list[int] = []
@@ -97,35 +101,35 @@ def test_a_checkpoint_shows_a_lost_end(gaps: Gaps, caplog: pytest.LogCaptureFixt
         came.append(message.data)
 
     assert receiver.handle(sender.event("a.b", 1)).status == 200
-    assert receiver.handle(sender.checkpoint()).text == "all is here"
+    assert receiver.handle(sender.checkpoint()).text == "no delivery is missing"
     assert receiver.totals.gaps == 0
     sender.event("a.b", 2)
-    sender.give_up(sender.event("a.b", 3))
-    answer = receiver.handle(sender.checkpoint())
-    assert (answer.status, answer.text) == (200, "something is missing")
+    sender.dead_letter(sender.event("a.b", 3))
+    response = receiver.handle(sender.checkpoint())
+    assert (response.status, response.text) == (200, "deliveries are missing")
     assert receiver.totals.gaps == 1
-    assert f"lane {sender.lane()}: acknowledged, and not here: 2" in caplog.text
-    levels = {record.levelname for record in caplog.records if "not here" in record.message}
-    assert levels == ({"ERROR"} if gaps is Gaps.TELL else {"WARNING"})
-    assert came == ([1] if gaps is Gaps.TELL else [1, 2])
-    # A relay that cannot be asked is no reason to refuse, and is asked again.
+    assert f"lane {sender.lane()}: acknowledged, not received: 2" in caplog.text
+    levels = {record.levelname for record in caplog.records if "not received" in record.message}
+    assert levels == ({"ERROR"} if gaps is Gaps.REPORT else {"WARNING"})
+    assert came == ([1] if gaps is Gaps.REPORT else [1, 2])
+    # An unreachable relay is not a reason to refuse; it is asked again later.
     sender.event("a.b", 4)
     lanes = sender._lanes
     request = sender.checkpoint()
     sender._lanes = {}
     assert receiver.handle(request).status == 200
     sender._lanes = lanes
-    assert receiver.handle(request).text == "something is missing"
+    assert receiver.handle(request).text == "deliveries are missing"
     assert receiver.totals.gaps == 2
-    if gaps is Gaps.TELL:
+    if gaps is Gaps.REPORT:
         receiver.catch_up()
     assert sorted(came) == [1, 2, 4]
-    assert receiver.handle(request).text == "all is here"
+    assert receiver.handle(request).text == "no delivery is missing"
     assert verify(request.headers, request.body, sender.secret).checkpoint is not None
 
 
-def test_a_copy_of_what_was_processed_before_a_replay_is_not_processed_again() -> None:
-    """Its answer was lost, so the sender gave it up, and an operator sent it again."""
+def test_a_replay_of_a_processed_delivery_is_not_processed_again() -> None:
+    """Its response was lost, so the sender dead-lettered it, and an operator replayed it."""
     sender = FakeSender()
     database = MemoryDatabase()
     receiver = Receiver(sender.secret, database)
@@ -137,16 +141,18 @@ def test_a_copy_of_what_was_processed_before_a_replay_is_not_processed_again() -
 
     one = sender.event("a.b", 1)
     assert receiver.handle(one).status == 200
-    sender.give_up(one)
-    sender.replay(one)  # Somebody acknowledges this, and then there is only a backup.
-    (again,) = sender.send_again(sender.lane(), 0)
+    sender.dead_letter(one)
+    sender.replay(
+        one
+    )  # Another instance acknowledges this delivery, and then only a backup remains.
+    (again,) = sender.resend_lane(sender.lane(), 0)
     assert receiver.handle(again).status == 200
     assert came == [1]
-    # The other way round: the copy is processed, and then the first one comes after all.
+    # The reverse: the replay is processed, and then the original arrives.
     two = sender.event("a.b", 2)
-    sender.give_up(two)
+    sender.dead_letter(two)
     sender.replay(two)
-    *_, again = sender.send_again(sender.lane(), 3)
+    *_, again = sender.resend_lane(sender.lane(), 3)
     for request in (again, two):
         assert receiver.handle(request).status == 200
     assert came == [1, 2]
@@ -156,27 +162,30 @@ def test_a_checkpoint_that_cannot_be_read_is_refused() -> None:
     sender = FakeSender()
     receiver = Receiver(sender.secret, MemoryDatabase())
     body = b'{"type": "outbox.checkpoint", "lanes": [7]}'
-    answer = receiver.handle(Request("POST", sign(sender.secret, "msg_1", body), body))
-    assert (answer.status, answer.text) == (
+    response = receiver.handle(Request("POST", sign(sender.secret, "msg_1", body), body))
+    assert (response.status, response.text) == (
         400,
-        "a lane of the checkpoint has no name, generation and numbers",
+        "a lane of the checkpoint has no valid name, generation and sequences",
     )
 
 
-def test_the_same_seed_is_the_same_weather() -> None:
+def test_a_seed_reproduces_the_network_faults() -> None:
     sender = FakeSender()
     sent = [sender.event("a.b", n) for n in range(50)]
-    days = [Weather(7, loses=0.3, copies=0.3, reorders=3).through(sent) for _ in range(2)]
+    days = [
+        FaultyNetwork(7, drop_rate=0.3, duplicate_rate=0.3, reorder_distance=3).deliver(sent)
+        for _ in range(2)
+    ]
     assert days[0] == days[1]
-    assert Weather().through(sent) == sent
-    for options in ({"loses": 2.0}, {"copies": -1.0}, {"reorders": -1}):
+    assert FaultyNetwork().deliver(sent) == sent
+    for options in ({"drop_rate": 2.0}, {"duplicate_rate": -1.0}, {"reorder_distance": -1}):
         with pytest.raises(UsageError):
-            Weather(**options)  # type: ignore[arg-type]
+            FaultyNetwork(**options)  # type: ignore[arg-type]
     with pytest.raises(CannotFetch):
         sender.page("x", 0)
 
 
-async def test_a_receiver_of_asyncio_fetches_from_it_too() -> None:
+async def test_an_async_receiver_fetches_from_the_fake_sender() -> None:
     sender = FakeSender()
     receiver = AsyncReceiver(sender.secret, MemoryDatabase(), fetch=sender)
     sent = [sender.event("a.b", n) for n in range(250)]

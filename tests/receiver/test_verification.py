@@ -1,4 +1,4 @@
-"""`verify`, as a receiver calls it that uses nothing else of this package."""
+"""`verify`, called by a receiver that uses nothing else of this package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
 
 TEXT, ANOTHER = format_secret(SECRET), format_secret(OTHER)
 NOW = 1_770_000_000
-# Signed once, so it is looked at as if it were then.
+# Signed once, so the tests verify at that time.
 HEADERS, BODY = signed(delivery(3), previous=1, timestamp=NOW)
 
 
@@ -43,13 +43,13 @@ def test_headers_come_in_many_forms(headers: Any) -> None:
     assert verify(headers, BODY, TEXT, now=NOW).messages
 
 
-def test_while_a_secret_is_replaced_both_are_given() -> None:
+def test_two_secrets_are_accepted_during_a_rotation() -> None:
     assert verify(HEADERS, BODY, [ANOTHER, f" {TEXT}\n"], now=NOW).messages
     with pytest.raises(SignatureMismatch):
         verify(HEADERS, BODY, ANOTHER, now=NOW)
 
 
-def test_another_senders_request_is_verified_and_not_read() -> None:
+def test_a_foreign_request_is_verified_and_not_parsed() -> None:
     at, body = datetime.now(tz=UTC), "not even JSON"
     headers = {
         "webhook-id": "msg_1",
@@ -60,13 +60,13 @@ def test_another_senders_request_is_verified_and_not_read() -> None:
     assert (verified.message_id, verified.messages) == ("msg_1", ())
 
 
-def test_who_says_to_be_a_relay_is_taken_at_its_word() -> None:
+def test_a_request_with_delivery_headers_must_be_a_delivery() -> None:
     headers = {k: v for k, v in HEADERS.items() if k not in ("X-Lane", "X-Delivery")}
     with pytest.raises(BadMessage, match="X-Delivery"):
         verify(headers, BODY, TEXT, now=NOW)
 
 
-def test_each_wrong_has_its_own_error() -> None:
+def test_each_cause_has_its_own_error() -> None:
     def fails(error: type[OutboxError], change: dict[str, str | None], **how: Any) -> None:
         changed = dict(HEADERS)
         for name, value in change.items():

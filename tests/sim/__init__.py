@@ -1,23 +1,23 @@
-"""Whole relays on virtual time, beside a simulated database, network and receivers.
+"""Whole relays in virtual time, with a simulated database, network and receivers.
 
     clockwork     processes with event loops of their own, one clock, one queue
-    database/     the tables, transactions, locks and sessions of the server, and an
-                  answer to each statement of `outbox.store`
-    receivers     the network to the receivers, and what these do
-    producers     the application; operators: people
-    faults        what goes wrong; moments: when it hurts most
-    checks        what must hold at every step; rest: at the end; books: what they go by;
-                  timetable, replayed, operational: of what they say in their names
+    database/     the tables, transactions, locks and sessions of the server
+    stores/       stand-ins for the stores of `outbox.store`, method by method
+    receivers     the receivers and the network to them
+    producers     the application; operators: the commands of operators
+    faults        the faults; moments: the moments at which most of them happen
+    checks        invariants of every step; rest: of the end; books: their data;
+                  timetable, replayed, operational: of schedules, replays, events
     mutants       known mistakes, each of which must be caught
     fleet         the relays' processes
-    simulation    one seed, from the set-up to the verdict; hunt: many of them
-    agreement     one script for both servers, the real one and ours
+    simulation    one seed, from the set-up to the final checks; hunt: many seeds
+    agreement     one script of calls for the real stores and for the simulated ones
 
-The relays are the real ones, from `outbox.relay.relay` down to the Python side of
-`outbox.store`; what answers them is written anew here, from PostgreSQL's rules
-about snapshots, row locks, sequences and notifications.  `test_agreement` holds the
-answers against those of a real server.
+The relays are the real ones.  Their connections have simulated stores, which are written
+from PostgreSQL's rules about snapshots, row locks, sequences and notifications, and know
+no text of SQL.  `test_agreement` compares them with the real stores and a real server;
+`test_stores` compares their methods.
 
     python3 run.py sim --seeds 10000           a long hunt
-    python3 run.py sim --seed 42 --trace       one seed, step by step
+    python3 run.py sim --seed 42 --trace       one seed, with a log of its steps
 """

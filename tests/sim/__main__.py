@@ -1,11 +1,11 @@
-"""The hunt: virtual hours full of faults, by the thousand.
+"""The hunt: thousands of virtual hours with faults.
 
-  python3 run.py sim --seeds 10000           every invariant, over ten thousand hours
-  python3 run.py sim --seed 42 --trace       one of them, step by step
-  python3 run.py sim --mutants               every known mistake, until it is caught
+  python3 run.py sim --seeds 10000           check all invariants for ten thousand hours
+  python3 run.py sim --seed 42 --trace       one seed, with a log of its steps
+  python3 run.py sim --mutants               each mutant until it is caught
   python3 run.py sim --mutant NAME --seed 7 --trace
 
-Exit code 1: an invariant was broken, or a mistake was not noticed.
+Exit code 1: an invariant was broken, or a mutant was not caught.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, help="run this one alone")
-    parser.add_argument("--trace", action="store_true", help="with --seed: say what happens")
-    parser.add_argument("--seeds", type=int, help="how many (default: 100; of a mistake 1000)")
-    parser.add_argument("--first", type=int, help="the first of them (default: anywhere)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
-    parser.add_argument("--mutant", metavar="NAME", help="with this mistake")
-    parser.add_argument("--mutants", action="store_true", help="with each of them, until caught")
+    parser.add_argument("--seed", type=int, help="run this seed only")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print a log")
+    parser.add_argument(
+        "--seeds", type=int, help="number of seeds (default: 100; with mutants 1000)"
+    )
+    parser.add_argument("--first", type=int, help="the first seed (default: random)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="number of processes")
+    parser.add_argument("--mutant", metavar="NAME", help="run with this mutant")
+    parser.add_argument("--mutants", action="store_true", help="run each mutant until it is caught")
     chosen = parser.parse_args()
     if chosen.mutant is not None and chosen.mutant not in MUTANTS:
         known = "\n  ".join(sorted(MUTANTS))
-        parser.error(f"there is no mistake {chosen.mutant!r}; known are\n  {known}")
+        parser.error(f"there is no mutant {chosen.mutant!r}; there are\n  {known}")
     _set_logging(logging.INFO if chosen.trace else logging.CRITICAL)
     if chosen.seed is not None:
         return _one(chosen.seed, chosen.mutant, print if chosen.trace else None)
@@ -59,8 +61,8 @@ def _set_logging(level: int) -> None:
     )
 
 
-def _one(seed: int, mutant: str | None, tell: object) -> int:
-    result = hunt.run_one(seed, mutant, tell)  # type: ignore[arg-type]
+def _one(seed: int, mutant: str | None, log: object) -> int:
+    result = hunt.run_one(seed, mutant, log)  # type: ignore[arg-type]
     print(result)
     sys.stdout.flush()
     os._exit(not result.good)
@@ -85,7 +87,7 @@ def _many(seeds: range, jobs: int, mutant: str | None) -> int:
     print(
         f"{found.seeds} virtual hours in {found.seconds:.0f} s: {found.events} events, "
         f"{found.requests} requests ({found.duplicates} duplicates), {found.faults} faults, "
-        f"{found.take_overs} changes of hands, {found.statements} statements, "
+        f"{found.take_overs} changes of ownership, {found.statements} statements, "
         f"{found.steps} steps; {len(found.bad)} with a violation"
     )
     if mutant is not None:
@@ -108,8 +110,8 @@ def _mutants(seeds: range, jobs: int) -> int:
 
 
 if os.environ.get("PYTHONHASHSEED") != "0":
-    # Sets of texts have an order that depends on it; runs must be repeatable.
-    os.execve(  # noqa: S606 (itself, once more)
+    # The order of sets of strings depends on it; runs must be repeatable.
+    os.execve(  # noqa: S606 (this program again)
         sys.executable,
         [sys.executable, "-m", "tests.sim", *sys.argv[1:]],
         {**os.environ, "PYTHONHASHSEED": "0"},

@@ -1,46 +1,41 @@
-"""One random script of what relays and operators ask of a database, for any database.
+"""One random script of calls of the stores, for the real ones and for the simulated ones.
 
-The stores are the real ones; what they return, and what stands in the tables at the
-end, must be the same for a real server and for the simulated one.  Times are only
-compared for being there.
+The results, and the tables at the end, must be the same for the real stores with a real
+server and for the simulated stores with the simulated server.  Times are compared by
+their presence only.
 """
 
 from __future__ import annotations
 
+import pkgutil
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox.config import Settings
-from outbox.core.delivery.circuit_breaker import HealthRecord, State
+from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import Record, Send
 from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.operational_events import Told
+from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.model.ids import lane_name
-from outbox.core.model.response import Answer, Verdict
+from outbox.core.model.response import AttemptResult, Verdict
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.schedules.schedule import ScheduleSettings
+from outbox.core.sequencing.gaps import CursorChange
+from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import OutboxError
-from outbox.operations import (
-    backfill,
-    discard,
-    endpoint_changes,
-    endpoint_states,
-    receiver_replays,
-    replay_jobs,
-    replays,
-    schedule_changes,
-)
 from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.operations.fetch_tokens import Fetcher
-from outbox.relay.sequencing.cursor import Cursor, Sequenced
-from outbox.store.cursor import CursorStore
-from outbox.store.endpoint_state import CareStore, Kept
-from outbox.store.lanes import LaneStore
-from outbox.store.records import Fenced, RecordStore
-from outbox.store.replicas import ReplicaStore
-from outbox.store.schedule_runs import TickStore
+from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
+from outbox.store.endpoint_state import EndpointState
+from outbox.store.filters import MATCH_ALL, FilterStopReason, StoppedFilter
+from outbox.store.records import Fenced
+from tests.sim import stores as simulated
 
 if TYPE_CHECKING:
     import random
@@ -52,41 +47,58 @@ STARTED_AT = 1_700_000_000.0
 POLICY = RetryPolicy(base_s=1.0, attempts_max=3)
 
 
-class Side(Protocol):
-    """A database, real or simulated."""
+REAL_PACKAGES = ("outbox.store", "outbox.operations", "outbox.store.connection")
+"""Packages of the modules that `tests.sim.stores` stands in for."""
 
+
+def modules_of(*packages: str) -> Any:
+    """The modules with the names of those of `tests.sim.stores`, each from the first package."""
+    names = [info.name for info in pkgutil.iter_modules(simulated.__path__)]
+    return SimpleNamespace(**{name: _module_of(packages, name) for name in names})
+
+
+def _module_of(packages: tuple[str, ...], name: str) -> ModuleType:
+    paths = (f"{package}.{name}" for package in packages)
+    return import_module(next(path for path in paths if find_spec(path) is not None))
+
+
+class Side(Protocol):
+    """The stores, real or simulated, with their server."""
+
+    stores: Any
+    """Their modules, by name."""
     endpoint_ids: list[UUID]
 
     async def connect(self) -> Any:
-        """A connection as the stores want it."""
+        """Open a connection for the stores."""
         ...
 
     async def publish(self, events: list[tuple[str, str | None]], *, commit: bool) -> None:
-        """(type, key) of each, in one transaction."""
+        """Publish events, each a (type, key), in one transaction."""
         ...
 
-    async def lapse(self, replica_id: int) -> None:
-        """A replica's lease ran out."""
+    async def expire_lease(self, replica_id: int) -> None:
+        """Let the lease of a replica run out."""
         ...
 
-    async def wait_for_their_time(self, events: int) -> None:
-        """So many events wait; their time has come."""
+    async def add_future_events(self, events: int) -> None:
+        """Add future events that are due."""
         ...
 
-    async def let_be_due(self) -> None:
-        """All schedules are due."""
+    async def set_schedules_due(self) -> None:
+        """Let all schedules be due."""
         ...
 
     async def tables(self) -> dict[str, Any]:
-        """What stands in the tables, times and payloads apart."""
+        """The rows of the tables, without times and payloads."""
         ...
 
 
 class Script:
-    """What is asked, and what came back.
+    """Random calls, with their results.
 
     Args:
-        rng: which questions.
+        rng: chooses the calls.
     """
 
     def __init__(self, side: Side, rng: random.Random) -> None:
@@ -95,30 +107,36 @@ class Script:
         self.log: list[Any] = []
 
     async def play(self, steps: int) -> tuple[list[Any], dict[str, Any]]:
-        """Ask so many questions; returns all that was said, and the tables."""
-        self._db = await self._side.connect()
-        self._replicas = ReplicaStore(self._db)
-        self._lanes = LaneStore(self._db)
+        """Make this many calls; returns their results and the tables."""
+        db = self._db = await self._side.connect()
+        stores = self._stores = self._side.stores
+        await stores.migrate.require_current(db, SCHEMA)
+        # A real server may report a timeline.
+        await stores.timeline.read_timeline(db)
+        self._replicas = stores.replicas.ReplicaStore(db)
+        self._lanes = stores.lanes.LaneStore(db)
+        self._store = stores.cursor.CursorStore(db)
+        await self._store.check()
         self._ids = [await self._register() for _ in range(2)]
         self._epochs: dict[UUID, int] = {}
         self._owner: dict[UUID, int] = {}
         self._cursors = {i: self._cursor(i) for i in self._ids}
-        store = CursorStore(self._db)
-        await store.check()
         acts = [
             (6, self._publish), (6, self._sequence), (4, self._claim), (4, self._load),
-            (10, self._deliver), (3, self._checkpoint), (2, self._news), (1, self._release),
-            (1, self._bury), (2, self._lapse_or_renew), (1, self._leave_the_lead),
-            (2, self._operate), (1, self._health), (1, self._care), (1, self._finish),
-            (1, self._plan), (2, self._tick), (2, self._lag),
+            (10, self._deliver), (3, self._checkpoint), (2, self._new_batches), (1, self._release),
+            (1, self._expire), (2, self._lapse_or_renew), (1, self._leave_the_lead),
+            (3, self._operate), (1, self._health), (1, self._limits), (1, self._finish),
+            (1, self._change_schedules), (2, self._run_schedules), (2, self._lag),
+            (1, self._register_and_release), (1, self._hold_cursor), (1, self._filter),
+            (1, self._read_database_stats), (4, self._maintain),
         ]  # fmt: skip
         for _ in range(steps):
             ((_, act),) = self._rng.choices(acts, [weight for weight, _ in acts])
             try:
-                said = await act()
+                results = await act()
             except (OutboxError, Fenced) as error:
-                said = type(error).__name__
-            self.log.append((act.__name__, said))
+                results = type(error).__name__
+            self.log.append((act.__name__, results))
         return self.log, await self._side.tables()
 
     def _n(self, endpoint_id: UUID) -> int:
@@ -128,16 +146,22 @@ class Script:
         settings = Settings(batch_events_max=self._rng.choice((3, 2000)))
         self._batches: list[Any] = []
 
-        def on_batch(sequenced: Sequenced) -> None:
+        def on_batch(sequenced: SequencedBatch) -> None:
+            # A server returns routes in any order.
             columns = sequenced.deliveries
-            self._batches.append((sequenced.batch, columns.lane_ids, columns.seqs))
+            numbers = sorted(zip(columns.lane_ids, columns.seqs, strict=True))
+            self._batches.append((sequenced.batch, numbers))
 
-        store = CursorStore(self._db)
-        store._sequence_oid = None
-        return Cursor(store, replica_id, settings, on_batch, lambda *_: False)
+        return Cursor(self._store, replica_id, settings, on_batch, lambda *_: False)
+
+    def _records(self, replica_id: int) -> Any:
+        return self._stores.records.RecordStore(self._db, replica_id)
+
+    def _state_store(self, replica_id: int) -> Any:
+        return self._stores.endpoint_state.EndpointStateStore(self._db, SCHEMA, replica_id)
 
     async def _register(self) -> int:
-        new = await self._replicas.reserve()
+        new: int = await self._replicas.reserve_id()
         await self._replicas.register(new, "a replica", "0", LEASE_S)
         return new
 
@@ -153,25 +177,22 @@ class Script:
 
     async def _sequence(self) -> Any:
         cursor = self._cursors[self._rng.choice(self._ids)]
-        if cursor._store._sequence_oid is None:
-            await cursor._store.check()
         asleep_s = 60 if self._rng.random() < 0.2 else None
-        turn = await cursor.turn(asleep_s=asleep_s)
-        state = await cursor._store.state()
-        standing = await cursor._store.standing(self._rng.choice(self._ids))
-        return turn, state, standing, self._batches.copy()
+        result = await cursor.sequence_batch(asleep_s=asleep_s)
+        state = await self._store.state()
+        status = await self._store.leader_status(self._rng.choice(self._ids))
+        return result, state, status, self._batches.copy()
 
     async def _lag(self) -> Any:
-        """Everything that waits has waited for too long, and may be told of at once."""
-        me, store = self._rng.choice(self._ids), CursorStore(self._db)
+        me = self._rng.choice(self._ids)
         if self._rng.random() < 0.5:
-            return await store.end_lagging(me)
-        return await store.tell_lagging(me)
+            return await self._store.end_lagging(me)
+        return await self._store.publish_lagging(me)
 
     async def _leave_the_lead(self) -> Any:
-        await self._cursors[self._rng.choice(self._ids)].leave()
+        await self._cursors[self._rng.choice(self._ids)].release_leadership()
 
-    # ----------------------------------------------------------------- owners
+    # ------------------------------------------------- replicas and lanes
 
     async def _claim(self) -> Any:
         me = self._rng.choice(self._ids)
@@ -182,18 +203,18 @@ class Script:
         return sorted((self._n(e), epoch) for e, epoch in epochs.items())
 
     async def _free(self) -> list[UUID]:
-        return sorted((await self._replicas.look()).free, key=self._n)
+        return sorted((await self._replicas.read_cluster()).free, key=self._n)
 
     async def _load(self) -> Any:
         loaded = await self._lanes.lanes(self._side.endpoint_ids)
         loaded.sort(key=lambda lane: lane.id)
-        said = []
+        results = []
         for lane in loaded:
-            known = lane.owed_since is not None
+            pending = lane.pending_since is not None
             progress = _without_times(lane.progress)
             tail = sorted((seq, batch) for seq, batch, _ in lane.tail)
             numbers = (lane.id, lane.generation, lane.ended, lane.blocked, lane.last_seq)
-            said.append((numbers, known, progress, tail))
+            results.append((numbers, pending, progress, tail))
         rows = await self._lanes.deliveries(
             loaded,
             [lane.progress.floor_batch for lane in loaded],
@@ -202,10 +223,10 @@ class Script:
             1 << 20,
         )
         given = {i: [(d.seq, d.batch, d.outbox_id) for d in found] for i, found in rows.items()}
-        return said, given
+        return results, given
 
-    async def _machine(self) -> tuple[Lane, int, int] | None:
-        """A lane as some owner has it, with what it owes in hand."""
+    async def _lane(self) -> tuple[Lane, int, int] | None:
+        """A lane as an owner has it, with its pending deliveries."""
         rng = self._rng
         owned = sorted(self._owner, key=self._n)
         if not owned:
@@ -218,27 +239,27 @@ class Script:
             return None
         chosen = rng.choice(loaded)
         p = chosen.progress
-        machine = Lane(chosen.id, p, chosen.tail, chosen.last_seq, 0, blocked=chosen.blocked)
-        fetch = machine.fetch()
+        lane = Lane(chosen.id, p, chosen.tail, chosen.last_seq, 0, blocked=chosen.blocked)
+        fetch = lane.fetch()
         if fetch is not None:
             rows = await self._lanes.deliveries(
                 [chosen], [fetch.floor_batch], [fetch.after_seq], [3], 1 << 20
             )
-            machine.fetched(rows[chosen.id])
+            lane.append_fetched(rows[chosen.id])
         epoch = self._epochs[endpoint_id] - (rng.random() < 0.1)
-        return machine, epoch, self._owner[endpoint_id]
+        return lane, epoch, self._owner[endpoint_id]
 
     async def _deliver(self) -> Any:
         rng = self._rng
-        found = await self._machine()
+        found = await self._lane()
         if found is None:
             return None
-        machine, epoch, me = found
+        lane, epoch, me = found
         records: list[Record] = []
         for _ in range(rng.choice((1, 1, 2, 3))):
             if rng.random() < 0.15:
-                machine.cut(machine.acked_seq + rng.randrange(1, 4), "backlog")
-            command = machine.next(STARTED_AT + 1e6)
+                lane.dead_letter_through(lane.acked_seq + rng.randrange(1, 4), "backlog")
+            command = lane.next(STARTED_AT + 1e6)
             if isinstance(command, Record):
                 records.append(command)
                 break
@@ -248,9 +269,9 @@ class Script:
             verdict = (
                 Verdict.DELIVERED if u < 0.6 else Verdict.RETRY if u < 0.8 else Verdict.REFUSED
             )
-            record = machine.answered(
+            record = lane.record_result(
                 verdict,
-                Answer.of(200, 0.1),
+                AttemptResult.completed(200, 0.1),
                 POLICY,
                 started_at=STARTED_AT,
                 now=STARTED_AT + 1,
@@ -262,98 +283,188 @@ class Script:
                 break
         if not records:
             return None
-        await RecordStore(self._db, me).write(records, [epoch] * len(records))
+        await self._records(me).write(records, [epoch] * len(records))
         return [(r.lane_id, r.seq, r.urgent) for r in records]
 
     async def _checkpoint(self) -> Any:
-        found = await self._machine()
+        found = await self._lane()
         if found is None:
             return None
-        machine, epoch, me = found
-        progress = machine.checkpoint()
+        lane, epoch, me = found
+        progress = lane.checkpoint()
         if self._rng.random() < 0.3:
             progress = progress._replace(acked_seq=max(progress.acked_seq - 1, 0))
-        return await RecordStore(self._db, me).checkpoint([(machine.id, epoch, progress)])
+        return await self._records(me).checkpoint([(lane.id, epoch, progress)])
 
-    async def _news(self) -> Any:
+    async def _new_batches(self) -> Any:
         last = await self._lanes.last_batch()
         after = max(last - self._rng.randrange(4), 0)
         lanes = list(range(1, 9))
         return (
             last,
-            (news := await self._lanes.news(after))
-            and (news.batch, sorted(news.last_seqs.items()), news.more),
+            (batches := await self._lanes.new_batches(after))
+            and (batches.batch, sorted(batches.last_seqs.items()), batches.more),
             await self._lanes.counters(lanes),
             await self._lanes.blocked(lanes),
         )
 
     async def _release(self) -> Any:
-        mine = [e for e in sorted(self._owner, key=self._n) if self._rng.random() < 0.5]
-        await self._replicas.release(self._rng.choice(self._ids), mine, "test", "moved")
+        owned = [e for e in sorted(self._owner, key=self._n) if self._rng.random() < 0.5]
+        await self._replicas.release(self._rng.choice(self._ids), owned, "test", "moved")
 
-    async def _bury(self) -> Any:
+    async def _expire(self) -> Any:
         n = self._rng.randrange(2)
-        gone = await self._replicas.bury(self._ids[n], "test", 1.0)
+        expired = await self._replicas.expire_replica(self._ids[n], "test", 1.0)
         self._ids[n] = await self._register()
         self._cursors[self._ids[n]] = self._cursor(self._ids[n])
-        return gone, self._ids
+        return expired, self._ids
 
     async def _lapse_or_renew(self) -> Any:
         me = self._rng.choice(self._ids)
         if self._rng.random() < 0.3:
-            await self._side.lapse(me)
+            await self._side.expire_lease(me)
         renewed = await self._replicas.renew(me)
-        seen = await self._replicas.look()
-        peers = sorted((peer.id, peer.renewals, peer.lease_s) for peer in seen.peers)
-        return renewed is not None, peers, seen.version, seen.cursor_pids
+        snapshot = await self._replicas.read_cluster()
+        peers = sorted((peer.id, peer.renewals, peer.lease_s) for peer in snapshot.peers)
+        return renewed is not None, peers, snapshot.version, snapshot.cursor_pids
 
     async def _health(self) -> Any:
         # A server returns rows in any order.
         read = await self._lanes.endpoints(sorted(self._owner, key=self._n))
         for endpoint in sorted(read, key=lambda e: self._n(e.id)):
-            record = HealthRecord(State.FAILING, STARTED_AT, None, {"status": 503})
+            record = BreakerRecord(BreakerState.FAILING, STARTED_AT, None, {"status": 503})
             me, epoch = self._owner[endpoint.id], self._epochs[endpoint.id]
             since = self._rng.choice((None, STARTED_AT))
-            told = Told(since, self._rng.choice((None, since, STARTED_AT + 1)))
-            kept = Kept(endpoint, epoch, record, told, STARTED_AT - 90_000)
-            await CareStore(self._db, SCHEMA, me).write_health([kept])
+            reported = ReportedState(since, self._rng.choice((None, since, STARTED_AT + 1)))
+            state = EndpointState(endpoint, epoch, record, reported, STARTED_AT - 90_000)
+            await self._state_store(me).write_health([state])
         return sorted(
             (
-                *(self._n(e.id), e.state, e.health.state.value, e.generation, e.resumes, e.obeyed),
-                *(e.told.held_since is not None, e.told.stalled_at is not None),
+                *(
+                    self._n(e.id),
+                    e.state,
+                    e.health.state.value,
+                    e.generation,
+                    e.resumes,
+                    e.applied_resumes,
+                ),
+                *(e.reported.held_since is not None, e.reported.stalled_at is not None),
             )
             for e in await self._lanes.endpoints(self._side.endpoint_ids)
         )
 
-    async def _care(self) -> Any:
+    async def _limits(self) -> Any:
         loaded = await self._lanes.lanes(self._side.endpoint_ids)
         lanes = [(x.id, x.progress.floor_batch, x.progress.acked_seq) for x in loaded]
         if not lanes:
             return None
-        care = CareStore(self._db, SCHEMA, self._rng.choice(self._ids))
+        store = self._state_store(self._rng.choice(self._ids))
         return (
-            await care.over_count(lanes, 3),
-            await care.over_age(lanes, 1000.0),
-            await care.owes_ordinary(lanes),
+            await store.read_over_count(lanes, 3),
+            await store.read_over_age(lanes, 1000.0),
+            await store.has_pending_ordinary(lanes),
         )
 
     async def _finish(self) -> Any:
-        said = []
+        results = []
         found = await self._lanes.endpoints(sorted(self._owner, key=self._n))
         # A server returns rows in any order, and the first one that is fenced off ends this.
         for endpoint in sorted(found, key=lambda endpoint: self._n(endpoint.id)):
             if endpoint.ends:
                 loaded = await self._lanes.lanes([endpoint.id])
                 acked = sorted((x.id, x.progress.acked_seq) for x in loaded)
-                await RecordStore(self._db, self._owner[endpoint.id]).finish(endpoint.id, acked)
-                said.append(self._n(endpoint.id))
-        return said
+                await self._records(self._owner[endpoint.id]).finish_endpoint(endpoint.id, acked)
+                results.append(self._n(endpoint.id))
+        return results
+
+    # ------------------------------------------------------- the whole database
+
+    async def _register_and_release(self) -> Any:
+        """Register a replica with this session, and stop it; its own session is not terminated."""
+        new, pids = await self._replicas.reserve_id(), [self._db.get_server_pid()]
+        await self._replicas.name_session(new)
+        now = await self._replicas.register(new, "another", "0", LEASE_S, pids, ["key"])
+        epochs = await self._replicas.claim(new, await self._free(), "test")
+        await self._stores.channels.wake_all(self._db)
+        await self._stores.channels.wake_owners(self._db, "no payload")
+        await self._replicas.release_all(new, "test")
+        await self._replicas.terminate_busy_sessions(new, pids)
+        return now > 0, sorted((self._n(e), epoch) for e, epoch in epochs.items())
+
+    async def _hold_cursor(self) -> Any:
+        """Change the cursor in a transaction that is rolled back."""
+        store = self._store
+        transaction = store.transaction()
+        await transaction.start()
+        lock = await store.lock()
+        locked = replace(lock, timeline=None, server_timeline=lock.server_timeline or 1)
+        changed = await store.begin_timeline(locked, "test")
+        gaps = tuple((n, n) for n in self._rng.sample(range(1, 20), 2))
+        for opened, closed in ((gaps, ()), ((), gaps[:1])):
+            await store.write_old_gaps(CursorChange(0, (), (), (), closed, opened, True, {}))
+        state = await store.state()
+        # Other databases of the server may have some.
+        await store.holders()
+        await store.running()
+        await transaction.rollback()
+        return changed.version, lock.writer, lock.batch, changed.timeline is None, sorted(state.old)
+
+    async def _filter(self) -> Any:
+        filters = self._store.filters
+        ids = self._rng.sample(range(1, 30), 5)
+        async with self._store.transaction():
+            await filters.begin()
+            matches = await filters.evaluate([(MATCH_ALL, ids), (MATCH_ALL, [])], 10.0)
+            await filters.end()
+            stopped = {(None, "of no endpoint"): StoppedFilter(FilterStopReason.SLOW, "too slow")}
+            await filters.stop(stopped, 1, "test", 1.0)
+        return [sorted(each) for each in matches]
+
+    async def _read_database_stats(self) -> Any:
+        stats = await self._state_store(self._ids[0]).read_database_stats()
+        store = self._stores.receiver_checkpoints.CheckpointStore(self._db)
+        marks = await store.marks(self._side.endpoint_ids)
+        return (
+            (stats.dead_letters, stats.alive, stats.lapsed),
+            [sorted(marks[i], key=lambda mark: mark.lane) for i in self._side.endpoint_ids],
+        )
+
+    async def _maintain(self) -> Any:
+        """Begin, settle and drop periods that last 0 s and are kept for 0 s."""
+        if self._rng.random() < 0.5:
+            await self._dead_letter_all()
+        partitions = self._stores.partitions.PartitionStore(self._db)
+        keep = Retention(0.0, 0.0, self._rng.choice((0.0, None)))
+        retention = self._stores.retention.RetentionStore(self._db, keep, period_s=0.0)
+        async with partitions.maintenance_lock() as acquired:
+            # The partition of a period must exist before the period begins.
+            await partitions.extend()
+            dropped = await retention.advance_periods()
+            await partitions.summarize()
+            await partitions.drop()
+            await partitions.analyze()
+            years = Retention(1e9, 1e9, 1e9)
+            assert not await self._stores.retention.RetentionStore(self._db, years).delete_expired()
+        return acquired, [(period.kind, period.number, period.last_batch) for period in dropped]
+
+    async def _dead_letter_all(self) -> None:
+        """Dead-letter everything that is pending in the lanes that have an owner."""
+        await self._claim()
+        for endpoint_id in sorted(self._owner, key=self._n):
+            loaded = await self._lanes.lanes([endpoint_id])
+            for row in sorted(loaded, key=lambda row: int(row.id)):
+                lane = Lane(row.id, row.progress, row.tail, row.last_seq, 0, blocked=False)
+                lane.dead_letter_through(row.last_seq, "backlog")
+                record = lane.next(STARTED_AT + 1e6)
+                if isinstance(record, Record):
+                    with suppress(Fenced):
+                        records = self._records(self._owner[endpoint_id])
+                        await records.write([record], [self._epochs[endpoint_id]])
 
     # ------------------------------------------------------------- the ticker
 
-    async def _plan(self) -> Any:
-        """Schedules, and events whose time has come long ago."""
-        rng, db = self._rng, self._db
+    async def _change_schedules(self) -> Any:
+        rng, db, schedule_changes = self._rng, self._db, self._stores.schedule_changes
         name = f"s{rng.randrange(2)}"
         u = rng.random()
         if u < 0.4:
@@ -376,58 +487,73 @@ class Script:
         if u < 0.8:
             await schedule_changes.run_now(db, SCHEMA, name, actor="test")
         else:
-            await self._side.wait_for_their_time(rng.randrange(1, 4))
+            await self._side.add_future_events(rng.randrange(1, 4))
         return name
 
-    async def _tick(self) -> Any:
-        await self._side.let_be_due()
-        store = TickStore(self._db, self._ids[0])
-        ticked = await store.tick()
-        return ticked.schedules, await store.move(), await store.due_in_s() is None
+    async def _run_schedules(self) -> Any:
+        await self._side.set_schedules_due()
+        store = self._stores.schedule_runs.ScheduleRunStore(self._db, self._ids[0])
+        result = await store.run_due_schedules()
+        return result.schedules, await store.move_future_events(), await store.due_in_s() is None
 
     # -------------------------------------------------------------- operators
 
     async def _operate(self) -> Any:
-        rng, db = self._rng, self._db
+        rng, db, stores = self._rng, self._db, self._stores
         name = f"e{rng.randrange(len(self._side.endpoint_ids))}"
         u = rng.random()
         if u < 0.25:
             lanes = rng.randrange(1, 4)
-            await endpoint_changes.update(
-                db, SCHEMA, name, lambda s: replace(s, lanes=lanes), actor="test"
+            types = rng.choice((("**",), ("t0.changed", "outbox.**"), None))
+            updated = await stores.endpoint_changes.update(
+                db,
+                SCHEMA,
+                name,
+                lambda s: replace(s, lanes=lanes, types=types or s.types),
+                actor="test",
             )
-        elif u < 0.4:
-            await endpoint_states.pause(db, SCHEMA, [name], actor="test")
+            return name, updated.differences
+        if u < 0.4:
+            await stores.endpoint_states.pause(db, SCHEMA, [name], actor="test")
         elif u < 0.55:
-            (changed,) = await endpoint_states.resume(db, SCHEMA, [name], actor="test")
+            (changed,) = await stores.endpoint_states.resume(db, SCHEMA, [name], actor="test")
             return name, changed.changed, changed.unblocked
-        elif u < 0.65:
-            await endpoint_states.enable(db, SCHEMA, name, actor="test")
-        elif u < 0.75:
+        elif u < 0.63:
+            await stores.endpoint_states.enable(db, SCHEMA, name, actor="test")
+        elif u < 0.7:
             owner = self._owner.get(self._side.endpoint_ids[int(name[1:])], 0)
-            care = CareStore(db, SCHEMA, owner)
-            return await care.disable(self._side.endpoint_ids[int(name[1:])], "test", {})
-        elif u < 0.85:
-            outcome = await replays.replay(db, SCHEMA, Selection(everything=True), actor="test")
+            store = self._state_store(owner)
+            return await store.disable(self._side.endpoint_ids[int(name[1:])], "test", {})
+        elif u < 0.8:
+            everything = DeadLetterSelection(everything=True)
+            outcome = await stores.replays.start_replay(db, SCHEMA, everything, actor="test")
+            return outcome.done, outcome.skipped, outcome.job
+        elif u < 0.86:
+            ids = tuple(rng.sample(range(1, 10), 2))
+            outcome = await stores.replays.start_replay(
+                db, SCHEMA, DeadLetterSelection(ids=ids), actor="test"
+            )
             return outcome.done, outcome.skipped, outcome.job
         elif u < 0.9:
-            ids = tuple(rng.sample(range(1, 10), 2))
-            outcome = await replays.replay(db, SCHEMA, Selection(ids=ids), actor="test")
-            return outcome.done, outcome.skipped, outcome.job
-        elif u < 0.93:
-            whose = self._side.endpoint_ids[int(name[1:])]
-            lane = lane_name(whose, rng.randrange(1, 3), rng.randrange(2))
-            asked = await receiver_replays.ask(
-                db, SCHEMA, Fetcher(whose, name), lane, rng.randrange(5)
+            endpoint_id = self._side.endpoint_ids[int(name[1:])]
+            lane = lane_name(endpoint_id, rng.randrange(1, 3), rng.randrange(2))
+            requested = await stores.receiver_replays.request_replay(
+                db, SCHEMA, Fetcher(endpoint_id, name), lane, rng.randrange(5)
             )
-            return asked.job, asked.from_sequence, asked.to_sequence
-        elif u < 0.96:
+            return requested.job, requested.from_sequence, requested.to_sequence
+        elif u < 0.94:
             since = datetime.fromtimestamp(0, UTC)
-            return await backfill.ask(db, SCHEMA, Backfill(name, since), actor="test")
+            return await stores.backfill.request_backfill(
+                db, SCHEMA, Backfill(name, since), actor="test"
+            )
         elif u < 0.98:
-            return (await replay_jobs.abort(db, SCHEMA, rng.randrange(1, 5), actor="test")).taken
+            return (
+                await stores.replay_jobs.abort(db, SCHEMA, rng.randrange(1, 5), actor="test")
+            ).taken
         else:
-            await discard.discard(db, SCHEMA, Selection(everything=True), actor="test")
+            await stores.discard.discard(
+                db, SCHEMA, DeadLetterSelection(everything=True), actor="test"
+            )
         return name
 
 

@@ -1,4 +1,4 @@
-"""What is known of each request and of each lane: the checkers' books."""
+"""Records of the checkers about requests and lanes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Attempt:
     kind: str
     """The event's type."""
     again: bool = False
-    """Its receiver had processed it before."""
+    """Whether its receiver had processed it before."""
 
     @property
     def outbox_number(self) -> int:
@@ -69,29 +69,29 @@ class Sent:
 
 @dataclass
 class LaneBook:
-    """What is known of one lane."""
+    """Records of one lane."""
 
     id: int
     endpoint_id: UUID
     generation: int
     last_seq: int = 0
     events: dict[int, int] = field(default_factory=dict)
-    """The event of each number."""
+    """The event of each sequence number."""
     versions: dict[str, int] = field(default_factory=dict)
-    """The last version of each key that was given a number, replays apart."""
+    """The last version of each key that was sequenced, without replays."""
     ended: set[int] = field(default_factory=set)
-    """Numbers with a durable outcome, above `ended_through`."""
+    """Sequence numbers with a durable outcome, above `ended_through`."""
     ended_through: int = 0
     dead: set[int] = field(default_factory=set)
-    """Numbers that were given up."""
-    told: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """X-Delivery and event of each number that was sent."""
+    """Sequence numbers that were dead-lettered."""
+    deliveries: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """X-Delivery and event of each sequence number that was sent."""
     attempts: dict[int, int] = field(default_factory=dict)
     done_through: int = 0
     done: set[int] = field(default_factory=set)
-    """Numbers whose sender got a success, above `done_through`."""
+    """Sequence numbers whose relay received a success, above `done_through`."""
     done_at: dict[int, float] = field(default_factory=dict)
-    """When the sender of a number got a success, last."""
+    """When the relay last received a success for a sequence number."""
     open: dict[Sent, None] = field(default_factory=dict)
 
     def end(self, seq: int) -> None:

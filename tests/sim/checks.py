@@ -1,8 +1,8 @@
-"""What must hold, at every step and at the end (DESIGN: the invariants of delivery).
+"""Invariants of delivery (see DESIGN), checked at every step and at the end.
 
-The checkers look at what the relays do from outside: at each commit of the
-database, at each request, and, when everything has come to rest, at the tables
-and at what the receivers processed.  They share no code with the relay.
+The checkers observe the relays from outside: each commit of the database, each request,
+and, when all work is done, the tables and the deliveries that the receivers processed.
+They share no code with the relay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from outbox.destinations.interface import Request
     from tests.sim.clockwork import Process, World
     from tests.sim.database.engine import Transaction
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="Callable[..., None]")
 
 MICROSECOND_S = 1e-6
-"""As well as a timestamp is kept."""
+"""Resolution of a timestamp of PostgreSQL."""
 
 
 def reports(method: M) -> M:
-    """What it finds is kept; the run goes on until somebody asks."""
+    """Record the violation that a check raises; the run continues."""
 
     def checked(self: Checker, *args: Any) -> None:
         try:
@@ -49,7 +49,7 @@ def reports(method: M) -> M:
 
 
 def batch_of(checker: Checker, event_id: int) -> int:
-    """The batch that saw an event; one that nobody subscribed to leaves no other trace."""
+    """The batch that sequenced an event; an event without a subscriber has no other trace."""
     if event_id in checker.in_batch:
         return checker.in_batch[event_id]
     batches = checker.database.batches
@@ -68,9 +68,9 @@ class Checker:
     """Watches one run.
 
     Args:
-        latency_s: in calm times, an event is sequenced within so long;
-        late_s: and a tick published.
-        tell: takes what happens, line by line.
+        latency_s: limit for sequencing an event while no fault is active.
+        late_s: limit for publishing a tick while no fault is active.
+        log: receives lines of the log.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Checker:
         database: Database,
         latency_s: float,
         late_s: float,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._tell = tell
+        self._log = log
         self.world = world
         self.database = database
         self._latency_s = latency_s
@@ -93,17 +93,17 @@ class Checker:
         self._visible_at: dict[int, float] = {}
         self.received: dict[UUID, dict[str, float]] = defaultdict(dict)
         self._versions: dict[tuple[UUID, str], int] = defaultdict(int)
-        # What goes by the X-Delivery of a batch.
+        # Contents of each batch, by endpoint and X-Delivery.
         self._batches: dict[tuple[UUID, str], tuple[tuple[str, int, str], ...]] = {}
         self._owner_of: dict[int, str] = {}
         self._acked: dict[int, int] = {}
-        # Until then something is or was wrong, so nothing has to be quick.
+        # A fault is active or recent until then: latencies are not checked.
         self.troubled_until = 0.0
-        # Until then an acknowledgement may have been lost.
+        # An acknowledgement may have been lost until then.
         self.harmed_until = 0.0
         self.violations: list[Violation] = []
         self.moments = moments.Moments()
-        # By the server's clock, as long as nobody set that.
+        # By the server's clock, while it is not shifted.
         self._committed_at: dict[int, float] = {}
         self._skew_s = database.skew_s
         self.duplicates = 0
@@ -163,7 +163,7 @@ class Checker:
         self.operational.committed(tx)
 
     def know(self, lane: dict[str, Any]) -> None:
-        """A lane was made."""
+        """Register a new lane."""
         name = f"{lane['endpoint_id'].hex[:12]}-{lane['generation']}-{lane['slot']}"
         book = LaneBook(lane["id"], lane["endpoint_id"], lane["generation"])
         self.lanes[name] = self._by_id[lane["id"]] = book
@@ -173,12 +173,12 @@ class Checker:
         self._committed_at[event_id] = self.database.wall()
         if not quiet:
             self._visible_at[event_id] = self.world.now
-        self._tell(f"event {event_id} is visible; flag {self.database.wakeup}")
+        self._log(f"event {event_id} is visible; flag {self.database.wakeup}")
         if event_id in self._dead_ids:
             raise Violation("loss", f"event {event_id} appears after it was declared dead")
 
     def _not_before(self, event_id: int, batch: Batch) -> None:
-        """A latency that begins too late would look too good."""
+        """Check the begin of an event's latency: a late begin would hide a delay."""
         after, at = batch.committed_after, self._committed_at[event_id]
         if after is None or self.database.skew_s != self._skew_s:
             return
@@ -188,7 +188,7 @@ class Checker:
     def _batch(self, batch: Batch, given: list[tuple[int, Given]]) -> None:
         db = self.database
         before = db.batches[-2]
-        self._tell(f"{batch}")
+        self._log(f"{batch}")
         if batch.young and batch.writer is not None:
             self.moments.come(moments.GAP, self._owner_of[batch.writer])
         if batch.batch != before.batch + 1 or batch.high < before.high:
@@ -197,7 +197,7 @@ class Checker:
             ids = range(lo, hi + 1)
             self._dead_ids.update(ids)
             if there := [i for i in ids if i in db.outbox]:
-                raise Violation("loss", f"events {there} are there, and were declared dead")
+                raise Violation("loss", f"events {there} exist, but were declared dead")
         for lane_id, each in given:
             book = self._by_id[lane_id]
             if each.seq != book.last_seq + 1:
@@ -209,9 +209,11 @@ class Checker:
                 raise Violation("phantom", f"event {each.outbox_id} was never committed")
             endpoint = db.endpoint.rows[book.endpoint_id]
             if book.generation != endpoint["generation"]:
-                raise Violation("routing", f"lane {lane_id} has ended, and gets {each.seq}")
+                raise Violation("routing", f"lane {lane_id} has ended, but gets {each.seq}")
             if not self._active(book.endpoint_id, batch.batch):
-                raise Violation("routing", f"{endpoint['name']} gets nothing in {batch.batch}")
+                raise Violation(
+                    "routing", f"{endpoint['name']} has no subscription in {batch.batch}"
+                )
             if each.again:
                 self.replayed.given(each, book)
                 continue
@@ -263,7 +265,7 @@ class Checker:
         book = self._by_id[row["lane_id"]]
         if row["reason"] == "erased":
             where = f"lane {row['lane_id']}: {row['seq']}"
-            raise Violation("retention", f"the event of {where} was dropped, and owed")
+            raise Violation("retention", f"the event of {where} was dropped, and pending")
         for seq in range(row["seq"], row["to_seq"] + 1):
             book.dead.add(seq)
             book.end(seq)
@@ -288,10 +290,10 @@ class Checker:
     # --------------------------------------------------------------- the wire
 
     def begins(self, process: Process, request: Request) -> Sent:
-        """A request is sent."""
-        told = {name.lower(): value for name, value in request.headers}
+        """Check a request that is sent."""
+        headers = {name.lower(): value for name, value in request.headers}
         body = orjson.loads(request.body)
-        lane = told["x-lane"]
+        lane = headers["x-lane"]
         book = self.lanes[lane]
         is_array = isinstance(body, list)
         attempts = tuple(
@@ -300,9 +302,9 @@ class Checker:
                 each["lane"],
                 each["sequence"],
                 each["previous_sequence"],
-                each["delivery"] if is_array else told["x-delivery"],
+                each["delivery"] if is_array else headers["x-delivery"],
                 each["id"],
-                # Those of the relay are of no key that is counted.
+                # Operational events have no counted key.
                 each["data"].get("k"),
                 each["data"].get("v", 0),
                 "replay_of" in each or "backfill" in each,
@@ -314,13 +316,13 @@ class Checker:
             process,
             book.endpoint_id,
             lane,
-            int(told["x-attempt"]),
+            int(headers["x-attempt"]),
             self.world.now,
             attempts,
             is_array,
         )
         self.moments.come(moments.REQUEST, process.name)
-        self._check_headers(sent, told)
+        self._check_headers(sent, headers)
         self._check_begin(book, sent)
         self._check_limits(sent)
         book.open[sent] = None
@@ -331,20 +333,20 @@ class Checker:
         self.limits.begins(sent)
 
     @reports
-    def _check_headers(self, sent: Sent, told: dict[str, str]) -> None:
-        said = [told["x-lane"], told["x-sequence"], told["x-previous-sequence"]]
-        is_of = [sent.first.lane, str(sent.first.seq), str(sent.first.previous)]
+    def _check_headers(self, sent: Sent, headers: dict[str, str]) -> None:
+        in_headers = [headers["x-lane"], headers["x-sequence"], headers["x-previous-sequence"]]
+        in_body = [sent.first.lane, str(sent.first.seq), str(sent.first.previous)]
         if sent.is_array:
-            said += [told["x-last-sequence"]]
-            is_of += [str(sent.last.seq)]
-            # Whoever drops a whole request by its id drops nothing else.
+            in_headers += [headers["x-last-sequence"]]
+            in_body += [str(sent.last.seq)]
+            # A receiver may drop a whole request by its id.
             what = tuple((each.lane, each.seq, each.delivery) for each in sent.attempts)
-            key = sent.endpoint_id, told["x-delivery"]
+            key = sent.endpoint_id, headers["x-delivery"]
             known = self._batches.setdefault(key, what)
             if known != what and (len(what) > 1 or known[0][2] != what[0][2]):
                 raise Violation("numbers", f"batch {key[1]} was {known}, and is {what}")
-        if said != is_of or told["webhook-id"] != told["x-delivery"]:
-            raise Violation("numbers", f"the headers say {said}, the body {is_of}")
+        if in_headers != in_body or headers["webhook-id"] != headers["x-delivery"]:
+            raise Violation("numbers", f"the headers say {in_headers}, the body {in_body}")
 
     @reports
     def _check_begin(self, book: LaneBook, sent: Sent) -> None:
@@ -376,10 +378,10 @@ class Checker:
         seq = attempt.seq
         where = f"{sent.process.name}: {attempt.lane}/{seq}"
         if seq > book.last_seq or attempt.lane != sent.lane:
-            raise Violation("numbers", f"{where} was never given out")
+            raise Violation("numbers", f"{where} was never assigned")
         event_id = str(self.database.outbox[book.events[seq]].event_id)
-        told = (attempt.delivery, attempt.event_id)
-        if attempt.event_id != event_id or book.told.setdefault(seq, told) != told:
+        identity = (attempt.delivery, attempt.event_id)
+        if attempt.event_id != event_id or book.deliveries.setdefault(seq, identity) != identity:
             raise Violation("numbers", f"{where} changed its event")
         if seq in book.done_at and book.done_at[seq] > self.harmed_until:
             raise Violation("copy", f"{where} is sent again after its success, without need")
@@ -387,22 +389,22 @@ class Checker:
         if not 0 <= previous < seq or any(n not in book.dead for n in range(previous + 1, seq)):
             raise Violation("previous", f"{where} says {previous}, which was not the last one")
         if previous in book.dead:
-            raise Violation("previous", f"{where} says {previous}, which was given up")
+            raise Violation("previous", f"{where} says {previous}, which was dead-lettered")
 
     def ends(self, sent: Sent) -> None:
-        """A request is over, answered or closed."""
+        """A request has ended, with or without a response."""
         self.lanes[sent.lane].open.pop(sent, None)
         self.limits.ends(sent)
 
     def died(self, process: Process) -> None:
-        """Its requests are closed by the system."""
+        """A process has died; the system closes its requests."""
         self.limits.died(process)
         for book in self.lanes.values():
             book.open = {each: None for each in book.open if each.process is not process}
 
     @reports
     def thawed(self, process: Process) -> None:
-        """A moment ago; what it may not have open any more, it has closed by now."""
+        """A process was thawed shortly before: it has closed requests of endpoints that it lost."""
         self.limits.thawed(process)
         for book in self.lanes.values():
             owner = self.database.ownership.rows[book.endpoint_id]["replica_id"]
@@ -414,24 +416,24 @@ class Checker:
                     raise Violation("lease", f"{where} is still open after it woke up")
 
     def book(self, lane_id: int) -> LaneBook:
-        """What is known of a lane."""
+        """The records of a lane."""
         return self._by_id[lane_id]
 
     def name_of(self, replica_id: int) -> str:
-        """The process that this replica is."""
+        """The name of a replica's process."""
         return self._owner_of[replica_id]
 
     def owns(self, process: Process, replica_id: int | None) -> bool:
-        """Whether that replica is this process."""
+        """Whether a replica belongs to a process."""
         return replica_id is not None and self._owner_of[replica_id] == process.name
 
-    def answered(self, sent: Sent, answer: Answer) -> None:
-        """The relay has the answer."""
-        status = answer.status
+    def responded(self, sent: Sent, response: AttemptResult) -> None:
+        """The relay received a response."""
+        status = response.status
         is_success = status is not None and 200 <= status <= 299
-        said = [value for name, value in answer.headers if name == "x-accepted-through"]
-        if sent.is_array and said:
-            through = min(int(said[0]), sent.last.seq - (not is_success))
+        accepted = [value for name, value in response.headers if name == "x-accepted-through"]
+        if sent.is_array and accepted:
+            through = min(int(accepted[0]), sent.last.seq - (not is_success))
         elif is_success or (status == 409 and len(sent.attempts) == 1):
             through = sent.last.seq
         else:
@@ -445,12 +447,12 @@ class Checker:
             self.operational.failed(sent.endpoint_id, sent.first.kind)
 
     def preempted(self, sent: Sent) -> None:
-        """The relay cancelled a request to free its slot: for the endpoint that is a failure."""
+        """The relay preempted a request: that counts as a failure of the endpoint."""
         self.operational.failed(sent.endpoint_id, sent.first.kind)
 
     @reports
     def processed(self, attempt: Attempt) -> None:
-        """The receiver did what the event asks for."""
+        """The receiver processed a delivery."""
         seen = self.received[attempt.endpoint_id]
         if attempt.delivery in seen:
             self.duplicates += 1

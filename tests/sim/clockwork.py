@@ -1,9 +1,9 @@
-"""Processes on virtual time: each has an event loop of its own, all share one clock.
+"""Processes in virtual time: each has its own event loop, and all share one clock.
 
-What happens next is decided here alone: which of the processes that have something
-to do goes on, and when a message arrives.  A process can be frozen, as by SIGSTOP,
-and killed, as by SIGKILL, between any two of its steps.  Everything follows from
-the seed; so nothing may depend on addresses of objects or on the hash of a text.
+This module alone decides what runs next: which of the runnable processes continues, and
+when a message arrives.  A process can be frozen (SIGSTOP) and killed (SIGKILL) between any
+two of its steps.  A run depends only on its seed, so nothing may depend on addresses of
+objects or on hashes of strings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Handle:
-    """A callback that is due, or will be."""
+    """A scheduled callback."""
 
     __slots__ = ("_when", "args", "callback", "context")
 
@@ -45,7 +45,7 @@ class _Handle:
 
 
 class _Task(asyncio.Task[Any]):
-    """A task whose place in a set does not depend on its address."""
+    """A task whose hash does not depend on its address."""
 
     def __init__(self, coroutine: Any, *, loop: Any, number: int, **rest: Any) -> None:
         self._number = number
@@ -58,7 +58,7 @@ class _Task(asyncio.Task[Any]):
 
 
 class Loop(asyncio.AbstractEventLoop):
-    """The event loop of one process: timers, tasks and futures, nothing else."""
+    """The event loop of one process, with timers, tasks and futures only."""
 
     def __init__(self, world: World, process: Process) -> None:
         self._world = world
@@ -116,7 +116,7 @@ class Loop(asyncio.AbstractEventLoop):
 
 
 class Process:
-    """A process: it runs, is frozen, or is dead."""
+    """A process: running, frozen or dead."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -125,13 +125,13 @@ class Process:
         self.ready: deque[_Handle] = deque()
         self.frozen = False
         self.dead = False
-        # Called when it dies, in the order in which the system would clean up.
+        # Called when it dies, in the order in which the operating system cleans up.
         self.on_death: list[Callable[[], None]] = []
-        # Kept for ever: were it collected, the clean-up of its tasks would run.
+        # Referenced for ever: if it were collected, the clean-up of its tasks would run.
         world.processes.append(self)
 
     def run(self, main: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Have it do this."""
+        """Start a task in the process."""
         return self.loop.create_task(main)
 
     def freeze(self) -> None:
@@ -140,7 +140,7 @@ class Process:
         self.world.not_ready(self)
 
     def thaw(self) -> None:
-        """SIGCONT: whatever became due meanwhile happens now; timers first or last."""
+        """SIGCONT: callbacks that became due meanwhile run now; timers first or last."""
         self.frozen = False
         if self.ready:
             if self.world.rng.random() < 0.5:
@@ -149,7 +149,7 @@ class Process:
             self.world.wake(self)
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it ever runs again, no clean-up either."""
+        """SIGKILL: nothing of the process runs again, not even its clean-up."""
         if self.dead:
             return
         self.dead = True
@@ -159,10 +159,10 @@ class Process:
 
 
 class World:
-    """The clock, and what happens next.
+    """The clock and the scheduler of all processes.
 
     Args:
-        rng: decides which of several processes goes on.
+        rng: chooses among runnable processes.
     """
 
     EPOCH_S = 1_800_000_000.0
@@ -183,19 +183,19 @@ class World:
         """The true time, in epoch seconds."""
         return self.EPOCH_S + self.now
 
-    # ------------------------------------------------------------- to be done
+    # ------------------------------------------------------------- scheduling
 
     def at(self, when: float, process: Process | None, callback: Any, *args: Any) -> None:
-        """Do this at a time: in a process, or (None) outside of all of them."""
+        """Schedule a callback in a process, or (None) outside of all processes."""
         self._numbers += 1
         heapq.heappush(self._queue, (max(when, self.now), self._numbers, process, callback, args))
 
     def after(self, delay_s: float, process: Process | None, callback: Any, *args: Any) -> None:
-        """Do this after a time."""
+        """Schedule a callback after a delay."""
         self.at(self.now + delay_s, process, callback, *args)
 
     def at_step(self, step: int, callback: Callable[[], None]) -> None:
-        """Do this between two steps, whatever the time."""
+        """Schedule a callback before the step of this number."""
         self._numbers += 1
         heapq.heappush(self._at_steps, (step, self._numbers, callback))
 
@@ -215,7 +215,7 @@ class World:
             self._runnable.remove(process)
 
     def on_error(self, process: Process, context: dict[str, Any]) -> None:
-        """A callback or task of a process failed, and nobody looked."""
+        """Record an unhandled error of a callback or task."""
         self.errors.append(
             f"{process.name}: {context.get('message')}: {context.get('exception')!r}"
         )
@@ -223,7 +223,10 @@ class World:
     # ---------------------------------------------------------------- running
 
     def run(self, until: float, done: Callable[[], bool] | None = None) -> bool:
-        """Go on until a time, or until `done` says so (asked at each moment); whether it did."""
+        """Run until a time, or until `done` returns True; returns whether it did.
+
+        `done` is called before each change of the time.
+        """
         runnable, queue, rng = self._runnable, self._queue, self.rng
         set_running = events._set_running_loop
         while True:

@@ -1,7 +1,7 @@
-"""What goes wrong: each fault begins at some step of the run, and heals by itself.
+"""Faults: each is injected at a step of the run, and ends by itself.
 
-A step is anything that happens: so faults fall where most is done, between any two
-moves of a relay, a statement or a message.
+A step is a callback, a message or a part of a statement, so a fault may strike between any
+two of them, and strikes more often where more happens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Faults:
     """Injects faults into a simulation.
 
     Args:
-        rng: which, whom, for how long.
+        rng: chooses the kind, the relay and the duration.
     """
 
     def __init__(self, simulation: Simulation, rng: random.Random) -> None:
@@ -41,18 +41,18 @@ class Faults:
             (2, self.hang_connection),
             (3, self.slow_network),
             (3, self.stall_network),
-            (2, self.leave_alone),
-            (1, self.shift_the_clock),
+            (2, self.isolate_relay),
+            (1, self.shift_clock),
             (4, self.receiver_down),
             (2, self.receiver_hangs),
             (2, self.receiver_busy),
         ]
 
     def strike(self, victim: Process | None = None) -> None:
-        """One fault, of any kind.
+        """Inject a fault of a random kind.
 
         Args:
-            victim: the relay that it hits, if it hits one; by chance if not said.
+            victim: the relay for a fault of a relay; None: a random one.
         """
         if self._sim.settling:
             return
@@ -61,29 +61,29 @@ class Faults:
         ((_, kind),) = self._rng.choices(self._kinds, weights)
         what = kind()
         if what is not None:
-            self._tell(what)
+            self._log(what)
 
-    def _tell(self, what: str) -> None:
-        self._sim.tell(what)
+    def _log(self, what: str) -> None:
+        self._sim.log(what)
         self.happened.append((self._sim.world.now, what))
 
     def _lasts_s(self) -> float:
-        """Shorter or longer than a lease, or than several."""
+        """A duration between a fraction and several times the lease."""
         lease_s = self._sim.settings.lease_s
         return lease_s * self._rng.choice((0.1, 0.5, 0.9, 1.1, 2.0, 4.0)) * self._rng.random() * 1.5
 
-    def _trouble(self, whom: Process | None, for_s: float = 0.0) -> None:
-        self._sim.fleet.trouble(whom, for_s)
+    def _trouble(self, relay: Process | None, for_s: float = 0.0) -> None:
+        self._sim.fleet.trouble(relay, for_s)
 
     def _relay(self) -> Process | None:
         if self._victim is not None and not self._victim.dead and self._rng.random() < 0.8:
             return self._victim
-        return self._sim.fleet.any_relay(self._rng)
+        return self._sim.fleet.pick_live_relay(self._rng)
 
     # ---------------------------------------------------------------- relays
 
     def kill_relay(self) -> str | None:
-        """kill -9, and somebody starts it again later."""
+        """SIGKILL; the relay is started again later."""
         relay = self._relay()
         if relay is None:
             return None
@@ -93,7 +93,7 @@ class Faults:
         return f"{relay.name} is killed, back in {back_s:.1f} s"
 
     def freeze_relay(self) -> str | None:
-        """SIGSTOP … SIGCONT."""
+        """SIGSTOP, later SIGCONT."""
         relay = self._relay()
         if relay is None or relay.frozen:
             return None
@@ -103,25 +103,25 @@ class Faults:
         return f"{relay.name} is frozen for {for_s:.1f} s"
 
     def restart_relay(self) -> str | None:
-        """SIGTERM, and a new one at once, or later."""
+        """SIGTERM; the relay is started again at once or later."""
         relay = self._relay()
         if relay is None or relay.frozen:
             return None
         self._sim.fleet.trouble(relay, self._sim.settings.drain_s, harm=False)
         self._sim.fleet.stop(relay, self._rng.choice((0.0, self._lasts_s())))
-        return f"{relay.name} is told to stop"
+        return f"{relay.name} is stopped"
 
     # -------------------------------------------------------------- database
 
     def restart_database(self) -> str | None:
-        """restart -m immediate."""
+        """Crash the server, as `pg_ctl restart -m immediate` does."""
         for_s = self._rng.choice((0.2, 1.0, self._lasts_s()))
         self._trouble(None, for_s)
         self._sim.crash_database(for_s)
         return f"the database crashes for {for_s:.1f} s"
 
     def terminate_backends(self) -> str | None:
-        """pg_terminate_backend of one session of a relay, or of many."""
+        """Terminate one session of a relay, or many (pg_terminate_backend)."""
         db = self._sim.database
         found = [b for b in db.backends.values() if b.name.startswith("outbox-relay")]
         if not found:
@@ -136,7 +136,7 @@ class Faults:
         return f"{len(chosen)} sessions are ended: {', '.join(b.name for b in chosen[:3])}"
 
     def stall_backends(self) -> str | None:
-        """The server's process for one session of a relay, or for all, gets no further."""
+        """Stall the server's process of one session of a relay, or of all."""
         db = self._sim.database
         relay = self._relay()
         found = [c for c in db.connections if c.process is relay and c.name.startswith("outbox")]
@@ -151,7 +151,7 @@ class Faults:
         return f"{len(chosen)} sessions of {chosen[0].name} stall for {for_s:.1f} s"
 
     def cut_connection(self) -> str | None:
-        """Reset, on the way."""
+        """Reset a connection."""
         connection = self._sim.any_connection(self._rng)
         if connection is None:
             return None
@@ -160,15 +160,14 @@ class Faults:
         return f"a connection of {connection.name} is cut"
 
     def hang_connection(self) -> str | None:
-        """Half-open: nothing arrives any more, and nobody is told."""
+        """Make a connection half-open: nothing arrives, and neither side sees an error."""
         connection = self._sim.any_connection(self._rng)
         if connection is None:
             return None
-        return self._hang(connection, half_asked=self._rng.random() < 0.5)
+        return self._hang(connection, half_sent=self._rng.random() < 0.5)
 
     def hang_in_transaction(self, victim: Process) -> None:
-        """The same of a connection that has locks, if there is one, between two halves of
-        a question."""
+        """Make a connection with an open transaction half-open, after half a statement."""
         found = [
             each
             for each in self._sim.database.connections
@@ -177,19 +176,19 @@ class Faults:
             and each.backend.transaction is not None
         ]
         if found and not self._sim.settling:
-            self._tell(self._hang(self._rng.choice(found), half_asked=True))
+            self._log(self._hang(self._rng.choice(found), half_sent=True))
 
-    def _hang(self, connection: Connection, *, half_asked: bool) -> str:
+    def _hang(self, connection: Connection, *, half_sent: bool) -> str:
         self._trouble(connection.process)
-        # It may be found out only when something is to be recorded.
+        # The relay may notice it only when it records something.
         self._sim.checker.harmed_until = math.inf
-        # Where nobody may end a session it would have its locks for ever.
-        half_asked = half_asked and self._sim.database.signals
-        connection.hang(half_asked=half_asked)
-        return f"a connection of {connection.name} hangs{', having half asked' * half_asked}"
+        # Without pg_terminate_backend the session would keep its locks for ever.
+        half_sent = half_sent and self._sim.database.signals
+        connection.hang(half_sent=half_sent)
+        return f"a connection of {connection.name} hangs{', after half a statement' * half_sent}"
 
     def slow_network(self) -> str | None:
-        """Everything between a relay and the database takes long."""
+        """Slow down the network between a relay and the database."""
         relay = self._relay()
         if relay is None:
             return None
@@ -205,7 +204,7 @@ class Faults:
         return f"the network of {relay.name} is slow for {for_s:.1f} s"
 
     def stall_network(self) -> str | None:
-        """Nothing gets through between a relay and the database; then all of it does."""
+        """Delay all messages between a relay and the database; none is lost."""
         relay = self._relay()
         if relay is None:
             return None
@@ -214,32 +213,32 @@ class Faults:
         self._sim.database.network_of(relay.name).stalled_until = self._sim.world.now + for_s
         return f"the network of {relay.name} stalls for {for_s:.1f} s"
 
-    def leave_alone(self) -> str | None:
-        """What the database says comes late, then nothing gets through; receivers hang.
+    def isolate_relay(self) -> str | None:
+        """Delay the database's results, then all messages, while the receivers hang.
 
-        So a lease may have been renewed long before the relay hears of it, and is lost
+        So the result of a renewal may arrive long after the renewal, and the lease expires
         while requests are open.
         """
         relay = self._relay()
         if relay is None:
             return None
         sim, now = self._sim, self._sim.world.now
-        late_s, gone_s = self._lasts_s(), 1.5 * sim.settings.lease_s
-        self._trouble(None, late_s + gone_s)
+        late_s, outage_s = self._lasts_s(), 1.5 * sim.settings.lease_s
+        self._trouble(None, late_s + outage_s)
         network = sim.database.network_of(relay.name)
-        network.answers_stalled_until = now + late_s
+        network.responses_stalled_until = now + late_s
         for receiver in sim.receivers.values():
-            receiver.hanging_until = now + late_s + gone_s
+            receiver.hanging_until = now + late_s + outage_s
 
-        def go() -> None:
+        def begin_outage() -> None:
             if not sim.settling:
-                network.stalled_until = sim.world.now + gone_s
+                network.stalled_until = sim.world.now + outage_s
 
-        sim.world.after(late_s + 0.1, None, go)
-        return f"{relay.name} hears late for {late_s:.1f} s, then nothing for {gone_s:.1f} s"
+        sim.world.after(late_s + 0.1, None, begin_outage)
+        return f"{relay.name} gets results late for {late_s:.1f} s, then none for {outage_s:.1f} s"
 
-    def shift_the_clock(self) -> str:
-        """The database's clock jumps; it is the one that all relays go by."""
+    def shift_clock(self) -> str:
+        """Shift the database's clock, which all relays use."""
         by_s = self._rng.choice((-3600.0, -30.0, 30.0, 3600.0)) * self._rng.random()
         self._trouble(None)
         self._sim.database.skew_s += by_s
@@ -248,21 +247,21 @@ class Faults:
     # ------------------------------------------------------------- receivers
 
     def receiver_down(self) -> str | None:
-        """Refuses connections."""
+        """Let a receiver refuse connections."""
         receiver = self._sim.any_receiver(self._rng)
         for_s = self._lasts_s()
         receiver.down_until = self._sim.world.now + for_s
         return f"{receiver.name} is down for {for_s:.1f} s"
 
     def receiver_hangs(self) -> str | None:
-        """Accepts, and never answers."""
+        """Let a receiver accept requests and never respond."""
         receiver = self._sim.any_receiver(self._rng)
         for_s = self._lasts_s()
         receiver.hanging_until = self._sim.world.now + for_s
         return f"{receiver.name} hangs for {for_s:.1f} s"
 
     def receiver_busy(self) -> str | None:
-        """Answers 429 with Retry-After."""
+        """Let a receiver respond 429 with Retry-After."""
         receiver = self._sim.any_receiver(self._rng)
         for_s = self._lasts_s()
         receiver.busy_until = self._sim.world.now + for_s

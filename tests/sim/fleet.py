@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
 from outbox.relay.session import HAND_OVER_MIN_S
-from outbox.store.connection.worker import working
 from outbox.store.replicas import listener_name
 from tests.sim.books import Violation
 from tests.sim.clockwork import Process
-from tests.sim.database.connection import Connection
+from tests.sim.database.connection import Connection, ListenerConnection
 from tests.sim.receivers import Receiver, Transport
+from tests.sim.stores import STORES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -22,14 +22,22 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from tests.sim.checks import Checker
     from tests.sim.clockwork import World
+    from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
 
 TAKE_OVER_LEASES = 1.5
-"""What a dead replica owned is claimed by another one within so many leases."""
+"""Limit, in leases, for another replica to claim the endpoints of a dead one."""
+
+
+def read_busy_backends(db: Database, tx: Transaction, pids: Collection[int]) -> set[int]:
+    """Those of the backends that execute a statement."""
+    return {pid for pid in pids if pid in db.backends and db.backends[pid].at_work}
 
 
 class SimulatedConnections:
-    """A relay's connections, in the place of `outbox.relay.cluster.connections`."""
+    """Stands in for `outbox.relay.cluster.connections.Connections`."""
+
+    stores = STORES
 
     def __init__(self, fleet: Fleet, process: Process) -> None:
         self._fleet = fleet
@@ -37,28 +45,30 @@ class SimulatedConnections:
 
     async def worker(self, name: str) -> Connection:
         connection = Connection(self._fleet.database, self._process, name)
+        return await self._open(connection, self._fleet.settings.lease_s * 0.8)
+
+    async def _open(self, connection: Connection, idle_timeout_s: float) -> Connection:
         try:
             await asyncio.wait_for(connection.open(), 10)
         except OSError as error:
             raise DatabaseUnavailable(str(error)) from error
         assert connection.backend is not None
-        connection.backend.idle_timeout_s = self._fleet.settings.lease_s * 0.8
+        connection.backend.idle_timeout_s = idle_timeout_s
         return connection
 
-    async def working(self, pids: Collection[int]) -> set[int]:
-        """Those of the backends that are at work."""
+    async def find_busy_backends(self, pids: Collection[int]) -> set[int]:
+        """Those of the backends that execute a statement."""
         connection = await self.worker("outbox-relay")
         try:
             async with asyncio.timeout(10):
-                return await working(connection, pids)
+                return await connection.call(read_busy_backends, pids)
         finally:
             connection.terminate()
 
     async def listener(self, replica_id: int) -> Connection:
-        connection = await self.worker(listener_name(replica_id))
-        assert connection.backend is not None
-        connection.backend.idle_timeout_s = 0.0
-        return connection
+        name = listener_name(replica_id)
+        listener = ListenerConnection(self._fleet.database, self._process, name)
+        return await self._open(listener, 0.0)
 
 
 class Fleet:
@@ -66,7 +76,7 @@ class Fleet:
 
     Args:
         receivers: by their addresses.
-        tell: takes what happens, line by line.
+        log: receives lines of the log.
     """
 
     def __init__(
@@ -77,7 +87,7 @@ class Fleet:
         settings: Settings,
         receivers: dict[str, Receiver],
         rng: random.Random,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.world = world
         self.database = database
@@ -86,14 +96,14 @@ class Fleet:
         self.relays: dict[str, Process] = {}
         self._receivers = receivers
         self._rng = rng
-        self._tell = tell
+        self._log = log
         self._running: dict[str, tuple[Relay, asyncio.Task[Any]]] = {}
-        # When they went on after a SIGSTOP.
+        # When they were last resumed after a SIGSTOP.
         self._thawed_at: dict[Process, float] = {}
-        # When one that ends by itself is started again, apart from a second.
+        # Delay before the restart of a relay that ends by itself; default: 1 s.
         self._back_s: dict[str, float] = {}
-        self._unwell_until: dict[str, float] = {}
-        # No fault is injected any more; and: nobody is started any more.
+        self._unhealthy_until: dict[str, float] = {}
+        # No fault is injected any more; no relay is started any more.
         self._peace = False
         self._stopping = False
 
@@ -122,14 +132,14 @@ class Fleet:
         if error is not None and not isinstance(error, DatabaseUnavailable):
             text = f"{name} ends by an error: {error!r}"
             self.checker.violations.append(Violation("relay", text))
-        self._tell(f"{name} ended: {error!r}")
+        self._log(f"{name} ended: {error!r}")
         process.kill()
         self.checker.died(process)
         if not self._stopping:
             self.world.after(self._back_s.pop(name, 1.0), None, self.start, name)
 
     def kill(self, relay: Process, back_s: float) -> None:
-        """SIGKILL; it is started again after some time."""
+        """SIGKILL; the relay is started again after some time."""
         relay.kill()
         self.checker.died(relay)
         self.world.after(back_s, None, self.start, relay.name)
@@ -142,7 +152,7 @@ class Fleet:
 
         def thaw() -> None:
             if not relay.dead:
-                self._tell(f"{relay.name} goes on")
+                self._log(f"{relay.name} resumes")
                 relay.thaw()
                 self._thawed_at[relay] = self.world.now
                 self.world.after(0.1, None, self.checker.thawed, relay)
@@ -152,34 +162,34 @@ class Fleet:
             self._expect_take_over(relay)
 
     def _expect_take_over(self, relay: Process) -> None:
-        """If the others are well, they soon own what it owned."""
+        """If the other relays are healthy, check that they soon own the endpoints of this one."""
         others = [r for r in self.relays.values() if not r.dead and r is not relay]
         # A renewal that is on its way still counts when it arrives.
         silent_at = self.database.stalled_until(relay.name)
         limit_s = silent_at - self.world.now + TAKE_OVER_LEASES * self.settings.lease_s + 2
-        if not others or not all(self._well(r) for r in others):
+        if not others or not all(self._is_healthy(r) for r in others):
             return
         rows = list(self.database.ownership.rows.values())
-        mine = [r for r in rows if self.checker.owns(relay, r["replica_id"])]
+        owned = [r for r in rows if self.checker.owns(relay, r["replica_id"])]
 
-        def look() -> None:
-            if self._peace or not all(self._well(r) for r in others):
+        def check() -> None:
+            if self._peace or not all(self._is_healthy(r) for r in others):
                 return
-            for row in mine:
+            for row in owned:
                 new = self.database.ownership.rows[row["endpoint_id"]]
                 state = self.database.endpoint.rows[row["endpoint_id"]]["state"]
                 if new["epoch"] == row["epoch"] and state in ("active", "paused"):
                     text = f"{relay.name} still owns {row['endpoint_id']}"
                     self.checker.violations.append(Violation("take-over", text))
 
-        self.world.after(limit_s, None, look)
+        self.world.after(limit_s, None, check)
 
-    def _well(self, relay: Process) -> bool:
-        return not relay.dead and self._unwell_until.get(relay.name, 0.0) < self.world.now
+    def _is_healthy(self, relay: Process) -> bool:
+        return not relay.dead and self._unhealthy_until.get(relay.name, 0.0) < self.world.now
 
     def stop(self, relay: Process, back_s: float) -> None:
-        """SIGTERM, upon which it ends in time, unless it was frozen meanwhile."""
-        told_at = self.world.now
+        """SIGTERM; check that the relay ends in time, unless it was frozen meanwhile."""
+        requested_at = self.world.now
         running, _ = self._running[relay.name]
         relay.loop.call_soon(running.stop)
         self._back_s[relay.name] = back_s
@@ -187,7 +197,7 @@ class Fleet:
         def kill() -> None:
             if relay.dead:
                 return
-            if not relay.frozen and self._thawed_at.get(relay, -1.0) < told_at:
+            if not relay.frozen and self._thawed_at.get(relay, -1.0) < requested_at:
                 text = f"{relay.name} did not stop in time"
                 self.checker.violations.append(Violation("stop", text))
             self.kill(relay, back_s)
@@ -198,26 +208,26 @@ class Fleet:
     def _stops_in_s(self) -> float:
         return max(self.settings.drain_s, HAND_OVER_MIN_S) + 0.1
 
-    def trouble(self, whom: Process | None, for_s: float, *, harm: bool = True) -> None:
-        """Something is wrong for so long, with one relay or all, and has to be got over after it.
+    def trouble(self, relay: Process | None, for_s: float, *, harm: bool = True) -> None:
+        """Register a fault of one relay or (None) of all; recovery may take some time after it.
 
         Args:
-            harm: an acknowledgement may be lost by it.
+            harm: the fault may lose an acknowledgement.
         """
         until = self.world.now + for_s + 3 * self.settings.lease_s + 60
         self.checker.troubled_until = max(self.checker.troubled_until, until)
         if harm:
             self.checker.harmed_until = max(self.checker.harmed_until, until)
-        for name in self.relays if whom is None else [whom.name]:
-            self._unwell_until[name] = max(self._unwell_until.get(name, 0.0), until)
+        for name in self.relays if relay is None else [relay.name]:
+            self._unhealthy_until[name] = max(self._unhealthy_until.get(name, 0.0), until)
 
-    def any_relay(self, rng: random.Random) -> Process | None:
-        """One that lives."""
+    def pick_live_relay(self, rng: random.Random) -> Process | None:
+        """A random relay that is alive; None: there is none."""
         alive = [relay for relay in self.relays.values() if not relay.dead]
         return rng.choice(alive) if alive else None
 
     def make_peace(self) -> None:
-        """Everybody runs, from now on."""
+        """Thaw and start all relays; no fault follows."""
         self._peace = True
         for name, process in self.relays.items():
             if process.frozen and not process.dead:
@@ -225,7 +235,7 @@ class Fleet:
             self.world.after(1.0, None, self.start, name)
 
     def stop_all(self) -> list[str]:
-        """SIGTERM to all of them; returns those that are still there after their time."""
+        """SIGTERM to all relays; returns the names of those that do not end in time."""
         self._stopping = True
         for name, process in self.relays.items():
             if not process.dead:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Totals:
-    """What a hunt went through."""
+    """Totals of a hunt."""
 
     seeds: int = 0
     steps: int = 0
@@ -45,12 +45,12 @@ class Totals:
 
 
 def run_one(
-    seed: int, mutant: str | None = None, on_tell: Callable[[str], None] | None = None
+    seed: int, mutant: str | None = None, on_log: Callable[[str], None] | None = None
 ) -> Result:
-    """One seed in this very process, which must end afterwards: a mutant changes it for good."""
+    """Run a seed in this process, which must end afterwards, because no mutant is undone."""
     gc.disable()
     mutate = None if mutant is None else MUTANTS[mutant]
-    simulation = Simulation(seed, on_tell=on_tell, mutate=mutate)
+    simulation = Simulation(seed, on_log=on_log, mutate=mutate)
     result = simulation.run()
     # Tasks of killed processes must not be collected: that would run their clean-up.
     _KEPT.append(simulation)
@@ -73,7 +73,7 @@ def _child(seed: int, mutant: str | None, out: int) -> None:
 
 
 def hunt(seeds: Iterable[int], jobs: int, mutant: str | None = None) -> Iterator[Result]:
-    """Results as they come."""
+    """Run seeds; yields the results in the order of completion."""
     gc.collect()
     gc.freeze()
     waiting = iter(seeds)
@@ -125,7 +125,7 @@ def totals(
     on_result: Callable[[Totals], None] = lambda _: None,
     until_caught: bool = False,
 ) -> Totals:
-    """Everything that a hunt went through."""
+    """Run seeds; returns the totals."""
     started = time.monotonic()
     found = Totals()
     for result in hunt(seeds, jobs, mutant):

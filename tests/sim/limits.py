@@ -1,4 +1,4 @@
-"""What endpoints may be asked for at once, and in a second."""
+"""Limits of endpoints: concurrent requests, rate and batch size."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
 SLACK_S = 0.1
-"""A rate may be made up for, for so long."""
+"""A late request may catch up with its rate for this long."""
 STRAY = 1
-"""A request may be on its way between its turn and the wire when the next one is begun."""
+"""Requests that may be between their slot and the wire when the next one begins."""
 
 
 class Limits:
-    """Counts by relay and endpoint; a new owner, or the same one anew, counts anew."""
+    """Counts requests by relay and endpoint; each claim of an endpoint begins a new count."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -31,21 +31,21 @@ class Limits:
         )
 
     def begins(self, sent: Sent) -> None:
-        """A request is sent."""
+        """Count a request that is sent."""
         settings = self._database.endpoint.rows[sent.endpoint_id]
-        who = (sent.process, sent.endpoint_id)
-        self._open[who] += 1
-        most, per_s = settings["in_flight_max"], settings["rate_per_s"]
+        key = (sent.process, sent.endpoint_id)
+        self._open[key] += 1
+        limit, per_s = settings["in_flight_max"], settings["rate_per_s"]
         together_max = settings["batch_max"]
         if sent.is_array != (together_max is not None) or len(sent.attempts) > (together_max or 1):
-            what = f"{len(sent.attempts)} together, {together_max} asked for"
+            what = f"{len(sent.attempts)} together, at most {together_max} allowed"
             raise Violation("limits", f"{what} by {settings['name']}")
-        if most is not None and self._open[who] > most:
-            raise Violation("limits", f"{self._open[who]} at once to {settings['name']}")
+        if limit is not None and self._open[key] > limit:
+            raise Violation("limits", f"{self._open[key]} at once to {settings['name']}")
         if per_s is None:
             return
         epoch = self._database.ownership.rows[sent.endpoint_id]["epoch"]
-        begun = self._begun[*who, epoch]
+        begun = self._begun[*key, epoch]
         begun.append(sent.began_at)
         for n, since in enumerate(reversed(begun), 1):
             if n > (sent.began_at - since + SLACK_S) * per_s + 1 + STRAY:
@@ -53,17 +53,17 @@ class Limits:
                 raise Violation("limits", f"{n} in {within_s:.3f} s to {settings['name']}")
 
     def ends(self, sent: Sent) -> None:
-        """It is over."""
-        who = (sent.process, sent.endpoint_id)
-        if who in self._open:
-            self._open[who] -= 1
+        """A request has ended."""
+        key = (sent.process, sent.endpoint_id)
+        if key in self._open:
+            self._open[key] -= 1
 
     def thawed(self, process: Process) -> None:
-        """Its timers were late: what it was to begin meanwhile it begins now."""
+        """A process was thawed: requests whose timers were due meanwhile begin at once."""
         for key in [key for key in self._begun if key[0] is process]:
             del self._begun[key]
 
     def died(self, process: Process) -> None:
-        """Its requests are closed."""
+        """A process has died, with its requests."""
         for key in [key for key in self._open if key[0] is process]:
             del self._open[key]

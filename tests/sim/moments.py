@@ -1,4 +1,4 @@
-"""Moments of a run, counted: faults and people can be sent to the n-th of a kind."""
+"""Counted moments of a run: a fault or an operator can act at the n-th of a kind."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     Caller = Callable[[str], None]
 
 REQUEST, EVENT, GAP = "a request begins", "an event is visible", "a batch leaves gaps open"
-TICK = "a schedule is decided on"
-BURIAL = "a replica's row is locked, to be freed of what it owns"
+TICK = "the runs of a schedule are decided"
+EXPIRY = "the row of a replica is locked, to release its endpoints"
 
 
 class Moments:
-    """Calls whoever asked to be called."""
+    """Counts moments, and calls the functions that are registered for them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._callers: dict[tuple[str, int], list[Caller]] = defaultdict(list)
 
     def at(self, moment: str, number: int, call: Caller) -> None:
-        """Call this at the moment of this number, with the name of the process it is of."""
+        """Register a call at the n-th moment of a kind, with the name of its process."""
         self._callers[moment, number].append(call)
 
     def come(self, moment: str, process: str = "") -> None:
-        """It is there."""
+        """Count a moment, and make the calls that are registered for it."""
         self.counts[moment] += 1
         for call in self._callers.pop((moment, self.counts[moment]), ()):
             call(process)

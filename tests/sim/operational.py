@@ -1,4 +1,4 @@
-"""Operational events: each change told once to those who stand there, and none by themselves."""
+"""Operational events: each change is reported once, and only to subscribers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
 RESERVED, NAMED = "outbox.", "outbox.**"
-LETTER, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
+CREATED, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
 HELD, RECOVERED = "outbox.endpoint.held", "outbox.endpoint.recovered"
 DISABLED, LAGGING = "outbox.endpoint.disabled", "outbox.relay.lagging"
 LAGGING_EVERY_S = 600
 
 
-def wanted_by(types: Any, kind: str) -> bool:
-    """Whether these subscriptions of a simulation are for an event of a type."""
+def is_subscribed(types: Any, kind: str) -> bool:
+    """Whether subscriptions of the simulation select events of a type."""
     return NAMED in types if kind.startswith(RESERVED) else kind in types or "**" in types
 
 
 class Operational:
-    """Watches what is told with each commit.
+    """Checks the operational events of each commit.
 
     Args:
         now: virtual seconds.
@@ -37,100 +37,104 @@ class Operational:
     def __init__(self, database: Database, now: Callable[[], float]) -> None:
         self._db = database
         self._now = now
-        # When the subscription of an endpoint that names them began, and ended last.
+        # When subscriptions to operational events began and last ended, by endpoint.
         self._began: dict[UUID, float] = {}
         self._ended: dict[UUID, float] = {}
-        # Dead letters with an ordinary event, and those without one so far.
-        self._letters: dict[int, bool] = {}
+        # Dead letters: whether they have an ordinary event.
+        self._dead_letters: dict[int, bool] = {}
         self._blocks: set[int] = set()
         self._held: dict[UUID, Any] = {}
         self._states: dict[UUID, str] = {}
-        # Ordinary attempts that failed, and how many there were when a hold was told.
+        # Failed ordinary attempts, and their number when the last hold was reported.
         self._failures: Counter[UUID] = Counter()
-        self._failures_told: dict[UUID, int] = {}
+        self._failures_reported: dict[UUID, int] = {}
         self._lagging_at = -inf
-        self.told: Counter[str] = Counter()
+        self.reported: Counter[str] = Counter()
 
     def failed(self, endpoint_id: UUID, kind: str) -> None:
-        """An attempt did not succeed."""
+        """Count a failed attempt."""
         self._failures[endpoint_id] += not kind.startswith(RESERVED)
 
     def committed(self, tx: Transaction) -> None:
-        """Hold what was told against what was changed.
+        """Compare the reported events with the changes of a transaction.
 
         Raises:
-            Violation: something was not told, or something else was.
+            Violation: they differ.
         """
-        told = [what for kind, what in tx.notes if kind == "told"]
-        self.told.update(kind for kind, _, _ in told)
-        letters = [payload["dead_letter"] for kind, _, payload in told if kind == LETTER]
-        self._match(LETTER, Counter(letters), Counter(self._new_letters(tx)), tx)
-        blocked = [payload["lane"] for kind, _, payload in told if kind == BLOCKED]
+        reported = [what for kind, what in tx.notes if kind == "operational"]
+        self.reported.update(kind for kind, _, _ in reported)
+        dead_letters = [payload["dead_letter"] for kind, _, payload in reported if kind == CREATED]
+        self._match(CREATED, Counter(dead_letters), Counter(self._new_dead_letters(tx)), tx)
+        blocked = [payload["lane"] for kind, _, payload in reported if kind == BLOCKED]
         self._match(BLOCKED, Counter(blocked), Counter(self._new_blocks(tx)), tx)
-        self._health(tx, told)
-        self._disabled(tx, Counter(i for kind, i, _ in told if kind == DISABLED))
-        if any(kind == LAGGING for kind, _, _ in told):
+        self._health(tx, reported)
+        self._disabled(tx, Counter(i for kind, i, _ in reported if kind == DISABLED))
+        if any(kind == LAGGING for kind, _, _ in reported):
             self._lags()
         self._subscriptions(tx)
 
-    # ------------------------------------------------------------ who is there
+    # -------------------------------------------------------- subscriptions
 
     def _subscriptions(self, tx: Transaction) -> None:
         if tx.writes.get(self._db.subscription) is None:
             return
         rows = list(self._db.subscription.rows.values())
-        there = {s["endpoint_id"] for s in rows if s["to_batch"] is None and NAMED in s["types"]}
-        for endpoint_id in there - self._began.keys():
+        subscribed = {
+            s["endpoint_id"] for s in rows if s["to_batch"] is None and NAMED in s["types"]
+        }
+        for endpoint_id in subscribed - self._began.keys():
             self._began[endpoint_id] = self._now()
-        for endpoint_id in self._began.keys() - there:
+        for endpoint_id in self._began.keys() - subscribed:
             del self._began[endpoint_id]
             self._ended[endpoint_id] = self._now()
 
     def know(self, endpoint_id: UUID, types: Any) -> None:
-        """An endpoint that is there from the beginning."""
+        """Register an endpoint that exists from the beginning."""
         if NAMED in types:
             self._began[endpoint_id] = -inf
 
-    def _stood(self, tx: Transaction, but: UUID | None = None) -> bool | None:
-        """Whether somebody did all the time that it took; None: for some of it, maybe."""
-        began = {i: at for i, at in self._began.items() if i != but}
+    def _had_subscriber(self, tx: Transaction, excluded: UUID | None = None) -> bool | None:
+        """Whether an endpoint subscribed during the whole transaction; None: during a part."""
+        began = {i: at for i, at in self._began.items() if i != excluded}
         if any(at < tx.began_at for at in began.values()):
             return True
-        ended = any(at >= tx.began_at for i, at in self._ended.items() if i != but)
+        ended = any(at >= tx.began_at for i, at in self._ended.items() if i != excluded)
         return None if began or ended else False
 
     def _match(
         self,
         kind: str,
-        told: Counter[Any],
+        reported: Counter[Any],
         new: Counter[Any],
         tx: Transaction,
-        but: UUID | None = None,
+        excluded: UUID | None = None,
     ) -> None:
-        if extra := told - new:
-            raise Violation("operational", f"{kind} of {dict(extra)}, which is no news")
-        stood = self._stood(tx, but)
-        if stood and (missing := new - told):
-            raise Violation("operational", f"{kind} of {dict(missing)} was not told")
-        if stood is False and told:
-            raise Violation("operational", f"{kind} of {dict(told)} was told to nobody")
+        if extra := reported - new:
+            raise Violation("operational", f"{kind} of {dict(extra)}, which is not new")
+        subscribed = self._had_subscriber(tx, excluded)
+        if subscribed and (missing := new - reported):
+            raise Violation("operational", f"{kind} of {dict(missing)} was not reported")
+        if subscribed is False and reported:
+            raise Violation(
+                "operational", f"{kind} of {dict(reported)} was reported without a subscriber"
+            )
 
-    # -------------------------------------------------------------- what is new
+    # ---------------------------------------------------------------- changes
 
-    def _new_letters(self, tx: Transaction) -> list[int]:
-        """Those that hold an ordinary event since now."""
+    def _new_dead_letters(self, tx: Transaction) -> list[int]:
+        """The dead letters that have an ordinary event since this transaction."""
         new = []
         for row in (tx.writes.get(self._db.dead_letter) or {}).values():
-            if row is None or self._letters.get(row["id"]):
+            if row is None or self._dead_letters.get(row["id"]):
                 continue
-            self._letters[row["id"]] = self._is_ordinary(row)
-            if self._letters[row["id"]]:
+            self._dead_letters[row["id"]] = self._is_ordinary(row)
+            if self._dead_letters[row["id"]]:
                 new.append(row["id"])
         return new
 
-    def _is_ordinary(self, letter: Row) -> bool:
-        numbers = range(letter["seq"], letter["to_seq"] + 1)
-        given = (self._db.given(letter["lane_id"], seq) for seq in numbers)
+    def _is_ordinary(self, dead_letter: Row) -> bool:
+        numbers = range(dead_letter["seq"], dead_letter["to_seq"] + 1)
+        given = (self._db.given(dead_letter["lane_id"], seq) for seq in numbers)
         return any(not self._db.outbox[g.outbox_id].type.startswith(RESERVED) for g in given)
 
     def _new_blocks(self, tx: Transaction) -> list[str]:
@@ -148,45 +152,45 @@ class Operational:
                 new.append(name)
         return new
 
-    def _health(self, tx: Transaction, told: list[Any]) -> None:
-        held = Counter(i for kind, i, _ in told if kind == HELD)
-        recovered = Counter(i for kind, i, _ in told if kind == RECOVERED)
+    def _health(self, tx: Transaction, reported: list[Any]) -> None:
+        held = Counter(i for kind, i, _ in reported if kind == HELD)
+        recovered = Counter(i for kind, i, _ in reported if kind == RECOVERED)
         begun: Counter[UUID] = Counter()
         over: Counter[UUID] = Counter()
         for endpoint_id, row in (tx.writes.get(self._db.endpoint_health) or {}).items():
             assert row is not None
-            was, now = self._held.get(endpoint_id), row["told_held_since"]
+            previous, now = self._held.get(endpoint_id), row["reported_held_since"]
             self._held[endpoint_id] = now
-            if was is None and now is not None:
+            if previous is None and now is not None:
                 begun[endpoint_id] += 1
                 self._may_be_held(endpoint_id, row)
-            elif was is not None and now is None:
+            elif previous is not None and now is None:
                 over[endpoint_id] += 1
                 if row["state"] != "healthy":
                     raise Violation("operational", f"{endpoint_id} is {row['state']}")
-        # Of a hold it is remembered only that it was told.
+        # The table stores only that a hold was reported.
         if held != begun:
             raise Violation("operational", f"held: {dict(held)}, and so are {dict(begun)}")
         self._match(RECOVERED, recovered, over, tx)
 
     def _may_be_held(self, endpoint_id: UUID, row: Row) -> None:
         failures = self._failures[endpoint_id]
-        if failures <= self._failures_told.get(endpoint_id, 0):
+        if failures <= self._failures_reported.get(endpoint_id, 0):
             raise Violation("operational", f"{endpoint_id}: no ordinary attempt failed")
-        self._failures_told[endpoint_id] = failures
+        self._failures_reported[endpoint_id] = failures
 
-    def _disabled(self, tx: Transaction, told: Counter[UUID]) -> None:
+    def _disabled(self, tx: Transaction, reported: Counter[UUID]) -> None:
         new: Counter[UUID] = Counter()
         for endpoint_id, row in (tx.writes.get(self._db.endpoint) or {}).items():
             assert row is not None
-            was, self._states[endpoint_id] = self._states.get(endpoint_id), row["state"]
-            if row["state"] == "disabling" != was:
+            previous, self._states[endpoint_id] = self._states.get(endpoint_id), row["state"]
+            if row["state"] == "disabling" != previous:
                 new[endpoint_id] += 1
-        but = next(iter(new), None)
-        self._match(DISABLED, told, new, tx, but)
+        excluded = next(iter(new), None)
+        self._match(DISABLED, reported, new, tx, excluded)
 
     def _lags(self) -> None:
         at = self._db.wall()
         if 0 <= at - self._lagging_at < LAGGING_EVERY_S:
-            raise Violation("operational", f"lag was told {at - self._lagging_at:.0f} s ago")
+            raise Violation("operational", f"lag was reported {at - self._lagging_at:.0f} s ago")
         self._lagging_at = at

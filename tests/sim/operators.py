@@ -1,4 +1,4 @@
-"""People: they change lanes, pause, resume, replay and discard, with the real commands."""
+"""Operators: commands that change lanes, pause, resume, replay and discard."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import asyncpg
 from outbox.core.model.ids import lane_name
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
-from outbox.operations import (
+from outbox.operations.backfill import Backfill
+from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.endpoint_states import require_state
+from outbox.operations.fetch_tokens import Fetcher
+from tests.sim.database.connection import Connection
+from tests.sim.database.tables import SCHEMA
+from tests.sim.stores import (
     backfill,
     discard,
     endpoint_changes,
     endpoint_states,
+    operational_events,
     receiver_replays,
     replay_jobs,
     replays,
     schedule_changes,
 )
-from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import Selection
-from outbox.operations.fetch_tokens import Fetcher
-from outbox.store import operational_events, routing_change
-from outbox.store.routing_change import change
-from tests.sim.database.connection import Connection
-from tests.sim.database.tables import SCHEMA
+from tests.sim.stores.routing_change import routing_transaction
 from tests.sim.timetable import GRIDS
 
 if TYPE_CHECKING:
@@ -40,27 +41,27 @@ TROUBLE = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, OutboxError)
 
 
 class Operator:
-    """Does something now and then, and puts everything right in the end."""
+    """Executes random commands, and at the end those that let all work complete."""
 
     def __init__(self, simulation: Simulation, rng: random.Random) -> None:
         self._sim = simulation
         self._rng = rng
-        self._asked = asyncio.Semaphore(0)
+        self._requested = asyncio.Semaphore(0)
 
     async def run(self) -> None:
-        """Act whenever asked to."""
+        """Execute a command whenever one is requested."""
         while True:
-            await self._asked.acquire()
-            # While the event is read, sequenced or sent, or some time later.
+            await self._requested.acquire()
+            # While an event is read, sequenced or sent, or some time later.
             await asyncio.sleep(self._rng.choice((0.002, 0.02, 60.0)) * self._rng.random())
             await self._act()
 
     def act_soon(self, _: str) -> None:
-        """Something happens that a person could interfere with."""
-        self._sim.people.loop.call_soon(self._asked.release)
+        """Request a command at a moment at which it may interfere."""
+        self._sim.operator_process.loop.call_soon(self._requested.release)
 
     async def settle(self) -> None:
-        """Let everything go on: nothing may be left to wait for a person."""
+        """Enable, resume and unblock everything, until cancelled."""
         db = self._sim.database
         while True:
             await asyncio.sleep(5)
@@ -71,10 +72,10 @@ class Operator:
                 blocked = any(
                     db.lane.rows[b]["endpoint_id"] == endpoint["id"] for b in db.lane_block.rows
                 )
-                # A clock that went back makes a receiver's "in a minute" an hour.
+                # If the clock was set back, a hold of a minute may last an hour.
                 rest_until = db.endpoint_health.rows[endpoint["id"]]["held_until"]
-                asked_to_rest = rest_until is not None and rest_until.timestamp() > db.wall() + 60
-                if state == "paused" or (state == "active" and (blocked or asked_to_rest)):
+                held = rest_until is not None and rest_until > db.wall() + 60
+                if state == "paused" or (state == "active" and (blocked or held)):
                     await self._try(endpoint_states.resume, [name])
 
     async def _act(self) -> None:
@@ -96,66 +97,68 @@ class Operator:
         elif u < 0.78:
             await self._try(endpoint_states.enable, name)
         elif u < 0.93:
-            await self._try(replays.replay, Selection(everything=True))
+            await self._try(replays.start_replay, DeadLetterSelection(everything=True))
         else:
-            await self._try(discard.discard, Selection(everything=True))
+            await self._try(discard.discard, DeadLetterSelection(everything=True))
         if rng.random() < 0.5:
             await self._send_again(rng.choice(endpoints)["name"])
 
     async def _send_again(self, name: str) -> None:
-        """What is long under way, and some of what was asked for is thought better of."""
+        """Request a replay or a backfill, and abort some of them."""
         rng = self._rng
         u = rng.random()
         rate_per_s = rng.choice((None, None, 20.0, 0.5))
         if u < 0.3:
             await self._send_lane_again()
         elif u < 0.4:
-            await self._try(replays.replay, Selection(everything=True), rate_per_s=rate_per_s)
+            await self._try(
+                replays.start_replay, DeadLetterSelection(everything=True), rate_per_s=rate_per_s
+            )
         elif u < 0.5:
             await self._replay_some()
         else:
-            # All of it would be more than the rest of the run.
+            # The whole history would take longer than the run.
             since = self._sim.database.later(-rng.choice((0.1, 10.0, 60.0, 600.0)))
-            await self._try(backfill.ask, Backfill(name, since), rate_per_s=rate_per_s)
+            await self._try(backfill.request_backfill, Backfill(name, since), rate_per_s=rate_per_s)
         if rng.random() < 0.3:
             await asyncio.sleep(rng.choice((0.01, 0.1, 1.0)) * rng.random())
             await self._abort()
 
     async def _send_lane_again(self) -> None:
-        """A receiver has lost what it had, a little or all of it."""
+        """Request deliveries of a lane again, as a receiver that lost them."""
         db, rng = self._sim.database, self._rng
         before = [row["lane_id"] for row in db.replay_job.rows.values() if row["lane_id"]]
-        # Once more, perhaps, while copies of the first time are in the lane.
+        # Perhaps a second time, while copies of the first time are in the lane.
         lane_id = rng.choice(before if before and rng.random() < 0.5 else list(db.lane.rows))
         lane = db.lane.rows[lane_id]
         name = lane_name(lane["endpoint_id"], lane["generation"], lane["slot"])
         acked = db.lane_progress.rows[lane["id"]]["acked_seq"]
-        # All of it would be more than the rest of the run.
+        # The whole lane would take longer than the run.
         after = max(0, acked - rng.choice((2, 5, 20, 100)))
         endpoint = db.endpoint.rows[lane["endpoint_id"]]
         fetcher = Fetcher(lane["endpoint_id"], endpoint["name"])
 
-        async def ask(connection: Any, schema: str, *, actor: str) -> None:
-            await receiver_replays.ask(connection, schema, fetcher, name, after)
+        async def request_replay(connection: Connection, schema: str, *, actor: str) -> None:
+            await receiver_replays.request_replay(connection, schema, fetcher, name, after)
 
-        await self._try(ask)
+        await self._try(request_replay)
 
     async def _replay_some(self) -> None:
-        """By their numbers, as somebody would who has just looked."""
+        """Replay dead letters by their ids."""
         letters = self._sim.database.dead_letter.rows.values()
         ids = [row["id"] for row in letters if row["state"] == "dead"]
         if ids:
             some = tuple(self._rng.sample(ids, min(len(ids), 2)))
-            await self._try(replays.replay, Selection(ids=some))
+            await self._try(replays.start_replay, DeadLetterSelection(ids=some))
 
     async def _abort(self) -> None:
-        jobs_of = self._sim.database.replay_job.rows.values()
-        running = [row["id"] for row in jobs_of if row["state"] == "running"]
+        jobs = self._sim.database.replay_job.rows.values()
+        running = [row["id"] for row in jobs if row["state"] == "running"]
         if running:
             await self._try(replay_jobs.abort, self._rng.choice(running))
 
     async def add_schedules(self, count: int) -> None:
-        """So many, and one for the occasion if there is one."""
+        """Add schedules, and one for the special time of the run, if it has one."""
         occasion = self._sim.occasion
         for n in range(count):
             await self._add_schedule(f"s{n}", self._rng.choice(GRIDS))
@@ -192,27 +195,26 @@ class Operator:
         await self._try(endpoint_changes.update, name, lambda s: replace(s, lanes=lanes))
 
     async def _disable(self, name: str) -> None:
-        """As its owner would, after three days or a 410."""
+        """Disable an endpoint as its owner does after three days of failures or a 410."""
 
-        async def command(connection: Any, schema: str, *, actor: str) -> None:
-            async with change(connection, schema) as from_batch:
-                found = await endpoint_changes.lock(connection, name)
-                endpoint_states.must_be(found, ("active", "paused"), "disabled")
-                end = routing_change.END_SUBSCRIPTION
-                await connection.execute(end, found.id, from_batch)
-                set_state = endpoint_states.SET_STATE
-                await connection.execute(set_state, found.id, "disabling", actor, None)
-                await connection.execute(operational_events.TELL_DISABLED, found.id, None, None)
+        async def command(connection: Connection, schema: str, *, actor: str) -> None:
+            async with routing_transaction(connection, schema) as from_batch:
+                found = await endpoint_changes.lock_endpoint(connection, name)
+                require_state(found, ("active", "paused"), "disabled")
+                await connection.call(endpoint_changes.end_subscription, found.id, from_batch)
+                set_state = endpoint_states.set_state
+                await connection.call(set_state, found.id, "disabling", actor, None)
+                await connection.call(operational_events.publish_endpoint_disabled, found.id, None)
 
         await self._try(command)
 
     async def _try(self, command: Any, *args: Any, **options: Any) -> None:
-        connection = Connection(self._sim.database, self._sim.people, "outbox")
+        connection = Connection(self._sim.database, self._sim.operator_process, "outbox")
         try:
             await connection.open()
             await command(connection, SCHEMA, *args, actor="operator", **options)
-            self._sim.tell(f"operator: {command.__name__} {args[0] if args else ''}")
+            self._sim.log(f"operator: {command.__name__} {args[0] if args else ''}")
         except TROUBLE as error:
-            self._sim.tell(f"operator: {type(error).__name__}: {error}")
+            self._sim.log(f"operator: {type(error).__name__}: {error}")
         finally:
             connection.terminate()

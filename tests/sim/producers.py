@@ -1,6 +1,6 @@
-"""The application: transactions that publish, of every kind that makes a cursor's life hard.
+"""The application: transactions that publish, of every kind that is difficult for a cursor.
 
-Versions of a key are counted under a row lock, which is let go after the commit, so
+Versions of a key are counted under a row lock, which is released after the commit, so
 their order is the order that every lane has to keep.
 """
 
@@ -11,7 +11,7 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import asyncpg
 import orjson
@@ -30,7 +30,7 @@ TROUBLE = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
 
 @dataclass(frozen=True)
 class Load:
-    """What is published in a run."""
+    """Load of a run."""
 
     events: int
     producers: int
@@ -45,8 +45,10 @@ class Load:
     future: float = 0.03
 
 
-def insert(db: Database, key: str | None, kind: str, ttl_s: float | None, tx: Transaction) -> Steps:
-    """INSERT INTO outbox, with the lock of the row that the event is about."""
+def insert(
+    db: Database, tx: Transaction, key: str | None, kind: str, ttl_s: float | None
+) -> Steps[None]:
+    """Insert an event, with a lock of the row of its key."""
     version = 0
     if key is not None:
         yield Wait(db.domain, key, EXCLUSIVE)
@@ -55,24 +57,21 @@ def insert(db: Database, key: str | None, kind: str, ttl_s: float | None, tx: Tr
         tx.put(db.domain, key, {"version": version})
     payload = orjson.dumps({"k": key, "v": version}).decode()
     expires_at = None if ttl_s is None else db.later(ttl_s)
-    event = yield from insert_event(db, tx, kind, key, payload, expires_at)
-    return f"INSERT 0 {event.id}"
+    yield from insert_event(db, tx, kind, key, payload, expires_at)
 
 
-def insert_future(db: Database, kind: str, in_s: float, tx: Transaction) -> str:
-    """publish() of an event without a key, with a `deliver_at` in the future."""
+def insert_future(db: Database, tx: Transaction, kind: str, in_s: float) -> None:
+    """Insert an event with a `deliver_at` in the future."""
     new = db.serial(db.future_event)
     payload = orjson.dumps({"k": None, "v": 0}).decode()
     row = {"id": new, "type": kind, "payload": payload, "deliver_at": db.later(in_s)}
     tx.put(db.future_event, new, row)
     tx.notes.append(("future", (new,)))
-    return "INSERT 0 1"
 
 
-def look(db: Database, tx: Transaction) -> str:
-    """The first statement of a transaction: under REPEATABLE READ, its snapshot."""
+def take_snapshot(db: Database, tx: Transaction) -> None:
+    """The first statement of a transaction under REPEATABLE READ."""
     tx.snapshot = {"wakeup": db.wakeup}
-    return "SELECT 1"
 
 
 class Producer:
@@ -86,7 +85,7 @@ class Producer:
         self._connection: Connection | None = None
 
     async def run(self, count: int) -> None:
-        """So many transactions, in bursts; the database's troubles are survived."""
+        """Execute transactions, in bursts; errors of the database are ignored."""
         rng, load = self._rng, self._load
         clock = self._process.world
         bursts = max(1, count // 8)
@@ -101,29 +100,29 @@ class Producer:
 
     async def _open(self) -> Connection:
         if self._connection is None or self._connection.is_closed():
-            self._connection = Connection(self._db, self._process, "shop")
+            self._connection = Connection(self._db, self._process, "application")
             await self._connection.open()
         return self._connection
 
     async def _transaction(self) -> None:
-        rng, load, db = self._rng, self._load, self._db
+        rng, load = self._rng, self._load
         connection = await self._open()
         await connection.control("BEGIN")
         two_phase = rng.random() < load.two_phase
         try:
             if rng.random() < load.repeatable_read:
-                await connection.run(lambda tx: look(db, tx))
+                await connection.call(take_snapshot)
                 await self._dwell()
             if two_phase:
-                await connection.run(lambda tx: _be_quiet(tx))
+                await connection.call(_disable_notifications)
             keys = sorted(self._key() or "" for _ in range(rng.choice((1, 1, 1, 2, 3))))
             for key in keys:
                 ttl_s = 60 * rng.random() if rng.random() < load.expires else None
                 kind = f"t{rng.randrange(load.types)}.changed"
-                await connection.run(partial(insert, db, key or None, kind, ttl_s))
+                await connection.call(insert, key or None, kind, ttl_s)
                 if rng.random() < load.future:
                     in_s = rng.random() * rng.choice((5, 300))
-                    await connection.run(partial(insert_future, db, kind, in_s))
+                    await connection.call(insert_future, kind, in_s)
                 await self._dwell()
             rolled_back = rng.random() < load.rollback
             if two_phase:
@@ -136,12 +135,12 @@ class Producer:
 
     async def _two_phases(self, connection: Connection, rolled_back: bool) -> None:
         gid = f"{self._rng.random()}"
-        await connection.ask(partial(self._db.prepare, gid))
+        await connection.run_on_server(partial(self._db.prepare, gid))
         await asyncio.sleep(self._rng.random() * 20)
         while True:
             try:
                 other = await self._open()
-                await other.ask(partial(self._db.end_prepared, gid, not rolled_back))
+                await other.run_on_server(partial(self._db.end_prepared, gid, not rolled_back))
             except TROUBLE:
                 await asyncio.sleep(1)
             else:
@@ -161,6 +160,5 @@ class Producer:
         return f"k{self._rng.randrange(self._load.keys)}"
 
 
-def _be_quiet(tx: Transaction) -> Any:
+def _disable_notifications(db: Database, tx: Transaction) -> None:
     tx.quiet = True
-    return "SET"

@@ -1,7 +1,6 @@
-"""The network to the receivers, and what these do with a request.
+"""The receivers, and the network to them.
 
-A receiver processes a request at the moment at which it arrives; whether the relay
-ever learns that is another matter.
+A receiver processes a request when it arrives; its response may be lost.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.response import Answer, Failure
+from outbox.core.model.response import AttemptResult, Failure
 from outbox.relay.delivery.admission import PREEMPTED
 
 if TYPE_CHECKING:
@@ -24,31 +23,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class Receiver:
-    """One endpoint's receiver; shares are of its requests."""
+    """The receiver of an endpoint; the shares are shares of its requests."""
 
     name: str
     busy: float = 0.05
     """503."""
     resets: float = 0.02
-    """Processed, and the connection reset before the answer."""
+    """Processed, and the connection reset before the response."""
     garbage: float = 0.01
     hangs: float = 0.003
     refuses: float = 0.01
-    """Of the events: 400, whenever they come."""
+    """Share of the events for which it always responds 400."""
     parts: float = 0.1
-    """Of the batches it takes the first deliveries only."""
+    """Share of the batches of which it accepts only the first deliveries."""
     slow_s: float = 0.02
     down_until: float = 0.0
     """Refuses connections until then."""
     hanging_until: float = 0.0
     busy_until: float = 0.0
-    """Answers 429 with Retry-After."""
+    """Responds 429 with Retry-After until then."""
     seen: set[str] = field(default_factory=set)
     """Deliveries that it processed."""
 
 
 class Transport:
-    """One relay's way to all receivers."""
+    """Sends the requests of one relay to the receivers."""
 
     def __init__(
         self,
@@ -64,29 +63,31 @@ class Transport:
         self._checker = checker
         self._rng = rng
 
-    async def send(self, request: Request) -> Answer:
-        """One attempt."""
+    async def send(self, request: Request) -> AttemptResult:
+        """Send a request; returns the result."""
         world, rng = self._world, self._rng
         receiver = self._receivers[request.url]
         sent = self._checker.begins(self._process, request)
         started_at = world.now
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        arrived: asyncio.Future[AttemptResult] = asyncio.get_running_loop().create_future()
 
-        def back(answer: Answer | None) -> None:
-            if answer is not None and not answered.done():
-                answered.set_result(answer)
+        def back(response: AttemptResult | None) -> None:
+            if response is not None and not arrived.done():
+                arrived.set_result(response)
 
         def arrive() -> None:
-            delay_s, answer = self._process_it(receiver, sent, world.now - started_at)
-            world.after(delay_s, self._process, back, answer)
+            delay_s, response = self._process_it(receiver, sent, world.now - started_at)
+            world.after(delay_s, self._process, back, response)
 
         try:
             world.after(self._trip_s(), None, arrive)
             try:
                 async with asyncio.timeout(request.total_timeout_s):
-                    answer = await answered
+                    response = await arrived
             except TimeoutError:
-                answer = Answer.failed(Failure.TIMEOUT, "no answer", world.now - started_at)
+                response = AttemptResult.failed(
+                    Failure.TIMEOUT, "no response", world.now - started_at
+                )
             if rng.random() < 0.2:
                 await asyncio.sleep(0)
         except asyncio.CancelledError as error:
@@ -95,8 +96,8 @@ class Transport:
             raise
         finally:
             self._checker.ends(sent)
-        self._checker.answered(sent, answer)
-        return answer
+        self._checker.responded(sent, response)
+        return response
 
     async def aclose(self) -> None:
         """Nothing to close."""
@@ -107,17 +108,17 @@ class Transport:
 
     def _process_it(
         self, receiver: Receiver, sent: Sent, elapsed_s: float
-    ) -> tuple[float, Answer | None]:
-        """What the receiver does with it: (after how long, which answer)."""
+    ) -> tuple[float, AttemptResult | None]:
+        """Process a request; returns the delay of the result, and the result (None: none)."""
         rng, now = self._rng, self._world.now
         u = rng.random()
         delay_s = self._trip_s() + receiver.slow_s * rng.random()
 
-        def failed(failure: Failure, detail: str) -> tuple[float, Answer]:
-            return delay_s, Answer.failed(failure, detail, elapsed_s + delay_s)
+        def failed(failure: Failure, detail: str) -> tuple[float, AttemptResult]:
+            return delay_s, AttemptResult.failed(failure, detail, elapsed_s + delay_s)
 
-        def of(status: int, **rest: Any) -> tuple[float, Answer]:
-            return delay_s, Answer.of(status, elapsed_s + delay_s, **rest)
+        def of(status: int, **rest: Any) -> tuple[float, AttemptResult]:
+            return delay_s, AttemptResult.completed(status, elapsed_s + delay_s, **rest)
 
         if now < receiver.down_until:
             return failed(Failure.CONNECT, "connection refused")
@@ -139,7 +140,7 @@ class Transport:
             return of(503, body=b"busy")
         if what == "garbage":
             return failed(Failure.PROTOCOL, "not HTTP")
-        # A part of a batch, and then it has enough.
+        # It accepts a part of the batch.
         most = len(sent.attempts)
         if most > 1 and rng.random() < receiver.parts:
             most = rng.randrange(most + 1)

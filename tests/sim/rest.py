@@ -1,4 +1,4 @@
-"""When everything has come to rest: whether it has, and whether nothing is missing."""
+"""The end of a run: whether all work is done, and whether nothing is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.books import Violation
 from tests.sim.checks import batch_of
-from tests.sim.operational import wanted_by
+from tests.sim.operational import is_subscribed
 
 if TYPE_CHECKING:
     from tests.sim.books import LaneBook
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def at_rest(checker: Checker) -> bool:
-    """Whether everything is sequenced and has ended."""
+    """Whether every event is sequenced and every delivery has an outcome."""
     db = checker.database
     newest = db.batches[-1]
     if newest.young or db.gap.rows or (db.outbox_ids and db.outbox_ids[-1] > newest.high):
         return False
-    if any(part["ended_at"] is None for part in db.replay_part.rows.values()):
+    if any(part["ended_at"] is None for part in db.replay_job_endpoint.rows.values()):
         return False
     if checker.timetable.behind():
         return False
@@ -28,29 +28,29 @@ def at_rest(checker: Checker) -> bool:
 
 
 def unrest(checker: Checker) -> str:
-    """What is still to be done, for whoever waited in vain."""
+    """Describe the work that is left, for the message of a violation."""
     db = checker.database
     newest = db.batches[-1]
-    owed = []
+    pending = []
     for name, book in checker.lanes.items():
         if book.ended_through != book.last_seq:
             state = db.endpoint.rows[book.endpoint_id]["state"]
             owner = db.ownership.rows[book.endpoint_id]["replica_id"]
-            owed.append(f"{name} {book.ended_through}/{book.last_seq} {state} of {owner}")
+            pending.append(f"{name} {book.ended_through}/{book.last_seq} {state} of {owner}")
     last = db.outbox_ids[-1] if db.outbox_ids else 0
     return (
         f"high {newest.high} of {last}, young {newest.young}, old {list(db.gap.rows)}, "
-        f"owed {owed}, overdue {checker.timetable.behind()}, leader {db.cursor.rows[1]}, "
+        f"pending {pending}, overdue {checker.timetable.behind()}, leader {db.cursor.rows[1]}, "
         f"replicas {list(db.replica.rows)}, holders {list(db.holders)}"
     )
 
 
 def audit(checker: Checker, last_id: int) -> None:
-    """Completeness, from the tables and the receivers' books.
+    """Check completeness, by the tables and the records of the receivers.
 
     Args:
-        last_id: the newest event when everything had come to rest.  While the relays
-            stopped, a schedule may have published another one.
+        last_id: the newest event when all work was done; a schedule may have published
+            another one while the relays stopped.
 
     Raises:
         Violation: something is missing.
@@ -65,11 +65,11 @@ def audit(checker: Checker, last_id: int) -> None:
 
 
 def _sequenced(checker: Checker, event: Event) -> None:
-    """An event went to every endpoint that subscribed in its batch."""
+    """Check that an event was sent to every endpoint that subscribed in its batch."""
     db = checker.database
     batch = batch_of(checker, event.id)
     for s in db.subscription.rows.values():
-        wanted = wanted_by(s["types"], event.type)
+        wanted = is_subscribed(s["types"], event.type)
         ended = s["to_batch"] is not None and batch >= s["to_batch"]
         if not wanted or ended or batch < s["from_batch"]:
             continue
@@ -79,7 +79,7 @@ def _sequenced(checker: Checker, event: Event) -> None:
 
 
 def _ended(checker: Checker, name: str, book: LaneBook, last_id: int) -> None:
-    """Every number of a lane has one outcome, and was received if that says so."""
+    """Check that every sequence number has one outcome, and was received if it is delivered."""
     db: Database = checker.database
     acked: int = db.lane_progress.rows[book.id]["acked_seq"]
     if acked > book.last_seq:
@@ -93,8 +93,8 @@ def _ended(checker: Checker, name: str, book: LaneBook, last_id: int) -> None:
                 raise Violation("loss", f"{where} has no outcome")
             continue
         if seq in book.dead:
-            raise Violation("log", f"{where} was delivered and given up")
-        if seq not in book.told:
-            raise Violation("loss", f"{where} is called delivered, and was never sent")
-        if book.told[seq][0] not in checker.received[book.endpoint_id]:
+            raise Violation("log", f"{where} was delivered and dead-lettered")
+        if seq not in book.deliveries:
+            raise Violation("loss", f"{where} is delivered, but was never sent")
+        if book.deliveries[seq][0] not in checker.received[book.endpoint_id]:
             raise Violation("loss", f"{where} never reached its receiver")

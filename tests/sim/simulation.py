@@ -1,5 +1,5 @@
-"""One seed: a database, some relays, receivers, producers and people; then faults,
-then peace, in which everything must come to its end.
+"""One seed: a database, relays, receivers, producers and operators, first with faults, and
+then without faults until all work is done.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 HOUR_S = 3600.0
 STEPS_MAX = 2_000_000
-"""An hour takes some fifty thousand; with so many, something goes round in circles."""
+"""Limit of the steps of a run, which usually takes some 50,000: more mean an endless loop."""
 PERIOD_WIDTH = 10_000
-"""More numbers than an hour has; far fewer than in earnest, because the checkers look at
-each of them."""
+"""Ids of a partition: more than an hour needs, and far fewer than in production, because
+the checkers iterate over them."""
 KEPT_DAYS = (1e-9, 1e-9, 300 / 86400, 0)
 SETTLE_LEASES = 12
-"""In peace, everything has come to its end after so many leases and the retries."""
+"""Limit, in leases, for all work to be done after the last fault, besides the retries."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one seed showed."""
+    """Result of one seed."""
 
     seed: int
     violations: tuple[Violation, ...]
@@ -59,7 +59,7 @@ class Result:
     faults: int
     take_overs: int
     digest: int
-    """The same for the same seed, or something is left to chance."""
+    """The same for the same seed; otherwise a run is not deterministic."""
 
     @property
     def good(self) -> bool:
@@ -67,7 +67,7 @@ class Result:
 
     @property
     def broken(self) -> tuple[Violation, ...]:
-        """The invariants that were broken; a program that fails proves nothing."""
+        """The broken invariants, without errors of the program, which prove nothing."""
         return tuple(v for v in self.violations if v.rule not in ("crash", "error", "relay"))
 
 
@@ -75,31 +75,31 @@ class Simulation:
     """One run.
 
     Args:
-        during_s: of virtual time, faults and peace together.
-        on_tell: takes what happens, line by line.
+        during_s: the virtual time of the run.
+        on_log: receives lines of the log.
     """
 
     def __init__(
         self,
         seed: int,
         during_s: float = HOUR_S,
-        on_tell: Callable[[str], None] | None = None,
+        on_log: Callable[[str], None] | None = None,
         mutate: Callable[[Simulation], None] | None = None,
     ) -> None:
         self.seed = seed
         rng = self._rng = random.Random(seed)
-        self._on_tell = on_tell
+        self._on_log = on_log
         self.world = World(random.Random(rng.random()))
         self.occasion = rng.choice((None, *timetable.OCCASIONS))
         if self.occasion is not None:
-            # It falls into this run, unless somebody sets the clock.
+            # It falls into this run, unless the clock is shifted.
             self.world.EPOCH_S = self.occasion.at[1] - rng.uniform(60, 1500)
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
         self.database.signals = rng.random() < 0.5
-        self.database.on_burial.append(self._burying)
+        self.database.on_expiry.append(self._on_expiry)
         lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
         notify = rng.random() < 0.9
-        # Without notifications each helping of a replay waits for the next look.
+        # Without notifications each chunk of a replay waits for the next poll.
         poll_s = lease_s / (5 if notify else 20)
         self.settings = Settings(
             lease_s=lease_s,
@@ -114,17 +114,17 @@ class Simulation:
             retention_log_days=rng.choice(KEPT_DAYS),
             retention_dead_letters_days=rng.choice(KEPT_DAYS),
         )
-        # As much is kept as a month is for others.
+        # Short periods: the run drops several of them.
         self.database.maintained = rng.random() < 0.6
         partition_window.WIDTH = PERIOD_WIDTH
         partition_window.LENGTH_MIN_S = rng.choice((60.0, 300.0))
         latency_s = 1.0 if self.settings.notify else poll_s + 1.0
-        # For the whole process: each seed has one of its own.
-        Sequencer.thick_events = rng.choice((1, 5, 600, 600))
+        # A class attribute: each seed has its own process.
+        Sequencer.busy_events = rng.choice((1, 5, 600, 600))
         late_s = 2 * poll_s
-        self.checker = Checker(self.world, self.database, latency_s, late_s, self.tell)
-        self.people = Process(self.world, "people")
-        self._shop = Process(self.world, "shop")
+        self.checker = Checker(self.world, self.database, latency_s, late_s, self.log)
+        self.operator_process = Process(self.world, "operators")
+        self._application = Process(self.world, "application")
         self._producing: list[asyncio.Task[Any]] = []
         self.receivers: dict[str, Receiver] = {}
         self.fleet = Fleet(
@@ -134,10 +134,10 @@ class Simulation:
             self.settings,
             self.receivers,
             random.Random(rng.random()),
-            self.tell,
+            self.log,
         )
         self.settling = False
-        # Whether somebody may ask for operational events.
+        # Whether endpoints may subscribe to operational events.
         self._operational = rng.random() < 0.5
         self._replicas = rng.choice((1, 2, 2, 3, 3))
         self._peace_at = during_s - SETTLE_LEASES * lease_s - 300
@@ -189,26 +189,26 @@ class Simulation:
             settings.name, busy=rng.choice((0.0, 0.05, 0.3)), slow_s=rng.choice((0.01, 0.5))
         )
 
-    # --------------------------------------------------------- what goes wrong
+    # ------------------------------------------------------------------ faults
 
     def crash_database(self, for_s: float) -> None:
-        """It is back after some time."""
+        """Crash the database; it is started again after some time."""
         if not self.database.up:
             return
         self.database.crash()
 
         def back() -> None:
             self.database.up = True
-            self.tell("the database is back")
+            self.log("the database is up again")
 
         self.world.after(for_s, None, back)
 
     def heal(self, after_s: float, what: Callable[[], None]) -> None:
-        """A fault ends."""
+        """Schedule the end of a fault."""
         self.world.after(after_s, None, what)
 
     def any_connection(self, rng: random.Random) -> Connection | None:
-        """One of a relay."""
+        """A random connection of a relay."""
         self.database.connections = [c for c in self.database.connections if not c.is_closed()]
         found = [c for c in self.database.connections if c.name.startswith("outbox-relay")]
         return rng.choice(found) if found else None
@@ -216,38 +216,38 @@ class Simulation:
     def any_receiver(self, rng: random.Random) -> Receiver:
         return rng.choice(list(self.receivers.values()))
 
-    def tell(self, line: str) -> None:
-        """Something happened."""
-        if self._on_tell is not None:
-            self._on_tell(f"{self.world.now:10.3f} {self.world.steps:8} {line}")
+    def log(self, line: str) -> None:
+        """Write a line to the log."""
+        if self._on_log is not None:
+            self._on_log(f"{self.world.now:10.3f} {self.world.steps:8} {line}")
 
     # ------------------------------------------------------------------ a run
 
     def run(self) -> Result:
-        """Everything from the set-up to the verdict."""
+        """Run the seed, from the set-up to the final checks."""
         rng, world = self._rng, self.world
-        world.at_step(STEPS_MAX, self._circles)
+        world.at_step(STEPS_MAX, self._fail_endless)
         for n in range(rng.choice((1, 2, 3, 4))):
             self._endpoint(n)
         for n in range(self._replicas):
             world.at(rng.random() * 5, None, self.fleet.start, f"relay-{n}")
         share = self._load.events // self._load.producers or 1
         for _ in range(self._load.producers):
-            producer = Producer(self.database, self._shop, self._load, rng.getrandbits(32))
-            self._producing.append(self._shop.run(producer.run(share)))
+            producer = Producer(self.database, self._application, self._load, rng.getrandbits(32))
+            self._producing.append(self._application.run(producer.run(share)))
         operator = Operator(self, random.Random(rng.random()))
-        self.people.run(operator.add_schedules(rng.choice((0, 1, 2))))
+        self.operator_process.run(operator.add_schedules(rng.choice((0, 1, 2))))
         acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
-        acting = self.people.run(operator.run())
+        acting = self.operator_process.run(operator.run())
         for act in acts:
             self.checker.moments.at(moments.EVENT, int(act) + 1, operator.act_soon)
         self._plan_faults()
 
         world.run(self._peace_at, self._over)
         self.settling = True
-        self.tell("--- peace")
+        self.log("--- no more faults")
         acting.cancel()
-        self.people.run(operator.settle())
+        self.operator_process.run(operator.settle())
         self._make_peace()
         if not self._over() and not world.run(self._ends_at, self._over_or_at_rest):
             self.checker.violations.append(Violation("liveness", rest.unrest(self.checker)))
@@ -261,11 +261,11 @@ class Simulation:
                 self.checker.violations.append(violation)
         return self._result()
 
-    def _circles(self) -> None:
-        raise RuntimeError(f"{STEPS_MAX} steps, and it is {self.world.now:.3f}")
+    def _fail_endless(self) -> None:
+        raise RuntimeError(f"{STEPS_MAX} steps by {self.world.now:.3f} s")
 
     def _over(self) -> bool:
-        """Whether something was broken; nothing else is to be learnt then."""
+        """Whether an invariant is broken or an error occurred, which ends the run."""
         return bool(self.checker.violations or self.world.errors)
 
     def _over_or_at_rest(self) -> bool:
@@ -274,13 +274,13 @@ class Simulation:
         return self._over() or (quiet and rest.at_rest(self.checker))
 
     def _plan_faults(self) -> None:
-        """By the time, by the step, and most of them while something is sent or open."""
+        """Plan faults: by time, by step, and most of them while a request or a gap is open."""
         rng, world = self._rng, self.world
         requests = self._load.events * len(self.receivers) * 2 // 3 + 2
         at = self.checker.moments.at
         faults = rng.choice((0, 5, 20, 40))
         for _ in range(rng.choice((0, 4, 8)) if faults else 0):
-            at(moments.BURIAL, rng.randrange(1, 8), self._hang_soon)
+            at(moments.EXPIRY, rng.randrange(1, 8), self._hang_soon)
         for _ in range(faults):
             u = rng.random()
             if u < 0.1:
@@ -294,24 +294,24 @@ class Simulation:
             else:
                 world.at(rng.random() * self._peace_at, None, self.faults.strike)
 
-    def _burying(self, session: Backend) -> None:
+    def _on_expiry(self, session: Backend) -> None:
         for each in self.database.connections:
             if each.backend is session:
-                self.checker.moments.come(moments.BURIAL, each.process.name)
+                self.checker.moments.come(moments.EXPIRY, each.process.name)
 
     def _hang_soon(self, name: str) -> None:
-        """Between any two statements, or halves of one, that bury a replica."""
+        """Hang a connection between any two statements, or halves, of the expiry of a replica."""
         delay_s = self.world.rng.expovariate(1000)
         relay = self.fleet.relays[name]
         self.world.after(delay_s, None, self.faults.hang_in_transaction, relay)
 
     def _strike_soon(self, name: str) -> None:
-        """Before the answer or the next batch, while one is written, or a little later."""
+        """Inject a fault soon: before the response or the next batch, or while one is written."""
         delay_s = self.world.rng.expovariate(self.world.rng.choice((30, 30, 1)))
         self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
 
     def _strike_at_once(self, name: str) -> None:
-        """Between any two statements of a transaction."""
+        """Inject a fault between any two statements of a transaction."""
         delay_s = self.world.rng.expovariate(300)
         self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
 
@@ -319,8 +319,8 @@ class Simulation:
         world, database = self.world, self.database
         for network in database.networks.values():
             network.usual_s = 0.0005
-            network.stalled_until = network.answers_stalled_until = world.now
-        # Whoever prepared them may never have heard that they are; a person would see.
+            network.stalled_until = network.responses_stalled_until = world.now
+        # Their producer may not know that they are prepared; an operator ends them.
         world.after(60, None, self._end_prepared)
         for receiver in self.receivers.values():
             receiver.busy = receiver.resets = receiver.garbage = receiver.hangs = 0.0
@@ -332,13 +332,13 @@ class Simulation:
             self.database.abort(self.database.prepared.pop(gid))
 
     def _stop_all(self) -> None:
-        """Every relay drains, and leaves nothing behind."""
+        """Stop all relays; each must drain and release its endpoints."""
         if left := self.fleet.stop_all():
             self.checker.violations.append(Violation("stop", f"{left} did not stop"))
             return
         owned = [r for r in self.database.ownership.rows.values() if r["replica_id"] is not None]
         if owned and self.faults.happened == []:
-            self.checker.violations.append(Violation("stop", f"not handed over: {owned}"))
+            self.checker.violations.append(Violation("stop", f"not released: {owned}"))
 
     def _result(self) -> Result:
         found = list(self.checker.violations)

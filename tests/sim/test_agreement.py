@@ -1,8 +1,9 @@
-"""The simulated server answers as a real one does."""
+"""The simulated stores agree with the real ones."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import orjson
 import pytest
 
 from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.sequencing import partition_window
 from outbox.operations import endpoint_changes
-from tests.sim.agreement import POLICY, SCHEMA, Script
+from tests.sim.agreement import POLICY, REAL_PACKAGES, SCHEMA, Script, modules_of
 from tests.sim.clockwork import Process, World
 from tests.sim.database import endpoints
 from tests.sim.database.connection import Connection
@@ -38,13 +40,15 @@ SETTINGS = [
     ),
 ]
 STEPS = 150
+LOG = ("log", False)
+"""The periods of the log that are not dropped."""
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
-# What stands in both, and must be the same.
+# The rows of both servers, which must be the same.
 TABLES = {
     "lane": "SELECT id, generation, slot FROM lane ORDER BY 1",
     "lane_counter": "SELECT lane_id, last_seq FROM lane_counter ORDER BY 1",
-    "lane_progress": """SELECT lane_id, epoch, acked_seq, delivered_seq, floor_batch, head_seq,
+    "lane_progress": """SELECT lane_id, epoch, acked_seq, delivered_seq, floor_batch, retry_seq,
                                attempts, spent FROM lane_progress ORDER BY 1""",
     "lane_block": "SELECT lane_id, seq FROM lane_block ORDER BY 1",
     "ownership": """SELECT replica_id, epoch FROM ownership o
@@ -58,25 +62,33 @@ TABLES = {
                         FROM dead_letter ORDER BY 1""",
     "replay": "SELECT id, job_id, dead_id, next_seq, next_batch, to_seq FROM replay ORDER BY 1",
     "replay_job": "SELECT id, kind, state, endpoint FROM replay_job ORDER BY 1",
-    "replay_part": """SELECT p.job_id, e.name, p.next_id, p.last_id, p.taken, p.batch, p.from_id,
-                             p.why FROM replay_part p
-                      JOIN endpoint e ON e.id = p.endpoint_id ORDER BY 1, 2""",
+    "replay_job_endpoint": """SELECT p.job_id, e.name, p.next_id, p.last_id, p.taken, p.batch,
+                                     p.from_id, p.end_reason
+                                FROM replay_job_endpoint p
+                                JOIN endpoint e ON e.id = p.endpoint_id ORDER BY 1, 2""",
     "replica": "SELECT id, renewals FROM replica ORDER BY 1",
     "cursor": "SELECT writer, version, lagging FROM cursor",
     "gap": "SELECT lo, hi FROM gap ORDER BY 1",
-    "batch": "SELECT batch, high, lanes FROM batch ORDER BY 1",
+    "batch": """SELECT batch, high, array(SELECT unnest(lanes) ORDER BY 1) FROM batch
+                 ORDER BY 1""",
     "delivery": """SELECT lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
                           copy_id, was_backfill_id
                      FROM delivery ORDER BY 1, 2, 3""",
     "schedule": "SELECT name, state, overlap, key, last_outbox_id FROM schedule ORDER BY 1",
     "future_event": "SELECT id, type FROM future_event ORDER BY 1",
+    "journal": """SELECT kind, count(*) FROM journal
+                   WHERE kind <> 'endpoint_added' GROUP BY 1 ORDER BY 1""",
+    "period": """SELECT kind, number, last_batch, dropped_at IS NOT NULL
+                   FROM period ORDER BY 1, 2""",
     "attempt": """SELECT lane_id, batch, seq, attempt, outcome, replica_id
                     FROM attempt ORDER BY 1, 2, 3, 4, 6""",
 }
 
 
 class RealSide:
-    """PostgreSQL."""
+    """The real stores, with PostgreSQL."""
+
+    stores = modules_of(*REAL_PACKAGES)
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -100,12 +112,12 @@ class RealSide:
             )
         await (transaction.commit() if commit else transaction.rollback())
 
-    async def lapse(self, replica_id: int) -> None:
+    async def expire_lease(self, replica_id: int) -> None:
         await self._db.execute(
             "UPDATE replica SET expires_at = clock_timestamp() WHERE id = $1", replica_id
         )
 
-    async def wait_for_their_time(self, events: int) -> None:
+    async def add_future_events(self, events: int) -> None:
         await self._db.execute(
             "INSERT INTO future_event (event_id, type, payload, deliver_at) "
             "SELECT gen_random_uuid(), 't1.changed', '{}', '2020-01-01Z' "
@@ -113,16 +125,16 @@ class RealSide:
             events,
         )
 
-    async def let_be_due(self) -> None:
-        await self._db.execute("UPDATE schedule SET next_at = $1, look_at = $1", LONG_AGO)
+    async def set_schedules_due(self) -> None:
+        await self._db.execute("UPDATE schedule SET next_at = $1, due_at = $1", LONG_AGO)
 
-    async def spreads(self) -> dict[str, int]:
+    async def key_hashes(self) -> dict[str, int]:
         rows = await self._db.fetch(
-            "SELECT k, hashtextextended(k, 0) & 9223372036854775807 AS spread "
+            "SELECT k, hashtextextended(k, 0) & 9223372036854775807 AS key_hash "
             "FROM unnest('{k0,k1,k2,k3}'::text[] || $1::text[]) k",
             [str(each) for each in self.endpoint_ids],
         )
-        return {r["k"]: r["spread"] for r in rows}
+        return {r["k"]: r["key_hash"] for r in rows}
 
     async def tables(self) -> dict[str, Any]:
         found = {name: await self._db.fetch(sql) for name, sql in TABLES.items()}
@@ -132,12 +144,15 @@ class RealSide:
 
 
 class SimulatedSide:
-    """Ours."""
+    """The simulated stores, with the simulated server."""
 
-    def __init__(self, endpoint_ids: list[UUID], spreads: dict[str, int]) -> None:
+    stores = modules_of("tests.sim.stores")
+
+    def __init__(self, endpoint_ids: list[UUID], key_hashes: dict[str, int]) -> None:
         self.world = World(random.Random(1))
         self.database = Simulated(self.world, random.Random(2))
-        self.database.spreads = spreads
+        self.database.key_hashes = key_hashes
+        self.database.maintained = True
         self.process = Process(self.world, "script")
         self.endpoint_ids = endpoint_ids
         for endpoint_id, settings in zip(endpoint_ids, SETTINGS, strict=True):
@@ -154,24 +169,24 @@ class SimulatedSide:
         db = self.database
         for kind, key in events:
             db.last_id += 1
-            spread = db.last_id if key is None else db.spread_of(key)
+            key_hash = db.last_id if key is None else db.hash_key(key)
             now = db.clock_timestamp()
             if commit:
                 event_id = self.endpoint_ids[0]
-                db.add_event(Event(db.last_id, event_id, kind, key, "{}", now, None, spread))
+                db.add_event(Event(db.last_id, event_id, kind, key, "{}", now, None, key_hash))
 
-    async def wait_for_their_time(self, events: int) -> None:
+    async def add_future_events(self, events: int) -> None:
         db = self.database
         for _ in range(events):
             new = db.serial(db.future_event)
             row = {"id": new, "type": "t1.changed", "payload": "{}", "deliver_at": LONG_AGO}
             db.future_event.rows[new] = row
 
-    async def let_be_due(self) -> None:
+    async def set_schedules_due(self) -> None:
         for row in self.database.schedule.rows.values():
-            row.update(next_at=LONG_AGO, look_at=LONG_AGO)
+            row.update(next_at=LONG_AGO, due_at=LONG_AGO)
 
-    async def lapse(self, replica_id: int) -> None:
+    async def expire_lease(self, replica_id: int) -> None:
         self.database.replica.rows[replica_id]["expires_at"] = self.database.wall()
 
     async def tables(self) -> dict[str, Any]:
@@ -185,10 +200,12 @@ class SimulatedSide:
             found = table.rows.values()
             return sorted((names[r["endpoint_id"]], *(r[c] for c in columns)) for r in found)
 
+        kept = [p["number"] for p in db.period.rows.values() if (p["kind"], p["dropped"]) == LOG]
+        first = min(kept) * partition_window.WIDTH
         dead = ("id", "lane_id", "batch", "seq", "to_seq", "outbox_id", "reason", "attempts")
-        progress = ("lane_id", "epoch", "acked_seq", "delivered_seq", "floor_batch", "head_seq")
+        progress = ("lane_id", "epoch", "acked_seq", "delivered_seq", "floor_batch", "retry_seq")
         pending = ("next_seq", "next_batch", "to_seq")
-        part = ("next_id", "last_id", "taken", "batch", "from_id", "why")
+        part = ("next_id", "last_id", "taken", "batch", "from_id", "end_reason")
         return {
             "lane": rows(db.lane, "id", "generation", "slot"),
             "lane_counter": rows(db.lane_counter, "lane_id", "last_seq"),
@@ -201,16 +218,21 @@ class SimulatedSide:
             "dead_letter": rows(db.dead_letter, *dead, "state"),
             "replay": rows(db.replay, "id", "job_id", "dead_id", *pending),
             "replay_job": rows(db.replay_job, "id", "kind", "state", "endpoint"),
-            "replay_part": sorted(
+            "replay_job_endpoint": sorted(
                 (p["job_id"], names[p["endpoint_id"]], *(p[c] for c in part))
-                for p in db.replay_part.rows.values()
+                for p in db.replay_job_endpoint.rows.values()
             ),
             "replica": rows(db.replica, "id", "renewals"),
             "cursor": rows(db.cursor, "writer", "version", "lagging"),
-            "outbox": [(e.id, e.type, e.key, stripped(e.payload)) for e in db.outbox.values()],
+            "outbox": [
+                (e.id, e.type, e.key, stripped(e.payload))
+                for e in map(db.outbox.__getitem__, db.outbox_ids)
+            ],
             "gap": rows(db.gap, "lo", "hi"),
-            "batch": [(b.batch, b.high, list(b.lanes)) for b in db.batches],
+            "batch": [(b.batch, b.high, sorted(b.lanes)) for b in db.batches if b.batch >= first],
             "delivery": sorted((i, *g) for i, given in db.deliveries.items() for g in given),
+            "journal": sorted(Counter(kind for _, kind, *_ in db.journal).items()),
+            "period": rows(db.period, "kind", "number", "last_batch", "dropped"),
             "schedule": rows(db.schedule, "name", "state", "overlap", "key", "last_outbox_id"),
             "future_event": rows(db.future_event, "id", "type"),
             "attempt": sorted(
@@ -222,19 +244,19 @@ class SimulatedSide:
 
 
 def stripped(payload: str) -> dict[str, Any]:
-    """Without what differs from one server to another."""
-    told = orjson.loads(payload)
+    """The payload without the members that differ between two servers."""
+    fields = orjson.loads(payload)
     differs = {"at", "since", "held_since", "will_be_disabled_at", "event", "waiting_s"}
-    return {name: value for name, value in told.items() if name not in differs}
+    return {name: value for name, value in fields.items() if name not in differs}
 
 
 @pytest.mark.parametrize("n", range(6))
-async def test_the_simulated_server_answers_as_a_real_one(
+async def test_the_simulated_stores_return_what_the_real_ones_do(
     database: Database, rng: random.Random, n: int
 ) -> None:
     seed = rng.getrandbits(32) + n
     print(f"script {seed}")
-    # A pace goes by the clock, which is not the same.
+    # The pace of replays depends on the clock, which differs.
     with ranges.unpaced(3):
         await _agree(database, seed)
 
@@ -244,20 +266,20 @@ async def _agree(database: Database, seed: int) -> None:
     await real.set_up()
     expected, tables = await Script(real, random.Random(seed)).play(STEPS)
 
-    simulated = SimulatedSide(real.endpoint_ids, await real.spreads())
+    simulated = SimulatedSide(real.endpoint_ids, await real.key_hashes())
     script = Script(simulated, random.Random(seed))
-    # On its own event loop, whose clock is nobody else's.
+    # On an event loop with a clock of its own.
     playing = simulated.process.run(script.play(STEPS))
-    outside(simulated.world, playing)
-    said, kept = playing.result()
-    for step, (got, wanted) in enumerate(zip(said, expected, strict=True)):
+    run_outside(simulated.world, playing)
+    results, kept = playing.result()
+    for step, (got, wanted) in enumerate(zip(results, expected, strict=True)):
         assert got == wanted, f"step {step}, of script {seed}"
     for name, rows in tables.items():
         assert kept[name] == rows, f"{name}, of script {seed}"
 
 
-def outside(world: World, playing: Any) -> None:
-    """Run a world from inside of a test that has an event loop of its own."""
+def run_outside(world: World, playing: Any) -> None:
+    """Run a world inside of a test that has an event loop."""
     import asyncio
 
     running = asyncio.events._get_running_loop()

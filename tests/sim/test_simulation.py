@@ -1,6 +1,6 @@
-"""Virtual hours full of faults, and mistakes that they must reveal.
+"""Virtual hours with faults, and mutants that they must catch.
 
-`--sim-seeds N` makes it a long hunt; `python3 run.py sim` says more about one.
+`--sim-seeds N` sets the number of seeds; `python3 run.py sim` runs single seeds and longer hunts.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tests.sim.mutants import MUTANTS
 if TYPE_CHECKING:
     import random
 
-# Those that a few hours reveal; the others take hundreds: `python3 run.py sim --mutants`.
+# Mutants that a few hours catch; the others need hundreds: `python3 run.py sim --mutants`.
 QUICK = (
-    "a-helping-on-top-of-the-last",
-    "a-batch-acknowledged-whole-when-a-part-was-accepted",
-    "acknowledge-before-the-answer",
-    "disabling-an-endpoint-without-the-cursor-row",
-    "next-number-sent-while-the-head-waits-to-be-retried",
+    "next-chunk-before-last-is-delivered",
+    "whole-batch-acknowledged-after-partial-success",
+    "acknowledgement-before-response",
+    "routing-change-without-cursor-lock",
+    "next-delivery-sent-before-retry",
     "retry-state-only-in-memory",
-    "schedules-that-every-replica-looks-at-without-a-lock",
+    "due-schedules-not-locked",
 )
 QUICK_SEEDS = 40
 
 
 def sim(*arguments: str | int) -> subprocess.CompletedProcess[str]:
-    """The hunt's command, in a process of its own: hashes of texts decide about orders."""
+    """Run the command in its own process: the order of sets depends on the hash seed."""
     return subprocess.run(
         [sys.executable, "-m", "tests.sim", *map(str, arguments)],
         env={**os.environ, "PYTHONHASHSEED": "0"},
@@ -42,17 +42,15 @@ def sim(*arguments: str | int) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_no_invariant_is_broken_in_some_virtual_hours(
-    rng: random.Random, pytestconfig: pytest.Config
-) -> None:
+def test_no_invariant_is_broken(rng: random.Random, pytestconfig: pytest.Config) -> None:
     seeds: int = pytestconfig.getoption("--sim-seeds")
     first = rng.randrange(10**6) * 1000
     found = sim("--first", first, "--seeds", seeds, "--jobs", 1)
-    print(found.stdout, "to look at one: python3 run.py sim --seed N --trace")
+    print(found.stdout, "to trace one: python3 run.py sim --seed N --trace")
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_a_seed_says_everything_that_happens(rng: random.Random) -> None:
+def test_a_seed_is_deterministic(rng: random.Random) -> None:
     seed = rng.randrange(10**9)
     first, second = (sim("--seed", seed, "--trace") for _ in range(2))
     assert first.stdout == second.stdout
@@ -60,11 +58,11 @@ def test_a_seed_says_everything_that_happens(rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_known_mistake_is_noticed(name: str, rng: random.Random) -> None:
+def test_a_mutant_is_caught(name: str, rng: random.Random) -> None:
     first = rng.randrange(10**6) * 1000
     found = sim("--mutant", name, "--first", first, "--seeds", QUICK_SEEDS, "--jobs", 1)
-    assert found.returncode == 1, f"{name} went unnoticed from seed {first} on"
+    assert found.returncode == 1, f"{name} was not caught from seed {first} on"
 
 
-def test_every_mistake_says_what_it_is() -> None:
+def test_every_mutant_has_a_docstring() -> None:
     assert all(change.__doc__ for change in MUTANTS.values())

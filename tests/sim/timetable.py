@@ -1,7 +1,7 @@
-"""Schedules: when each must fire, and whether it did, once.
+"""Schedules: when each must fire, and whether it fired exactly once.
 
-The times are written down here, not worked out by the relay's code: of most as a
-grid, of those that fall on an occasion (clocks are set, a leap day) one by one.
+The times do not come from the relay's code.  Most are a grid; those of special times (a
+change of daylight saving time, a leap day) are listed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from tests.sim import moments
 from tests.sim.books import Violation
@@ -22,14 +20,14 @@ if TYPE_CHECKING:
     from tests.sim.database.engine import Row, Transaction
 
 LATE_S = 3.0
-"""In calm times a tick is published so long after its time, and two looks later."""
+"""Limit for publishing a tick while no fault is active, besides two polls."""
 WAIT_S = 30.0
-"""A run that the next one waits for is looked at again after so long, at the latest."""
+"""Maximum delay before a run that the next run waits for is checked again."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An expression, and when it fires."""
+    """A cron expression, and its times."""
 
     cron: str
     timezone: str
@@ -56,7 +54,7 @@ GRIDS = (
 )
 
 BERLIN, LORD_HOWE = "Europe/Berlin", "Australia/Lord_Howe"
-# A tick that falls on an occasion, and those before and after it.
+# Ticks at special times, and those before and after.
 OCCASIONS = (
     # Clocks go from 02:00 to 03:00 at 01:00 UTC.
     Kind("30 2 * * *", BERLIN, at=_utc("2027-03-27T01:30", "2027-03-28T01:00", "2027-03-29T00:30")),
@@ -74,20 +72,20 @@ KINDS = {(kind.cron, kind.timezone): kind for kind in (*GRIDS, *OCCASIONS)}
 
 @dataclass
 class Book:
-    """What is known of one schedule."""
+    """Records of one schedule."""
 
     kind: Kind
-    owed_from: float
+    due_from: float
     """The first tick since it was added, changed, paused or resumed."""
     published: set[float] = field(default_factory=set)
     skipped: list[tuple[float, float]] = field(default_factory=list)
-    """From a tick to before another, as the journal says."""
+    """Skipped ticks by the journal: the first one, and the first one after them."""
 
     def missing(self, until: float) -> list[float]:
-        """Ticks before a time that are neither published nor told to be left out."""
+        """Ticks before a time that are neither published nor journalled as skipped."""
         return [
             tick
-            for tick in self.kind.between(self.owed_from, until)
+            for tick in self.kind.between(self.due_from, until)
             if tick < until
             and tick not in self.published
             and not any(first <= tick < before for first, before in self.skipped)
@@ -95,10 +93,10 @@ class Book:
 
 
 class Timetable:
-    """Watches schedules and future events at each commit.
+    """Checks schedules and delayed events at each commit.
 
     Args:
-        late_s: in calm times a tick is published within so long.
+        late_s: limit for publishing a tick while no fault is active.
     """
 
     def __init__(self, checker: Checker, late_s: float) -> None:
@@ -108,7 +106,7 @@ class Timetable:
         self._books: dict[int, Book] = {}
         self._waiting: set[int] = set()
         self._read = 0
-        # The latest time at which anything was decided; the clock may have gone back since.
+        # The latest time of a decision; the clock may have been set back since.
         self._decided_at = 0.0
         self._db.on_tick.append(self._ticking)
 
@@ -118,17 +116,17 @@ class Timetable:
         self._checker.moments.come(moments.TICK, self._checker.name_of(replica_id))
 
     def committed(self, tx: Transaction) -> None:
-        """Look at what became visible.
+        """Check a committed transaction.
 
         Raises:
-            Violation: a tick was published twice, or one before it never was.
+            Violation: a tick was published twice, or an earlier one was not published.
         """
         self._read_journal()
         for kind, what in tx.notes:
-            if (look := self._looks().get(kind)) is not None:
-                look(*what)
+            if (handle := self._handlers().get(kind)) is not None:
+                handle(*what)
 
-    def _looks(self) -> dict[str, Callable[..., None]]:
+    def _handlers(self) -> dict[str, Callable[..., None]]:
         return {
             "schedule": self._changed,
             "tick": self._ticked,
@@ -139,10 +137,8 @@ class Timetable:
     def _read_journal(self) -> None:
         for _, kind, _, _, data in self._db.journal[self._read :]:
             if kind == "schedule_skipped":
-                told = orjson.loads(data)
-                times = (datetime.fromisoformat(told[each]) for each in ("from", "before"))
-                first, before = (at.timestamp() for at in times)
-                row = next(r for r in self._db.schedule.rows.values() if r["name"] == told["name"])
+                first, before = (data[each].timestamp() for each in ("from", "before"))
+                row = next(r for r in self._db.schedule.rows.values() if r["name"] == data["name"])
                 self._books[row["id"]].skipped.append((first, before))
         self._read = len(self._db.journal)
 
@@ -164,7 +160,7 @@ class Timetable:
         if tick in book.published:
             raise Violation("schedule", f"{where} is published twice")
         if not book.kind.between(tick, tick) or tick > self._decided_at:
-            raise Violation("schedule", f"{where} is no tick, or too early")
+            raise Violation("schedule", f"{where} is no tick, or is too early")
         if missing := book.missing(tick):
             raise Violation("schedule", f"{where} comes before {missing}")
         book.published.add(tick)
@@ -197,25 +193,25 @@ class Timetable:
     # --------------------------------------------------------------- at rest
 
     def behind(self) -> list[str]:
-        """Schedules and future events that are overdue.
+        """Schedules and delayed events that are overdue.
 
-        A schedule that waited for its last run when the clock went back is looked at when
-        it is that time again, and so are the ticks behind those that had been published.
+        If the clock was set back while a schedule waited for its last run, the schedule is
+        checked again only when that time has come again; published ticks as well.
         """
         limit = self._db.wall() - self._late_s
-        latest_look = self._decided_at + WAIT_S + LATE_S
+        latest_decision = self._decided_at + WAIT_S + LATE_S
         rows = [r for r in self._db.schedule.rows.values() if r["state"] == "active"]
         late = [
             r["name"]
             for r in rows
             if r["next_at"].timestamp() <= limit
-            and (r["look_at"].timestamp() <= limit or r["look_at"].timestamp() > latest_look)
+            and (r["due_at"].timestamp() <= limit or r["due_at"].timestamp() > latest_decision)
         ]
         future = self._db.future_event.rows.values()
         return late + [f"future {r['id']}" for r in future if r["deliver_at"].timestamp() <= limit]
 
     def audit(self) -> None:
-        """Nothing that was due is missing.
+        """Check that nothing that was due is missing.
 
         Raises:
             Violation: something is.

@@ -118,7 +118,7 @@ async def test_a_server_that_says_nothing() -> None:
     async with listening(silent) as port:
         text = f"postgresql://u@127.0.0.1:{port}/d"
         message = await failure(text, connect_timeout_s=0.2)
-    assert f"no answer from 127.0.0.1:{port} within 0.2 s" in message
+    assert f"no response from 127.0.0.1:{port} within 0.2 s" in message
 
 
 async def test_a_server_that_hangs_up() -> None:
@@ -140,7 +140,7 @@ async def test_something_else_than_postgresql() -> None:
     async with listening(web_server) as port:
         for query in ("", "?sslmode=prefer"):
             message = await failure(f"postgresql://u@127.0.0.1:{port}/d{query}")
-            assert f"what answers at 127.0.0.1:{port} is not PostgreSQL; check the port" in message
+            assert f"the server at 127.0.0.1:{port} is not PostgreSQL; check the port" in message
 
 
 async def test_tls_that_the_server_does_not_have(database: Database) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.store.database_stats import survey
+from outbox.store.database_stats import read_database_stats
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ async def test_an_open_transaction_holds_the_horizon_back(
     other = await database.connect()
     async with other.transaction(isolation="repeatable_read"):
         await other.execute("SELECT count(*) FROM pg_class")
-        age_s = (await survey(db)).horizon_age_s
+        age_s = (await read_database_stats(db)).horizon_age_s
         assert age_s is not None
         assert 0 <= age_s < 60
 
@@ -49,7 +49,7 @@ async def test_a_vacuum_does_not_hold_back_what_it_is_there_to_remove(
     await other.execute("SET vacuum_cost_limit = 1")
 
     async def nothing() -> bool:
-        return (await survey(db)).horizon_age_s is None
+        return (await read_database_stats(db)).horizon_age_s is None
 
     vacuum = asyncio.create_task(other.execute("VACUUM public.large"))
     try:

@@ -254,6 +254,8 @@ def test_anything_is_understood_or_refused(text: str) -> None:
 
 def test_the_settings_name_a_database() -> None:
     settings = load(env={"PGHOST": "h", "PGDATABASE": "d"})
-    assert dsn.of(settings, {"PGHOST": "h", "PGDATABASE": "d"}).addresses == (("h", 5432),)
+    assert dsn.from_settings(settings, {"PGHOST": "h", "PGDATABASE": "d"}).addresses == (
+        ("h", 5432),
+    )
     with pytest.raises(CannotRun, match="no database was named"):
-        dsn.of(load(env={}), {})
+        dsn.from_settings(load(env={}), {})

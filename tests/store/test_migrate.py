@@ -109,12 +109,14 @@ async def test_functions_find_the_schema_and_nothing_else(
         # pg_temp last: first, as it is when unnamed, callers could slip tables in.
         assert row["proconfig"][0] == f"search_path={await path_of(connection, schema)}"
     # A temporary table of the caller's does not catch what a function writes.
-    await connection.execute("CREATE TEMP TABLE once (key text); SET search_path = pg_temp")
+    await connection.execute(
+        "CREATE TEMP TABLE idempotency_key (key text); SET search_path = pg_temp"
+    )
     publish = (
         f"SELECT {module.quote_ident(schema)}.publish(type => 'a', payload => '1', once => 'k')"
     )
     assert await connection.fetchval(publish) is not None
-    assert await connection.fetchval("SELECT count(*) FROM pg_temp.once") == 0
+    assert await connection.fetchval("SELECT count(*) FROM pg_temp.idempotency_key") == 0
 
 
 async def path_of(connection: asyncpg.Connection, schema: str) -> str:
@@ -156,14 +158,14 @@ async def test_the_printed_sql_makes_the_same(empty_database: Database, schema: 
         await require_current(other, schema)
         assert await migrate(other, schema) == []
         # Applied again, it stops before it changes anything.
-        with pytest.raises(AssertionError, match="is for a schema at version 0"):
+        with pytest.raises(AssertionError, match="requires schema version 0"):
             await asyncio.to_thread(psql, by_hand, script)
     assert len(migrated) > 150
 
 
 def psql(database: Database, script: str) -> None:
     """Apply a script as an operator would."""
-    program = binaries.find(database.major).path("psql")
+    program = binaries.find_binaries(database.major).path("psql")
     done = subprocess.run(
         [program, "--quiet", "--no-psqlrc", "--set=ON_ERROR_STOP=1", "--output=/dev/null"],
         input=script,
@@ -223,7 +225,7 @@ async def test_a_newer_database_that_older_programs_work_with_is_taken(
     database: Database, by_hand: bool
 ) -> None:
     connection = await opened(database)
-    text = f"-- Programs of version {LAST} go on working.\nCREATE TABLE later (id int);"
+    text = f"-- Compatible with programs of version {LAST}.\nCREATE TABLE later (id int);"
     with pytest.MonkeyPatch.context() as later:
         _with_another(later, text)
         if by_hand:
@@ -249,7 +251,7 @@ async def test_one_file_that_older_programs_do_not_work_with_is_enough(database:
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("line", ["", f"-- Programs of version {LAST} go on working.\n"])
+@pytest.mark.parametrize("line", ["", f"-- Compatible with programs of version {LAST}.\n"])
 async def test_a_file_that_older_programs_do_not_work_with_ends_their_leases(
     database: Database, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
@@ -266,7 +268,7 @@ async def test_a_hole_in_the_history_is_refused(database: Database) -> None:
     connection = await opened(database)
     await connection.execute("INSERT INTO migration VALUES ($1, 'future', 'x', 1)", LAST + 1)
     await connection.execute("DELETE FROM migration WHERE version = 2")
-    with pytest.raises(CannotRun, match="has no 0002_relay, but later ones"):
+    with pytest.raises(CannotRun, match="lacks 0002_relay, but has later migrations"):
         await require_current(connection, "relay")
 
 
@@ -274,7 +276,9 @@ async def test_a_hole_in_the_history_is_refused(database: Database) -> None:
 async def test_another_file_under_the_same_number_is_refused(database: Database) -> None:
     connection = await opened(database)
     await connection.execute("UPDATE migration SET checksum = 'x' WHERE version = 1")
-    with pytest.raises(CannotRun, match='schema "relay" was made from another 0001_outbox than'):
+    with pytest.raises(
+        CannotRun, match='schema "relay" was created by a different 0001_outbox than'
+    ):
         await migrate(connection, "relay")
 
 
@@ -293,7 +297,7 @@ async def test_a_schema_of_something_else_is_left_alone(
     connection = await opened(empty_database)
     await connection.execute(f"CREATE SCHEMA relay; {theirs}")
     before = await catalog(connection, "relay")
-    with pytest.raises(CannotRun, match="has tables of something else in it; choose another"):
+    with pytest.raises(CannotRun, match="contains tables of another application; choose another"):
         await migrate(connection, "relay")
     assert await catalog(connection, "relay") == before
 
@@ -346,7 +350,7 @@ async def test_the_payload_limit_is_a_setting(database: Database) -> None:
 async def test_the_payload_limit_does_not_wait_for_a_long_transaction(database: Database) -> None:
     connection, other = await opened(database), await opened(database)
     await other.execute("BEGIN; INSERT INTO outbox (type, payload) VALUES ('a', '1')")
-    with pytest.raises(CannotRun, match="a transaction holds the outbox table; run it again"):
+    with pytest.raises(CannotRun, match="a transaction has locked the outbox table; run it again"):
         await migrate(connection, "relay", payload_bytes_max=2000)
     assert await connection.fetchval("SELECT payload_bytes_max()") == 262_144
 

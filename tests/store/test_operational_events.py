@@ -10,7 +10,7 @@ import pytest
 from outbox.core.model import pattern
 from outbox.core.model.ids import lane_name
 from outbox.store.connection.migrate import PAYLOAD_BYTES_RANGE, migrate
-from outbox.store.operational_events import LETTER_CREATED, TELL_NEWS
+from outbox.store.operational_events import DEAD_LETTER_CREATED_EVENT, PUBLISH_REPORTED_EVENTS
 from tests.support.relay import add_endpoint, fetchval
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PATTERNS = [
 
 
 async def announced(db: Connection, kind: str = KIND, about: object = None) -> bool:
-    return bool(await db.fetchval("SELECT announce($1, $2, '{}')", kind, about))
+    return bool(await db.fetchval("SELECT publish_operational_event($1, $2, '{}')", kind, about))
 
 
 @pytest.mark.parametrize("text", PATTERNS)
@@ -57,7 +57,7 @@ async def test_whether_anybody_wants_any_is_asked_of_a_small_index(database: Dat
         assert await db.fetchval(size) == 1
         plan = await db.fetch(
             "EXPLAIN SELECT EXISTS (SELECT FROM subscription "
-            "WHERE to_batch IS NULL AND names_operational(types))"
+            "WHERE to_batch IS NULL AND selects_operational_events(types))"
         )
         assert "subscription_operational" in str(plan)
 
@@ -76,32 +76,32 @@ async def test_of_many_those_that_are_refused_are_missing(database: Database) ->
             BEGIN RAISE 'no'; END $$;
             CREATE TRIGGER refuse BEFORE INSERT ON outbox FOR EACH ROW
             WHEN (NEW.payload ->> 'n' = '3') EXECUTE FUNCTION refuse();
-            CREATE TEMPORARY TABLE news AS
+            CREATE TEMPORARY TABLE reported AS
             SELECT CASE n WHEN 5 THEN 'outbox.lane.blocked' ELSE '{KIND}' END AS type,
-                   NULL::uuid AS about, jsonb_build_object('n', n) AS told
+                   NULL::uuid AS endpoint_id, jsonb_build_object('n', n) AS details
               FROM generate_series(1, 6) AS n""")
-        assert await db.fetchval(TELL_NEWS) == 4
+        assert await db.fetchval(PUBLISH_REPORTED_EVENTS) == 4
         written = await db.fetch("SELECT payload ->> 'n' AS n FROM outbox ORDER BY id")
         assert [each["n"] for each in written] == ["1", "2", "4", "6"]
-        await db.execute("DELETE FROM news")
-        assert await db.fetchval(TELL_NEWS) is None, "of nothing nobody is asked"
+        await db.execute("DELETE FROM reported")
+        assert await db.fetchval(PUBLISH_REPORTED_EVENTS) is None, "of nothing nobody is asked"
 
 
 async def test_a_table_that_is_locked_is_waited_for_once(database: Database) -> None:
     await add_endpoint(database, types=[KIND])
     async with database.connection(**PATH) as db, database.connection(**PATH) as other:
         await db.execute(f"""
-            CREATE TEMPORARY TABLE news AS
-            SELECT '{KIND}' AS type, NULL::uuid AS about, '{{}}'::jsonb AS told
+            CREATE TEMPORARY TABLE reported AS
+            SELECT '{KIND}' AS type, NULL::uuid AS endpoint_id, '{{}}'::jsonb AS details
               FROM generate_series(1, 20)""")
         warnings: list[str] = []
         db.add_log_listener(lambda _, message: warnings.append(str(message)))
         async with other.transaction():
             await other.execute("LOCK TABLE outbox IN SHARE MODE")
-            assert await db.fetchval(TELL_NEWS) == 0
-        assert await db.fetchval(TELL_NEWS) == 20
+            assert await db.fetchval(PUBLISH_REPORTED_EVENTS) == 0
+        assert await db.fetchval(PUBLISH_REPORTED_EVENTS) == 20
     (warning,) = warnings
-    assert "20 operational events were refused: canceling statement due to lock" in warning
+    assert "20 operational events were rejected: canceling statement due to lock" in warning
 
 
 async def test_it_fits_into_the_smallest_limit_of_payloads(database: Database) -> None:
@@ -113,12 +113,12 @@ async def test_it_fits_into_the_smallest_limit_of_payloads(database: Database) -
         await migrate(db, "relay", payload_bytes_max=least)
         most = 2**63 - 1
         letter = f"""
-            SELECT announce({LETTER_CREATED})
+            SELECT publish_operational_event({DEAD_LETTER_CREATED_EVENT})
               FROM (SELECT $1::uuid AS endpoint_id, {most} AS id, {most} AS seq, {most} AS to_seq,
                            gen_random_uuid() AS event_id, repeat('x', 255) AS type,
                            'exhausted' AS reason, 2147483647 AS attempts,
                            '{{"status": 503, "failure": "connection refused"}}'::jsonb
-                               AS last_answer) x,
+                               AS last_response) x,
                    (SELECT {most} AS generation, 1023 AS slot) l"""
         assert await db.fetchval(letter, endpoint.id) is True
         payload = await db.fetchval("SELECT payload::text FROM outbox")

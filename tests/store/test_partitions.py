@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.model.sql_names import search_path
-from outbox.core.sequencing.partition_window import AHEAD, WIDTH, Keep
+from outbox.core.sequencing.partition_window import AHEAD, WIDTH, Retention
 from outbox.store.connection.migrate import migrate
 from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.retention import RetentionStore
@@ -33,9 +33,9 @@ async def _store(database: Database) -> tuple[PartitionStore, Connection[Any]]:
 async def _begin_period(database: Database) -> None:
     """A new period of events, whatever is known of its partition."""
     connection = await database.connect(**SESSION)
-    store = RetentionStore(connection, Keep(None, None, None), period_s=0)
+    store = RetentionStore(connection, Retention(None, None, None), period_s=0)
     await publish(database, 1)
-    await store.tend()
+    await store.advance_periods()
 
 
 async def _is_whole(store: PartitionStore, parent: str, last: int) -> bool:
@@ -89,9 +89,9 @@ async def test_a_schema_of_any_name_is_rid_of_what_is_dropped(empty_database: Da
 async def test_one_maintainer_at_a_time(database: Database) -> None:
     store, _ = await _store(database)
     other, _ = await _store(database)
-    async with store.alone() as alone, other.alone() as second:
+    async with store.maintenance_lock() as alone, other.maintenance_lock() as second:
         assert (alone, second) == (True, False)
-    async with other.alone() as alone:
+    async with other.maintenance_lock() as alone:
         assert alone
 
 

@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.delivery.commands import AttemptRow, DeadLetter, DeadRange, Gone, Progress, Record
-from outbox.core.delivery.receiver_checkpoint import GIVEN_UP_MAX
+from outbox.core.delivery.commands import (
+    AttemptRow,
+    DeadLetter,
+    DeadRange,
+    ErasedEvent,
+    Progress,
+    Record,
+)
+from outbox.core.delivery.receiver_checkpoint import DEAD_RANGES_MAX
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
-from outbox.core.sequencing.gaps import Step
+from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.router import Deliveries
 from outbox.operations import (
     dead_letters as dead,
@@ -124,14 +131,24 @@ async def _state(log: LongLog) -> Case:
 
 async def _events_when_idle(log: LongLog) -> Case:
     return Case(
-        event_reads.READ, await _events(log, NEXT), SAID, 20 + SAID_PAGES, {"outbox": NEWEST}
+        event_reads.READ_EVENTS_AND_STATE,
+        await _events(log, NEXT),
+        SAID,
+        20 + SAID_PAGES,
+        {"outbox": NEWEST},
     )
 
 
 async def _events_and_young_gaps(log: LongLog) -> Case:
     gaps = GAPS[-20:]
     rows, pages = UNSEQUENCED + SAID, FOUR * len(gaps) + UNSEQUENCED + SAID_PAGES
-    return Case(event_reads.READ, await _events(log, HIGH, gaps), rows, pages, {"outbox": NEWEST})
+    return Case(
+        event_reads.READ_EVENTS_AND_STATE,
+        await _events(log, HIGH, gaps),
+        rows,
+        pages,
+        {"outbox": NEWEST},
+    )
 
 
 async def _events_of_a_backlog(log: LongLog) -> Case:
@@ -140,19 +157,33 @@ async def _events_of_a_backlog(log: LongLog) -> Case:
     gaps = [gap for gap in GAPS if at - 20_000 < gap[0] < at]
     rows, pages = 2000 + SAID, FOUR * len(gaps) + 100 + SAID_PAGES
     return Case(
-        event_reads.READ, await _events(log, at, gaps), rows, pages, {"outbox": range(3, 4)}
+        event_reads.READ_EVENTS_AND_STATE,
+        await _events(log, at, gaps),
+        rows,
+        pages,
+        {"outbox": range(3, 4)},
     )
 
 
 async def _events_and_every_old_gap(log: LongLog) -> Case:
     rows, pages = UNSEQUENCED + SAID, FOUR * len(GAPS) + UNSEQUENCED + SAID_PAGES
-    return Case(event_reads.READ, await _events(log, HIGH, GAPS), rows, pages, {"outbox": ALL})
+    return Case(
+        event_reads.READ_EVENTS_AND_STATE,
+        await _events(log, HIGH, GAPS),
+        rows,
+        pages,
+        {"outbox": ALL},
+    )
 
 
 async def _events_and_a_gap_as_wide_as_a_setval(log: LongLog) -> Case:
     gaps = [(NEXT + 1, NEXT + 1_000_000)]
     return Case(
-        event_reads.READ, await _events(log, NEXT, gaps), SAID, 40 + SAID_PAGES, {"outbox": NEWEST}
+        event_reads.READ_EVENTS_AND_STATE,
+        await _events(log, NEXT, gaps),
+        SAID,
+        40 + SAID_PAGES,
+        {"outbox": NEWEST},
     )
 
 
@@ -182,15 +213,15 @@ async def _a_lane_sent_again(log: LongLog) -> Case:
     lane, middle = log.lanes[7], ACKED // 2
     endpoint = f"(SELECT endpoint_id FROM lane WHERE id = {lane})"
     asked = f"""
-        INSERT INTO replay_job (id, kind, asked_by, lane_id) OVERRIDING SYSTEM VALUE
+        INSERT INTO replay_job (id, kind, requested_by, lane_id) OVERRIDING SYSTEM VALUE
         VALUES (1000, 'lane', 'x', {lane});
-        INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id)
+        INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, last_id)
         VALUES (1000, {endpoint}, {middle}, {middle}, {ACKED});
         INSERT INTO replay (job_id, endpoint_id, next_seq, next_batch, to_seq)
         VALUES (1000, {endpoint}, {middle}, {batch_of(middle)}, {ACKED})"""
     async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
         endpoint_id = await connection.fetchval(f"SELECT {endpoint}")
-    seen = 10 + routing.RESENT_SPARE
+    seen = 10 + routing.RESEND_SCAN_EXTRA
     # Its event, its dead letter, and the lanes of its endpoint are looked for each time.
     rows, pages = seen * (SLOTS + 3), seen * (3 * FOUR + SLOTS)
     arguments = ([1000], [endpoint_id], [10])
@@ -210,7 +241,7 @@ async def _whether_a_lane_is_sent_again(log: LongLog) -> Case:
 async def _how_far_lanes_are(log: LongLog) -> Case:
     """For a checkpoint of one endpoint: the last success behind what each lane wrote down,
     and its newest dead letters."""
-    rows, pages = (3 + GIVEN_UP_MAX) * SLOTS, (2 + len(NEWEST) + GIVEN_UP_MAX) * FOUR * SLOTS
+    rows, pages = (3 + DEAD_RANGES_MAX) * SLOTS, (2 + len(NEWEST) + DEAD_RANGES_MAX) * FOUR * SLOTS
     return Case(
         receiver_checkpoints.READ_MARKS, ([log.endpoints[1]],), rows, pages, {"attempt": NEWEST}
     )
@@ -218,16 +249,16 @@ async def _how_far_lanes_are(log: LongLog) -> Case:
 
 async def _letters(log: LongLog) -> Case:
     """Those that are dead are found among the many that are not any more."""
-    of_each = 10 + replay_feed.SPARE
+    of_each = 10 + replay_feed.SCAN_EXTRA
     rows, pages = ENDPOINTS * (of_each + 5), ENDPOINTS * (of_each + 5 * FOUR)
-    return Case(replay_feed.READ_LETTERS, _parts(log), rows, pages + 200, before=(NO_REPLAYS,))
+    return Case(replay_feed.READ_DEAD_LETTERS, _parts(log), rows, pages + 200, before=(NO_REPLAYS,))
 
 
 async def _looks(log: LongLog) -> Case:
     """At the last helping of each endpoint, which is one of the newest batches."""
-    given = f"UPDATE replay_part SET batch = {BATCHES - 10}"
+    given = f"UPDATE replay_job_endpoint SET batch = {BATCHES - 10}"
     rows, pages = ENDPOINTS * (8 * SLOTS + 4), ENDPOINTS * FOUR * (8 * SLOTS + 4)
-    return Case(replay_feed.LOOK, (log.endpoints,), rows, pages, before=(given,))
+    return Case(replay_feed.READ_CHUNK_PROGRESS, (log.endpoints,), rows, pages, before=(given,))
 
 
 async def _history(log: LongLog) -> Case:
@@ -235,9 +266,9 @@ async def _history(log: LongLog) -> Case:
     middle = 3 * WIDTHS["outbox"]
     begun = f"""
         UPDATE replay_job SET kind = 'history', since = '2000-01-01';
-        UPDATE replay_part SET next_id = {middle}, last_id = {HIGH}"""
-    arguments = (1, log.endpoints[0], replay_feed.SEEN_MAX)
-    rows, pages = replay_feed.SEEN_MAX + 2, replay_feed.SEEN_MAX + 200
+        UPDATE replay_job_endpoint SET next_id = {middle}, last_id = {HIGH}"""
+    arguments = (1, log.endpoints[0], replay_feed.SCAN_MAX)
+    rows, pages = replay_feed.SCAN_MAX + 2, replay_feed.SCAN_MAX + 200
     return Case(replay_feed.READ_HISTORY, arguments, rows, pages, before=(begun,))
 
 
@@ -261,7 +292,7 @@ async def _batch(log: LongLog) -> Case:
         deliveries.copy_ids.append(None)
         deliveries.was_backfill_ids.append(None)
         deliveries.counters[lane] = NUMBERS + 1
-    step = Step(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
+    step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
     heard = Heard()
     wanted: dict[int, Any] = dict.fromkeys(log.lanes[:20])
     await cursor.CursorStore(heard, timeline=1).write(
@@ -273,8 +304,8 @@ async def _batch(log: LongLog) -> Case:
         1,
         committed_after=None,
         awake=True,
-        wanted=wanted,
-        tell="",
+        inline_lanes=wanted,
+        notification="",
     )
     ((sql, arguments),) = heard.asked
     leads = "UPDATE cursor SET writer = 1, version = 1"
@@ -282,7 +313,7 @@ async def _batch(log: LongLog) -> Case:
 
 
 async def _standing(log: LongLog) -> Case:
-    return Case(cursor.READ_STANDING, (2,), 5, 40, {"batch": NEWEST, "outbox": NEWEST})
+    return Case(cursor.READ_LEADER_STATUS, (2,), 5, 40, {"batch": NEWEST, "outbox": NEWEST})
 
 
 async def _runs_that_have_ended(log: LongLog) -> Case:
@@ -312,7 +343,7 @@ async def _tail(log: LongLog) -> Case:
     """Of each lane what lies behind its checkpoint, and no more."""
     acknowledged = (ACKED - CHECKPOINT) * 1.1 * LANES
     return Case(
-        lanes.READ_TAIL,
+        lanes.READ_ACKNOWLEDGED,
         _columns(log.lanes, batch_of(CHECKPOINT + 1), CHECKPOINT),
         int(acknowledged),
         FOUR * acknowledged,
@@ -325,18 +356,20 @@ async def _tail_of_a_lane_that_stands_still(log: LongLog) -> Case:
     ids, floor = log.lanes_of(0), batch_of(STUCK + 1)
     looks = len(ids) * len(ALL)
     since = range(floor // WIDTHS["attempt"], len(ALL))
-    return Case(lanes.READ_TAIL, _columns(ids, floor, STUCK), 0, 3 * looks, {"attempt": since})
+    return Case(
+        lanes.READ_ACKNOWLEDGED, _columns(ids, floor, STUCK), 0, 3 * looks, {"attempt": since}
+    )
 
 
 async def _deliveries(log: LongLog) -> Case:
     """Three rows for each: the delivery, its event and its batch."""
     ids = log.lanes_of(1)[:32]
-    owed = (NUMBERS - ACKED) * len(ids)
+    pending = (NUMBERS - ACKED) * len(ids)
     return Case(
         lanes.READ_DELIVERIES,
         (*_columns(ids, batch_of(ACKED + 1), ACKED, 32), 1 << 20),
-        3 * owed,
-        3 * FOUR * owed,
+        3 * pending,
+        3 * FOUR * pending,
         {"delivery": NEWEST, "outbox": NEWEST, "batch": NEWEST},
     )
 
@@ -372,8 +405,8 @@ async def _deliveries_of_lanes_that_owe_nothing(log: LongLog) -> Case:
 async def _news(log: LongLog) -> Case:
     touched = 9 * 100
     return Case(
-        lanes.READ_NEWS,
-        (BATCHES - 10, lanes.NEWS_MAX),
+        lanes.READ_NEW_BATCHES,
+        (BATCHES - 10, lanes.NEW_BATCHES_MAX),
         10 + touched,
         20 + 3 * touched,
         {"batch": NEWEST},
@@ -408,7 +441,9 @@ async def _group_with_a_dead_letter(log: LongLog) -> Case:
             NUMBERS,
             _attempt("refused"),
             Progress(acked_seq=NUMBERS, floor_batch=BATCHES - 1),
-            DeadLetter(Gone(log.endpoints[1], NUMBERS, BATCHES - 1, HIGH), "erased", 1, None),
+            DeadLetter(
+                ErasedEvent(log.endpoints[1], NUMBERS, BATCHES - 1, HIGH), "erased", 1, None
+            ),
         )
         for lane in log.lanes_of(1)[:10]
     ]
@@ -416,7 +451,10 @@ async def _group_with_a_dead_letter(log: LongLog) -> Case:
 
 
 WANTED = "UPDATE subscription SET types = types || '{outbox.**}'::text[]"
-ASKED_BEFORE = f"{WANTED}; SELECT announce('outbox.x', NULL, '{{}}'), holds_ordinary(0, 0, 0, 0)"
+ASKED_BEFORE = (
+    f"{WANTED}; SELECT publish_operational_event('outbox.x', NULL, '{{}}'), "
+    "contains_ordinary_event(0, 0, 0, 0)"
+)
 """The server reads the functions' bodies once in a session, and plans what is in them."""
 
 
@@ -436,7 +474,11 @@ async def _whether_lanes_owe_ordinary_events(log: LongLog) -> Case:
     ids = log.lanes_of(0)[:10]
     pages = 70 * len(ids)
     return Case(
-        endpoint_state.READ_OWES_ORDINARY, _stuck(log), 2 * len(ids), pages, before=(ASKED_BEFORE,)
+        endpoint_state.READ_HAS_PENDING_ORDINARY,
+        _stuck(log),
+        2 * len(ids),
+        pages,
+        before=(ASKED_BEFORE,),
     )
 
 
@@ -446,7 +488,7 @@ async def _lag(log: LongLog) -> Case:
     # Everything is late.
     arguments = (1, -1e6, 600.0, None)
     return Case(
-        operational_events.TELL_LAGGING, arguments, 10, 150, partitions, (leads, ASKED_BEFORE)
+        operational_events.PUBLISH_LAGGING, arguments, 10, 150, partitions, (leads, ASKED_BEFORE)
     )
 
 
@@ -487,11 +529,11 @@ async def _renewal(log: LongLog) -> Case:
 
 
 async def _look(log: LongLog) -> Case:
-    return Case(replicas.LOOK, (), 2 + ENDPOINTS, 20)
+    return Case(replicas.READ_CLUSTER, (), 2 + ENDPOINTS, 20)
 
 
 async def _survey(log: LongLog) -> Case:
-    return Case(database_stats.SURVEY, (), DEAD_OPEN + 20, 60)
+    return Case(database_stats.READ_DATABASE_STATS, (), DEAD_OPEN + 20, 60)
 
 
 RELAY = {
@@ -595,15 +637,15 @@ async def _dead_show(log: LongLog) -> Case:
 
 
 async def _live_look(log: LongLog) -> Case:
-    return Case(live_status.LOOK, (None, 2), 60_000, 4 * LANES, {"batch": NEWEST})
+    return Case(live_status.READ_LIVE_STATUS, (None, 2), 60_000, 4 * LANES, {"batch": NEWEST})
 
 
 async def _live_states(log: LongLog) -> Case:
-    return Case(live_status.STATES, (None,), 500, 40)
+    return Case(live_status.COUNT_STATES, (None,), 500, 40)
 
 
 async def _live_dead_letters(log: LongLog) -> Case:
-    return Case(live_status.DEAD_LETTERS, (None,), DEAD_OPEN, 40)
+    return Case(live_status.COUNT_DEAD_LETTERS, (None,), DEAD_OPEN, 40)
 
 
 async def _live_events(log: LongLog) -> Case:
@@ -626,7 +668,7 @@ async def _fetch_lane(log: LongLog) -> Case:
 
 
 async def _fetch_given_up(log: LongLog) -> Case:
-    return Case(lane_history.READ_GIVEN_UP, (log.lanes[7], 1, NUMBERS), 100, 100)
+    return Case(lane_history.READ_DEAD_LETTERED, (log.lanes[7], 1, NUMBERS), 100, 100)
 
 
 async def _fetch_previous(log: LongLog) -> Case:

@@ -22,7 +22,7 @@ from tests.support.roles import role
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.doctor import Finding
+    from outbox.operations.doctor import DoctorFinding
     from tests.support.postgres import Database
 
 OWNERS_RIGHTS = {
@@ -36,8 +36,8 @@ OWNERS_RIGHTS = {
     "publish",
     "publish_many",
     "reset_once",
-    "ring",
-    "secrets_kept",
+    "notify_relay",
+    "count_secrets_by_key",
     "settle_period",
     "summarize",
 }
@@ -81,11 +81,11 @@ NOBODY_MAY = (
     "CREATE TABLE mine ()",
     "CREATE FUNCTION mine() RETURNS int LANGUAGE sql AS 'SELECT 1'",
     "CREATE OR REPLACE FUNCTION rfc3339(at timestamptz) RETURNS text LANGUAGE sql AS 'SELECT 1'",
-    "CREATE TRIGGER mine AFTER INSERT ON outbox FOR EACH STATEMENT EXECUTE FUNCTION ring()",
+    "CREATE TRIGGER mine AFTER INSERT ON outbox FOR EACH STATEMENT EXECUTE FUNCTION notify_relay()",
     "ALTER FUNCTION publish OWNER TO CURRENT_USER",
     "SELECT set_payload_bytes_max(5000)",
     "SELECT make_partition('outbox', 7)",
-    "SELECT settle_rights()",
+    "SELECT sync_grants()",
     "SELECT grant_purpose('relay', current_user::regrole)",
     "SELECT grant_producer(current_user::regrole)",
     "SELECT grant_relay(current_user::regrole)",
@@ -102,13 +102,13 @@ MAY_NOT = {
         "SELECT * FROM endpoint",
         "SELECT secret FROM endpoint_secret",
         "SELECT hash FROM token",
-        "SELECT * FROM once",
+        "SELECT * FROM idempotency_key",
         "SELECT * FROM migration",
         "SELECT nextval('outbox_id_seq')",
         "SELECT setval('wakeup', 1)",
         "SELECT add_partition('outbox', 3)",
         "SELECT header_names(NULL)",
-        "SELECT announce('outbox.endpoint.held', NULL, '{}')",
+        "SELECT publish_operational_event('outbox.endpoint.held', NULL, '{}')",
         "INSERT INTO outbox (event_id, type, payload) VALUES (gen_random_uuid(), 'a', '{}')",
     ),
     "reader": (
@@ -179,17 +179,17 @@ MAY_NOT = {
 }
 
 REFUSED = (
-    ("SELECT add_partition('public.theirs', 3)", "there is to be no partition 3"),
-    ("SELECT add_partition('period', 3)", "there is to be no partition 3"),
-    ("SELECT add_partition('outbox', 4000)", "there is to be no partition 4000"),
-    ("SELECT add_partition('outbox', -1)", "there is to be no partition -1"),
-    ("SELECT add_partition('outbox', NULL)", "there is to be no partition"),
-    ("SELECT empty_partition('outbox', 0)", "not of a period that was dropped"),
-    ("SELECT empty_partition('public.theirs', 0)", "not of a period that was dropped"),
-    ("SELECT empty_partition('outbox', 77)", "not of a period that was dropped"),
-    ("SELECT empty_partition('outbox', NULL)", "not of a period that was dropped"),
-    ("SELECT analyze_parent('public.theirs')", "is not a parent of ours"),
-    ("SELECT summarize('public.theirs_key')", "is not of a partition of ours"),
+    ("SELECT add_partition('public.theirs', 3)", "partition 3 of"),
+    ("SELECT add_partition('period', 3)", "partition 3 of"),
+    ("SELECT add_partition('outbox', 4000)", "partition 4000 of outbox may not be created"),
+    ("SELECT add_partition('outbox', -1)", "partition -1 of"),
+    ("SELECT add_partition('outbox', NULL)", "may not be created"),
+    ("SELECT empty_partition('outbox', 0)", "does not belong to a period that was dropped"),
+    ("SELECT empty_partition('public.theirs', 0)", "does not belong to a period that was dropped"),
+    ("SELECT empty_partition('outbox', 77)", "does not belong to a period that was dropped"),
+    ("SELECT empty_partition('outbox', NULL)", "does not belong to a period that was dropped"),
+    ("SELECT analyze_parent('public.theirs')", "is not a partitioned table of this schema"),
+    ("SELECT summarize('public.theirs_key')", "is not an index of an outbox partition"),
 )
 """What functions with the owner's rights do not do for a relay."""
 
@@ -235,7 +235,7 @@ async def test_tables_of_the_callers_own_are_not_taken_for_ours(
             CREATE TEMP TABLE endpoint (id uuid, headers jsonb);
             CREATE TEMP TABLE period (kind text, number bigint, dropped_at timestamptz);
             INSERT INTO pg_temp.period VALUES ('events', 0, '2000-01-01'), ('events', 90, NULL);
-            CREATE TEMP TABLE once (LIKE relay.once);
+            CREATE TEMP TABLE idempotency_key (LIKE relay.idempotency_key);
             CREATE TEMP TABLE outbox (LIKE relay.outbox);
             SET search_path = pg_temp, relay
         """)
@@ -248,7 +248,12 @@ async def test_tables_of_the_callers_own_are_not_taken_for_ours(
             await relay.execute("SELECT relay.empty_partition('relay.outbox', 0)")
         await relay.execute("SELECT relay.publish('a.b', '{}', once => 'k')")
         assert await relay.fetchval("SELECT count(*) FROM pg_temp.outbox") == 0
-        assert await owner.fetchval("SELECT count(*) FROM outbox JOIN once USING (event_id)") == 1
+        assert (
+            await owner.fetchval(
+                "SELECT count(*) FROM outbox JOIN idempotency_key USING (event_id)"
+            )
+            == 1
+        )
 
 
 async def test_functions_with_the_owners_rights_do_one_thing_to_our_own_tables(
@@ -292,10 +297,12 @@ async def test_every_table_is_shown_to_readers_or_kept_from_everybody_on_purpose
          WHERE relnamespace = 'relay'::regnamespace AND relkind IN ('r', 'p')
            AND NOT relispartition
     """)
-    shown = await owner.fetchval("SELECT array_agg(name) FROM reader_rights() WHERE kind = 'table'")
+    shown = await owner.fetchval(
+        "SELECT array_agg(name) FROM reader_privileges() WHERE kind = 'table'"
+    )
     assert sorted(tables) == sorted(shown)
     for purpose in PURPOSES:
-        sql = f"SELECT array_agg(DISTINCT name) FROM {purpose}_rights() WHERE kind = 'table'"
+        sql = f"SELECT array_agg(DISTINCT name) FROM {purpose}_privileges() WHERE kind = 'table'"
         assert set(await owner.fetchval(sql)) <= set(tables)
 
 
@@ -314,7 +321,9 @@ async def test_a_role_without_a_purpose_sees_nothing(
 # ----------------------------------------------------------------- granting
 
 
-async def _rights_of(connection: Connection[Any], schema: str, name: str) -> set[tuple[str, ...]]:
+async def _privileges_of(
+    connection: Connection[Any], schema: str, name: str
+) -> set[tuple[str, ...]]:
     rows = await connection.fetch(
         """
         SELECT c.relname, a.privilege_type, '' FROM pg_class c, aclexplode(c.relacl) a
@@ -343,9 +352,9 @@ async def test_granting_again_changes_nothing_whatever_the_names_are(
     await connection.execute(f"CREATE ROLE {quote_ident(name)} LOGIN")
     try:
         await migrate(connection, schema, roles=[(purpose, name)])
-        once = await _rights_of(connection, schema, name)
+        once = await _privileges_of(connection, schema, name)
         await migrate(connection, schema, roles=[(purpose, name)])
-        assert await _rights_of(connection, schema, name) == once
+        assert await _privileges_of(connection, schema, name) == once
         assert len(once) > 10
         assert not any(each[0].startswith("outbox_0") for each in once)
     finally:
@@ -363,10 +372,10 @@ async def test_what_a_later_migration_adds_is_granted_to_who_needs_it(
         CREATE TABLE later (id int);
         ALTER TABLE endpoint ADD COLUMN colour text;
         CREATE FUNCTION later() RETURNS int LANGUAGE sql AS 'SELECT 1';
-        ALTER FUNCTION looking_rights RENAME TO looking_rights_before;
-        CREATE FUNCTION looking_rights() RETURNS SETOF needed
+        ALTER FUNCTION read_only_privileges RENAME TO old_read_only_privileges;
+        CREATE FUNCTION read_only_privileges() RETURNS SETOF required_privilege
         LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
-            SELECT * FROM looking_rights_before()
+            SELECT * FROM old_read_only_privileges()
             UNION ALL VALUES ('table', 'later', 'SELECT', NULL::text[], NULL::text[]),
                              ('function', 'later', 'EXECUTE', NULL, NULL)
         $$;
@@ -395,7 +404,7 @@ async def test_a_role_that_was_granted_nothing_any_more_is_left_alone(
 ) -> None:
     async with role(database, "reader", "operator") as name:
         await owner.execute(f'DROP OWNED BY "{name}"; SELECT grant_producer(\'"{name}"\')')
-        await owner.execute("SELECT settle_rights()")
+        await owner.execute("SELECT sync_grants()")
         connection = await _as(database, name)
         await connection.execute("SELECT publish('a.b', '{}')")
         with pytest.raises(asyncpg.InsufficientPrivilegeError):
@@ -407,7 +416,7 @@ async def test_a_role_loses_what_its_purposes_do_not_need_any_more(
     database: Database, owner: Connection[Any]
 ) -> None:
     async with role(database, "relay", "reader") as name:
-        had = await _rights_of(owner, "relay", name)
+        had = await _privileges_of(owner, "relay", name)
         # As if an earlier version had needed these.
         await owner.execute(f"""
             GRANT UPDATE ON period TO "{name}";
@@ -416,9 +425,9 @@ async def test_a_role_loses_what_its_purposes_do_not_need_any_more(
             GRANT EXECUTE ON FUNCTION set_payload_bytes_max TO "{name}";
             GRANT CREATE ON SCHEMA relay TO "{name}"
         """)
-        assert await _rights_of(owner, "relay", name) > had
-        await owner.execute("SELECT settle_rights()")
-        assert await _rights_of(owner, "relay", name) == had
+        assert await _privileges_of(owner, "relay", name) > had
+        await owner.execute("SELECT sync_grants()")
+        assert await _privileges_of(owner, "relay", name) == had
         creates = "SELECT has_schema_privilege($1::text, 'relay', 'CREATE')"
         assert await owner.fetchval(creates, name) is False
 
@@ -428,27 +437,27 @@ async def test_what_a_role_can_do_is_taken_away_and_nobody_sees_a_gap(
     database: Database, owner: Connection[Any]
 ) -> None:
     async with role(database, "producer", "operator") as name, role(database, "reader") as other:
-        others = await _rights_of(owner, "relay", other)
+        others = await _privileges_of(owner, "relay", other)
         works = await _as(database, name)
         async with owner.transaction():
-            await owner.execute("SELECT settle_rights()")
+            await owner.execute("SELECT sync_grants()")
             await works.execute("SELECT publish('a.b', '{}'); SELECT FROM endpoint")
         await works.execute("SELECT publish('a.b', '{}'); SELECT FROM endpoint")
         await migrate(owner, "relay", revoked=[name], roles=[("reader", name)])
-        assert await _rights_of(owner, "relay", name) == others
+        assert await _privileges_of(owner, "relay", name) == others
         await migrate(owner, "relay", revoked=[name])
-        assert await _rights_of(owner, "relay", name) == set()
+        assert await _privileges_of(owner, "relay", name) == set()
         with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedTableError)):
             await works.execute("SELECT FROM relay.outbox")
-        assert await _rights_of(owner, "relay", other) == others
+        assert await _privileges_of(owner, "relay", other) == others
 
 
 @pytest.mark.one_major
 async def test_the_owner_loses_nothing(database: Database, owner: Connection[Any]) -> None:
     me = await owner.fetchval("SELECT quote_ident(current_user)")
-    before = await _rights_of(owner, "relay", await owner.fetchval("SELECT current_user"))
+    before = await _privileges_of(owner, "relay", await owner.fetchval("SELECT current_user"))
     await owner.execute(f"SELECT grant_reader('{me}'), revoke_purposes('{me}')")
-    after = await _rights_of(owner, "relay", await owner.fetchval("SELECT current_user"))
+    after = await _privileges_of(owner, "relay", await owner.fetchval("SELECT current_user"))
     assert after >= before
 
 
@@ -466,12 +475,14 @@ async def test_who_has_no_right_on_an_events_id_cannot_forge_operational_ones(
                 await connection.execute(forged)
         scheduled = """
             INSERT INTO schedule (name, cron, timezone, misfire, grace_s, overlap, next_at,
-                                  look_at, type, payload)
+                                  due_at, type, payload)
             VALUES ('s', '@daily', 'UTC', 'all', 1, 'allow', now(), now(), 'outbox.x', '{}')"""
         with pytest.raises(asyncpg.CheckViolationError, match="type_outbox_is_reserved"):
             await (await _as(database, operator)).execute(scheduled)
         await add_endpoint(database, "told", types=["outbox.**"])
-        assert await owner.fetchval("SELECT announce('outbox.endpoint.disabled', NULL, '{}')")
+        assert await owner.fetchval(
+            "SELECT publish_operational_event('outbox.endpoint.disabled', NULL, '{}')"
+        )
     assert await fetchval(database, "SELECT array_agg(type) FROM outbox") == [
         "outbox.endpoint.disabled"
     ]
@@ -505,7 +516,7 @@ async def test_headers_of_an_endpoint_are_an_object(
 # ------------------------------------------------------------------- the doctor
 
 
-async def _says(connection: Connection[Any], check: str = "roles") -> list[Finding]:
+async def _says(connection: Connection[Any], check: str = "roles") -> list[DoctorFinding]:
     return [f for f in await findings(connection) if f.check == check]
 
 
@@ -517,9 +528,9 @@ async def test_the_doctor_tells_of_relays_that_are_superusers(owner: Connection[
     """)
     (found,) = await _says(owner)
     assert found.severity == "warning"
-    assert 'a relay connects as "' in found.says
-    assert "superuser: whoever gets hold of the relay has the whole server" in found.says
-    assert found.do == "make a role for relays, and run: outbox migrate --relay ROLE"
+    assert 'a relay connects as "' in found.message
+    assert "superuser: a compromised relay would control the whole server" in found.message
+    assert found.action == "create a role for relays, and run: outbox migrate --relay ROLE"
 
 
 @pytest.mark.one_major
@@ -530,21 +541,21 @@ async def test_the_doctor_tells_which_right_is_missing(
     async with role(database, purpose) as name:
         connection = await _as(database, name)
         (found,) = await _says(connection)
-        assert (found.severity, found.says) == (
+        assert (found.severity, found.message) == (
             "ok",
-            f'"{name}" has what {"an" if purpose == "operator" else "a"} {purpose} needs, '
-            "and owns nothing",
+            f'"{name}" has the privileges of {"an" if purpose == "operator" else "a"} {purpose}, '
+            "and does not own the tables",
         )
         await owner.execute(f'REVOKE SELECT ON lane_block FROM "{name}"')
-        await owner.execute(f'REVOKE EXECUTE ON FUNCTION meets FROM "{name}"')
+        await owner.execute(f'REVOKE EXECUTE ON FUNCTION matches_filter FROM "{name}"')
         await owner.execute(f'REVOKE SELECT (name) ON token FROM "{name}"')
         await owner.execute(f'REVOKE SELECT ON token FROM "{name}"')
         (found,) = await _says(connection)
         assert found.severity == "problem"
-        assert '"SELECT on lane_block"' in found.says
-        assert '"SELECT on token"' in found.says
-        assert '"EXECUTE on meets"' in found.says
-        assert found.do == f"as their owner: outbox migrate --{purpose} {name}"
+        assert '"SELECT on lane_block"' in found.message
+        assert '"SELECT on token"' in found.message
+        assert '"EXECUTE on matches_filter"' in found.message
+        assert found.action == f"as their owner: outbox migrate --{purpose} {name}"
         await migrate(owner, "relay", roles=[(purpose, name)])
         (found,) = await _says(connection)
         assert found.severity == "ok"
@@ -556,8 +567,8 @@ async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
 ) -> None:
     await owner.execute("GRANT CREATE ON SCHEMA relay TO PUBLIC")
     (found,) = [f for f in await _says(owner) if f.severity == "problem"]
-    assert "PUBLIC may define things in the schema" in found.says
-    await owner.execute(str(found.do))
+    assert "PUBLIC may create objects in the schema" in found.message
+    await owner.execute(str(found.action))
     assert [f for f in await _says(owner) if f.severity == "problem"] == []
 
 
@@ -573,37 +584,35 @@ async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
 async def test_the_doctor_tells_who_can_read_secrets_without_being_meant_to(
     database: Database, owner: Connection[Any], purposes: list[str], granted: str, tables: str
 ) -> None:
-    async def told() -> list[Finding]:
-        return [f for f in await _says(owner) if "can read the secrets" in f.says]
+    async def told() -> list[DoctorFinding]:
+        return [f for f in await _says(owner) if "can read the secrets" in f.message]
 
     async with role(database, *purposes) as given, role(database, "relay", "operator"):
         await owner.execute(f'GRANT {granted} TO "{given}"')
         assert purposes or await told() == [], "without USAGE on the schema there is no way to it"
         await owner.execute(f'GRANT USAGE ON SCHEMA relay TO "{given}"')
         (found,) = await told()
-        what = "was granted none of our purposes"
+        what = "which has no purpose here"
         if purposes:
-            what = f"is for a {' and a '.join(purposes)}"
+            what = f"a {' and a '.join(purposes)}"
         names = ", ".join(f"relay.{table}" for table in tables.split())
         assert found.severity == "warning"
-        assert found.says == f'"{given}", which {what}, can read the secrets in {names}'
+        assert found.message == f'"{given}", {what}, can read the secrets in {names}'
         wanted = purposes[0] if purposes else "reader"
-        assert str(found.do).endswith(f"outbox migrate --{wanted} {shlex.quote(given)}")
+        assert str(found.action).endswith(f"outbox migrate --{wanted} {shlex.quote(given)}")
         await migrate(owner, "relay", roles=[(wanted, given)])
         assert await told() == []
 
 
 @pytest.mark.one_major
 async def test_the_doctor_tells_when_everybody_can_read_secrets(owner: Connection[Any]) -> None:
-    async def told() -> list[Finding]:
-        return [f for f in await _says(owner) if "everybody" in f.says]
+    async def told() -> list[DoctorFinding]:
+        return [f for f in await _says(owner) if "PUBLIC has" in f.message]
 
     await owner.execute("GRANT SELECT ON relay.endpoint_secret TO PUBLIC")
     (found,) = await told()
-    assert found.says == (
-        "everybody was granted SELECT on relay.endpoint_secret, with the secrets there"
-    )
-    await owner.execute(str(found.do))
+    assert found.message == ("PUBLIC has SELECT on relay.endpoint_secret, including secrets")
+    await owner.execute(str(found.action))
     assert await told() == []
 
 
@@ -635,7 +644,7 @@ async def test_a_relay_drops_nothing_that_is_written_owed_or_not_the_oldest(
         assert await relay.fetchval("SELECT settle_period(1)") is False
         assert await relay.fetchval("SELECT settle_period(0)")
         assert await relay.fetchval("SELECT settle_period(0)") is False
-        assert await relay.fetchval(drop, "events", 0) == 0  # is owed,
+        assert await relay.fetchval(drop, "events", 0) == 0  # is pending,
         assert await relay.fetchval(drop, "log", 0) == 0
         await relay.execute("UPDATE lane_progress SET acked_seq = 1")
         assert await relay.fetchval("SELECT end_period('log', 1)")
@@ -700,11 +709,11 @@ async def test_emptied_partitions_are_told_and_their_owner_drops_them(
         assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
         (found,) = await _says(relay, "leftovers")
         assert found.severity == "ok"
-        assert "1 partition of dropped periods is empty and still attached" in found.says
+        assert "1 partition of dropped periods is empty and still attached" in found.message
         assert await PartitionStore(relay).drop_owned() == 0
         assert await PartitionStore(owner).drop_owned() == 1
         (found,) = await _says(relay, "leftovers")
-        assert found.says == "no partition of a dropped period is left"
+        assert found.message == "no partition of a dropped period is left"
 
 
 @pytest.mark.one_major

@@ -13,7 +13,7 @@ import pytest
 import outbox
 from outbox.operations import schedule_changes
 from outbox.store import schedule_runs
-from outbox.store.schedule_runs import TickStore
+from outbox.store.schedule_runs import ScheduleRunStore
 from tests.support.plans import explain
 from tests.support.schedules import DAY, add, journal, let_be_due, published
 from tests.support.waiting import until
@@ -34,17 +34,19 @@ async def db(database: Database) -> Connection[Any]:
 
 
 @pytest.fixture
-async def store(database: Database) -> TickStore:
-    return TickStore(await database.connect(**PATH), 1)
+async def store(database: Database) -> ScheduleRunStore:
+    return ScheduleRunStore(await database.connect(**PATH), 1)
 
 
 # -------------------------------------------------------------------- schedules
 
 
-async def test_a_tick_carries_what_the_schedule_says(db: Connection[Any], store: TickStore) -> None:
+async def test_a_tick_carries_what_the_schedule_says(
+    db: Connection[Any], store: ScheduleRunStore
+) -> None:
     await add(db, payload={"n": 1}, key="k", tenant="acme", headers={"X-Mine": "yes"})
     (tick,) = await let_be_due(db, 1)
-    assert (await store.tick()).schedules == 1
+    assert (await store.run_due_schedules()).schedules == 1
     row = await db.fetchrow("SELECT * FROM outbox")
     assert (row["type"], row["key"], row["tenant"], row["payload"]) == (
         "a.b",
@@ -63,8 +65,8 @@ async def test_a_tick_carries_what_the_schedule_says(db: Connection[Any], store:
         row["id"],
         row["event_id"],
     )
-    assert kept["next_at"] == kept["look_at"] == tick + DAY
-    assert (await store.tick()).schedules == 0
+    assert kept["next_at"] == kept["due_at"] == tick + DAY
+    assert (await store.run_due_schedules()).schedules == 0
 
 
 async def test_each_tick_is_published_once_however_many_try(
@@ -73,18 +75,18 @@ async def test_each_tick_is_published_once_however_many_try(
     names = [f"s{n}" for n in range(3)]
     for name in names:
         await add(db, name)
-    stores = [TickStore(await database.connect(**PATH), n) for n in range(3)]
+    stores = [ScheduleRunStore(await database.connect(**PATH), n) for n in range(3)]
     expected: dict[str, list[datetime]] = {name: [] for name in names}
     for _ in range(30):
         for name in names:
             expected[name] += await let_be_due(db, 3, name)
-        await asyncio.gather(*(store.tick() for store in stores))
+        await asyncio.gather(*(store.run_due_schedules() for store in stores))
     for name in names:
         assert await published(db, name) == expected[name]
 
 
 async def test_what_was_not_committed_never_was(
-    database: Database, db: Connection[Any], store: TickStore
+    database: Database, db: Connection[Any], store: ScheduleRunStore
 ) -> None:
     """A replica that dies after it wrote the event, and before it committed."""
     await add(db)
@@ -93,25 +95,25 @@ async def test_what_was_not_committed_never_was(
     transaction = dying.transaction()
     await transaction.start()
     (row,) = await dying.fetch(schedule_runs.LOCK_DUE, 10)
-    await dying.execute(schedule_runs.PUBLISH, [row["id"]], [row["next_at"]], False)
-    assert (await store.tick()).schedules == 0  # It is locked, and nobody waits.
+    await dying.execute(schedule_runs.PUBLISH_RUNS, [row["id"]], [row["next_at"]], False)
+    assert (await store.run_due_schedules()).schedules == 0  # It is locked, and nobody waits.
     dying.terminate()
 
     async def ticked() -> bool:
-        return (await store.tick()).schedules == 1
+        return (await store.run_due_schedules()).schedules == 1
 
     await until(ticked, what="the dead one's lock to be let go")
     assert await published(db) == due
 
 
 async def test_all_goes_on_where_a_helping_ended(
-    db: Connection[Any], store: TickStore, monkeypatch: pytest.MonkeyPatch
+    db: Connection[Any], store: ScheduleRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule_runs, "TICKS_MAX", 4)
+    monkeypatch.setattr(schedule_runs, "RUNS_MAX", 4)
     await add(db)
     due = await let_be_due(db, 10)
     helpings = 0
-    while (await store.tick()).schedules:
+    while (await store.run_due_schedules()).schedules:
         helpings += 1
     assert helpings == 3
     assert await published(db) == due
@@ -119,11 +121,11 @@ async def test_all_goes_on_where_a_helping_ended(
 
 
 async def test_once_publishes_the_newest_and_says_what_it_stands_for(
-    db: Connection[Any], store: TickStore
+    db: Connection[Any], store: ScheduleRunStore
 ) -> None:
     await add(db, misfire="once")
     due = await let_be_due(db, 10)
-    await store.tick()
+    await store.run_due_schedules()
     assert await published(db) == [due[-1]]
     (told,) = await journal(db, "schedule_skipped")
     assert told == {
@@ -135,48 +137,50 @@ async def test_once_publishes_the_newest_and_says_what_it_stands_for(
 
 
 async def test_skip_leaves_out_what_is_older_than_the_grace(
-    db: Connection[Any], store: TickStore
+    db: Connection[Any], store: ScheduleRunStore
 ) -> None:
     await add(db, misfire="skip", grace_s=25 * 3600)
     due = await let_be_due(db, 10)
-    await store.tick()
+    await store.run_due_schedules()
     assert await published(db) == due[-2:]
     (told,) = await journal(db, "schedule_skipped")
     assert (told["from"], told["before"]) == (due[0].isoformat(), due[-2].isoformat())
     await add(db, "prompt", misfire="skip", grace_s=60)
     due = await let_be_due(db, 2, "prompt")
-    await store.tick()
+    await store.run_due_schedules()
     assert await published(db, "prompt") == []
     assert await db.fetchval("SELECT next_at FROM schedule WHERE name = 'prompt'") == due[-1] + DAY
 
 
-async def test_a_paused_schedule_does_not_tick(db: Connection[Any], store: TickStore) -> None:
+async def test_a_paused_schedule_does_not_tick(
+    db: Connection[Any], store: ScheduleRunStore
+) -> None:
     await add(db)
     await let_be_due(db, 3)
     await schedule_changes.pause(db, "relay", ["daily"], actor="test")
-    assert (await store.tick()).schedules == 0
+    assert (await store.run_due_schedules()).schedules == 0
     (resumed,) = await schedule_changes.resume(db, "relay", ["daily"], actor="test")
     assert resumed.next_at is not None
     assert resumed.next_at > resumed.now
-    assert (await store.tick()).schedules == 0
+    assert (await store.run_due_schedules()).schedules == 0
 
 
 async def test_one_that_cannot_be_read_holds_up_nobody(
-    db: Connection[Any], store: TickStore
+    db: Connection[Any], store: ScheduleRunStore
 ) -> None:
     await add(db, "broken")
     await add(db)
     await let_be_due(db, 2, "broken")
     await let_be_due(db, 1)
     await db.execute("UPDATE schedule SET timezone = 'Atlantis' WHERE name = 'broken'")
-    ticked = await store.tick()
+    ticked = await store.run_due_schedules()
     assert [name for name, _ in ticked.broken] == ["broken"]
     assert len(await published(db)) == 1
     assert await published(db, "broken") == []
-    assert (await store.tick()).schedules == 0
+    assert (await store.run_due_schedules()).schedules == 0
 
 
-async def test_when_something_is_due(db: Connection[Any], store: TickStore) -> None:
+async def test_when_something_is_due(db: Connection[Any], store: ScheduleRunStore) -> None:
     assert await store.due_in_s() is None
     await add(db)
     due_in_s = await store.due_in_s()
@@ -208,18 +212,18 @@ async def _numbers(db: Connection[Any]) -> list[int]:
 
 
 async def test_they_come_by_their_time_then_by_their_insertion(
-    db: Connection[Any], store: TickStore
+    db: Connection[Any], store: ScheduleRunStore
 ) -> None:
     await _future(db, 3, 1, 2, 1, 3, ago_s=10)
-    assert await store.move() == 5
+    assert await store.move_future_events() == 5
     assert await _numbers(db) == [1, 3, 2, 0, 4]
-    assert await store.move() == 0
+    assert await store.move_future_events() == 0
     assert await db.fetchval("SELECT count(*) FROM future_event") == 0
 
 
-async def test_only_those_that_are_due_move(db: Connection[Any], store: TickStore) -> None:
+async def test_only_those_that_are_due_move(db: Connection[Any], store: ScheduleRunStore) -> None:
     await _future(db, 0, 3600, ago_s=1)
-    assert await store.move() == 1
+    assert await store.move_future_events() == 1
     assert await _numbers(db) == [0]
 
 
@@ -228,13 +232,13 @@ async def test_they_move_once_and_in_order_however_many_try(
 ) -> None:
     monkeypatch.setattr(schedule_runs, "EVENTS_MAX", 7)
     await _future(db, *range(100), ago_s=200)
-    stores = [TickStore(await database.connect(**PATH), n) for n in range(3)]
+    stores = [ScheduleRunStore(await database.connect(**PATH), n) for n in range(3)]
     moved = 0
 
-    async def drain(store: TickStore) -> None:
+    async def drain(store: ScheduleRunStore) -> None:
         nonlocal moved
         while moved < 100:
-            some = await store.move()
+            some = await store.move_future_events()
             moved += some
 
     async with asyncio.timeout(60):
@@ -243,7 +247,7 @@ async def test_they_move_once_and_in_order_however_many_try(
 
 
 async def test_nobody_waits_for_another_one_that_moves_them(
-    database: Database, db: Connection[Any], store: TickStore
+    database: Database, db: Connection[Any], store: ScheduleRunStore
 ) -> None:
     await _future(db, 0, 1, 2, ago_s=10)
     moving = await database.connect(**PATH)
@@ -252,9 +256,9 @@ async def test_nobody_waits_for_another_one_that_moves_them(
     assert await moving.fetchval(schedule_runs.LOCK_FUTURE)
     assert await moving.fetchval(schedule_runs.MOVE_FUTURE, 2) == 2
     async with asyncio.timeout(10):
-        assert await store.move() == 0
+        assert await store.move_future_events() == 0
     await transaction.rollback()
-    assert await store.move() == 3
+    assert await store.move_future_events() == 3
     assert await _numbers(db) == [0, 1, 2]
 
 
@@ -271,7 +275,7 @@ async def test_looks_are_cheap_when_a_lot_waits(
     await add(db)
     await db.execute(
         "INSERT INTO schedule (name, cron, timezone, type, payload, misfire, grace_s, overlap, "
-        "next_at, look_at) SELECT 's' || n, '@yearly', 'UTC', 'a', '1', 'once', 1, 'allow', t, t "
+        "next_at, due_at) SELECT 's' || n, '@yearly', 'UTC', 'a', '1', 'once', 1, 'allow', t, t "
         "FROM generate_series(1, 10000) n, LATERAL (SELECT now() + n * interval '1 hour' AS t) x"
     )
     if analyzed:

@@ -15,9 +15,9 @@ from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.errors import CannotRun, Conflict
 from outbox.operations import endpoint_changes, endpoint_secrets, endpoints, rotate_key
-from outbox.operations.apply import apply
+from outbox.operations.apply import apply_file
 from outbox.store import endpoints as destinations
-from outbox.store.connection.secrets import CLEAR, SIGNING, Locked, LockedText, Vault
+from outbox.store.connection.secrets import CLEAR, SIGNING, UnreadableSecret, UnreadableText, Vault
 from outbox.store.replicas import ReplicaStore
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def test_what_was_written_for_one_endpoint_or_use_is_nothing_for_another() -> No
     endpoint = uuid4()
     sealed = OLD.seal("x", endpoint, SIGNING)
     for other, what in ((uuid4(), SIGNING), (endpoint, "header x")):
-        with pytest.raises(Locked, match="is not what was encrypted for it"):
+        with pytest.raises(UnreadableSecret, match="is not what was encrypted for it"):
             OLD.open(sealed, other, what)
 
 
@@ -89,20 +89,20 @@ def test_whatever_is_changed_in_it_is_found(at: int) -> None:
     endpoint = UUID(int=7)
     head, _, data = OLD.seal("a secret that is long", endpoint, SIGNING).rpartition(":")
     changed = "A" if data[at] != "A" else "B"
-    with pytest.raises(Locked, match="somebody changed the table"):
+    with pytest.raises(UnreadableSecret, match="the table was changed"):
         OLD.open(f"{head}:{data[:at]}{changed}{data[at + 1 :]}", endpoint, SIGNING)
 
 
 @pytest.mark.parametrize("rest", ["", ":", "?:", ":x", f"{OLD.key_id}:", f"{OLD.key_id}:é"])
 def test_what_was_never_encrypted_is_locked_and_not_a_crash(rest: str) -> None:
-    with pytest.raises(Locked):
+    with pytest.raises(UnreadableSecret):
         OLD.open(f"sealed:{rest}", uuid4(), SIGNING)
 
 
 def test_who_has_not_the_key_is_told_which_one() -> None:
     sealed = OLD.seal("x", uuid4(), SIGNING)
     for vault in (CLEAR, NEW):
-        with pytest.raises(Locked, match=f"key {OLD.key_id}; set OUTBOX_KEY"):
+        with pytest.raises(UnreadableSecret, match=f"key {OLD.key_id}; set OUTBOX_KEY"):
             vault.open(sealed, uuid4(), SIGNING)
 
 
@@ -115,7 +115,9 @@ async def test_no_secret_is_in_the_tables(db: Connection[Any]) -> None:
         db,
         "relay",
         "shop",
-        lambda s: endpoint_config.one({"headers": {"X-Key": "hunter3", "Authorization": None}}, s),
+        lambda s: endpoint_config.parse_one(
+            {"headers": {"X-Key": "hunter3", "Authorization": None}}, s
+        ),
         actor="test",
         vault=OLD,
     )
@@ -127,7 +129,7 @@ async def test_no_secret_is_in_the_tables(db: Connection[Any]) -> None:
     for secret in (made.secret, rotated.secret, CREDENTIAL, "hunter", "whsec_", "whsk_"):
         assert secret not in text
     assert private.secret.startswith("whpk_")
-    (found,) = await destinations.read(db, [made.id], OLD)
+    (found,) = await destinations.read_endpoints(db, [made.id], OLD)
     assert dict(found.headers) == {"X-Key": "hunter3", "Authorization": CREDENTIAL}
     newest, *older = found.secrets_at(0)
     assert newest.public_text == private.secret
@@ -141,30 +143,32 @@ async def test_who_cannot_read_an_endpoint_says_why_and_the_others_go_on(
     await add(db, CLEAR, "clear")
     made = await add(db, OLD, "shop")
     ids = [r["id"] for r in await db.fetch("SELECT id FROM endpoint ORDER BY name")]
-    clear, shop = await destinations.read(db, ids, NEW)
+    clear, shop = await destinations.read_endpoints(db, ids, NEW)
     assert clear.usable
     assert not shop.usable
     assert shop.problem == (
         f"its signing secret is encrypted with the key {OLD.key_id}; set OUTBOX_KEY to that key"
     )
     with pytest.raises(CannotRun, match='endpoint "shop": its signing secret is encrypted'):
-        await destinations.find(db, "relay", "shop", CLEAR)
-    assert (await destinations.find(db, "relay", "shop", BOTH)).id == made.id
+        await destinations.find_endpoint(db, "relay", "shop", CLEAR)
+    assert (await destinations.find_endpoint(db, "relay", "shop", BOTH)).id == made.id
 
 
 async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection[Any]) -> None:
     await add(db, OLD)
     for vault in (CLEAR, NEW):
-        with pytest.raises(Locked, match=f"secrets are encrypted here with the key {OLD.key_id}"):
+        with pytest.raises(
+            UnreadableSecret, match=f"secrets are encrypted with the key {OLD.key_id}"
+        ):
             await add(db, vault, "second")
-        with pytest.raises(Locked):
+        with pytest.raises(UnreadableSecret):
             await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=vault)
-        with pytest.raises(Locked):
+        with pytest.raises(UnreadableSecret):
             await endpoint_changes.update(
                 db,
                 "relay",
                 "shop",
-                lambda s: endpoint_config.one({"headers": {"X-Env": "test"}}, s),
+                lambda s: endpoint_config.parse_one({"headers": {"X-Env": "test"}}, s),
                 actor="t",
                 vault=vault,
             )
@@ -178,11 +182,11 @@ async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection
 
 async def test_the_first_key_comes_into_use_when_every_relay_has_it(db: Connection[Any]) -> None:
     store = ReplicaStore(db, None)
-    await store.register(await store.reserve(), "old", "0", 30.0)
-    with pytest.raises(Conflict, match=f"the relay old has not the key {OLD.key_id}"):
+    await store.register(await store.reserve_id(), "old", "0", 30.0)
+    with pytest.raises(Conflict, match=f"the relay old does not have the key {OLD.key_id}"):
         await add(db, OLD)
     await db.execute("DELETE FROM replica")
-    await store.register(await store.reserve(), "new", "0", 30.0, (), BOTH.key_ids)
+    await store.register(await store.reserve_id(), "new", "0", 30.0, (), BOTH.key_ids)
     await add(db, OLD)
     assert await keys_in_use(db) == [OLD.key_id]
 
@@ -203,7 +207,7 @@ async def test_a_row_that_nobody_can_read_keeps_no_other_waiting(
     await add(db, OLD, "good")
     await db.execute("UPDATE endpoint SET headers = $1::text::jsonb WHERE name = 'broken'", headers)
     ids = [r["id"] for r in await db.fetch("SELECT id FROM endpoint ORDER BY name")]
-    broken, good = await destinations.read(db, ids, OLD)
+    broken, good = await destinations.read_endpoints(db, ids, OLD)
     assert good.usable
     assert broken.problem is not None
     assert "its header x is neither a text nor encrypted" in broken.problem
@@ -215,19 +219,19 @@ async def test_without_the_key_everything_else_can_be_changed(db: Connection[Any
     made = await add(db, OLD)
     for vault in (CLEAR, NEW):
         found = await endpoints.get(db, "relay", "shop")
-        assert all(isinstance(v, LockedText) for v in found.settings.headers.values())
-        document = {"endpoints": [{**endpoint_config.write(found.settings), "lanes": 2}]}
-        await apply(db, "relay", endpoint_config.read(document), actor="t", vault=vault)
+        assert all(isinstance(v, UnreadableText) for v in found.settings.headers.values())
+        document = {"endpoints": [{**endpoint_config.to_file_values(found.settings), "lanes": 2}]}
+        await apply_file(db, "relay", endpoint_config.parse_file(document), actor="t", vault=vault)
         done = await endpoint_changes.update(
             db,
             "relay",
             "shop",
-            lambda s: endpoint_config.one({"lanes": 3}, s),
+            lambda s: endpoint_config.parse_one({"lanes": 3}, s),
             actor="t",
             vault=vault,
         )
         assert [d.setting for d in done.differences] == ["lanes"]
-    (there,) = await destinations.read(db, [made.id], OLD)
+    (there,) = await destinations.read_endpoints(db, [made.id], OLD)
     assert dict(there.headers)["Authorization"] == CREDENTIAL
 
 
@@ -237,7 +241,7 @@ async def test_without_the_key_everything_else_can_be_changed(db: Connection[Any
 async def test_everything_is_encrypted_anew(db: Connection[Any]) -> None:
     made = [await add(db, CLEAR, f"e{i}") for i in range(3)]
     await endpoint_secrets.rotate_secret(db, "relay", "e0", actor="t")
-    assert await rotate_key.survey(db, "relay") == [rotate_key.Kept(None, 4 + 6)]
+    assert await rotate_key.count_secrets(db, "relay") == [rotate_key.SecretCount(None, 4 + 6)]
     done = await rotate_key.rekey(db, "relay", OLD, actor="ann")
     assert (done.key, done.endpoints, done.done, done.secrets) == (OLD.key_id, 3, 3, 10)
     assert CREDENTIAL not in await everything(db)
@@ -246,11 +250,11 @@ async def test_everything_is_encrypted_anew(db: Connection[Any]) -> None:
         db, "relay", BOTH, actor="ann", on_progress=lambda d: seen.append(d.done)
     )
     assert (again.secrets, seen) == (10, [1, 2, 3])
-    assert await rotate_key.survey(db, "relay") == [rotate_key.Kept(NEW.key_id, 10)]
+    assert await rotate_key.count_secrets(db, "relay") == [rotate_key.SecretCount(NEW.key_id, 10)]
     assert (await rotate_key.rekey(db, "relay", NEW, actor="ann")).secrets == 0
     clear = await rotate_key.rekey(db, "relay", NEW.in_clear(), actor="ann")
     assert (clear.key, clear.secrets) == (None, 10)
-    found = await destinations.read(db, [m.id for m in made], CLEAR)
+    found = await destinations.read_endpoints(db, [m.id for m in made], CLEAR)
     assert all(dict(f.headers)["Authorization"] == CREDENTIAL for f in found)
     told = await db.fetch("SELECT actor, data FROM journal WHERE kind = 'secrets_rekeyed'")
     assert [r["actor"] for r in told] == ["ann"] * 3
@@ -272,7 +276,7 @@ async def test_a_header_that_only_looks_encrypted_is_encrypted(db: Connection[An
     text = orjson.dumps({"X-Env": looks}).decode()
     await db.execute("UPDATE endpoint SET headers = $1::text::jsonb", text)
     await rotate_key.rekey(db, "relay", OLD, actor="ann")
-    (found,) = await destinations.read(db, [made.id], OLD)
+    (found,) = await destinations.read_endpoints(db, [made.id], OLD)
     assert dict(found.headers) == {"X-Env": looks}
 
 
@@ -280,11 +284,11 @@ async def test_a_running_relay_without_the_key_is_not_left_behind(db: Connection
     await add(db, OLD)
     store = ReplicaStore(db, None)
     for name, vault in (("old", OLD), ("both", BOTH)):
-        number = await store.reserve()
+        number = await store.reserve_id()
         await store.register(number, name, "0", 30.0, (), vault.key_ids)
-    with pytest.raises(Conflict, match=f"the relay old has not the key {NEW.key_id}"):
+    with pytest.raises(Conflict, match=f"the relay old does not have the key {NEW.key_id}"):
         await rotate_key.rekey(db, "relay", BOTH, actor="ann")
-    assert await rotate_key.survey(db, "relay") == [rotate_key.Kept(OLD.key_id, 3)]
+    assert await rotate_key.count_secrets(db, "relay") == [rotate_key.SecretCount(OLD.key_id, 3)]
     assert (await rotate_key.rekey(db, "relay", BOTH, actor="ann", force=True)).secrets == 3
     await db.execute("UPDATE replica SET expires_at = clock_timestamp() WHERE name = 'old'")
     assert (await rotate_key.rekey(db, "relay", BOTH, actor="ann")).secrets == 0
@@ -312,7 +316,7 @@ async def test_what_others_write_meanwhile_is_not_forgotten(
     looks = 0
     pending: list[asyncio.Task[Any]] = []
 
-    def meanwhile(done: rotate_key.Rekeyed) -> None:
+    def meanwhile(done: rotate_key.RekeyProgress) -> None:
         nonlocal looks
         looks += 1
         if looks == 2:
@@ -325,5 +329,5 @@ async def test_what_others_write_meanwhile_is_not_forgotten(
 
     done = await rotate_key.rekey(db, "relay", BOTH, actor="t", on_progress=meanwhile)
     await asyncio.gather(*pending, return_exceptions=True)
-    left = {each.key for each in await rotate_key.survey(db, "relay")}
+    left = {each.key for each in await rotate_key.count_secrets(db, "relay")}
     assert (done.left, left) == (0, {NEW.key_id})

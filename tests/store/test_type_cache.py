@@ -8,7 +8,7 @@ import pytest
 
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
-from outbox.store.connection.type_cache import KnowingConnection, learn_types
+from outbox.store.connection.type_cache import TypeCachingConnection, load_types
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -21,11 +21,11 @@ VALUES = "SELECT ARRAY[1, 2]::bigint[] AS numbers, '{[1,3), [7,9)}'::int8multira
 
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KnowingConnection, "_known", {})
+    monkeypatch.setattr(TypeCachingConnection, "_known", {})
 
 
 async def _asked(database: Database, *statements: str) -> tuple[int, list[Any]]:
-    """What a new connection asks about types, and its answers."""
+    """What a new connection asks about types, and its responses."""
     asked: list[str] = []
 
     def note(query: LoggedQuery) -> None:
@@ -35,11 +35,11 @@ async def _asked(database: Database, *statements: str) -> tuple[int, list[Any]]:
     connection: Connection[Any] = await connect(dsn, schema=database.schema)
     try:
         with connection.query_logger(note):
-            await learn_types(connection)
-            answers = [await connection.fetchrow(each) for each in statements]
+            await load_types(connection)
+            responses = [await connection.fetchrow(each) for each in statements]
     finally:
         connection.terminate()
-    return sum("typeinfo_tree" in each for each in asked), answers
+    return sum("typeinfo_tree" in each for each in asked), responses
 
 
 @pytest.mark.usefixtures("nothing_known")

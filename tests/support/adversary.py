@@ -1,4 +1,4 @@
-"""Adversarial runs: producers of every kind and replicas that restart, all at once."""
+"""Adversarial runs: producers of every kind and restarting replicas, concurrently."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Who takes part.
+    """The participants of a run.
 
     Args:
-        kinds: what the producers do, and how often.
-        events_max: a replica's batches have at most one of these many events.
-        dawdle: which share of which of a replica's statements comes late,
-        dawdle_s: and how late at most (seconds).
-        hasty_share: for how many of a replica's lives gaps become old sooner.
-        take_chance: of taking the lead from another replica, with each turn that might.
+        kinds: the actions of the producers, with their weights.
+        events_max: the batch limits to choose from, for each life of a replica.
+        dawdle: the share of delayed statements of a replica, by statement.
+        dawdle_s: the maximal delay (seconds).
+        hasty_share: the share of a replica's lives in which gaps become old sooner.
+        take_chance: the probability of a takeover from another replica, per eligible batch.
     """
 
     kinds: Mapping[str, int]
@@ -38,7 +38,12 @@ class Workload:
     replicas: int = 2
     events_max: Sequence[int] = (3, 20, 200)
     dawdle: Mapping[str, float] = field(
-        default_factory=lambda: {"holders": 0.15, "read": 0.15, "look": 0.15, "write": 0.15}
+        default_factory=lambda: {
+            "holders": 0.15,
+            "read": 0.15,
+            "holders_after_read": 0.15,
+            "write": 0.15,
+        }
     )
     dawdle_s: float = 0.004
     hasty_share: float = 0.5
@@ -49,7 +54,7 @@ EVERYTHING = Workload(EVERY_KIND)
 
 
 class Run:
-    """A run under way."""
+    """A run in progress."""
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class Run:
     ) -> None:
         self._database = database
         self.done: Counter[str] = Counter()
-        """How often producers did what."""
+        """The number of actions of the producers, by kind."""
         self.replicas = [
             Replica(
                 database,
@@ -92,12 +97,12 @@ class Run:
         self.producing: list[asyncio.Task[None]] = []
 
     async def last(self, seconds: float) -> None:
-        """Let it go on: the length of the run, not something that is waited for."""
+        """Let the run continue; this is its length, not a wait for a condition."""
         async with self._database.connection() as connection:
             await connection.execute("SELECT pg_sleep($1)", seconds)
 
     async def finish(self) -> None:
-        """End the producers; then every gap must end too."""
+        """Stop the producers; then every gap must end."""
         self.stop_producers.set()
         await asyncio.wait(self.producing)
         async with self._database.connection() as connection:
@@ -113,10 +118,10 @@ async def running(
     *,
     may_crash: bool = False,
 ) -> AsyncIterator[Run]:
-    """Producers and replicas at work while the block runs.
+    """Run producers and replicas during the block.
 
     Args:
-        may_crash: the server may go away; everybody comes back with it.
+        may_crash: whether the server may crash; all clients reconnect.
     """
     async with database.connection() as connection:
         await connection.execute(APPLICATION + variant.prepare)

@@ -1,4 +1,4 @@
-"""The API on a real server, asked by a real client, and held to its document."""
+"""An API client for a real server that validates every response against the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ HERE = Address("127.0.0.1", 0)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came back."""
+class AttemptResult:
+    """A response."""
 
     status: int
     headers: Mapping[str, str]
@@ -46,14 +46,14 @@ class Answer:
 
     @property
     def detail(self) -> str:
-        """Of a problem."""
+        """The detail of a problem response."""
         assert self.headers["Content-Type"].startswith("application/problem+json"), self.raw
         detail: str = self.json["detail"]
         return detail
 
 
 class Api:
-    """A client with a token, which holds every answer to the document."""
+    """A client with a token that validates every response."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, secret: str | None) -> None:
         self.session = session
@@ -63,7 +63,7 @@ class Api:
     def with_token(self, secret: str | None) -> Api:
         return Api(self.session, self.url, secret)
 
-    async def ask(
+    async def request(
         self,
         method: str,
         path: str,
@@ -72,7 +72,7 @@ class Api:
         headers: Mapping[str, str] | None = None,
         data: bytes | None = None,
         **query: Any,
-    ) -> Answer:
+    ) -> AttemptResult:
         sent = dict(headers or {})
         if self.secret is not None:
             sent.setdefault("Authorization", f"Bearer {self.secret}")
@@ -84,23 +84,23 @@ class Api:
             method,
             URL(self.url + path, encoded=True).update_query(_flat(query)),
             headers=sent,
-            # aiohttp warns of bytes when they are many.
+            # aiohttp warns about large bytes bodies.
             data=None if data is None else io.BytesIO(data),
-        ) as response:
-            answer = Answer(response.status, response.headers, await response.read())
-        check(method, path, answer)
-        if answer.status == 200 and "items" in answer.json:
-            assert len(answer.json["items"]) <= int(query.get("limit", 100))
-        return answer
+        ) as reply:
+            response = AttemptResult(reply.status, reply.headers, await reply.read())
+        check(method, path, response)
+        if response.status == 200 and "items" in response.json:
+            assert len(response.json["items"]) <= int(query.get("limit", 100))
+        return response
 
-    async def get(self, path: str, **query: Any) -> Answer:
-        return await self.ask("GET", path, **query)
+    async def get(self, path: str, **query: Any) -> AttemptResult:
+        return await self.request("GET", path, **query)
 
-    async def post(self, path: str, body: Any = None, **rest: Any) -> Answer:
-        return await self.ask("POST", path, body, **rest)
+    async def post(self, path: str, body: Any = None, **rest: Any) -> AttemptResult:
+        return await self.request("POST", path, body, **rest)
 
     async def items(self, path: str, **query: Any) -> list[Any]:
-        """Everything that a listing has, page by page."""
+        """All items of a listing, page by page."""
         found: list[Any] = []
         after: dict[str, str] = {}
         while True:
@@ -123,8 +123,8 @@ def _flat(query: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 @lru_cache(1)
-def told() -> dict[str, Any]:
-    """The document, in which nothing may be there that is not told."""
+def api_document() -> dict[str, Any]:
+    """The OpenAPI document, closed: no undocumented property is allowed."""
     closed: dict[str, Any] = _closed(document(ROUTES))
     return closed
 
@@ -140,26 +140,27 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def check(method: str, path: str, answer: Answer) -> None:
-    """Hold an answer to what the document says of it."""
-    assert answer.headers["Cache-Control"] == "no-store"
-    assert answer.headers["X-Content-Type-Options"] == "nosniff"
-    assert answer.headers["Server"] == "outbox"
-    if answer.status >= 400:
-        assert answer.headers["Content-Type"].startswith("application/problem+json"), answer.raw
-        _validator("Problem")[0].validate(answer.json)
+def check(method: str, path: str, response: AttemptResult) -> None:
+    """Validate a response against the document."""
+    assert response.headers["Cache-Control"] == "no-store"
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.headers["Server"] == "outbox"
+    if response.status >= 400:
+        assert response.headers["Content-Type"].startswith("application/problem+json"), response.raw
+        _validator("Problem")[0].validate(response.json)
         return
     if path == "/openapi.json":
         return
     template = _template(path)
-    responses = told()["paths"][template][method.lower()]["responses"]
-    assert str(answer.status) in responses, f"{method} {template} does not tell {answer.status}"
-    _validator(template, method.lower(), str(answer.status))[0].validate(answer.json)
+    responses = api_document()["paths"][template][method.lower()]["responses"]
+    missing = f"{response.status} is not documented for {method} {template}"
+    assert str(response.status) in responses, missing
+    _validator(template, method.lower(), str(response.status))[0].validate(response.json)
 
 
 @lru_cache(None)
 def _template(path: str) -> str:
-    """The path of the table that this one is of: the one with the fewest holes."""
+    """The path template that matches; the one with the fewest parameters."""
     fitting = [
         route.path for route in ROUTES if re.fullmatch(re.sub(r"{\w+}", "[^/]+", route.path), path)
     ]
@@ -168,7 +169,7 @@ def _template(path: str) -> str:
 
 @lru_cache(None)
 def _validator(*place: str) -> list[Any]:
-    document = told()
+    document = api_document()
     if place == ("Problem",):
         schema = document["components"]["schemas"]["Problem"]
     else:
@@ -185,7 +186,7 @@ def _validator(*place: str) -> list[Any]:
 async def make_token(
     database: Database, name: str = "all", scopes: tuple[Scope, ...] = ALL, **options: Any
 ) -> str:
-    """A token's secret."""
+    """Create a token and return its secret."""
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         settings = TokenSettings(name=name, scopes=scopes, **options)
         return (await api_tokens.add(connection, "relay", settings, actor="test")).secret
@@ -193,7 +194,7 @@ async def make_token(
 
 @asynccontextmanager
 async def serving(database: Database, **settings: Any) -> AsyncIterator[Api]:
-    """A server with this database, and a client without a token."""
+    """A server of this database, and a client without a token."""
     usual = {"dsn_source": "test", "allow_networks": ("127.0.0.0/8",)}
     given = settings_for(database, **usual | settings)
     async with (

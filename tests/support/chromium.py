@@ -1,4 +1,4 @@
-"""A real browser for tests, where the system has one."""
+"""A real browser for tests, if the system has one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @lru_cache(1)
 def chromium() -> str | None:
-    """Where the system's browser is; None: it has none."""
+    """The path of the system's browser, or None."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next(filter(None, map(shutil.which, names)), None)
 
@@ -27,7 +27,7 @@ _shared: Browser | None = None
 
 @asynccontextmanager
 async def browsing() -> AsyncIterator[Browser]:
-    """The browser that is shared, or else one of its own; visits are kept apart by contexts."""
+    """The shared browser, or a new one; contexts isolate visits."""
     if _shared is not None:
         yield _shared
         return
@@ -37,9 +37,9 @@ async def browsing() -> AsyncIterator[Browser]:
 
 @asynccontextmanager
 async def shared() -> AsyncIterator[None]:
-    """One browser for all that ask within the block: to start one takes seconds.
+    """Share one browser within the block, because a start takes seconds.
 
-    It belongs to the event loop that starts it, and so do those who ask.
+    It is bound to the event loop that starts it, and so are its users.
     """
     global _shared
     async with _started() as _shared:
@@ -56,7 +56,7 @@ async def _started() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=program,
-            # Root may not use the sandbox, and nothing but our own page is opened.
+            # Root cannot use the sandbox, and only the project's own page is opened.
             args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
         )
         try:

@@ -1,4 +1,4 @@
-"""An OTLP collector: takes what is pushed over HTTP, and keeps it."""
+"""An OTLP collector: accepts pushes over HTTP and keeps them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Span:
-    """A span as it was pushed."""
+    """A span as pushed."""
 
     def __init__(self, span: Any, resource: Any) -> None:
         self.name: str = span.name
@@ -36,14 +36,14 @@ class Span:
 
 
 class Collector:
-    """What came."""
+    """The received traces and metrics."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.metrics: dict[str, Any] = {}
-        """The newest of each name."""
+        """The newest measurement of each name."""
         self.raw = b""
-        """Everything, as it came."""
+        """All requests, as received."""
         self.url = ""
 
     async def traces(self, request: web.Request) -> web.Response:
@@ -70,7 +70,7 @@ class Collector:
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[Collector]:
-    """A collector that listens."""
+    """A listening collector."""
     collector = Collector()
     application = web.Application(client_max_size=1 << 26)
     application.router.add_post("/v1/traces", collector.traces)

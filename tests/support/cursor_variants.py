@@ -1,4 +1,4 @@
-"""Cursors that are known to be wrong, each by one change to the real one."""
+"""Incorrect cursors, each by one change to the real one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.sequencing.gaps import GapTracker, Holders, Step
-from outbox.core.sequencing.router import Sighting
-from outbox.relay.sequencing.cursor import Cursor, Turn
+from outbox.core.sequencing.gaps import CursorChange, GapTracker, LockHolders
+from outbox.core.sequencing.router import RoutableEvent
+from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.store.cursor import CursorStore
 from tests.support.sequencers import Slow, Variant
 
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
 
 class NaiveTracker(GapTracker):
-    """Remembers the highest id and nothing else."""
+    """Keeps the highest id and nothing else."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-        step = super().close(ids, cut, after, now)
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
+        step = super().close_batch(ids, cut, after, now)
         return replace(step, young=(), dead=(*step.dead, *step.young), memory={})
 
 
 class TimeOutTracker(GapTracker):
-    """Takes a gap for dead after 200 ms."""
+    """Considers a gap dead after 200 ms."""
 
-    def _settle(
+    def _resolve_gap(
         self, gap: _Gap, limit: int | None, now: float, kept: list[_Gap], dead: list[Range]
     ) -> None:
         if limit is not None and gap.lo > limit:
@@ -42,43 +44,43 @@ class TimeOutTracker(GapTracker):
 
 
 class SnapshotStore(Slow):
-    """Shows the snapshot's bounds instead of the holders of the lock."""
+    """Returns the snapshot's bounds instead of the holders of the lock."""
 
-    async def holders(self) -> Holders:
+    async def holders(self) -> LockHolders:
         row = await self._db.fetchrow(
             "SELECT pg_snapshot_xmin(s)::text AS xmin, pg_snapshot_xmax(s)::text AS xmax "
             "FROM pg_current_snapshot() s"
         )
         return frozenset({f"{row['xmin']} {row['xmax']}"})
 
-    async def look(self) -> Holders:
+    async def holders_after_read(self) -> LockHolders:
         return await self.holders()
 
-    async def running(self) -> Holders:
+    async def running(self) -> LockHolders:
         return await self.holders()
 
 
 class XmaxTracker(GapTracker):
-    """Takes a gap for dead when every xid from before its sighting has ended.
+    """Considers a gap dead when every xid from before its sighting has ended.
 
     But an id may be allocated by a transaction that has no xid yet.
     """
 
     @staticmethod
-    def _still_there(holders: Holders, present: Holders) -> Holders:
+    def _still_held(holders: LockHolders, present: LockHolders) -> LockHolders:
         xmax_at_sighting = min(int(h.split()[1]) for h in holders)
         xmin_now = min(int(h.split()[0]) for h in present)
         return holders if xmin_now < xmax_at_sighting else frozenset()
 
     @staticmethod
-    def _one_ended(holders: Holders, present: Holders) -> bool:
-        return not XmaxTracker._still_there(holders, present)
+    def _one_ended(holders: LockHolders, present: LockHolders) -> bool:
+        return not XmaxTracker._still_held(holders, present)
 
 
 class HorizonStore(Slow):
     """Reads in the order of (xid, id), below the oldest running xid."""
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
         rows = await self._db.fetch(
             """
             SELECT id, tenant, type,
@@ -91,31 +93,35 @@ class HorizonStore(Slow):
             """,
             limit,
         )
-        return [Sighting(*row) for row in rows]
+        return [RoutableEvent(*row) for row in rows]
 
 
 class HorizonTracker(GapTracker):
-    """Has nothing to do: whatever the horizon has passed will not come late."""
+    """Does nothing: no event below the horizon can come late."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
         high = max(self.high, *ids) if ids else self.high
-        return Step(
+        return CursorChange(
             high=high,
             young=(),
             found=(),
             dead=(),
             old_closed=(),
             old_opened=(),
-            moved=bool(ids),
+            changed=bool(ids),
             memory={},
         )
 
 
 class FullBatchTracker(GapTracker):
-    """Lets a batch that was cut decide about gaps it did not reach."""
+    """Lets a cut batch decide about gaps that it did not reach."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-        return super().close(ids, False, after, now)
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
+        return super().close_batch(ids, False, after, now)
 
 
 class RepeatableReadStore(Slow):
@@ -125,23 +131,23 @@ class RepeatableReadStore(Slow):
 
 
 class OneSnapshotCursor(Cursor):
-    """Holds the row over every batch, and looks at the holders in its snapshot."""
+    """Locks the row during every batch, and reads the holders in its snapshot."""
 
-    async def turn(self, *, asleep_s: int | None = None) -> Turn:
+    async def sequence_batch(self, *, asleep_s: int | None = None) -> BatchResult:
         self.leads, self._holders = False, None
-        return await super().turn(asleep_s=asleep_s)
+        return await super().sequence_batch(asleep_s=asleep_s)
 
 
 class ModestStore(Slow):
-    """Does not count itself among the holders.
+    """Excludes its own backend from the holders.
 
-    Reading the sequence takes the lock too.  So the name of the batch that
-    found a gap is one of its holders, and ends with the batch; that hides
-    mistakes about old gaps, and nothing must depend on it.
+    Reading the sequence takes the lock, too. So the transaction of the batch that found a gap is
+    one of its holders, and ends with the batch; that hides mistakes about old gaps, so correctness
+    must not depend on it.
     """
 
-    async def look(self) -> Holders:
-        holders = await super().look()
+    async def holders_after_read(self) -> LockHolders:
+        holders = await super().holders_after_read()
         own = await self._db.fetchval(
             "SELECT virtualtransaction FROM pg_locks WHERE pid = pg_backend_pid() LIMIT 1"
         )
@@ -149,17 +155,17 @@ class ModestStore(Slow):
 
 
 class LockStore(CursorStore):
-    """Takes who still holds the lock for running, although its rows may be visible."""
+    """Considers a transaction running while it holds the lock, although its rows may be visible."""
 
-    async def running(self) -> Holders:
+    async def running(self) -> LockHolders:
         return await self.holders()
 
 
 class UnfencedStore(Slow):
-    """Writes whoever leads."""
+    """Writes without a check of the leader."""
 
     async def write(
-        self, batch: int, step: Step, events: int, deliveries: Any, *_: int, **options: Any
+        self, batch: int, step: CursorChange, events: int, deliveries: Any, *_: int, **options: Any
     ) -> Any:
         newest = await self._db.fetchrow(
             "SELECT (SELECT max(batch) + 1 FROM batch), writer, version FROM cursor"
@@ -167,86 +173,94 @@ class UnfencedStore(Slow):
         try:
             return await super().write(newest[0], step, events, deliveries, *newest[1:], **options)
         except asyncpg.UniqueViolationError:
-            # Another one took the number meanwhile: the table's key refuses that much.
+            # Another replica took the sequence number meanwhile: the primary key rejects that much.
             return None
 
 
 class FreshBeforeTracker(GapTracker):
     """Captures the holders of a gap that the read uncovers before the read."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-        return super().close(ids, cut, self._before, now)
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
+        return super().close_batch(ids, cut, self._before, now)
 
 
 class ProofAfterTracker(GapTracker):
-    """Looks who is still there after the read."""
+    """Reads the remaining holders after the read."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
         self._before = after
-        return super().close(ids, cut, after, now)
+        return super().close_batch(ids, cut, after, now)
 
 
 class KnownAfterTracker(GapTracker):
     """Captures the holders of a gap that was known before the batch after the read."""
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
         self._after = after
-        return super().close(ids, cut, after, now)
+        return super().close_batch(ids, cut, after, now)
 
-    def _settle(
+    def _resolve_gap(
         self, gap: _Gap, limit: int | None, now: float, kept: list[_Gap], dead: list[Range]
     ) -> None:
         if gap.holders is None and (limit is None or gap.lo <= limit):
             kept.append(replace(gap, holders=self._after))
         else:
-            super()._settle(gap, limit, now, kept, dead)
+            super()._resolve_gap(gap, limit, now, kept, dead)
 
 
 class NoRecheckTracker(GapTracker):
-    """Leaves old gaps out without looking, after the read, whether that was right."""
+    """Skips the recheck of omitted old gaps after the read."""
 
-    def complete(self, running: Holders) -> bool:
+    def complete(self, running: LockHolders) -> bool:
         return True
 
 
 class EarlyMoveTracker(GapTracker):
-    """Makes a gap old before a read that began after its holders were captured."""
+    """Ages a gap before a read that began after its holders were captured."""
 
-    def _step(self, high: int, kept: list[_Gap], found: list[int], dead: list[Range]) -> Step:
+    def _step(
+        self, high: int, kept: list[_Gap], found: list[int], dead: list[Range]
+    ) -> CursorChange:
         kept = [replace(gap, old=True) if gap.lo > self.high else gap for gap in kept]
         return super()._step(high, kept, found, dead)
 
 
 class UnreachedTracker(GapTracker):
-    """Takes a gap that a cut batch did not reach for read."""
+    """Considers a gap that a cut batch did not reach as read."""
 
-    def _settle(
+    def _resolve_gap(
         self, gap: _Gap, limit: int | None, now: float, kept: list[_Gap], dead: list[Range]
     ) -> None:
-        present = gap.holders and self._still_there(gap.holders, self._before)
+        present = gap.holders and self._still_held(gap.holders, self._before)
         if limit is not None and gap.lo > limit and present:
             kept.append(replace(gap, holders=present))
         else:
-            super()._settle(gap, limit, now, kept, dead)
+            super()._resolve_gap(gap, limit, now, kept, dead)
 
 
 class DeafTracker(GapTracker):
-    """Does not know that `-1/…` may hold any gap."""
+    """Ignores that `-1/…` may hold any gap."""
 
     @staticmethod
-    def _still_there(holders: Holders, present: Holders) -> Holders:
+    def _still_held(holders: LockHolders, present: LockHolders) -> LockHolders:
         return holders & present
 
 
 class RememberingTracker(GapTracker):
-    """Keeps its holders, whatever happens."""
+    """Keeps its holders after errors."""
 
     def forget(self) -> None:
         pass
 
 
 class RememberingCursor(Cursor):
-    """Goes on after a lost connection as if nothing had happened."""
+    """Continues after a lost connection without a reset."""
 
     remembers = True
 
@@ -258,7 +272,7 @@ class RememberingDeafTracker(RememberingTracker, DeafTracker):
     """Has neither of the two protections against a crash."""
 
 
-# Right, but without help from its own lock.
+# Correct, but without help from its own lock.
 MODEST = Variant(store=ModestStore)
 
 NAIVE = Variant(tracker=NaiveTracker)

@@ -1,10 +1,10 @@
-"""What `outbox doctor` finds, asked for one check at a time."""
+"""The findings of `outbox doctor`, by check."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.doctor import Finding, Look, Severity, examine
+from outbox.operations.doctor import DoctorContext, DoctorFinding, Severity, examine
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -12,25 +12,27 @@ if TYPE_CHECKING:
 PATH = {"server_settings": {"search_path": "relay"}}
 
 
-async def findings(db: Connection[Any], **options: Any) -> list[Finding]:
-    return [f async for f in examine(Look(db, "relay", **options))]
+async def findings(db: Connection[Any], **options: Any) -> list[DoctorFinding]:
+    return [f async for f in examine(DoctorContext(db, "relay", **options))]
 
 
-async def told(db: Connection[Any], check: str, **options: Any) -> list[Finding]:
-    """What is not as it should be, by one check."""
+async def reported_findings(db: Connection[Any], check: str, **options: Any) -> list[DoctorFinding]:
+    """The problems that one check reports."""
     found = [f for f in await findings(db, **options) if f.check == check]
     assert found, check
     return [f for f in found if f.severity is not Severity.OK]
 
 
-async def the_one(db: Connection[Any], check: str, **options: Any) -> Finding:
-    (finding,) = await told(db, check, **options)
-    assert finding.do
+async def the_one(db: Connection[Any], check: str, **options: Any) -> DoctorFinding:
+    (finding,) = await reported_findings(db, check, **options)
+    assert finding.action
     return finding
 
 
-def sql_of(finding: Finding) -> str:
-    """The statement that the doctor gives, as it can be run."""
-    assert finding.do
-    begin = min(i for word in ("ALTER ", "GRANT ", "SELECT ") if (i := finding.do.find(word)) >= 0)
-    return finding.do[begin:].partition("; events")[0]
+def sql_of(finding: DoctorFinding) -> str:
+    """The statement of a finding, ready to run."""
+    assert finding.action
+    begin = min(
+        i for word in ("ALTER ", "GRANT ", "SELECT ") if (i := finding.action.find(word)) >= 0
+    )
+    return finding.action[begin:].partition("; then")[0]

@@ -1,4 +1,4 @@
-"""A primary and an asynchronous standby of it, for a fail-over that loses commits."""
+"""A primary with an asynchronous standby, for a failover that loses commits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOLLOW_S, _PROMOTE_S = 30, 60
 class Pair(Database):
     """A migrated database on a primary and on a standby that follows it until `cut`.
 
-    Its DSN names both servers, and leads to whichever is the primary.
+    Its DSN names both servers and connects to the current primary.
     """
 
     def __init__(self, primary: Server, standby: EmbeddedPostgres) -> None:
@@ -43,7 +43,7 @@ class Pair(Database):
         )
 
     async def reader(self) -> asyncpg.Connection:
-        """A connection to the standby, which tells the primary what its queries see."""
+        """A connection to the standby with `hot_standby_feedback`."""
         reader = await asyncpg.connect(self._standby.dsn(self.name))
         for setting in ("hot_standby_feedback = on", "wal_receiver_status_interval = 1"):
             await reader.execute(f"ALTER SYSTEM SET {setting}")
@@ -51,7 +51,7 @@ class Pair(Database):
         return reader
 
     async def cut(self) -> None:
-        """The standby has what was committed until now, and gets nothing more."""
+        """Stop replication: the standby has what was committed until now."""
         async with self.connection() as primary:
             committed = await primary.fetchval("SELECT pg_current_wal_lsn()")
         standby = await asyncpg.connect(self._standby.dsn())
@@ -64,7 +64,7 @@ class Pair(Database):
         await standby.close()
 
     async def fail_over(self) -> None:
-        """The primary dies, and the standby takes its place with what it has."""
+        """Kill the primary and promote the standby."""
         await asyncio.to_thread(self._primary.kill)
         standby = await asyncpg.connect(self._standby.dsn())
         assert await standby.fetchval("SELECT pg_promote(true, $1)", _PROMOTE_S)
@@ -73,7 +73,7 @@ class Pair(Database):
 
 @asynccontextmanager
 async def pair(major: int) -> AsyncIterator[Pair]:
-    """Two servers of the test's own, which end with the block."""
+    """Two servers of the test, stopped at the end of the block."""
     primary = Server(major)
     directory = _open_directory()
     try:
@@ -96,14 +96,14 @@ async def pair(major: int) -> AsyncIterator[Pair]:
 
 
 def _open_directory() -> Path:
-    """One that the account that the servers run as can pass through."""
+    """A directory that the servers' account can traverse."""
     directory = Path(tempfile.mkdtemp(prefix="outbox-test-", dir=memory()))
     directory.chmod(0o755)
     return directory
 
 
 def _clone(primary: EmbeddedPostgres, target: Path) -> None:
-    """Copy the cluster while it rests, and let the copy follow it."""
+    """Copy the stopped cluster, and configure the copy as a standby."""
     primary.halt()
     shutil.copytree(primary.data_dir, target)
     (target / "standby.signal").touch()

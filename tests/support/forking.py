@@ -1,8 +1,8 @@
-"""Commands that start at once: forked from a process that has imported what they need.
+"""Fast commands: forked from a process that has imported all modules.
 
-Most of the time of a short command is Python's imports.  Forked, it is a process of its own
-all the same, with arguments, environment, streams and an exit code.  That a fresh Python can
-start each of them is for others to see: `tests/cli/test_main.py`, and whoever starts a relay.
+Imports take most of the time of a short command. A forked command is still a process with its own
+arguments, environment, streams and exit code. Other tests check that a fresh interpreter can start
+each command: `tests/cli/test_main.py`, and those that start a relay.
 """
 
 from __future__ import annotations
@@ -37,27 +37,29 @@ _LENGTH = struct.Struct("!I")
 async def run(
     words: Sequence[str], env: Mapping[str, str], stdin: bytes, timeout_s: float
 ) -> tuple[int, bytes, bytes]:
-    """Run `outbox` with these words to its end.
+    """Run `outbox` with these arguments to its end.
 
     Returns:
-        The exit code (below zero: the signal that ended it), stdout and stderr.
+        The exit code (negative: the terminating signal), stdout and stderr.
 
     Raises:
-        TimeoutError: it took longer, and was killed.
+        TimeoutError: it took longer and was killed.
     """
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin)
         given.seek(0)
-        news_fd, told_fd = os.pipe()
-        with os.fdopen(news_fd, "rb", buffering=0) as news:
+        status_read_fd, status_fd = os.pipe()
+        with os.fdopen(status_read_fd, "rb", buffering=0) as status_pipe:
             try:
-                _parent().ask(words, env, [given.fileno(), out.fileno(), err.fileno(), told_fd])
+                _parent().start_command(
+                    words, env, [given.fileno(), out.fileno(), err.fileno(), status_fd]
+                )
             finally:
-                os.close(told_fd)
+                os.close(status_fd)
             async with asyncio.timeout(timeout_s):
-                pid = int(await _line(news))
+                pid = int(await _line(status_pipe))
                 try:
-                    code = int(await _line(news))
+                    code = int(await _line(status_pipe))
                 except BaseException:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -68,7 +70,7 @@ async def run(
 
 
 async def _line(pipe: IO[bytes]) -> bytes:
-    """The next line; each is written all at once."""
+    """The next line; each is written atomically."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(pipe, readable.set_result, None)
@@ -83,7 +85,7 @@ async def _line(pipe: IO[bytes]) -> bytes:
 
 
 class _Parent:
-    """The process that has imported everything, as it is seen from here."""
+    """The client of the process that has imported all modules."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -95,12 +97,14 @@ class _Parent:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                process_group=0,  # Ctrl-C is for those who asked.
+                process_group=0,  # Ctrl-C is for the test process only.
             )
         atexit.register(self._end)
 
-    def ask(self, words: Sequence[str], env: Mapping[str, str], fds: Sequence[int]) -> None:
-        """Have a command forked: with three streams, and a pipe that is told how it goes."""
+    def start_command(
+        self, words: Sequence[str], env: Mapping[str, str], fds: Sequence[int]
+    ) -> None:
+        """Fork a command with three streams and a status pipe."""
         what = orjson.dumps([words, env, str(Path.cwd())])
         with self._lock:
             socket.send_fds(self._control, [_LENGTH.pack(len(what))], fds)
@@ -121,7 +125,7 @@ def _parent() -> _Parent:
 
 
 def _serve(control: socket.socket) -> None:
-    """Fork a command whenever one is asked for; returns in the command's process."""
+    """Fork a command per request; returns in the command's process."""
     ended, wakes = socket.socketpair()
     for each in (ended, wakes):
         each.setblocking(False)
@@ -135,17 +139,17 @@ def _serve(control: socket.socket) -> None:
             ready = [key.fileobj for key, _ in selector.select()]
             if ended in ready:
                 ended.recv(4096)
-                _bury(running)
+                _reap(running)
             if control not in ready:
                 continue
             head, fds, _, _ = socket.recv_fds(control, _LENGTH.size, 4)
             if not head:
                 _leave(running)
             words, env, where = orjson.loads(_exactly(control, *_LENGTH.unpack(head)))
-            told = fds.pop()
+            status_fd = fds.pop()
             if pid := os.fork():
-                running[pid] = told
-                os.write(told, b"%d\n" % pid)
+                running[pid] = status_fd
+                os.write(status_fd, b"%d\n" % pid)
                 for fd in fds:
                     os.close(fd)
                 continue
@@ -153,7 +157,7 @@ def _serve(control: socket.socket) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for number, fd in enumerate(fds):
                 os.dup2(fd, number)
-            for fd in (*fds, told, *running.values()):
+            for fd in (*fds, status_fd, *running.values()):
                 os.close(fd)
             for each in (control, ended, wakes):
                 each.close()
@@ -168,20 +172,20 @@ def _exactly(control: socket.socket, size: int) -> bytes:
     return what
 
 
-def _bury(running: dict[int, int]) -> None:
-    """Tell how those went that have ended."""
+def _reap(running: dict[int, int]) -> None:
+    """Report the exit codes of ended commands."""
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        told = running.pop(pid)
+        status_fd = running.pop(pid)
         with suppress(BrokenPipeError):
-            os.write(told, b"%d\n" % os.waitstatus_to_exitcode(status))
-        os.close(told)
+            os.write(status_fd, b"%d\n" % os.waitstatus_to_exitcode(status))
+        os.close(status_fd)
 
 
 def _leave(running: Iterable[int]) -> NoReturn:
-    """Nobody waits for them any more."""
+    """Kill the running commands and exit: the test process is gone."""
     for pid in running:
         os.kill(pid, signal.SIGKILL)
     sys.exit()
@@ -200,11 +204,11 @@ def _main() -> None:
 
     for entry in main.COMMANDS:
         importlib.import_module(f"outbox.cli.{entry.name}")
-    # What is there now stays: a copy would be made of each page that the collector touches.
+    # Freeze the heap: the garbage collector would otherwise copy each page that it touches.
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
     code = main.run(sys.argv[1:])
-    # As it stands in `_parent`'s process, too, nothing of it has to be taken apart.
+    # Exit without clean-up, because the state also exists in the parent process.
     sys.stderr.flush()
     os._exit(code)
 

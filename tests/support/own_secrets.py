@@ -1,7 +1,7 @@
-"""What secrets look like that have a form of their own: ours, and those of services.
+"""The formats of secrets: the project's own, and those of services.
 
-The forms of services are detect-secrets' own.  They are looked for by one detector instead of
-by one each, because asking a detector about a line costs more than its patterns do.
+The formats of services are detect-secrets' own. One detector searches for all of them, because a
+detector costs more per line than its patterns.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ THEIRS = (
 
 
 class FormDetector(RegexBasedDetector):
-    """Our signing secrets, private keys and tokens, and what services hand out."""
+    """The project's signing secrets, private keys and tokens, and those of services."""
 
     secret_type = "Known by its form"
 
@@ -60,10 +60,10 @@ class FormDetector(RegexBasedDetector):
 
 
 def is_let_off(filename: str, context: CodeSnippet, secret: str) -> bool:
-    """Whether a line says that it has no secret, or looks like a call.
+    """Whether a line is marked as free of secrets, or looks like a call.
 
-    Asked about what was found alone, because it has `secret`; detect-secrets asks its own two
-    filters about every line, which takes as long as all detectors do.
+    Evaluated for matches only (because of the parameter `secret`); detect-secrets evaluates its own
+    two filters for every line, which takes as long as all detectors.
     """
     line = context.target_line.rstrip()
     return is_indirect_reference(line) or is_line_allowlisted(filename, line, context)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 
 from outbox.devtools.embedded.launch import command, environment
-from outbox.devtools.embedded.run_as_user import account_for, give
+from outbox.devtools.embedded.run_as_user import account_for, change_owner
 from tests.support.tcp import free_port
 from tests.support.waiting import until
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-# Debian puts it where only root looks.
+# Debian installs it outside of the default PATH.
 _DIRECTORIES = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"))
 
 CONFIG = """
@@ -49,12 +49,12 @@ logfile = {log}
 
 
 def program() -> str | None:
-    """Where it is, if it is."""
+    """The path of PgBouncer, or None."""
     return shutil.which("pgbouncer", path=_DIRECTORIES)
 
 
 class PgBouncer:
-    """A running one; its clients become the roles that they name."""
+    """A running PgBouncer; its clients get the roles that they name."""
 
     def __init__(self, room: Path, port: int, database: Database) -> None:
         self._room = room
@@ -63,11 +63,11 @@ class PgBouncer:
         self._process: asyncio.subprocess.Process | None = None
 
     def dsn(self, user: str = "postgres") -> str:
-        """The way to the database through it."""
+        """The DSN of the database through the proxy."""
         return f"postgresql://{user}@127.0.0.1:{self.port}/{self._database.name}"
 
     async def start(self) -> None:
-        """Start it, as an ordinary user; it ends with this process."""
+        """Start it as an unprivileged user; it ends with this process."""
         path = program()
         assert path is not None
         argv = [path, str(self._room / "pgbouncer.ini")]
@@ -78,9 +78,9 @@ class PgBouncer:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
-        await until(self._answers, 10, "PgBouncer to answer")
+        await until(self._responds, 10, "PgBouncer to respond")
 
-    async def _answers(self) -> bool:
+    async def _responds(self) -> bool:
         assert self._process is not None
         assert self._process.returncode is None, self.log()
         try:
@@ -90,13 +90,13 @@ class PgBouncer:
         return True
 
     async def kill(self) -> None:
-        """End it without a word."""
+        """Kill it."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
             await self._process.wait()
 
     async def admin(self, *words: str) -> None:
-        """Say something on its console."""
+        """Execute a command on its console."""
         connection = await asyncpg.connect(
             f"postgresql://postgres@127.0.0.1:{self.port}/pgbouncer", timeout=5
         )
@@ -107,7 +107,6 @@ class PgBouncer:
             connection.terminate()
 
     def log(self) -> str:
-        """What it logged."""
         return (self._room / "pgbouncer.log").read_text()
 
 
@@ -115,7 +114,7 @@ class PgBouncer:
 async def pgbouncer(
     database: Database, *, pool_size: int = 5, server_lifetime_s: int = 3600
 ) -> AsyncIterator[PgBouncer]:
-    """One for the length of a block; every role may use it."""
+    """A PgBouncer during the block; every role may use it."""
     users = await _roles(database)
     account = account_for(None)
     with tempfile.TemporaryDirectory(prefix="pgbouncer-") as name:
@@ -132,7 +131,7 @@ async def pgbouncer(
             )
         )
         for path in (room, room / "users", room / "pgbouncer.ini"):
-            give(path, account)
+            change_owner(path, account)
         proxy = PgBouncer(room, port, database)
         try:
             await proxy.start()
@@ -148,7 +147,7 @@ async def _roles(database: Database) -> list[str]:
 
 
 async def find_the_schema(database: Database, **settings: str) -> None:
-    """Set up the role as a relay behind a proxy needs it, with further settings."""
+    """Configure the role as a relay behind a proxy requires, with further settings."""
     for name, value in {"search_path": "relay, pg_temp", **settings}.items():
         await database.server.execute(
             f"ALTER ROLE postgres IN DATABASE {database.name} SET {name} = {value}"

@@ -1,4 +1,4 @@
-"""What PostgreSQL really did for a statement: EXPLAIN ANALYZE, read and added up."""
+"""The actual cost of a statement: EXPLAIN ANALYZE, parsed and summed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """One table that was looked at; nodes that were never executed are none."""
+    """A scan of one table; nodes that were never executed are excluded."""
 
     node: str
     relation: str
     rows: float
-    """Read, whether they were wanted or not."""
+    """Rows read, including filtered ones."""
     pages: int
 
     def __str__(self) -> str:
@@ -28,28 +28,28 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a statement looked at."""
+    """The scans of a statement."""
 
     scans: tuple[Scan, ...]
     rows: float
     pages: int
-    """Pages of tables and indexes, each as often as it was asked for."""
+    """Pages of tables and indexes, counted per access."""
 
     def __str__(self) -> str:
         whole = f"{self.rows:.0f} rows, {self.pages} pages in all"
         return "\n".join([whole, *map(str, self.scans)])
 
     def partitions(self, parent: str) -> set[int]:
-        """The partitions of a parent that were looked at, by their numbers."""
+        """The numbers of the scanned partitions of a parent."""
         names = (scan.relation.rpartition("_") for scan in self.scans)
         return {int(number) for name, _, number in names if name == parent and number.isdigit()}
 
 
 async def explain(connection: Connection[Any], sql: str, *arguments: Any, generic: bool) -> Plan:
-    """Run a statement as a prepared one, with a plan for these arguments or for all.
+    """Run a statement as a prepared one, with a custom or a generic plan.
 
-    EXPLAIN of a statement with parameters would plan it for their values
-    always; only EXECUTE follows `plan_cache_mode`.
+    EXPLAIN of a statement with parameters would always plan for their values; only EXECUTE follows
+    `plan_cache_mode`.
     """
     types = (await connection.prepare(sql)).get_parameters()
     literals = [
@@ -61,12 +61,12 @@ async def explain(connection: Connection[Any], sql: str, *arguments: Any, generi
     await connection.execute(f"SET plan_cache_mode = {mode}")
     await connection.execute(f"PREPARE explained AS {sql}")
     try:
-        answer = await connection.fetchval(
+        response = await connection.fetchval(
             f"EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) EXECUTE explained{values}"
         )
     finally:
         await connection.execute("DEALLOCATE explained")
-    root = json.loads(answer)[0]["Plan"]
+    root = json.loads(response)[0]["Plan"]
     scans = tuple(_scan(node) for node in _nodes(root) if "Relation Name" in node)
     return Plan(scans, sum(scan.rows for scan in scans), _pages(root))
 

@@ -14,7 +14,7 @@ import asyncpg
 
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.store.connection.migrate import migrate
-from outbox.store.connection.type_cache import KnowingConnection
+from outbox.store.connection.type_cache import TypeCachingConnection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "relay"
 
-# Crashes of the machine are not tested, so nothing has to reach the disk.
-# synchronous_commit stays on: what a commit promises to other sessions is tested.
+# Machine crashes are not tested, so nothing has to reach the disk. synchronous_commit stays on: the
+# guarantees of a commit towards other sessions are tested.
 TEST_SETTINGS: Mapping[str, Setting] = {
     "fsync": False,
     "full_page_writes": False,
@@ -40,11 +40,11 @@ _numbers = itertools.count(1)
 
 
 async def _connect(dsn: str, **options: Any) -> asyncpg.Connection:
-    return await asyncpg.connect(dsn, **{"connection_class": KnowingConnection, **options})
+    return await asyncpg.connect(dsn, **{"connection_class": TypeCachingConnection, **options})
 
 
 class Database:
-    """One database, and the connections that a test made to it."""
+    """A database and the connections of a test to it."""
 
     def __init__(self, server: Server, name: str) -> None:
         self.server = server
@@ -56,7 +56,6 @@ class Database:
 
     @property
     def major(self) -> int:
-        """The server's major version."""
         return self.server.major
 
     @property
@@ -72,7 +71,7 @@ class Database:
 
     @asynccontextmanager
     async def connection(self, **options: Any) -> AsyncIterator[asyncpg.Connection]:
-        """A connection for the length of a block."""
+        """A connection during the block."""
         connection = await _connect(self.dsn, **options)
         try:
             yield connection
@@ -82,10 +81,10 @@ class Database:
 
     @asynccontextmanager
     async def at_hand(self) -> AsyncIterator[asyncpg.Connection]:
-        """A connection to the schema that the next one gets, too: leave it as it was.
+        """A cached connection to the schema: leave its state unchanged.
 
-        Tests wait by asking a hundred times a second.  Most of the work of a question would
-        be the connection, and it is taken from what is waited for.
+        Tests poll a hundred times a second. Connecting would be most of the cost of a query, and
+        would slow down the process under test.
         """
         connection = await self._taken()
         try:
@@ -98,14 +97,14 @@ class Database:
                     await connection.close(timeout=5)
 
     def _is_at_home(self) -> bool:
-        """Connections are their loop's, and a test without one may make others."""
+        """Connections are bound to their event loop, and a test without one may create others."""
         return asyncio.get_running_loop() is self._loop
 
     async def _taken(self) -> asyncpg.Connection:
         while self._at_hand and self._is_at_home():
             connection = self._at_hand.pop()
             try:
-                await connection.execute("SELECT")  # It may have been cut since.
+                await connection.execute("SELECT")  # It may have been closed meanwhile.
             except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
                 connection.terminate()
             else:
@@ -122,7 +121,7 @@ class Database:
                 await connection.execute(f"ROLLBACK PREPARED {gid}")
 
     async def close(self) -> None:
-        """Cut the connections that `connect` made."""
+        """Close the connections of `connect`."""
         for connection in self._connections:
             if not connection.is_closed():
                 connection.terminate()
@@ -133,12 +132,12 @@ class Server:
     """An embedded server and its template.
 
     Args:
-        on_disk: not in memory, even if there is room.
-        directory: where to put it, whatever `on_disk` says.
+        on_disk: store data on disk, even if memory is available.
+        directory: the data directory; takes precedence over `on_disk`.
     """
 
     home = "postgres"
-    """The database from which others are made."""
+    """The template database."""
     prefix, template = "test_", "template_relay"
 
     def __init__(
@@ -159,7 +158,6 @@ class Server:
 
     @property
     def version(self) -> str:
-        """Such as 18.4."""
         return self.embedded.version
 
     def dsn(self, name: str) -> str:
@@ -167,7 +165,7 @@ class Server:
         return self.embedded.dsn(name)
 
     def up(self) -> None:
-        """Start it, if it does not run."""
+        """Start the server if it does not run."""
         self.embedded.start()
 
     async def execute(self, *statements: str) -> None:
@@ -197,7 +195,7 @@ class Server:
     async def _drop(self, database: Database) -> None:
         async with self._connection() as connection:
             prepared = await connection.fetch(_PREPARED, database.name)
-            if prepared:  # They would keep it from being dropped.
+            if prepared:  # Prepared transactions would prevent the drop.
                 await database.forget(row["gid"] for row in prepared)
             await connection.execute(f"DROP DATABASE {database.name} WITH (FORCE)")
 
@@ -216,8 +214,8 @@ class Server:
         )
         async with self._connection(self.template) as connection:
             await migrate(connection, SCHEMA)
-        # The first connection after that writes down what every connection wants to know of
-        # the catalog; in a copy it need not be found out again.
+        # The first connection fills the catalog cache files; a copy of the template has them
+        # already.
         async with self._connection(self.template):
             pass
         # A template cannot be cloned while anybody is connected to it.
@@ -226,7 +224,7 @@ class Server:
 
 
 def memory() -> Path | None:
-    """A directory in memory, if the machine has a roomy one."""
+    """A directory in memory, if the machine has enough of it."""
     if not _MEMORY.is_dir() or shutil.disk_usage(_MEMORY).free < _MEMORY_BYTES_MIN:
         return None
     return _MEMORY

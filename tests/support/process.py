@@ -1,4 +1,4 @@
-"""The command as users have it: real processes."""
+"""The command line as users run it: real processes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ TIMEOUT_S = 60
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours, without settings that somebody may have made."""
+    """The environment without settings of the developer."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OUTBOX_", "PG", "DATABASE_"))}
     return kept | {"NO_COLOR": "1"} | dict(extra or {})
 
 
 def command_line(*words: str) -> list[str]:
-    """`outbox …` as this environment has it."""
+    """The `outbox` command of this environment."""
     return [sys.executable, "-m", "outbox", *words]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command left behind."""
+    """The result of a command."""
 
     code: int
     stdout: str
@@ -43,7 +43,7 @@ class Ended:
 
     @property
     def json(self) -> Any:
-        """Its last line."""
+        """The last line of stdout."""
         return orjson.loads(self.stdout.strip().splitlines()[-1])
 
 
@@ -56,7 +56,7 @@ async def outbox(
     """Run one command to its end.
 
     Args:
-        package: the directory with another copy of the package.
+        package: the directory of another copy of the package.
     """
     if package is None:
         code, out, err = await forking.run(words, environment(env), stdin.encode(), TIMEOUT_S)
@@ -92,7 +92,7 @@ class RelayProcess:
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start it; it ends with this process."""
+        """Start the process; it ends with this one."""
         with self._log_path.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *command(command_line("relay"), account=None),
@@ -112,7 +112,7 @@ class RelayProcess:
             return await self.process.wait()
 
     def log(self) -> list[dict[str, Any]]:
-        """What it logged, each line a JSON object."""
+        """The log, each line a JSON object."""
         return [orjson.loads(line) for line in self._log_path.read_bytes().splitlines()]
 
 
@@ -120,7 +120,7 @@ class RelayProcess:
 async def relay_process(
     env: Mapping[str, str], log_path: Path, package: Path | None = None
 ) -> AsyncIterator[RelayProcess]:
-    """A running relay, gone at the end; of another copy of the package if that is named."""
+    """A running relay, killed at the end; from another copy of the package if given."""
     relay = RelayProcess(env, log_path, package)
     await relay.start()
     try:

@@ -1,4 +1,4 @@
-"""Looking at real processes."""
+"""Inspection of real processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and everything below it."""
+    """A process and its descendants."""
     parent = psutil.Process(pid)
     return [parent, *parent.children(recursive=True)]
 
 
 def running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those of them that still run; a zombie that nobody has reaped yet does not."""
+    """The processes that still run; an unreaped zombie does not."""
     return [each for each in processes if _runs(each)]
 
 

@@ -1,7 +1,7 @@
 """Producers that do everything an application can do to an outbox.
 
-Each kind is a method.  Their pauses, all inside `_pause` and the server's
-pg_sleep, are the workload: transactions that stay open while others commit.
+Each kind is a method. Their pauses, all inside `_pause` and the server's pg_sleep, are part of the
+workload: transactions that stay open while others commit.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.plain', '{}')"
 INSERT_MANY = (
     "INSERT INTO relay.outbox (type, payload) SELECT 'app.many', '{}' FROM generate_series(1, $1)"
 )
-# What a row lock serialises: its events must keep this order.
+# Events serialised by a row lock: they must keep this order.
 COUNT_UP = "UPDATE app.account SET v = v + 1 WHERE k = $1 RETURNING v"
 INSERT_COUNTED = """
 INSERT INTO relay.outbox (type, key, payload)
 VALUES ('app.counted', 'k' || $1::integer, jsonb_build_object('v', $2::bigint))
 """
-# The id is taken before the payload is worked out, and the transaction has no
-# xid until the row is written.
+# The id is allocated before the payload is computed, and the transaction has no xid until the row
+# is written.
 INSERT_SLOWLY = """
 INSERT INTO relay.outbox (type, payload)
 SELECT 'app.slow', to_jsonb(pg_sleep($1)::text)
@@ -65,14 +65,14 @@ INSERT_WITH_ID = """
 INSERT INTO relay.outbox (id, type, payload) OVERRIDING SYSTEM VALUE
 VALUES ($1, 'app.early', '{}')
 """
-# Alone, or a second one could set the sequence back.
+# Locked, because a second one could set the sequence back.
 SKIP_IDS = """
 SELECT pg_advisory_xact_lock(7);
 SELECT setval('relay.outbox_id_seq', nextval('relay.outbox_id_seq') + 100000);
 """
 
 
-# Each kind of producer, and how often it comes.
+# The kinds of producers with their weights.
 EVERY_KIND: Mapping[str, int] = MappingProxyType(
     {
         "autocommit": 20,
@@ -97,12 +97,12 @@ EVERY_KIND: Mapping[str, int] = MappingProxyType(
 
 
 class Producer:
-    """One client that does one thing after another until it is told to stop.
+    """A client that performs one action after another until it is stopped.
 
     Args:
-        done: counts what was done, by kind.
-        kinds: what it does, and how often.
-        may_crash: whether the server may go away under it.
+        done: counts the actions, by kind.
+        kinds: the actions with their weights.
+        may_crash: whether the server may crash meanwhile.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Producer:
         self._kinds = kinds
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Produce until `stop` is set; what was begun is ended."""
+        """Produce until `stop` is set; the action in progress is completed."""
         self._db = await self._database.connect()
         kinds, weights = list(self._kinds), list(self._kinds.values())
         while not stop.is_set():
@@ -152,14 +152,14 @@ class Producer:
         await asyncio.sleep(self._rng.random() * longest_s)
 
     def _key(self) -> int:
-        # Some keys are asked for more than others, so that producers wait.
+        # Some keys are more frequent than others, so that producers wait for each other.
         return min(self._rng.randrange(KEYS), self._rng.randrange(KEYS))
 
     async def _end(self, commits: float = 0.75) -> None:
         await self._db.execute("COMMIT" if self._rng.random() < commits else "ROLLBACK")
 
     async def _end_prepared(self) -> None:
-        # Also what a crash of the server left behind.
+        # Includes transactions that a crash of the server left behind.
         for row in await self._db.fetch(
             "SELECT gid FROM pg_prepared_xacts WHERE starts_with(gid, $1)", self._gid
         ):
@@ -238,7 +238,7 @@ class Producer:
                 await self._db.execute("SELECT pg_terminate_backend($1)", victim.get_server_pid())
                 victim.terminate()
             case 1:
-                victim.terminate()  # The client is gone; its transaction need not be, yet.
+                victim.terminate()  # The client is gone; its transaction may still be open.
             case _:
                 await victim.execute("COMMIT")
                 await victim.close()
@@ -250,7 +250,7 @@ class Producer:
         )[0]
         await self._db.execute(f"BEGIN ISOLATION LEVEL {isolation}")
         if self._rng.random() < 0.4:
-            # Its xid is older than those of the transactions it will wait for.
+            # Its xid is older than those of the transactions that it will wait for.
             await self._db.execute("SELECT pg_current_xact_id()")
             await self._pause(0.02)
         v = await self._db.fetchval(COUNT_UP, k)
@@ -264,7 +264,7 @@ class Producer:
         await self._db.execute("BEGIN")
         v = await self._db.fetchval(COUNT_UP, k)
         await self._db.execute(INSERT_COUNTED, k, v)
-        # Its gap becomes old, and the next one of its key waits for it.
+        # Its gap becomes old, and the next transaction of its key waits for it.
         await self._pause(0.3)
         await self._end(0.9)
 

@@ -1,7 +1,7 @@
-"""Reads the names out of PromQL: which metrics and labels an expression uses.
+"""A tokenizer for PromQL: the metrics and labels that an expression uses.
 
-It knows no grammar, only what a name is by what stands beside it: enough to hold every
-name to the catalogue, while promtool judges the rest.
+It has no grammar and classifies a name by its neighbours: enough to check every name against the
+catalogue, while promtool checks the syntax.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LISTS = {"by", "without", "on", "ignoring", "group_left", "group_right"}
 
 @dataclass
 class Used:
-    """What an expression uses."""
+    """The names that an expression uses."""
 
     metrics: set[str] = field(default_factory=set)
     matchers: list[tuple[str, str, str]] = field(default_factory=list)
     """Metric, label, and the value or pattern."""
     grouped: set[str] = field(default_factory=set)
-    """Labels that are named outside of braces."""
+    """Labels outside of braces."""
 
 
 def used(expression: str) -> Used:

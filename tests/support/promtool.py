@@ -1,4 +1,4 @@
-"""Prometheus's own judge of rules, expressions and metrics."""
+"""promtool: Prometheus's own checker of rules, expressions and metrics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def promtool() -> str | None:
-    """Where it is, if it is."""
+    """The path of promtool, or None."""
     return shutil.which("promtool")
 
 
 def judged(*args: str | Path, stdin: bytes = b"") -> tuple[bool, str]:
-    """Whether it is content, and what it says."""
+    """Whether the check passes, and its output."""
     program = promtool()
     assert program is not None
     done = subprocess.run(
@@ -28,7 +28,7 @@ def judged(*args: str | Path, stdin: bytes = b"") -> tuple[bool, str]:
 
 
 def judged_expressions(expressions: Iterable[str], room: Path) -> tuple[bool, str]:
-    """Whether all are PromQL: as recording rules, since those it reads from a file."""
+    """Whether all are valid PromQL: as recording rules, which promtool reads from a file."""
     rules = [{"record": f"it:is:number{n}", "expr": expr} for n, expr in enumerate(expressions)]
     path = room / "expressions.yml"
     # JSON is YAML, too.

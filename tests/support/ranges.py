@@ -1,4 +1,4 @@
-"""Dead-letter ranges and lane changes, without the owner and the operator who make them."""
+"""Dead-letter ranges and lane changes without an owner and an operator."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing import replay_throttle
-from outbox.core.sequencing.replay_throttle import Pacing
-from outbox.relay.sequencing.cursor import Turn
-from outbox.relay.sequencing.replay_feeder import Replaying
-from outbox.store.routing_change import change
+from outbox.core.sequencing.replay_throttle import ReplayThrottle
+from outbox.relay.sequencing.cursor import BatchResult
+from outbox.relay.sequencing.replay_feeder import ReplayFeeder
+from outbox.store.routing_change import routing_transaction
 from tests.support.sequencers import REAL, session, settings
 
 if TYPE_CHECKING:
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.sequencing.replay_throttle import Look, Share
+    from outbox.core.sequencing.replay_throttle import EndpointProgress, Share
     from outbox.relay.sequencing.sequencer import Sequencer
     from tests.support.postgres import Database
 
-# Everything owed becomes one range per lane, as when its endpoint is disabled.
-GIVE_UP = """
-WITH owed AS (
-    UPDATE lane_progress p SET acked_seq = c.last_seq, head_seq = NULL, attempts = 0,
-           first_attempt_at = NULL, next_attempt_at = NULL, last_answer = NULL
+# All pending deliveries become one range per lane, as when the endpoint is disabled.
+DEAD_LETTER_PENDING = """
+WITH pending AS (
+    UPDATE lane_progress p SET acked_seq = c.last_seq, retry_seq = NULL, attempts = 0,
+           first_attempt_at = NULL, next_attempt_at = NULL, last_response = NULL
       FROM lane_counter c, lane_progress was
      WHERE c.lane_id = p.lane_id AND was.lane_id = p.lane_id AND c.last_seq > p.acked_seq
        AND ($1::uuid IS NULL OR p.endpoint_id = $1)
     RETURNING p.lane_id, p.endpoint_id, was.floor_batch, was.acked_seq + 1 AS seq,
               c.last_seq AS to_seq)
 INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts)
-SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, 'disabled', 0 FROM owed ORDER BY lane_id
+SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, 'disabled', 0 FROM pending ORDER BY lane_id
 RETURNING id
 """
 
@@ -56,30 +56,30 @@ SELECT added.id, added.endpoint_id, $3, o.epoch
 
 
 async def sequencer(database: Database) -> Sequencer:
-    """A sequencer that takes a turn when it is told to."""
+    """A sequencer that runs one batch on demand."""
     made, store = REAL.build(await session(database), settings(database))
     await store.check()
     return made
 
 
-async def turn(worker: Sequencer) -> Turn:
-    """A turn of one of several; who does not lead any more takes the lead."""
-    done = await worker.turn()
-    return await worker.turn() if done is Turn.OVERTAKEN else done
+async def turn(worker: Sequencer) -> BatchResult:
+    """Run a batch of one of several sequencers; one that does not lead takes over first."""
+    done = await worker.sequence_batch()
+    return await worker.sequence_batch() if done is BatchResult.LOST_LEADERSHIP else done
 
 
-class Unpaced(Pacing):
-    """As if whatever is taken were delivered at once: nobody waits for it."""
+class Unpaced(ReplayThrottle):
+    """A pacer that treats every chunk as delivered at once."""
 
     most = replay_throttle.ENDPOINT_MAX
 
-    def due(self, now: float) -> list[UUID]:
-        due = super().due(math.inf)
+    def endpoints_to_poll(self, now: float) -> list[UUID]:
+        due = super().endpoints_to_poll(math.inf)
         self._next_at = 0.0
         return due
 
-    def looked(self, endpoint_id: UUID, look: Look, now: float) -> None:
-        super().looked(endpoint_id, replace(look, done=True), now)
+    def report_progress(self, endpoint_id: UUID, progress: EndpointProgress, now: float) -> None:
+        super().report_progress(endpoint_id, replace(progress, done=True), now)
 
     def shares(self, now: float) -> list[Share]:
         return [
@@ -87,35 +87,38 @@ class Unpaced(Pacing):
         ]
 
     @property
-    def look_at(self) -> float | None:
-        return None if super().look_at is None else 0.0
+    def poll_at(self) -> float | None:
+        return None if super().poll_at is None else 0.0
 
 
 @contextmanager
 def unpaced(most: int = replay_throttle.ENDPOINT_MAX) -> Iterator[None]:
-    """Replays are taken as fast as batches are made, so many numbers in each."""
-    was = Replaying.pacing_type, Unpaced.most
-    Replaying.pacing_type, Unpaced.most = Unpaced, most
+    """Take one chunk of replays per batch, with this many sequence numbers at most."""
+    was = ReplayFeeder.throttle_type, Unpaced.most
+    ReplayFeeder.throttle_type, Unpaced.most = Unpaced, most
     try:
         yield
     finally:
-        Replaying.pacing_type, Unpaced.most = was
+        ReplayFeeder.throttle_type, Unpaced.most = was
 
 
 async def sequence_all(database: Database, most: int = replay_throttle.ENDPOINT_MAX) -> None:
-    """Make deliveries of everything published, and of every replay, and send nothing."""
+    """Sequence all events and replays, and send nothing."""
     with unpaced(most):
         worker = await sequencer(database)
-        while await worker.turn() is Turn.MOVED or worker.cursor.replay_at is not None:
+        while (
+            await worker.sequence_batch() is BatchResult.WRITTEN
+            or worker.cursor.replay_at is not None
+        ):
             pass
 
 
-async def give_up(db: Connection[Any], endpoint_id: UUID | None = None) -> list[int]:
-    """Everything owed becomes dead-letter ranges; returns their ids."""
-    return [row["id"] for row in await db.fetch(GIVE_UP, endpoint_id)]
+async def dead_letter_pending(db: Connection[Any], endpoint_id: UUID | None = None) -> list[int]:
+    """Dead-letter all pending deliveries as ranges; returns their ids."""
+    return [row["id"] for row in await db.fetch(DEAD_LETTER_PENDING, endpoint_id)]
 
 
 async def change_lanes(db: Connection[Any], endpoint_id: UUID, lanes: int) -> None:
-    """A new generation of lanes, from the next batch on."""
-    async with change(db, "relay") as from_batch:
+    """Begin a new generation of lanes from the next batch on."""
+    async with routing_transaction(db, "relay") as from_batch:
         await db.execute(NEW_LANES, endpoint_id, lanes, from_batch)

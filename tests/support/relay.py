@@ -1,4 +1,4 @@
-"""Whole relays inside a test: the real thing on real PostgreSQL, with a scripted network."""
+"""Whole relays inside a test: real PostgreSQL and a scripted network."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import orjson
 
 from outbox.config import Settings
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_changes
-from outbox.operations.verify.promises import audit
+from outbox.operations.verify.promises import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 QUICK_RETRY = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 4}
 
-OK = Answer.of(204, 0.001)
-BUSY = Answer.of(503, 0.001, body=b"busy")
-REFUSED = Answer.of(400, 0.001, body=b"no")
+OK = AttemptResult.completed(204, 0.001)
+BUSY = AttemptResult.completed(503, 0.001, body=b"busy")
+REFUSED = AttemptResult.completed(400, 0.001, body=b"no")
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One request, as a receiver sees it."""
+    """A request as a receiver sees it."""
 
     url: str
     lane: str
@@ -47,11 +47,11 @@ class Sent:
     delivery: str
     body: dict[str, Any]
     headers: dict[str, str]
-    """By their names in lower case."""
+    """Headers by lower-case name."""
     request: Request
 
     @classmethod
-    def of(cls, request: Request) -> Sent:
+    def from_request(cls, request: Request) -> Sent:
         h = {name.lower(): value for name, value in request.headers}
         return cls(
             request.url,
@@ -67,42 +67,44 @@ class Sent:
 
 
 class Network:
-    """A transport that answers by a script and keeps what was sent."""
+    """A transport that responds from a script and records requests."""
 
-    def __init__(self, script: Callable[[Sent], Answer | Awaitable[Answer]] | None = None) -> None:
+    def __init__(
+        self, script: Callable[[Sent], AttemptResult | Awaitable[AttemptResult]] | None = None
+    ) -> None:
         self.script = script or (lambda _: OK)
         self.sent: list[Sent] = []
         self.accepted: list[Sent] = []
         self.in_flight: dict[str, int] = defaultdict(int)
         self.in_flight_max: dict[str, int] = defaultdict(int)
 
-    async def send(self, request: Request) -> Answer:
-        sent = Sent.of(request)
+    async def send(self, request: Request) -> AttemptResult:
+        sent = Sent.from_request(request)
         self.sent.append(sent)
         self.in_flight[sent.lane] += 1
         self.in_flight_max[sent.lane] = max(
             self.in_flight_max[sent.lane], self.in_flight[sent.lane]
         )
         try:
-            answer = self.script(sent)
-            if not isinstance(answer, Answer):
-                answer = await answer
+            response = self.script(sent)
+            if not isinstance(response, AttemptResult):
+                response = await response
         finally:
             self.in_flight[sent.lane] -= 1
-        if answer.status is not None and 200 <= answer.status <= 299:
+        if response.status is not None and 200 <= response.status <= 299:
             self.accepted.append(sent)
-        return answer
+        return response
 
     async def aclose(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def data(self) -> list[Any]:
-        """The payloads that were accepted, in order."""
+        """The accepted payloads, in order."""
         return [sent.body["data"] for sent in self.accepted]
 
 
 async def add_endpoint(database: Database, name: str = "shop", **options: Any) -> NewEndpoint:
-    """An endpoint whose retries do not keep a test waiting."""
+    """Add an endpoint with a fast retry schedule."""
     async with database.at_hand() as connection:
         values = {"name": name, "url": f"http://receiver.test/{name}", "retry": QUICK_RETRY}
         settings = EndpointSettings.from_dict(values | options)
@@ -124,13 +126,13 @@ async def publish(database: Database, *payloads: Any, type: str = "a.b", **colum
 
 
 def settings_for(database: Database, **settings: Any) -> Settings:
-    """What a relay in a test is given."""
+    """The settings of a relay in a test."""
     given: Mapping[str, Any] = {"dsn": database.dsn, "lease_s": 2.0, "drain_s": 5.0, **settings}
     return Settings(**given)
 
 
 def relay(database: Database, transport: Transport, **settings: Any) -> Relay:
-    """A relay that has not been started."""
+    """A relay that is not started."""
     values = settings_for(database, **settings)
     address = dsn.parse(values.dsn.get_secret_value(), source="test", env={})
     return Relay(values, transport, Connections(address, values))
@@ -139,8 +141,8 @@ def relay(database: Database, transport: Transport, **settings: Any) -> Relay:
 async def register(
     store: ReplicaStore, lease_s: float = 60.0, *, name: str = "test", pids: Sequence[int] = ()
 ) -> int:
-    """A replica without a relay."""
-    replica_id = await store.reserve()
+    """Register a replica without a relay."""
+    replica_id = await store.reserve_id()
     await store.register(replica_id, name, "0", lease_s, pids)
     return replica_id
 
@@ -149,7 +151,7 @@ async def register(
 async def running(
     database: Database, transport: Transport, **settings: Any
 ) -> AsyncIterator[Relay]:
-    """A relay at work, drained at the end."""
+    """A running relay, drained at the end."""
     worker = relay(database, transport, **settings)
     task = asyncio.create_task(worker.run())
     try:
@@ -165,7 +167,7 @@ async def running(
 async def killed_at_the_end(
     database: Database, network: Network, **settings: Any
 ) -> AsyncIterator[Relay]:
-    """A relay that ends without a word, as by kill -9."""
+    """A relay that ends without clean-up, as by kill -9."""
     worker = relay(database, network, **settings)
     task = asyncio.create_task(worker.run())
     try:
@@ -176,13 +178,12 @@ async def killed_at_the_end(
 
 
 async def exceptions(database: Database) -> dict[str, tuple[str, ...]]:
-    """What `outbox verify` would complain about."""
+    """The exceptions that `outbox verify` would report."""
     async with database.at_hand() as connection:
-        return {f.check.name: f.examples async for f in audit(connection) if f.violations}
+        return {f.check.name: f.examples async for f in run_checks(connection) if f.violations}
 
 
 async def fetchval(database: Database, sql: str, *arguments: Any) -> Any:
-    """One value."""
     async with database.at_hand() as connection:
         return await connection.fetchval(sql, *arguments)
 
@@ -195,7 +196,7 @@ async def all_ended(database: Database, timeout_s: float = 60) -> None:
            AND NOT EXISTS (
                SELECT FROM outbox o, (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) newest
                 WHERE young @> o.id OR EXISTS (SELECT FROM gap WHERE o.id BETWEEN lo AND hi))
-           AND NOT EXISTS (SELECT FROM replay_part WHERE ended_at IS NULL)
+           AND NOT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL)
            AND NOT EXISTS (
                SELECT FROM delivery d WHERE NOT EXISTS (
                    SELECT FROM attempt a WHERE a.lane_id = d.lane_id AND a.seq = d.seq

@@ -1,4 +1,4 @@
-"""Roles with a purpose, as an installation has them: they log in, and own nothing."""
+"""Least-privilege roles as in an installation: they log in and own nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def role(database: Database, *purposes: str) -> AsyncIterator[str]:
-    """A role that was granted these, named after them; it goes with the block."""
-    # Roles belong to the server, which other tests use at the same time.
+    """A role with these purposes, named after them, for the length of the block."""
+    # Roles belong to the server, which other tests use concurrently.
     name = "-".join((*purposes, database.name))
     async with database.connection() as owner:
         await owner.execute(f"CREATE ROLE {quote_ident(name)} LOGIN")
@@ -31,5 +31,5 @@ async def role(database: Database, *purposes: str) -> AsyncIterator[str]:
 
 
 def dsn_of(database: Database, name: str) -> str:
-    """How a role connects."""
+    """The DSN of a role."""
     return database.server.embedded.dsn(database.name, user=name)

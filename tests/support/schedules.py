@@ -1,4 +1,4 @@
-"""Schedules whose ticks are due when a test says so, whatever the time is."""
+"""Schedules with ticks that are due on demand, independent of the time."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 DAY = timedelta(days=1)
-# Every day, half an hour ago: the next tick is far, whenever the tests run.
+# Daily, half an hour ago: the next tick is far away, whenever the tests run.
 HALF_AN_HOUR_AGO = datetime.now(UTC) - timedelta(minutes=30)
 DAILY = f"{HALF_AN_HOUR_AGO:%M %H} * * *"
 
 
 async def add(db: Connection[Any], name: str = "daily", **options: Any) -> None:
-    """A schedule that publishes all of its ticks, unless the options say otherwise."""
+    """Add a schedule that publishes all of its ticks, unless the options differ."""
     wanted = {"cron": DAILY, "type": "a.b", "misfire": "all", **options}
     await schedule_changes.add(db, "relay", ScheduleSettings(name=name, **wanted), actor="test")
 
 
 async def let_be_due(db: Connection[Any], ticks: int, name: str = "daily") -> list[datetime]:
-    """Let a schedule have so many ticks due; returns them."""
+    """Make this many ticks of a schedule due; returns them."""
     newest = HALF_AN_HOUR_AGO.replace(second=0, microsecond=0)
     due = [newest - n * DAY for n in reversed(range(ticks))]
-    await db.execute("UPDATE schedule SET next_at = $1, look_at = $1 WHERE name = $2", due[0], name)
+    await db.execute("UPDATE schedule SET next_at = $1, due_at = $1 WHERE name = $2", due[0], name)
     return due
 
 
 async def published(db: Connection[Any], name: str = "daily") -> list[datetime]:
-    """The ticks of the schedule's events, in the order of the outbox."""
+    """The ticks of the schedule's events, in outbox order."""
     rows = await db.fetch(
         "SELECT headers ->> 'X-Schedule-Time' AS at FROM outbox "
         "WHERE headers ->> 'X-Schedule' = $1 ORDER BY id",
@@ -44,6 +44,6 @@ async def published(db: Connection[Any], name: str = "daily") -> list[datetime]:
 
 
 async def journal(db: Connection[Any], kind: str) -> list[dict[str, Any]]:
-    """What the journal tells of this kind, oldest first."""
+    """The journal entries of this kind, oldest first."""
     rows = await db.fetch("SELECT data FROM journal WHERE kind = $1 ORDER BY id", kind)
     return [orjson.loads(row["data"]) for row in rows]

@@ -1,8 +1,7 @@
-"""Interleavings that a wrong cursor does not survive, step by step.
+"""Scripted interleavings, each of which an incorrect cursor fails.
 
-Each script ends with every producer's transaction ended; the sequencer then
-goes on until it has nothing to do.  Ids are said in the comments: every script
-starts with 1.
+Each script ends with every producer's transaction ended; the sequencer then runs until it is idle.
+Comments give the ids: every script starts with 1.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from tests.support.stage import Stage
 
 OLD_S = 1.5
-"""After so long a gap becomes old."""
+"""The age at which a gap becomes old, in seconds."""
 
 MANY_TABLES = """
 DO $$ BEGIN FOR i IN 1..2000 LOOP EXECUTE format('{}', i); END LOOP; END $$;
@@ -29,7 +28,7 @@ DO $$ BEGIN FOR i IN 1..2000 LOOP EXECUTE format('{}', i); END LOOP; END $$;
 
 @dataclass(frozen=True)
 class Script:
-    """What to do, and which variants get it wrong in which way."""
+    """A script, and the variants that fail it, with the kind of violation."""
 
     play: Callable[[Stage], Awaitable[None]]
     fails: dict[str, tuple[Variant, str]] = field(default_factory=dict)
@@ -44,7 +43,7 @@ async def a_lower_id_commits_later(stage: Stage) -> None:
     await slow.open()  # 1
     await quick.publish()  # 2
     await stage.turn()
-    # Nothing waits for the one that is open.
+    # No batch waits for the open transaction.
     await stage.expect_sequenced(2)
     await stage.turn()
     await slow.commit()
@@ -116,7 +115,7 @@ async def a_commit_comes_before_the_write(stage: Stage) -> None:
     await stage.expect_sequenced(2, 1)
 
 
-async def a_commit_comes_between_the_look_and_the_read(stage: Stage) -> None:
+async def a_commit_comes_between_the_holders_and_the_read(stage: Stage) -> None:
     slow, quick = await stage.actors(2)
     await slow.open()  # 1
     await quick.publish()  # 2
@@ -124,17 +123,17 @@ async def a_commit_comes_between_the_look_and_the_read(stage: Stage) -> None:
     await stage.turn(read=slow.commit)
 
 
-async def a_commit_comes_between_the_read_and_the_look(stage: Stage) -> None:
+async def a_commit_comes_between_the_read_and_the_holders(stage: Stage) -> None:
     slow, quick = await stage.actors(2)
     await slow.open()  # 1
     await quick.publish()  # 2
     await stage.turn()
-    await stage.turn(look=slow.commit)
+    await stage.turn(holders_after_read=slow.commit)
 
 
-async def an_id_is_taken_between_the_look_and_the_read(stage: Stage) -> None:
+async def an_id_is_taken_between_the_holders_and_the_read(stage: Stage) -> None:
     other, slow, quick = await stage.actors(3)
-    await other.open()  # 1: a gap, so that there is a look before the read
+    await other.open()  # 1: a gap, so that the holders are read before the events
     await quick.publish()  # 2
     await stage.turn()
 
@@ -165,7 +164,7 @@ async def an_old_gap_closes_while_it_is_left_out(stage: Stage) -> None:
 
 
 async def rows_are_visible_before_the_lock_is_let_go(stage: Stage) -> None:
-    """COMMIT PREPARED removes dropped tables in between, and that takes its time."""
+    """COMMIT PREPARED removes dropped tables between the two steps, which takes time."""
     slow, quick, ending = await stage.actors(3)
     await slow.execute(f"SET relay.notify = off; {MANY_TABLES.format('CREATE TABLE t%s ()')}")
     await slow.open(v=1)  # 1
@@ -194,8 +193,8 @@ async def a_gap_closes_before_its_holders_are_captured(stage: Stage) -> None:
     await slow.open(v=1)  # 2
     await quick.publish()  # 3
     stage.pass_time(OLD_S)
-    # 1 and 2 are one gap; whoever is captured, `slow` is not.
-    await stage.turn(look=slow.commit)
+    # 1 and 2 are one gap; `slow` is not among the captured holders.
+    await stage.turn(holders_after_read=slow.commit)
     await quick.publish(v=2)  # 4
     await stage.turn()
     await other.rollback()
@@ -211,7 +210,7 @@ async def an_old_gap_closes_after_everything_was_forgotten(stage: Stage) -> None
     await stage.turn()
     await stage.expect_old_gaps((1, 2))
     stage.forget()
-    await stage.turn(look=slow.commit)
+    await stage.turn(holders_after_read=slow.commit)
     await quick.publish(v=2)  # 4
     await stage.turn()
     await other.rollback()
@@ -252,7 +251,7 @@ async def a_cut_batch_does_not_reach_an_old_gap(stage: Stage) -> None:
 
 
 async def an_event_comes_late_into_an_old_gap_of_many(stage: Stage) -> None:
-    """A gap is split, and its rest goes on being watched."""
+    """A gap is split, and the rest of it stays watched."""
     slow, quick = await stage.actors(2)
     other, another = await stage.actors(2)
     await other.open()  # 1
@@ -268,13 +267,13 @@ async def an_event_comes_late_into_an_old_gap_of_many(stage: Stage) -> None:
     await stage.expect_old_gaps((1, 1), (3, 3))
     await another.rollback()
     await stage.turn()
-    # Whose id 3 was is not known, so it ends with the last of the holders.
+    # The transaction of id 3 is unknown, so the gap ends with the last of the holders.
     await stage.expect_old_gaps((1, 1), (3, 3))
     await other.commit()
 
 
 async def a_batch_is_rolled_back(stage: Stage) -> None:
-    """What a batch that never was had seen must not be remembered."""
+    """State from a batch that was rolled back must not be kept."""
     slow, quick = await stage.actors(2)
     await slow.open()  # 1
     await quick.publish()  # 2
@@ -285,7 +284,7 @@ async def a_batch_is_rolled_back(stage: Stage) -> None:
 
     await slow.commit()
     try:
-        await stage.turn(look=fail)
+        await stage.turn(holders_after_read=fail)
     except ConnectionResetError:
         await stage.reconnect()
     await stage.turn()
@@ -293,7 +292,7 @@ async def a_batch_is_rolled_back(stage: Stage) -> None:
 
 
 async def a_commit_is_in_doubt(stage: Stage) -> None:
-    """The batch is durable, but the sequencer heard of an error only."""
+    """The batch is durable, but the sequencer got an error."""
     slow, quick = await stage.actors(2)
     await slow.open()  # 1
     await quick.publish()  # 2
@@ -305,7 +304,7 @@ async def a_commit_is_in_doubt(stage: Stage) -> None:
 
 
 async def a_leaders_commit_is_in_doubt(stage: Stage) -> None:
-    """The same of a batch that did not hold the cursor row."""
+    """The same for a batch that did not lock the cursor row."""
     slow, quick = await stage.actors(2)
     await quick.publish()  # 1
     await stage.turn()
@@ -319,7 +318,7 @@ async def a_leaders_commit_is_in_doubt(stage: Stage) -> None:
 
 
 async def another_replica_sequences_before_the_write(stage: Stage) -> None:
-    """What was read by who is not the leader any more must not be written."""
+    """A batch read by a former leader must not be written."""
     slow, quick = await stage.actors(2)
     await quick.publish()  # 1
     await stage.turn()
@@ -397,11 +396,11 @@ SCRIPTS = (
         "repeatable read": (variants.REPEATABLE_READ, "lost"),
     }),
     Script(a_commit_comes_before_the_write),
-    Script(a_commit_comes_between_the_look_and_the_read),
-    Script(a_commit_comes_between_the_read_and_the_look, {
+    Script(a_commit_comes_between_the_holders_and_the_read),
+    Script(a_commit_comes_between_the_read_and_the_holders, {
         "holders looked at after the read": (variants.PROOF_AFTER, "lost"),
     }),
-    Script(an_id_is_taken_between_the_look_and_the_read, {
+    Script(an_id_is_taken_between_the_holders_and_the_read, {
         "holders of a fresh gap captured before the read": (variants.FRESH_BEFORE, "lost"),
     }),
     Script(an_old_gap_closes_while_it_is_left_out, {

@@ -1,4 +1,4 @@
-"""Sequencers under test: the real one, its broken variants, and ways to run them."""
+"""Sequencers under test: the real one, its incorrect variants, and ways to run them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pydantic import SecretStr
 from outbox.config import Settings
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.sequencing.gaps import GapTracker
-from outbox.core.sequencing.router import Sighting
+from outbox.core.sequencing.router import RoutableEvent
 from outbox.operations import endpoint_changes
-from outbox.relay.sequencing.cursor import Cursor, Turn
+from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.sequencer import Sequencer
-from outbox.relay.wake_event import Bell
+from outbox.relay.wake_event import WakeEvent
 from outbox.store import event_reads
 from outbox.store.cursor import CursorStore
 from outbox.store.event_reads import Reading
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.sequencing.gaps import CursorState, Holders, Range, Step
-    from outbox.relay.sequencing.cursor import Sequenced
+    from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
+    from outbox.relay.sequencing.cursor import SequencedBatch
     from tests.support.postgres import Database
 
-# What a sequencer meets when its connection or the server is gone.
+# The errors of a lost connection or server.
 LOST = (
     OSError,
     asyncpg.InterfaceError,
@@ -44,13 +44,13 @@ LOST = (
     asyncpg.CannotConnectNowError,
 )
 
-# Names of replicas, as the table `replica` would give them out.
+# Replica ids, as the table `replica` assigns them.
 replica_ids = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The sequencer's parts; the defaults are the real ones."""
+    """The parts of a sequencer; the defaults are the real ones."""
 
     sequencer: type[Sequencer] = Sequencer
     cursor: type[Cursor] = Cursor
@@ -65,32 +65,31 @@ class Variant:
         settings: Settings,
         *,
         replica_id: int | None = None,
-        bell: Bell | None = None,
+        wake_event: WakeEvent | None = None,
         store_mixin: type | None = None,
-        on_batch: Callable[[Sequenced], None] = lambda _: None,
+        on_batch: Callable[[SequencedBatch], None] = lambda _: None,
         notified: bool = False,
-        thick_events: int = 1,
+        busy_events: int = 1,
     ) -> tuple[Sequencer, Any]:
         """A sequencer and its store; `store_mixin` comes before the store's class.
 
-        Unless told otherwise every event makes it busy, so that it falls
-        asleep anew after each.
+        By default every event makes it busy, so that it falls asleep anew after each.
         """
         store_type = (
             type(f"Watched{self.store.__name__}", (store_mixin, self.store), {})
             if store_mixin
             else self.store
         )
-        # The constructors read them.
+        # The constructors read these settings.
         cursor_type = type(self.cursor.__name__, (self.cursor,), {"tracker_type": self.tracker})
-        settled = {"cursor_type": cursor_type, "thick_events": thick_events}
+        settled = {"cursor_type": cursor_type, "busy_events": busy_events}
         sequencer_type = type(self.sequencer.__name__, (self.sequencer,), settled)
         store = store_type(connection)
         sequencer = sequencer_type(
             store,
             next(replica_ids) if replica_id is None else replica_id,
             settings,
-            bell or Bell(),
+            wake_event or WakeEvent(),
             on_batch,
             notified=notified,
         )
@@ -101,19 +100,19 @@ REAL = Variant()
 
 
 def settings(database: Database, **values: Any) -> Settings:
-    """Settings for a sequencer of this database."""
+    """Settings of a sequencer of this database."""
     return Settings(dsn=SecretStr(database.dsn), dsn_source="test", **values)
 
 
 async def session(database: Database, **options: Any) -> Connection:
-    """A connection as the relay makes it: the search path is the schema alone."""
+    """A connection like the relay's: the search path is the schema alone."""
     return await database.connect(
         server_settings={"search_path": database.schema, "jit": "off"}, **options
     )
 
 
 async def add_endpoints(database: Database, *lanes: int) -> None:
-    """Endpoints for every event, one for each number of lanes."""
+    """Endpoints for every event, one for each given lane count."""
     async with database.connection(server_settings={"search_path": database.schema}) as connection:
         for number, count in enumerate(lanes or (1,)):
             settings = EndpointSettings(
@@ -123,24 +122,26 @@ async def add_endpoints(database: Database, *lanes: int) -> None:
 
 
 def on_clock(tracker: type[GapTracker], ahead_s: Callable[[float], float]) -> type[GapTracker]:
-    """The tracker, but its clock is `ahead_s(now)` ahead, so that tests need not wait."""
+    """The tracker with a clock that is `ahead_s(now)` ahead, so that tests need not wait."""
 
     class OnClock(tracker):  # type: ignore[misc, valid-type]
-        def begin(self, state: CursorState, before: Holders, now: float) -> None:
-            super().begin(state, before, now + ahead_s(now))
+        def begin_batch(self, state: CursorState, before: LockHolders, now: float) -> None:
+            super().begin_batch(state, before, now + ahead_s(now))
 
-        def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-            step: Step = super().close(ids, cut, after, now + ahead_s(now))
+        def close_batch(
+            self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+        ) -> CursorChange:
+            step: CursorChange = super().close_batch(ids, cut, after, now + ahead_s(now))
             return step
 
     return OnClock
 
 
 class Slow(CursorStore):
-    """Reads events and looks at the rest in two statements.
+    """Reads the events and the holders in two statements.
 
-    In the product they are one, whose snapshot is older than what it says about
-    the sequence and its holders; here something can happen in between.
+    In the product they are one statement, whose snapshot is older than its view of the sequence and
+    its holders; here another action can run in between.
     """
 
     async def read(
@@ -156,27 +157,25 @@ class Slow(CursorStore):
         missing = gaps or more_gaps or (fresh and fresh[-1] - high > len(fresh))
         waiting = 0
         if events and last_id - event_reads.IN_FLIGHT_MIN >= events[-1].id:
-            waiting = await self._db.fetchval(event_reads.WAITING)
-        holders = await self.look() if missing else None
+            waiting = await self._db.fetchval(event_reads.COUNT_WAITING_PRODUCERS)
+        holders = await self.holders_after_read() if missing else None
         return Reading(events, last_id, wakeup, waiting, holders, *cursor)
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
-        """The events alone."""
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
         rows = await self._db.fetch(
             event_reads.READ_EVENTS, high, [lo for lo, _ in gaps], [hi for _, hi in gaps], limit
         )
-        return [Sighting(*row) for row in rows]
+        return [RoutableEvent(*row) for row in rows]
 
-    async def look(self) -> Holders:
-        """The holders after the read."""
+    async def holders_after_read(self) -> LockHolders:
         return await CursorStore.holders(self)
 
 
 class Hooked(Slow):
-    """Something happens between two of its statements.
+    """Runs actions between two of its statements.
 
-    A hook runs once, right before the named statement; `look` is what follows
-    the read of the events.
+    A hook runs once, right before the named statement; `holders_after_read` follows the read of the
+    events.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -184,24 +183,24 @@ class Hooked(Slow):
         self._hooks: defaultdict[str, list[Callable[[], Awaitable[object]]]] = defaultdict(list)
 
     def before(self, statement: str, action: Callable[[], Awaitable[object]]) -> None:
-        """Run `action` once before the next such statement."""
+        """Run `action` once before the next statement of this name."""
         self._hooks[statement].append(action)
 
     async def _run_hooks(self, statement: str) -> None:
         for action in self._hooks.pop(statement, ()):
             await action()
 
-    async def holders(self) -> Holders:
+    async def holders(self) -> LockHolders:
         await self._run_hooks("holders")
         return await super().holders()
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
         await self._run_hooks("read")
         return await super().events(high, gaps, limit)
 
-    async def look(self) -> Holders:
-        await self._run_hooks("look")
-        return await super().look()
+    async def holders_after_read(self) -> LockHolders:
+        await self._run_hooks("holders_after_read")
+        return await super().holders_after_read()
 
     async def write(self, *batch: Any, **options: Any) -> Any:
         await self._run_hooks("write")
@@ -209,10 +208,10 @@ class Hooked(Slow):
 
 
 class Dawdling(CursorStore):
-    """Its statements come late, as over a slow network.
+    """Delays its statements, as over a slow network.
 
-    The pauses are part of the workload: they widen the windows in which a
-    producer, or another replica, can come between two statements.
+    The pauses are part of the workload: they widen the windows in which a producer, or another
+    replica, can act between two statements.
     """
 
     rng: random.Random
@@ -223,7 +222,7 @@ class Dawdling(CursorStore):
         if self.rng.random() < self.chances.get(statement, 0):
             await asyncio.sleep(self.rng.random() * self.longest_s)
 
-    async def holders(self) -> Holders:
+    async def holders(self) -> LockHolders:
         await self._dawdle("holders")
         return await super().holders()
 
@@ -233,22 +232,22 @@ class Dawdling(CursorStore):
 
 
 class DawdlingInReads(Dawdling, Slow):
-    """It also pauses where the product has one statement."""
+    """Also pauses where the product has one statement."""
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
         await self._dawdle("read")
         return await super().events(high, gaps, limit)
 
-    async def look(self) -> Holders:
-        await self._dawdle("look")
-        return await super().look()
+    async def holders_after_read(self) -> LockHolders:
+        await self._dawdle("holders_after_read")
+        return await super().holders_after_read()
 
 
 class Replica:
-    """A sequencer that takes turns, restarts, forgets, and loses its connection.
+    """A sequencer that runs batches, restarts, forgets its state, and loses its connection.
 
-    What its transactions were doing when that happened is the tables' matter,
-    as it is in the product: a lost connection makes a new replica.
+    The outcome of its open transactions is read from the tables, as in the product: a lost
+    connection makes a new replica.
     """
 
     restart_chance = 0.01
@@ -271,11 +270,11 @@ class Replica:
         self._rng = rng
         self._events_max = events_max
         self._variant = variant
-        # In some lives, gaps become old after a twentieth of a second.
+        # In some lives gaps become old after a twentieth of a second.
         self._hasty_share = hasty_share
         self._take_chance = take_chance
         self._hasty = replace(variant, tracker=on_clock(variant.tracker, lambda now: 19 * now))
-        # Nothing else may go wrong, or a wrong state would be mended by a new life.
+        # Other errors fail the test: a new life would hide a wrong state.
         self._survives = LOST
         if variant.store.ISOLATION != "read_committed":
             self._survives += (asyncpg.PostgresError,)
@@ -289,33 +288,33 @@ class Replica:
         self.lives = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Take turns until `stop` is set."""
+        """Run batches until `stop` is set."""
         while not stop.is_set():
             try:
                 turn = await self._turn()
             except self._survives:
                 self.close()
-                turn = Turn.IDLE
-            if turn is not Turn.MOVED:
-                # Nothing to do: leave the processor to the producers.
+                turn = BatchResult.EMPTY
+            if turn is not BatchResult.WRITTEN:
+                # Idle: leave the processor to the producers.
                 await asyncio.sleep(self._rng.random() * 0.005)
         self.close()
 
-    async def _turn(self) -> Turn:
+    async def _turn(self) -> BatchResult:
         if self._sequencer is None or self._rng.random() < self.restart_chance:
             self.close()
             self._sequencer = await self._begin_life()
         if not self._sequencer.cursor.leads and self._rng.random() >= self._take_chance:
-            return Turn.IDLE
+            return BatchResult.EMPTY
         if self._rng.random() < self.forget_chance:
             self._sequencer.cursor.forget()
         if self._rng.random() < self.lose_chance:
-            # Cut the line wherever the turn then is, also in its COMMIT.
+            # Close the connection wherever the batch then is, also in its COMMIT.
             assert self._connection is not None
             asyncio.get_running_loop().call_later(
                 self._rng.random() * 0.01, self._connection._transport.abort
             )
-        return await self._sequencer.turn()
+        return await self._sequencer.sequence_batch()
 
     async def _begin_life(self) -> Sequencer:
         self._connection = await session(self._database)
@@ -337,14 +336,14 @@ class Replica:
     def _count_old_gaps(self, store: CursorStore) -> None:
         write = store.write
 
-        async def counted(batch: int, step: Step, *rest: Any, **options: Any) -> Any:
+        async def counted(batch: int, step: CursorChange, *rest: Any, **options: Any) -> Any:
             self.old_gaps += len(step.old_opened)
             return await write(batch, step, *rest, **options)
 
         store.write = counted  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """End this life, as a crash would."""
+        """End this life as a crash would."""
         if self._connection is not None:
             self._connection.terminate()
         self._connection = self._sequencer = None

@@ -1,4 +1,4 @@
-"""A sequencer that runs as it does in the product: it sleeps, and is woken by notifications."""
+"""A sequencer that runs as in the product: it sleeps, and notifications wake it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox.relay.cluster.listener import Listener
-from outbox.relay.wake_event import Bell
+from outbox.relay.wake_event import WakeEvent
 from tests.support.sequencers import REAL, Slow, Variant, session, settings
 from tests.support.waiting import until
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.sequencing.gaps import Range
-    from outbox.core.sequencing.router import Sighting
-    from outbox.relay.sequencing.cursor import Sequenced
+    from outbox.core.sequencing.router import RoutableEvent
+    from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.sequencing.sequencer import Sequencer
-    from outbox.store.cursor import CursorStore, Lock, Standing
+    from outbox.store.cursor import CursorLock, CursorStore, LeaderStatus
     from outbox.store.event_reads import Reading
     from tests.support.postgres import Database
 
 SOON_S = 5.0
 """A wake-up that takes longer was lost."""
 POLL_S = 60.0
-"""Much longer than that: nothing is found by the next look."""
+"""Much longer than that, so that no event is found by the next poll."""
 
-# Where a producer can come between the steps of falling asleep.
-POINTS = ("before the flag", "before the look", "before the read", "after the read", "asleep")
+# The points between the steps of falling asleep at which a producer can act.
+POINTS = ("before the flag", "before the holders", "before the read", "after the read", "asleep")
 
 
 class Drowsy(Slow):
-    """Acts at points of the next fall into sleep."""
+    """Runs actions at points of the next transition to sleep."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -43,11 +43,11 @@ class Drowsy(Slow):
         self.flags: Counter[str] = Counter()
         self.refusals = 0
         self.reads = 0
-        self.looks = 0
+        self.polls = 0
         self._falling = False
 
     def in_next_batch(self, point: str, action: Callable[[], Awaitable[object]]) -> None:
-        """Act at a point of the next batch, although it is not one that falls asleep."""
+        """Run an action at a point of the next batch, although it does not fall asleep."""
         self.actions[point] = action
         self._falling = True
 
@@ -55,14 +55,14 @@ class Drowsy(Slow):
         if self._falling and (action := self.actions.pop(point, None)):
             await action()
 
-    async def lock(self) -> Lock | None:
+    async def lock(self) -> CursorLock | None:
         lock = await super().lock()
         self.refusals += lock is None
         return lock
 
-    async def standing(self, me: int) -> Standing:
-        standing = await super().standing(me)
-        self.looks += 1
+    async def leader_status(self, me: int) -> LeaderStatus:
+        standing = await super().leader_status(me)
+        self.polls += 1
         return standing
 
     async def set_asleep(self, for_s: int) -> int:
@@ -70,14 +70,14 @@ class Drowsy(Slow):
         self._falling = bool(self.actions)
         await self._reach("before the flag")
         until_s = await super().set_asleep(for_s)
-        await self._reach("before the look")
+        await self._reach("before the holders")
         return until_s
 
     async def set_wakeup(self, value: int) -> None:
         self.flags["set"] += 1
         await super().set_wakeup(value)
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
         await self._reach("before the read")
         events = await super().events(high, gaps, limit)
         await self._reach("after the read")
@@ -96,23 +96,21 @@ class Drowsy(Slow):
 
 
 class Sleeper:
-    """A running sequencer."""
-
-    def __init__(self, sequencer: Sequencer, store: CursorStore, bell: Bell) -> None:
+    def __init__(self, sequencer: Sequencer, store: CursorStore, wake_event: WakeEvent) -> None:
         self.sequencer = sequencer
         self.store = store
-        self.bell = bell
+        self.wake_event = wake_event
         self.task: asyncio.Task[None]
         self._seen: set[int] = set()
         self._more = asyncio.Event()
 
-    def heard(self, sequenced: Sequenced) -> None:
+    def record_batch(self, sequenced: SequencedBatch) -> None:
         """Called by the sequencer after each batch."""
         self._seen.update(sequenced.deliveries.outbox_ids)
         self._more.set()
 
     async def sequenced(self, *ids: int, within_s: float = SOON_S) -> None:
-        """Wait until these events are sequenced; TimeoutError if they are not in time."""
+        """Wait until these events are sequenced; raises TimeoutError."""
         async with asyncio.timeout(within_s):
             while not self._seen.issuperset(ids):
                 self._more.clear()
@@ -124,7 +122,7 @@ class Sleeper:
         assert self.task.done()
 
     async def asleep(self) -> None:
-        """Wait until it sleeps, or works without having woken."""
+        """Wait until it sleeps, or works without a wake-up."""
         await until(lambda: self.sequencer._asleep_until, what="the sequencer to fall asleep")
 
 
@@ -135,31 +133,31 @@ async def sleeper(
     *,
     notified: bool = True,
     poll_s: float = POLL_S,
-    thick_events: int = 1,
+    busy_events: int = 1,
 ) -> AsyncIterator[Sleeper]:
     """A running sequencer with a listener; a failure of either ends the block."""
-    bell = Bell()
+    wake_event = WakeEvent()
     connection = await session(database)
     this: list[Sleeper] = []
     sequencer, store = variant.build(
         connection,
         settings(database, poll_s=poll_s),
-        bell=bell,
+        wake_event=wake_event,
         store_mixin=Drowsy,
-        on_batch=lambda sequenced: this[0].heard(sequenced),
+        on_batch=lambda sequenced: this[0].record_batch(sequenced),
         notified=notified,
-        thick_events=thick_events,
+        busy_events=busy_events,
     )
     store.database = database
-    this.append(Sleeper(sequencer, store, bell))
+    this.append(Sleeper(sequencer, store, wake_event))
     async with asyncio.TaskGroup() as tasks:
         listening = None
         if notified:
             listener = Listener(
                 lambda: session(database),
                 database.schema,
-                bell,
-                sequencer.look,
+                wake_event,
+                sequencer.wake_standby,
                 lambda *_: None,
                 [connection.get_server_pid()],
                 poll_s,

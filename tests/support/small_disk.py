@@ -1,4 +1,4 @@
-"""A disk that is soon full: a file system of a few megabytes, which only root can mount."""
+"""A small disk: a file system of a few megabytes, which only root can mount."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _CHUNK = bytes(1 << 16)
 
 
 class SmallDisk:
-    """A mounted file system, and what takes its room away."""
+    """A mounted file system, and a file that fills it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._ballast = directory / "ballast"
 
     def fill(self) -> None:
-        """Take what is left, to the last byte."""
+        """Fill the remaining space, to the last byte."""
         with self._ballast.open("ab", buffering=0) as file:
             size = len(_CHUNK)
             while size:
@@ -34,16 +34,16 @@ class SmallDisk:
                     size //= 2
 
     def free(self) -> None:
-        """Give it back."""
+        """Release the space."""
         self._ballast.unlink(missing_ok=True)
 
 
 @contextmanager
 def small_disk(megabytes: int) -> Iterator[SmallDisk]:
-    """Mounted for the length of a block.
+    """Mount a file system for the length of the block.
 
     Raises:
-        OSError, subprocess.SubprocessError: it may not be mounted here.
+        OSError, subprocess.SubprocessError: mounting is not permitted here.
     """
     with tempfile.TemporaryDirectory(prefix="small-disk-") as name:
         options = f"size={megabytes}m,mode=0711"
@@ -57,7 +57,7 @@ def small_disk(megabytes: int) -> Iterator[SmallDisk]:
 
 @cache
 def may_mount() -> bool:
-    """Whether this process may."""
+    """Whether this process may mount file systems."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return False
     try:

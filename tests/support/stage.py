@@ -1,5 +1,6 @@
-"""A stage for scripts: one sequencer that takes a turn when told, producers that
-are moved statement by statement, and a clock that is moved by hand."""
+"""A stage for scripts: one sequencer that runs batches on demand, producers that run statement by
+statement, and a manual clock.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.relay.sequencing.cursor import Turn
+from outbox.relay.sequencing.cursor import BatchResult
 from tests.support.sequencers import (
     Hooked,
     Variant,
@@ -37,7 +38,7 @@ UNASSIGNED = "SELECT pg_current_xact_id_if_assigned() IS NULL"
 
 
 class Actor:
-    """A producer.  Events with `v` belong to one key, and must come in the order of `v`."""
+    """A producer. Events with `v` belong to one key and must arrive in the order of `v`."""
 
     def __init__(self, connection: Connection) -> None:
         self._db = connection
@@ -45,7 +46,7 @@ class Actor:
         self.fetchval = connection.fetchval
 
     async def publish(self, v: int | None = None) -> int:
-        """Insert one event; its id."""
+        """Insert one event; returns its id."""
         own_id: int = await self._db.fetchval(INSERT, None if v is None else "key", v)
         return own_id
 
@@ -64,17 +65,17 @@ class Actor:
         await self._db.execute("ROLLBACK")
 
     async def take_id(self) -> int:
-        """Begin a transaction that has an id of the outbox but no xid."""
+        """Begin a transaction that has an outbox id but no xid."""
         while True:
             await self.begin()
             own_id: int = await self._db.fetchval("SELECT nextval('relay.outbox_id_seq')")
             if await self._db.fetchval(UNASSIGNED):
                 return own_id
-            # One nextval of 32 is logged, and needs an xid for that.
+            # One nextval of 32 is WAL-logged, and needs an xid for that.
             await self.rollback()
 
     async def use_id(self, own_id: int) -> None:
-        """Insert an event with an id that was taken before, as only the owner may."""
+        """Insert an event with an id allocated before, which only the owner may do."""
         await self._db.execute(
             "INSERT INTO relay.outbox (id, type, payload) OVERRIDING SYSTEM VALUE "
             "VALUES ($1, 'app.scripted', '{}')",
@@ -83,7 +84,7 @@ class Actor:
 
 
 class Doubtful:
-    """A transaction whose commit is done, but whose answer is lost."""
+    """A transaction whose commit succeeds, but whose response is lost."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
@@ -103,7 +104,7 @@ class Stage:
         self._strict = strict
         self._remembers = getattr(variant.cursor, "remembers", False)
         self._ahead_s = 0.0
-        # The clock moves only by `pass_time`.
+        # The clock advances by `pass_time` only.
         stopped = on_clock(variant.tracker, lambda now: self._ahead_s - now)
         self._variant = replace(variant, tracker=stopped)
         self._connection: Connection | None = None
@@ -111,7 +112,7 @@ class Stage:
         self._store: Hooked
 
     async def begin(self) -> None:
-        """Make ready the database and the sequencer."""
+        """Prepare the database and the sequencer."""
         async with self._database.connection() as connection:
             if self._variant.prepare:
                 await connection.execute(self._variant.prepare)
@@ -119,7 +120,6 @@ class Stage:
         await self.reconnect()
 
     async def actor(self) -> Actor:
-        """Another producer."""
         return Actor(await self._database.connect())
 
     async def actors(self, count: int) -> list[Actor]:
@@ -129,16 +129,16 @@ class Stage:
         self._ahead_s += seconds
 
     async def limit(self, events_max: int) -> None:
-        """From now on a batch reads at most so many events."""
+        """Limit the batches to this many events."""
         self._sequencer.cursor._settings = settings(self._database, batch_events_max=events_max)
 
     async def reconnect(self) -> None:
-        """The sequencer's connection is new, as after a restart of the server.
+        """Reconnect the sequencer, as after a restart of the server.
 
-        A real sequencer is new then, too; one that remembers is not.
+        A real sequencer is also new then; one that remembers is not.
         """
         if self._connection is not None:
-            await self._connection.close()  # Whatever it held is free now.
+            await self._connection.close()  # Its locks are free now.
         connection = self._connection = await session(self._database)
         if self._remembers and hasattr(self, "_sequencer"):
             self._store._db = connection
@@ -151,22 +151,22 @@ class Stage:
         await self._store.check()
 
     def forget(self) -> None:
-        """As when a commit is in doubt."""
+        """Reset the state, as when a commit is in doubt."""
         self._sequencer.cursor.forget()
 
     async def turn(
         self, *, asleep_s: int | None = None, **before: Callable[[], Awaitable[object]]
-    ) -> Turn:
-        """One turn; `read=action` does something right before the read, and so on."""
+    ) -> BatchResult:
+        """Run one batch; `read=action` runs an action right before the read, and so on."""
         for statement, action in before.items():
             self._store.before(statement, action)
-        turn = await self._sequencer.cursor.turn(asleep_s=asleep_s)
-        if turn is Turn.OVERTAKEN:
-            turn = await self._sequencer.cursor.turn(asleep_s=asleep_s)
+        turn = await self._sequencer.cursor.sequence_batch(asleep_s=asleep_s)
+        if turn is BatchResult.LOST_LEADERSHIP:
+            turn = await self._sequencer.cursor.sequence_batch(asleep_s=asleep_s)
         return turn
 
     async def turn_in_doubt(self) -> None:
-        """One turn that is committed, and looks as if it had failed."""
+        """Run one batch that is committed but reports an error."""
         store: Any = self._store
         transaction, write = store.transaction, store.write
 
@@ -179,49 +179,49 @@ class Stage:
         store.transaction = lambda: Doubtful(transaction())
         store.write = write_in_doubt
         with suppress(ConnectionResetError):
-            await self._sequencer.turn()
+            await self._sequencer.sequence_batch()
         store.transaction, store.write = transaction, write
 
     async def turn_of_another(self) -> None:
-        """One turn of a second replica."""
+        """Run one batch of a second replica."""
         sequencer, store = self._variant.build(
             await session(self._database), settings(self._database)
         )
         await store.check()
-        await sequencer.turn()
+        await sequencer.sequence_batch()
 
     async def settle(self) -> None:
-        """Take turns until there is nothing to do."""
+        """Run batches until the sequencer is idle."""
         await self.limit(1000)
-        # A gap is given up by the turn after the one that saw its holders gone.
+        # A gap is closed by the batch after the one that found its holders gone.
         idle = 0
         for _ in range(20):
-            idle = idle + 1 if await self.turn() is Turn.IDLE else 0
+            idle = idle + 1 if await self.turn() is BatchResult.EMPTY else 0
             if idle == 2:
                 return
         raise AssertionError("the sequencer does not come to rest")
 
     async def expect_sequenced(self, *ids: int) -> None:
-        """These ids were sequenced, in this order (asked of a strict stage only)."""
+        """Expect these sequenced ids, in this order (strict stages only)."""
         async with self._database.connection() as connection:
             rows = await connection.fetch("SELECT outbox_id FROM relay.delivery ORDER BY seq")
         assert not self._strict or [row["outbox_id"] for row in rows] == list(ids)
 
     async def expect_old_gaps(self, *gaps: tuple[int, int]) -> None:
-        """These are the old gaps (asked of a strict stage only)."""
+        """Expect these old gaps (strict stages only)."""
         async with self._database.connection() as connection:
             rows = await connection.fetch("SELECT lo, hi FROM relay.gap ORDER BY lo")
         assert not self._strict or [(row["lo"], row["hi"]) for row in rows] == list(gaps)
 
     async def crash(self) -> None:
-        """The server loses everything that it did not write down, and comes back."""
+        """Crash the server (unwritten data is lost) and restart it."""
         await asyncio.to_thread(self._database.server.embedded.restart, immediate=True)
         await self.reconnect()
 
 
 @asynccontextmanager
 async def staged(database: Database, variant: Variant, *, strict: bool) -> AsyncIterator[Stage]:
-    """A stage that is ready; a `strict` one minds every step, others only the end."""
+    """A prepared stage; a `strict` one checks every step, others only the end."""
     stage = Stage(database, variant, strict=strict)
     await stage.begin()
     yield stage

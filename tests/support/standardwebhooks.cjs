@@ -1,9 +1,9 @@
 // Signs and verifies with npm's standardwebhooks, which is found by NODE_PATH: a list of
-// what is asked on stdin, and of the answers on stdout.
+// what is asked on stdin, and of the responses on stdout.
 const { readFileSync } = require("node:fs");
 const { Webhook } = require("standardwebhooks");
 
-function answer({ secret, body, headers, id, timestamp }) {
+function response({ secret, body, headers, id, timestamp }) {
     const webhook = new Webhook(secret);
     const bytes = Buffer.from(body, "base64");
     if (headers === undefined) return webhook.sign(id, new Date(timestamp * 1000), bytes);
@@ -15,4 +15,4 @@ function answer({ secret, body, headers, id, timestamp }) {
     }
 }
 
-console.log(JSON.stringify(JSON.parse(readFileSync(0, "utf-8")).map(answer)));
+console.log(JSON.stringify(JSON.parse(readFileSync(0, "utf-8")).map(response)));

@@ -1,4 +1,4 @@
-"""Servers on 127.0.0.1 that stand between us and PostgreSQL, or pretend to be it."""
+"""Servers on 127.0.0.1 between a client and PostgreSQL, or in place of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SSL_REQUEST = 80877103
 
 @asynccontextmanager
 async def listening(handler: Handler) -> AsyncIterator[int]:
-    """A TCP server for the length of a block; yields its port."""
+    """A TCP server during the block; yields its port."""
     connections: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -29,7 +29,7 @@ async def listening(handler: Handler) -> AsyncIterator[int]:
         try:
             await handler(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # The client went first, or the block ended.
+            pass  # The client disconnected first, or the block ended.
         finally:
             connections.discard(task)
             writer.close()
@@ -45,7 +45,7 @@ async def listening(handler: Handler) -> AsyncIterator[int]:
 
 
 def forward_to(socket_path: str) -> Handler:
-    """Pass everything on to a unix socket and back."""
+    """Forward to a unix socket and back."""
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
@@ -69,37 +69,37 @@ class Line:
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
         self.hangs = False
-        """Whether everything is taken, on both sides, and nothing passed on."""
+        """Whether data is accepted from both sides, and none is forwarded."""
         self.flows = asyncio.Event()
-        """While this is not set, what the server says waits, and the server with it."""
+        """While this is not set, data of the server waits, and the server blocks."""
         self.flows.set()
         self.mute = False
-        """Whether that is so for what the server says alone."""
+        """The same for data of the server only."""
         self._ends: list[asyncio.StreamWriter] = []
 
     def cut(self) -> None:
-        """End it without a word."""
+        """Abort the connection."""
         for end in self._ends:
             end.transport.abort()
 
     async def pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, responses: bool
     ) -> None:
-        """Pass on what comes, and the end of it."""
+        """Forward data and the end of the stream."""
 
-        def swallows() -> bool:
-            return self.hangs or (self.mute and answers)
+        def is_hanging() -> bool:
+            return self.hangs or (self.mute and responses)
 
         while data := await reader.read(65536):
-            if answers:
+            if responses:
                 await self.flows.wait()
-            last = not answers and self._lines.stop_at(data)
-            self.hangs |= last and not self._lines.last_words_pass
-            if not swallows():
+            last = not responses and self._lines.stop_at(data)
+            self.hangs |= last and not self._lines.forward_last_data
+            if not is_hanging():
                 writer.write(data)
                 await writer.drain()
             self.hangs |= last
-        if not swallows():
+        if not is_hanging():
             writer.close()
 
     async def connect(
@@ -110,7 +110,7 @@ class Line:
         self._ends = [writer, back]
         try:
             await asyncio.gather(
-                self.pump(reader, back, answers=False), self.pump(there, writer, answers=True)
+                self.pump(reader, back, responses=False), self.pump(there, writer, responses=True)
             )
         finally:
             back.transport.abort()
@@ -122,42 +122,42 @@ class Lines:
     def __init__(self, socket_path: str) -> None:
         self._socket_path = socket_path
         self.opened: list[Line] = []
-        """In the order in which they were opened."""
+        """The connections, in the order in which they were opened."""
         self.attempts = 0
         self.hanging = False
-        """Whether new ones hang from the beginning, as old ones do after `hang`."""
+        """Whether new connections hang from the start, as old ones do after `hang`."""
         self.refusing = False
-        """Whether new ones are ended at once."""
+        """Whether new connections are closed at once."""
         self.last_words: bytes | None = None
-        """The next connection on which a client says this hangs then."""
-        self.last_words_pass = True
-        """Whether it still passes that on."""
+        """The next connection on which a client sends this data hangs then."""
+        self.forward_last_data = True
+        """Whether that data is still forwarded."""
 
     def hang(self) -> None:
-        """Let everything hang, until `heal`."""
+        """Let all connections hang until `heal`."""
         self.hanging = True
         for line in self.opened:
             line.hangs = True
 
     def cut(self) -> None:
-        """End everything, and let nobody in, until `heal`."""
+        """Close all connections and refuse new ones until `heal`."""
         self.refusing = True
         for line in self.opened:
             line.cut()
 
     def stop_at(self, data: bytes) -> bool:
-        """Whether these are the last words."""
+        """Whether the connection hangs after this data."""
         if self.last_words is None or self.last_words not in data:
             return False
         self.last_words = None
         return True
 
     def heal(self) -> None:
-        """New connections get through; what hangs goes on hanging."""
+        """Let new connections through; hanging ones stay hanging."""
         self.hanging = self.refusing = False
 
     async def handler(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """For `listening`."""
+        """The handler for `listening`."""
         self.attempts += 1
         if self.refusing:
             writer.transport.abort()
@@ -172,14 +172,14 @@ class Lines:
 async def through_lines(
     socket_dir: Path, database: str, user: str = "postgres"
 ) -> AsyncIterator[tuple[Lines, str]]:
-    """A proxy to a server, and the DSN that leads through it."""
+    """A proxy to a server, and the DSN of the proxy."""
     lines = Lines(str(socket_dir / ".s.PGSQL.5432"))
     async with listening(lines.handler) as port:
         yield lines, f"postgresql://{user}@127.0.0.1:{port}/{database}"
 
 
 def refuse_with(sqlstate: str, message: str) -> Handler:
-    """Answer the start-up packet with an error, in PostgreSQL's protocol."""
+    """Respond to the startup packet with an error of PostgreSQL's protocol."""
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -196,13 +196,13 @@ def refuse_with(sqlstate: str, message: str) -> Handler:
 
 
 async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
-    """Take everything and say nothing."""
+    """Accept all data and never respond."""
     while await reader.read(65536):
         pass
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """A port without a listener at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,7 @@
-"""An event loop on which hours pass in no time: whenever nothing is ready, its
-clock jumps to the next timer.
+"""An event loop on virtual time: whenever it is idle, its clock jumps to the next timer.
 
-Timers and tasks only.  A real socket or a thread has no chance to answer
-before the clock jumps, so everything under test has to be pure asyncio.
+It supports timers and tasks only. A real socket or a thread cannot respond before the clock jumps,
+so everything under test must be pure asyncio.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._poll = selector.select
         selector.select = self._select  # type: ignore[method-assign]
         super().__init__(selector)
-        # Timers due within this of now run.  The default, a nanosecond, is less
-        # than a float can tell at epoch seconds, and no timer would ever be due.
+        # Timers due within this resolution run. The default, a nanosecond, is below the precision
+        # of a float at epoch seconds, so no timer would ever be due.
         self._clock_resolution = 1e-6
 
     def time(self) -> float:
@@ -43,6 +42,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T], start_s: float = 0.0) -> T:
-    """`asyncio.run` on virtual time.  Raises RuntimeError when nothing can ever happen again."""
+    """`asyncio.run` on virtual time. Raises RuntimeError on a deadlock (no timers left)."""
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start_s)) as runner:
         return runner.run(main)

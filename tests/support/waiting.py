@@ -1,4 +1,4 @@
-"""Waiting for something to become true; the one place in the tests that sleeps."""
+"""Polling for a condition; the only place in the tests that sleeps."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ async def until(
 async def until(
     condition: Callable[[], Any], timeout_s: float = 10, what: str = "the condition"
 ) -> Any:
-    """Ask until the answer is true, and return it.
+    """Poll until the condition is true, and return its result.
 
-    `condition` may be a coroutine function.  Raises AssertionError, naming
-    `what` and the last answer, when `timeout_s` have passed.
+    `condition` may be a coroutine function. Raises AssertionError with `what` and the last result
+    when `timeout_s` have passed.
     """
     loop = asyncio.get_running_loop()
-    answer: object = None
+    response: object = None
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                asked_at = loop.time()
+                requested_at = loop.time()
                 asked = condition()
-                answer = await asked if inspect.isawaitable(asked) else asked
-                if answer:
-                    return answer
-                # What is waited for needs the processor, too: half of the time is its.
-                await asyncio.sleep(max(_POLL_S, loop.time() - asked_at))
+                response = await asked if inspect.isawaitable(asked) else asked
+                if response:
+                    return response
+                # The code under test needs the processor, too: it gets half of the time.
+                await asyncio.sleep(max(_POLL_S, loop.time() - requested_at))
     except TimeoutError:
-        raise AssertionError(_too_long(what, timeout_s, answer)) from None
+        raise AssertionError(_too_long(what, timeout_s, response)) from None
 
 
 def until_sync(
@@ -52,14 +52,14 @@ def until_sync(
     timeout_s: float = 10,
     what: str = "the condition",
 ) -> T:
-    """The same, without an event loop."""
-    give_up_at = time.monotonic() + timeout_s
-    while not (answer := condition()):
-        if time.monotonic() > give_up_at:
-            raise AssertionError(_too_long(what, timeout_s, answer))
+    """The same without an event loop."""
+    deadline = time.monotonic() + timeout_s
+    while not (response := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(_too_long(what, timeout_s, response))
         time.sleep(_POLL_S)
-    return answer
+    return response
 
 
-def _too_long(what: str, timeout_s: float, answer: object) -> str:
-    return f"waited {timeout_s:g} s for {what}; the last answer was {answer!r}"
+def _too_long(what: str, timeout_s: float, response: object) -> str:
+    return f"waited {timeout_s:g} s for {what}; the last response was {response!r}"

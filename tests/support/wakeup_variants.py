@@ -1,4 +1,4 @@
-"""Ways to fall asleep that are known to miss wake-ups."""
+"""Incorrect ways to fall asleep, which lose wake-ups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.sequencers import Slow, Variant, session
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.relay.sequencing.cursor import Turn
+    from outbox.relay.sequencing.cursor import BatchResult
     from outbox.store.event_reads import Reading
     from tests.support.postgres import Database
 
@@ -21,16 +21,16 @@ FLAG_ROW = """
 CREATE TABLE relay.flag (until bigint NOT NULL);
 INSERT INTO relay.flag VALUES (1);
 GRANT SELECT ON relay.flag TO PUBLIC;
-CREATE OR REPLACE FUNCTION relay.ring() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION relay.notify_relay() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF (SELECT until FROM relay.flag) > extract(epoch FROM clock_timestamp()) THEN
         PERFORM pg_notify('relay', '');
     END IF;
     RETURN NULL;
 END $$;
-DROP TRIGGER ring_the_relay ON relay.outbox;
-CREATE TRIGGER ring_the_relay AFTER INSERT ON relay.outbox
-    FOR EACH STATEMENT EXECUTE FUNCTION relay.ring();
+DROP TRIGGER notify_relay ON relay.outbox;
+CREATE TRIGGER notify_relay AFTER INSERT ON relay.outbox
+    FOR EACH STATEMENT EXECUTE FUNCTION relay.notify_relay();
 """
 
 
@@ -41,7 +41,7 @@ class RowStore(Slow):
     _flag: Connection | None = None
 
     async def set_wakeup(self, value: int) -> None:
-        # At once, as a sequence is set, and not only when the batch ends.
+        # Written at once, like a sequence, and not at the end of the batch.
         if self._flag is None:
             self._flag = await session(self.database)
         await self._flag.execute("UPDATE flag SET until = $1", value)
@@ -57,9 +57,9 @@ class RowStore(Slow):
 
 
 class BlindSequencer(Sequencer):
-    """Does not look at the producers in flight before it sleeps."""
+    """Does not read the producers in flight before it sleeps."""
 
-    async def _fall_asleep(self) -> Turn:
+    async def _fall_asleep(self) -> BatchResult:
         turn = await super()._fall_asleep()
         self.cursor.watched = frozenset()
         return turn
@@ -83,5 +83,5 @@ class LateStore(Slow):
 
 
 FLAG_IS_A_ROW = Variant(store=RowStore, prepare=FLAG_ROW)
-NO_LOOK = Variant(sequencer=BlindSequencer)
+WITHOUT_HOLDERS = Variant(sequencer=BlindSequencer)
 LATE_FLAG = Variant(store=LateStore)

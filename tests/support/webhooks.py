@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / "build" / "npm" / f"standardwebhooks-{VERSION}"
 SCRIPT = Path(__file__).with_name("standardwebhooks.cjs")
 _FETCH_S = 60
-_ANSWER_S = 30
+_RESPONSE_TIMEOUT_S = 30
 
 
 class ToSign(NamedTuple):
-    """What to sign, as of a time in epoch seconds."""
+    """A message to sign at a time in epoch seconds."""
 
     secret: str
     id: str
@@ -39,7 +39,7 @@ class ToSign(NamedTuple):
 
 
 class ToVerify(NamedTuple):
-    """A request to judge, as of now."""
+    """A request to verify now."""
 
     secret: str
     headers: Mapping[str, str]
@@ -50,19 +50,18 @@ class Peer(Protocol):
     """Another implementation."""
 
     def signed(self, what: Iterable[ToSign]) -> list[str]:
-        """The signature of each."""
+        """The signatures of the messages."""
         ...
 
     def accepts(self, what: Iterable[ToVerify]) -> list[bool]:
-        """Whether each is accepted."""
+        """Whether each request is accepted."""
         ...
 
 
 class Pypi:
-    """In this process."""
+    """The PyPI package, in this process."""
 
     def signed(self, what: Iterable[ToSign]) -> list[str]:
-        """The signature of each."""
         return [
             Webhook(each.secret).sign(
                 each.id, datetime.fromtimestamp(each.timestamp, tz=UTC), each.body.decode()
@@ -71,23 +70,22 @@ class Pypi:
         ]
 
     def accepts(self, what: Iterable[ToVerify]) -> list[bool]:
-        """Whether each is accepted."""
         return [self._accepts(each) for each in what]
 
     def _accepts(self, what: ToVerify) -> bool:
         try:
             Webhook(what.secret).verify(what.body, dict(what.headers), json_parse=False)
         except (WebhookVerificationError, ValueError):
-            # A signature that cannot even be taken apart is a ValueError of Python's.
+            # A signature that cannot be decoded is a ValueError.
             return False
         return True
 
 
 class Npm:
-    """In Node: one process for all that is asked at once.
+    """The npm package, in Node: one process for all messages at once.
 
     Raises:
-        CannotRun: there is no node or npm, or no registry that gives the package.
+        CannotRun: there is no node or npm, or no registry that provides the package.
     """
 
     def __init__(self) -> None:
@@ -96,14 +94,12 @@ class Npm:
             _install(_program("npm"))
 
     def signed(self, what: Iterable[ToSign]) -> list[str]:
-        """The signature of each."""
-        answers: list[str] = self._ask(what)
-        return answers
+        responses: list[str] = self._ask(what)
+        return responses
 
     def accepts(self, what: Iterable[ToVerify]) -> list[bool]:
-        """Whether each is accepted."""
-        answers: list[bool] = self._ask(what)
-        return answers
+        responses: list[bool] = self._ask(what)
+        return responses
 
     def _ask(self, what: Iterable[ToSign | ToVerify]) -> Any:
         asked = [each._asdict() | {"body": base64.b64encode(each.body).decode()} for each in what]
@@ -112,7 +108,7 @@ class Npm:
             input=json.dumps(asked).encode(),
             env={**os.environ, "NODE_PATH": str(INSTALLED / "node_modules")},
             capture_output=True,
-            timeout=_ANSWER_S,
+            timeout=_RESPONSE_TIMEOUT_S,
         )
         assert done.returncode == 0, done.stderr.decode()
         return json.loads(done.stdout)
@@ -126,7 +122,7 @@ def _program(name: str) -> str:
 
 
 def _install(npm: str) -> None:
-    """Fetch the package once; several processes may do so at the same time."""
+    """Fetch the package once; several processes may do so concurrently."""
     INSTALLED.parent.mkdir(parents=True, exist_ok=True)
     options = (
         "--no-save --no-package-lock --ignore-scripts --no-audit --no-fund "
@@ -146,10 +142,10 @@ def _install(npm: str) -> None:
         except subprocess.TimeoutExpired:
             raise CannotRun(f"npm did not end within {_FETCH_S} s") from None
         if done.returncode:
-            # Its first line says what; those after it name hosts and files.
+            # The first line gives the error; those after it name hosts and files.
             why = done.stderr.partition("\n")[0]
             raise CannotRun(f"npm could not fetch standardwebhooks: {why}")
-        # Renamed when it is complete; whoever was quicker has the same there already.
+        # Renamed when complete; another process may have been faster, with the same result.
         with suppress(OSError):
             fetched.rename(INSTALLED)
     assert INSTALLED.exists()

@@ -1,4 +1,4 @@
-"""A receiver that sees connections: which process a request came from, and when it was closed."""
+"""A receiver that observes connections: the process of each request, and when it was closed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator, Callable
 
-ANSWER = b"HTTP/1.1 204 No Content\r\n\r\n"
+RESPONSE = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 @dataclass(slots=True)
 class Arrived:
-    """One request."""
+    """A received request."""
 
     pid: int
     at: float
@@ -29,21 +29,21 @@ class Arrived:
     seq: int
     delivery: str
     writer: asyncio.StreamWriter = field(repr=False)
-    answered: bool = False
+    responded: bool = False
     closed: bool = False
-    """By whoever sent it, before it was answered."""
+    """Whether the sender closed it before the response."""
 
-    def answer(self) -> None:
-        """204; if its sender does not read, it waits in the buffers of the system."""
-        self.answered = True
-        self.writer.write(ANSWER)
+    def response(self) -> None:
+        """Respond with 204; if the sender does not read, it stays in the kernel's buffers."""
+        self.responded = True
+        self.writer.write(RESPONSE)
 
 
 class Wire:
-    """Every request, in the order of arrival.
+    """All requests, in the order of arrival.
 
     Args:
-        holds: whether a request has to wait for `Arrived.answer`.
+        holds: whether a request waits for `Arrived.response`.
     """
 
     def __init__(self, holds: Callable[[Arrived], bool]) -> None:
@@ -54,12 +54,12 @@ class Wire:
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
-        """Listen for the length of a block; yields the address."""
+        """Listen during the block; yields the address."""
         async with listening(self._serve) as port:
             yield f"http://127.0.0.1:{port}/"
 
-    def of(self, pid: int) -> list[Arrived]:
-        """What came from a process."""
+    def requests_of(self, pid: int) -> list[Arrived]:
+        """The requests of a process."""
         return [each for each in self.arrived if each.pid == pid]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,9 +81,9 @@ class Wire:
                 )
                 self.arrived.append(last)
                 if not self.holds(last):
-                    last.answer()
+                    last.response()
         finally:
-            if last is not None and not last.answered:
+            if last is not None and not last.responded:
                 last.closed = True
 
     def _sender(self, port: int) -> int:
@@ -92,4 +92,4 @@ class Wire:
                 connections = psutil.Process(pid).net_connections("tcp")
                 if any(connection.laddr.port == port for connection in connections):
                     return pid
-        raise AssertionError(f"nobody of {self.pids} has a connection from port {port}")
+        raise AssertionError(f"none of {self.pids} has a connection from port {port}")

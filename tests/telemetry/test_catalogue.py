@@ -1,4 +1,4 @@
-"""The table of metrics, the document, and what is really exported: all three are the same."""
+"""The metric catalogue, its documentation and the exported metrics are the same."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import re
 from pathlib import Path
 
 from outbox.telemetry import catalogue
-from outbox.telemetry.catalogue import CATALOGUE, Kind, Metric
+from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
 from outbox.telemetry.metrics_table import table
 
 DOCUMENT = Path(catalogue.__file__).parents[1] / "docs" / "metrics.md"
 
 
-def test_the_document_is_the_table() -> None:
+def test_the_documentation_lists_the_catalogue() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == table(), (
         "run: python -m outbox.telemetry.metrics_table > outbox/docs/metrics.md"
     )
 
 
-def test_every_metric_is_in_the_table_once() -> None:
+def test_every_metric_is_in_the_catalogue_once() -> None:
     known = [each for each in vars(catalogue).values() if isinstance(each, Metric)]
     assert set(known) == set(CATALOGUE)
     assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE)
     assert len({metric.prometheus for metric in CATALOGUE}) == len(CATALOGUE)
 
 
-def test_names_and_units_are_those_of_opentelemetry() -> None:
+def test_names_and_units_follow_opentelemetry() -> None:
     for metric in CATALOGUE:
         assert re.fullmatch(r"outbox(\.[a-z]+(_[a-z]+)*)+", metric.name), metric.name
         assert re.fullmatch(r"s|\{[a-z_]+\}", metric.unit), metric.name
         assert metric.description.endswith("."), metric.name
-        # The unit is not part of the name, nor is the kind: exporters add both.
+        # Neither unit nor type is part of the name: exporters add both.
         assert not re.search(r"_?(total|seconds|count|bucket|sum)$", metric.name), metric.name
-        assert bool(metric.bounds) == (metric.kind is Kind.HISTOGRAM), metric.name
+        assert bool(metric.bounds) == (metric.kind is MetricKind.HISTOGRAM), metric.name
         assert list(metric.bounds) == sorted(set(metric.bounds)), metric.name
 
 
-def test_names_in_prometheus_say_unit_and_kind() -> None:
+def test_prometheus_names_contain_unit_and_type() -> None:
     assert catalogue.ATTEMPT_DURATION.prometheus == "outbox_attempt_duration_seconds"
     assert catalogue.DELIVERIES.prometheus == "outbox_deliveries_total"
     assert catalogue.DEAD_LETTERS.prometheus == "outbox_dead_letters"

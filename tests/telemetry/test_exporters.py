@@ -1,4 +1,4 @@
-"""OpenTelemetry's variables: what is pushed where, and what is said of those that make no sense."""
+"""OpenTelemetry variables: what is pushed where, and how invalid values are reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, MetricExportResult
 
 from outbox.errors import UsageError
-from outbox.telemetry.exporters import Exporting, exporting
+from outbox.telemetry.exporters import TelemetryExport, configure_export
 from outbox.telemetry.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 
 
-def asked(env: Mapping[str, str]) -> Exporting:
-    return exporting("me", "1", env)
+def asked(env: Mapping[str, str]) -> TelemetryExport:
+    return configure_export("me", "1", env)
 
 
-def test_nothing_is_pushed_unless_somebody_says_where() -> None:
-    told = asked({})
-    assert (told.tracing, told.metrics) == (None, None)
+def test_nothing_is_pushed_without_an_endpoint() -> None:
+    configured = asked({})
+    assert (configured.tracing, configured.metrics) == (None, None)
 
 
-def test_an_endpoint_gets_both() -> None:
-    told = asked(ENDPOINT)
-    assert told.tracing is not None
-    assert type(told.metrics).__module__.startswith("opentelemetry.exporter.otlp.proto.http")
+def test_a_general_endpoint_gets_metrics_and_traces() -> None:
+    configured = asked(ENDPOINT)
+    assert configured.tracing is not None
+    assert type(configured.metrics).__module__.startswith("opentelemetry.exporter.otlp.proto.http")
 
 
-def test_an_endpoint_of_one_signal_gets_that() -> None:
-    told = asked({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"})
-    assert told.tracing is not None
-    assert told.metrics is None
+def test_an_endpoint_of_one_signal_gets_only_that_signal() -> None:
+    configured = asked({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"})
+    assert configured.tracing is not None
+    assert configured.metrics is None
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,15 @@ def test_an_endpoint_of_one_signal_gets_that() -> None:
         {"OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "prometheus"},
     ],
 )
-def test_it_can_be_turned_off(env: Mapping[str, str]) -> None:
-    told = asked(ENDPOINT | env)
-    assert (told.tracing, told.metrics) == (None, None)
+def test_export_can_be_disabled(env: Mapping[str, str]) -> None:
+    configured = asked(ENDPOINT | env)
+    assert (configured.tracing, configured.metrics) == (None, None)
 
 
-def test_the_console_is_for_looking() -> None:
-    told = asked({"OTEL_METRICS_EXPORTER": "console", "OTEL_TRACES_EXPORTER": "console"})
-    assert isinstance(told.metrics, ConsoleMetricExporter)
-    assert told.tracing is not None
+def test_the_console_exporter_prints_to_the_console() -> None:
+    configured = asked({"OTEL_METRICS_EXPORTER": "console", "OTEL_TRACES_EXPORTER": "console"})
+    assert isinstance(configured.metrics, ConsoleMetricExporter)
+    assert configured.tracing is not None
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_console_is_for_looking() -> None:
         ),
         (
             {**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            "traces are to be pushed by OTLP over grpc, which is not installed: pip install "
+            "exporting traces by OTLP over grpc needs a package that is not installed: pip install "
             "'opentelemetry-exporter-otlp-proto-grpc', or set OTEL_TRACES_EXPORTER=none",
         ),
         (
@@ -81,10 +81,10 @@ def test_the_console_is_for_looking() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_told_in_one_line(env: Mapping[str, str], said: str) -> None:
-    with pytest.raises(UsageError) as told:
+def test_an_invalid_variable_is_a_one_line_error(env: Mapping[str, str], said: str) -> None:
+    with pytest.raises(UsageError) as configured:
         asked(env)
-    assert str(told.value) == said
+    assert str(configured.value) == said
 
 
 def test_the_resource_names_the_service_and_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_the_resource_names_the_service_and_the_replica(monkeypatch: pytest.Monk
     assert asked({"OTEL_SERVICE_NAME": "hooks"}).resource.attributes["service.name"] == "hooks"
 
 
-async def test_metrics_are_pushed_again_and_again_and_at_the_end() -> None:
+async def test_metrics_are_pushed_periodically_and_at_shutdown() -> None:
     pushed: list[Any] = []
     enough = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -111,17 +111,24 @@ async def test_metrics_are_pushed_again_and_again_and_at_the_end() -> None:
                 raise OSError("the collector is away")
             return MetricExportResult.SUCCESS
 
-    told = asked({"OTEL_METRICS_EXPORTER": "console", "OTEL_METRIC_EXPORT_INTERVAL": "1"})
-    told = Exporting(
-        told.resource, None, None, Kept(), told.interval_s, told.timeout_s, told.delta, "1"
+    configured = asked({"OTEL_METRICS_EXPORTER": "console", "OTEL_METRIC_EXPORT_INTERVAL": "1"})
+    configured = TelemetryExport(
+        configured.resource,
+        None,
+        None,
+        Kept(),
+        configured.interval_s,
+        configured.timeout_s,
+        configured.delta,
+        "1",
     )
 
     async def collect() -> Snapshot:
         return Snapshot(0.0, 1.0, {})
 
-    task = asyncio.ensure_future(told.push(collect))
+    task = asyncio.ensure_future(configured.push(collect))
     await enough.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert len(pushed) >= 3, "what failed is over, and the last push is at the end"
-    await told.close()
+    await configured.close()

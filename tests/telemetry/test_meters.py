@@ -1,4 +1,4 @@
-"""Counting: what ends up in which bucket and series, and how many series there are."""
+"""Counters and histograms: buckets, series, and the number of series."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from outbox.core.delivery.commands import AttemptRow, DeadRange
 from outbox.core.model.endpoint import OTHERS
-from outbox.core.model.response import Answer, Failure
+from outbox.core.model.response import AttemptResult, Failure
 from outbox.telemetry import catalogue
-from outbox.telemetry.catalogue import ANSWERS, OUTCOMES
+from outbox.telemetry.catalogue import ATTEMPT_OUTCOMES, DELIVERY_OUTCOMES
 from outbox.telemetry.meters import Meters, error_type
 from outbox.telemetry.snapshot import Buckets
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.snapshot import Series
 
-OK = Answer.of(200, 0.03)
+OK = AttemptResult.completed(200, 0.03)
 
 
 def row(outcome: str = "delivered", attempt: int = 1, elapsed_s: float = 0.03) -> AttemptRow:
@@ -28,15 +28,15 @@ def row(outcome: str = "delivered", attempt: int = 1, elapsed_s: float = 0.03) -
 
 
 def counted(series: Mapping[Metric, Series]) -> Series:
-    """The deliveries of which there were any."""
+    """Return the non-zero delivery counters."""
     return {key: value for key, value in series[catalogue.DELIVERIES].items() if value}
 
 
 def test_a_value_counts_in_the_first_bucket_that_it_fits() -> None:
     meters = Meters()
-    here = meters.taken("shop")
+    here = meters.acquire("shop")
     for elapsed_s in (-1.0, 0.005, 0.006, 300.0, 301.0):
-        meters.attempted(here, row(elapsed_s=elapsed_s), OK)
+        meters.record_attempt(here, row(elapsed_s=elapsed_s), OK)
     buckets = meters.snapshot(1.0, {}).series[catalogue.ATTEMPT_DURATION]["shop",]
     assert isinstance(buckets, Buckets)
     assert buckets.counts == (2, 1, *[0] * 11, 1, 1)
@@ -44,16 +44,16 @@ def test_a_value_counts_in_the_first_bucket_that_it_fits() -> None:
     assert buckets.sum == pytest.approx(601.011)
 
 
-def test_what_becomes_of_deliveries_is_counted() -> None:
+def test_delivery_outcomes_are_counted() -> None:
     meters = Meters()
-    here = meters.taken("shop")
-    meters.attempted(here, row("retry"), Answer.of(503, 0.1))
-    meters.waits(4.0)
-    meters.attempted(here, row("retry", 2), Answer.failed(Failure.TIMEOUT, "late", 0.1))
-    meters.attempted(here, row("delivered", 3), OK)
-    meters.delivered(here, 3, 1.5)
-    meters.delivered(here, 1, None)
-    meters.given_up(here, DeadRange(1, 5, 9, "backlog", 0, None))
+    here = meters.acquire("shop")
+    meters.record_attempt(here, row("retry"), AttemptResult.completed(503, 0.1))
+    meters.record_retry_delay(4.0)
+    meters.record_attempt(here, row("retry", 2), AttemptResult.failed(Failure.TIMEOUT, "late", 0.1))
+    meters.record_attempt(here, row("delivered", 3), OK)
+    meters.record_delivered(here, 3, 1.5)
+    meters.record_delivered(here, 1, None)
+    meters.record_dead_letter(here, DeadRange(1, 5, 9, "backlog", 0, None))
     series = meters.snapshot(1.0, {}).series
     assert series[catalogue.ATTEMPTS_MADE] == {
         ("shop", "retry", "5xx"): 1,
@@ -67,61 +67,61 @@ def test_what_becomes_of_deliveries_is_counted() -> None:
     assert latency.count == 1, "what is sent again has no latency"
 
 
-def test_that_nothing_has_ended_yet_is_told() -> None:
+def test_outcomes_are_exported_with_zero() -> None:
     meters = Meters(endpoints_max=1)
     assert meters.snapshot(1.0, {}).series[catalogue.DELIVERIES] == {}
-    meters.taken("shop")
+    meters.acquire("shop")
     first = meters.snapshot(1.0, {}).series
-    assert first[catalogue.DELIVERIES] == {("shop", outcome): 0 for outcome in OUTCOMES}
-    assert first[catalogue.RETRIES] == {(answer,): 0 for answer in ANSWERS}
-    meters.delivered(meters.taken("another"), 1, None)
-    meters.taken("a third")
+    assert first[catalogue.DELIVERIES] == {("shop", outcome): 0 for outcome in DELIVERY_OUTCOMES}
+    assert first[catalogue.RETRIES] == {(response,): 0 for response in ATTEMPT_OUTCOMES}
+    meters.record_delivered(meters.acquire("another"), 1, None)
+    meters.acquire("a third")
     ended = meters.snapshot(1.0, {}).series[catalogue.DELIVERIES]
-    assert [ended[OTHERS, outcome] for outcome in OUTCOMES] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert [ended[OTHERS, outcome] for outcome in DELIVERY_OUTCOMES] == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_series_do_not_grow_with_the_endpoints() -> None:
     meters = Meters(endpoints_max=100)
     for n in range(10_000):
-        here = meters.taken(f"endpoint {n}")
+        here = meters.acquire(f"endpoint {n}")
         for outcome in ("delivered", "retry", "refused"):
-            meters.attempted(here, row(outcome), Answer.of(503, 0.1))
-        meters.delivered(here, 1, 0.1)
+            meters.record_attempt(here, row(outcome), AttemptResult.completed(503, 0.1))
+        meters.record_delivered(here, 1, 0.1)
     series = meters.snapshot(1.0, {}).series
     assert sum(map(len, series.values())) <= 101 * (3 + 8 + 2) + 10
     assert series[catalogue.DELIVERIES][OTHERS, "delivered"] == 9_900
     assert sum(series[catalogue.DELIVERIES].values()) == 10_000  # type: ignore[arg-type]
 
 
-def test_who_is_owned_no_more_leaves_its_place_to_others() -> None:
+def test_a_released_endpoint_frees_its_series() -> None:
     meters = Meters(endpoints_max=1)
-    first = meters.taken("first")
-    meters.delivered(first, 1, None)
+    first = meters.acquire("first")
+    meters.record_delivered(first, 1, None)
     assert meters.label("second") == OTHERS
-    meters.left(first)
+    meters.release(first)
     series = meters.snapshot(1.0, {}).series
     assert counted(series) == {("first", "delivered"): 1}, "not before it is needed"
-    meters.delivered(meters.taken("second"), 1, None)
+    meters.record_delivered(meters.acquire("second"), 1, None)
     series = meters.snapshot(1.0, {}).series
     assert counted(series) == {("second", "delivered"): 1}
 
 
 def test_a_new_session_owns_nothing() -> None:
     meters = Meters(endpoints_max=1)
-    meters.taken("first")
+    meters.acquire("first")
     meters.begin()
     assert meters.label("first") == "first"
-    meters.taken("second")
+    meters.acquire("second")
     assert meters.label("first") == OTHERS
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("response", "error"),
     [
-        (Answer.of(404, 0.1), "4xx"),
-        (Answer.of(302, 0.1), "3xx"),
-        (Answer.failed(Failure.DNS, "no such name", 0.1), "dns"),
+        (AttemptResult.completed(404, 0.1), "4xx"),
+        (AttemptResult.completed(302, 0.1), "3xx"),
+        (AttemptResult.failed(Failure.DNS, "no such name", 0.1), "dns"),
     ],
 )
-def test_errors_are_of_few_kinds(answer: Answer, error: str) -> None:
-    assert error_type(answer) == error
+def test_errors_have_few_distinct_labels(response: AttemptResult, error: str) -> None:
+    assert error_type(response) == error

@@ -1,4 +1,4 @@
-"""What is pushed by OTLP, as a collector reads it."""
+"""OTLP pushes, as a collector reads them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from opentelemetry.sdk.resources import Resource
 
 from outbox.core.delivery.commands import AttemptRow
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE
 from outbox.telemetry.meters import Meters
-from outbox.telemetry.otlp import MetricsData
+from outbox.telemetry.otlp import OtlpConverter
 from outbox.telemetry.snapshot import Buckets, Snapshot
 from tests.telemetry.test_prometheus import everything
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 RESOURCE = Resource({"service.name": "outbox-relay"})
 
 
-def pushed(data: MetricsData, snapshot: Snapshot) -> dict[str, Any]:
-    request = encode_metrics(data.of(snapshot))
+def pushed(data: OtlpConverter, snapshot: Snapshot) -> dict[str, Any]:
+    request = encode_metrics(data.convert(snapshot))
     (resource,) = request.resource_metrics
     (scope,) = resource.scope_metrics
     assert scope.scope.name == "outbox"
@@ -44,7 +44,7 @@ def counted(at: float, delivered: int, buckets: tuple[int, ...] | None) -> Snaps
 
 
 def test_every_metric_is_pushed_with_its_unit() -> None:
-    found = pushed(MetricsData(RESOURCE, "1"), everything())
+    found = pushed(OtlpConverter(RESOURCE, "1"), everything())
     assert {name: metric.unit for name, metric in found.items()} == {
         metric.name: metric.unit for metric in CATALOGUE
     }
@@ -60,12 +60,12 @@ def test_every_metric_is_pushed_with_its_unit() -> None:
 def test_an_attribute_that_does_not_apply_is_left_out() -> None:
     key = ("shop", "delivered", None)
     snapshot = Snapshot(0.0, 1.0, {catalogue.ATTEMPTS_MADE: {key: 1}})
-    (point,) = pushed(MetricsData(RESOURCE, "1"), snapshot)["outbox.attempts"].sum.data_points
+    (point,) = pushed(OtlpConverter(RESOURCE, "1"), snapshot)["outbox.attempts"].sum.data_points
     assert attributes(point) == {"endpoint": "shop", "outcome": "delivered"}
 
 
-def test_counts_are_since_the_start_unless_asked_otherwise() -> None:
-    data = MetricsData(RESOURCE, "1")
+def test_counters_are_cumulative_by_default() -> None:
+    data = OtlpConverter(RESOURCE, "1")
     pushed(data, counted(160.0, 5, None))
     metric = pushed(data, counted(220.0, 7, None))["outbox.events"].sum
     (point,) = metric.data_points
@@ -77,8 +77,8 @@ def test_counts_are_since_the_start_unless_asked_otherwise() -> None:
     assert (point.start_time_unix_nano, point.time_unix_nano) == (100 * 10**9, 220 * 10**9)
 
 
-def test_who_wants_deltas_gets_what_was_added() -> None:
-    data = MetricsData(RESOURCE, "1", delta=True)
+def test_delta_temporality_exports_increments() -> None:
+    data = OtlpConverter(RESOURCE, "1", delta=True)
     first = (1, *[0] * 9)
     pushed(data, counted(160.0, 5, first))
     found = pushed(data, counted(220.0, 7, (3, 1, *[0] * 8)))
@@ -91,22 +91,22 @@ def test_who_wants_deltas_gets_what_was_added() -> None:
 
 
 @pytest.mark.parametrize("delta", [False, True], ids=["cumulative", "delta"])
-def test_a_series_that_began_anew_says_since_when(delta: bool) -> None:
-    """Also if it has grown beyond what it was when it lost its place."""
-    data = MetricsData(RESOURCE, "1", delta=delta)
+def test_a_recreated_series_has_a_new_start_time(delta: bool) -> None:
+    """Even if the series has exceeded its value from before its eviction."""
+    data = OtlpConverter(RESOURCE, "1", delta=delta)
     meters = Meters(100.0, endpoints_max=1)
     row = AttemptRow(1, 1, 1, "delivered", 200, None, 110.0, 0.5)
 
     def deliver(name: str, times: int) -> None:
-        here = meters.taken(name)
+        here = meters.acquire(name)
         for _ in range(times):
-            meters.attempted(here, row, Answer.of(200, 0.5))
-            meters.delivered(here, 1, None)
-        meters.left(here)
+            meters.record_attempt(here, row, AttemptResult.completed(200, 0.5))
+            meters.record_delivered(here, 1, None)
+        meters.release(here)
 
     deliver("shop", 2)
     pushed(data, meters.snapshot(160.0, {}))
-    meters.snapshot(190.0, {})  # Somebody else has looked.
+    meters.snapshot(190.0, {})  # Another exporter has read the counters.
     deliver("billing", 1)
     deliver("shop", 5)
     found = pushed(data, meters.snapshot(220.0, {}))

@@ -1,4 +1,4 @@
-"""What Prometheus reads: its own parser understands it, and finds the catalogue in it."""
+"""Prometheus' own parser reads the exposition, and finds the whole catalogue in it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from outbox.core.delivery.commands import AttemptRow
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.telemetry import catalogue
-from outbox.telemetry.catalogue import CATALOGUE, Kind
+from outbox.telemetry.catalogue import CATALOGUE, MetricKind
 from outbox.telemetry.meters import Meters
-from outbox.telemetry.prometheus import Page
+from outbox.telemetry.prometheus import PrometheusRenderer
 from outbox.telemetry.snapshot import Buckets, Snapshot
 
-PAGE = Page({"service.name": "outbox-relay", "service.version": "1"})
+PAGE = PrometheusRenderer({"service.name": "outbox-relay", "service.version": "1"})
 
 
 def everything() -> Snapshot:
-    """A snapshot with something in each series."""
+    """Return a snapshot with a value in each series."""
     series = {}
     for metric in CATALOGUE:
         key = tuple("x" for _ in metric.attributes)
         counts = tuple(range(len(metric.bounds) + 1))
-        value = Buckets(counts, 2.5) if metric.kind is Kind.HISTOGRAM else 3
+        value = Buckets(counts, 2.5) if metric.kind is MetricKind.HISTOGRAM else 3
         series[metric] = {key: value}
     return Snapshot(0.0, 1.0, series)
 
 
-def test_every_metric_is_there_with_its_kind_and_labels() -> None:
+def test_every_metric_is_exported_with_its_type_and_labels() -> None:
     text, content_type = PAGE.render(everything(), "text/plain")
     assert content_type.startswith("text/plain; version=")
     found = {family.name: family for family in parse_text(text.decode())}
@@ -45,7 +45,7 @@ def test_every_metric_is_there_with_its_kind_and_labels() -> None:
     assert about.labels == {"service_name": "outbox-relay", "service_version": "1"}
 
 
-def test_buckets_add_up() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     text, _ = PAGE.render(everything(), "")
     found = {family.name: family for family in parse_text(text.decode())}
     samples = found["outbox_delivery_attempts"].samples
@@ -54,18 +54,18 @@ def test_buckets_add_up() -> None:
     assert [s.value for s in samples if s.name.endswith(("_count", "_sum"))] == [45, 2.5]
 
 
-def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
+def test_openmetrics_is_used_on_request() -> None:
     text, content_type = PAGE.render(everything(), "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     names = {family.name for family in parse_open(text.decode())}
     assert {m.prometheus.removesuffix("_total") for m in CATALOGUE} <= names
 
 
-def test_names_of_endpoints_are_quoted() -> None:
+def test_endpoint_names_are_escaped() -> None:
     meters = Meters()
     name = 'a "shop"\\ \n of mine'
     row = AttemptRow(1, 1, 1, "delivered", 200, None, 0.0, 0.1)
-    meters.attempted(meters.taken(name), row, Answer.of(200, 0.1))
+    meters.record_attempt(meters.acquire(name), row, AttemptResult.completed(200, 0.1))
     text, _ = PAGE.render(meters.snapshot(1.0, {}), "")
     found = {family.name: family for family in parse_text(text.decode())}
     metric = catalogue.ATTEMPTS_MADE.prometheus.removesuffix("_total")

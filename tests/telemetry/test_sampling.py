@@ -1,4 +1,4 @@
-"""Which events are traced: what the SDK's own samplers would say, for less."""
+"""Sampling: the relay decides like the SDK's samplers, at a lower cost."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from outbox.telemetry.sampling import (
     KNOWN,
     RATIOS,
     SAMPLER,
+    configure_sampling,
     origin_of,
-    sampling,
     trace_id_of,
 )
 from tests.core.test_message import DELIVERY
@@ -66,7 +66,7 @@ HEADERS = st.one_of(
 
 
 @cache
-def samplers_word(*environment: tuple[str, str]) -> Sampler:
+def sdk_decision(*environment: tuple[str, str]) -> Sampler:
     with mock.patch.dict(os.environ, environment):
         return TracerProvider().sampler
 
@@ -75,24 +75,24 @@ def samplers_word(*environment: tuple[str, str]) -> Sampler:
 @given(event_id=IDS, headers=HEADERS)
 @example(event_id=UUID(int=0), headers=None)
 @example(event_id=UUID(int=1), headers=f'{{"traceparent": "00-{1:032x}-{1:016x}-0A"}}')
-def test_what_is_traced_is_what_the_sdk_would_trace(
+def test_sampling_agrees_with_the_sdk(
     environment: dict[str, str], event_id: UUID, headers: str | None
 ) -> None:
-    told = None if headers is None else headers.replace("\\n", "\n").encode()
-    delivery = DELIVERY._replace(event_id=event_id, headers=told)
+    expected = None if headers is None else headers.replace("\\n", "\n").encode()
+    delivery = DELIVERY._replace(event_id=event_id, headers=expected)
     origin = origin_of(delivery)
-    verdict = samplers_word(*environment.items()).should_sample(
+    verdict = sdk_decision(*environment.items()).should_sample(
         origin.context, origin.trace_id, "deliver", SpanKind.PRODUCER
     )
     sampled = verdict.decision.is_sampled()  # type: ignore[no-untyped-call]
-    found = sampling(environment).origin(delivery)
+    found = configure_sampling(environment).origin(delivery)
     assert (found is not None) == sampled
     assert found is None or (found.trace_id, found.state) == (origin.trace_id, origin.state)
 
 
 @given(event_ids=st.sets(IDS, min_size=2, max_size=20))
 def test_different_events_have_different_traces(event_ids: set[UUID]) -> None:
-    # No trace may be 0 (W3C Trace Context, 3.2.2.3), and so 0 and another one share theirs.
+    # A trace id must not be 0 (W3C Trace Context, 3.2.2.3), so 0 and another id share one.
     event_ids.discard(UUID(int=0))
     assert len({trace_id_of(each) for each in event_ids}) == len(event_ids)
 
@@ -106,26 +106,24 @@ def test_different_events_have_different_traces(event_ids: set[UUID]) -> None:
     ],
     ids=["low", "high", "time"],
 )
-def test_ids_that_are_counted_are_sampled_evenly(uuids: object) -> None:
+def test_sequential_ids_are_sampled_evenly(uuids: object) -> None:
     assert callable(uuids)
-    chosen = sampling({SAMPLER: "traceidratio", ARGUMENT: "0.1"})
+    chosen = configure_sampling({SAMPLER: "traceidratio", ARGUMENT: "0.1"})
     events = (DELIVERY._replace(headers=None, event_id=uuids(n)) for n in range(2000))
     assert 150 <= sum(chosen.origin(each) is not None for each in events) <= 250
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "expected"),
     [
         ({SAMPLER: "jaeger_remote"}, 'there is no sampler "jaeger_remote"; use one of'),
-        ({SAMPLER: "traceidratio", ARGUMENT: "1 %"}, '"1 %" is no share from 0 to 1'),
-        ({SAMPLER: "traceidratio", ARGUMENT: "1.5"}, '"1.5" is no share'),
-        ({SAMPLER: "traceidratio", ARGUMENT: "nan"}, '"nan" is no share'),
+        ({SAMPLER: "traceidratio", ARGUMENT: "1 %"}, '"1 %" is not a ratio from 0 to 1'),
+        ({SAMPLER: "traceidratio", ARGUMENT: "1.5"}, '"1.5" is not a ratio'),
+        ({SAMPLER: "traceidratio", ARGUMENT: "nan"}, '"nan" is not a ratio'),
     ],
 )
-def test_a_sampler_that_cannot_be_is_said_in_one_line(
-    environment: dict[str, str], told: str
-) -> None:
+def test_an_invalid_sampler_is_a_one_line_error(environment: dict[str, str], expected: str) -> None:
     with pytest.raises(UsageError, match="OTEL_TRACES_SAMPLER") as refused:
-        sampling(environment)
-    assert told in str(refused.value)
+        configure_sampling(environment)
+    assert expected in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""Spans: which events are traced, and what the spans of a delivery have in common."""
+"""Spans: which events are traced, and how the spans of a delivery are related."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outbox.core.delivery.commands import AttemptRow
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.telemetry.sampling import Sampling
-from outbox.telemetry.tracing import Ids, Tracing
+from outbox.telemetry.tracing import PresetIdGenerator, Tracing
 from tests.core.test_message import DELIVERY
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ PRODUCER = "0af7651916cd43dd8448eb211c80319c"
 
 
 class Traced:
-    """Tracing whose spans can be looked at."""
+    """Tracing with spans that the test can inspect."""
 
     def __init__(self, rate: float = 1.0) -> None:
         self._exporter = InMemorySpanExporter()
-        ids, chosen = Ids(), Sampling(rate, follows_producer=True)
+        ids, chosen = PresetIdGenerator(), Sampling(rate, follows_producer=True)
         provider = TracerProvider(chosen.sampler, id_generator=ids)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.tracing = Tracing(provider, ids, chosen)
@@ -39,22 +39,22 @@ class Traced:
         return list(self._exporter.get_finished_spans())
 
     def attempt(self, delivery: Delivery, number: int = 1) -> str | None:
-        """One attempt; returns its traceparent."""
+        """Trace one attempt and return its traceparent."""
         origin = self.tracing.origin(delivery)
         if origin is None:
             return None
-        span = self.tracing.attempt("shop", delivery, number, 10.0, origin)
+        span = self.tracing.start_attempt("shop", delivery, number, 10.0, origin)
         row = AttemptRow(1, 1, number, "delivered", 200, None, 10.0, 0.5)
-        self.tracing.answered(span, row, Answer.of(200, 0.5))
+        self.tracing.end_attempt(span, row, AttemptResult.completed(200, 0.5))
         return dict(span.headers)["traceparent"]
 
     def ended(self, delivery: Delivery) -> None:
         origin = self.tracing.origin(delivery)
         if origin is not None:
-            self.tracing.ended("shop", delivery, "delivered", 1, 9.0, 10.5, origin)
+            self.tracing.record_delivery("shop", delivery, "delivered", 1, 9.0, 10.5, origin)
 
 
-def test_attempts_of_different_replicas_are_of_one_delivery() -> None:
+def test_attempts_by_different_replicas_belong_to_one_delivery() -> None:
     one, other = Traced(), Traced()
     first, second = one.attempt(DELIVERY), other.attempt(DELIVERY, 2)
     other.ended(DELIVERY)
@@ -69,7 +69,7 @@ def test_attempts_of_different_replicas_are_of_one_delivery() -> None:
     assert (delivery.start_time, delivery.end_time) == (9 * 10**9, 10_500_000_000)
 
 
-def test_every_delivery_of_an_event_without_a_trace_is_in_the_same() -> None:
+def test_deliveries_of_an_event_without_a_trace_share_one_trace() -> None:
     traced = Traced()
     others = [PLAIN._replace(seq=n, lane=f"lane-{n}") for n in (1, 2)]
     for each in others:
@@ -81,7 +81,7 @@ def test_every_delivery_of_an_event_without_a_trace_is_in_the_same() -> None:
     assert [span.name for span in deliveries] == ["deliver shop", "deliver shop"]
 
 
-def test_what_the_producer_did_not_sample_is_not_traced() -> None:
+def test_an_event_that_the_producer_did_not_sample_is_not_traced() -> None:
     traced = Traced()
     unsampled = DELIVERY.headers.replace(b"-01", b"-00") if DELIVERY.headers else None
     assert traced.attempt(DELIVERY._replace(headers=unsampled)) is None
@@ -89,14 +89,14 @@ def test_what_the_producer_did_not_sample_is_not_traced() -> None:
     assert traced.spans() == []
 
 
-def test_what_it_sampled_is_traced_although_the_relay_samples_nothing_of_its_own() -> None:
+def test_an_event_that_the_producer_sampled_is_traced_at_ratio_zero() -> None:
     traced = Traced(0.0)
     assert traced.attempt(DELIVERY) is not None
     assert traced.attempt(PLAIN) is None
 
 
-def test_one_event_of_ten_is_one_of_ten(rng: random.Random) -> None:
-    """An event's id is random only in part, and a sampler goes by the rest, too."""
+def test_a_ratio_of_a_tenth_samples_a_tenth(rng: random.Random) -> None:
+    """An event id is only partly random, and a sampler uses its other bits, too."""
     traced = Traced(0.1)
     sampled = 0
     for _ in range(2000):
@@ -109,7 +109,7 @@ def test_one_event_of_ten_is_one_of_ten(rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TRACEPARENT"])
-def test_the_producers_trace_is_found_however_it_is_written(name: str) -> None:
+def test_the_traceparent_header_is_case_insensitive(name: str) -> None:
     assert DELIVERY.headers is not None
     headers = DELIVERY.headers.replace(b"traceparent", name.encode())
     traceparent = Traced().attempt(DELIVERY._replace(headers=headers))
@@ -118,7 +118,7 @@ def test_the_producers_trace_is_found_however_it_is_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "nonsense", "00-0-0-01", f"00-{'0' * 32}-{'0' * 16}-01"])
-def test_a_trace_that_makes_no_sense_is_none(value: str) -> None:
+def test_an_invalid_traceparent_is_ignored(value: str) -> None:
     headers = b'{"traceparent": "%b"}' % value.encode()
     assert Traced().tracing.trace_id(
         DELIVERY._replace(headers=headers)

@@ -1,4 +1,4 @@
-"""Where servers listen."""
+"""Listen addresses of servers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_an_address_is_a_host_and_a_port(text: str, address: Address) -> None:
 
 
 @pytest.mark.parametrize("text", ["8080", "127.0.0.1", "localhost:http", "::1:80", "", "a:-1"])
-def test_what_is_none_is_told_with_an_example(text: str) -> None:
+def test_an_invalid_address_error_gives_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not HOST:PORT, such as 127\.0\.0\.1:8080"):
         parse_address(text)
 
 
-def test_a_port_has_a_largest_value() -> None:
+def test_a_port_above_the_maximum_is_rejected() -> None:
     with pytest.raises(ValueError, match="a port is at most 65535"):
         parse_address("localhost:65536")

@@ -1,4 +1,4 @@
-"""The health listener: who asks often, or hangs up, costs no more than who asks once."""
+"""The health listener: frequent requests and disconnects cost no more than one request."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ HERE = Address("127.0.0.1", 0)
 
 
 class Metrics:
-    """Takes as long as it is told to."""
+    """A metrics source that blocks until it is released."""
 
     def __init__(self) -> None:
-        self.at_once = self.at_most = self.asked = 0
+        self.at_once = self.at_most = self.requests = 0
         self.begun = asyncio.Event()
         self.go_on = asyncio.Event()
 
     async def __call__(self, accept: str) -> tuple[bytes, str]:
-        self.asked += 1
+        self.requests += 1
         self.at_once += 1
         self.at_most = max(self.at_most, self.at_once)
         self.begun.set()
@@ -47,12 +47,12 @@ async def url(metrics: Metrics) -> AsyncIterator[str]:
         yield address.url
 
 
-async def test_who_hangs_up_leaves_no_second_look_behind(metrics: Metrics, url: str) -> None:
+async def test_a_disconnected_client_causes_no_second_snapshot(metrics: Metrics, url: str) -> None:
     async with aiohttp.ClientSession() as session:
         for _ in range(5):
             metrics.begun.clear()
             asking = asyncio.ensure_future(session.get(f"{url}metrics"))
-            if not metrics.asked:
+            if not metrics.requests:
                 await metrics.begun.wait()
             else:
                 await (await session.get(f"{url}healthz")).read()
@@ -62,9 +62,9 @@ async def test_who_hangs_up_leaves_no_second_look_behind(metrics: Metrics, url: 
         await (await session.get(f"{url}healthz")).read()
         metrics.go_on.set()
         assert (await last).status == 200
-    # The last one may have come when the first look had just ended.
+    # The last request may have arrived just after the first snapshot ended.
     assert metrics.at_most == 1
-    assert metrics.asked <= 2
+    assert metrics.requests <= 2
 
 
 async def test_formats_are_rendered_one_after_the_other(metrics: Metrics, url: str) -> None:
@@ -72,20 +72,20 @@ async def test_formats_are_rendered_one_after_the_other(metrics: Metrics, url: s
     async with aiohttp.ClientSession() as session:
 
         async def ask(accept: str) -> str:
-            async with session.get(f"{url}metrics", headers={"Accept": accept}) as answer:
-                return await answer.text()
+            async with session.get(f"{url}metrics", headers={"Accept": accept}) as response:
+                return await response.text()
 
         texts = ["a", "b", "a", "c"]
         assert await asyncio.gather(*map(ask, texts)) == texts
     assert metrics.at_most == 1
 
 
-async def test_why_it_is_not_ready_is_told() -> None:
+async def test_the_response_says_why_the_relay_is_not_ready() -> None:
     async with (
         serving(application(lambda: "its lease ran out", Metrics()), HERE) as address,
         aiohttp.ClientSession() as session,
     ):
-        answer = await session.get(f"{address.url}readyz")
-        assert (answer.status, await answer.text()) == (503, "not ready: its lease ran out\n")
+        response = await session.get(f"{address.url}readyz")
+        assert (response.status, await response.text()) == (503, "not ready: its lease ran out\n")
         assert (await session.get(f"{address.url}healthz")).status == 200
         assert (await session.get(f"{address.url}elsewhere")).status == 404

@@ -1,4 +1,4 @@
-"""The proxy's URL: what is understood, and that nothing of a password is shown."""
+"""The proxy URL: what is accepted, and that a password is never shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_proxy_is_a_host_and_a_port(text: str, secure: bool, host: str, port: 
     assert parse_proxy(text) == Proxy(secure, host, port)
 
 
-def test_credentials_are_sent_as_they_are_meant_and_not_shown() -> None:
+def test_credentials_are_decoded_and_never_shown() -> None:
     proxy = parse_proxy("http://me:p%40ss%3Aw%C3%B6rd@proxy:1")
     assert proxy.authorization is not None
     scheme, _, sent = proxy.authorization.partition(" ")
@@ -48,7 +48,7 @@ def test_credentials_are_sent_as_they_are_meant_and_not_shown() -> None:
         "http://me:hunter2@proxy:1\r\nX: y",
     ],
 )
-def test_what_is_no_proxy_is_refused_without_being_shown(text: str) -> None:
+def test_an_invalid_proxy_is_rejected_without_being_shown(text: str) -> None:
     with pytest.raises(ValueError, match="host") as error:
         parse_proxy(text)
     assert "hunter2" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Our listeners among strangers: nobody holds a connection for ever, or frames an answer."""
+"""Listeners with hostile clients: no connection is held for ever, and no response can be framed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def _metrics(_: str) -> tuple[bytes, str]:
 
 
 def application() -> web.Application:
-    """The health listener, with a few things that go wrong."""
+    """The health listener with some failing routes."""
 
     async def broken(_: web.Request) -> web.Response:
         raise RuntimeError("the secret reason")
@@ -53,7 +53,7 @@ async def listening() -> AsyncIterator[Address]:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[web.Server]:
-    """What is serving, to be asked for its connections."""
+    """The running servers, to inspect their connections."""
     made: list[web.Server] = []
 
     class Remembered(serving._GuardedServer):
@@ -66,7 +66,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[web.Server]:
 
 
 class Client:
-    """A connection by hand."""
+    """A hand-written connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -75,7 +75,7 @@ class Client:
         self.writer.write(text.encode())
 
     async def ended(self) -> bool:
-        """Whether the server has ended the connection."""
+        """Return whether the server has closed the connection."""
         try:
             async with asyncio.timeout(20):
                 await self.reader.read()
@@ -83,7 +83,7 @@ class Client:
             pass
         return True
 
-    async def answer(self) -> str:
+    async def response(self) -> str:
         async with asyncio.timeout(20):
             head = await self.reader.readuntil(b"\r\n\r\n")
         return head.decode()
@@ -109,18 +109,18 @@ async def connected(at: Address) -> AsyncIterator[Client]:
         ("broken", 500),
     ],
 )
-async def test_every_answer_has_the_headers_that_keep_it_from_being_framed_or_kept(
+async def test_every_response_forbids_framing_and_caching(
     path: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with listening() as at, aiohttp.ClientSession() as session:
-        async with session.get(at.url + path) as answer:
-            assert answer.status == status
-            assert serving.HEADERS.items() <= answer.headers.items()
-            assert "Set-Cookie" not in answer.headers
-            assert "secret reason" not in await answer.text()
-        async with session.post(at.url + "healthz", data=b"x") as answer:
-            assert answer.status == 405
-            assert serving.HEADERS.items() <= answer.headers.items()
+        async with session.get(at.url + path) as response:
+            assert response.status == status
+            assert serving.HEADERS.items() <= response.headers.items()
+            assert "Set-Cookie" not in response.headers
+            assert "secret reason" not in await response.text()
+        async with session.post(at.url + "healthz", data=b"x") as response:
+            assert response.status == 405
+            assert serving.HEADERS.items() <= response.headers.items()
 
 
 @pytest.mark.parametrize(
@@ -133,51 +133,51 @@ async def test_every_answer_has_the_headers_that_keep_it_from_being_framed_or_ke
     ],
     ids=["no HTTP", "a long path", "a long header", "many headers"],
 )
-async def test_what_cannot_be_read_is_refused_and_the_connection_ended(
+async def test_a_malformed_request_is_refused_and_the_connection_closed(
     request_: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with listening() as at, connected(at) as client:
         client.send(request_)
-        head = await client.answer()
+        head = await client.response()
         assert head.startswith(("HTTP/1.1 400 ", "HTTP/1.0 400 "))
         for name, value in serving.HEADERS.items():
             assert f"{name}: {value}\r\n" in head
         assert await client.ended()
 
 
-async def test_a_head_that_comes_a_byte_at_a_time_is_not_waited_for(
+async def test_a_dripping_request_head_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "HEAD_S", 0.3)
+    monkeypatch.setattr(serving, "REQUEST_HEAD_TIMEOUT_S", 0.3)
     async with listening() as at, connected(at) as first, connected(at) as second:
-        # The one says nothing, and the other something all of the time.
+        # One client sends nothing, and the other sends bytes all the time.
         ended = asyncio.ensure_future(second.ended())
         second.send("GET /healthz HTTP/1.1\r\n")
 
-        async def goes_on() -> bool:
+        async def drip() -> bool:
             if not ended.done():
                 second.send("X")
             return ended.done()
 
-        await until(goes_on, 20, "the connection to be ended")
+        await until(drip, 20, "the connection to be ended")
         assert await first.ended()
 
 
-async def test_the_same_holds_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "HEAD_S", 0.3)
+async def test_a_dripping_second_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "REQUEST_HEAD_TIMEOUT_S", 0.3)
     async with listening() as at, connected(at) as client:
         for _ in range(2):
             client.send("GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
-            assert (await client.answer()).startswith("HTTP/1.1 200 ")
+            assert (await client.response()).startswith("HTTP/1.1 200 ")
             assert await client.reader.readexactly(3) == b"ok\n"
         client.send("GET /healthz HTTP/1.1\r\nHos")
         assert await client.ended()
 
 
-async def test_who_does_not_take_an_answer_is_let_go(
+async def test_a_client_that_does_not_read_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, servers: list[web.Server]
 ) -> None:
-    monkeypatch.setattr(serving, "ANSWER_S", 0.3)
+    monkeypatch.setattr(serving, "RESPONSE_TIMEOUT_S", 0.3)
     reader = asyncio.StreamReader(limit=1)
     async with listening() as at:
         loop = asyncio.get_running_loop()
@@ -186,44 +186,44 @@ async def test_who_does_not_take_an_answer_is_let_go(
         )
         transport.pause_reading()
         transport.write(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
-        # It is the server's to notice; here nothing is read before it has.
+        # The server must detect it; the test reads nothing before.
         await until(lambda: servers[0].requests_count == 1, 20, "the request")
         await until(lambda: not servers[0].connections, 20, "the connection to be ended")
         transport.abort()
 
 
-async def test_who_opens_many_connections_keeps_nobody_out(
+async def test_many_connections_of_one_client_do_not_block_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(serving, "CONNECTIONS_MAX", 5)
     async with listening() as at, connected(at) as user:
         user.send("GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert (await user.answer()).startswith("HTTP/1.1 200 ")
+        assert (await user.response()).startswith("HTTP/1.1 200 ")
         await user.reader.readexactly(3)
         idle = [await asyncio.open_connection(at.host, at.port) for _ in range(8)]
         async with connected(at) as newcomer:
             newcomer.send("GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
-            assert (await newcomer.answer()).startswith("HTTP/1.1 200 ")
-        # Those that never asked went first, the oldest of them before the others.
+            assert (await newcomer.response()).startswith("HTTP/1.1 200 ")
+        # Connections without a request were closed first, oldest first.
         for reader, _ in idle[:4]:
             assert await Client(reader, idle[0][1]).ended()
         user.send("GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert (await user.answer()).startswith("HTTP/1.1 200 ")
+        assert (await user.response()).startswith("HTTP/1.1 200 ")
         for _, writer in idle:
             writer.close()
 
 
-async def test_where_all_connections_are_at_work_the_newest_goes(
+async def test_the_newest_connection_is_closed_when_all_are_busy(
     monkeypatch: pytest.MonkeyPatch, servers: list[web.Server]
 ) -> None:
-    def at_work() -> int:
+    def busy_connections() -> int:
         return sum(each._request_in_progress for each in servers[0].connections)
 
     monkeypatch.setattr(serving, "CONNECTIONS_MAX", 2)
     async with listening() as at, connected(at) as one, connected(at) as two:
         for each in (one, two):
             each.send("GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
-        await until(lambda: at_work() == 2, 20, "both to be at work")
+        await until(lambda: busy_connections() == 2, 20, "both to be at work")
         async with connected(at) as three:
             assert await three.ended()
-        assert at_work() == 2
+        assert busy_connections() == 2

@@ -1,4 +1,4 @@
-// The API, with the token that somebody gave this tab.  It is kept for the tab alone.
+// API client.  The token is kept in sessionStorage, for this tab only.
 
 const KEY = "outbox-token";
 
@@ -9,7 +9,7 @@ export const session = {
     else sessionStorage.removeItem(KEY);
   },
   me: null,
-  // How far the server's clock is ahead of this machine's, in ms.
+  // Clock offset in ms: server time minus local time.
   skew: 0,
   now() { return Date.now() + this.skew; },
   may(scope) { return this.me?.scopes.includes(scope) ?? false; },
@@ -24,48 +24,48 @@ export class Problem extends Error {
 }
 
 export function query(values) {
-  const found = new URLSearchParams();
+  const parameters = new URLSearchParams();
   for (const [name, value] of Object.entries(values ?? {})) {
     for (const each of Array.isArray(value) ? value : [value]) {
-      if (each !== undefined && each !== null && each !== "") found.append(name, each);
+      if (each !== undefined && each !== null && each !== "") parameters.append(name, each);
     }
   }
-  const text = found.toString();
+  const text = parameters.toString();
   return text ? `?${text}` : "";
 }
 
-async function ask(method, path, body, signal) {
+async function send(method, path, body, signal) {
   const headers = { Authorization: `Bearer ${session.token}` };
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  let answer;
+  let response;
   let text;
   try {
-    answer = await fetch(path, {
+    response = await fetch(path, {
       method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
     });
-    text = await answer.text();
+    text = await response.text();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem(0, "the relay does not answer");
+    throw new Problem(0, "the relay does not respond");
   }
-  const date = Date.parse(answer.headers.get("Date") ?? "");
+  const date = Date.parse(response.headers.get("Date") ?? "");
   if (date) {
-    // It has whole seconds: less than that is not worth a correction.
-    const off = date - Date.now();
-    session.skew = Math.abs(off) > 2000 ? off : 0;
+    // The Date header has whole seconds: smaller offsets are not corrected.
+    const offset = date - Date.now();
+    session.skew = Math.abs(offset) > 2000 ? offset : 0;
   }
-  let told = null;
+  let result = null;
   try {
-    told = text ? JSON.parse(text) : null;
+    result = text ? JSON.parse(text) : null;
   } catch {
-    throw new Problem(answer.status, `an answer that makes no sense (${answer.status})`);
+    throw new Problem(response.status, `the response is not JSON (status ${response.status})`);
   }
-  if (answer.status === 401 && session.me) dispatchEvent(new Event("unauthenticated"));
-  if (!answer.ok) throw new Problem(answer.status, told?.detail ?? answer.statusText);
-  return told;
+  if (response.status === 401 && session.me) dispatchEvent(new Event("unauthenticated"));
+  if (!response.ok) throw new Problem(response.status, result?.detail ?? response.statusText);
+  return result;
 }
 
-export const get = (path, values, signal) => ask("GET", path + query(values), undefined, signal);
-export const post = (path, body = {}) => ask("POST", path, body);
-export const remove = (path, values) => ask("DELETE", path + query(values));
+export const get = (path, values, signal) => send("GET", path + query(values), undefined, signal);
+export const post = (path, body = {}) => send("POST", path, body);
+export const remove = (path, values) => send("DELETE", path + query(values));
 export const name = (text) => encodeURIComponent(text);

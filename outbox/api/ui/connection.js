@@ -1,51 +1,51 @@
-// Whether the relay answers: a word at the top, and in the page what is wrong and how old it is.
+// Connection state: an indicator in the header, and a banner with the error and the age of the data.
 
 import { session } from "./api.js";
 import { h, show } from "./dom.js";
-import { clock, sentence } from "./say.js";
+import { clock, sentence } from "./format.js";
 
-let word = ["", ""];
-// When what is shown was true; null: nothing of this view is shown yet.
-let goodAt = null;
+let indicator = ["", ""];
+// Time of the last successful response; null: this view has shown no data yet.
+let updatedAt = null;
 let timer = 0;
 
-export const pulse = () => h("span", { id: "pulse", class: `pulse ${word[0]}`, title: "Whether the relay answers" }, word[1]);
+export const indicatorElement = () => h("span", { id: "pulse", class: `pulse ${indicator[0]}`, title: "Connection to the relay" }, indicator[1]);
 
-function say(kind, text) {
-  word = [kind, text];
+function setIndicator(kind, text) {
+  indicator = [kind, text];
   const place = document.getElementById("pulse");
   if (!place) return;
   place.className = `pulse ${kind}`;
   place.textContent = text;
 }
 
-function stale(error) {
-  document.getElementById("main").classList.toggle("stale", Boolean(error && goodAt));
+function showError(error) {
+  document.getElementById("main").classList.toggle("stale", Boolean(error && updatedAt));
   show(document.getElementById("banner"), error && h("p", null, sentence(error.message),
-    goodAt ? ` What is shown is as of ${clock(goodAt)}.` : ""));
+    updatedAt ? ` Data as of ${clock(updatedAt)}.` : ""));
 }
 
-export function newView() {
-  goodAt = null;
+export function resetConnection() {
+  updatedAt = null;
   clearInterval(timer);
-  stale(null);
+  showError(null);
 }
 
-export function answered() {
+export function connected() {
   clearInterval(timer);
-  goodAt = session.now();
-  say("good", "live");
-  stale(null);
+  updatedAt = session.now();
+  setIndicator("good", "live");
+  showError(null);
 }
 
-// It is asked again at `againAt`, by this machine's clock.
-export function lost(error, againAt) {
+// Show the error and count down to the next attempt, at `retryAt` by the local clock.
+export function disconnected(error, retryAt) {
   clearInterval(timer);
-  const tell = () => {
-    const left = Math.ceil((againAt - Date.now()) / 1000);
-    say("bad", left > 0 ? `offline, again in ${left} s` : "offline, trying");
+  const countDown = () => {
+    const left = Math.ceil((retryAt - Date.now()) / 1000);
+    setIndicator("bad", left > 0 ? `offline, retry in ${left} s` : "offline, retrying");
   };
-  tell();
-  timer = setInterval(tell, 500);
-  stale(error);
+  countDown();
+  timer = setInterval(countDown, 500);
+  showError(error);
 }

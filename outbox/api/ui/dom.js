@@ -1,5 +1,5 @@
-// Elements from plain values.  Text is always text: nothing that an event, an endpoint or a
-// receiver says is ever read as HTML.
+// DOM elements from plain values.  Values become text nodes, never HTML: payloads, names and
+// receiver responses are untrusted.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -24,8 +24,8 @@ export function svg(tag, attributes, ...children) {
 
 const HANDLERS = ["onclick", "oninput", "onchange", "onsubmit", "onkeydown"];
 
-// Make `old` look like `next` and keep what is the same: focus, selection and open <details>
-// survive a look that is repeated every two seconds.
+// Update `old` to match `next` in place: focus, selection and open <details> survive the
+// refresh every two seconds.
 export function patch(old, next) {
   if (old.nodeType !== next.nodeType || old.nodeName !== next.nodeName ||
       old.id !== next.id || (old.dataset?.key ?? "") !== (next.dataset?.key ?? "")) {
@@ -36,26 +36,26 @@ export function patch(old, next) {
     if (old.data !== next.data) old.data = next.data;
     return;
   }
-  // Whether <details> are open is up to who reads them.
-  const theirs = (name) => name === "open" && old.nodeName === "DETAILS";
+  // The user controls whether <details> is open.
+  const isUserState = (name) => name === "open" && old.nodeName === "DETAILS";
   for (const { name } of [...old.attributes]) {
-    if (!next.hasAttribute(name) && !theirs(name)) old.removeAttribute(name);
+    if (!next.hasAttribute(name) && !isUserState(name)) old.removeAttribute(name);
   }
   for (const { name, value } of next.attributes) {
-    if (old.getAttribute(name) !== value && !theirs(name)) old.setAttribute(name, value);
+    if (old.getAttribute(name) !== value && !isUserState(name)) old.setAttribute(name, value);
   }
   if (old.nodeName === "INPUT" && old.type === "checkbox") old.checked = next.checked;
   for (const name of HANDLERS) if (old[name] !== next[name]) old[name] = next[name];
   patchChildren(old, [...next.childNodes]);
 }
 
-export function patchChildren(parent, wanted) {
-  const there = [...parent.childNodes];
-  wanted.forEach((next, n) => {
-    if (n < there.length) patch(there[n], next);
+export function patchChildren(parent, nodes) {
+  const current = [...parent.childNodes];
+  nodes.forEach((next, n) => {
+    if (n < current.length) patch(current[n], next);
     else parent.append(next);
   });
-  there.slice(wanted.length).forEach((each) => each.remove());
+  current.slice(nodes.length).forEach((each) => each.remove());
 }
 
 export function show(parent, ...children) {

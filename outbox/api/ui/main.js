@@ -1,36 +1,36 @@
-// The page: who is here, which view is shown, and the keys.
+// Entry point: session, routing, header and keyboard shortcuts.
 
 import { Problem, get, session } from "./api.js";
-import { newView, pulse } from "./connection.js";
-import { door } from "./door.js";
+import { indicatorElement, resetConnection } from "./connection.js";
+import { showLogin } from "./login.js";
 import { h, show } from "./dom.js";
-import { ask, notice } from "./talk.js";
-import { here, link, meant } from "./places.js";
-import * as dead from "./views/dead.js";
+import { confirm, notice } from "./dialogs.js";
+import { currentRoute, link, canonicalLink } from "./router.js";
+import * as deadLetters from "./views/dead_letters.js";
 import * as endpoint from "./views/endpoint.js";
 import * as endpoints from "./views/endpoints.js";
 import * as events from "./views/events.js";
-import * as letter from "./views/letter.js";
+import * as deadLetter from "./views/dead_letter.js";
 import * as overview from "./views/overview.js";
 import * as replicas from "./views/replicas.js";
 import * as schedules from "./views/schedules.js";
 import * as trace from "./views/trace.js";
 
-// Path, view, its name in the menu, the key that goes there, and whether it is for the system alone.
-// To look takes the scope "read", whatever it is.
+// Path, view module, menu label, shortcut key, and whether the view is for operators only.
+// Every view needs the scope "read".
 const PLACES = [
   ["overview", overview, "Overview", "o"],
   ["endpoints", endpoints, "Endpoints", "e"],
-  ["dead", dead, "Dead letters", "d"],
+  ["dead-letters", deadLetters, "Dead letters", "d"],
   ["events", events, "Events", "v"],
   ["schedules", schedules, "Schedules", "s"],
   ["replicas", replicas, "Replicas", "r", true],
   ["endpoint", endpoint],
   ["trace", trace],
-  ["letter", letter],
+  ["dead-letter", deadLetter],
 ];
 
-let leave = null;
+let stopView = null;
 
 const menu = () => PLACES.filter(([, , label, , system]) => label && session.may("read") && !(system && session.tenant !== null));
 
@@ -43,27 +43,27 @@ function theme(next) {
   return chosen;
 }
 
-function top() {
-  const { place } = here();
-  const parent = { endpoint: "endpoints", trace: "events", letter: "dead" }[place] ?? place;
+function drawHeader() {
+  const { place } = currentRoute();
+  const parent = { endpoint: "endpoints", trace: "events", "dead-letter": "dead-letters" }[place] ?? place;
   show(document.getElementById("top"),
     h("a", { class: "mark", href: "#/overview" }, h("img", { src: "/page/icon.svg", alt: "", width: 22, height: 22 }), "outbox",
       session.me && h("span", { class: "schema" }, session.tenant ?? session.me.schema)),
     session.may("read") && h("nav", { "aria-label": "Views" }, menu().map(([path, , label]) => h("a", {
       href: `#/${path}`, "aria-current": path === parent ? "page" : null }, label))),
     h("div", { class: "tools" },
-      session.me && pulse(),
-      h("button", { type: "button", class: "plain", title: "Light, dark, or as the system",
-        onclick: () => { theme(THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]); top(); } },
+      session.me && indicatorElement(),
+      h("button", { type: "button", class: "plain", title: "Theme: light, dark or system",
+        onclick: () => { theme(THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]); drawHeader(); } },
         { auto: "◐", light: "○", dark: "●" }[theme()], h("span", { class: "wide" }, ` ${theme()}`)),
-      session.me && h("button", { type: "button", class: "plain", title: "Keys (?)", onclick: keys }, "?"),
+      session.me && h("button", { type: "button", class: "plain", title: "Keyboard shortcuts (?)", onclick: showShortcuts }, "?"),
       session.me && h("button", { type: "button", class: "plain", onclick: signOut }, "Sign out")));
   document.querySelector("#top nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
 }
 
 function signOut(text) {
-  leave?.();
-  leave = null;
+  stopView?.();
+  stopView = null;
   session.token = null;
   session.me = null;
   document.getElementById("dialog").close();
@@ -71,9 +71,9 @@ function signOut(text) {
 }
 
 function signIn(text = "") {
-  newView();
-  top();
-  door(begin, text);
+  resetConnection();
+  drawHeader();
+  showLogin(begin, text);
 }
 
 async function begin() {
@@ -91,55 +91,55 @@ async function begin() {
   return route();
 }
 
-function nothing(place, title, text) {
-  show(place, h("h1", null, title), h("p", null, text ?? h("a", { href: link("overview") }, "To the overview")));
+function showMessage(place, title, text) {
+  show(place, h("h1", null, title), h("p", null, text ?? h("a", { href: link("overview") }, "Go to the overview")));
 }
 
 function route() {
   if (!session.me) return;
-  const { place, rest, values } = here();
-  const instead = meant({ place, rest });
-  if (instead) return location.replace(instead);
+  const { place, rest, values } = currentRoute();
+  const canonical = canonicalLink({ place, rest });
+  if (canonical) return location.replace(canonical);
   const found = PLACES.find(([path]) => path === place);
-  leave?.();
-  leave = null;
+  stopView?.();
+  stopView = null;
   notice("");
-  newView();
-  top();
+  resetConnection();
+  drawHeader();
   const main = h("div", { class: `view ${place}` });
   document.getElementById("main").replaceChildren(main);
   document.title = `${found?.[2] ?? rest[0] ?? "outbox"} – outbox`;
-  if (!found) nothing(main, "There is no such view.");
-  else if (!session.may("read")) nothing(main, "This token may not look at anything.", "It may only publish. Sign in with one that has the scope read.");
-  else leave = found[1].view(main, rest, values) ?? null;
+  if (!found) showMessage(main, "Page not found.");
+  else if (!session.may("read")) showMessage(main, "This token may not read anything.", "Sign in with a token that has the scope read.");
+  else stopView = found[1].view(main, rest, values) ?? null;
 }
 
-async function keys() {
-  await ask("Keys", h("dl", { class: "facts keys" },
+async function showShortcuts() {
+  await confirm("Keyboard shortcuts", h("dl", { class: "facts keys" },
     menu().map(([, , label, key]) => h("div", null, h("dt", null, h("kbd", null, "g"), " ", h("kbd", null, key)), h("dd", null, label))),
     h("div", null, h("dt", null, h("kbd", null, "/")), h("dd", null, "Find an event")),
-    h("div", null, h("dt", null, h("kbd", null, "?")), h("dd", null, "This list"))), { yes: "Close", no: null });
+    h("div", null, h("dt", null, h("kbd", null, "?")), h("dd", null, "Show this list"))), { yes: "Close", no: null });
 }
 
 let prefix = false;
 
 document.addEventListener("keydown", (event) => {
   const { target } = event;
-  // Until the next frame the focus is still in a dialog that has just been closed.
+  // After a dialog closes, the focus stays in it until the next frame.
   const typing = target.closest?.("dialog")?.open ?? target.matches?.("input, textarea, select");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !session.me) return;
   const { key } = event;
   if (prefix) {
     prefix = false;
-    const found = menu().find(([, , , letter]) => letter === key);
+    const found = menu().find(([, , , shortcut]) => shortcut === key);
     if (found) location.hash = `#/${found[0]}`;
   } else if (key === "g") prefix = true;
-  else if (key === "?") keys();
+  else if (key === "?") showShortcuts();
   else if (key === "/") {
     event.preventDefault();
     const search = () => document.querySelector(".find input");
-    // At once where it is there: what is typed next belongs to it.
-    if (here().place === "events" && search()) return void search().focus();
+    // Focus at once if the form exists: the next keys belong to it.
+    if (currentRoute().place === "events" && search()) return void search().focus();
     location.hash = "#/events";
     setTimeout(() => search()?.focus());
   }
@@ -149,7 +149,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   document.getElementById("main").focus();
 });
-window.addEventListener("unauthenticated", () => signOut("The token is not good any more."));
+window.addEventListener("unauthenticated", () => signOut("The token has expired or was revoked."));
 window.addEventListener("hashchange", () => { route(); scrollTo(0, 0); });
 theme();
 if (session.token) begin();

@@ -1,4 +1,4 @@
-"""`outbox endpoint`: destinations of events, from the first `add` to the end."""
+"""`outbox endpoint`: manage the destinations of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outbox endpoint certificate`."""
+"""`outbox endpoint certificate`: the client certificate for mutual TLS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import name_of, read_text
+from outbox.cli.endpoint.options import file_name, read_text
 from outbox.cli.output import emit_json
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
@@ -27,38 +27,37 @@ Examples:
   cat client.crt client.key | outbox endpoint certificate billing -
   outbox endpoint certificate billing --remove
 
-What the relay trusts there is --ca of `outbox endpoint update`.
+To set the CA that the relay trusts: outbox endpoint update --ca
 """
 )
 @click.argument("name")
 @click.argument("file", type=click.File(), required=False)
-@click.option("--remove", is_flag=True, help="Show none any more.")
+@click.option("--remove", is_flag=True, help="Remove the client certificate.")
 @json_option
 @settings_options
 def certificate(
     settings: Settings, name: str, file: IO[str] | None, remove: bool, as_json: bool
 ) -> None:
-    """Give the relay a certificate to show to an endpoint's receiver (mutual TLS).
+    """Set the client certificate for an endpoint (mutual TLS).
 
-    FILE is PEM: the certificate, what stands between it and the receiver's
-    authority, and the private key without a password.  It is encrypted in the
-    database where OUTBOX_KEY is set, and never shown again.
+    FILE is PEM: the certificate, its intermediate certificates, and the private key
+    without a password. With OUTBOX_KEY it is stored encrypted. It is not shown again.
     """
     if remove == (file is not None):
-        raise UsageError("say a FILE with a certificate and its key, or --remove")
-    pem, about, vault = None, None, Vault.of(settings)
+        raise UsageError("give a FILE with a certificate and its key, or --remove")
+    pem, about, vault = None, None, Vault.from_settings(settings)
     if file is not None:
-        # Imported here: no other command of these needs it.
+        # Imported here, because no other endpoint command needs it.
         from outbox.destinations.http.tls import check_identity
 
         pem = read_text(file, "FILE")
         try:
             about = check_identity(pem)
         except UsageError as error:
-            why = str(error).removeprefix("identity: ")
-            raise UsageError(f"FILE: {name_of(file)}: {why}") from None
+            reason = str(error).removeprefix("identity: ")
+            raise UsageError(f"FILE: {file_name(file)}: {reason}") from None
 
-    async def go() -> None:
+    async def set_certificate() -> None:
         async with database(settings) as connection:
             done = await set_identity(
                 connection,
@@ -72,8 +71,8 @@ def certificate(
         if as_json:
             emit_json(done)
         elif about is None:
-            click.echo(f'endpoint "{name}" is shown no certificate any more')
+            click.echo(f'removed the client certificate of endpoint "{name}"')
         else:
-            click.echo(safe(f'endpoint "{name}" is shown: {about}'))
+            click.echo(safe(f'set the client certificate of endpoint "{name}": {about}'))
 
-    run_async(go())
+    run_async(set_certificate())

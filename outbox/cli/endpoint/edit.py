@@ -1,4 +1,4 @@
-"""`outbox endpoint add, update`."""
+"""`outbox endpoint add` and `outbox endpoint update`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outbox.cli.common import (
     run_async,
     settings_options,
     warn,
-    warn_of_networks,
+    warn_about_networks,
 )
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import count, emit_json, emit_pairs
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.text import safe
-from outbox.destinations.http.endpoint_validation import check, policy_of
+from outbox.destinations.http.endpoint_validation import check_settings, policy_of
 from outbox.operations import endpoint_changes
 from outbox.operations.views import endpoints as views
 from outbox.store.connection.secrets import Vault
@@ -49,8 +49,7 @@ Examples:
 @click.option(
     "--ed25519",
     is_flag=True,
-    help="Sign with a private key, and show the receiver's public one, instead of a secret that "
-    "both have.",
+    help="Sign with an Ed25519 key, and show its public key, instead of a shared secret.",
 )
 @json_option
 @settings_options
@@ -62,15 +61,16 @@ def add(
     ed25519: bool,
     as_json: bool,
 ) -> None:
-    """Add an endpoint; shows its signing secret, this once.
+    """Add an endpoint, and show its signing secret once.
 
-    It gets what is not sequenced yet, and everything after it.
+    The endpoint receives events published from now on. Without a running relay, it
+    also receives events that are not sequenced yet.
     """
     wanted = EndpointSettings(name=name, url=url, **given)
-    check(wanted, policy_of(settings))
-    vault = Vault.of(settings)
+    check_settings(wanted, policy_of(settings))
+    vault = Vault.from_settings(settings)
 
-    async def go() -> None:
+    async def add_endpoint() -> None:
         async with database(settings) as connection:
             made = await endpoint_changes.add(
                 connection,
@@ -80,12 +80,12 @@ def add(
                 vault=vault,
                 ed25519=ed25519,
             )
-        warn_of_networks("--allow-network", wanted.allow_networks)
+        warn_about_networks("--allow-network", wanted.allow_networks)
         if made.waiting:
-            wait = "waits" if made.waiting == 1 else "wait"
+            verb = "is" if made.waiting == 1 else "are"
             warn(
-                f"{count(made.waiting, 'event')} {wait} for a relay; "
-                "this endpoint gets those that match, too"
+                f"{count(made.waiting, 'event')} {verb} not sequenced yet; "
+                "this endpoint also receives those that match"
             )
         if as_json:
             emit_json(views.added(made))
@@ -101,9 +101,9 @@ def add(
             ]
         )
         if not ed25519:
-            click.echo("Keep the secret now: it is not shown again.", err=True)
+            click.echo("Save the secret now; it is not shown again.", err=True)
 
-    run_async(go())
+    run_async(add_endpoint())
 
 
 @command.command(
@@ -111,14 +111,14 @@ def add(
     epilog="""\b
 Examples:
   outbox endpoint update billing --type "order.*" --type refund.done
-  outbox endpoint update billing --policy plane,attempts=8 --timeout 30s
-  outbox endpoint update billing --name invoices       the id stays
-  outbox endpoint update billing --lanes 8             when the old ones are drained
+  outbox endpoint update billing --policy stepped,attempts=8 --timeout 30s
+  outbox endpoint update billing --name invoices       keeps the id
+  outbox endpoint update billing --lanes 8             after the old lanes are drained
 """,
 )
 @click.argument("name")
-@click.option("--name", "new_name", metavar="NAME", help="Call it so from now on; its id stays.")
-@click.option("--url", metavar="URL", help="Deliver there, what is owed already too.")
+@click.option("--name", "new_name", metavar="NAME", help="Rename the endpoint; its id stays.")
+@click.option("--url", metavar="URL", help="New URL, also for pending deliveries.")
 @edit_options
 @json_option
 @settings_options
@@ -130,13 +130,13 @@ def update(
     edit: Callable[[EndpointSettings], EndpointSettings],
     as_json: bool,
 ) -> None:
-    """Change an endpoint; what is not said stays.
+    """Change an endpoint; omitted settings stay.
 
-    What it receives changes with the next batch: what is owed already is
-    delivered.  Everything else holds from the next attempt on.  --type and
-    --retryable replace the list, --header replaces one header.
+    Subscription changes apply to new events; pending deliveries are still sent. All
+    other settings apply from the next attempt. --type and --retryable replace the
+    list, --header replaces one header.
     """
-    policy, vault = policy_of(settings), Vault.of(settings)
+    policy, vault = policy_of(settings), Vault.from_settings(settings)
     named: dict[str, Any] = {"name": new_name, "url": url}
     named = {key: value for key, value in named.items() if value is not None}
 
@@ -144,23 +144,23 @@ def update(
 
     def edited(there: EndpointSettings) -> EndpointSettings:
         wanted = replace(edit(there), **named)
-        check(wanted, policy, there)
+        check_settings(wanted, policy, there)
         opened[:] = [each for each in wanted.allow_networks if each not in there.allow_networks]
         return wanted
 
-    async def go() -> None:
+    async def update_endpoint() -> None:
         async with database(settings) as connection:
             done = await endpoint_changes.update(
                 connection, settings.schema_name, name, edited, actor=actor(), vault=vault
             )
-        warn_of_networks("--allow-network", opened)
+        warn_about_networks("--allow-network", opened)
         if as_json:
             emit_json(views.updated(done))
         elif not done.differences:
-            click.echo(f'endpoint "{name}" is like that already; nothing was changed')
+            click.echo(f'endpoint "{name}" already has these settings; nothing was changed')
         else:
             click.echo(f'updated endpoint "{name}"')
             for each in done.differences:
                 click.echo(safe(f"  {each.setting}: {each.old} -> {each.new}"))
 
-    run_async(go())
+    run_async(update_endpoint())

@@ -1,4 +1,4 @@
-"""`outbox endpoint fetch-token`."""
+"""`outbox endpoint fetch-token`: tokens with which receivers fetch missing events."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   outbox endpoint fetch-token billing
-  outbox endpoint fetch-token billing --overlap 0     the old one is known to others
-  outbox endpoint fetch-token billing --revoke        and there is no new one
+  outbox endpoint fetch-token billing --overlap 0     the old token leaked
+  outbox endpoint fetch-token billing --revoke        create no new token
 """,
 )
 @click.argument("name")
@@ -31,20 +31,20 @@ Examples:
     default="24h",
     show_default=True,
     metavar="TIME",
-    help="An old token is good beside the new one for so long; 0: no longer.",
+    help="How long old tokens stay valid; 0: not at all.",
 )
-@click.option("--revoke", is_flag=True, help="End all of them.")
+@click.option("--revoke", is_flag=True, help="Revoke all fetch tokens of the endpoint.")
 @json_option
 @settings_options
 def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_json: bool) -> None:
-    """Give an endpoint's receiver a token, shown this once.
+    """Create a fetch token for an endpoint's receiver, and show it once.
 
-    With it the receiver fetches what it is missing from `outbox relay --receivers`.
-    It sees that endpoint's deliveries and nothing else, and it cannot sign any.
+    With the token the receiver fetches missing events from `outbox relay --receivers`.
+    The token gives access to this endpoint's deliveries only, and cannot sign.
     """
     kept_s = overlap_s(overlap)
 
-    async def end() -> None:
+    async def revoke_tokens() -> None:
         async with database(settings) as connection:
             ended = await fetch_tokens.revoke(connection, settings.schema_name, name, actor=actor())
         if as_json:
@@ -52,7 +52,7 @@ def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_js
         else:
             click.echo(f'revoked {count(ended, "fetch token")} of endpoint "{name}"')
 
-    async def make() -> None:
+    async def create_token() -> None:
         async with database(settings) as connection:
             made = await fetch_tokens.add(
                 connection, settings.schema_name, name, actor=actor(), overlap_s=kept_s
@@ -60,8 +60,8 @@ def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_js
         if as_json:
             emit_json(made)
             return
-        old = "none is good" if made.old_until is None else f"good until {cell(made.old_until)}"
+        old = "revoked" if made.old_until is None else f"valid until {cell(made.old_until)}"
         emit_pairs([("name", made.name), ("token", made.token), ("old tokens", old)])
-        click.echo("Keep the token now: it is not shown again.", err=True)
+        click.echo("Save the token now; it is not shown again.", err=True)
 
-    run_async(end() if revoke else make())
+    run_async(revoke_tokens() if revoke else create_token())

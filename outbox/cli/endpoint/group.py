@@ -1,4 +1,4 @@
-"""The group that the commands below `outbox endpoint` join."""
+"""The command group `outbox endpoint`."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from outbox.cli.main import Group
 
 @click.group("endpoint", cls=Group)
 def command() -> None:
-    """Add, change, pause, test and remove destinations of events."""
+    """Add, change, pause, test and remove endpoints, the destinations of events."""

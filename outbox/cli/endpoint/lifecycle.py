@@ -1,4 +1,4 @@
-"""`outbox endpoint pause, resume, enable, rotate-secret`."""
+"""`outbox endpoint pause`, `resume`, `enable` and `rotate-secret`."""
 
 from __future__ import annotations
 
@@ -17,64 +17,66 @@ from outbox.store.connection.secrets import Vault
 if TYPE_CHECKING:
     from outbox.config import Settings
 
-why_option = click.option("--why", metavar="TEXT", help="Kept with the change, and in the journal.")
+comment_option = click.option(
+    "--comment", metavar="TEXT", help="Reason, stored with the state and in the journal."
+)
 
 
 @command.command(
     epilog="""\b
 Examples:
-  outbox endpoint pause billing --why "their database is down"
+  outbox endpoint pause billing --comment "their database is down"
   outbox endpoint pause billing audit
 """
 )
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@why_option
+@comment_option
 @json_option
 @settings_options
-def pause(settings: Settings, names: tuple[str, ...], why: str | None, as_json: bool) -> None:
-    """Send nothing to endpoints until they are resumed.
+def pause(settings: Settings, names: tuple[str, ...], comment: str | None, as_json: bool) -> None:
+    """Pause delivery to endpoints until they are resumed.
 
-    Their deliveries go on being numbered, and are sent in order afterwards.  An
+    New events are still sequenced, and are sent in order after the resume. An
     endpoint that is paused for longer than its --disable-after is disabled.
     """
 
-    async def go() -> None:
+    async def pause_endpoints() -> None:
         async with database(settings) as connection:
             changes = await endpoint_states.pause(
-                connection, settings.schema_name, names, actor=actor(), why=why
+                connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
             emit_json(changes)
             return
         for each in changes:
             done = f'paused endpoint "{each.name}"'
-            click.echo(done if each.changed else f'endpoint "{each.name}" is paused already')
+            click.echo(done if each.changed else f'endpoint "{each.name}" is already paused')
 
-    run_async(go())
+    run_async(pause_endpoints())
 
 
 @command.command(
     epilog="""\b
 Examples:
   outbox endpoint resume billing
-  outbox endpoint resume billing --why "they say that it works again"
+  outbox endpoint resume billing --comment "their database is up again"
 """
 )
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@why_option
+@comment_option
 @json_option
 @settings_options
-def resume(settings: Settings, names: tuple[str, ...], why: str | None, as_json: bool) -> None:
-    """Send again, and at once to those that are failing.
+def resume(settings: Settings, names: tuple[str, ...], comment: str | None, as_json: bool) -> None:
+    """Resume paused endpoints, and retry failing ones at once.
 
-    An endpoint that is not paused is tried at once, whatever it was left alone
-    for.  Lanes that wait for you (--on-dead-letter block) go on.
+    Resuming also ends a hold-off of the circuit breaker or of Retry-After, and
+    unblocks lanes that a dead letter blocked (--on-dead-letter block).
     """
 
-    async def go() -> None:
+    async def resume_endpoints() -> None:
         async with database(settings) as connection:
             changes = await endpoint_states.resume(
-                connection, settings.schema_name, names, actor=actor(), why=why
+                connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
             emit_json(changes)
@@ -82,42 +84,44 @@ def resume(settings: Settings, names: tuple[str, ...], why: str | None, as_json:
         for each in changes:
             text = f'resumed endpoint "{each.name}"'
             if not each.changed:
-                text = f'endpoint "{each.name}" was not paused; it is tried at once'
+                text = f'endpoint "{each.name}" was not paused; it is retried at once'
             if each.unblocked:
-                text += f"; {count(each.unblocked, 'blocked lane')} may go on"
+                text += f"; {count(each.unblocked, 'lane')} unblocked"
             click.echo(text)
 
-    run_async(go())
+    run_async(resume_endpoints())
 
 
 @command.command(
     epilog="""\b
 Example:
-  outbox endpoint enable billing --why "they have a new address"
+  outbox endpoint enable billing --comment "they have a new address"
 """
 )
 @click.argument("name")
-@why_option
+@comment_option
 @json_option
 @settings_options
-def enable(settings: Settings, name: str, why: str | None, as_json: bool) -> None:
-    """Let a disabled endpoint receive again, from now on.
+def enable(settings: Settings, name: str, comment: str | None, as_json: bool) -> None:
+    """Re-enable a disabled endpoint for new events.
 
-    What it was owed when it was disabled is in its dead letters; what was
-    published meanwhile was not for it.
+    Deliveries that were pending when it was disabled are in its dead letters. Events
+    that were published while it was disabled are not delivered; see outbox replay.
     """
 
-    async def go() -> None:
+    async def enable_endpoint() -> None:
         async with database(settings) as connection:
             change = await endpoint_states.enable(
-                connection, settings.schema_name, name, actor=actor(), why=why
+                connection, settings.schema_name, name, actor=actor(), comment=comment
             )
         if as_json:
             emit_json(change)
         else:
-            click.echo(f'enabled endpoint "{name}"; it gets what is sequenced from now on')
+            click.echo(
+                f'enabled endpoint "{name}"; it receives events that are sequenced from now on'
+            )
 
-    run_async(go())
+    run_async(enable_endpoint())
 
 
 @command.command(
@@ -125,8 +129,8 @@ def enable(settings: Settings, name: str, why: str | None, as_json: bool) -> Non
     epilog="""\b
 Examples:
   outbox endpoint rotate-secret billing
-  outbox endpoint rotate-secret billing --overlap 0     the old one is known to others
-  outbox endpoint rotate-secret billing --ed25519       and it verifies with a public key
+  outbox endpoint rotate-secret billing --overlap 0     the old secret leaked
+  outbox endpoint rotate-secret billing --ed25519       switch to a public key
 """,
 )
 @click.argument("name")
@@ -135,27 +139,27 @@ Examples:
     default="24h",
     show_default=True,
     metavar="TIME",
-    help="The old secret signs beside the new one for so long; 0: no longer.",
+    help="How long the old secret also signs; 0: not at all.",
 )
 @click.option(
     "--ed25519/--shared",
     default=None,
-    help="A private key, of which the receiver is given the public one and can sign nothing; "
-    "or a secret that both have.  Default: as the old one.",
+    help="Use an Ed25519 key pair, of which the receiver gets the public key, or a shared secret. "
+    "Default: the kind of the old one.",
 )
 @json_option
 @settings_options
 def rotate_secret(
     settings: Settings, name: str, overlap: str, ed25519: bool | None, as_json: bool
 ) -> None:
-    """Give an endpoint a new signing secret, shown this once.
+    """Rotate an endpoint's signing secret, and show the new one once.
 
-    While both sign, the receiver can change over without refusing anything:
-    each request carries one signature for each.
+    During the overlap each request carries a signature of both secrets, so the
+    receiver can switch without rejecting a request.
     """
-    kept_s, vault = overlap_s(overlap), Vault.of(settings)
+    kept_s, vault = overlap_s(overlap), Vault.from_settings(settings)
 
-    async def go() -> None:
+    async def rotate() -> None:
         async with database(settings) as connection:
             made = await endpoint_secrets.rotate_secret(
                 connection,
@@ -169,11 +173,11 @@ def rotate_secret(
         if as_json:
             emit_json(made)
             return
-        old = "signs no more" if made.old_until is None else f"signs until {cell(made.old_until)}"
+        old = "no longer signs" if made.old_until is None else f"signs until {cell(made.old_until)}"
         is_public = made.secret.startswith(PUBLIC_PREFIX)
         what = "public key" if is_public else "secret"
         emit_pairs([("name", made.name), (what, made.secret), ("old secret", old)])
         if not is_public:
-            click.echo("Keep the secret now: it is not shown again.", err=True)
+            click.echo("Save the secret now; it is not shown again.", err=True)
 
-    run_async(go())
+    run_async(rotate())

@@ -1,7 +1,7 @@
-"""The options that say what an endpoint is to be, for `add` and `update`.
+"""The options of an endpoint's settings, for `add` and `update`.
 
-They are collected as the fields of EndpointSettings, so what was not said is
-not there: `add` takes the default for it, `update` leaves it alone.
+They are collected as the fields of EndpointSettings.  An omitted option has no entry:
+`add` uses its default, `update` keeps the current value.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 def overlap_s(text: str) -> float:
-    """For how many seconds what is old is good beside what is new; 0: no longer.
+    """Parse --overlap: how many seconds the old secret or token stays valid; 0: not at all.
 
     Raises:
-        UsageError: the text is no time.
+        UsageError: the text is no duration.
     """
     try:
         return duration.parse(text)
@@ -39,7 +39,7 @@ def overlap_s(text: str) -> float:
         raise UsageError(f"--overlap: {error}") from None
 
 
-_RECEIVES, _CALLED, _FAILS = "What it receives", "How it is called", "When a delivery fails"
+_RECEIVES, _CALLED, _FAILS = "Subscription", "Requests", "Failures"
 _SECTIONS = {
     "types": _RECEIVES,
     "filter": _RECEIVES,
@@ -81,146 +81,158 @@ _SETTINGS = (
         "types",
         multiple=True,
         metavar="PATTERN",
-        help='Events of this type; repeatable. "*" is one segment, a last "**" the rest.  '
-        "Default: everything but outbox.*.",
+        help='Receive events of this type; repeatable. "*" matches one segment, a last "**" the '
+        "rest.  Default: every type except outbox.*.",
     ),
     click.option(
         "--filter",
         metavar="CONDITION",
-        help="Of these, events whose payload meets an SQL/JSON path condition: "
+        help="Filter events by payload with a SQL/JSON path condition: "
         "'@.total > 100 && @.currency == \"EUR\"'.",
     ),
     click.option(
-        "--tenant", metavar="TENANT", help="This tenant's events; default: those of none."
+        "--tenant",
+        metavar="TENANT",
+        help="Receive the events of this tenant.  Default: events without a tenant.",
     ),
-    click.option("--all-tenants", is_flag=True, help="Events of every tenant, and of none."),
+    click.option(
+        "--all-tenants",
+        is_flag=True,
+        help="Receive the events of all tenants, and events without one.",
+    ),
     click.option(
         "--lanes",
         type=int,
-        help="Requests at once, 1 to 1024; order is per key.  Default: 1.",
+        help="Number of lanes, 1 to 1024.  A lane sends one request at a time; events with the "
+        "same key share a lane.  Default: 1.",
     ),
-    click.option("--method", metavar="METHOD", help="POST, PUT or PATCH.  Default: POST."),
+    click.option(
+        "--method", metavar="METHOD", help="HTTP method: POST, PUT or PATCH.  Default: POST."
+    ),
     click.option(
         "--header",
         multiple=True,
         metavar='"NAME: VALUE"',
-        help="Sent along, in place of an event's header of that name; repeatable.",
+        help="Send this header, in place of an event's header of that name; repeatable.",
     ),
     click.option(
         "--headers-file",
         type=click.File(),
         metavar="FILE",
-        help="The same from a file with one in each line, so that credentials stand in no "
-        "process list; - reads stdin.",
+        help="Read headers from a file, one per line, which keeps credentials out of the process "
+        "list; - reads stdin.",
     ),
     click.option(
         "--connect-timeout",
         "connect_timeout_s",
         type=duration_s,
         metavar="TIME",
-        help="For the name, the connection and TLS.  Default: 5s.",
+        help="Connect time-out, including DNS and TLS.  Default: 5s.",
     ),
     click.option(
         "--timeout",
         "total_timeout_s",
         type=duration_s,
         metavar="TIME",
-        help="For the whole request.  Default: 15s.",
+        help="Time-out of the whole request.  Default: 15s.",
     ),
     click.option(
         "--in-flight-max",
         type=int,
         metavar="N",
-        help="At most N requests at once, over all lanes.  Default: one for each lane.",
+        help="Maximum concurrent requests, over all lanes.  Default: one per lane.",
     ),
     click.option(
         "--rate",
         "rate_per_s",
         type=float,
         metavar="N",
-        help="At most N requests begun in a second; 0.5 is one in two.  Default: no limit.",
+        help="Maximum requests per second; 0.5 is one every two seconds.  Default: no limit.",
     ),
     click.option(
         "--batch-max",
         type=int,
         metavar="N",
         help="Send up to N deliveries of a lane in one request, as a JSON array, 1 to 1000.  "
-        "Default: each by itself.",
+        "Default: one delivery per request.",
     ),
     click.option(
         "--allow-network",
         "allow_networks",
         multiple=True,
         metavar="RANGE",
-        help="A private network that it may be in, with plain http and any port, such as "
-        "10.1.2.0/24; repeatable.  Default: what OUTBOX_ALLOW_NETWORKS opens.",
+        help="Private network that the endpoint may be in, also with plain http and any port, such "
+        "as 10.1.2.0/24; repeatable.  Default: OUTBOX_ALLOW_NETWORKS.",
     ),
     click.option(
         "--ca",
         type=click.File(),
         metavar="FILE",
-        help="Certificates (PEM) to trust instead of the system's authorities; - reads stdin.",
+        help="CA certificates (PEM) to trust instead of the system's; - reads stdin.",
     ),
     click.option(
         "--policy",
         metavar="POLICY",
-        help=f"When to try again: {', '.join(PRESETS)}, values such as base=5s,factor=2,cap=1h, or "
-        "plane,attempts=8.  `outbox endpoint policies` shows what comes of it.",
+        help=f"Retry policy: {', '.join(PRESETS)}, values such as base=5s,factor=2,cap=1h, "
+        "or both: stepped,attempts=8.  `outbox endpoint policies` shows the schedule.  "
+        "Default: standard.",
     ),
     click.option(
         "--retryable",
         multiple=True,
         metavar="STATUS",
-        help="Answers to try again after, instead of 408, 425, 429 and 5xx; repeatable: 429, 5xx, "
-        '500-504; "none"; "default".',
+        help="Status to retry, instead of 408, 425, 429 and 5xx; repeatable: 429, 5xx, 500-504, "
+        '"none" or "default".',
     ),
     click.option(
         "--on-dead-letter",
         metavar="WHAT",
-        help="continue with the next delivery, or block the lane until you have seen to it.  "
-        "Default: continue.",
+        help="After a dead letter: continue with the next delivery, or block the lane until it is "
+        "resumed.  Default: continue.",
     ),
     click.option(
         "--backlog-max",
         "backlog_count_max",
         type=int,
         metavar="N",
-        help="Give up the oldest when more than N deliveries are owed.  Default: no limit.",
+        help="Dead-letter the oldest deliveries above N pending ones.  Default: no limit.",
     ),
     click.option(
         "--backlog-age",
         "backlog_age_max_s",
         type=duration_s,
         metavar="TIME",
-        help="Give up what is owed for longer than this.  Default: no limit.",
+        help="Dead-letter deliveries that are pending for longer.  Default: no limit.",
     ),
     click.option(
         "--disable-after",
         "disable_after_s",
         type=duration_s,
         metavar="TIME",
-        help="Disable it after so long without a success.  Default: 3d.",
+        help="Disable the endpoint after this time without a success.  Default: 3d.",
     ),
     click.option(
         "--checkpoint-every",
         "checkpoint_every_s",
         type=duration_s,
         metavar="TIME",
-        help="Tell its receiver the last number of each lane so often, so that even a lost tail "
-        "shows.  Default: never.",
+        help="Interval for sending each lane's last sequence number, so that the receiver detects "
+        "missing events at the end of a lane.  Default: never.",
     ),
 )
 
-_TAKE_AWAY = (
-    click.option("--no-filter", is_flag=True, help="Events whatever their payload."),
-    click.option("--no-tenant", is_flag=True, help="Events of no tenant."),
-    click.option("--no-headers", is_flag=True, help="Without the headers it has; before --header."),
-    click.option("--no-limits", is_flag=True, help="Without a limit of requests at once or rate."),
-    click.option("--no-batches", is_flag=True, help="Each delivery by itself."),
-    click.option("--no-networks", is_flag=True, help="Without private networks of its own."),
-    click.option("--no-ca", is_flag=True, help="With the system's authorities."),
-    click.option("--no-checkpoints", is_flag=True, help="Without checkpoints."),
-    click.option("--no-backlog", is_flag=True, help="Without a limit of number or age."),
+_CLEARING_OPTIONS = (
+    click.option("--no-filter", is_flag=True, help="Remove the filter."),
+    click.option("--no-tenant", is_flag=True, help="Receive events without a tenant."),
+    click.option(
+        "--no-headers", is_flag=True, help="Remove all headers, before --header is applied."
+    ),
+    click.option("--no-limits", is_flag=True, help="Remove --in-flight-max and --rate."),
+    click.option("--no-batches", is_flag=True, help="Send one delivery per request."),
+    click.option("--no-networks", is_flag=True, help="Remove all --allow-network ranges."),
+    click.option("--no-ca", is_flag=True, help="Trust the system's CA certificates."),
+    click.option("--no-checkpoints", is_flag=True, help="Send no checkpoints."),
+    click.option("--no-backlog", is_flag=True, help="Remove --backlog-max and --backlog-age."),
 )
 
 
@@ -241,56 +253,56 @@ class Command(click.Command):
 
 
 def read_text(file: IO[str], flag: str) -> str:
-    """What is in a file.
+    """Read a text file that a flag names.
 
     Raises:
-        UsageError: it is not text.
+        UsageError: the file cannot be read, or is not text.
     """
     try:
         return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise UsageError(f"{flag}: {name_of(file)}: {why}") from None
+        reason = getattr(error, "strerror", None) or "not text"
+        raise UsageError(f"{flag}: {file_name(file)}: {reason}") from None
 
 
-def name_of(file: IO[str]) -> str:
-    """What a file is called in a message."""
+def file_name(file: IO[str]) -> str:
+    """The name of a file in a message."""
     return str(getattr(file, "name", "stdin"))
 
 
 def new_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Options of a new endpoint; the command gets `given`, its settings but name and url."""
+    """Options of a new endpoint; the command receives its settings as `given`."""
     return _collected(command, _SETTINGS)
 
 
 def edit_options(command: Callable[..., T]) -> Callable[..., T]:
-    """Options of one that is there; the command gets `edit`, which changes settings."""
+    """Options that change an endpoint; the command receives `edit`, a function on its settings."""
 
     @functools.wraps(command)
     def with_edit(*, given: dict[str, Any], **arguments: Any) -> T:
         return command(edit=functools.partial(_edited, given=given), **arguments)
 
-    return _collected(with_edit, (*_SETTINGS, *_TAKE_AWAY))
+    return _collected(with_edit, (*_SETTINGS, *_CLEARING_OPTIONS))
 
 
 def _collected(command: Callable[..., T], options: Sequence[Any]) -> Callable[..., T]:
     @functools.wraps(command)
     def collecting(**arguments: Any) -> T:
-        said = {
+        options_given = {
             name: arguments.pop(name) for name in _SECTIONS if name in arguments and name != "url"
         }
-        return command(given=_fields(said), **arguments)
+        return command(given=_fields(options_given), **arguments)
 
     for option in reversed(options):
         collecting = option(collecting)
     return collecting
 
 
-def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said, with the forms of the command line read."""
+def _fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The given options as fields of EndpointSettings."""
     given = {
         name: value
-        for name, value in said.items()
+        for name, value in options.items()
         if value is not None and value is not False and value != ()
     }
     if "policy" in given:
@@ -301,7 +313,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     if (file := given.pop("headers_file", None)) is not None:
         text = read_text(file, "--headers-file").splitlines()
         lines += [
-            (f"--headers-file: {name_of(file)}, line {n}", line) for n, line in enumerate(text, 1)
+            (f"--headers-file: {file_name(file)}, line {n}", line) for n, line in enumerate(text, 1)
         ]
     if lines:
         given["headers"] = dict(_header(line, place) for place, line in lines if line.strip())
@@ -314,7 +326,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> EndpointSettings:
-    """Settings with what was given, and without what was taken away."""
+    """Apply the given options to settings; the --no-… options clear a value first."""
     values = dict(given)
     clash = [
         ("--no-filter", "--filter", "filter"),
@@ -324,7 +336,7 @@ def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> Endpoint
     ]
     for no, yes, field in clash:
         if no[2:].replace("-", "_") in values and field in values:
-            raise UsageError(f"say one of {no} and {yes}, not both")
+            raise UsageError(f"{no} and {yes} exclude each other")
     if values.pop("no_filter", False):
         values["filter"] = None
     if values.pop("no_tenant", False):
@@ -354,6 +366,6 @@ def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> Endpoint
 def _header(text: str, place: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon:
-        # Not what it is instead: that may be the credential.
-        raise UsageError(f'{place}: there is no ":" in it; it must look like "NAME: VALUE"')
+        # Do not quote the line: it may contain a credential.
+        raise UsageError(f'{place}: has no ":"; write "NAME: VALUE"')
     return name.strip(), value.strip()

@@ -1,4 +1,4 @@
-"""`outbox endpoint remove`, which asks what is to become of what is owed."""
+"""`outbox endpoint remove`: remove an endpoint, and deliver or dead-letter its backlog."""
 
 from __future__ import annotations
 
@@ -13,103 +13,111 @@ from outbox.cli.endpoint.group import command
 from outbox.cli.output import count, emit_json
 from outbox.errors import UsageError
 from outbox.operations import endpoint_removal
-from outbox.operations.endpoint_removal import StillOwed
+from outbox.operations.endpoint_removal import StillPending
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.endpoint_removal import Removal, Waiting
+    from outbox.operations.endpoint_removal import DrainStatus, Removal
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 @command.command(
     epilog="""\b
 Examples:
-  outbox endpoint remove billing               asks if it is still owed something
-  outbox endpoint remove billing --wait        delivers that first
-  outbox endpoint remove billing --give-up     never sends it
+  outbox endpoint remove billing               asks if deliveries are pending
+  outbox endpoint remove billing --wait        delivers the backlog first
+  outbox endpoint remove billing --dead-letter     dead-letters the backlog
 """
 )
 @click.argument("name")
-@click.option("--give-up", is_flag=True, help="Never send what it is owed.")
-@click.option("--wait", is_flag=True, help="Give it nothing new, and remove it when all is sent.")
+@click.option("--dead-letter", is_flag=True, help="Dead-letter the pending deliveries.")
+@click.option("--wait", is_flag=True, help="Deliver the backlog first, without new events.")
 @json_option
 @settings_options
-def remove(settings: Settings, name: str, give_up: bool, wait: bool, as_json: bool) -> None:
-    """Remove an endpoint; its name is free again afterwards.
+def remove(settings: Settings, name: str, dead_letter: bool, wait: bool, as_json: bool) -> None:
+    """Remove an endpoint; its name can be reused afterwards.
 
-    Deliveries that are given up become one dead letter per lane, a range of
-    numbers, kept for the record.  Ctrl-C while it waits is safe: say it again
-    to go on waiting, or take it back with `outbox endpoint enable`.
+    With --dead-letter the pending deliveries become one dead letter per lane, which
+    covers a range of sequence numbers. Ctrl-C during --wait is safe: repeat the
+    command to continue, or cancel the removal with `outbox endpoint enable`.
     """
-    if give_up and wait:
-        raise UsageError("say one of --give-up and --wait, not both")
+    if dead_letter and wait:
+        raise UsageError("--dead-letter and --wait exclude each other")
 
-    async def go() -> None:
+    async def remove_endpoint() -> None:
         async with database(settings) as connection:
             if wait:
-                await _delivered(connection, settings.schema_name, name, quiet=as_json)
-            gone = await _removed(connection, settings.schema_name, name, give_up=give_up)
+                await _wait_until_delivered(connection, settings.schema_name, name, quiet=as_json)
+            gone = await _remove_or_confirm(
+                connection, settings.schema_name, name, dead_letter=dead_letter
+            )
         if as_json:
             emit_json(gone)
         elif gone.state == "removed":
             click.echo(f'removed endpoint "{gone.name}"')
         else:
             click.echo(
-                f'removing endpoint "{gone.name}": the relay gives up its '
-                f"{count(gone.owed, 'delivery')}; without a running relay, the next one does"
+                f'removing endpoint "{gone.name}": the relay dead-letters its '
+                f"{count(gone.pending, 'delivery')}; if no relay is running, the next one will"
             )
 
     try:
-        run_async(go())
+        run_async(remove_endpoint())
     except KeyboardInterrupt:
         if wait:
             click.echo(
-                f'endpoint "{name}" gets nothing new and is sent what it is owed; to go on, say '
-                f"this again; to take it back: outbox endpoint enable {name}",
+                f'endpoint "{name}" receives no new events, and its backlog is delivered; repeat '
+                f"this command to continue, or cancel: outbox endpoint enable {name}",
                 err=True,
             )
         raise
 
 
-async def _removed(
-    connection: Connection[Any], schema: str, name: str, *, give_up: bool
+async def _remove_or_confirm(
+    connection: Connection[Any], schema: str, name: str, *, dead_letter: bool
 ) -> Removal:
-    """Remove it, asking somebody who is there to be asked."""
+    """Remove an endpoint; on a terminal, ask before dead-lettering its backlog."""
     try:
         return await endpoint_removal.remove(
-            connection, schema, name, actor=actor(), give_up=give_up
+            connection, schema, name, actor=actor(), dead_letter=dead_letter
         )
-    except StillOwed as still:
+    except StillPending as still:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise UsageError(f"{still} (--wait, or --give-up)") from None
-        question = f'endpoint "{name}" is owed {count(still.owed, "delivery")}; give up for good?'
+            raise UsageError(f"{still} (--wait, or --dead-letter)") from None
+        question = (
+            f'endpoint "{name}" has {count(still.pending, "pending delivery")}; dead-letter all?'
+        )
         if not click.confirm(question, err=True):
-            raise UsageError("nothing was changed; --wait delivers them first") from None
-    return await endpoint_removal.remove(connection, schema, name, actor=actor(), give_up=True)
+            raise UsageError("nothing was changed; --wait delivers the backlog first") from None
+    return await endpoint_removal.remove(connection, schema, name, actor=actor(), dead_letter=True)
 
 
-async def _delivered(connection: Connection[Any], schema: str, name: str, *, quiet: bool) -> None:
-    """Give it nothing new, and wait until nothing is owed any more."""
+async def _wait_until_delivered(
+    connection: Connection[Any], schema: str, name: str, *, quiet: bool
+) -> None:
+    """Unsubscribe the endpoint from new events, and wait until its backlog is delivered."""
     endpoint_id = await endpoint_removal.drain(connection, schema, name, actor=actor())
-    told = ""
+    previous = ""
     while True:
-        waiting = await endpoint_removal.waiting(connection, schema, endpoint_id)
+        waiting = await endpoint_removal.read_drain_status(connection, schema, endpoint_id)
         if waiting.subscribed:
-            raise UsageError(f'endpoint "{name}" was enabled again meanwhile; it is not removed')
-        if not waiting.owed or waiting.state in ("removing", "removed"):
+            raise UsageError(
+                f'endpoint "{name}" was re-enabled by another command; it is not removed'
+            )
+        if not waiting.pending or waiting.state in ("removing", "removed"):
             return
         line = _line(name, waiting)
-        if line != told and not quiet:
+        if line != previous and not quiet:
             click.echo(line, err=True)
-        told = line
-        await asyncio.sleep(LOOK_S)
+        previous = line
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
-def _line(name: str, waiting: Waiting) -> str:
-    line = f'endpoint "{name}" is owed {count(waiting.owed, "delivery")}'
+def _line(name: str, waiting: DrainStatus) -> str:
+    line = f'endpoint "{name}" has {count(waiting.pending, "pending delivery")}'
     if waiting.state == "paused":
         line += f"; it is paused: outbox endpoint resume {name}"
     elif waiting.blocked:

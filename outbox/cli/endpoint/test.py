@@ -1,4 +1,4 @@
-"""`outbox endpoint test`: one delivery, outside of all lanes."""
+"""`outbox endpoint test`: send one test delivery."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.destinations.http.test_delivery import Trial
+    from outbox.destinations.http.test_delivery import EndpointTestResult
 
-EXIT_REFUSED = 1
+EXIT_NOT_ACCEPTED = 1
 
 
 @command.command(
@@ -32,44 +32,44 @@ Examples:
 @settings_options
 @click.pass_context
 def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> None:
-    """Send one signed test delivery, now and from this machine.
+    """Send one signed test delivery from this machine.
 
-    It has the type outbox.test and a lane of its own, so it is not in anybody's
-    way.  Says what came back, and what the relay would make of that.  Exit code
-    1 unless the answer is 2xx.
+    It has the type outbox.test and a separate lane, so it does not affect other
+    deliveries. Prints the response, and how the relay would treat it. Exit code 1
+    unless the response is 2xx.
     """
 
-    vault = Vault.of(settings)
+    vault = Vault.from_settings(settings)
 
-    async def go() -> Trial:
-        # Imported here: no other command of these needs an HTTP client.
-        from outbox.destinations.http.router import Outbound
-        from outbox.destinations.http.test_delivery import attempt
+    async def send_test() -> EndpointTestResult:
+        # Imported here, because no other endpoint command needs an HTTP client.
+        from outbox.destinations.http.router import TransportRouter
+        from outbox.destinations.http.test_delivery import send_test_delivery
 
         async with database(settings) as connection:
-            endpoint = await endpoints.find(connection, settings.schema_name, name, vault)
+            endpoint = await endpoints.find_endpoint(connection, settings.schema_name, name, vault)
         policy = policy_of(settings)
-        transport = Outbound(policy, proxy=settings.leaves_by)
+        transport = TransportRouter(policy, proxy=settings.outbound_proxy)
         try:
-            return await attempt(transport, endpoint)
+            return await send_test_delivery(transport, endpoint)
         finally:
             await transport.aclose()
 
-    trial = run_async(go())
+    trial = run_async(send_test())
     if as_json:
         emit_json(trial.as_json())
     else:
-        told = trial.summary
+        response = trial.summary
         emit_pairs(
             [
                 ("sent", f"{trial.method} {trial.url}"),
-                ("answer", told.get("status") or told["failure"]),
-                ("detail", told.get("detail")),
-                ("time", f"{told['elapsed_ms']:.0f} ms"),
-                ("headers", told.get("headers")),
-                ("body", told.get("body")),
+                ("response", response.get("status") or response["failure"]),
+                ("detail", response.get("detail")),
+                ("time", f"{response['elapsed_ms']:.0f} ms"),
+                ("headers", response.get("headers")),
+                ("body", response.get("body")),
                 ("outcome", trial.meaning),
             ]
         )
-    if trial.answer.status is None or not 200 <= trial.answer.status <= 299:
-        ctx.exit(EXIT_REFUSED)
+    if trial.response.status is None or not 200 <= trial.response.status <= 299:
+        ctx.exit(EXIT_NOT_ACCEPTED)

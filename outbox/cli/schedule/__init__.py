@@ -1,4 +1,4 @@
-"""`outbox schedule`: events by the clock."""
+"""`outbox schedule`: publish events on a cron schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outbox schedule add`."""
+"""`outbox schedule add`: create or replace a schedule."""
 
 from __future__ import annotations
 
@@ -32,37 +32,50 @@ Examples:
   outbox schedule add invoices "0 9 L * *" --type invoices.due --misfire all --payload '{"n": 1}'
 
 \b
-CRON has five fields: minute, hour, day of month, month, day of week (L: the
-last one, MON#1: the first Monday), or is one of @hourly, @daily, @weekly,
-@monthly and @yearly.  When clocks are set, a time of day that is skipped fires
-when they have been set, and one that comes twice fires once; a * for minutes
-or hours goes by the time that passes.
+CRON has five fields: minute, hour, day of month, month and day of week (L: the
+last day, MON#1: the first Monday), or is @hourly, @daily, @weekly, @monthly or
+@yearly. On daylight-saving changes, a skipped time of day runs right after the
+change, and a repeated one runs once; a * for minutes or hours follows elapsed time.
 
 \b
-Ticks whose time went by while no relay ran (--misfire):
-  once   the newest is published, for all of them
-  all    each is published
-  skip   those that are at most --grace old are published
+Missed runs, whose time passed while no relay was running (--misfire):
+  once   publish the most recent one
+  all    publish each of them
+  skip   publish only those that are at most --grace late
 """
 )
 @click.argument("name")
 @click.argument("cron")
-@click.option("--type", "type_", required=True, metavar="TYPE", help="Of the events.")
 @click.option(
-    "--timezone", default="UTC", show_default=True, metavar="ZONE", help="Such as Europe/Berlin."
+    "--type", "type_", required=True, metavar="TYPE", help="Type of the published events."
 )
-@click.option("--payload", metavar="JSON", default="{}", help="The events' data; - reads stdin.")
-@click.option("--key", metavar="KEY", help="Events with the same key keep their order.")
-@click.option("--tenant", metavar="TENANT", help="Only for this tenant's endpoints.")
 @click.option(
-    "--header", "headers", multiple=True, metavar="NAME=VALUE", help="Sent along; repeatable."
+    "--timezone",
+    default="UTC",
+    show_default=True,
+    metavar="ZONE",
+    help="Time zone, such as Europe/Berlin.",
+)
+@click.option(
+    "--payload", metavar="JSON", default="{}", help="Payload of the events; - reads stdin."
+)
+@click.option(
+    "--key", metavar="KEY", help="Ordering key: events with the same key keep their order."
+)
+@click.option("--tenant", metavar="TENANT", help="Tenant of the events.")
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Header of the events; repeatable.",
 )
 @click.option(
     "--misfire",
     type=click.Choice(["skip", "once", "all"]),
     default="once",
     show_default=True,
-    help="What becomes of ticks that were missed.",
+    help="Which missed runs are published.",
 )
 @click.option(
     "--grace",
@@ -70,16 +83,16 @@ Ticks whose time went by while no relay ran (--misfire):
     default="60s",
     show_default=True,
     metavar="TIME",
-    help="With --misfire skip: how late a tick may be.",
+    help="With --misfire skip: maximum delay of a run.",
 )
 @click.option(
     "--overlap",
     type=click.Choice(["allow", "wait"]),
     default="allow",
     show_default=True,
-    help="wait: the next run only after the last one was delivered or given up.",
+    help="wait: a run starts after the previous one was delivered or dead-lettered.",
 )
-@click.option("--replace", is_flag=True, help="Change the one of this name, if there is one.")
+@click.option("--replace", is_flag=True, help="Replace an existing schedule of this name.")
 @json_option
 @settings_options
 def add(
@@ -98,7 +111,7 @@ def add(
     replace: bool,
     as_json: bool,
 ) -> None:
-    """Publish an event of --type whenever CRON says so."""
+    """Publish an event of --type on the schedule CRON."""
     from outbox.core.schedules.schedule import ScheduleSettings
 
     wanted = ScheduleSettings(
@@ -115,7 +128,7 @@ def add(
         overlap=overlap,
     )
 
-    async def go() -> None:
+    async def add_schedule() -> None:
         async with database(settings) as connection:
             added = await schedule_changes.add(
                 connection, settings.schema_name, wanted, actor=actor(), replace=replace
@@ -125,9 +138,11 @@ def add(
             return
         runs = added.next_runs()
         if not runs:
-            click.echo(f'schedule "{name}" stays paused; go on with: outbox schedule resume {name}')
+            click.echo(
+                f'schedule "{name}" is still paused; resume it with: outbox schedule resume {name}'
+            )
             return
         first, *later = map(clock_time, runs)
         click.echo(f'schedule "{name}" runs at {first}, then at {", ".join(later)}')
 
-    run_async(go())
+    run_async(add_schedule())

@@ -1,4 +1,4 @@
-"""The group that the commands below `outbox schedule` join."""
+"""The command group `outbox schedule`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from outbox.cli.main import Group
 
 @click.group("schedule", cls=Group)
 def command() -> None:
-    """Publish events by the clock, again and again.
+    """Publish events on a cron schedule.
 
-    A relay publishes them, each tick once, however many relays run.  The
-    database's clock decides.
+    The relays publish each run exactly once. The database's clock decides when a run
+    is due.
     """

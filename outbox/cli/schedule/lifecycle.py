@@ -1,4 +1,4 @@
-"""`outbox schedule pause, resume, remove, run-now`."""
+"""`outbox schedule pause`, `resume`, `remove` and `run-now`."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from outbox.operations.views import schedules as views
 if TYPE_CHECKING:
     from outbox.config import Settings
 
-why_option = click.option("--why", metavar="TEXT", help="Kept with the change, and in the journal.")
+comment_option = click.option(
+    "--comment", metavar="TEXT", help="Reason, stored with the state and in the journal."
+)
 
 
 @command.command(
     epilog="""\b
 Example:
-  outbox schedule pause nightly sync --why "the archive is being moved"
+  outbox schedule pause nightly sync --comment "the archive is being moved"
 """
 )
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@why_option
+@comment_option
 @json_option
 @settings_options
-def pause(settings: Settings, names: tuple[str, ...], why: str | None, as_json: bool) -> None:
-    """Publish nothing until they are resumed; ticks that come meanwhile are left out."""
+def pause(settings: Settings, names: tuple[str, ...], comment: str | None, as_json: bool) -> None:
+    """Pause schedules; runs that are due while paused are skipped."""
 
-    async def go() -> None:
+    async def pause_schedules() -> None:
         async with database(settings) as connection:
             paused = await schedule_changes.pause(
-                connection, settings.schema_name, names, actor=actor(), why=why
+                connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
             emit_json([views.schedule(each) for each in paused])
@@ -48,7 +50,7 @@ def pause(settings: Settings, names: tuple[str, ...], why: str | None, as_json: 
         for each in paused:
             click.echo(f'schedule "{each.name}" is paused')
 
-    run_async(go())
+    run_async(pause_schedules())
 
 
 @command.command(
@@ -58,24 +60,26 @@ Example:
 """
 )
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@why_option
+@comment_option
 @json_option
 @settings_options
-def resume(settings: Settings, names: tuple[str, ...], why: str | None, as_json: bool) -> None:
-    """Go on with the next tick from now."""
+def resume(settings: Settings, names: tuple[str, ...], comment: str | None, as_json: bool) -> None:
+    """Resume schedules with their next run."""
 
-    async def go() -> None:
+    async def resume_schedules() -> None:
         async with database(settings) as connection:
             resumed = await schedule_changes.resume(
-                connection, settings.schema_name, names, actor=actor(), why=why
+                connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
             emit_json([views.schedule(each) for each in resumed])
             return
         for each in resumed:
-            click.echo(f'schedule "{each.name}" runs again at {clock_time(each.next_runs(1)[0])}')
+            click.echo(
+                f'resumed schedule "{each.name}"; next run at {clock_time(each.next_runs(1)[0])}'
+            )
 
-    run_async(go())
+    run_async(resume_schedules())
 
 
 @command.command(
@@ -88,9 +92,9 @@ Example:
 @json_option
 @settings_options
 def remove(settings: Settings, names: tuple[str, ...], as_json: bool) -> None:
-    """Remove schedules; events that they have published are delivered."""
+    """Remove schedules; events that are already published are still delivered."""
 
-    async def go() -> None:
+    async def remove_schedules() -> None:
         async with database(settings) as connection:
             await schedule_changes.remove(connection, settings.schema_name, names, actor=actor())
         if as_json:
@@ -99,7 +103,7 @@ def remove(settings: Settings, names: tuple[str, ...], as_json: bool) -> None:
         for name in dict.fromkeys(names):
             click.echo(f'removed schedule "{name}"')
 
-    run_async(go())
+    run_async(remove_schedules())
 
 
 @command.command(
@@ -113,12 +117,12 @@ Example:
 @json_option
 @settings_options
 def run_now(settings: Settings, name: str, as_json: bool) -> None:
-    """Publish a schedule's event at once, whether it is paused or not.
+    """Publish a schedule's event now, even if the schedule is paused.
 
-    Its ticks stay as they are.  Receivers see X-Schedule-Run: by-hand.
+    Its regular runs do not change. Receivers get the header X-Schedule-Run: by-hand.
     """
 
-    async def go() -> None:
+    async def publish_run() -> None:
         async with database(settings) as connection:
             event_id = await schedule_changes.run_now(
                 connection, settings.schema_name, name, actor=actor()
@@ -128,4 +132,4 @@ def run_now(settings: Settings, name: str, as_json: bool) -> None:
         else:
             click.echo(f"published {event_id}")
 
-    run_async(go())
+    run_async(publish_run())

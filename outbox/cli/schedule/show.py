@@ -1,4 +1,4 @@
-"""`outbox schedule list, show`: looking changes nothing."""
+"""Read-only commands: `outbox schedule list` and `show`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from outbox.cli.common import (
     database,
     json_option,
     limit_option,
+    print_next_page,
     run_async,
     settings_options,
-    tell_more,
 )
 from outbox.cli.output import age, clock_time, count, emit_json, emit_pairs, emit_table
 from outbox.cli.schedule.group import command
@@ -22,7 +22,7 @@ from outbox.operations.views import schedules as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.schedules import Future, Schedule
+    from outbox.operations.schedules import FutureEvents, Schedule
 
 _COLUMNS = ("name", "cron", "zone", "type", "state", "next run", "in", "last run")
 
@@ -36,24 +36,24 @@ Examples:
 """,
 )
 @limit_option
-@click.option("--after", metavar="NAME", help="Only names behind this one, by their bytes.")
+@click.option("--after", metavar="NAME", help="Only names after this one, in byte order (paging).")
 @json_option
 @settings_options
 def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> None:
-    """List schedules by name, and say which events wait for their time.
+    """List schedules by name, and count delayed events.
 
-    Such events are published with a time of their own: outbox publish --at.
+    Delayed events are published with outbox publish --at.
     """
 
-    async def go() -> None:
+    async def print_page() -> None:
         async with database(settings) as connection:
             rows = await schedules.page(
                 connection, settings.schema_name, limit=limit + 1, after=after
             )
-            future = await schedules.future(connection, settings.schema_name)
+            future = await schedules.count_future_events(connection, settings.schema_name)
         rows, more = rows[:limit], len(rows) > limit
         if more:
-            tell_more(rows[-1].name)
+            print_next_page(rows[-1].name)
         if as_json:
             waiting = {"events": future.events, "first_at": future.first_at}
             listed = [views.schedule(row, of_many=True) for row in rows]
@@ -66,7 +66,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
         )
         click.echo(_waiting(future))
 
-    run_async(go())
+    run_async(print_page())
 
 
 @command.command(
@@ -81,7 +81,7 @@ Example:
 def show(settings: Settings, name: str, as_json: bool) -> None:
     """Show a schedule with its event and its next runs."""
 
-    async def go() -> None:
+    async def print_details() -> None:
         async with database(settings) as connection:
             found = await schedules.get(connection, settings.schema_name, name)
         if as_json:
@@ -95,12 +95,12 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
                 ("state", found.state),
                 ("since", paused and paused.state_at),
                 ("by", paused and paused.state_by),
-                ("why", paused and paused.state_why),
+                ("comment", paused and paused.state_comment),
                 ("next runs", _next_runs(found)),
-                ("last tick", found.last_at),
+                ("last due", found.last_at),
                 ("last run", found.last_run_at),
                 ("last event", found.last_event),
-                ("missed ticks", _misfire(found)),
+                ("missed runs", _misfire(found)),
                 ("overlap", found.overlap),
                 ("type", found.type),
                 ("key", found.key),
@@ -111,7 +111,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
             ]
         )
 
-    run_async(go())
+    run_async(print_details())
 
 
 def _row(schedule: Schedule) -> tuple[Any, ...]:
@@ -130,7 +130,7 @@ def _row(schedule: Schedule) -> tuple[Any, ...]:
 
 
 def _in(schedule: Schedule, in_s: float | None) -> Any:
-    """How long it is until the next run."""
+    """The time until the next run."""
     if schedule.waits:
         return "waits"
     return "due" if in_s is not None and in_s <= 0 else age(in_s)
@@ -139,26 +139,25 @@ def _in(schedule: Schedule, in_s: float | None) -> Any:
 def _next_runs(schedule: Schedule) -> str | None:
     if schedule.waits and schedule.last_run_at is not None:
         run = clock_time(schedule.last_run_at)
-        return f"when the run of {run} has ended, see: outbox trace {schedule.last_event}"
+        return f"after the run of {run} has ended; see: outbox trace {schedule.last_event}"
     return ", ".join(map(clock_time, schedule.next_runs())) or None
 
 
-def _waiting(future: Future) -> str:
-    """Which events wait for their time, in a sentence."""
+def _waiting(future: FutureEvents) -> str:
+    """A sentence on the number of delayed events and the first of them."""
     if future.first_at is None:
-        return "no event waits for its time"
+        return "no delayed events"
     many = future.events > schedules.COUNT_MAX
     events = f"more than {schedules.COUNT_MAX} events" if many else count(future.events, "event")
     in_s = (future.first_at - future.now).total_seconds()
-    when = "is due" if in_s <= 0 else f"comes in {age(in_s)}"
-    wait = "waits for its time" if future.events == 1 else "wait for their time"
-    return f"{events} {wait}; the first {when}"
+    when = "is due" if in_s <= 0 else f"is due in {age(in_s)}"
+    return f"{events} delayed; the first {when}"
 
 
 def _misfire(schedule: Schedule) -> str:
     grace = duration.exact(schedule.grace_s)
     return {
-        "skip": f"left out, unless at most {grace} late",
-        "once": "the newest stands for all",
+        "skip": f"skipped if more than {grace} late",
+        "once": "only the most recent one is published",
         "all": "each is published",
     }[schedule.misfire]

@@ -1,21 +1,19 @@
-"""How many requests anybody may have open while the relay is as busy as it can be.
+"""Adaptive concurrency: how many requests one holder may have open while the loop lags.
 
-One loop serves all requests, and everything else that a relay does.  It passes from answer to
-answer, and when more of them come than it can keep up with, each pass is as long as there are
-requests open to receivers that answer quickly: with 256 of them, some 30 ms.  Nothing is sent
-sooner for that, and whoever wants something between them (a batch, a quiet endpoint) waits for
-a pass at each of its steps.  So while the loop is late, nobody gets as much at once: what is
-halved is what a tenant, or an endpoint without one, may have open of the quick part.  That is
-little more than what keeps the loop busy in the end, and nobody who has less open notices.
+One event loop serves all requests and everything else of a relay.  It passes from response to
+response, and when more of them arrive than it can process, each pass takes as long as there are
+open requests to fast receivers: some 30 ms with 256 of them.  Nothing is sent sooner for that,
+and any other work (a batch, an idle endpoint) waits for a pass at each of its steps.  So while
+the loop lags, the limit of a holder's fast requests (a tenant's, or those of an endpoint without
+one) is halved; it is raised by a quarter when the loop is in time and requests wait.  The result
+is little more than what keeps the loop busy, and holders with fewer requests are not affected.
 
-To have less open costs a fifth of what the relay can deliver, since more have to wait for
-their turns and each pass does less.  So it is done in earnest only where somebody else is
-there to have the good of it, which is whoever had a request lately: whoever comes into an
-empty house waits for longer, once.
+Fewer open requests cost a fifth of the relay's throughput, since more requests wait for slots
+and each pass does less.  So the strict limit applies only if another holder had a request
+recently and benefits; the first request after an idle time waits for longer, once.
 
-The loop may also be late for other reasons, and then it is of no use to have less open: so
-this is done only while the time that requests take is the loop's own doing, and not that of
-the receivers.  When the loop is in time and somebody waits, everybody gets more.
+The loop may also lag for other reasons, and then fewer requests do not help.  So the limit is
+lowered only while the duration of requests is caused by the loop and not by the receivers.
 """
 
 from __future__ import annotations
@@ -23,29 +21,29 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from outbox.core.admission.endpoint_queue import holder_of
-from outbox.core.admission.request_scheduler import Turns
+from outbox.core.admission.endpoint_queue import capacity_holder
+from outbox.core.admission.request_scheduler import RequestScheduler
 
 if TYPE_CHECKING:
-    from outbox.core.admission.endpoint_queue import Line, Tenant, Turn
+    from outbox.core.admission.endpoint_queue import EndpointQueue, Slot, Tenant
 
-LATE_S = 0.001
-"""The loop is late by more than this when it has too much to do at once.  A quiet endpoint's
-event waits for half a dozen passes until it is sent."""
-LATE_ALONE_S = 0.005
-"""The same, while all requests are of one tenant, or of one endpoint without one."""
+LAG_MAX_S = 0.001
+"""Above this lag the loop is overloaded.  An idle endpoint's event waits for about six passes
+of the loop until it is sent."""
+LAG_ALONE_MAX_S = 0.005
+"""The same while all requests belong to one holder."""
 ALONE_AFTER_S = 10.0
-"""Whoever has had no request for so long is not there any more."""
-OWN_DOING = 4
-"""Requests take long because of the loop if that is at most so many times what it is late by."""
-EACH_FIRST, EACH_MIN = 16, 2
-"""Open at once for anybody: at first, and however late the loop is."""
+"""A holder without requests for this time no longer counts."""
+LAG_SHARE_MAX = 4
+"""The loop causes the duration of requests if that is at most this multiple of the lag."""
+SHARE_FIRST, SHARE_MIN = 16, 2
+"""Open fast requests per holder: the initial limit, and the lowest one."""
 OPEN_MIN = 6
-"""So many keep the loop busy, even if what it was late by is another process's doing."""
+"""This many requests keep the loop busy, even if another process causes its lag."""
 
 
-class PacedTurns(Turns):
-    """Turns under the pressure that the loop is under; see `Turns` for the arguments."""
+class AdaptiveRequestScheduler(RequestScheduler):
+    """A `RequestScheduler` that adapts `share_max` to event-loop lag (AIMD); same arguments."""
 
     def __init__(
         self,
@@ -54,35 +52,35 @@ class PacedTurns(Turns):
         tenant_rate_per_s: float | None = None,
     ) -> None:
         super().__init__(in_flight_max, tenant_in_flight_max, tenant_rate_per_s)
-        self.each_max = min(EACH_FIRST, self.quick_max)
+        self.share_max = min(SHARE_FIRST, self.fast_max)
         self._ended = 0
-        # Whose request ended last, and for how long only his have.
-        self._last: Tenant | Line | None = None
+        # The holder of the last completed request, and for how long it was the only one.
+        self._last_holder: Tenant | EndpointQueue | None = None
         self._alone_s = inf
 
-    def end(self, turn: Turn, now: float, *, answered: bool = True) -> list[Turn]:
-        """As of `Turns`."""
+    def end(self, slot: Slot, now: float, *, responded: bool = True) -> list[Slot]:
         self._ended += 1
-        whose = holder_of(turn.line)
-        if whose is not self._last:
-            if self._last is not None:
+        holder = capacity_holder(slot.queue)
+        if holder is not self._last_holder:
+            if self._last_holder is not None:
                 self._alone_s = 0.0
-            self._last = whose
-        return super().end(turn, now, answered=answered)
+            self._last_holder = holder
+        return super().end(slot, now, responded=responded)
 
-    def felt(self, late_s: float, since_s: float) -> None:
-        """The loop was late by so much.
+    def observe_lag(self, lag_s: float, interval_s: float) -> None:
+        """Adapt the share to a sample of event-loop lag.
 
         Args:
-            since_s: this was last told so long ago.
+            lag_s: the lag in seconds.
+            interval_s: seconds since the last sample.
         """
         ended, self._ended = self._ended, 0
-        late_max_s = LATE_S if self._alone_s < ALONE_AFTER_S else LATE_ALONE_S
-        self._alone_s += since_s
-        # What a request takes on average: as many are open as begin in that time.
-        took_s = self.open * since_s / ended if ended else inf
-        if late_s <= late_max_s:
+        lag_max_s = LAG_MAX_S if self._alone_s < ALONE_AFTER_S else LAG_ALONE_MAX_S
+        self._alone_s += interval_s
+        # Mean duration of a request, by Little's law.
+        mean_s = self.open * interval_s / ended if ended else inf
+        if lag_s <= lag_max_s:
             if self.waiting:
-                self.each_max = min(self.each_max + max(self.each_max // 4, 1), self.quick_max)
-        elif took_s <= OWN_DOING * late_s and self.open > OPEN_MIN:
-            self.each_max = max(min(self.each_max, self.open) // 2, EACH_MIN)
+                self.share_max = min(self.share_max + max(self.share_max // 4, 1), self.fast_max)
+        elif mean_s <= LAG_SHARE_MAX * lag_s and self.open > OPEN_MIN:
+            self.share_max = max(min(self.share_max, self.open) // 2, SHARE_MIN)

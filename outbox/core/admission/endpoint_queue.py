@@ -1,4 +1,4 @@
-"""Those who have turns: tenants, their endpoints' lines, and their lanes (see `turns`)."""
+"""State of admission control: tenants, endpoint queues, slots (see `request_scheduler`)."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ from collections import OrderedDict
 from enum import IntEnum, StrEnum
 from math import inf
 
-from outbox.core.admission.fair_queue import LeastFirst
-from outbox.core.admission.rate_limit import Rate
+from outbox.core.admission.fair_queue import FairQueue
+from outbox.core.admission.rate_limit import RateLimit
 
 
-class Part(IntEnum):
-    """Of the requests that may be open."""
+class CapacityClass(IntEnum):
+    """Capacity classes of open requests."""
 
-    QUICK = 0
-    NEW = 1
+    FAST = 0
+    PROBATION = 1
     SLOW = 2
-    MOVED = 3
-    """Nobody begins there."""
+    OVERDUE = 3
+    """Requests move here; none starts here."""
 
 
-class Why(StrEnum):
-    """What somebody waits for."""
+class WaitReason(StrEnum):
+    """Why a request waits: a reached limit, or no free slot in a class."""
 
     IN_FLIGHT = "endpoint_in_flight"
-    """A request of the endpoint to end, which has as many as it may."""
+    """The endpoint has as many open requests as it may."""
     RATE = "endpoint_rate"
     TENANT_IN_FLIGHT = "tenant_in_flight"
     TENANT_RATE = "tenant_rate"
-    QUICK = "quick"
-    """Room in this part."""
-    NEW = "new"
+    FAST = "fast"
+    """No free slot in this class."""
+    PROBATION = "probation"
     SLOW = "slow"
 
 
 class Tenant:
-    """What the endpoints of one tenant have; or all those that have none."""
+    """Usage of a tenant's endpoints; one object stands for all endpoints without a tenant."""
 
     __slots__ = (
         "bounded",
-        "lines",
+        "fast",
         "members",
         "name",
-        "new",
         "open",
-        "quick",
+        "probation",
+        "queues",
         "rate",
         "served_at",
         "slow",
@@ -54,34 +54,38 @@ class Tenant:
 
     def __init__(self, name: str | None, rate_per_s: float | None) -> None:
         self.name = name
-        # Those without a tenant are together for fairness alone.
+        # Endpoints without a tenant share this object for fairness only, not for limits.
         self.bounded = name is not None
-        self.rate = None if rate_per_s is None else Rate(rate_per_s)
-        # Requests: all of them, and by part; the new ones are quick ones, too.
-        self.open = self.quick = self.new = self.slow = 0
+        self.rate = None if rate_per_s is None else RateLimit(rate_per_s)
+        # Open requests in all and by class; those on probation also count as fast.
+        self.open = self.fast = self.probation = self.slow = 0
         self.served_at = -inf
-        # Lines of which somebody waits for room, by part.
-        self.lines = (LeastFirst[Line](), LeastFirst[Line](), LeastFirst[Line]())
+        # By class, the endpoints with requests that wait for a slot.
+        self.queues = (
+            FairQueue[EndpointQueue](),
+            FairQueue[EndpointQueue](),
+            FairQueue[EndpointQueue](),
+        )
         self.members = 0
         self.waiting = 0
         self.wake_at: float | None = None
 
 
-class Line:
-    """One endpoint, and the lanes of it that wait."""
+class EndpointQueue:
+    """One endpoint's usage and its waiting requests."""
 
     __slots__ = (
+        "capacity_class",
+        "fast",
         "in_flight_max",
-        "new",
+        "known_fast",
         "open",
-        "part",
-        "patient",
-        "proven",
-        "quick",
+        "probation",
         "rate",
         "served_at",
         "slow",
         "slow_until",
+        "slow_waiting",
         "tenant",
         "waiting",
         "wake_at",
@@ -90,36 +94,44 @@ class Line:
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
         self.in_flight_max: int | None = None
-        self.rate: Rate | None = None
-        self.open = self.quick = self.new = self.slow = 0
+        self.rate: RateLimit | None = None
+        self.open = self.fast = self.probation = self.slow = 0
         self.served_at = -inf
-        # Its last answer was quick.
-        self.proven = False
+        # Its last response was fast.
+        self.known_fast = False
         self.slow_until = 0.0
-        # So many of those that wait need a slow place.
-        self.patient = 0
-        self.waiting: OrderedDict[Turn, None] = OrderedDict()
-        # Where it waits for room; None: it does not.
-        self.part: Part | None = None
+        # Number of waiting requests that need a slow slot.
+        self.slow_waiting = 0
+        self.waiting: OrderedDict[Slot, None] = OrderedDict()
+        # The class whose slot it waits for; None: it does not wait for a slot.
+        self.capacity_class: CapacityClass | None = None
         self.wake_at: float | None = None
 
 
-class Turn:
-    """A lane's: one request at a time."""
+class Slot:
+    """A lane's slot: one request at a time."""
 
-    __slots__ = ("began_at", "called_off", "cut", "line", "open", "part", "waiting")
+    __slots__ = (
+        "capacity_class",
+        "open",
+        "preempted",
+        "preempted_count",
+        "queue",
+        "started_at",
+        "waiting",
+    )
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, queue: EndpointQueue) -> None:
+        self.queue = queue
         self.waiting = self.open = False
-        # Of the request that is open.
-        self.called_off = False
-        # So many times in a row it was moved, and then called off.
-        self.cut = 0
-        self.began_at = 0.0
-        self.part = Part.QUICK
+        # The open request is to be ended.
+        self.preempted = False
+        # Preemptions in a row while overdue.
+        self.preempted_count = 0
+        self.started_at = 0.0
+        self.capacity_class = CapacityClass.FAST
 
 
-def holder_of(line: Line) -> Tenant | Line:
-    """Who answers for its requests: its tenant, or itself where it has none."""
-    return line.tenant if line.tenant.bounded else line
+def capacity_holder(queue: EndpointQueue) -> Tenant | EndpointQueue:
+    """The holder of an endpoint's capacity: its tenant, or itself without one."""
+    return queue.tenant if queue.tenant.bounded else queue

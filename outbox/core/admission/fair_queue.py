@@ -1,9 +1,8 @@
-"""A queue whose next one is who has least, and among equals who was served longest ago.
+"""A fair queue: the item with the least usage is next; ties go to the one served longest ago.
 
-Served one after the other, and each having more by one when it was served, they end up with
-equal shares, whatever each could use (max-min fairness).  Who wants little is served at once.
-Nobody starves: who has nothing stands behind those alone that have nothing either, and each of
-them passes it at most once.
+Each service raises the item's usage by one, so that shares converge to max-min fairness; an
+item with low demand is served at once.  No item starves: one without usage waits only behind
+others without usage, each of which overtakes it at most once.
 """
 
 from __future__ import annotations
@@ -16,68 +15,68 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class LeastFirst(Generic[T]):
-    """Items by how much each of them has.
+class FairQueue(Generic[T]):
+    """Waiting items ordered by usage.
 
-    The cost of a step does not depend on how many items there are, only on how many
-    different amounts: those who share `n` have at most about √(2n).
+    The cost of an operation depends not on the number of items but on that of distinct usage
+    levels: at most about √(2n) for a total usage of `n`.
     """
 
-    __slots__ = ("_levels", "_rings", "amounts")
+    __slots__ = ("_by_usage", "_levels", "usage")
 
     def __init__(self) -> None:
-        # By amount, in the order in which they came to have it; with when each was served.
-        self._rings: dict[int, OrderedDict[T, float]] = {}
-        # Those of the amounts that somebody has, ascending.
+        # By usage: items in order of arrival at that level, with the time of their last service.
+        self._by_usage: dict[int, OrderedDict[T, float]] = {}
+        # The occurring usage levels, ascending.
         self._levels: list[int] = []
-        self.amounts: dict[T, int] = {}
-        """How much each has that waits; it is asked more often than a method would like."""
+        self.usage: dict[T, int] = {}
+        """Usage of each waiting item; an attribute, since it is read in the hot path."""
 
     def put(self, item: T, has: int, served_at: float) -> None:
-        """It waits, and has so much; keeps its place if that is as it was.
+        """Add an item, or change its usage; an item with unchanged usage keeps its place.
 
         Args:
-            served_at: when it last was.  Who was served longer ago than the next one is
-                comes before it; apart from that it is who came first.
+            served_at: its last service.  An item that was served before the next one goes in
+                front of it; otherwise the order is that of arrival.
         """
-        had = self.amounts.get(item)
+        had = self.usage.get(item)
         if had is not None:
             if had == has:
                 return
             self.discard(item)
-        ring = self._rings.get(has)
+        ring = self._by_usage.get(has)
         if ring is None:
-            ring = self._rings[has] = OrderedDict()
+            ring = self._by_usage[has] = OrderedDict()
             insort(self._levels, has)
         is_next = bool(ring) and served_at < next(iter(ring.values()))
         ring[item] = served_at
         if is_next:
             ring.move_to_end(item, last=False)
-        self.amounts[item] = has
+        self.usage[item] = has
 
     def served(self, item: T, at: float) -> None:
-        """It is there alone, and was served once more; it has as much as before."""
-        self._rings[self.amounts[item]][item] = at
+        """Record a service of the only item at its level, with unchanged usage."""
+        self._by_usage[self.usage[item]][item] = at
 
     def discard(self, item: T) -> None:
-        """It does not wait, or not any more."""
-        has = self.amounts.pop(item, None)
+        """Remove an item, if it waits."""
+        has = self.usage.pop(item, None)
         if has is None:
             return
-        ring = self._rings[has]
+        ring = self._by_usage[has]
         del ring[item]
         if not ring:
-            del self._rings[has]
+            del self._by_usage[has]
             del self._levels[bisect_left(self._levels, has)]
 
-    def first(self, but: T | None = None) -> tuple[int, T] | None:
-        """How much the next one has, and itself.
+    def peek(self, but: T | None = None) -> tuple[int, T] | None:
+        """The usage of the next item, and the item.
 
         Args:
-            but: not this one.
+            but: an item to skip.
         """
         for has in self._levels[:2]:
-            for item in islice(self._rings[has], 2):
+            for item in islice(self._by_usage[has], 2):
                 if item is not but:
                     return has, item
         return None

@@ -1,50 +1,51 @@
-"""Who may begin a request now, who has to wait for a turn, and who has had enough of one.
+"""Admission control: which requests start now, which wait, and which are preempted.
 
-A relay has at most `in_flight_max` requests open.  They are shared so that nobody, whatever
-it does, takes them from all others.  Each part has places of its own:
+A relay has at most `in_flight_max` open requests.  They are shared so that no endpoint or
+tenant can take capacity from all others.  Each capacity class has slots of its own:
 
-    part     whose requests                                      at most (of 1,024)
-    quick    of endpoints that answer within SLOW_S              1/2 (512)
-    new      of endpoints that have not shown that               1/4 (256), of the quick ones
-    slow     of endpoints that took longer                       1/4 (256)
-    moved    quick ones that are open for longer than SLOW_S     1/4 (256), and what slow ones
-                                                                 leave of theirs
+    class      requests                                            at most (of 1,024)
+    fast       of endpoints that respond within                    1/2 (512)
+               FAST_LATENCY_MAX_S
+    probation  of endpoints without such a response yet            1/4 (256), of the fast slots
+    slow       of endpoints that took longer                       1/4 (256)
+    overdue    fast requests that are open for longer than         1/4 (256), and the free slow
+               FAST_LATENCY_MAX_S                                  slots
 
-A quick request that is open for longer than `SLOW_S` is **moved**, which makes room for the
-next quick one, and its endpoint is slow from then on: for `SLOW_MIN_S`, and for `PENANCE`
-seconds for each that it took too long.  Then it is new, until it answers quickly.
+A fast request that is open for longer than `FAST_LATENCY_MAX_S` becomes **overdue**, which
+frees a fast slot.  Its endpoint is slow from then on: for `SLOW_MIN_S`, and for
+`SLOW_CLASS_FACTOR` seconds per second over the limit.  After that it is on probation until it
+responds in time.
 
-**Called off** is what nobody has to put up with: the request that is open for longest, of
-whoever holds most of a part, is ended like one whose time is over,
-- of those that were moved, as soon as there is no place for one more;
-- of slow ones, once it was open for `HOLD_S`, and only for somebody who waits for its place
-  and has less than half as many.
-A lane whose request was moved and called off `CUT_MAX` times in a row waits for a slow place,
-however long ago that was, and so do those of its endpoint that wait with it: there it is left
-alone for `HOLD_S`, and nowhere else.
+**Preemption** ends a request as if it had timed out: the oldest one of the holder with the
+most requests in a class,
+- of overdue requests, as soon as they exceed their limit;
+- of slow requests, after `PREEMPT_GRACE_S`, and only if the holder that waits for the slot has
+  less than half as many.
+A lane that was preempted while overdue `PREEMPTED_MAX` times in a row waits for a slow slot,
+regardless of the time since then, together with the waiting lanes of its endpoint; only there
+is it safe from preemption for `PREEMPT_GRACE_S`.
 
-**Nobody takes a part alone.**  Who has as many requests of a part as there is room left in it
-has to wait, even if nobody else wants the room: one endpoint gets half of it, two a third each,
-and whoever comes next finds room at once.  It goes by tenant for endpoints of a tenant, and by
-endpoint for all others, which are bounded together, too, while tenants wait.
+**No holder can fill a class.**  A holder that has as many requests of a class as the class has
+free slots has to wait, even without competition: one endpoint gets half of the slots, two get a
+third each, so that the next holder always finds a free slot.  The holder is the tenant, or the
+endpoint if it has no tenant; endpoints without a tenant are also bounded together while tenants
+wait.
 
-**Among those who wait** the turn goes to the tenant that has the fewest requests in the part,
-then to its endpoint that has the fewest, then to the lane that has waited for the longest.  Of
-those that have as many it goes to the one that was served longest ago (see `least_first`).
-All endpoints without a tenant count as one tenant here.
+**Order of waiting requests**: first the tenant with the fewest requests in the class, then its
+endpoint with the fewest, then the lane that has waited longest.  Ties go to the one served
+longest ago (see `fair_queue`).  All endpoints without a tenant count as one tenant here.
 
-**What that promises**, from three places on, to a tenant that has nothing open in a part (and,
-where there are no tenants, to such an endpoint): while `others` like it wait with it, it waits
-for `SLOW_S · (1 + others / places)` at the most if it is quick, and for `HOLD_S` in place of
-`SLOW_S` if it is slow.  `places` are those of the part, of the quick one without the new ones;
-what was called off has to end at once.  How long receivers take, and what time-outs their
-endpoints have, is in neither of them.
+**Guarantee**, with at least three slots, for a tenant without open requests in a class (and,
+without tenants, for such an endpoint): while `others` like it wait, a fast one waits at most
+`FAST_LATENCY_MAX_S · (1 + others / slots)`, and a slow one the same with `PREEMPT_GRACE_S`.
+`slots` are those of the class, of the fast class without those on probation; preempted requests
+must end at once.  The bound depends neither on the receivers' latency nor on time-outs.
 
-An endpoint and a tenant have limits of their own, to requests at once and to requests begun
-in a second.  Who waits because of these is in nobody's way.
+Endpoints and tenants also have limits of their own, on open requests and on requests started
+per second.  Requests that wait for these limits delay no others.
 
-Nothing here depends on the number of endpoints, and while nobody waits a turn costs a few
-additions.  Times are seconds of any steady clock.
+Cost is independent of the number of endpoints; an uncontended request takes O(1).  Times are
+seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -52,45 +53,52 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from outbox.core.admission.endpoint_queue import Line, Part, Tenant, Turn, Why, holder_of
-from outbox.core.admission.fair_queue import LeastFirst
-from outbox.core.admission.rate_limit import RESOLUTION_S, Rate
-from outbox.core.admission.timer_queue import Timers
-from outbox.core.admission.usage_index import Holders
+from outbox.core.admission.endpoint_queue import (
+    CapacityClass,
+    EndpointQueue,
+    Slot,
+    Tenant,
+    WaitReason,
+    capacity_holder,
+)
+from outbox.core.admission.fair_queue import FairQueue
+from outbox.core.admission.rate_limit import RESOLUTION_S, RateLimit
+from outbox.core.admission.timer_queue import TimerQueue
+from outbox.core.admission.usage_index import UsageIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-SLOW_S = 1.0
-"""An answer that takes longer is slow."""
+FAST_LATENCY_MAX_S = 1.0
+"""Latency above which a response counts as slow."""
 SLOW_MIN_S, SLOW_MAX_S = 10.0, 600.0
-"""Bounds of the time for which an endpoint is slow after a request that was."""
-PENANCE = 10.0
-"""So many seconds for each second, so that nobody is slow for more than a tenth of the time
-and holds places of the quick."""
-HOLD_S = 30.0
-"""So long a slow request is left alone, however many wait for its place."""
-CUT_MAX = 2
-"""So many times in a row the request of a lane is called off soon, at the most."""
+"""Bounds of the time in the slow class after a slow request."""
+SLOW_CLASS_FACTOR = 10.0
+"""Seconds in the slow class per second over the limit.  Ten keeps an endpoint's share of fast
+slots below 10 %."""
+PREEMPT_GRACE_S = 30.0
+"""A slow request is not preempted before this time, regardless of waiting requests."""
+PREEMPTED_MAX = 2
+"""Preemptions in a row after which a lane needs a slow slot."""
 
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
-_QUICK, _NEW, _SLOW, _MOVED = Part
+_FAST, _PROBATION, _SLOW, _OVERDUE = CapacityClass
 
-_PARTS = (_QUICK, _NEW, _SLOW)
-_AFTER = (_NEW, _SLOW, _QUICK)
-
-
-_ROOM = (Why.QUICK, Why.NEW, Why.SLOW)
+_CLASSES = (_FAST, _PROBATION, _SLOW)
+_NEXT_CLASS = (_PROBATION, _SLOW, _FAST)
 
 
-class Turns:
-    """All turns of a relay.
+_CAPACITY_REASONS = (WaitReason.FAST, WaitReason.PROBATION, WaitReason.SLOW)
+
+
+class RequestScheduler:
+    """Admission control of one relay.
 
     Args:
-        in_flight_max: requests at one time.
-        tenant_in_flight_max: of one tenant; None: no limit.
-        tenant_rate_per_s: begun in a second for one tenant; None: no limit.
+        in_flight_max: open requests.
+        tenant_in_flight_max: open requests of one tenant; None: no limit.
+        tenant_rate_per_s: requests of one tenant started per second; None: no limit.
     """
 
     def __init__(
@@ -100,490 +108,507 @@ class Turns:
         tenant_rate_per_s: float | None = None,
     ) -> None:
         self.in_flight_max = in_flight_max
-        self.quick_max = in_flight_max - in_flight_max // 2
-        self.new_max = max(self.quick_max // 2, 1)
+        self.fast_max = in_flight_max - in_flight_max // 2
+        self.probation_max = max(self.fast_max // 2, 1)
         self.slow_max = max(in_flight_max // 4, 1)
-        self.each_max = self.quick_max
-        """Of these, whatever room there is, a tenant has no more, nor an endpoint without one."""
-        # Together with those that were moved.
-        self.long_max = in_flight_max - self.quick_max
+        self.share_max = self.fast_max
+        """Limit of fast requests per holder, regardless of free slots."""
+        # Slow and overdue requests together.
+        self.long_max = in_flight_max - self.fast_max
         self._tenant_in_flight_max = tenant_in_flight_max
         self._tenant_rate_per_s = tenant_rate_per_s
         self._limits_tenants = tenant_in_flight_max is not None or tenant_rate_per_s is not None
         self._tenants: dict[str, Tenant] = {}
-        self._nobody = Tenant(None, None)
-        # The tenants of which somebody waits for room, by part.
-        self._rings = (LeastFirst[Tenant](), LeastFirst[Tenant](), LeastFirst[Tenant]())
-        # The oldest first: none is open for longer than SLOW_S, once that was looked at.
-        self._young: OrderedDict[Turn, None] = OrderedDict()
-        self.open = self.quick = self.new = self.slow = 0
-        # By tenant, or by endpoint if it has none.
-        self._slow = Holders[Tenant | Line, Turn]()
-        self._moved = Holders[Tenant | Line, Turn]()
-        self.called_off: list[Turn] = []
-        """Whose requests are to be ended; they are open until then."""
+        self._no_tenant = Tenant(None, None)
+        # By class, the tenants with requests that wait for a slot.
+        self._tenant_queues = (FairQueue[Tenant](), FairQueue[Tenant](), FairQueue[Tenant]())
+        # Fast requests, the oldest first; `_age` removes those over FAST_LATENCY_MAX_S.
+        self._by_age: OrderedDict[Slot, None] = OrderedDict()
+        self.open = self.fast = self.probation = self.slow = 0
+        # By holder: tenant, or endpoint without one.
+        self._slow = UsageIndex[Tenant | EndpointQueue, Slot]()
+        self._overdue = UsageIndex[Tenant | EndpointQueue, Slot]()
+        self.preempted: list[Slot] = []
+        """Requests to be ended; they stay open until then."""
         self.waiting = 0
-        # Whose turn it is when there is room for one alone.
-        self._next = _QUICK
-        # When something can be had that waits for a time.
-        self._timers = Timers[Line | Tenant]()
+        # The class that is served first when a single slot is free.
+        self._next = _FAST
+        # When rate limits admit the next request, and slow times end.
+        self._timers = TimerQueue[EndpointQueue | Tenant]()
 
     # ------------------------------------------------------------- endpoints
 
-    def join(self, tenant: str | None, in_flight_max: int | None, rate_per_s: float | None) -> Line:
-        """An endpoint is there from now on."""
-        line = Line(self._member(tenant))
-        line.in_flight_max = in_flight_max
-        line.rate = None if rate_per_s is None else Rate(rate_per_s)
-        return line
+    def add_endpoint(
+        self, tenant: str | None, in_flight_max: int | None, rate_per_s: float | None
+    ) -> EndpointQueue:
+        """Add an endpoint; return its queue."""
+        queue = EndpointQueue(self._join_tenant(tenant))
+        queue.in_flight_max = in_flight_max
+        queue.rate = None if rate_per_s is None else RateLimit(rate_per_s)
+        return queue
 
-    def leave(self, line: Line) -> None:
-        """An endpoint is gone; nothing of it is open or waits."""
-        self._forget(line.tenant)
+    def remove_endpoint(self, queue: EndpointQueue) -> None:
+        """Remove an endpoint that has no open or waiting requests."""
+        self._leave_tenant(queue.tenant)
 
-    def change(
+    def change_endpoint(
         self,
-        line: Line,
+        queue: EndpointQueue,
         tenant: str | None,
         in_flight_max: int | None,
         rate_per_s: float | None,
         now: float,
-    ) -> list[Turn]:
-        """An endpoint's settings were changed; returns the turns that begin with that."""
-        line.in_flight_max = in_flight_max
+    ) -> list[Slot]:
+        """Change an endpoint's limits or tenant; return the requests that start now."""
+        queue.in_flight_max = in_flight_max
         if rate_per_s is None:
-            line.rate = None
-        elif line.rate is None:
-            line.rate = Rate(rate_per_s)
+            queue.rate = None
+        elif queue.rate is None:
+            queue.rate = RateLimit(rate_per_s)
         else:
-            line.rate.change(rate_per_s, now)
-        was = line.tenant
+            queue.rate.change_rate(rate_per_s, now)
+        was = queue.tenant
         if was.name != tenant:
-            if line.part is not None:
-                was.lines[line.part].discard(line)
-                line.part = None
-            its = self._member(tenant)
-            holder = holder_of(line)
+            if queue.capacity_class is not None:
+                was.queues[queue.capacity_class].discard(queue)
+                queue.capacity_class = None
+            its = self._join_tenant(tenant)
+            holder = capacity_holder(queue)
             held = [
-                (holders, turn)
-                for holders in (self._slow, self._moved)
-                for turn in holders.of(holder)
-                if turn.line is line
+                (holders, slot)
+                for holders in (self._slow, self._overdue)
+                for slot in holders.items_of(holder)
+                if slot.queue is queue
             ]
-            for holders, turn in held:
-                holders.remove(holder, turn)
-            line.tenant = its
-            for holders, turn in held:
-                holders.add(holder_of(line), turn)
+            for holders, slot in held:
+                holders.remove(holder, slot)
+            queue.tenant = its
+            for holders, slot in held:
+                holders.add(capacity_holder(queue), slot)
             for each, sign in ((was, -1), (its, 1)):
-                each.open += sign * line.open
-                each.quick += sign * line.quick
-                each.new += sign * line.new
-                each.slow += sign * line.slow
-                each.waiting += sign * len(line.waiting)
+                each.open += sign * queue.open
+                each.fast += sign * queue.fast
+                each.probation += sign * queue.probation
+                each.slow += sign * queue.slow
+                each.waiting += sign * len(queue.waiting)
             self._place_tenant(was, now)
-            self._forget(was)
-        self._place(line, now)
+            self._leave_tenant(was)
+        self._place(queue, now)
         return self._grant(now)
 
-    # ----------------------------------------------------------------- turns
+    # ----------------------------------------------------------------- slots
 
-    def ask(self, turn: Turn, now: float) -> list[Turn]:
-        """Begin a request, or wait for the turn to.
+    def admit(self, slot: Slot, now: float) -> list[Slot]:
+        """Start a request, or queue it.
 
         Returns:
-            The turns that begin with that: this one and maybe others, or none.
+            The slots of the requests that start now: this one and maybe others, or none.
         """
         if not self.waiting:
             self._age(now)
-            if self._is_plain(turn, now):
-                self._begin(turn, _QUICK, now)
-                return [turn]
-        line = turn.line
-        tenant = line.tenant
-        # Nobody passes those of its endpoint, nor those that a second's limit of its tenant
-        # keeps waiting, although the time for that may have come just now.
-        if not line.waiting and tenant.wake_at is None:
-            part = _SLOW if turn.cut >= CUT_MAX else self._part(line, now)
-            if self._held(line, now) is None and self._has_room(line, part):
-                self._begin(turn, part, now)
+            if self._is_fast_path(slot, now):
+                self._begin(slot, _FAST, now)
+                return [slot]
+        queue = slot.queue
+        tenant = queue.tenant
+        # A request never overtakes waiting ones of its endpoint, nor those that wait for the
+        # rate limit of its tenant, even if that would admit one now.
+        if not queue.waiting and tenant.wake_at is None:
+            capacity_class = (
+                _SLOW if slot.preempted_count >= PREEMPTED_MAX else self._class_for(queue, now)
+            )
+            if self._limit_reached(queue, now) is None and self._has_capacity(
+                queue, capacity_class
+            ):
+                self._begin(slot, capacity_class, now)
                 if not tenant.waiting:
-                    return [turn]
-                self._place(line, now)
-                # It may be at a limit of its own now, and those without a tenant on their own.
-                return [turn, *self._grant(now)]
-        turn.waiting = True
-        line.waiting[turn] = None
-        line.patient += turn.cut >= CUT_MAX
+                    return [slot]
+                self._place(queue, now)
+                # It may have reached its own limit now, which changes how endpoints without a
+                # tenant are bounded.
+                return [slot, *self._grant(now)]
+        slot.waiting = True
+        queue.waiting[slot] = None
+        queue.slow_waiting += slot.preempted_count >= PREEMPTED_MAX
         tenant.waiting += 1
         self.waiting += 1
-        # Where others of its endpoint wait for the same room, it waits behind them.
-        if line.part is not _QUICK or line.patient:
-            self._place(line, now)
+        # If its endpoint already waits for a fast slot, its place does not change.
+        if queue.capacity_class is not _FAST or queue.slow_waiting:
+            self._place(queue, now)
         return []
 
-    def end(self, turn: Turn, now: float, *, answered: bool = True) -> list[Turn]:
-        """A request ended; returns the turns that begin with that.
+    def end(self, slot: Slot, now: float, *, responded: bool = True) -> list[Slot]:
+        """Release a slot; return the slots of the requests that start now.
 
         Args:
-            answered: there was an answer, so that what it took says something of its endpoint.
+            responded: the receiver responded, so that the duration classifies its endpoint.
         """
-        line = turn.line
-        took_s = now - turn.began_at
-        if not turn.called_off:
-            self._leave_part(turn)
-        if answered:
-            turn.cut = 0
-        elif turn.called_off and turn.part is _MOVED:
-            turn.cut += 1
-        turn.open = False
-        line.open -= 1
-        line.tenant.open -= 1
+        queue = slot.queue
+        took_s = now - slot.started_at
+        if not slot.preempted:
+            self._leave_class(slot)
+        if responded:
+            slot.preempted_count = 0
+        elif slot.preempted and slot.capacity_class is _OVERDUE:
+            slot.preempted_count += 1
+        slot.open = False
+        queue.open -= 1
+        queue.tenant.open -= 1
         self.open -= 1
-        if took_s > SLOW_S:
-            self._was_slow(line, now, PENANCE * (took_s - SLOW_S))
-        elif answered:
-            line.proven = True
+        if took_s > FAST_LATENCY_MAX_S:
+            self._mark_slow(queue, now, SLOW_CLASS_FACTOR * (took_s - FAST_LATENCY_MAX_S))
+        elif responded:
+            queue.known_fast = True
         if not self.waiting:
             return []
-        if line.part is _QUICK and self.waiting == len(line.waiting) and answered:
-            successor = self._hand_over(line, now)
+        if queue.capacity_class is _FAST and self.waiting == len(queue.waiting) and responded:
+            successor = self._start_successor(queue, now)
             if successor is not None:
                 return [successor]
-        if line.tenant.waiting:
-            self._place(line, now)
+        if queue.tenant.waiting:
+            self._place(queue, now)
         return self._grant(now)
 
-    def _hand_over(self, line: Line, now: float) -> Turn | None:
-        """Begin the next one of an endpoint of which a request has just ended.
+    def _start_successor(self, queue: EndpointQueue, now: float) -> Slot | None:
+        """Start the next request of an endpoint after one of its requests completed.
 
-        That is what is done most while a single endpoint wants more than it may have: what
-        `_grant` does, in fewer steps.  None: that is for `_grant` to do.
+        A shortcut for the most frequent case, a single saturated endpoint: the result is that
+        of `_grant`, in fewer steps.  None: `_grant` must decide.
         """
-        tenant = line.tenant
+        tenant = queue.tenant
         if (
-            len(line.waiting) == 1
-            or line.patient
-            or line.open != line.quick
-            or now + RESOLUTION_S < line.slow_until
-            or line.rate is not None
-            or line.in_flight_max is not None
+            len(queue.waiting) == 1
+            or queue.slow_waiting
+            or queue.open != queue.fast
+            or now + RESOLUTION_S < queue.slow_until
+            or queue.rate is not None
+            or queue.in_flight_max is not None
             or (tenant.bounded and self._limits_tenants)
-            # There is room for it, and not for more.
-            or (tenant.quick if tenant.bounded else line.quick) != self._room(_QUICK) - 1
+            # Exactly one slot is free for it.
+            or (tenant.fast if tenant.bounded else queue.fast) != self._capacity(_FAST) - 1
         ):
             return None
-        turn, _ = line.waiting.popitem(last=False)
-        self._waits_no_longer(turn)
-        self._begin(turn, _QUICK, now)
-        # Both have as much as before, but were served now.
-        tenant.lines[_QUICK].served(line, now)
-        self._rings[_QUICK].served(tenant, now)
-        return turn
+        slot, _ = queue.waiting.popitem(last=False)
+        self._stop_waiting(slot)
+        self._begin(slot, _FAST, now)
+        # Both have the same usage as before, but were served now.
+        tenant.queues[_FAST].served(queue, now)
+        self._tenant_queues[_FAST].served(tenant, now)
+        return slot
 
-    def withdraw(self, turns: Iterable[Turn], now: float) -> list[Turn]:
-        """These are not waited for any more; returns the turns that begin with that."""
-        for turn in turns:
-            del turn.line.waiting[turn]
-            self._waits_no_longer(turn)
-            self._place(turn.line, now)
-        # Those without a tenant may have had to wait together because of it.
+    def cancel_waiting(self, slots: Iterable[Slot], now: float) -> list[Slot]:
+        """Remove waiting requests; return the slots of the requests that start now."""
+        for slot in slots:
+            del slot.queue.waiting[slot]
+            self._stop_waiting(slot)
+            self._place(slot.queue, now)
+        # Waiting tenants bound the endpoints without a tenant, so others may start now.
         return self._grant(now)
 
-    def wake(self, now: float) -> list[Turn]:
-        """Time has passed; returns the turns that begin with that."""
+    def wake(self, now: float) -> list[Slot]:
+        """Process expired timers; return the slots of the requests that start now."""
         self._age(now)
-        due = self._timers.take(now + RESOLUTION_S)
-        # All were taken out before any is put back, which ends whatever time they are given.
-        for who in due:
-            if isinstance(who, Line):
-                self._place(who, now)
+        due = self._timers.pop_due(now + RESOLUTION_S)
+        # All are removed before any is added again, so the loop ends for any new times.
+        for holder in due:
+            if isinstance(holder, EndpointQueue):
+                self._place(holder, now)
             else:
-                self._place_tenant(who, now)
-        begun = self._grant(now)
-        while (turn := self._outstaying()) and turn.began_at + HOLD_S <= now + RESOLUTION_S:
-            self._call_off(turn, now)
-            begun += self._grant(now)
-        return begun
+                self._place_tenant(holder, now)
+        started = self._grant(now)
+        while (
+            slot := self._preemptable_slow()
+        ) and slot.started_at + PREEMPT_GRACE_S <= now + RESOLUTION_S:
+            self._preempt(slot, now)
+            started += self._grant(now)
+        return started
 
-    def take_called_off(self) -> list[Turn]:
-        """Whose requests are to be ended, since this was last asked."""
-        called_off, self.called_off = self.called_off, []
-        return called_off
+    def pop_preempted(self) -> list[Slot]:
+        """Return and clear the requests to be ended."""
+        preempted, self.preempted = self.preempted, []
+        return preempted
 
     def wake_at(self) -> float | None:
-        """When to call `wake`, if nothing happens before; None: something has to."""
+        """When to call `wake`; None: no timer is needed."""
         if not self.waiting:
             return None
-        at = self._timers.first()
-        if self._young:
-            old_at = next(iter(self._young)).began_at + SLOW_S
+        at = self._timers.next_at()
+        if self._by_age:
+            old_at = next(iter(self._by_age)).started_at + FAST_LATENCY_MAX_S
             at = old_at if at is None else min(at, old_at)
-        if self.slow and (turn := self._outstaying()) is not None:
-            held_at = turn.began_at + HOLD_S
+        if self.slow and (slot := self._preemptable_slow()) is not None:
+            held_at = slot.started_at + PREEMPT_GRACE_S
             at = held_at if at is None else min(at, held_at)
         return at
 
-    def why(self, line: Line, now: float) -> Why | None:
-        """What the lanes of an endpoint wait for; None: they do not."""
-        if not line.waiting:
+    def wait_reason(self, queue: EndpointQueue, now: float) -> WaitReason | None:
+        """Why the lanes of an endpoint wait; None: none waits."""
+        if not queue.waiting:
             return None
-        return self._held(line, now) or _ROOM[self._part(line, now)]
+        return self._limit_reached(queue, now) or _CAPACITY_REASONS[self._class_for(queue, now)]
 
-    # ----------------------------------------------------------- what is open
+    # ---------------------------------------------------------- open requests
 
-    def _is_plain(self, turn: Turn, now: float) -> bool:
-        """Whether it may begin as a quick one, where nobody waits and nothing is limited.
+    def _is_fast_path(self, slot: Slot, now: float) -> bool:
+        """Whether a request may start as a fast one, if none waits and no limit applies.
 
-        That is how most of them begin: what `ask` says of all others, in fewer steps.
+        A shortcut for the most frequent case: the result is that of `admit`, in fewer steps.
         """
-        line = turn.line
-        tenant = line.tenant
+        queue = slot.queue
+        tenant = queue.tenant
         if (
-            not line.proven
-            or line.open != line.quick
-            or now + RESOLUTION_S < line.slow_until
-            or turn.cut >= CUT_MAX
-            or line.rate is not None
-            or line.in_flight_max is not None
+            not queue.known_fast
+            or queue.open != queue.fast
+            or now + RESOLUTION_S < queue.slow_until
+            or slot.preempted_count >= PREEMPTED_MAX
+            or queue.rate is not None
+            or queue.in_flight_max is not None
             or (tenant.bounded and self._limits_tenants)
         ):
             return False
-        has = tenant.quick if tenant.bounded else line.quick
+        usage = tenant.fast if tenant.bounded else queue.fast
         return (
-            has < self.each_max
-            and has < self.quick_max - self.quick
-            and has < self.in_flight_max - self.open
+            usage < self.share_max
+            and usage < self.fast_max - self.fast
+            and usage < self.in_flight_max - self.open
         )
 
-    def _begin(self, turn: Turn, part: Part, now: float) -> None:
-        line = turn.line
-        tenant = line.tenant
-        turn.open = True
-        turn.called_off = False
-        turn.began_at = line.served_at = tenant.served_at = now
-        turn.part = part
-        line.open += 1
+    def _begin(self, slot: Slot, capacity_class: CapacityClass, now: float) -> None:
+        queue = slot.queue
+        tenant = queue.tenant
+        slot.open = True
+        slot.preempted = False
+        slot.started_at = queue.served_at = tenant.served_at = now
+        slot.capacity_class = capacity_class
+        queue.open += 1
         tenant.open += 1
         self.open += 1
-        if part is _SLOW:
-            line.slow += 1
+        if capacity_class is _SLOW:
+            queue.slow += 1
             tenant.slow += 1
             self.slow += 1
-            self._slow.add(holder_of(line), turn)
-            self._hold_to_places(now)
+            self._slow.add(capacity_holder(queue), slot)
+            self._enforce_overdue_limit(now)
         else:
-            line.quick += 1
-            tenant.quick += 1
-            self.quick += 1
-            self._young[turn] = None
-            if part is _NEW:
-                line.new += 1
-                tenant.new += 1
-                self.new += 1
-        if line.rate is not None:
-            line.rate.take(now)
+            queue.fast += 1
+            tenant.fast += 1
+            self.fast += 1
+            self._by_age[slot] = None
+            if capacity_class is _PROBATION:
+                queue.probation += 1
+                tenant.probation += 1
+                self.probation += 1
+        if queue.rate is not None:
+            queue.rate.consume(now)
         if tenant.rate is not None:
-            tenant.rate.take(now)
+            tenant.rate.consume(now)
 
-    def _leave_part(self, turn: Turn) -> None:
-        line, part = turn.line, turn.part
-        if part is _MOVED:
-            self._moved.remove(holder_of(line), turn)
+    def _leave_class(self, slot: Slot) -> None:
+        queue, capacity_class = slot.queue, slot.capacity_class
+        if capacity_class is _OVERDUE:
+            self._overdue.remove(capacity_holder(queue), slot)
             return
-        tenant = line.tenant
-        if part is _SLOW:
-            line.slow -= 1
+        tenant = queue.tenant
+        if capacity_class is _SLOW:
+            queue.slow -= 1
             tenant.slow -= 1
             self.slow -= 1
-            self._slow.remove(holder_of(line), turn)
+            self._slow.remove(capacity_holder(queue), slot)
             return
-        line.quick -= 1
-        tenant.quick -= 1
-        self.quick -= 1
-        del self._young[turn]
-        if part is _NEW:
-            line.new -= 1
-            tenant.new -= 1
-            self.new -= 1
+        queue.fast -= 1
+        tenant.fast -= 1
+        self.fast -= 1
+        del self._by_age[slot]
+        if capacity_class is _PROBATION:
+            queue.probation -= 1
+            tenant.probation -= 1
+            self.probation -= 1
 
     def _age(self, now: float) -> None:
-        """Move what has been open for too long."""
-        while self._young:
-            turn = next(iter(self._young))
-            if turn.began_at + SLOW_S > now + RESOLUTION_S:
+        """Move fast requests over `FAST_LATENCY_MAX_S` to the overdue class."""
+        while self._by_age:
+            slot = next(iter(self._by_age))
+            if slot.started_at + FAST_LATENCY_MAX_S > now + RESOLUTION_S:
                 return
-            line = turn.line
-            self._leave_part(turn)
-            turn.part = _MOVED
-            self._moved.add(holder_of(line), turn)
-            self._was_slow(line, now, 0.0)
-            if line.tenant.waiting:
-                self._place(line, now)
-            self._hold_to_places(now)
+            queue = slot.queue
+            self._leave_class(slot)
+            slot.capacity_class = _OVERDUE
+            self._overdue.add(capacity_holder(queue), slot)
+            self._mark_slow(queue, now, 0.0)
+            if queue.tenant.waiting:
+                self._place(queue, now)
+            self._enforce_overdue_limit(now)
 
-    def _hold_to_places(self, now: float) -> None:
-        """Call off what was moved and has no place."""
-        while self.slow + len(self._moved) > self.long_max and (most := self._moved.most()):
-            self._call_off(most[1], now)
+    def _enforce_overdue_limit(self, now: float) -> None:
+        """Preempt overdue requests beyond their limit."""
+        while self.slow + len(self._overdue) > self.long_max and (most := self._overdue.heaviest()):
+            self._preempt(most[1], now)
 
-    def _outstaying(self) -> Turn | None:
-        """The slow request whose place somebody else has waited for, if it is open for too long."""
-        found, most = self._foremost(_SLOW), self._slow.most()
+    def _preemptable_slow(self) -> Slot | None:
+        """The slow request to preempt for a waiting holder, once its grace time is over."""
+        found, most = self._next_waiting(_SLOW), self._slow.heaviest()
         if found is None or most is None:
             return None
-        has, _ = found
-        if has < self.slow_max - self.slow:
-            return None  # It waits for one that was called off to end.
-        return most[1] if 2 * has < most[0] else None
+        usage, _ = found
+        if usage < self.slow_max - self.slow:
+            return None  # A preempted request has not ended yet.
+        return most[1] if 2 * usage < most[0] else None
 
-    def _call_off(self, turn: Turn, now: float) -> None:
-        self._leave_part(turn)
-        turn.called_off = True
-        self.called_off.append(turn)
-        if turn.line.tenant.waiting:
-            self._place(turn.line, now)
-
-    @staticmethod
-    def _was_slow(line: Line, now: float, penance_s: float) -> None:
-        until = max(line.slow_until, now) + penance_s
-        line.slow_until = min(max(until, now + SLOW_MIN_S), now + SLOW_MAX_S)
-        line.proven = False
+    def _preempt(self, slot: Slot, now: float) -> None:
+        self._leave_class(slot)
+        slot.preempted = True
+        self.preempted.append(slot)
+        if slot.queue.tenant.waiting:
+            self._place(slot.queue, now)
 
     @staticmethod
-    def _part(line: Line, now: float) -> Part:
-        if line.open > line.quick or line.patient or now + RESOLUTION_S < line.slow_until:
+    def _mark_slow(queue: EndpointQueue, now: float, extra_s: float) -> None:
+        until = max(queue.slow_until, now) + extra_s
+        queue.slow_until = min(max(until, now + SLOW_MIN_S), now + SLOW_MAX_S)
+        queue.known_fast = False
+
+    @staticmethod
+    def _class_for(queue: EndpointQueue, now: float) -> CapacityClass:
+        if queue.open > queue.fast or queue.slow_waiting or now + RESOLUTION_S < queue.slow_until:
             return _SLOW
-        return _QUICK if line.proven else _NEW
+        return _FAST if queue.known_fast else _PROBATION
 
-    # ------------------------------------------------------------------ room
+    # -------------------------------------------------------------- capacity
 
-    def _held(self, line: Line, now: float) -> Why | None:
-        """The limit of its own that an endpoint or its tenant is at."""
-        if line.in_flight_max is not None and line.open >= line.in_flight_max:
-            return Why.IN_FLIGHT
-        if line.rate is not None and not line.rate.ready(now):
-            return Why.RATE
-        return self._tenant_held(line.tenant, now)
+    def _limit_reached(self, queue: EndpointQueue, now: float) -> WaitReason | None:
+        """The limit of the endpoint or its tenant that is reached; None: none."""
+        if queue.in_flight_max is not None and queue.open >= queue.in_flight_max:
+            return WaitReason.IN_FLIGHT
+        if queue.rate is not None and not queue.rate.ready(now):
+            return WaitReason.RATE
+        return self._tenant_limit_reached(queue.tenant, now)
 
-    def _tenant_held(self, tenant: Tenant, now: float) -> Why | None:
+    def _tenant_limit_reached(self, tenant: Tenant, now: float) -> WaitReason | None:
         if not tenant.bounded:
             return None
         most = self._tenant_in_flight_max
         if most is not None and tenant.open >= most:
-            return Why.TENANT_IN_FLIGHT
+            return WaitReason.TENANT_IN_FLIGHT
         if tenant.rate is not None and not tenant.rate.ready(now):
-            return Why.TENANT_RATE
+            return WaitReason.TENANT_RATE
         return None
 
-    def _room(self, part: Part) -> int:
-        """Who has so many of the part, or more, has to wait."""
-        if part is _SLOW:
-            room = self.slow_max - self.slow
+    def _capacity(self, capacity_class: CapacityClass) -> int:
+        """Usage of a class from which a holder has to wait."""
+        if capacity_class is _SLOW:
+            capacity = self.slow_max - self.slow
         else:
-            room = min(self.quick_max - self.quick, self.each_max)
-            if part is _NEW:
-                room = min(room, self.new_max - self.new)
-        # Less is free as long as what was called off has not ended.
-        return min(room, self.in_flight_max - self.open)
+            capacity = min(self.fast_max - self.fast, self.share_max)
+            if capacity_class is _PROBATION:
+                capacity = min(capacity, self.probation_max - self.probation)
+        # Preempted requests take slots until they end.
+        return min(capacity, self.in_flight_max - self.open)
 
-    def _has_room(self, line: Line, part: Part) -> bool:
-        ring, nobody = self._rings[part], self._nobody
-        # Those without a tenant are bounded each for itself, and together while tenants wait.
-        together = line.tenant is not nobody or ring.first(nobody) is not None
-        return _has(line.tenant if together else line, part) < self._room(part)
+    def _has_capacity(self, queue: EndpointQueue, capacity_class: CapacityClass) -> bool:
+        tenants, no_tenant = self._tenant_queues[capacity_class], self._no_tenant
+        # Endpoints without a tenant are bounded individually, and together while tenants wait.
+        together = queue.tenant is not no_tenant or tenants.peek(no_tenant) is not None
+        return _usage(queue.tenant if together else queue, capacity_class) < self._capacity(
+            capacity_class
+        )
 
-    # -------------------------------------------------------------- who waits
+    # -------------------------------------------------------- waiting requests
 
-    def _place(self, line: Line, now: float) -> None:
-        """Put an endpoint where it waits, or nowhere."""
-        tenant = line.tenant
-        part: Part | None = None
-        if line.waiting:
-            if line.rate is not None and not line.rate.ready(now):
-                self._timers.set(line, line.rate.ready_at)
-            elif line.in_flight_max is None or line.open < line.in_flight_max:
-                part = self._part(line, now)
-                if now + RESOLUTION_S < line.slow_until:
-                    self._timers.set(line, line.slow_until)
-        if line.part is not None and line.part is not part:
-            tenant.lines[line.part].discard(line)
-        line.part = part
-        if part is not None:
-            tenant.lines[part].put(line, _has(line, part), line.served_at)
+    def _place(self, queue: EndpointQueue, now: float) -> None:
+        """Move an endpoint to the queue of the class that it waits for, or out of all queues."""
+        tenant = queue.tenant
+        capacity_class: CapacityClass | None = None
+        if queue.waiting:
+            if queue.rate is not None and not queue.rate.ready(now):
+                self._timers.set(queue, queue.rate.ready_at)
+            elif queue.in_flight_max is None or queue.open < queue.in_flight_max:
+                capacity_class = self._class_for(queue, now)
+                if now + RESOLUTION_S < queue.slow_until:
+                    self._timers.set(queue, queue.slow_until)
+        if queue.capacity_class is not None and queue.capacity_class is not capacity_class:
+            tenant.queues[queue.capacity_class].discard(queue)
+        queue.capacity_class = capacity_class
+        if capacity_class is not None:
+            tenant.queues[capacity_class].put(queue, _usage(queue, capacity_class), queue.served_at)
         self._place_tenant(tenant, now)
 
     def _place_tenant(self, tenant: Tenant, now: float) -> None:
-        """Put a tenant where its endpoints wait, if it may begin anything."""
+        """Move a tenant to the queues its endpoints wait in, unless it has reached a limit."""
         held = None
         if tenant.waiting:
-            held = self._tenant_held(tenant, now)
-            if held is Why.TENANT_RATE:
+            held = self._tenant_limit_reached(tenant, now)
+            if held is WaitReason.TENANT_RATE:
                 assert tenant.rate is not None
                 self._timers.set(tenant, tenant.rate.ready_at)
-        for part, ring, lines in zip(_PARTS, self._rings, tenant.lines, strict=True):
-            if lines.amounts and held is None:
-                ring.put(tenant, _has(tenant, part), tenant.served_at)
-            elif tenant in ring.amounts:
-                ring.discard(tenant)
+        for capacity_class, tenants, queues in zip(
+            _CLASSES, self._tenant_queues, tenant.queues, strict=True
+        ):
+            if queues.usage and held is None:
+                tenants.put(tenant, _usage(tenant, capacity_class), tenant.served_at)
+            elif tenant in tenants.usage:
+                tenants.discard(tenant)
 
-    def _waits_no_longer(self, turn: Turn) -> None:
-        turn.waiting = False
-        turn.line.patient -= turn.cut >= CUT_MAX
-        turn.line.tenant.waiting -= 1
+    def _stop_waiting(self, slot: Slot) -> None:
+        slot.waiting = False
+        slot.queue.slow_waiting -= slot.preempted_count >= PREEMPTED_MAX
+        slot.queue.tenant.waiting -= 1
         self.waiting -= 1
 
-    def _grant(self, now: float) -> list[Turn]:
-        """Begin what may begin; the parts take turns, because what is free is for all of them."""
-        begun: list[Turn] = []
-        part, misses = self._next, 0
-        while self.waiting and misses < len(_PARTS):
-            line = self._first(part) if self._rings[part].amounts else None
-            if line is None:
+    def _grant(self, now: float) -> list[Slot]:
+        """Start admissible requests, round robin over the classes, which share the free slots."""
+        started: list[Slot] = []
+        capacity_class, misses = self._next, 0
+        while self.waiting and misses < len(_CLASSES):
+            queue = (
+                self._next_admissible(capacity_class)
+                if self._tenant_queues[capacity_class].usage
+                else None
+            )
+            if queue is None:
                 misses += 1
             else:
                 misses = 0
-                turn, _ = line.waiting.popitem(last=False)
-                self._waits_no_longer(turn)
-                self._begin(turn, part, now)
-                self._place(line, now)
-                begun.append(turn)
-            part = _AFTER[part]
-        self._next = part
-        return begun
+                slot, _ = queue.waiting.popitem(last=False)
+                self._stop_waiting(slot)
+                self._begin(slot, capacity_class, now)
+                self._place(queue, now)
+                started.append(slot)
+            capacity_class = _NEXT_CLASS[capacity_class]
+        self._next = capacity_class
+        return started
 
-    def _first(self, part: Part) -> Line | None:
-        """Whose turn it is in a part, if there is room for it."""
-        room = self._room(part)
-        if room <= 0:
+    def _next_admissible(self, capacity_class: CapacityClass) -> EndpointQueue | None:
+        """The endpoint that gets the next slot of a class; None: no free slot."""
+        capacity = self._capacity(capacity_class)
+        if capacity <= 0:
             return None
-        found = self._foremost(part)
-        return None if found is None or found[0] >= room else found[1]
+        found = self._next_waiting(capacity_class)
+        return None if found is None or found[0] >= capacity else found[1]
 
-    def _foremost(self, part: Part) -> tuple[int, Line] | None:
-        """Whose turn it is in a part, and what counts as its own there."""
-        ring, nobody = self._rings[part], self._nobody
-        if ring.first(nobody) is None:
-            return nobody.lines[part].first()
-        found = ring.first()
+    def _next_waiting(self, capacity_class: CapacityClass) -> tuple[int, EndpointQueue] | None:
+        """The endpoint that is next in a class, and the usage that bounds it."""
+        tenants, no_tenant = self._tenant_queues[capacity_class], self._no_tenant
+        if tenants.peek(no_tenant) is None:
+            return no_tenant.queues[capacity_class].peek()
+        found = tenants.peek()
         assert found is not None
-        has, tenant = found
-        first = tenant.lines[part].first()
+        usage, tenant = found
+        first = tenant.queues[capacity_class].peek()
         assert first is not None
-        return has, first[1]
+        return usage, first[1]
 
     # --------------------------------------------------------------- tenants
 
-    def _member(self, name: str | None) -> Tenant:
+    def _join_tenant(self, name: str | None) -> Tenant:
         if name is None:
-            return self._nobody
+            return self._no_tenant
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, self._tenant_rate_per_s)
         tenant.members += 1
         return tenant
 
-    def _forget(self, tenant: Tenant) -> None:
+    def _leave_tenant(self, tenant: Tenant) -> None:
         if tenant.name is None:
             return
         tenant.members -= 1
@@ -591,9 +616,9 @@ class Turns:
             del self._tenants[tenant.name]
 
 
-def _has(who: Tenant | Line, part: Part) -> int:
-    """How much of a part somebody has.  What it has of the quick one does not count among the
-    new ones: who is always busy there would never get a new endpoint to begin."""
-    if part is _QUICK:
-        return who.quick
-    return who.new if part is _NEW else who.slow
+def _usage(holder: Tenant | EndpointQueue, capacity_class: CapacityClass) -> int:
+    """A holder's usage of a class.  Fast requests do not count as probation ones, or a tenant that
+    is always busy could never start a new endpoint."""
+    if capacity_class is _FAST:
+        return holder.fast
+    return holder.probation if capacity_class is _PROBATION else holder.slow

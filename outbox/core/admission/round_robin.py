@@ -1,4 +1,4 @@
-"""A queue that serves its holders in turn: who has put much into it waits behind its own."""
+"""A round-robin queue by holder, in which a large backlog delays only its own holder."""
 
 from __future__ import annotations
 
@@ -12,29 +12,28 @@ T = TypeVar("T")
 
 
 class RoundRobin(Generic[T]):
-    """Items by whose they are.
+    """Items by holder.
 
-    A step costs the same however many items and holders there are.  Of one holder the items
-    come in the order in which they were put; who had nothing there comes after as many items
-    of others as there are holders, however many items these have.
+    Operations take O(1).  A holder's items keep their order; a new holder waits for at most one
+    item of each other holder.
     """
 
     def __init__(self) -> None:
-        # In the order of their turns, each with its weight; none is empty.
+        # Holders in order of service, with (item, weight) pairs; none is empty.
         self._items: OrderedDict[Hashable, deque[tuple[T, int]]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._items)
 
     def put(self, holder: Hashable, item: T, weight: int) -> None:
-        """Another item of a holder."""
+        """Append an item of a holder."""
         items = self._items.get(holder)
         if items is None:
             items = self._items[holder] = deque()
         items.append((item, weight))
 
-    def take(self, enough: int) -> list[T]:
-        """The next ones, until what they weigh is enough."""
+    def pop_until(self, enough: int) -> list[T]:
+        """Remove and return the next items until their total weight is at least `enough`."""
         taken: list[T] = []
         weighs = 0
         while self._items and weighs < enough:

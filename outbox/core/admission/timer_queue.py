@@ -1,4 +1,4 @@
-"""Who waits for which time, the earliest first."""
+"""A timer queue: a heap of wake-up times with lazy deletion."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 SPARE = 64
-"""Times that nobody waits for any more are put away when there are so many, and most are."""
+"""Stale entries are removed when there are more of them than this, and than valid ones."""
 
 
 class Sleeper(Protocol):
-    """Somebody who waits for one time at most."""
+    """An object with at most one wake-up time."""
 
     wake_at: float | None
 
@@ -19,8 +19,8 @@ class Sleeper(Protocol):
 S = TypeVar("S", bound=Sleeper)
 
 
-class Timers(Generic[S]):
-    """Times are seconds of any steady clock."""
+class TimerQueue(Generic[S]):
+    """Wake-up times by object; times are seconds of any monotonic clock."""
 
     __slots__ = ("_heap", "_sleepers", "_ticket")
 
@@ -33,7 +33,7 @@ class Timers(Generic[S]):
         return len(self._heap)
 
     def set(self, who: S, at: float) -> None:
-        """It waits for this time, unless for an earlier one."""
+        """Set a wake-up time, unless an earlier one is set."""
         if who.wake_at is not None and who.wake_at <= at:
             return
         self._sleepers += who.wake_at is None
@@ -41,20 +41,20 @@ class Timers(Generic[S]):
         heap = self._heap
         heapq.heappush(heap, (at, next(self._ticket), who))
         if len(heap) > 2 * self._sleepers + SPARE:
-            # Most are of times that were brought forward; one of each is enough.
+            # Stale entries are those of times that were moved forward; keep one per object.
             valid = (each for each in heap if each[0] == each[2].wake_at)
             heap[:] = {each[2]: each for each in valid}.values()
             heapq.heapify(heap)
 
-    def first(self) -> float | None:
-        """The earliest time that somebody waits for."""
+    def next_at(self) -> float | None:
+        """The earliest wake-up time."""
         heap = self._heap
         while heap and heap[0][2].wake_at != heap[0][0]:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def take(self, until: float) -> list[S]:
-        """Whose times have come by then; they do not wait any more."""
+    def pop_due(self, until: float) -> list[S]:
+        """Remove and return the objects whose times are at most `until`."""
         due: list[S] = []
         heap = self._heap
         while heap and heap[0][0] <= until:

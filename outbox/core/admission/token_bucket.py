@@ -1,10 +1,9 @@
-"""Token buckets: how often each of many may do something.
+"""Token buckets by key: rate limits of clients.
 
-A bucket holds `burst` and fills by `per_s`; who takes from an empty one is told when there
-is something in it again.  What is kept of it is one number, the time at which it is full
-(the generic cell rate algorithm, ITU-T I.371, says the same the other way round), and of a
-full bucket nothing: so memory is bounded by who came lately, and beyond `keys_max` those
-are forgotten that came longest ago.
+A bucket holds `burst` tokens and refills at `per_s`; an empty one reports how long to wait.
+It is stored as one number, the time at which it is full (equivalent to the generic cell rate
+algorithm, ITU-T I.371); full buckets are not stored.  So memory is bounded by recent keys, and
+beyond `keys_max` the least recently used ones are dropped.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 RESOLUTION_S = 1e-6
-"""Less than this is what adding up large and small numbers leaves."""
+"""Tolerance for floating-point rounding."""
 IPV6_PREFIX_BITS = 64
-"""Whoever has one address of version 6 has all of such a network."""
+"""A client with one IPv6 address usually controls its whole /64 network."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """So many a second in the long run, and `burst` at once."""
+    """Requests per second in the long run, and `burst` at once."""
 
     per_s: float
     burst: int
 
 
-class Buckets:
-    """A bucket for each key.  Times are seconds of any steady clock."""
+class TokenBuckets:
+    """A bucket per key.  Times are seconds of any monotonic clock."""
 
     def __init__(self, allowance: Allowance, *, keys_max: int) -> None:
         self._allowance = allowance
@@ -43,12 +42,12 @@ class Buckets:
         return len(self._full_at)
 
     def wait_s(self, key: Hashable, now: float) -> float:
-        """How long until there is something to take; 0: there is."""
+        """Seconds until a token is available; 0: now."""
         wait_s = self._next(key, now) - now - self._allowance.burst / self._allowance.per_s
         return wait_s if wait_s > RESOLUTION_S else 0.0
 
-    def take(self, key: Hashable, now: float) -> float:
-        """Take one; what is returned is as of `wait_s`, and above 0 nothing was taken."""
+    def consume(self, key: Hashable, now: float) -> float:
+        """Take a token if one is available; return the seconds to wait, 0 if it was taken."""
         wait_s = self.wait_s(key, now)
         if wait_s == 0.0:
             self._full_at[key] = self._next(key, now)
@@ -57,7 +56,7 @@ class Buckets:
         return wait_s
 
     def _next(self, key: Hashable, now: float) -> float:
-        """When the bucket would be full if one was taken now."""
+        """When the bucket would be full after taking a token now."""
         return max(self._full_at.get(key, now), now) + 1 / self._allowance.per_s
 
     def _forget(self, now: float) -> None:
@@ -69,7 +68,7 @@ class Buckets:
 
 
 def address_key(address: str) -> str:
-    """What counts as one: an address of version 4, or a network of version 6."""
+    """The key of a client address: the IPv4 address, or the IPv6 /64 network."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who holds how much of something, and what whoever holds most of it took first."""
+"""An index of slots by holder that finds the oldest item of the holder with the most."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ W = TypeVar("W")
 T = TypeVar("T")
 
 
-class Holders(Generic[W, T]):
-    """Items by who holds them; how many hold some hardly matters to the cost of a step."""
+class UsageIndex(Generic[W, T]):
+    """Items by holder; operations cost O(log n) comparisons in the number of holders."""
 
     __slots__ = ("_by_amount", "_items", "_len", "_levels", "_ticket")
 
     def __init__(self) -> None:
-        # Each with a number, the oldest first.
+        # By holder: items with their tickets, the oldest first.
         self._items: dict[W, OrderedDict[T, int]] = {}
-        # By amount, and then by the number of their oldest.
+        # By amount, sorted by the ticket of the oldest item.
         self._by_amount: dict[int, list[tuple[int, W]]] = {}
-        # The amounts that somebody has, ascending.
+        # The occurring amounts, ascending.
         self._levels: list[int] = []
         self._ticket = count()
         self._len = 0
@@ -30,7 +30,7 @@ class Holders(Generic[W, T]):
         return self._len
 
     def add(self, who: W, item: T) -> None:
-        """It takes one more."""
+        """Add an item of a holder."""
         items = self._items.get(who)
         if items is None:
             items = self._items[who] = OrderedDict()
@@ -41,7 +41,7 @@ class Holders(Generic[W, T]):
         self._put(who, items)
 
     def remove(self, who: W, item: T) -> None:
-        """It gives one back."""
+        """Remove an item of a holder."""
         items = self._items[who]
         self._discard(who, items)
         del items[item]
@@ -51,12 +51,12 @@ class Holders(Generic[W, T]):
         else:
             del self._items[who]
 
-    def of(self, who: W) -> list[T]:
-        """What it has, the oldest first."""
+    def items_of(self, who: W) -> list[T]:
+        """The holder's items, the oldest first."""
         return list(self._items.get(who, ()))
 
-    def most(self) -> tuple[int, T] | None:
-        """The largest amount, and the oldest item of those who have it."""
+    def heaviest(self) -> tuple[int, T] | None:
+        """The largest amount, and the oldest item of the holders that have it."""
         if not self._levels:
             return None
         has = self._levels[-1]
@@ -69,7 +69,7 @@ class Holders(Generic[W, T]):
         if level is None:
             level = self._by_amount[has] = []
             insort(self._levels, has)
-        # No two have the same number.
+        # Tickets are unique.
         insort(level, (_oldest(items), who))
 
     def _discard(self, who: W, items: OrderedDict[T, int]) -> None:

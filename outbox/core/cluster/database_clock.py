@@ -1,42 +1,41 @@
-"""The database's clock, told without asking it.
+"""An estimate of the database's clock from the local steady clock.
 
-Everything that has a time and is kept (when a retry is due, when an event
-expires, until when a receiver wants to be left alone) is read by other replicas
-later, and much of it was written by the database itself.  So all of it is told
-by one clock, the database's.  A machine whose own clock is wrong, or is set
-while the relay runs, then changes nothing.
+All stored times (due retries, expiry of events, hold-offs of receivers) are read by
+other replicas later, and many are written by the database itself.  So all of them use
+one clock, the database's.  A wrong local clock, or one that is set while the relay
+runs, has no effect.
 
-What the database says is known to be from between the question and the answer.
-That leaves an interval for the difference between its clock and our steady one,
-and each answer narrows it or, when one of them drifts, moves it.
+A reported database time lies between the request and its response.  That bounds the
+offset between the database's clock and the local steady one; each response narrows the
+interval or, if a clock drifts, moves it.
 """
 
 from __future__ import annotations
 
 
 class DatabaseClock:
-    """Epoch seconds, from steady seconds.
+    """Converts steady seconds to epoch seconds of the database.
 
     Args:
-        said: what the database said, in epoch seconds;
-        asked_at: when it was asked, in steady seconds;
-        answered_at: when the answer was there.
+        server_time: the database's time, in epoch seconds.
+        requested_at: when the request was sent, in steady seconds.
+        responded_at: when the response arrived, in steady seconds.
     """
 
     __slots__ = ("_offset_s",)
 
-    def __init__(self, said: float, asked_at: float, answered_at: float) -> None:
-        self._offset_s = said - (asked_at + answered_at) / 2
+    def __init__(self, server_time: float, requested_at: float, responded_at: float) -> None:
+        self._offset_s = server_time - (requested_at + responded_at) / 2
 
     def now(self, steady: float) -> float:
-        """The database's time at this moment of our clock."""
+        """The database's time at a time of the steady clock."""
         return steady + self._offset_s
 
-    def heard(self, said: float, asked_at: float, answered_at: float) -> float:
-        """Set it by another answer; returns the seconds by which that moved it.
+    def adjust(self, server_time: float, requested_at: float, responded_at: float) -> float:
+        """Adjust the offset by another response; return the change in seconds.
 
-        An answer that took long says little, and moves it little.
+        A slow response bounds the offset less, and so changes it less.
         """
         was = self._offset_s
-        self._offset_s = min(max(was, said - answered_at), said - asked_at)
+        self._offset_s = min(max(was, server_time - responded_at), server_time - requested_at)
         return self._offset_s - was

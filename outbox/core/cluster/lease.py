@@ -1,11 +1,11 @@
-"""Who owns which endpoint, and when a replica may still believe in its lease.
+"""Leases of replicas, and the assignment of endpoints to replicas.
 
-No clocks are compared.  A replica counts its own lease on its own steady clock,
-from the *start* of the renewal that the database confirmed, so it stops
-believing before anyone else may.  Others judge it dead after they saw the same
-renewal counter for a whole lease on *their* steady clock: the renewal that they
-saw had begun before they saw it.  Whoever buries it looks at the counter once more,
-under the lock that a renewal takes, too.
+Clocks are never compared.  A replica measures its own lease on its own steady clock,
+from the *start* of the renewal that the database confirmed, so it stops sending before
+any other replica may take over.  Other replicas consider it dead after the same renewal
+counter was visible for a whole lease on *their* steady clock: that renewal had started
+before they saw it.  Expiring a replica checks the counter once more, under the lock that
+a renewal takes as well.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Lease:
         self._until = 0.0
 
     def renewed(self, started_at: float) -> None:
-        """The database confirmed a renewal that was *begun* at this time."""
+        """Record a confirmed renewal by the time at which it was *started*."""
         self._until = started_at + self.lease_s
 
     def left_s(self, now: float) -> float:
-        """How long this replica may go on; not positive when it must stop."""
+        """Remaining seconds of the lease; not positive when the replica must stop."""
         return self._until - now
 
     @property
@@ -44,7 +44,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A replica as its row shows it."""
+    """A row of a replica."""
 
     id: int
     renewals: int
@@ -52,14 +52,14 @@ class Peer:
 
 
 class PeerWatch:
-    """Tells the living replicas from the dead ones."""
+    """Detects dead replicas by their renewal counters."""
 
     def __init__(self) -> None:
-        # Of each: its counter, and when it is dead if that stays the same.
+        # By replica: its counter, and when it is dead if the counter does not change.
         self._seen: dict[int, tuple[int, float]] = {}
 
     def observe(self, peers: Iterable[Peer], now: float) -> tuple[set[int], set[int]]:
-        """Look at all rows; returns (alive, dead) ids.
+        """Process all rows; return the ids of (alive, dead) replicas.
 
         Args:
             now: seconds of the steady clock, read after the rows were.
@@ -76,36 +76,36 @@ class PeerWatch:
         self._seen = seen
         return alive, dead
 
-    def judge_at(self, me: int) -> float:
-        """When the next of the others is dead, if none of them renews; infinite without others.
+    def next_expiry_at(self, me: int) -> float:
+        """The earliest time at which another replica may be dead; infinite without others.
 
-        Whoever looks then, and not some time later, takes over as early as can be.
+        Polling at that time makes the take-over as early as possible.
         """
         return min(
             (dead_at for peer, (_, dead_at) in self._seen.items() if peer != me), default=inf
         )
 
 
-class Portion:
-    """How many of many endpoints to take over in one go.
+class ClaimBatchSize:
+    """Adapts the number of endpoints claimed in one step to their number of lanes.
 
-    Nobody knows beforehand how many lanes they have: the next ones probably have as many as
-    the last ones, and are at most four times as many endpoints.
+    The number of lanes is not known in advance: it is estimated from the last step, and the
+    step grows by a factor of at most four.
     """
 
     def __init__(self, endpoints_max: int, lanes_max: int) -> None:
         self._endpoints_max = endpoints_max
         self._lanes_max = lanes_max
         self.endpoints = 1
-        """The next portion."""
+        """Endpoints of the next step."""
 
-    def took(self, endpoints: int, lanes: int) -> None:
-        """So many were taken over, and had so many lanes."""
+    def record_claim(self, endpoints: int, lanes: int) -> None:
+        """Record how many endpoints and lanes a step claimed."""
         fitting = self._lanes_max * endpoints // max(lanes, 1)
         self.endpoints = max(min(fitting, 4 * self.endpoints, self._endpoints_max), 1)
 
 
-def preferred(endpoint_id: UUID, replica_ids: Collection[int]) -> int:
+def preferred_replica(endpoint_id: UUID, replica_ids: Collection[int]) -> int:
     """The replica that should own an endpoint: rendezvous hashing.
 
     When a replica joins or leaves, only the endpoints that it wins or loses

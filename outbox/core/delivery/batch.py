@@ -1,33 +1,33 @@
-"""Several deliveries of a lane in one request, for endpoints that ask for that.
+"""Batch requests: several consecutive deliveries of a lane in one HTTP request.
 
-The body is a JSON array of what would otherwise be so many bodies, in order and without a
-hole; also when there is one delivery only, so that a receiver reads one form.  What headers
-say of a delivery that is sent by itself, its element says, beside the rest:
+The body is a JSON array of the bodies of single requests, in sequence order and without
+holes.  A batch of one delivery is an array as well, so that receivers parse one form.  An
+element has two more members than a single body, because it has no headers of its own:
 
-    "delivery"   its X-Delivery, by which duplicates are dropped
-    "headers"    what its event was published with, if that is anything
+    "delivery"   its X-Delivery, for deduplication
+    "headers"    the headers of its event, if there are any
 
-The request has these headers in place of a delivery's:
+The request has these headers:
 
-    webhook-id, X-Delivery    of the batch: the same only for the same deliveries; of one
-                              delivery its own
-    X-Lane                    all of them are of one lane
-    X-Sequence                the first number
-    X-Last-Sequence           the last one
-    X-Previous-Sequence       of the first
-    X-Attempt                 of the first
+    webhook-id, X-Delivery    an id of the batch, the same only for the same deliveries; for
+                              one delivery its own id
+    X-Lane                    the lane of all deliveries
+    X-Sequence                the first sequence
+    X-Last-Sequence           the last sequence
+    X-Previous-Sequence       of the first delivery
+    X-Attempt                 of the first delivery
 
-2xx acknowledges all of it, or with `X-Accepted-Through: 7` everything up to number 7; the
-rest is sent again.  So is what a failure leaves, with the same header or without it.
+2xx acknowledges the batch, or with `X-Accepted-Through: 7` the deliveries up to sequence 7;
+the rest is sent again.  A failure may have the header, too; the rest is then retried.
 
-**Who is to blame.**  Of an answer to several deliveries nobody can tell which of them it is
-about, and giving up, or counting attempts of, the wrong one would lose it.  So a failed
-batch costs none of them anything: the first that was not accepted is sent alone, and what
-is said to that is about it.  Then batches grow again, each twice as long as the one before,
-which is also how a receiver that is back gets its backlog; see `BatchSize`.
+**Isolating a failing delivery.**  The response to a batch does not say which delivery caused
+it, and charging the wrong one would lose it.  A failed batch therefore costs no delivery an
+attempt.  The first delivery that was not accepted is sent alone, and its response is about
+it.  Batches then double again, which also ramps up a receiver that recovers with a backlog;
+see `BatchSize`.
 
-For the same reason of an answer to several only what finds the request is kept, not its
-body: that may repeat any of them, also one that is erased later.
+For the same reason, only trace headers of a batch's response are stored, not its body.  The
+body may repeat any of the events, including one that is erased later.
 """
 
 from __future__ import annotations
@@ -42,78 +42,84 @@ import orjson
 from outbox.core.delivery.message import USER_AGENT, Prepared, body_of
 from outbox.core.delivery.signature import ID_HEADER
 from outbox.core.model.endpoint import BATCH_MAX
-from outbox.core.model.headers import lines_of, merge, same_name
+from outbox.core.model.headers import format_lines, merge, normalize_name
 from outbox.core.model.response import Verdict, classify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outbox.core.delivery.message import Delivery
-    from outbox.core.model.response import Answer, Headers
+    from outbox.core.model.response import AttemptResult, Headers
 
 BATCH_BYTES_MAX = 1_000_000
-"""Of a body with more than one delivery: what servers take by default is 1 MiB."""
-PATIENCE_MAX = 1024
-"""Batches that are accepted before one as large as those that failed is tried again."""
+"""Maximum body of a batch with more than one delivery; servers often limit bodies to 1 MiB."""
+GROWTH_WAIT_MAX = 1024
+"""Maximum number of accepted batches before the limit after a failure is raised."""
 ACCEPTED_THROUGH = "X-Accepted-Through"
 LAST_SEQUENCE = "X-Last-Sequence"
 
 _DIGITS_MAX = 18
-# Names, punctuation, ids, numbers and times of an element; and the most that JSON makes of
-# a character.
+# Upper bounds: an element's fixed part, and a character's JSON escape.
 _ELEMENT_BYTES, _ESCAPED_BYTES = 640, 6
 
 
 class BatchSize:
-    """How many deliveries a lane may send together at this time.
+    """Adaptive batch size of a lane.
 
-    What failed together may have been too much at once: too long for a time-out, too large
-    for a proxy.  So it grows to half of that, and further only when so many batches were
-    accepted: twice as many each time it fails again, or a receiver that takes some at once,
-    and no more, would be asked for more all the time, and each time be left alone for a while.
+    A batch may fail because it is too large, for a time-out or a proxy.  After a failure the
+    size restarts at one and doubles up to half of the failed size.  That limit is raised only
+    after a number of accepted batches, which doubles with every further failure.  Otherwise a
+    receiver with a fixed limit would get too large a batch, and a retry delay, all the time.
     """
 
-    __slots__ = ("_left", "_most", "_patience", "_too_many", "now", "sent_through_seq")
+    __slots__ = (
+        "_accepts_left",
+        "_accepts_needed",
+        "_failed_size",
+        "_limit",
+        "current",
+        "sent_through_seq",
+    )
 
     def __init__(self) -> None:
-        self.now = self._most = BATCH_MAX
-        # As many failed, and have not been accepted since.
-        self._too_many = inf
-        self._patience = self._left = 1
-        # Up to here somebody may have been sent something already, accepted or not.
+        self.current = self._limit = BATCH_MAX
+        # The size of the last failed batch, until a batch of that size is accepted.
+        self._failed_size = inf
+        self._accepts_needed = self._accepts_left = 1
+        # The last sequence that was in a batch, accepted or not.
         self.sent_through_seq = 0
 
-    def accepted(self, last_seq: int, count: int, of: int) -> None:
-        """So many of those that were sent were accepted, without a failure."""
+    def record_accepted(self, last_seq: int, count: int, of: int) -> None:
+        """Record that `count` of the `of` deliveries in a batch were accepted, without failure."""
         self.sent_through_seq = max(self.sent_through_seq, last_seq)
         if count < of:
-            self.now = count
+            self.current = count
             return
-        if of >= self._too_many:
-            self._most, self._too_many, self._patience = BATCH_MAX, inf, 1
-        if self.now == self._most < BATCH_MAX:
-            self._left -= 1
-            if self._left <= 0:
-                self._left = self._patience
-                self._most = min(self._most * 2, BATCH_MAX)
-        self.now = min(self.now * 2, self._most)
+        if of >= self._failed_size:
+            self._limit, self._failed_size, self._accepts_needed = BATCH_MAX, inf, 1
+        if self.current == self._limit < BATCH_MAX:
+            self._accepts_left -= 1
+            if self._accepts_left <= 0:
+                self._accepts_left = self._accepts_needed
+                self._limit = min(self._limit * 2, BATCH_MAX)
+        self.current = min(self.current * 2, self._limit)
 
-    def start_small(self) -> None:
-        """The receiver is in trouble: whatever is next goes alone."""
-        self.now = 1
+    def reset(self) -> None:
+        """Restart at one delivery, because the endpoint fails."""
+        self.current = 1
 
-    def failed(self, last_seq: int, of: int = 1) -> None:
-        """What was sent, up to this number, failed: the next one goes alone."""
+    def record_failed(self, last_seq: int, of: int = 1) -> None:
+        """Record that a batch of `of` deliveries, up to `last_seq`, failed; restart at one."""
         self.sent_through_seq = max(self.sent_through_seq, last_seq)
-        self.now = 1
+        self.current = 1
         if of > 1:
-            self._most, self._too_many = of // 2, of
-            self._left = self._patience
-            self._patience = min(self._patience * 2, PATIENCE_MAX)
+            self._limit, self._failed_size = of // 2, of
+            self._accepts_left = self._accepts_needed
+            self._accepts_needed = min(self._accepts_needed * 2, GROWTH_WAIT_MAX)
 
 
 def element_bytes(delivery: Delivery) -> int:
-    """What a delivery takes in a body, at most."""
+    """Upper bound of a delivery's bytes in a batch body."""
     texts = len(delivery.type) + len(delivery.key or "") + len(delivery.tenant or "")
     own = 0 if delivery.headers is None else len(delivery.headers)
     return _ELEMENT_BYTES + _ESCAPED_BYTES * texts + own + len(delivery.payload)
@@ -129,9 +135,9 @@ def prepare_batch(
     """Body and fixed headers of a request with consecutive deliveries of one lane.
 
     Args:
-        previous_seq: the last number of the lane before the first that was not given up.
-        lane_ends: nothing will ever follow the last one in its lane.
-        endpoint_headers: what the endpoint asks for beside ours.
+        previous_seq: the last delivered sequence of the lane before the batch, 0: none.
+        lane_ends: no delivery follows the last one in its lane.
+        endpoint_headers: the endpoint's own headers.
     """
     first, last = deliveries[0], deliveries[-1]
     first_id = message_id = first.message_id
@@ -140,11 +146,11 @@ def prepare_batch(
     for delivery in deliveries:
         if delivery is not first:
             message_id = delivery.message_id
-        told = f'"delivery":"{message_id}",'
+        members = f'"delivery":"{message_id}",'
         if delivery.headers is not None:
-            told += _own_headers(delivery.headers, endpoint_headers)
+            members += _own_headers(delivery.headers, endpoint_headers)
         ends = lane_ends and delivery is last
-        elements.append(body_of(delivery, before, lane_ends=ends, first=told))
+        elements.append(body_of(delivery, before, lane_ends=ends, first=members))
         before = delivery.seq
     batch_id = first_id
     if first is not last:
@@ -153,30 +159,30 @@ def prepare_batch(
         f"Content-Type: application/json\r\nUser-Agent: {USER_AGENT}\r\n"
         f"{ID_HEADER}: {batch_id}\r\nX-Delivery: {batch_id}\r\n"
         f"X-Lane: {first.lane}\r\nX-Sequence: {first.seq}\r\n{LAST_SEQUENCE}: {last.seq}\r\n"
-        f"X-Previous-Sequence: {previous_seq}\r\n{lines_of(endpoint_headers)}"
+        f"X-Previous-Sequence: {previous_seq}\r\n{format_lines(endpoint_headers)}"
     )
     return Prepared(batch_id, lines, b"[%b]" % b",".join(elements))
 
 
 def classify_batch(
     batch: Sequence[Delivery],
-    answer: Answer,
+    response: AttemptResult,
     *,
     maybe_sent_before: bool,
     retryable: frozenset[int],
 ) -> tuple[Verdict, int]:
-    """What an answer to a batch means, and the last number that is delivered by it.
+    """The verdict for a batch, and the last sequence that it delivered.
 
     Args:
-        maybe_sent_before: that was, or may have been, the first of them.
+        maybe_sent_before: the first delivery was, or may have been, sent before.
     """
     first, last = batch[0].seq, batch[-1].seq
-    # That it was sent before is what one of several says, and nobody knows which.
+    # 409 for several deliveries does not say which of them is the duplicate.
     known = maybe_sent_before and first == last
-    verdict = classify(answer, maybe_sent_before=known, retryable=retryable)
-    through = accepted_through(answer.headers, first, last)
+    verdict = classify(response, maybe_sent_before=known, retryable=retryable)
+    through = accepted_through(response.headers, first, last)
     if verdict is not Verdict.DELIVERED:
-        # A failure is somebody's: the last one's at least.
+        # A failure leaves at least the last delivery not accepted.
         return verdict, first - 1 if through is None else min(through, last - 1)
     if through is None:
         return verdict, last
@@ -184,18 +190,17 @@ def classify_batch(
 
 
 def accepted_through(headers: Iterable[tuple[str, str]], first: int, last: int) -> int | None:
-    """The last number that an answer says to be accepted, `first - 1` if that is none.
+    """The last sequence that X-Accepted-Through acknowledges; None: there is no such header.
 
-    None: it does not say.  What makes no sense accepts nothing, since sending again is
-    right and skipping would not be; a number beyond the last is of another time, and
-    accepts all that was sent.
+    The result is between `first - 1` (none accepted) and `last`.  An invalid value accepts
+    nothing, because resending is safe and skipping is not.
     """
-    said = {value.strip() for name, value in headers if name.lower() == _ACCEPTED_THROUGH}
-    if not said:
+    values = {value.strip() for name, value in headers if name.lower() == _ACCEPTED_THROUGH}
+    if not values:
         return None
-    text = said.pop()
+    text = values.pop()
     is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
-    if said or not is_number:
+    if values or not is_number:
         return first - 1
     return min(max(int(text), first - 1), last)
 
@@ -204,26 +209,26 @@ _ACCEPTED_THROUGH = ACCEPTED_THROUGH.lower()
 
 
 def _batch_id(first: Delivery, first_id: str, last: Delivery, last_id: str) -> str:
-    """The id of the batch from one delivery to another.
+    """The id of a batch, a version 8 UUID (RFC 9562, 5.8) of its first and last delivery.
 
-    Between two numbers of a lane there are always the same deliveries.  So a receiver that
-    drops a batch by its id drops nothing that it has not had: what is sent again in other
-    company has another id.  The X-Deliveries count as well, since after a fail-over that
-    lost commits a number may be of something else.
-
-    A version 8 UUID (RFC 9562, 5.8).
+    A range of a lane's sequences always has the same deliveries, so a receiver can
+    deduplicate by this id: a delivery that is resent in another batch has another id.  The
+    X-Deliveries are part of it, because a sequence may be reused after a failover that lost
+    commits.
     """
-    told = f"{first.lane}/{first.seq}/{first_id}/{last.seq}/{last_id}".encode()
+    identity = f"{first.lane}/{first.seq}/{first_id}/{last.seq}/{last_id}".encode()
     key = first.endpoint_id.bytes
-    digest = blake2b(told, digest_size=16, key=key, person=b"batch").digest()
+    digest = blake2b(identity, digest_size=16, key=key, person=b"batch").digest()
     free = int.from_bytes(digest) & ~(0xF << 76 | 3 << 62)
     return str(UUID(int=free | 8 << 76 | 2 << 62))
 
 
 def _own_headers(event: bytes, endpoint: Headers) -> str:
-    """An event's headers as its element has them: those that the endpoint does not set."""
-    set_by_endpoint = {same_name(name) for name, _ in endpoint}
+    """The "headers" member of an element: the event's headers that the endpoint does not set."""
+    set_by_endpoint = {normalize_name(name) for name, _ in endpoint}
     own = {
-        name: value for name, value in merge((), event) if same_name(name) not in set_by_endpoint
+        name: value
+        for name, value in merge((), event)
+        if normalize_name(name) not in set_by_endpoint
     }
     return f'"headers":{orjson.dumps(own).decode()},' if own else ""

@@ -1,4 +1,4 @@
-"""What goes in and out of a lane: its durable rows, and what it wants done next."""
+"""Commands and durable rows of a lane: the types that `outbox.core.delivery.lane` exchanges."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.message import Delivery
 
-Reason: TypeAlias = Literal["refused", "exhausted", "expired", "erased", "backlog"]
+LaneDeadLetterReason: TypeAlias = Literal["refused", "exhausted", "expired", "erased", "backlog"]
 """Why a lane dead-letters a delivery."""
 DeadLetterReason: TypeAlias = Literal[
     "refused", "exhausted", "expired", "erased", "backlog", "disabled", "removed"
 ]
-"""Why a delivery was dead-lettered, by its lane or because its endpoint ended."""
+"""Why a delivery was dead-lettered, by its lane or because its endpoint was disabled or removed."""
 
 
 class Gate(Enum):
-    """What an endpoint's health allows one of its lanes."""
+    """What the circuit breaker allows one lane."""
 
     OPEN = auto()
-    """Send when the head is due."""
+    """Send when the next delivery is due."""
     PROBE = auto()
-    """Send now; before the head's own time that is free of charge."""
+    """Send now; an attempt before the delivery is due does not count against the budget."""
     SHUT = auto()
     """Send nothing."""
 
@@ -36,19 +36,19 @@ class Progress(NamedTuple):
     acked_seq: int = 0
     delivered_seq: int = 0
     floor_batch: int = 0
-    head_seq: int | None = None
+    retry_seq: int | None = None
     attempts: int = 0
     spent: int = 0
-    """Of the attempts, those that count against the budget."""
+    """Attempts that count against the budget."""
     first_attempt_at: float | None = None
     next_attempt_at: float | None = None
-    last_answer: dict[str, Any] | None = None
+    last_response: dict[str, Any] | None = None
     success_at: float | None = None
-    """When the lane last delivered something."""
+    """The lane's last success."""
 
 
-class Gone(NamedTuple):
-    """A delivery whose event was erased: only its place in the lane is left."""
+class ErasedEvent(NamedTuple):
+    """A delivery whose event was erased; only its sequence is left."""
 
     endpoint_id: UUID
     seq: int
@@ -58,7 +58,7 @@ class Gone(NamedTuple):
 
 
 class AttemptRow(NamedTuple):
-    """One line of the attempt log."""
+    """One row of the attempt log."""
 
     batch: int
     seq: int
@@ -68,65 +68,65 @@ class AttemptRow(NamedTuple):
     error: str | None
     started_at: float
     elapsed_s: float
-    answer: dict[str, Any] | None = None
-    """What is kept of it, see `core.answer`."""
+    response: dict[str, Any] | None = None
+    """The stored response, see `outbox.core.model.response`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A delivery that is given up."""
+    """A delivery that is dead-lettered."""
 
-    delivery: Delivery | Gone
-    reason: Reason
+    delivery: Delivery | ErasedEvent
+    reason: LaneDeadLetterReason
     attempts: int
-    last_answer: dict[str, Any] | None
+    last_response: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class DeadRange:
-    """Numbers that are given up together, unsent."""
+    """A range of sequences that is dead-lettered unsent."""
 
     batch: int
-    """Where reading them begins."""
+    """The first batch to read for the deliveries of the range."""
     seq: int
     to_seq: int
-    reason: Reason
+    reason: LaneDeadLetterReason
     attempts: int
-    """Of the first of them."""
-    last_answer: dict[str, Any] | None
+    """Attempts of the first delivery of the range."""
+    last_response: dict[str, Any] | None
 
 
 class Send(NamedTuple):
-    """Make one attempt, of a delivery or of a batch of them."""
+    """Make one attempt, with one delivery or a batch."""
 
     delivery: Delivery
     previous_seq: int
     attempt: int
     maybe_sent_before: bool
     lane_ends: bool = False
-    """Nothing will ever follow it in its lane; of a batch, its last delivery."""
+    """No delivery follows in its lane; for a batch, none follows the last one."""
     batch: tuple[Delivery, ...] = ()
-    """All that go together, beginning with `delivery`; none: it goes by itself."""
+    """The batch, starting with `delivery`; empty: the request is not a batch."""
 
 
 class Fetch(NamedTuple):
-    """Read the deliveries after a number, none of them below a batch."""
+    """Read the deliveries after a sequence, from a batch on."""
 
     after_seq: int
     floor_batch: int
 
 
 class Wait(NamedTuple):
-    """Ask again at this time (epoch seconds)."""
+    """Call `next` again at this time (epoch seconds)."""
 
     until: float
 
 
 class Record(NamedTuple):
-    """Write this down.
+    """Write a result.
 
-    With `progress` it must be durable before the lane goes on; without, it is
-    a success and may wait for a group.
+    With `progress` it must be durable before the lane continues.  Without, it is a success
+    and may wait for a group commit.
     """
 
     lane_id: int
@@ -135,7 +135,7 @@ class Record(NamedTuple):
     progress: Progress | None = None
     dead: DeadLetter | DeadRange | None = None
     blocks: bool = False
-    """The lane waits for an operator afterwards."""
+    """The lane is blocked afterwards, until an operator unblocks it."""
 
     @property
     def urgent(self) -> bool:

@@ -1,7 +1,7 @@
-"""What a lane has in its owner's memory of what it owes, in order and without a hole.
+"""Delivery buffer: a lane's next deliveries in memory, in order and without holes.
 
-It is asked for in portions (`Fetch`), or given when it is numbered; how much there may be is
-bounded in number and, where several go together, in what they take in a body.
+Deliveries come from a `Fetch` or directly from the sequencer.  The buffer is bounded by count
+and, for endpoints with batches, by body bytes.
 """
 
 from __future__ import annotations
@@ -11,67 +11,67 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.batch import BATCH_BYTES_MAX, element_bytes
-from outbox.core.delivery.commands import Fetch, Gone
+from outbox.core.delivery.commands import ErasedEvent, Fetch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outbox.core.delivery.message import Delivery
 
-FETCH_LOW = 8
-"""A lane asks for more when it has no more than this many deliveries in hand."""
+REFILL_LEVEL = 8
+"""A lane fetches more when its buffer holds at most this many deliveries."""
 
 
-class InHand:
+class DeliveryBuffer:
     """The next deliveries of a lane.
 
     Args:
-        after_seq: all numbers up to this one have ended.
-        floor_batch: nothing that is owed lies below this batch.
-        batch_max: so many may go together; None: each goes by itself.
+        after_seq: all deliveries up to this sequence were delivered or dead-lettered.
+        floor_batch: no pending delivery has a batch below this one.
+        batch_max: deliveries per request; None: requests are not batches.
     """
 
     __slots__ = (
         "_bytes",
+        "_discard_fetch",
         "_fetching",
         "_outdated",
         "_read_from_batch",
-        "_stray",
         "batch_max",
         "fetched_seq",
         "queue",
     )
 
     def __init__(self, after_seq: int, floor_batch: int, batch_max: int | None) -> None:
-        self.queue: deque[Delivery | Gone] = deque()
+        self.queue: deque[Delivery | ErasedEvent] = deque()
         self.fetched_seq = after_seq
-        """It was read, or is over, up to here."""
+        """The last sequence that was buffered or is no longer pending."""
         self.batch_max = batch_max
-        # What is in the queue would take in bodies; counted only while some may go together.
+        # Upper bound of the queue's body bytes; counted only for endpoints with batches.
         self._bytes = 0
         self._read_from_batch = floor_batch
         self._fetching = False
-        # It is to be read again; an answer on its way is of no use.
-        self._outdated = self._stray = False
+        # The buffer is stale; the result of a Fetch from before the reset is discarded.
+        self._outdated = self._discard_fetch = False
 
-    def batch_up_to(self, batch_max: int | None) -> None:
-        """So many may go together from now on."""
+    def set_batch_max(self, batch_max: int | None) -> None:
+        """Set the deliveries per request; None: requests are not batches."""
         self.batch_max = batch_max
-        self._bytes = 0 if batch_max is None else sum(map(_bytes_of, self.queue))
+        self._bytes = 0 if batch_max is None else sum(map(_delivery_bytes, self.queue))
 
     @property
     def outdated(self) -> bool:
-        """What is here may not be what is stored any more."""
+        """Whether the buffered deliveries may be stale."""
         return self._outdated
 
-    def reread(self) -> None:
-        """Read it again before anything of it is sent."""
+    def invalidate(self) -> None:
+        """Mark the buffered deliveries as stale; see `reset`."""
         self._outdated = True
 
-    def drop(self, acked_seq: int, floor_batch: int) -> None:
-        """Forget it, to be read again behind this number."""
+    def reset(self, acked_seq: int, floor_batch: int) -> None:
+        """Empty the buffer; the next Fetch starts after `acked_seq`."""
         self._outdated = False
-        self._stray = self._fetching
+        self._discard_fetch = self._fetching
         self.queue.clear()
         self._bytes = 0
         self.fetched_seq = acked_seq
@@ -79,81 +79,81 @@ class InHand:
 
     @property
     def is_low(self) -> bool:
-        """Whether it is time to ask for more, so that the next request need not wait for it."""
+        """Whether to fetch more now, so that the next request does not wait for a read."""
         count = len(self.queue)
-        if count <= FETCH_LOW:
+        if count <= REFILL_LEVEL:
             return True
         if self.batch_max is None or count > self.batch_max:
             return False
         return self._bytes <= BATCH_BYTES_MAX
 
     def fetch(self, last_seq: int) -> Fetch | None:
-        """What to read of a lane that has numbers up to `last_seq`; None: nothing now."""
+        """The next Fetch of a lane with sequences up to `last_seq`; None: not needed now."""
         if self._fetching or self.fetched_seq >= last_seq or not self.is_low:
             return None
         self._fetching = True
         return Fetch(self.fetched_seq, self._read_from_batch)
 
-    def given(self, deliveries: Iterable[Delivery]) -> None:
-        """What need not be read, if it follows what is here; the rest is left to be read."""
+    def append(self, deliveries: Iterable[Delivery]) -> None:
+        """Add new deliveries that continue the buffer; others are ignored and fetched later."""
         for delivery in deliveries:
             if delivery.seq == self.fetched_seq + 1:
-                self._take(delivery)
+                self._append(delivery)
 
-    def fetched(self, deliveries: Sequence[Delivery | Gone]) -> None:
-        """The answer to a Fetch.
+    def append_fetched(self, deliveries: Sequence[Delivery | ErasedEvent]) -> None:
+        """Add the result of a Fetch.
 
         Raises:
-            AssertionError: it has a hole.
+            AssertionError: a sequence is missing.
         """
         self._fetching = False
-        if self._stray:
-            self._stray = False
+        if self._discard_fetch:
+            self._discard_fetch = False
             return
         for delivery in deliveries:
             if delivery.seq <= self.fetched_seq:
-                continue  # Given up, or given, while it was read.
+                continue  # Dead-lettered, or appended, during the read.
             if delivery.seq != self.fetched_seq + 1:
-                raise AssertionError(f"number {delivery.seq} follows {self.fetched_seq}")
-            self._take(delivery)
+                raise AssertionError(f"sequence {delivery.seq} follows {self.fetched_seq}")
+            self._append(delivery)
 
-    def together(self, count_max: int, now: float) -> tuple[Delivery, ...]:
-        """What may go in one request: the first one, and those behind it."""
-        together: list[Delivery] = []
+    def select_batch(self, count_max: int, now: float) -> tuple[Delivery, ...]:
+        """The first deliveries, as many as fit in one request."""
+        batch_deliveries: list[Delivery] = []
         room_bytes = BATCH_BYTES_MAX
         for each in islice(self.queue, count_max):
-            if isinstance(each, Gone):
+            if isinstance(each, ErasedEvent):
                 break
             room_bytes -= element_bytes(each)
-            if together and (is_expired(each, now) or room_bytes < 0):
+            if batch_deliveries and (is_expired(each, now) or room_bytes < 0):
                 break
-            together.append(each)
-        return tuple(together)
+            batch_deliveries.append(each)
+        return tuple(batch_deliveries)
 
-    def passed(self, seq: int) -> int | None:
-        """All up to this number is over; returns the batch of the last that was here."""
+    def discard_through(self, seq: int) -> int | None:
+        """Remove deliveries up to this sequence; returns the batch of the last one removed."""
         batch, queue = None, self.queue
         while queue and queue[0].seq <= seq:
-            passed = queue.popleft()
+            removed = queue.popleft()
             if self.batch_max is not None:
-                self._bytes -= _bytes_of(passed)
-            batch = passed.batch
+                self._bytes -= _delivery_bytes(removed)
+            batch = removed.batch
         if seq > self.fetched_seq:
             self.fetched_seq = seq
         return batch
 
-    def _take(self, delivery: Delivery | Gone) -> None:
+    def _append(self, delivery: Delivery | ErasedEvent) -> None:
         self.queue.append(delivery)
         if self.batch_max is not None:
-            self._bytes += _bytes_of(delivery)
+            self._bytes += _delivery_bytes(delivery)
         self.fetched_seq = delivery.seq
         self._read_from_batch = delivery.batch
 
 
-def _bytes_of(each: Delivery | Gone) -> int:
-    return 0 if isinstance(each, Gone) else element_bytes(each)
+def _delivery_bytes(each: Delivery | ErasedEvent) -> int:
+    return 0 if isinstance(each, ErasedEvent) else element_bytes(each)
 
 
 def is_expired(delivery: Delivery, now: float) -> bool:
-    """Whether it is not worth sending any more."""
+    """Whether the event expired at or before `now`."""
     return delivery.expires_at is not None and delivery.expires_at.timestamp() <= now

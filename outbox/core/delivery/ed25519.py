@@ -1,10 +1,10 @@
-"""Standard Webhooks 1.0, asymmetric: ed25519 over id, time stamp and body.
+"""Standard Webhooks 1.0, asymmetric signatures (`v1a`): ed25519 over id, time stamp and body.
 
-The receiver holds a public key, `whpk_…`, with which nobody can sign; the sender's is
-`whsk_…`.  Signatures are of version `v1a`.
+The receiver has a public key, `whpk_…`, which cannot sign; the sender has the private key,
+`whsk_…`.
 
-`cryptography` is loaded when a key is read, not before: most receivers share a secret
-with their sender instead, and need not wait for it.
+`cryptography` is imported when a key is parsed: most receivers use a shared secret and do not
+need it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ PUBLIC_PREFIX = "whpk_"
 PRIVATE_PREFIX = "whsk_"
 KEY_BYTES = 32
 PAIR_BYTES = 64
-"""Some print the private key with the public one behind it."""
+"""Some tools print the private key followed by the public one."""
 
 
 class PublicKey:
-    """Tells whether the holder of its private key signed something."""
+    """A public key that verifies signatures."""
 
     __slots__ = ("_key",)
 
     def __init__(self, key: Ed25519PublicKey) -> None:
         self._key = key
 
-    def fits(self, signature: str, signed: bytes) -> bool:
-        """Whether this base64 text is a signature of these bytes."""
+    def verifies(self, signature: str, signed: bytes) -> bool:
+        """Whether the base64 text is a valid signature of these bytes."""
         from cryptography.exceptions import InvalidSignature
 
         try:
@@ -48,7 +48,7 @@ class PublicKey:
 
 
 class PrivateKey:
-    """Signs as a sender would that has no secret in common with its receivers."""
+    """A private key that signs deliveries."""
 
     __slots__ = ("_key",)
 
@@ -61,15 +61,15 @@ class PrivateKey:
 
     @property
     def public_text(self) -> str:
-        """Its public key as receivers are given it, `whpk_…`."""
+        """The public key for receivers, `whpk_…`."""
         return PUBLIC_PREFIX + base64.b64encode(self._key.public_key().public_bytes_raw()).decode()
 
 
 def parse_public_key(text: str) -> PublicKey:
-    """The key inside `whpk_…`.
+    """Decode a public key, `whpk_…`.
 
     Raises:
-        UsageError: it is not one.
+        UsageError: the text is not a public key.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -78,15 +78,15 @@ def parse_public_key(text: str) -> PublicKey:
 
 
 def format_private_key(key: bytes) -> str:
-    """`whsk_…` of a private key of 32 bytes."""
+    """Encode a private key of 32 bytes as `whsk_…`."""
     return PRIVATE_PREFIX + base64.b64encode(key).decode("ascii")
 
 
 def parse_private_key(text: str) -> PrivateKey:
-    """The key inside `whsk_…`.
+    """Decode a private key, `whsk_…`.
 
     Raises:
-        UsageError: it is not one; the message never shows the key.
+        UsageError: the text is not a private key; the message never contains it.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 

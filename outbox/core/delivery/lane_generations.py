@@ -1,18 +1,17 @@
-"""Lane generations: a change of the number of lanes that keeps every key's order.
+"""Lane generations: changing an endpoint's lane count without breaking the order of a key.
 
-A key has its lane by its hash modulo the number of lanes.  With another number
-its next event goes to another lane, which must not be sent before what the key
-is owed in its old one.  So a change begins a new *generation* of lanes: the
-sequencer gives numbers in the new ones from the next batch on, and the owner
-sends them when nothing is owed in any lane of an older generation, and none of
-those waits for an operator.
+A key's lane is its hash modulo the lane count.  After a change the next event of a key goes
+to another lane, which must not send it before the key's pending deliveries in the old lane.
+A change therefore starts a new *generation* of lanes.  The sequencer assigns new events to it
+from the next batch on.  The owner sends them once every lane of older generations is drained
+and none of those is blocked.
 
-    generation 1   ██████░      owes: sent
+    generation 1   ██████░      pending: sends
     generation 2        ░░░░    waits for generation 1
     generation 3            ░   waits for both
 
-Only lanes of older generations are counted here, and those only get fewer, so
-an endpoint whose lanes never changed pays nothing.
+Only lanes of older generations are tracked, and their number only falls, so an endpoint whose
+lane count never changed has no cost.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class Generations:
-    """Which generation of an endpoint's lanes may be sent."""
+class LaneGenerations:
+    """Decides which generations of an endpoint's lanes may send."""
 
     __slots__ = ("_older",)
 
     def __init__(self, older: Iterable[tuple[int, int]] = ()) -> None:
-        """`older`: (lane, generation) of older lanes that are not drained."""
+        """`older`: (lane, generation) of lanes of older generations that are not drained."""
         self._older: dict[int, set[int]] = {}
         for lane_id, generation in older:
             self._older.setdefault(generation, set()).add(lane_id)
 
     def may_send(self, generation: int) -> bool:
-        """Whether everything older than this generation is drained."""
+        """Whether all lanes of older generations are drained."""
         return not self._older or generation <= min(self._older)
 
-    def drained(self, lane_id: int, generation: int) -> bool:
-        """A lane owes nothing any more; whether that lets a newer generation begin."""
+    def remove_drained(self, lane_id: int, generation: int) -> bool:
+        """Remove a drained lane; returns whether a newer generation may send now."""
         lanes = self._older.get(generation)
         if lanes is None:
             return False

@@ -1,11 +1,11 @@
-"""One attempt as bytes: the body that is signed, and the headers around it.
+"""Message format: the signed body and the headers of an attempt.
 
-The body is one JSON object.  Everything that a receiver relies on stands in
-it, because only the body and the two `webhook-` headers are signed; the `X-`
-headers repeat it for those who route or log without parsing.  The payload's
-bytes are spliced in as the database wrote them and never parsed here.
+The body is one JSON object with everything that a receiver relies on, because only the body,
+`webhook-id` and `webhook-timestamp` are signed.  The `X-` headers repeat it for routing and
+logging without parsing.  The payload's bytes are inserted as the database wrote them and are
+never parsed here.
 
-Headers of ours, in the words of the contract:
+Headers that the relay sets:
 
     webhook-id, webhook-timestamp, webhook-signature   Standard Webhooks 1.0
     X-Delivery            same as webhook-id: one per event and endpoint (and backfill)
@@ -13,8 +13,7 @@ Headers of ours, in the words of the contract:
     X-Lane, X-Sequence, X-Previous-Sequence            as in the body
     X-Attempt             1, 2, …: information only, not signed
 
-The endpoint's and the event's own headers go along with them: see
-`outbox.core.model.headers`.
+The endpoint's and the event's own headers are added, see `outbox.core.model.headers`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import orjson
 
 from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
-from outbox.core.model.headers import lines_of, merge, pairs
+from outbox.core.model.headers import format_lines, merge, parse_lines
 from outbox.core.model.ids import delivery_id, message_id
 
 if TYPE_CHECKING:
@@ -38,18 +37,17 @@ if TYPE_CHECKING:
     from outbox.core.model.response import Headers
 
 USER_AGENT = "outbox-relay"
-"""Without a version: it is nobody's business at the other end."""
-
+"""Without a version, so that receivers do not learn it."""
 
 _OFFSET_CHARS = len("+00:00")
 
 
 class Delivery(NamedTuple):
-    """One event in one lane: what to send, apart from when and how often."""
+    """One event in one lane of an endpoint: the content, without retry state."""
 
     endpoint_id: UUID
     lane: str
-    """As receivers see it, see `identity.lane_name`."""
+    """The public name, see `outbox.core.model.ids.lane_name`."""
     seq: int
     batch: int
     outbox_id: int
@@ -65,66 +63,66 @@ class Delivery(NamedTuple):
     headers: bytes | None
     """JSON text of an object of strings."""
     replay_of: tuple[str, int] | None = None
-    """The lane and number of the hole that this delivery closes."""
+    """For the replay of a dead letter: the lane and sequence that it replaces."""
     backfill_id: int | None = None
-    """The backfill that sends the event once more, under an X-Delivery of its own."""
+    """The backfill that sends the event again, with its own X-Delivery."""
     is_copy: bool = False
-    """Its receiver asked for it again."""
+    """Whether it is a copy that the receiver requested."""
     was_backfill_id: int | None = None
-    """The backfill of what it is a copy of."""
+    """The backfill of the copied delivery."""
     committed_after: datetime | None = None
-    """The event was not committed before; None: not known."""
+    """A lower bound of the commit time; None: not known."""
 
     @property
     def delivery_id(self) -> UUID:
-        """Its X-Delivery."""
+        """The X-Delivery, stable over all attempts."""
         which = self.endpoint_id, self.outbox_id, self.event_id
         return delivery_id(*which, self.backfill_id, self.was_backfill_id)
 
     @property
     def message_id(self) -> str:
-        """Its X-Delivery, as it is written."""
+        """The X-Delivery as text."""
         which = self.endpoint_id, self.outbox_id, self.event_id
         return message_id(*which, self.backfill_id, self.was_backfill_id)
 
     @property
     def is_plain(self) -> bool:
-        """Its event's first delivery in a lane, neither sent again nor asked for."""
+        """Whether it is the event's first delivery: no replay, backfill or copy."""
         return self.replay_of is None and self.backfill_id is None and not self.is_copy
 
     @property
     def copy_of(self) -> UUID | None:
-        """The X-Delivery of what it is a copy of; None: it is none."""
+        """The X-Delivery of the copied delivery; None: it is not a copy."""
         which = self.endpoint_id, self.outbox_id, self.event_id
         return delivery_id(*which, self.was_backfill_id) if self.is_copy else None
 
     @property
     def waits_since(self) -> float | None:
-        """When the event was committed, at the earliest; None: it is sent again.
+        """The earliest commit time in epoch seconds; None for replays and backfills.
 
-        An event may have been inserted long before its transaction ended.  Epoch seconds.
+        An event may have been inserted long before its transaction committed.
         """
         if self.replay_of is not None or self.backfill_id is not None:
             return None
         at, committed_after = self.published_at, self.committed_after
-        # To compare two times is far quicker than to make a number of each.
+        # Comparing two datetimes is much faster than converting both to timestamps.
         return (
             at if committed_after is None or committed_after < at else committed_after
         ).timestamp()
 
 
 class Prepared(NamedTuple):
-    """What stays the same over all attempts of a delivery."""
+    """The parts of a message that are the same for all attempts of a delivery."""
 
     message_id: str
     lines: str
-    """Headers, as `headers.lines_of` makes them."""
+    """Header lines, as `headers.format_lines` returns them."""
     body: bytes
 
     def attempt(self, number: int, timestamp: int, keys: Sequence[SigningKey]) -> str:
-        """The lines of all headers of the attempt `number` (from 1), signed at `timestamp`.
+        """All header lines of attempt `number` (from 1), signed at `timestamp` (epoch seconds).
 
-        One signature for each key: two while one replaces the other.
+        There is one signature for each key: two during a key rotation.
         """
         message_id, lines, body = self
         if len(keys) == 1:
@@ -147,10 +145,9 @@ def prepare(
     """Body and fixed headers of a delivery.
 
     Args:
-        previous_seq: the last number of the lane that was not given up, 0 at
-            its start.
-        lane_ends: nothing will ever follow it in its lane.
-        endpoint_headers: what the endpoint asks for beside ours.
+        previous_seq: the last delivered sequence of the lane, 0: none.
+        lane_ends: no delivery follows in its lane.
+        endpoint_headers: the endpoint's own headers.
     """
     sent_id = message_id(
         delivery.endpoint_id,
@@ -167,7 +164,7 @@ def prepare(
         f"X-Previous-Sequence: {previous_seq}\r\n"
     )
     if endpoint_headers or delivery.headers is not None:
-        lines += lines_of(merge(endpoint_headers, delivery.headers))
+        lines += format_lines(merge(endpoint_headers, delivery.headers))
     return Prepared(sent_id, lines, body_of(delivery, previous_seq, lane_ends=lane_ends))
 
 
@@ -181,16 +178,16 @@ def build(
 ) -> tuple[Headers, bytes]:
     """Headers and body of one attempt; `timestamp` is in epoch seconds.
 
-    Whoever makes several attempts keeps what `prepare` returns.
+    For several attempts, call `prepare` once instead.
     """
     prepared = prepare(delivery, previous_seq)
-    return pairs(prepared.attempt(attempt, timestamp, keys)), prepared.body
+    return parse_lines(prepared.attempt(attempt, timestamp, keys)), prepared.body
 
 
 def rfc3339(at: datetime) -> str:
-    """In UTC with microseconds, `2026-01-31T12:00:00.000000Z` (RFC 3339, 5.6)."""
+    """A time in UTC with microseconds, `2026-01-31T12:00:00.000000Z` (RFC 3339, 5.6)."""
     if at.microsecond and at.tzinfo is UTC:
-        # In a quarter of the time; it leaves out what is no fraction.
+        # orjson takes a quarter of the time, but omits a fraction of zero.
         return orjson.dumps(at, option=orjson.OPT_UTC_Z)[1:-1].decode()
     if at.tzinfo is not UTC:
         at = at.astimezone(UTC)
@@ -200,20 +197,22 @@ def rfc3339(at: datetime) -> str:
 def body_of(
     delivery: Delivery, previous_seq: int, *, lane_ends: bool = False, first: str = ""
 ) -> bytes:
-    """The JSON object that a receiver gets.
+    """The JSON body of a delivery.
 
     Args:
-        first: members that come before all others, each with its comma.
+        previous_seq: the last delivered sequence of the lane, 0: none.
+        lane_ends: no delivery follows in its lane.
+        first: JSON members to put first, each followed by a comma.
     """
-    # Put together by hand: most of it needs no quoting, and a dictionary on the way to JSON
-    # took longer than all else that is done to a body.
+    # Formatted by hand: most values need no quoting, and encoding a dictionary took longer than
+    # everything else that is done for a body.
     tenant, key = delivery.tenant, delivery.key
-    told_tenant = "" if tenant is None else f',"tenant":{_quoted(tenant)}'
-    told_key = "" if key is None else f',"key":{orjson.dumps(key).decode()}'
+    tenant_json = "" if tenant is None else f',"tenant":{_quoted(tenant)}'
+    key_json = "" if key is None else f',"key":{orjson.dumps(key).decode()}'
     rest = "" if delivery.is_plain and not lane_ends else _rest(delivery, lane_ends=lane_ends)
     envelope = (
         f'{{{first}"id":"{delivery.event_id}","type":{_quoted(delivery.type)},'
-        f'"timestamp":"{rfc3339(delivery.published_at)}"{told_tenant}{told_key},'
+        f'"timestamp":"{rfc3339(delivery.published_at)}"{tenant_json}{key_json},'
         f'"lane":"{delivery.lane}","sequence":{delivery.seq},'
         f'"previous_sequence":{previous_seq}{rest},"data":'
     )
@@ -221,7 +220,7 @@ def body_of(
 
 
 def _rest(delivery: Delivery, *, lane_ends: bool) -> str:
-    """What most deliveries have nothing of."""
+    """The members that only replays, backfills, copies and the last delivery of a lane have."""
     envelope: dict[str, object] = {}
     if delivery.replay_of is not None:
         lane, sequence = delivery.replay_of
@@ -237,5 +236,5 @@ def _rest(delivery: Delivery, *, lane_ends: bool) -> str:
 
 @lru_cache(1024)
 def _quoted(text: str) -> str:
-    """As a JSON string; of types and tenants there are few."""
+    """A JSON string; cached, because there are few types and tenants."""
     return orjson.dumps(text).decode()

@@ -1,29 +1,27 @@
-"""Operational events: which changes of the relay's own state are told as events.
+"""Operational events: changes of the relay's own state, published as events.
 
-    outbox.dead_letter.created   something was given up
-    outbox.lane.blocked          a lane waits for an operator since then
-    outbox.endpoint.held         nothing is sent but probes: it is failing or refusing
-    outbox.endpoint.recovered    that is over
+    outbox.dead_letter.created   a delivery was dead-lettered
+    outbox.lane.blocked          a lane is blocked until an operator unblocks it
+    outbox.endpoint.held         the circuit breaker is open: failing or rejecting
+    outbox.endpoint.recovered    the circuit breaker closed
     outbox.endpoint.stalled      a lane has had no success for a day
-    outbox.endpoint.disabled     it gets nothing any more, until somebody enables it
-    outbox.filter.given_up       a filter is slow or fails, and counts as met from now on
-    outbox.relay.lagging         events wait to be sequenced, although somebody does
+    outbox.endpoint.disabled     an endpoint gets no deliveries until an operator enables it
+    outbox.filter.stopped        a slow or failing filter is not evaluated and counts as met
+    outbox.relay.lagging         events wait for a sequence although a replica leads
 
-They are events like any other: numbered, tried again, given up.  So they could
-tell of each other for ever.
+They are delivered like any other event: sequenced, retried, dead-lettered.
 
-**They never cause more of themselves.**  What becomes of an operational event is
-not told.  A dead letter or a block is told if it is of an ordinary event, a range
-if it holds one.  A hold is told at the first failure of an ordinary delivery
-within it, whoever began it, and its end only if it was told; a stall when the
-lane owes an ordinary event.  So whatever is told took an ordinary delivery that
-failed or waits, and no such delivery leads to more than a few.  Two are told
-whatever led to them: that an endpoint was disabled, and that its filter was given
-up.  Neither can go on by itself: only a person enables it again, and a filter is
-tried again when a person changed it, or after a day.
+**Operational events never cause further ones without end.**  The result of delivering an
+operational event is not reported.  A dead letter or a block is reported if it concerns an
+ordinary event, a range if it contains one.  An open breaker is reported at the first failure
+of an ordinary delivery while it is open, and its recovery only if it was reported; a stall if
+an ordinary event is pending in the lane.  Every report therefore needs an ordinary delivery
+that failed or waits, and each such delivery causes at most a few.  Two are reported whatever
+their cause: a disabled endpoint and a stopped filter.  Neither repeats by itself: only an
+operator enables an endpoint, and a filter is evaluated again after a change or after a day.
 
-What was told of an endpoint is kept with its health (`Told`), because the next
-owner must neither repeat it nor tell of an end without its beginning.
+`ReportedState` is stored with the state of the endpoint, so that the next owner neither repeats
+a report nor reports an end without its beginning.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.circuit_breaker import State
+from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.model.pattern import RESERVED_PREFIX
 
 if TYPE_CHECKING:
@@ -44,22 +42,22 @@ ENDPOINT_HELD = f"{RESERVED_PREFIX}endpoint.held"
 ENDPOINT_RECOVERED = f"{RESERVED_PREFIX}endpoint.recovered"
 ENDPOINT_STALLED = f"{RESERVED_PREFIX}endpoint.stalled"
 ENDPOINT_DISABLED = f"{RESERVED_PREFIX}endpoint.disabled"
-FILTER_GIVEN_UP = f"{RESERVED_PREFIX}filter.given_up"
+FILTER_STOPPED = f"{RESERVED_PREFIX}filter.stopped"
 RELAY_LAGGING = f"{RESERVED_PREFIX}relay.lagging"
 
 WARN_AFTER_S = 86400.0
-"""A lane without a success for so long has stalled.  Where an endpoint is disabled
-as soon as that, or sooner, it is not told."""
+"""Seconds without a success after which a lane has stalled.  Not reported if the endpoint is
+disabled at that age or earlier."""
 LAGGING_S = 10.0
-"""Events that have waited for so long, while somebody sequences, are late."""
+"""Seconds that events must wait, while a replica leads, to count as late."""
 LAGGING_EVERY_S = 600.0
-"""That they are is told no more often than this, whichever replica leads."""
-LAG_LOOK_EVERY_S = 1.0
-"""Between two looks at how old what waits is."""
+"""Minimum seconds between two reports of lag, across replicas."""
+LAG_CHECK_EVERY_S = 1.0
+"""Seconds between two checks of the age of waiting events."""
 
 
 def is_operational(type: str) -> bool:  # noqa: A002
-    """Whether an event of this type tells about the relay."""
+    """Whether an event type is an operational one."""
     return type.startswith(RESERVED_PREFIX)
 
 
@@ -67,106 +65,112 @@ def is_operational(type: str) -> bool:  # noqa: A002
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What was told of an endpoint and is not over; times are epoch seconds."""
+class ReportedState:
+    """Conditions of an endpoint that were reported and continue; times are epoch seconds."""
 
     held_since: float | None = None
     stalled_at: float | None = None
-    """When it was told, not since when it is so."""
+    """When the stall was reported, not when it began."""
 
-    def answered(self, state: State, now: float, *, ordinary: bool) -> Told:
-        """After an attempt that failed, with the health that followed from it.
+    def record_failure(self, state: BreakerState, now: float, *, ordinary: bool) -> ReportedState:
+        """The state after a failed attempt.
 
         Args:
-            ordinary: it was of an ordinary event.
+            state: of the circuit breaker, after the attempt.
+            ordinary: whether the event is an ordinary one.
         """
-        if ordinary and self.held_since is None and state in (State.FAILING, State.REFUSING):
+        if (
+            ordinary
+            and self.held_since is None
+            and state in (BreakerState.FAILING, BreakerState.REJECTING)
+        ):
             return replace(self, held_since=now)
         return self
 
-    def changed(self, state: State) -> Told:
-        """The endpoint's health changed."""
-        if self.held_since is not None and state is State.HEALTHY:
+    def record_state(self, state: BreakerState) -> ReportedState:
+        """The state after the circuit breaker changed."""
+        if self.held_since is not None and state is BreakerState.HEALTHY:
             return replace(self, held_since=None)
         return self
 
-    def looked(self, stalled_since: Collection[float]) -> Told:
-        """A look at the lanes that owe something, each without a success since a time.
+    def record_stalls(self, stalled_since: Collection[float]) -> ReportedState:
+        """The state after a check of the lanes with pending deliveries.
 
-        A stall lasts until all that there were when it was told have ended.
+        A stall lasts until every lane that was stalled at the report had a success.
+
+        Args:
+            stalled_since: for each such lane, since when it has had no success.
         """
-        told_at = self.stalled_at
-        if told_at is not None and all(since > told_at for since in stalled_since):
+        reported_at = self.stalled_at
+        if reported_at is not None and all(since > reported_at for since in stalled_since):
             return replace(self, stalled_at=None)
         return self
 
-    def may_tell_stall(self, stalled_s: float, disable_after_s: float) -> bool:
-        """Whether a lane without a success for so long is news."""
+    def should_report_stall(self, stalled_s: float, disable_after_s: float) -> bool:
+        """Whether to report a lane without a success for `stalled_s` seconds."""
         return self.stalled_at is None and WARN_AFTER_S <= stalled_s < disable_after_s
 
-    def hold_to(self, now: float) -> Told:
-        """Forget times that a clock can only have told before it was set back."""
+    def clamp_times(self, now: float) -> ReportedState:
+        """Limit stored times to `now`, after the clock was set back."""
         held, stalled = self.held_since, self.stalled_at
-        return Told(held and min(held, now), stalled and min(stalled, now))
+        return ReportedState(held and min(held, now), stalled and min(stalled, now))
 
 
 # ------------------------------------------------------------------ the leader
 
 
-class Next(Enum):
-    """What a leader does about events that wait."""
+class LagAction(Enum):
+    """What the leader does about waiting events."""
 
     NOTHING = auto()
-    LOOK = auto()
-    """See whether they have waited for long, and tell that."""
-    END = auto()
-    """Nothing waits any more: the next time is another one."""
+    CHECK = auto()
+    """Check the age of the waiting events and report lag."""
+    CLOSE = auto()
+    """No events wait: the reported lag has ended."""
 
 
-class Lag:
-    """Whether events are late although this replica sequences them.
+class LagDetector:
+    """Detects lag: events that wait although this replica leads.
 
-    A transaction that was open for an hour shows events that are an hour old and
-    have not waited at all.  What tells the two apart is that nothing is late that
-    a batch takes in at once: only when batch after batch was full, for as long as
-    `LAGGING_S`, is the age of what comes next the time that it has waited for.
-    (Its id is above the highest one that was seen.  Had it been written long ago
-    and become visible just now, others with higher ids would have been read before
-    it, and it would be a gap.)
+    Age alone is not lag: a transaction that was open for an hour commits events that are an
+    hour old and have not waited.  Such events fit into one batch.  Only after full batches for
+    `LAGGING_S` is the age of the next event its waiting time.  (Its id is above the highest id
+    read so far.  If it had been written long ago and become visible just now, higher ids would
+    have been read before it, and it would be a gap.)
 
-    Times are seconds of any steady clock.
+    Times are seconds of a monotonic clock.
     """
 
-    __slots__ = ("_full_since", "_look_at", "_open")
+    __slots__ = ("_check_at", "_full_since", "_open")
 
     def __init__(self) -> None:
         self._full_since: float | None = None
-        self._look_at = 0.0
-        # Whether the tables may say that it is going on; one that led before may have.
+        self._check_at = 0.0
+        # Whether the database may have an open lag report; an earlier leader may have written it.
         self._open = True
 
-    def turned(self, now: float, *, full: bool) -> Next:
-        """A batch was taken, which was full or left nothing."""
+    def record_batch(self, now: float, *, full: bool) -> LagAction:
+        """Record a sequenced batch; `full`: it reached the size limit, so events may remain."""
         if not full:
             self._full_since = None
-            return Next.END if self._open else Next.NOTHING
+            return LagAction.CLOSE if self._open else LagAction.NOTHING
         if self._full_since is None:
-            self._full_since = self._look_at = now
-        if now - self._full_since < LAGGING_S or now < self._look_at:
-            return Next.NOTHING
-        self._look_at = now + LAG_LOOK_EVERY_S
-        return Next.LOOK
+            self._full_since = self._check_at = now
+        if now - self._full_since < LAGGING_S or now < self._check_at:
+            return LagAction.NOTHING
+        self._check_at = now + LAG_CHECK_EVERY_S
+        return LagAction.CHECK
 
-    def told(self) -> None:
-        """The tables say that it is going on."""
+    def mark_reported(self) -> None:
+        """Record that the lag is reported in the database."""
         self._open = True
-        self._look_at = float("inf")
+        self._check_at = float("inf")
 
-    def ended(self) -> None:
-        """The tables say that it is over."""
+    def mark_ended(self) -> None:
+        """Record that the end of the lag is in the database."""
         self._open = False
 
-    def forget(self) -> None:
-        """Another replica leads: whatever it does is not known here."""
+    def reset(self) -> None:
+        """Reset after another replica took the lead, whose reports are not known here."""
         self._full_since = None
         self._open = True

@@ -1,16 +1,16 @@
-"""A checkpoint: how far each lane is, told to a receiver that wants to know.
+"""Receiver checkpoints: requests that report each lane's last sequence to a receiver.
 
-A receiver sees a gap when a later number comes.  What was lost at the end of a lane shows
-by nothing, until something tells the last number:
+A receiver detects a gap when a later sequence arrives.  It cannot detect lost deliveries at
+the end of a lane without the last sequence:
 
     {"id": "…", "type": "outbox.checkpoint", "timestamp": "2026-01-31T12:00:00.000000Z",
      "lanes": [{"lane": "6f1c2a349d55-1-0", "generation": 1, "sequence": 41,
-                "given_up": [[37, 38]]}, …]}
+                "dead_lettered": [[37, 38]]}, …]}
 
-`sequence` is the last number of the lane that its receiver has acknowledged, not one that
-was given up; `given_up` has the newest ranges of those below it, if there are any.  A
-checkpoint is signed like a delivery, and is none: it has no lane, number or X-Delivery, is
-not sent again, and an old one that comes late does no harm.
+`sequence` is the last sequence that the receiver acknowledged; `dead_lettered` has the newest
+ranges of dead-lettered sequences below it, if there are any.  A checkpoint is signed like a
+delivery but has no lane, sequence or X-Delivery.  It is not retried, and a receiver can
+process an old one that arrives late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import orjson
 
 from outbox.core.delivery.message import USER_AGENT, Prepared, rfc3339
 from outbox.core.delivery.signature import ID_HEADER
-from outbox.core.model.headers import lines_of, merge
+from outbox.core.model.headers import format_lines, merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,36 +33,36 @@ if TYPE_CHECKING:
 
 TYPE = "outbox.checkpoint"
 LANES_MAX = 2000
-"""Lanes in one checkpoint: all of an endpoint's, and the newest ones of those it had before."""
-GIVEN_UP_MAX = 20
+"""Lanes in one checkpoint: all current lanes and the newest ones of older generations."""
+DEAD_RANGES_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """How far a lane is."""
+class LaneMark:
+    """The progress of one lane in a checkpoint."""
 
     lane: str
     generation: int
-    """It rises when the lanes of an endpoint are made anew."""
+    """The lane generation; it rises when the lanes of an endpoint are replaced."""
     sequence: int
-    """The last number that was delivered, 0 before the first."""
-    given_up: tuple[Range, ...] = ()
-    """The newest of the numbers below it that were not, at most `GIVEN_UP_MAX` ranges."""
+    """The last delivered sequence; 0: none."""
+    dead_lettered: tuple[Range, ...] = ()
+    """The newest dead-lettered sequences below it, at most `DEAD_RANGES_MAX` ranges."""
 
 
 def prepare(
-    checkpoint_id: str, at: datetime, marks: Sequence[Mark], endpoint_headers: Headers = ()
+    checkpoint_id: str, at: datetime, marks: Sequence[LaneMark], endpoint_headers: Headers = ()
 ) -> Prepared:
     """Body and fixed headers of a checkpoint.
 
     Args:
-        checkpoint_id: a UUID of its own.
+        checkpoint_id: a new UUID.
     """
-    lanes = [_told(each) for each in marks]
-    told = {"id": checkpoint_id, "type": TYPE, "timestamp": rfc3339(at), "lanes": lanes}
+    lanes = [_lane_json(each) for each in marks]
+    content = {"id": checkpoint_id, "type": TYPE, "timestamp": rfc3339(at), "lanes": lanes}
     return Prepared(
         message_id=checkpoint_id,
-        lines=lines_of(
+        lines=format_lines(
             (
                 ("Content-Type", "application/json"),
                 ("User-Agent", USER_AGENT),
@@ -70,15 +70,15 @@ def prepare(
                 *merge(endpoint_headers, None),
             )
         ),
-        body=orjson.dumps(told),
+        body=orjson.dumps(content),
     )
 
 
-def parse(body: bytes) -> tuple[Mark, ...] | None:
-    """The marks of a checkpoint; None: it is something else.
+def parse(body: bytes) -> tuple[LaneMark, ...] | None:
+    """The lanes of a checkpoint; None: the body is not a checkpoint.
 
     Raises:
-        ValueError: it says that it is one, and cannot be read; the message is one line.
+        ValueError: the checkpoint is malformed; the message is one line.
     """
     if TYPE.encode() not in body:
         return None
@@ -94,40 +94,44 @@ def parse(body: bytes) -> tuple[Mark, ...] | None:
     return tuple(map(_mark, lanes))
 
 
-def _told(mark: Mark) -> dict[str, object]:
-    told: dict[str, object] = {
+def _lane_json(mark: LaneMark) -> dict[str, object]:
+    fields: dict[str, object] = {
         "lane": mark.lane,
         "generation": mark.generation,
         "sequence": mark.sequence,
     }
-    return told | {"given_up": mark.given_up} if mark.given_up else told
+    return fields | {"dead_lettered": mark.dead_lettered} if mark.dead_lettered else fields
 
 
-def _mark(given: Any) -> Mark:
-    read: dict[str, Any] = given if isinstance(given, dict) else {}
-    lane, generation, sequence = read.get("lane"), read.get("generation"), read.get("sequence")
-    ranges = read.get("given_up", [])
-    are_ranges = isinstance(ranges, list) and len(ranges) <= GIVEN_UP_MAX
+def _mark(value: Any) -> LaneMark:
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    lane, generation, sequence = (
+        fields.get("lane"),
+        fields.get("generation"),
+        fields.get("sequence"),
+    )
+    ranges = fields.get("dead_lettered", [])
+    are_ranges = isinstance(ranges, list) and len(ranges) <= DEAD_RANGES_MAX
     is_whole = are_ranges and all(map(_is_range, ranges))
     if is_whole and _is_lane(lane) and _is_number(generation) and _is_number(sequence):
-        return Mark(lane, generation, sequence, tuple((lo, hi) for lo, hi in ranges))
-    raise ValueError("a lane of the checkpoint has no name, generation and numbers")
+        return LaneMark(lane, generation, sequence, tuple((lo, hi) for lo, hi in ranges))
+    raise ValueError("a lane of the checkpoint has no valid name, generation and sequences")
 
 
-def _is_lane(given: Any) -> TypeGuard[str]:
+def _is_lane(value: Any) -> TypeGuard[str]:
     # No database can hold a NUL character.
-    return isinstance(given, str) and "\0" not in given
+    return isinstance(value, str) and "\0" not in value
 
 
-def _is_number(given: Any) -> TypeGuard[int]:
+def _is_number(value: Any) -> TypeGuard[int]:
     # In Python a bool is an int.
-    return type(given) is int and 0 <= given < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
-def _is_range(given: Any) -> bool:
+def _is_range(value: Any) -> bool:
     return (
-        isinstance(given, list)
-        and len(given) == 2
-        and all(map(_is_number, given))
-        and 0 < given[0] <= given[1]
+        isinstance(value, list)
+        and len(value) == 2
+        and all(map(_is_number, value))
+        and 0 < value[0] <= value[1]
     )

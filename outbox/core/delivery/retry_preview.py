@@ -1,10 +1,9 @@
-"""What a retry policy comes to: when each attempt is made, if all of them fail.
+"""Retry preview: the times of all attempts under a policy, if every attempt fails.
 
-Three receivers fail in the same way: one whose waits are all as short as the
-jitter can make them, one whose waits are the mean, one whose waits are as long
-as can be.  An attempt that a budget of time ends before is not made, so the
-longer the waits, the fewer the attempts.  Attempts themselves take no time
-here, and a `Retry-After` or a closed endpoint only makes it longer.
+The preview has three cases: the shortest, the mean and the longest delays that the jitter can
+draw.  The budget of time can exclude late attempts, so longer delays allow fewer attempts.
+Attempts are assumed to take no time.  A `Retry-After` or an open circuit breaker only makes
+the delays longer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.core.model import duration
-from outbox.core.model.retry_policy import PRESETS, values_of
+from outbox.core.model.retry_policy import PRESETS, format_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A length of time under jitter, in seconds; None: not with waits that long."""
+    """A duration under jitter, in seconds; None: the budget ends before, with such delays."""
 
     min_s: float
     mean_s: float | None
@@ -31,20 +30,20 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RetryPreviewRow:
     """One attempt."""
 
     attempt: int
     delay: Spread
-    """The wait before it."""
+    """The delay before the attempt."""
     elapsed: Spread
     """From the first attempt to this one."""
 
 
-def schedule(policy: RetryPolicy) -> list[Row]:
-    """Every attempt that a delivery can get."""
-    rows = [Row(1, Spread(0.0, 0.0, 0.0), Spread(0.0, 0.0, 0.0))]
-    # Of the shortest, the mean and the longest waits; the first goes on longest.
+def schedule(policy: RetryPolicy) -> list[RetryPreviewRow]:
+    """All attempts that the policy can allow."""
+    rows = [RetryPreviewRow(1, Spread(0.0, 0.0, 0.0), Spread(0.0, 0.0, 0.0))]
+    # With the shortest, mean and longest delays; the shortest allow the most attempts.
     elapsed: list[float | None] = [0.0, 0.0, 0.0]
     while True:
         attempt = rows[-1].attempt
@@ -58,12 +57,14 @@ def schedule(policy: RetryPolicy) -> list[Row]:
         if delays[0] is None or elapsed[0] is None:
             return rows
         rows.append(
-            Row(attempt + 1, Spread(delays[0], *delays[1:]), Spread(elapsed[0], *elapsed[1:]))
+            RetryPreviewRow(
+                attempt + 1, Spread(delays[0], *delays[1:]), Spread(elapsed[0], *elapsed[1:])
+            )
         )
 
 
-def cells(row: Row) -> list[str]:
-    """A row for reading: its number, then least, mean and most of both lengths of time."""
+def cells(row: RetryPreviewRow) -> list[str]:
+    """A row as text: the attempt, then minimum, mean and maximum of delay and elapsed time."""
     times = (
         row.delay.min_s, row.delay.mean_s, row.delay.max_s,
         row.elapsed.min_s, row.elapsed.mean_s, row.elapsed.max_s,
@@ -79,10 +80,10 @@ COLUMNS = (
 
 
 def markdown(policies: Mapping[str, RetryPolicy] = PRESETS) -> str:
-    """A section with a table for each policy, as the guide has it."""
+    """Markdown sections with a table for each policy, for the guide."""
     parts = []
     for name, policy in policies.items():
         rows = [COLUMNS, ["---:"] * len(COLUMNS), *map(cells, schedule(policy))]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        parts.append(f"### `{name}`\n\n`{values_of(policy)}`\n\n{table}\n")
+        parts.append(f"### `{name}`\n\n`{format_values(policy)}`\n\n{table}\n")
     return "\n".join(parts)

@@ -1,20 +1,20 @@
-"""Standard Webhooks 1.0: what a signature vouches for, and what each wrong one is.
+"""Standard Webhooks 1.0 signatures: signing, verification and its errors.
 
 https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
 
 The signed text is `{webhook-id}.{webhook-timestamp}.{body}`; the header
-`webhook-signature` holds one or more signatures, each with its version, set
-apart by spaces.  A sender whose secret is being replaced signs with both.
-Version `v1` is HMAC-SHA256 with a secret that both sides have, `v1a` is ed25519
+`webhook-signature` has one or more signatures, separated by spaces, each with its
+version.  During a secret rotation the sender signs with both secrets.
+Version `v1` is HMAC-SHA256 with a shared secret, `v1a` is ed25519
 (`outbox.core.delivery.ed25519`).
 
     SignatureError
-    ├── MissingHeader        one of the three headers is not there
-    ├── RepeatedHeader       it is there twice: which one was signed?
-    ├── MalformedHeader      it is there, and means nothing
+    ├── MissingHeader        one of the three headers is missing
+    ├── RepeatedHeader       a header occurs twice, so the signed one is unknown
+    ├── MalformedHeader      a header has an invalid value
     ├── TimestampTooOld      a replayed request, or the clocks differ
     ├── TimestampTooNew      the clocks differ
-    └── SignatureMismatch    the secret, the body or the headers are others
+    └── SignatureMismatch    another secret, or a changed body or header
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from outbox.core.delivery.ed25519 import PrivateKey
 
 Key: TypeAlias = bytes | PublicKey
-"""What a signature is checked with: a secret, or a public key."""
+"""A verification key: a shared secret or a public key."""
 SigningKey: TypeAlias = "bytes | PrivateKey"
-"""What signs: a secret that the receiver has, too, or a private key."""
+"""A signing key: a shared secret or a private key."""
 
 SECRET_PREFIX = "whsec_"  # noqa: S105  a prefix, not a secret
 SECRET_BYTES_MIN = 24
@@ -52,8 +52,8 @@ SECRET_BYTES_MAX = 64
 TOLERANCE_S = 300
 SIGNATURES_MAX = 32
 ED25519_SIGNATURES_MAX = 4
-"""In one request.  Each of the latter costs a pass through the body, and anybody can send
-them."""
+"""Signatures per request.  Every ed25519 check costs a pass over the body, and unauthenticated
+senders can cause it."""
 
 ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
@@ -64,11 +64,11 @@ _TIMESTAMP = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
 class SignatureError(OutboxError):
-    """The request is not one that a holder of the secret made just now."""
+    """The request has no valid, recent signature."""
 
 
 class MissingHeader(SignatureError):
-    """A header that every signed request has is not there."""
+    """A required header is missing."""
 
     def __init__(self, header: str) -> None:
         super().__init__(f"the header {header} is missing")
@@ -76,15 +76,15 @@ class MissingHeader(SignatureError):
 
 
 class RepeatedHeader(SignatureError):
-    """A header is there more than once, and only one of them can be the signed one."""
+    """A header occurs more than once, so the signed value is unknown."""
 
     def __init__(self, header: str) -> None:
-        super().__init__(f"the header {header} is there more than once")
+        super().__init__(f"the header {header} occurs more than once")
         self.header = header
 
 
 class MalformedHeader(SignatureError):
-    """A header is there but cannot be read."""
+    """A header has an invalid value."""
 
     def __init__(self, header: str, why: str) -> None:
         super().__init__(f"the header {header} {why}")
@@ -100,22 +100,22 @@ class TimestampTooNew(SignatureError):
 
 
 class SignatureMismatch(SignatureError):
-    """No signature fits: another secret, or somebody changed the request."""
+    """No signature matches: the secret differs, or the request was changed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Signed:
-    """What a good signature vouches for, beside the body."""
+class VerifiedSignature:
+    """The signed values of a verified request, besides the body."""
 
     message_id: str
     timestamp: int
 
 
 def parse_secret(text: str) -> bytes:
-    """The key inside `whsec_…`.
+    """Decode a shared secret, `whsec_…`.
 
     Raises:
-        UsageError: it is not one; the message never shows the secret.
+        UsageError: the text is not a secret; the message never contains it.
     """
     if not text.startswith(SECRET_PREFIX):
         raise UsageError(
@@ -136,10 +136,10 @@ def parse_secret(text: str) -> bytes:
 
 
 def format_secret(secret: bytes) -> str:
-    """`whsec_…` of a key of 24 to 64 bytes.
+    """Encode a shared secret of 24 to 64 bytes as `whsec_…`.
 
     Raises:
-        UsageError: the key is shorter or longer.
+        UsageError: the secret is shorter or longer.
     """
     if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise UsageError(
@@ -149,36 +149,36 @@ def format_secret(secret: bytes) -> str:
 
 
 def sign(secret: bytes, message_id: str, timestamp: int, body: bytes) -> str:
-    """One signature, `v1,…`; `timestamp` is in epoch seconds."""
+    """An HMAC-SHA256 signature, `v1,…`; `timestamp` is in epoch seconds."""
     return f"{_HMAC},{_hmac(secret, f'{message_id}.{timestamp}.'.encode(), body)}"
 
 
 def sign_ed25519(key: PrivateKey, message_id: str, timestamp: int, body: bytes) -> str:
-    """One signature, `v1a,…`; `timestamp` is in epoch seconds."""
+    """An ed25519 signature, `v1a,…`; `timestamp` is in epoch seconds."""
     return f"{_ED25519},{key.sign(f'{message_id}.{timestamp}.'.encode() + body)}"
 
 
 def sign_with(key: SigningKey, message_id: str, timestamp: int, body: bytes) -> str:
-    """One signature of the version that the key is for; `timestamp` is in epoch seconds."""
+    """A signature of the key's version; `timestamp` is in epoch seconds."""
     if isinstance(key, bytes):
         return sign(key, message_id, timestamp, body)
     return sign_ed25519(key, message_id, timestamp, body)
 
 
 def parse_signing_key(text: str) -> SigningKey:
-    """The secret inside `whsec_…`, or the private key inside `whsk_…`.
+    """Decode a shared secret, `whsec_…`, or a private key, `whsk_…`.
 
     Raises:
-        UsageError: it is neither; the message never shows it.
+        UsageError: the text is neither; the message never contains it.
     """
     return parse_private_key(text) if text.startswith(PRIVATE_PREFIX) else parse_secret(text)
 
 
 def parse_key(text: str) -> Key:
-    """The secret inside `whsec_…`, or the public key inside `whpk_…`.
+    """Decode a shared secret, `whsec_…`, or a public key, `whpk_…`.
 
     Raises:
-        UsageError: it is neither; the message never shows a secret.
+        UsageError: the text is neither; the message never contains a secret.
     """
     return parse_public_key(text) if text.startswith(PUBLIC_PREFIX) else parse_secret(text)
 
@@ -189,16 +189,20 @@ def verify(
     keys: Sequence[Key],
     now: float,
     tolerance_s: float = TOLERANCE_S,
-) -> Signed:
-    """Check that a holder of one of `keys` signed this request just now.
+) -> VerifiedSignature:
+    """Verify that one of `keys` signed this request within `tolerance_s` of `now`.
 
-    The names of `headers` may be in any case.  Signatures of versions for which
-    there is no key are passed over, as the specification asks.  `now` is in epoch
-    seconds.
+    Signatures of versions without a key are ignored, as the specification requires.
+
+    Args:
+        headers: of the request; names in any case.
+        keys: at least one; two during a rotation.
+        now: epoch seconds.
+        tolerance_s: maximum difference between `now` and the signed time stamp, in seconds.
 
     Raises:
-        SignatureError: one of its kinds, see the top of this module.
-        UsageError: there is no key to check with.
+        SignatureError: a subclass for each cause, see the top of this module.
+        UsageError: `keys` is empty.
     """
     if not keys:
         raise UsageError("secret: at least one is needed to verify a signature")
@@ -216,23 +220,23 @@ def verify(
     signed = _bytes(ID_HEADER, f"{message_id}.{timestamp_text}.") + body
     match = False
     for key in keys:
-        # No early exit: the time taken must not tell which secret fitted.
+        # No early exit: the duration must not reveal which secret matched.
         if isinstance(key, PublicKey):
             for candidate in candidates[_ED25519]:
-                match |= key.fits(candidate, signed)
+                match |= key.verifies(candidate, signed)
         else:
             expected = _hmac(key, signed).encode("ascii")
             for candidate in candidates[_HMAC]:
                 match |= hmac.compare_digest(expected, _bytes(SIGNATURE_HEADER, candidate))
     if not match:
         raise SignatureMismatch(
-            "no signature fits: the secret is another one, or the request was changed on its way"
+            "no signature matches: the secret differs, or the request was changed in transit"
         )
-    return Signed(message_id, timestamp)
+    return VerifiedSignature(message_id, timestamp)
 
 
 def _signed_headers(headers: Mapping[str, str]) -> tuple[str, str, str]:
-    """Id, time stamp and signatures, as far as they mean something."""
+    """Validated id, time stamp and signatures."""
     wanted = {ID_HEADER: "", TIMESTAMP_HEADER: "", SIGNATURE_HEADER: ""}
     for name, value in headers.items():
         if (lower := name.lower()) in wanted:
@@ -244,8 +248,8 @@ def _signed_headers(headers: Mapping[str, str]) -> tuple[str, str, str]:
             raise MissingHeader(header)
     message_id, timestamp, signatures = wanted.values()
     if "." in message_id:
-        # Else the same bytes could be another id, time and body.
-        raise MalformedHeader(ID_HEADER, 'holds a ".", which is what sets signed parts apart')
+        # Otherwise the same signed bytes could be another id, time stamp and body.
+        raise MalformedHeader(ID_HEADER, 'contains a ".", which separates the signed parts')
     _bytes(ID_HEADER, message_id)
     if not _TIMESTAMP.fullmatch(timestamp):
         raise MalformedHeader(TIMESTAMP_HEADER, "is not a number of epoch seconds")
@@ -253,7 +257,7 @@ def _signed_headers(headers: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def _candidates(text: str, keys: Sequence[Key]) -> dict[str, list[str]]:
-    """The signatures of each version that there is a key for, without their versions."""
+    """The signatures by version, for versions with a key, without the version prefix."""
     versions = {_ED25519 if isinstance(key, PublicKey) else _HMAC for key in keys}
     found: dict[str, list[str]] = {_HMAC: [], _ED25519: []}
     signatures = text.split(" ")
@@ -274,21 +278,21 @@ def _candidates(text: str, keys: Sequence[Key]) -> dict[str, list[str]]:
 
 
 def _hmac(secret: bytes, *signed: bytes) -> str:
-    mac = _begun(secret).copy()
+    mac = _keyed_hmac(secret).copy()
     for part in signed:
         mac.update(part)
     return binascii.b2a_base64(mac.digest(), newline=False).decode("ascii")
 
 
 @lru_cache(1024)
-def _begun(secret: bytes) -> hmac.HMAC:
-    """A MAC with its key taken in: a copy costs less than to begin anew each time."""
+def _keyed_hmac(secret: bytes) -> hmac.HMAC:
+    """A keyed HMAC; copying it is cheaper than keying a new one for each message."""
     return hmac.new(secret, digestmod="sha256")
 
 
 def _bytes(header: str, text: str) -> bytes:
-    """Header text as bytes; servers decode odd bytes to lone surrogates."""
+    """Header text as bytes; servers decode non-ASCII bytes to lone surrogates."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise MalformedHeader(header, "has characters that no header can have") from None
+        raise MalformedHeader(header, "has characters that a header cannot contain") from None

@@ -1,9 +1,9 @@
-"""Tokens: what they look like, and what they may do.
+"""API tokens: format and scopes.
 
-    obx_ and 43 characters of base64url: 256 random bits; for the HTTP API
-    obf_ and as many: for the receiver of one endpoint, to fetch what it was sent
+    obx_ and 43 characters of base64url (256 random bits): for the HTTP API
+    obf_ and 43 characters of base64url: for the receiver of one endpoint, to fetch deliveries
 
-Scopes are exact, none stands for another one.  What is typical:
+Scopes are independent; none includes another one.  Typical sets:
 
     a dashboard                read
     a service that publishes   publish
@@ -33,24 +33,24 @@ EXPIRES_IN_S_MAX = 3650 * 86400.0
 
 _SECRET = re.compile("obx_[A-Za-z0-9_-]{43}")
 _FETCH_SECRET = re.compile("obf_[A-Za-z0-9_-]{43}")
-# It stands in the journal as `token NAME`.
+# The journal has it as `token NAME`.
 _NAME = re.compile("[A-Za-z0-9._-]{1,100}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSettings:
-    """What a token is to be.
+    """The settings of a token.
 
     Raises:
-        UsageError: something of it is wrong; the message begins with its name.
+        UsageError: a setting is invalid; the message starts with its name.
     """
 
     name: str
     scopes: tuple[Scope, ...]
     tenant: str | None = None
-    """It sees and touches what is this tenant's; None: everything."""
+    """The token is limited to this tenant; None: no limit."""
     expires_in_s: float | None = None
-    """None: it is good until somebody revokes it."""
+    """Seconds until it expires; None: it is valid until it is revoked."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -58,62 +58,60 @@ class TokenSettings:
                 f"name: {self.name[:120]!r} is not 1 to 100 letters, digits, dots, dashes or "
                 "underscores"
             )
-        object.__setattr__(self, "scopes", in_order(self.scopes))
+        object.__setattr__(self, "scopes", normalize_scopes(self.scopes))
         check_text("tenant", self.tenant, TENANT_BYTES_MAX)
         if self.expires_in_s is not None and not 0 < self.expires_in_s <= EXPIRES_IN_S_MAX:
             raise UsageError(f"expires: {self.expires_in_s:g} s is not between 0 and ten years")
 
 
-def in_order(scopes: Iterable[str]) -> tuple[Scope, ...]:
-    """Scopes without repetition, in the order of `SCOPES`.
+def normalize_scopes(scopes: Iterable[str]) -> tuple[Scope, ...]:
+    """Scopes without duplicates, in the order of `SCOPES`.
 
     Raises:
-        UsageError: there is none, or one that does not exist.
+        UsageError: there is no scope, or an unknown one.
     """
-    said = set(scopes)
-    if unknown := sorted(said.difference(SCOPES)):
-        raise UsageError(f'scopes: "{unknown[0]}" is none; there are {", ".join(SCOPES)}')
-    if not said:
-        raise UsageError(f"scopes: say at least one of {', '.join(SCOPES)}")
-    return tuple(scope for scope in SCOPES if scope in said)
+    given_scopes = set(scopes)
+    if unknown := sorted(given_scopes.difference(SCOPES)):
+        raise UsageError(f'scopes: "{unknown[0]}" is unknown; use {", ".join(SCOPES)}')
+    if not given_scopes:
+        raise UsageError(f"scopes: at least one of {', '.join(SCOPES)} is required")
+    return tuple(scope for scope in SCOPES if scope in given_scopes)
 
 
 def format_token(random: bytes) -> str:
-    """The secret that these random bytes are, for the API."""
+    """Encode random bytes as an API token."""
     return "obx_" + _text(random)
 
 
 def format_fetch_token(random: bytes) -> str:
-    """The secret that these random bytes are, for a receiver."""
+    """Encode random bytes as a receiver's fetch token."""
     return "obf_" + _text(random)
 
 
 def is_token(text: str) -> bool:
-    """Whether it looks like one, so that nobody need be asked about anything else."""
+    """Whether text has the format of an API token, to avoid a query for other text."""
     return _SECRET.fullmatch(text) is not None
 
 
 def is_fetch_token(text: str) -> bool:
-    """Whether it looks like a receiver's."""
+    """Whether text has the format of a fetch token."""
     return _FETCH_SECRET.fullmatch(text) is not None
 
 
 def digest(secret: str) -> bytes:
-    """What is kept of a secret.
+    """The stored hash of a secret.
 
-    A plain hash will do, because nobody can guess 256 random bits.  It is looked up by
-    an index, and how long that takes tells at most how a hash begins, from which no
-    secret follows.
+    A plain SHA-256 is sufficient for 256 random bits.  The hash is looked up in an index; the
+    duration of the lookup can reveal at most a prefix of the hash, not of the secret.
     """
     return hashlib.sha256(secret.encode()).digest()
 
 
-def is_of(secret: str, kept: bytes) -> bool:
-    """Whether this is what was kept of that secret, compared in constant time.
+def matches_digest(secret: str, kept: bytes) -> bool:
+    """Whether `kept` is the hash of `secret`, compared in constant time.
 
-    Whoever comes here was found by it already.  This makes what lets somebody in a
-    comparison of ours, which neither an index that is damaged nor a statement that is
-    changed one day can take the place of.
+    The row was already found by the hash.  This second comparison keeps authentication
+    independent of a corrupt index or a later change of the statement.
     """
     return hmac.compare_digest(digest(secret), kept)
 

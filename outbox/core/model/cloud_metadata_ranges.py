@@ -1,7 +1,7 @@
-"""Where clouds tell a machine its credentials, and which open networks lead there.
+"""Cloud metadata services: their addresses, and warnings for networks that include them.
 
-Who opens such a network has receivers' URLs lead to what gives away the machine itself.
-It is not refused: somebody may have nothing there, and has everything open.
+If such a network is allowed, an endpoint's URL can reach the machine's credentials.  It is not
+rejected, because the machine may have no metadata service.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ ADDRESSES = tuple(
         "64:ff9b::a9fe:a9fe",
     )
 )
-"""Of AWS, Google and most others; containers on AWS; Azure's agent; Alibaba's; Oracle's; AWS and
-Google by IPv6; and the first one behind NAT64."""
+"""AWS, Google and most others; containers on AWS (two); Azure's agent; Alibaba; Oracle; AWS (two)
+and Google over IPv6; and the first one behind NAT64."""
 
 
-def exposing(networks: Iterable[str | IPv4Network | IPv6Network]) -> list[str]:
-    """What of these networks opens a metadata service, in one sentence for each."""
-    told = []
+def exposed_metadata_warnings(networks: Iterable[str | IPv4Network | IPv6Network]) -> list[str]:
+    """A warning for each network that includes a metadata service."""
+    warnings = []
     for each in networks:
         network = ip_network(each) if isinstance(each, str) else each
-        within = next((address for address in ADDRESSES if address in network), None)
-        if within is not None:
-            told.append(
-                f"{network} has {within} in it, where clouds hand out a machine's credentials"
+        metadata_address = next((address for address in ADDRESSES if address in network), None)
+        if metadata_address is not None:
+            warnings.append(
+                f"{network} includes {metadata_address}, "
+                "where clouds provide a machine's credentials"
             )
-    return told
+    return warnings

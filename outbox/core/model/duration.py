@@ -1,4 +1,4 @@
-"""Lengths of time as people write and read them."""
+"""Durations: parsing and formatting."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from outbox.errors import UsageError
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_S = 36_525 * 86400
-"""A century: a moment so long ago still has a date."""
+"""A century; that long before now is still a valid date."""
 
 _TEXT = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,6})?)([smhd]?)", re.ASCII)
 
 
 def parse(text: str) -> float:
-    """Seconds of `90`, `90s`, `10m`, `2h` or `1.5d`.
+    """Parse a duration such as `90`, `90s`, `10m`, `2h` or `1.5d` to seconds.
 
     Raises:
-        UsageError: it is none of these, or longer than a century.
+        UsageError: the text is not a duration, or longer than a century.
     """
     match = _TEXT.fullmatch(text)
     if not match:
@@ -29,7 +29,7 @@ def parse(text: str) -> float:
 
 
 def exact(seconds: float) -> str:
-    """In the largest unit that divides it, so that `parse` reads it back: `90s`, `24h`."""
+    """Format exactly for `parse`, in the largest unit that divides it: `90s`, `24h`."""
     for unit, size in reversed(UNITS_S.items()):
         # A day is written as hours: "24h from the first attempt" reads better.
         if seconds and seconds % size == 0 and (unit != "d" or seconds > size):
@@ -38,10 +38,10 @@ def exact(seconds: float) -> str:
 
 
 def rounded(seconds: float) -> str:
-    """For reading, in its two largest units: `2.5s`, `51s`, `2m 44s`, `4h 46m`."""
+    """Format rounded to the two largest units: `2.5s`, `51s`, `2m 44s`, `4h 46m`."""
     if seconds < 9.95:
         return f"{seconds:.1f}".removesuffix(".0") + "s"
-    # The smaller unit is rounded first, so that 59.7 s is not "60s".
+    # Round to the smaller unit first, so that 59.7 s is not "60s".
     sizes = sorted(UNITS_S.values(), reverse=True)
     names = {size: unit for unit, size in UNITS_S.items()}
     for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True):

@@ -1,11 +1,11 @@
-"""Keys that secrets at rest are encrypted with: `OUTBOX_KEY`.
+"""Encryption keys for secrets at rest: `OUTBOX_KEY`.
 
     obkey_… [obkey_…]…
 
-The first one encrypts, all of them decrypt; so a new key is put in front, everything is
-encrypted anew (`outbox rekey`), and the old one is taken away.  Each is 32 random bytes
-in base64.  Where a key has to be named, in the database and in messages, its *id* stands
-for it: the beginning of a hash, which tells nothing of the key.
+The first key encrypts, all of them decrypt.  To rotate keys, put a new key first, encrypt all
+secrets again (`outbox rekey`), and remove the old key.  A key is 32 random bytes in base64.
+The database and messages refer to a key by its *id*, a prefix of a hash, which reveals
+nothing about the key.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ _BETWEEN = re.compile(r"[\s,]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """A key, and what it is called."""
+class EncryptionKey:
+    """An encryption key and its id."""
 
     id: str
     value: bytes = field(repr=False)
 
 
-def parse_keys(text: str) -> tuple[Key, ...]:
-    """Keys with spaces, commas or lines between them; none is written twice.
+def parse_keys(text: str) -> tuple[EncryptionKey, ...]:
+    """Parse keys that are separated by whitespace or commas; duplicates are removed.
 
     Raises:
-        UsageError: one is none; the message does not show it.
+        UsageError: a key is invalid; the message does not contain it.
     """
     parts = [part for part in _BETWEEN.split(text) if part]
     if len(parts) > KEYS_MAX:
-        raise UsageError(f"{len(parts)} keys; at most {KEYS_MAX} can be there")
+        raise UsageError(f"{len(parts)} keys; the limit is {KEYS_MAX}")
     keys = tuple(dict.fromkeys(map(_parse, parts)))
     if len({key.id for key in keys}) < len(keys):
-        raise UsageError("two of the keys have the same id; make another one")
+        raise UsageError("two of the keys have the same id; generate another key")
     return keys
 
 
 def format_key(value: bytes) -> str:
-    """`obkey_…` of 32 bytes."""
+    """Encode 32 bytes as `obkey_…`."""
     return PREFIX + base64.urlsafe_b64encode(value).decode().rstrip("=")
 
 
-def _parse(text: str) -> Key:
-    wanted = (
+def _parse(text: str) -> EncryptionKey:
+    message = (
         f"a key must be {PREFIX}, followed by {KEY_BYTES} bytes in base64; "
-        "outbox rekey --generate makes one"
+        "create one with outbox rekey --generate"
     )
     encoded = text.removeprefix(PREFIX).rstrip("=")
     try:
@@ -64,7 +64,7 @@ def _parse(text: str) -> Key:
             encoded.replace("-", "+").replace("_", "/") + "=" * (-len(encoded) % 4), validate=True
         )
     except (binascii.Error, ValueError):
-        raise UsageError(wanted) from None
+        raise UsageError(message) from None
     if encoded == text.rstrip("=") or len(value) != KEY_BYTES:
-        raise UsageError(wanted)
-    return Key(sha256(b"outbox key " + value).hexdigest()[:_ID_CHARS], value)
+        raise UsageError(message)
+    return EncryptionKey(sha256(b"outbox key " + value).hexdigest()[:_ID_CHARS], value)

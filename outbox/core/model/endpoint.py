@@ -1,7 +1,6 @@
-"""Everything that an operator decides about an endpoint, checked as a whole.
+"""Endpoint settings: one validated type with all defaults and limits.
 
-One type holds the settings on their way in (flags, files), in the table, and
-on their way out, so a default and a limit stand in one place.
+The same type is used for input (flags, files, API), for storage and for output.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model import duration, http_status, pattern
 from outbox.core.model.event import TENANT_BYTES_MAX, check_text, encode_headers
-from outbox.core.model.filter import check as check_filter
+from outbox.core.model.filter import validate_filter as check_filter
 from outbox.core.model.headers import header_problem
 from outbox.core.model.response import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
@@ -40,12 +39,12 @@ BATCH_MAX = 1000
 CHECKPOINT_EVERY_MIN_S = 1.0
 EVERYTHING = "**"
 OTHERS = "(other)"
-"""In metrics, the endpoints that have no series of their own."""
+"""The `endpoint` attribute of endpoints without their own series in metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """What an endpoint is to be.
+    """The settings of one endpoint.
 
     Raises:
         UsageError: a setting is wrong; the message begins with its name.
@@ -53,43 +52,43 @@ class EndpointSettings:
 
     name: str
     url: str
-    """Checked for its form by whoever knows which networks are open."""
+    """Validated by the destination, which knows the allowed networks."""
     types: tuple[str, ...] = (EVERYTHING,)
-    """Patterns; none means everything but operational events."""
+    """Patterns; empty: all types except operational events."""
     tenant: str | None = None
-    """None: events of no tenant, unless `all_tenants`."""
+    """None: events without a tenant, unless `all_tenants`."""
     all_tenants: bool = False
     filter: str | None = None
-    """The inside of SQL/JSON path's `$ ? (…)`."""
+    """A condition in SQL/JSON path, the inside of `$ ? (…)`; None: all payloads."""
 
     method: Method = "POST"
     headers: Mapping[str, str] = field(default_factory=dict)
     connect_timeout_s: float = 5.0
     total_timeout_s: float = 15.0
     in_flight_max: int | None = None
-    """So many requests at once, over all lanes; None: one for each lane."""
+    """Concurrent requests over all lanes; None: one for each lane."""
     rate_per_s: float | None = None
-    """At most so many requests are begun in a second, by one relay; None: no limit."""
+    """Requests per second of one relay; None: no limit."""
     batch_max: int | None = None
-    """So many deliveries of a lane in one request, as a JSON array; None: each by itself."""
+    """Deliveries per request, sent as a JSON array; None: requests are not batches."""
     allow_networks: tuple[str, ...] = ()
-    """Private networks that its deliveries may go to, beside those that the relay opens."""
+    """Private networks that are allowed for this endpoint, besides those of the relay."""
     ca: str | None = None
-    """Certificates (PEM) that are trusted instead of the system's authorities."""
+    """Certificates (PEM) to trust instead of the system's authorities."""
 
     retry: RetryPolicy = STANDARD
     retryable: tuple[str, ...] | None = None
-    """Statuses, classes, ranges; None: the usual ones."""
+    """Statuses, classes and ranges to retry; None: the default ones."""
     on_dead_letter: OnDeadLetter = "continue"
     backlog_count_max: int | None = None
-    """At most so many deliveries are kept owed; None: no limit."""
+    """Maximum pending deliveries; older ones are dead-lettered; None: no limit."""
     backlog_age_max_s: float | None = None
-    """None: no limit."""
+    """Maximum age of pending deliveries; None: no limit."""
     disable_after_s: float = 3 * 86400.0
-    """Without a success for so long, it is disabled."""
+    """Seconds without a success after which the endpoint is disabled."""
 
     checkpoint_every_s: float | None = None
-    """So often its receiver is told the last number of each lane; None: never."""
+    """Seconds between two receiver checkpoints; None: none are sent."""
 
     lanes: int = 1
 
@@ -111,7 +110,7 @@ class EndpointSettings:
             check_filter(_text("filter", self.filter))
         _choice("method", self.method, get_args(Method))
         if not isinstance(self.headers, dict):
-            raise UsageError("headers: must be names with values")
+            raise UsageError("headers: must be a mapping of names to values")
         encode_headers(self.headers, header_problem)
         _number("connect_timeout", self.connect_timeout_s, TIMEOUT_S_MAX)
         _number("timeout", self.total_timeout_s, TIMEOUT_S_MAX)
@@ -141,24 +140,24 @@ class EndpointSettings:
 
     @property
     def retryable_statuses(self) -> frozenset[int]:
-        """The statuses that are tried again."""
+        """The statuses that are retried."""
         return RETRYABLE if self.retryable is None else http_status.parse(self.retryable)
 
     @property
     def subscription(self) -> tuple[tuple[str, ...], str | None, bool, str | None]:
-        """What decides which events it gets."""
+        """The settings that select its events: types, tenant, all_tenants, filter."""
         return self.types, self.tenant, self.all_tenants, self.filter
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by field, as JSON can hold them; `from_dict` reads them back."""
+        """All settings by field name, as JSON values; `from_dict` reads them."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EndpointSettings:
-        """Settings from stored values; what is left out is the default.
+        """Settings from stored values; missing ones have their default.
 
         Raises:
-            UsageError: a name is unknown, or a value is wrong.
+            UsageError: a name is unknown, or a value is invalid.
         """
         known = {each.name for each in fields(cls)}
         for name in values:
@@ -170,7 +169,7 @@ class EndpointSettings:
         return cls(**{**values, "retry": retry})
 
     def _set(self, name: str, value: Any) -> None:
-        """Put a value into its one form, before anybody sees it."""
+        """Store a normalized value in the frozen instance."""
         object.__setattr__(self, name, value)
 
 
@@ -181,7 +180,7 @@ def _name(value: object) -> None:
     if len(text.encode()) > NAME_BYTES_MAX:
         raise UsageError(f"name: longer than {NAME_BYTES_MAX} bytes")
     if text == OTHERS:
-        raise UsageError(f'name: "{OTHERS}" stands for all other endpoints in metrics')
+        raise UsageError(f'name: "{OTHERS}" is reserved for the other endpoints in metrics')
 
 
 def _pattern(text: str) -> None:
@@ -208,12 +207,12 @@ def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{name}: must be one of {', '.join(choices)}, not {quoted(value)}")
 
 
-def _number(name: str, value: object, most: float) -> None:
+def _number(name: str, value: object, maximum: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # A NaN fails the comparison.
-    if not (is_number and 0 < value <= most):  # type: ignore[operator]
+    # NaN fails the comparison.
+    if not (is_number and 0 < value <= maximum):  # type: ignore[operator]
         raise UsageError(
-            f"{name}: must be longer than nothing and at most {duration.exact(most)}, "
+            f"{name}: must be longer than 0 s and at most {duration.exact(maximum)}, "
             f"not {quoted(value)}"
         )
 
@@ -222,7 +221,7 @@ def _rate(value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and RATE_PER_S_MIN <= value <= RATE_PER_S_MAX):  # type: ignore[operator]
         raise UsageError(
-            f"rate: must be a number of requests in a second, from {RATE_PER_S_MIN:g} to "
+            f"rate: must be a number of requests per second, from {RATE_PER_S_MIN:g} to "
             f"{RATE_PER_S_MAX:,.0f}, not {value!r}"
         )
 
@@ -234,10 +233,10 @@ def _networks(value: object) -> tuple[str, ...]:
             networks[str(ip_network(text))] = None
         except ValueError:
             raise UsageError(
-                f'allow_networks: "{text[:80]}" is not a range of addresses such as 10.0.0.0/8'
+                f'allow_networks: "{text[:80]}" is not a network such as 10.0.0.0/8'
             ) from None
     if len(networks) > NETWORKS_MAX:
-        raise UsageError(f"allow_networks: {len(networks)} ranges, the limit is {NETWORKS_MAX}")
+        raise UsageError(f"allow_networks: {len(networks)} networks, the limit is {NETWORKS_MAX}")
     return tuple(networks)
 
 
@@ -249,6 +248,6 @@ def _pem(value: object) -> None:
         raise UsageError(f"ca: longer than {CA_BYTES_MAX} bytes")
 
 
-def _integer(name: str, value: object, most: int) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise UsageError(f"{name}: must be between 1 and {most}, not {quoted(value)}")
+def _integer(name: str, value: object, maximum: int) -> None:
+    if type(value) is not int or not 1 <= value <= maximum:
+        raise UsageError(f"{name}: must be between 1 and {maximum}, not {quoted(value)}")

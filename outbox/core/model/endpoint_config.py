@@ -1,17 +1,17 @@
-"""Endpoints as people declare them: in a file, and by the same names everywhere.
+"""Endpoint configuration: the file format and the public names of settings.
 
-    defaults:                    what holds for every endpoint that says nothing else
+    defaults:                    settings of every endpoint below that does not set them
       retry: patient
     endpoints:
       - name: billing
         url: https://example.com/hooks
         types: ["order.*", refund.done]
-        retry: {preset: plane, attempts: 8}
+        retry: {preset: stepped, attempts: 8}
 
-What is left out, or null, is the default; lists and mappings replace those of
-`defaults` as a whole.  A header that is null has the value that it has: values may be
-credentials, and are never told.  An endpoint with an `id` is that endpoint, so another
-name renames it.  A mistake names its place: `endpoints[2].retry.base: …`.
+A setting that is missing or null has its default; lists and mappings replace those of
+`defaults` completely.  A header that is null keeps its current value, because values may be
+credentials and are never output.  An `id` refers to an existing endpoint, so a different name
+renames it.  Error messages start with the position: `endpoints[2].retry.base: …`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from uuid import UUID
 
 from outbox.core.model import duration, retry_policy
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.model.text import cut, quoted
+from outbox.core.model.text import quoted, truncate
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Where a setting's name for people is not its field's.
+# Public names that differ from the field's name.
 _NAMES = {
     "connect_timeout_s": "connect_timeout",
     "total_timeout_s": "timeout",
@@ -41,7 +41,7 @@ _NAMES = {
     "checkpoint_every_s": "checkpoint_every",
 }
 FIELDS = {_NAMES.get(each.name, each.name): each.name for each in fields(EndpointSettings)}
-"""Names of settings, and the fields that hold them, in the order in which they are shown."""
+"""Public names of settings and their fields, in display order."""
 
 FLAGS = {
     "allow_network": "allow_networks",
@@ -49,8 +49,7 @@ FLAGS = {
     "policy": "retry",
     "type": "types",
 }
-"""Flags that are called otherwise than what they set: one gives one of many, and a policy
-is of retries."""
+"""Flags whose name differs from the setting: repeatable flags are singular."""
 
 _DEFAULTS = EndpointSettings(name="-", url="-")
 _TIMES = frozenset(name for name in FIELDS.values() if name.endswith("_s")) - {"rate_per_s"}
@@ -58,140 +57,141 @@ _LISTS = frozenset({"allow_networks", "retryable", "types"})
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
-    """One endpoint of a file."""
+class DeclaredEndpoint:
+    """One endpoint of a configuration file."""
 
     place: str
-    """Such as `endpoints[2]`, for messages."""
+    """The position for messages, such as `endpoints[2]`."""
     id: UUID | None
     settings: EndpointSettings
     kept_headers: tuple[str, ...] = ()
-    """Headers without a value here: they keep the one that they have."""
+    """Headers that are null in the file and keep their current value."""
 
-    def settings_over(self, there: EndpointSettings | None) -> EndpointSettings:
-        """The settings, with the headers whose values stay.
+    def merge_over(self, there: EndpointSettings | None) -> EndpointSettings:
+        """The declared settings with the current values of `kept_headers`.
 
         Args:
-            there: the endpoint's settings as they are; None: it is new.
+            there: the current settings; None: the endpoint is new.
 
         Raises:
-            UsageError: it has no such header.
+            UsageError: a kept header has no current value.
         """
-        return _with_kept(self.settings, self.kept_headers, there)
+        return _apply_kept_headers(self.settings, self.kept_headers, there)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A setting that is another one now, as text."""
+class SettingDifference:
+    """A changed setting, with both values as text."""
 
     setting: str
     old: str
     new: str
 
 
-def read(document: object) -> list[Declared]:
-    """The endpoints of a file that YAML, JSON or TOML made of its text.
+def parse_file(document: object) -> list[DeclaredEndpoint]:
+    """The endpoints of a parsed YAML, JSON or TOML document.
 
     Raises:
-        UsageError: something is wrong; the message begins with its place.
+        UsageError: the document is invalid; the message starts with the position.
     """
     if not isinstance(document, dict) or not isinstance(document.get("endpoints"), list):
-        raise UsageError("endpoints: there must be a list of them")
-    _known(document, ("defaults", "endpoints"), "the file")
+        raise UsageError("endpoints: must be a list of endpoints")
+    _check_names(document, ("defaults", "endpoints"), "the file")
     defaults = _mapping(document.get("defaults") or {}, "defaults")
-    _known(defaults, [name for name in FIELDS if name not in ("name", "url")], "defaults")
+    _check_names(defaults, [name for name in FIELDS if name not in ("name", "url")], "defaults")
     trial = {"name": "-", "url": "-", **defaults}
-    _take_kept(trial)
+    _pop_kept_headers(trial)
     _settings(trial, "defaults")
-    declared: list[Declared] = []
+    declared: list[DeclaredEndpoint] = []
     for i, each in enumerate(document["endpoints"]):
         place = f"endpoints[{i}]"
         values = _mapping(each, place)
-        _known(values, ["id", *FIELDS], place)
+        _check_names(values, ["id", *FIELDS], place)
         for name in ("name", "url"):
             if values.get(name) is None:
                 raise UsageError(f"{place}.{name}: is missing")
         merged = {**defaults, **values}
         endpoint_id = _id(merged.pop("id", None), place)
-        kept = _take_kept(merged)
-        declared.append(Declared(place, endpoint_id, _settings(merged, place), kept))
-    _unique(declared)
+        kept = _pop_kept_headers(merged)
+        declared.append(DeclaredEndpoint(place, endpoint_id, _settings(merged, place), kept))
+    _check_unique(declared)
     return declared
 
 
-def one(values: Mapping[str, Any], there: EndpointSettings | None = None) -> EndpointSettings:
-    """The settings of one endpoint; what is not said is the default.
+def parse_one(values: Mapping[str, Any], there: EndpointSettings | None = None) -> EndpointSettings:
+    """The settings of one endpoint from values by public name.
 
     Args:
-        there: the settings it has, which stay where nothing is said.
+        there: the current settings, kept where `values` has none; None: the defaults.
 
     Raises:
-        UsageError: something is wrong; the message begins with its name.
+        UsageError: a value is invalid; the message starts with its name.
     """
-    _known(values, list(FIELDS), "an endpoint")
+    _check_names(values, list(FIELDS), "an endpoint")
     values = dict(values)
-    kept = _take_kept(values)
-    given = {FIELDS[name]: _read(name, each) for name, each in values.items() if each is not None}
+    kept = _pop_kept_headers(values)
+    given = {
+        FIELDS[name]: _convert(name, each) for name, each in values.items() if each is not None
+    }
     if there is None:
-        return _with_kept(EndpointSettings(**given), kept, None)
-    usual = {FIELDS[n]: getattr(_DEFAULTS, FIELDS[n]) for n, each in values.items() if each is None}
-    return _with_kept(replace(there, **given, **usual), kept, there)
+        return _apply_kept_headers(EndpointSettings(**given), kept, None)
+    defaults = {
+        FIELDS[n]: getattr(_DEFAULTS, FIELDS[n]) for n, each in values.items() if each is None
+    }
+    return _apply_kept_headers(replace(there, **given, **defaults), kept, there)
 
 
-def write(settings: EndpointSettings) -> dict[str, Any]:
-    """An endpoint as a file declares it; what is the default is left out."""
+def to_file_values(settings: EndpointSettings) -> dict[str, Any]:
+    """The settings by public name as in a file, without defaults."""
     return {
-        name: value(settings, name)
+        name: setting_value(settings, name)
         for name, field in FIELDS.items()
         if getattr(settings, field) != getattr(_DEFAULTS, field)
     }
 
 
-def value(settings: EndpointSettings, name: str) -> Any:
-    """One setting, by its name for people and as a file has it."""
+def setting_value(settings: EndpointSettings, name: str) -> Any:
+    """One setting by its public name, as in a file."""
     field = FIELDS[name]
-    held = getattr(settings, field)
-    if held is None:
+    field_value = getattr(settings, field)
+    if field_value is None:
         return None
     if name == "headers":
-        # Nobody is told what may be a credential; null keeps it.
-        return dict.fromkeys(held)
-    if isinstance(held, retry_policy.RetryPolicy):
-        return retry_policy.describe(held)
-    if isinstance(held, tuple):
-        return list(held)
-    return duration.exact(held) if field in _TIMES else held
+        # A header may be a credential: output null, which keeps the value on input.
+        return dict.fromkeys(field_value)
+    if isinstance(field_value, retry_policy.RetryPolicy):
+        return retry_policy.describe(field_value)
+    if isinstance(field_value, tuple):
+        return list(field_value)
+    return duration.exact(field_value) if field in _TIMES else field_value
 
 
-def differences(old: EndpointSettings, new: EndpointSettings) -> list[Difference]:
-    """Which settings are others, in their order.
-
-    Values of headers are not told: they may be credentials.
-    """
+def differences(old: EndpointSettings, new: EndpointSettings) -> list[SettingDifference]:
+    """The changed settings, in display order, without the values of headers."""
     return [
-        Difference(name, _told(old, name), _told(new, name, changed=True))
+        SettingDifference(name, _display(old, name), _display(new, name, changed=True))
         for name, field in FIELDS.items()
         if getattr(old, field) != getattr(new, field)
     ]
 
 
-def _told(settings: EndpointSettings, name: str, *, changed: bool = False) -> str:
-    held = value(settings, name)
+def _display(settings: EndpointSettings, name: str, *, changed: bool = False) -> str:
+    field_value = setting_value(settings, name)
     if name == "headers":
-        names = " ".join(sorted(held)) or "none"
-        return f"{names} (values not shown)" if held and changed else names
-    if held is None or held == []:
-        return "the usual" if name in ("ca", "retryable") and held is None else "none"
+        names = " ".join(sorted(field_value)) or "none"
+        return f"{names} (values not shown)" if field_value and changed else names
+    if field_value is None or field_value == []:
+        return "default" if name in ("ca", "retryable") and field_value is None else "none"
     if name == "ca":
-        # Long, and nobody reads it; what is in it `outbox endpoint show` tells.
-        return f"certificates, SHA-256 {sha256(held.encode()).hexdigest()[:12]}"
-    if isinstance(held, bool):
-        return "yes" if held else "no"
-    return " ".join(held) if isinstance(held, list) else str(held)
+        # `outbox endpoint show` prints the certificates.
+        return f"certificates, SHA-256 {sha256(field_value.encode()).hexdigest()[:12]}"
+    if isinstance(field_value, bool):
+        return "yes" if field_value else "no"
+    return " ".join(field_value) if isinstance(field_value, list) else str(field_value)
 
 
-def _take_kept(values: dict[str, Any]) -> tuple[str, ...]:
-    """Take headers without a value out of what was said; returns their names."""
+def _pop_kept_headers(values: dict[str, Any]) -> tuple[str, ...]:
+    """Remove headers with the value null from `values` and return their names."""
     headers = values.get("headers")
     if not isinstance(headers, dict):
         return ()
@@ -199,7 +199,7 @@ def _take_kept(values: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(name) for name, value in headers.items() if value is None)
 
 
-def _with_kept(
+def _apply_kept_headers(
     settings: EndpointSettings, kept: Sequence[str], there: EndpointSettings | None
 ) -> EndpointSettings:
     if not kept:
@@ -208,7 +208,9 @@ def _with_kept(
     headers = dict(settings.headers)
     for name in kept:
         if there is None or name.lower() not in has:
-            raise UsageError(f"headers.{name}: has no value here, and none that could stay")
+            raise UsageError(
+                f"headers.{name}: has no value, and the endpoint has no such header to keep"
+            )
         headers[name] = there.headers[has[name.lower()]]
     return replace(settings, headers=headers)
 
@@ -217,7 +219,7 @@ def _settings(values: Mapping[str, Any], place: str) -> EndpointSettings:
     try:
         return EndpointSettings(
             **{
-                FIELDS[name]: _read(name, given)
+                FIELDS[name]: _convert(name, given)
                 for name, given in values.items()
                 if given is not None
             }
@@ -226,8 +228,8 @@ def _settings(values: Mapping[str, Any], place: str) -> EndpointSettings:
         raise UsageError(f"{place}.{error}") from None
 
 
-def _read(name: str, given: Any) -> Any:
-    """A value of a file as its field holds it."""
+def _convert(name: str, given: Any) -> Any:
+    """Convert a value of a file to its field's type."""
     if name == "retry":
         return _policy(given)
     if name in _LISTS:
@@ -246,45 +248,47 @@ def _policy(given: Any) -> retry_policy.RetryPolicy:
     if isinstance(given, str):
         return retry_policy.parse(given)
     if not isinstance(given, dict):
-        raise UsageError("retry: must be a policy such as patient, or values such as {base: 5s}")
+        raise UsageError(
+            "retry: must be a policy name such as patient, or a mapping such as {base: 5s}"
+        )
     values = dict(given)
     name = values.pop("preset", "standard")
     if not isinstance(name, str):
         raise UsageError("retry.preset: must be a name")
-    return retry_policy.changed(retry_policy.preset(name), values)
+    return retry_policy.with_values(retry_policy.preset(name), values)
 
 
 def _mapping(given: object, place: str) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise UsageError(f"{place}: must be settings with values")
+        raise UsageError(f"{place}: must be a mapping of settings to values")
     return given
 
 
-def _known(given: Mapping[Any, Any], names: Sequence[str], place: str) -> None:
+def _check_names(given: Mapping[Any, Any], names: Sequence[str], place: str) -> None:
     for name in given:
         if name not in names:
             near = [FLAGS.get(str(name), ""), *difflib.get_close_matches(str(name), names, 1)]
             near = [each for each in near if each in names]
             hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(names)}"
-            raise UsageError(f'{place}: there is no setting "{cut(str(name))}"; {hint}')
+            raise UsageError(f'{place}: there is no setting "{truncate(str(name))}"; {hint}')
 
 
 def _id(given: object, place: str) -> UUID | None:
     if given is None:
         return None
     try:
-        # Nothing but a text is written out: it may be a list of lists without end.
+        # Only text is converted: another value may be a deeply nested list.
         return UUID(given if isinstance(given, str) else "")
     except ValueError:
         raise UsageError(f"{place}.id: {quoted(given)} is not the id of an endpoint") from None
 
 
-def _unique(declared: Sequence[Declared]) -> None:
+def _check_unique(declared: Sequence[DeclaredEndpoint]) -> None:
     seen: dict[object, str] = {}
     for each in declared:
         for what, key in (("name", each.settings.name), ("id", each.id)):
             if key is None:
                 continue
             if key in seen:
-                raise UsageError(f'{each.place}.{what}: "{key}" stands at {seen[key]}, too')
+                raise UsageError(f'{each.place}.{what}: "{key}" is already used by {seen[key]}')
             seen[key] = each.place

@@ -1,18 +1,18 @@
-"""How an endpoint is, in one word: the same in every listing, on the page and in the API."""
+"""Endpoint status: one word for listings, the page and the API."""
 
 from __future__ import annotations
 
 HEALTHY, BLOCKED, DRAINING = "healthy", "blocked", "draining"
 
 
-def condition(state: str, health: str | None, *, blocked: bool, subscribed: bool) -> str:
-    """The word that says most: its operator's, or what waits for one, or its receiver's.
+def endpoint_status(state: str, health: str | None, *, blocked: bool, subscribed: bool) -> str:
+    """The status: the operator's state first, then blocked lanes, then the circuit breaker.
 
     Args:
         state: active, paused, disabling, disabled or removing.
-        health: healthy, failing, refusing or recovering; None: nobody has looked yet.
-        blocked: one of its lanes waits for an operator.
-        subscribed: it gets what is new.
+        health: healthy, failing, rejecting or recovering; None: not yet known.
+        blocked: whether one of its lanes is blocked.
+        subscribed: whether it gets new events.
     """
     if state != "active":
         return state

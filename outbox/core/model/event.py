@@ -1,17 +1,17 @@
-"""What an event may be: the limits of the contract, told before the database.
+"""Event validation: the limits of the contract, checked before the database.
 
-The same limits are CHECKs of the table `outbox`, because a plain INSERT is a
-producer too.  Told here, they cost no round trip and leave the caller's
-transaction alive.
+The table `outbox` has the same limits as CHECK constraints, because a plain INSERT is a
+producer as well.  Checking here costs no round trip and does not abort the caller's
+transaction.
 
     type        dotted segments of letters, digits and _; 255 bytes
     key         1 to 512 bytes
     tenant      1 to 255 bytes
     once        1 to 512 bytes; once_for: more than 0, at most a century
-    headers     names and values that HTTP can carry; 8192 bytes as JSON, and (told here
-                alone) 64 of them
-    payload     JSON that jsonb can hold; the size is a setting of the database
-    deliver_at  a time that says its zone
+    headers     names and values that are valid in HTTP; 8192 bytes as JSON, and (checked
+                only here) at most 64
+    payload     JSON that is valid as jsonb; the size limit is a setting in the database
+    deliver_at  a time with a time zone
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.model.headers import WIRE_COUNT_MAX, event_header_problem, same_name
+from outbox.core.model.headers import WIRE_COUNT_MAX, event_header_problem, normalize_name
 from outbox.core.model.pattern import RESERVED_PREFIX, TYPE_BYTES_MAX
 from outbox.errors import InvalidEvent
 
@@ -45,10 +45,10 @@ _NUL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def check_type(value: object) -> str:
-    """The type itself.
+    """Validate and return an event type.
 
     Raises:
-        InvalidEvent: it is not one, too long, or reserved.
+        InvalidEvent: the type is malformed, too long or reserved.
     """
     text = _text("type", value, TYPE_BYTES_MAX)
     if not _TYPE.fullmatch(text):
@@ -61,10 +61,10 @@ def check_type(value: object) -> str:
 
 
 def check_text(field: str, value: object, bytes_max: int) -> str | None:
-    """A key, tenant or once key itself; None stays None.
+    """Validate and return a key, tenant or idempotency key; None is valid.
 
     Raises:
-        InvalidEvent: it is no text, empty or too long.
+        InvalidEvent: the value is not text, empty or too long.
     """
     return None if value is None else _text(field, value, bytes_max)
 
@@ -73,14 +73,14 @@ def encode_headers(
     headers: Mapping[str, str] | None,
     problem_of: Callable[[str, object], str | None] = event_header_problem,
 ) -> str | None:
-    """Headers as JSON text; None when there are none.
+    """Validate headers and return them as JSON text; None if there are none.
 
     Args:
-        problem_of: why one cannot go along.
+        problem_of: returns why a header is invalid, or None.
 
     Raises:
-        InvalidEvent: HTTP cannot carry one of them, one is reserved, two
-            differ in case only, or all together are too long.
+        InvalidEvent: a header is invalid or reserved, two names differ only in case, or the
+            headers are too many or too long.
     """
     if not headers:
         return None
@@ -89,14 +89,14 @@ def encode_headers(
         if not isinstance(name, str):
             raise InvalidEvent("headers", f"a name is {type(name).__name__}, not text")
         problem = problem_of(name, value)
-        if problem is None and same_name(name) in seen:
-            problem = "stands there twice"
+        if problem is None and normalize_name(name) in seen:
+            problem = "occurs twice"
         if problem is not None:
             raise InvalidEvent("headers", f"{_short(name)} {problem}")
-        seen.add(same_name(name))
+        seen.add(normalize_name(name))
     if len(seen) > WIRE_COUNT_MAX:
-        raise InvalidEvent("headers", f"{len(seen)} of them, the limit is {WIRE_COUNT_MAX}")
-    # Written as jsonb writes itself, so that the size is the database's.
+        raise InvalidEvent("headers", f"{len(seen)} headers, the limit is {WIRE_COUNT_MAX}")
+    # The text format of jsonb, so that the size is the one that the database checks.
     text = json.dumps(dict(headers), ensure_ascii=False)
     if len(text) > HEADERS_BYTES_MAX:
         raise InvalidEvent(
@@ -106,23 +106,23 @@ def encode_headers(
 
 
 def expires_in_s(value: timedelta | float | None) -> float | None:
-    """Seconds from now to the end of the event's worth.
+    """Validate the time to the event's expiry and return it in seconds.
 
     Raises:
-        InvalidEvent: it is not a duration, not positive, or beyond a century.
+        InvalidEvent: the value is not a duration, not positive, or longer than a century.
     """
     return _seconds("expires_in", value)
 
 
 def once_for_s(value: timedelta | float | None, once: str | None) -> float | None:
-    """Seconds for which nobody else gets a once key; None: as long as usual.
+    """Validate the lifetime of an idempotency key and return it in seconds; None: the default.
 
     Raises:
-        InvalidEvent: it is not a duration, not positive, beyond a century, or there
-            is no once key.
+        InvalidEvent: the value is not a duration, not positive, longer than a century, or
+            there is no idempotency key.
     """
     if value is not None and once is None:
-        raise InvalidEvent("once_for", "goes with once")
+        raise InvalidEvent("once_for", "requires once")
     return _seconds("once_for", value)
 
 
@@ -141,32 +141,31 @@ def _seconds(field: str, value: timedelta | float | None) -> float | None:
 
 
 def deliver_at(value: datetime | None) -> str | None:
-    """When an event is to enter the outbox, as text that no session's zone changes.
+    """Validate the delivery time and return it as text in UTC, independent of the session.
 
     Raises:
-        InvalidEvent: it is no time, or one that does not say its zone.
+        InvalidEvent: the value is not a datetime or has no time zone.
     """
     if value is None:
         return None
     if not isinstance(value, datetime):
         raise InvalidEvent("deliver_at", f"{type(value).__name__} is not a datetime")
     if value.utcoffset() is None:
-        raise InvalidEvent("deliver_at", "has no time zone; say datetime.now(UTC) + …")
+        raise InvalidEvent("deliver_at", "has no time zone; use datetime.now(UTC) + …")
     try:
         return value.astimezone(UTC).isoformat()
     except OverflowError:
-        raise InvalidEvent("deliver_at", "lies beyond all calendars") from None
+        raise InvalidEvent("deliver_at", "is out of range in UTC") from None
 
 
 def encode_payload(value: Any) -> str:
-    """A payload as JSON text.
+    """Encode a payload as JSON text.
 
-    Bytes are taken as JSON that was written already, everything else is
-    written: dicts with text keys, lists, text, numbers of 64 bits, booleans,
-    None, and what orjson knows beside (datetime, UUID, dataclasses, enums).
+    Bytes are used as JSON text.  Other values are encoded by orjson: dicts with text keys,
+    lists, text, 64-bit numbers, booleans, None, datetime, UUID, dataclasses and enums.
 
     Raises:
-        InvalidEvent: it is not JSON, or JSON that jsonb cannot hold.
+        InvalidEvent: the value is not JSON, or not valid as jsonb.
     """
     if isinstance(value, bytes | bytearray | memoryview):
         raw = bytes(value)
@@ -179,12 +178,12 @@ def encode_payload(value: Any) -> str:
             raw = orjson.dumps(value)
         except TypeError as error:
             raise InvalidEvent("payload", f"not JSON: {error}") from None
-        # orjson writes NaN as null, which is another value.
+        # orjson encodes NaN as null, which would change the value.
         if b"null" in raw and _has_nan(value):
-            raise InvalidEvent("payload", "NaN and infinity are not JSON; write null or a text")
+            raise InvalidEvent("payload", "NaN and infinity are not JSON; use null or text")
     text = raw.decode()
     if "\\u0000" in text and _NUL_ESCAPE.search(text):
-        raise InvalidEvent("payload", "PostgreSQL cannot hold a NUL character (\\u0000) in text")
+        raise InvalidEvent("payload", "PostgreSQL cannot store a NUL character (\\u0000) in text")
     return text
 
 
@@ -194,9 +193,9 @@ def _text(field: str, value: object, bytes_max: int) -> str:
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
-        raise InvalidEvent(field, "not Unicode text: it has half of a surrogate pair") from None
+        raise InvalidEvent(field, "not Unicode text: it has a lone surrogate") from None
     if "\0" in value:
-        raise InvalidEvent(field, "PostgreSQL cannot hold a NUL character")
+        raise InvalidEvent(field, "PostgreSQL cannot store a NUL character")
     if not 1 <= size <= bytes_max:
         raise InvalidEvent(field, f"{size} bytes, must be 1 to {bytes_max}")
     return value

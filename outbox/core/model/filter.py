@@ -1,19 +1,17 @@
-"""What a filter may say: the inside of `$ ? (…)`, a condition on the payload.
+"""Filter validation: a filter is a SQL/JSON path condition on the payload, inside `$ ? (…)`.
 
-The language is SQL/JSON path as the database has it; the database also says
-whether a filter is written correctly.  Refused here is what would let one
-endpoint's filter hold up everybody's events, or fail while it is asked:
+The database checks the syntax.  This module rejects conditions that could delay the events of
+all endpoints, or that fail during evaluation:
 
-* a comparison of two paths: PostgreSQL compares each of the one with each of the other,
-  and no time-out interrupts that (two arrays of 100,000 took minutes);
-* `**`, filters inside the filter, several subscripts in one pair of brackets, and more than
-  one `keyvalue()`, whose work or memory multiplies with every level;
-* back-references and looking around in like_regex, which do not match in linear time;
-* variables, of which there are none, and methods for times, whose outcome
-  depends on the session's time zone: both are errors even where PostgreSQL
-  says that errors are suppressed;
-* what closes the condition and begins something after it, comments, and
-  backslashes outside of texts, which could hide any of these.
+* a comparison of two paths: PostgreSQL compares each value of one with each value of the other,
+  and no time-out interrupts it (two arrays of 100,000 took minutes);
+* `**`, nested filters, several subscripts in one pair of brackets, and more than one
+  `keyvalue()`: their time or memory multiplies with each level;
+* back-references and lookaround in like_regex, which do not match in linear time;
+* variables, which are never defined, and date and time methods, whose result depends on the
+  session's time zone: both raise errors even where PostgreSQL suppresses errors;
+* brackets that end the condition early, comments, and backslashes outside of strings, which
+  could hide any of these.
 """
 
 from __future__ import annotations
@@ -36,23 +34,23 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(?:u\{([0-9A-Fa-f]{1,6})\}|u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2})|(.))")
-# A backslash that is not itself escaped, and the number of a group.
+# An unescaped backslash and a group number.
 _BACK_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\\[1-9]")
-_LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
+_LOOKAROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")
 _TIMES = frozenset({"date", "datetime", "time", "time_tz", "timestamp", "timestamp_tz"})
-_REFUSED = {
-    "**": '"**" looks at every level of the payload; name the way, as in $.order.items[*].sku',
-    "/*": "comments have no place here",
-    "?": "a filter inside the filter is not allowed; join conditions with &&",
-    "\\": "a backslash may stand in a text only",
+_REJECTED = {
+    "**": '"**" searches every level of the payload; write the path, as in $.order.items[*].sku',
+    "/*": "comments are not allowed",
+    "?": "a nested filter is not allowed; join conditions with &&",
+    "\\": "a backslash is allowed only in a string",
 }
 
 
-def check(text: str) -> None:
-    """Refuse what the database must not be asked.
+def validate_filter(text: str) -> None:
+    """Reject a filter that is unsafe to evaluate.
 
     Raises:
-        UsageError: one line that says what is wrong.
+        UsageError: the filter is not allowed; the message is one line.
     """
     if not text.strip():
         raise UsageError("filter: is empty; write a condition such as @.total > 100")
@@ -69,7 +67,7 @@ def check(text: str) -> None:
             continue
         if kind == "variable":
             raise UsageError(
-                f"filter: there are no variables, such as {text[match.start() :][:20]}"
+                f"filter: variables such as {text[match.start() :][:20]} are not allowed"
             )
         if kind == "text" and last_word == "like_regex":
             _check_regex(piece)
@@ -77,16 +75,16 @@ def check(text: str) -> None:
         if is_method and piece.lower() in _TIMES:
             raise UsageError(
                 f"filter: .{piece}() depends on the time zone and is not allowed; "
-                "times in RFC 3339 and UTC compare as texts"
+                "times in RFC 3339 and UTC compare as strings"
             )
         keyvalues += is_method and piece.lower() == "keyvalue"
         if keyvalues > 1:
-            raise UsageError("filter: .keyvalue() may stand in it once")
+            raise UsageError("filter: .keyvalue() is allowed only once")
         if piece == '"':
-            raise UsageError('filter: a text is not closed: a " is missing')
-        if piece in _REFUSED:
-            raise UsageError(f"filter: {_REFUSED[piece]}")
-        _enter(clauses, piece, is_comparison=kind == "comparison")
+            raise UsageError('filter: a string is not closed: a " is missing')
+        if piece in _REJECTED:
+            raise UsageError(f"filter: {_REJECTED[piece]}")
+        _process_token(clauses, piece, is_comparison=kind == "comparison")
         last_word = piece.lower() if kind == "word" else ""
         before = piece
     if len(clauses) > 1:
@@ -95,21 +93,21 @@ def check(text: str) -> None:
 
 @dataclass(slots=True)
 class _Clause:
-    """What stands in one pair of brackets, up to where it is read."""
+    """Parser state of one pair of brackets."""
 
     opened_by: str
     has_path: bool = False
-    """The operand that is read now leads into the payload."""
+    """Whether the current operand has a path into the payload."""
     compared_with_path: bool = False
-    """So does the one that it is compared with."""
+    """Whether the left operand of the current comparison has one."""
     ever_has_path: bool = False
 
 
 _CLOSES = {"(": ")", "[": "]"}
 
 
-def _enter(clauses: list[_Clause], piece: str, *, is_comparison: bool) -> None:
-    """Read on: nothing is compared but a path with a constant."""
+def _process_token(clauses: list[_Clause], piece: str, *, is_comparison: bool) -> None:
+    """Process a token; a path may only be compared with a constant."""
     clause = clauses[-1]
     if is_comparison:
         clause.compared_with_path, clause.has_path = clause.has_path, False
@@ -119,35 +117,35 @@ def _enter(clauses: list[_Clause], piece: str, *, is_comparison: bool) -> None:
         clauses.append(_Clause(piece))
     elif piece in _CLOSES.values():
         if _CLOSES.get(clause.opened_by) != piece:
-            raise UsageError(f'filter: a "{piece}" closes what was never opened')
+            raise UsageError(f'filter: a "{piece}" has no opening bracket')
         clauses.pop()
         if clause.ever_has_path:
-            _lead(clauses[-1])
+            _record_path(clauses[-1])
     elif piece in ("@", "$"):
-        _lead(clause)
+        _record_path(clause)
     elif piece == "," and clause.opened_by == "[":
         raise UsageError(
-            "filter: one subscript at a time; join conditions with ||, or name a range (0 to 3)"
+            "filter: use one subscript; join conditions with ||, or use a range (0 to 3)"
         )
 
 
-def _lead(clause: _Clause) -> None:
-    """There is a path into the payload."""
+def _record_path(clause: _Clause) -> None:
+    """Record a path into the payload in the current operand."""
     clause.has_path = clause.ever_has_path = True
     if clause.compared_with_path:
         raise UsageError(
-            "filter: compare with a constant; two numbers of the payload by their difference, "
-            "as in (@.total - @.paid) > 0"
+            "filter: compare with a constant; for two numbers of the payload compare their "
+            "difference, as in (@.total - @.paid) > 0"
         )
 
 
 def _check_regex(literal: str) -> None:
-    """Refuse what a regular expression, in quotation marks, must not have."""
+    """Reject back-references and lookaround in a quoted regular expression."""
     expression = _ESCAPE.sub(_unescape, literal[1:-1])
     if _BACK_REFERENCE.search(expression):
         raise UsageError("filter: back-references such as \\1 are not allowed in like_regex")
-    if _LOOKS_AROUND.search(expression):
-        raise UsageError("filter: looking ahead, as (?=…) does, is not allowed in like_regex")
+    if _LOOKAROUND.search(expression):
+        raise UsageError("filter: lookaround such as (?=…) is not allowed in like_regex")
 
 
 def _unescape(match: re.Match[str]) -> str:

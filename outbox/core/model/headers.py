@@ -1,20 +1,18 @@
-"""Headers of others in requests of ours: which may go along, and whose count.
+"""Custom headers: which headers of endpoints and events are sent, and their precedence.
 
-An endpoint's headers (an API key, say) and an event's (`traceparent` is one) go
-along unless they could change what a header of ours says, how the request is
-framed, or where it goes.  Such headers, and those whose name or value HTTP/1.1
-cannot carry unharmed (RFC 9110, 5.5 and 5.6.2; values outside ASCII have no
-agreed meaning), are refused where somebody can be told, and left out where
-nobody can: a bad header never stops a delivery.
+Headers of an endpoint (for example an API key) and of an event (for example `traceparent`)
+are sent unless they would change a header of the relay, the framing or the routing of the
+request.  Such headers, and names or values that are invalid in HTTP/1.1 (RFC 9110, 5.5 and
+5.6.2; non-ASCII values have no defined encoding), are rejected at input and omitted at
+delivery: an invalid header never blocks a delivery.
 
-An event goes to many endpoints, and whoever publishes it knows few of them.  So it says
-nothing of who asks (credentials would go to all of them), nor what a proxy in front of a
-receiver takes for its own word, and what an endpoint says of itself is not for an event to
-change.
+An event goes to many endpoints, most of them unknown to its producer.  Its headers may
+therefore not be credentials, which would go to all endpoints, nor headers that a receiver
+trusts from its proxy, and they do not override the endpoint's headers.
 
-Both together have a bound on the wire, since receivers have one: what they all take is some
-16 KiB and a hundred headers, ours included.  The endpoint's come first, because its receiver
-may let nobody in without them; of the event's those are left out that are beyond it.
+Their total size is limited, because servers limit it: most accept about 16 KiB and a hundred
+headers, including the relay's.  The endpoint's headers take precedence, because its receiver
+may require them; the event's headers beyond the limit are omitted.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _VALUE = re.compile(r"[\x20-\x7e\t]*")
 
 _RESERVED = frozenset(
     {
-        # Ours.
+        # Set by the relay.
         "content-type",
         "user-agent",
         "x-attempt",
@@ -44,7 +42,7 @@ _RESERVED = frozenset(
         "x-last-sequence",
         "x-previous-sequence",
         "x-sequence",
-        # What frames the request or the answer, or says where it goes.
+        # Framing and routing of the request or response.
         "accept-encoding",
         "content-encoding",
         "content-length",
@@ -53,7 +51,7 @@ _RESERVED = frozenset(
         "range",
         "trailer",
         "transfer-encoding",
-        # Hop by hop (RFC 9110, 7.6.1), and what proxies act on.
+        # Hop-by-hop headers (RFC 9110, 7.6.1) and headers for proxies.
         "connection",
         "keep-alive",
         "proxy-authenticate",
@@ -65,10 +63,10 @@ _RESERVED = frozenset(
 )
 _OF_ENDPOINTS = frozenset(
     {
-        # Who asks.
+        # Credentials.
         "authorization",
         "cookie",
-        # Who asked the proxy, and for what (RFC 7239, and its usual forerunners).
+        # The original client and request behind a proxy (RFC 7239 and its predecessors).
         "cf-connecting-ip",
         "fastly-client-ip",
         "forwarded",
@@ -87,23 +85,23 @@ _OF_ENDPOINTS = frozenset(
 )
 _OF_ENDPOINTS_PREFIX = "x-forwarded-"
 WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
-"""Of an endpoint's headers and an event's together, each with its colon and line end."""
+"""Limits of the endpoint's and event's headers together, including colons and line ends."""
 _RESERVED_PREFIX = "webhook-"
 
 
-def same_name(name: str) -> str:
-    """What two names have in common that a receiver may take for one.
+def normalize_name(name: str) -> str:
+    """Normalize a name, so that names which a receiver may confuse are equal.
 
-    Case is nobody's; and who hands headers on as variables (CGI, WSGI) makes - of _.
+    Names are case-insensitive, and CGI and WSGI do not distinguish - from _.
     """
     return name.lower().replace("_", "-")
 
 
 def header_problem(name: str, value: object) -> str | None:
-    """Why a header cannot go along, whoever says it; None: it can."""
-    plain = same_name(name)
+    """Why a header of an endpoint or event is not allowed; None: it is allowed."""
+    plain = normalize_name(name)
     if plain in _RESERVED or plain.startswith(_RESERVED_PREFIX):
-        return "is set by the relay, or says how the request is carried"
+        return "is set by the relay, or controls the framing or routing of the request"
     if not _TOKEN.fullmatch(name):
         return "is not a header name (RFC 9110: letters, digits and !#$%&'*+-.^_`|~)"
     if not isinstance(value, str):
@@ -114,47 +112,47 @@ def header_problem(name: str, value: object) -> str | None:
 
 
 def event_header_problem(name: str, value: object) -> str | None:
-    """Why an event's header cannot go along; None: it can.
+    """Why a header of an event is not allowed; None: it is allowed.
 
-    Producers are told by this when they publish; `merge` leaves it out.
+    Publishing rejects such a header; `merge` omits it.
     """
-    plain = same_name(name)
+    plain = normalize_name(name)
     if plain in _OF_ENDPOINTS or plain.startswith(_OF_ENDPOINTS_PREFIX):
-        return "is for endpoints to set: an event goes to any of them"
+        return "is allowed only in endpoint settings, because an event goes to many endpoints"
     return header_problem(name, value)
 
 
-def own(headers: Mapping[str, object]) -> Headers:
-    """The headers of an endpoint that may go along, the first of each name."""
-    return tuple(_kept(headers.items(), header_problem).values())
+def valid_headers(headers: Mapping[str, object]) -> Headers:
+    """The allowed headers of an endpoint, the first of each name."""
+    return tuple(_select(headers.items(), header_problem).values())
 
 
 def merge(endpoint: Headers, event: bytes | None) -> Headers:
-    """An endpoint's headers, then the event's; of one name the endpoint's counts.
+    """The endpoint's headers, then the event's; the endpoint's take precedence.
 
-    Of the event's, those that go beyond the bound are left out.
+    Headers of the event beyond the size limit are omitted.
 
     Args:
-        endpoint: as `own` returned them.
+        endpoint: as `valid_headers` returned them.
         event: JSON text of an object of strings.
     """
     if event is None:
         return endpoint
-    merged = {same_name(name): (name, value) for name, value in endpoint}
-    room = WIRE_BYTES_MAX - sum(map(_wire_bytes, endpoint))
-    for plain, each in _kept(orjson.loads(event).items(), event_header_problem).items():
-        takes = _wire_bytes(each)
-        if plain not in merged and takes <= room and len(merged) < WIRE_COUNT_MAX:
+    merged = {normalize_name(name): (name, value) for name, value in endpoint}
+    bytes_left = WIRE_BYTES_MAX - sum(map(_wire_bytes, endpoint))
+    for plain, each in _select(orjson.loads(event).items(), event_header_problem).items():
+        size = _wire_bytes(each)
+        if plain not in merged and size <= bytes_left and len(merged) < WIRE_COUNT_MAX:
             merged[plain] = each
-            room -= takes
+            bytes_left -= size
     return tuple(merged.values())
 
 
-def lines_of(headers: Headers) -> str:
-    """Headers as they go on the wire, each `name: value` and the line's end.
+def format_lines(headers: Headers) -> str:
+    """Format headers as lines of `name: value` and CRLF.
 
     Raises:
-        ValueError: one of them would be more than one.
+        ValueError: a header contains a line break, which would inject another header.
     """
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
     count = len(headers)
@@ -163,23 +161,23 @@ def lines_of(headers: Headers) -> str:
     return lines
 
 
-def pairs(lines: str) -> Headers:
-    """What `lines_of` made lines of."""
+def parse_lines(lines: str) -> Headers:
+    """Parse the lines of `format_lines`."""
     split = (line.partition(": ") for line in lines.split("\r\n")[:-1])
     return tuple((name, value) for name, _, value in split)
 
 
 def _wire_bytes(header: tuple[str, str]) -> int:
-    """As `name: value` and the line's end; all of it is ASCII."""
+    """Bytes of a header line with CRLF; names and values are ASCII."""
     return len(header[0]) + len(header[1]) + 4
 
 
-def _kept(
+def _select(
     headers: Iterable[tuple[str, object]], problem: Callable[[str, object], str | None]
 ) -> dict[str, tuple[str, str]]:
     kept: dict[str, tuple[str, str]] = {}
     for name, value in headers:
-        plain = same_name(name)
+        plain = normalize_name(name)
         if plain not in kept and problem(name, value) is None:
             kept[plain] = (name, str(value).strip(" \t"))
     return kept

@@ -1,8 +1,7 @@
-"""Which answers are worth another try: an endpoint's own list of statuses.
+"""Retryable HTTP statuses: the list that an endpoint can set.
 
-An item is one status (`429`), a class (`5xx`) or a range (`500-504`).  A 2xx is
-a success and 410 says that the endpoint is gone; neither can ever be retried, so
-a list that names them is a mistake.
+An item is a status (`429`), a class (`5xx`) or a range (`500-504`).  A 2xx is a success and 410
+disables the endpoint.  Neither is ever retried, so a list with them is rejected.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ _ITEM = re.compile(r"([1-5])xx|([1-5][0-9]{2})(?:-([1-5][0-9]{2}))?", re.ASCII |
 
 
 def parse(texts: Sequence[str]) -> frozenset[int]:
-    """The statuses that a list means; an empty list means that none is retried.
+    """Parse a list of statuses; an empty list means that none is retried.
 
     Raises:
-        UsageError: an item is not a status, class or range, or names one that
-            is never retried.
+        UsageError: an item is not a status, class or range, or has a status that is never
+            retried.
     """
     statuses: set[int] = set()
     for text in texts:
         chosen = _range(text)
         if any(200 <= status <= 299 for status in chosen):
-            raise UsageError(f"retryable: {text!r} has a 2xx in it, which is a success")
+            raise UsageError(f"retryable: {text!r} contains a 2xx, which is a success")
         if GONE in chosen and len(chosen) == 1:
-            raise UsageError(f"retryable: {GONE} says that the endpoint is gone; it disables it")
+            raise UsageError(f"retryable: {GONE} is never retried; it disables the endpoint")
         statuses.update(chosen)
-    # A range such as 4xx leaves it out without a word.
+    # A class or range such as 4xx silently omits 410.
     return frozenset(statuses - {GONE})
 
 
@@ -51,5 +50,5 @@ def _range(text: str) -> range:
     if family:
         return range(int(family) * 100, int(family) * 100 + 100)
     if last and int(last) < int(first):
-        raise UsageError(f"retryable: {text!r} ends before it begins")
+        raise UsageError(f"retryable: {text!r} ends before it starts")
     return range(int(first), int(last or first) + 1)

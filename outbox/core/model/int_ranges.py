@@ -1,4 +1,4 @@
-"""A set of integers kept as ranges, so that a million in a row cost one."""
+"""Integer sets as ranges: consecutive integers take the space of one range."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Range: TypeAlias = tuple[int, int]
-"""Numbers from the first to the second, both included."""
+"""An inclusive range: first and last integer."""
 
 
 class RangeSet:
-    """Integers as sorted ranges that neither overlap nor touch."""
+    """A set of integers as sorted ranges that neither overlap nor touch."""
 
     __slots__ = ("_his", "_los", "count")
 
@@ -21,13 +21,13 @@ class RangeSet:
         self._los: list[int] = []
         self._his: list[int] = []
         self.count = 0
-        """How many numbers are in it."""
+        """The number of integers in the set."""
 
     def __iter__(self) -> Iterator[Range]:
         return zip(self._los, self._his, strict=True)
 
     def __len__(self) -> int:
-        """How many ranges it takes, which is what memory goes by."""
+        """The number of ranges, which determines the memory."""
         return len(self._los)
 
     def __bool__(self) -> bool:
@@ -38,10 +38,10 @@ class RangeSet:
         return i >= 0 and number <= self._his[i]
 
     def add(self, lo: int, hi: int) -> None:
-        """Put every number from `lo` to `hi` in; nothing if `hi < lo`."""
+        """Add the integers from `lo` to `hi`; none if `hi < lo`."""
         if hi < lo:
             return
-        # The ranges that overlap or touch become one with it.
+        # Merge with the ranges that overlap or touch.
         i = bisect_left(self._his, lo - 1)
         j = bisect_right(self._los, hi + 1)
         if i < j:
@@ -50,7 +50,7 @@ class RangeSet:
         self._replace(i, j, [(lo, hi)])
 
     def remove(self, lo: int, hi: int) -> tuple[Range, ...]:
-        """Take every number from `lo` to `hi` out; returns those that were in."""
+        """Remove the integers from `lo` to `hi`; returns the ranges that were in the set."""
         i = bisect_left(self._his, lo)
         j = bisect_right(self._los, hi)
         if i >= j or hi < lo:

@@ -1,16 +1,16 @@
-"""Which event types a subscription pattern stands for.
+"""Subscription patterns: which event types a pattern matches.
 
 A type is dot-separated segments of letters, digits and underscores.  In a
-pattern `*` stands for exactly one segment and a last `**` for one or more:
+pattern `*` matches exactly one segment and a last `**` one or more:
 
-    order.paid      only that
+    order.paid      only order.paid
     order.*         order.paid, not order.item.added
     order.**        order.paid and order.item.added, not order
     **              everything but operational events
 
-Types under `outbox.` are the relay's own operational events.  They only reach
-patterns that say `outbox` themselves: a wildcard never covers it.  Nor does one cover the
-doctor's probe (`PROBE`), which tells nobody anything: it reaches who names all of it.
+Types under `outbox.` are operational events.  Only patterns that start with `outbox` match
+them, a wildcard never does.  The doctor's probe (`PROBE`) has no information for receivers,
+so only its full type matches it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from outbox.errors import UsageError
 TYPE_BYTES_MAX = 255
 RESERVED_PREFIX = "outbox."
 PROBE = f"{RESERVED_PREFIX}probe"
-"""What the doctor sends through the database, to time it."""
+"""The event that the doctor publishes to measure the latency."""
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_]+")
 _REGEX = {"*": r"\w+", "**": r"\w+(?:\.\w+)*"}
 
 
 def segments(pattern: str) -> list[str]:
-    """Its segments, each of them a word, `*`, or as the last one `**`.
+    """The segments of a pattern: words, `*`, or `**` as the last one.
 
     Raises:
-        UsageError: the pattern is not one.
+        UsageError: the pattern is invalid.
     """
-    # A character is a byte in whatever is one; what is none may have half characters.
+    # A valid pattern is ASCII, so characters are bytes; an invalid one may have lone surrogates.
     if len(pattern) > TYPE_BYTES_MAX:
         raise UsageError(f"type pattern: longer than {TYPE_BYTES_MAX} bytes: {pattern[:40]!r}…")
     found = pattern.split(".")
     for segment in found[:-1] if found[-1] == "**" else found:
         if segment != "*" and not _SEGMENT.fullmatch(segment):
             raise UsageError(
-                f"type pattern: {pattern!r} is not one: use segments of letters, digits and _ "
+                f"type pattern: {pattern!r} is invalid: use segments of letters, digits and _ "
                 'joined by dots, "*" for one segment, a last "**" for the rest'
             )
     return found
@@ -51,44 +51,44 @@ def parse(pattern: str) -> re.Pattern[str]:
     """Compile a pattern; match a type with `fullmatch`.
 
     Raises:
-        UsageError: the pattern is not one.
+        UsageError: the pattern is invalid.
     """
     found = segments(pattern)
     regex = [_REGEX.get(segment, segment) for segment in found]
     if found[0] != "outbox":
-        unmeant = r"(?!outbox\.)"
+        excluded = r"(?!outbox\.)"
     else:
-        unmeant = "" if pattern == PROBE else rf"(?!{re.escape(PROBE)}\Z)"
-    return re.compile(unmeant + r"\.".join(regex), re.ASCII)
+        excluded = "" if pattern == PROBE else rf"(?!{re.escape(PROBE)}\Z)"
+    return re.compile(excluded + r"\.".join(regex), re.ASCII)
 
 
 class _Node:
-    """The patterns that begin with the same segments."""
+    """A trie node: the patterns that start with the same segments."""
 
     __slots__ = ("items", "nodes", "rest")
 
     def __init__(self) -> None:
         self.nodes: dict[str, _Node] = {}
-        # Of those that end here, and of those that end with a "**" after this.
+        # Items of patterns that end here, and of patterns that end with "**" after this node.
         self.items: list[int] = []
         self.rest: list[int] = []
 
 
 class Patterns:
-    """Many patterns, each of an item, among which those that match a type are found.
+    """A trie of patterns, each with an item, that finds the items matching a type.
 
-    However many there are: what a look takes depends on the segments of the type, and on how
-    many match it.
+    The time of a lookup depends on the segments of the type and the number of matches, not on
+    the number of patterns.
     """
 
     def __init__(self) -> None:
         self._root = _Node()
 
     def add(self, pattern: str, item: int) -> None:
-        """Another one.
+        """Add a pattern with its item.
 
         Raises:
-            UsageError: the pattern is not one.
+            UsageError: the pattern is invalid.
         """
         node = self._root
         found = segments(pattern)
@@ -98,22 +98,22 @@ class Patterns:
         (node.rest if rest else node.items).append(item)
 
     def matching(self, type: str) -> set[int]:  # noqa: A002
-        """The items of which a pattern stands for this type, which has to be one."""
+        """The items with a pattern that matches this valid type."""
         found: set[int] = set()
         words = type.split(".")
-        wanted = [self._root]
+        nodes = [self._root]
         for n, word in enumerate(words):
-            # One that comes first covers nothing of the relay's own.
+            # A wildcard in the first segment does not match operational events.
             covers = n > 0 or not type.startswith(RESERVED_PREFIX)
             following: list[_Node] = []
-            for node in wanted:
+            for node in nodes:
                 if covers and type != PROBE:
                     found.update(node.rest)
                     if (any_word := node.nodes.get("*")) is not None:
                         following.append(any_word)
                 if (same := node.nodes.get(word)) is not None:
                     following.append(same)
-            wanted = following
-        for node in wanted:
+            nodes = following
+        for node in nodes:
             found.update(node.items)
         return found

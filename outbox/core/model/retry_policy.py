@@ -1,27 +1,25 @@
-"""When a failed delivery is tried again, and when its budget has ended.
+"""Retry policies: exponential backoff with jitter, and the retry budget.
 
-A policy is numbers, stored with the endpoint; what it says is computed, never
-slept through, so the schedule survives a crash: the store keeps how many
-attempts were made and when the next one is due.
+A policy is a set of numbers that is stored with the endpoint.  Delays are computed and not
+slept, so the schedule survives a crash: the store has the number of attempts and the time of
+the next one.
 
-The exponential part and the ends of the budget are tenacity's strategies,
-asked through a call state whose attempt and times are filled in by hand.  The
-jitter is ours, because tenacity's draws its own random numbers: `u` is a
-uniform number in [0, 1) that the caller drew.
+Backoff and budget are tenacity's strategies, evaluated with a call state that is filled in by
+hand.  The jitter is implemented here, because tenacity draws its own random numbers: the
+caller passes `u`, uniform in [0, 1).
 
-* `full` jitter waits between nothing and the exponential delay: endpoints that
-  failed together come back spread out.
-* `proportional` keeps near the delay, up to `jitter_ratio` on either side; the
-  spread goes around the cap too, or everything that reached the cap would
-  march in step.
-* `none` is exact.
+* `full` jitter is between 0 and the exponential delay.  It spreads the retries of endpoints
+  that failed together.
+* `proportional` jitter is up to `jitter_ratio` of the delay on either side.  It also applies at
+  the cap, because otherwise all retries that reached the cap would be synchronized.
+* `none` uses the exact delay.
 
-A policy is written as a preset's name, as values, or as a preset with changes:
-`patient`, `base=5s,factor=2,cap=1h`, `plane,attempts=8`.
+A policy is written as a preset's name, as values, or as a preset with overrides:
+`patient`, `base=5s,factor=2,cap=1h`, `stepped,attempts=8`.
 
-The budget is `attempts_max` attempts or `age_max_s` since the first one began,
-whichever ends first.  It ends by the answer to an attempt and never by the
-clock alone, so a delivery that waited out an outage still gets its try.
+The budget is `attempts_max` attempts or `age_max_s` since the start of the first one,
+whichever ends first.  It is checked only after an attempt, so a delivery that waited during an
+outage still gets one.
 """
 
 from __future__ import annotations
@@ -60,14 +58,14 @@ KEYS = {
     "attempts": "attempts_max",
     "age": "age_max_s",
 }
-"""What people call the numbers of a policy, and the fields that hold them."""
+"""Public names of a policy's values and their fields."""
 
 _NAMES = {field: key for key, field in KEYS.items()}
 
 
 def _bounded(field: str, value: float, lo: float, hi: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # A NaN fails both comparisons and so does not get through.
+    # NaN fails both comparisons.
     if not (is_number and lo <= value <= hi):
         show = duration.exact if field.endswith("_s") else _number
         raise UsageError(
@@ -77,21 +75,21 @@ def _bounded(field: str, value: float, lo: float, hi: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The numbers of a backoff; the defaults are the preset `standard`.
+    """Backoff, jitter and budget; the defaults are the preset `standard`.
 
     Raises:
-        UsageError: a number is out of its bounds.
+        UsageError: a value is out of bounds.
     """
 
     base_s: float = 5.0
     """Delay after the first attempt, before jitter."""
     factor: float = 3.2
-    """What each further attempt multiplies the delay by."""
+    """Multiplier of the delay for each further attempt."""
     cap_s: float = 21600.0
-    """The delay grows no further than this."""
+    """Maximum delay, before jitter."""
     jitter: Jitter = "full"
     jitter_ratio: float = 0.15
-    """Of `proportional` jitter: 0.15 is up to 15 % earlier or later."""
+    """For `proportional` jitter: 0.15 is up to 15 % earlier or later."""
     attempts_max: int = 12
     age_max_s: float = 86400.0
     """From the start of the first attempt to the start of the last one."""
@@ -112,10 +110,9 @@ class RetryPolicy:
         _bounded("attempts_max", self.attempts_max, 1, ATTEMPTS_MAX)
 
     def delay_s(self, attempts: int, u: float) -> float:
-        """Seconds to wait after `attempts` attempts were made.
+        """The delay in seconds after `attempts` attempts.
 
-        `u` is uniform in [0, 1).  Any number of attempts is fine: what would
-        overflow is the cap.
+        `u` is uniform in [0, 1).  A delay that would overflow is the cap.
         """
         if not 0.0 <= u < 1.0:
             raise ValueError(f"u must be in [0, 1), not {u!r}")
@@ -123,9 +120,9 @@ class RetryPolicy:
         return min(lo + (hi - lo) * u, hi)
 
     def delay_bounds_s(self, attempts: int) -> tuple[float, float]:
-        """The shortest and the longest wait after `attempts` attempts.
+        """The minimum and maximum delay in seconds after `attempts` attempts.
 
-        What jitter draws is spread evenly between them.
+        The jitter is uniform between them.
         """
         if attempts < 1:
             raise ValueError(f"a delay follows an attempt, and {attempts} were made")
@@ -137,24 +134,25 @@ class RetryPolicy:
         return delay_s, delay_s
 
     def exhausted(self, attempts: int, elapsed_s: float) -> bool:
-        """Whether the attempt just answered was the last one.
+        """Whether the budget is exhausted after an attempt.
 
-        `attempts` counts it; `elapsed_s` runs from the start of the first
-        attempt to the start of this one, so a budget of time ends only by an
-        attempt that was made after it.
+        Args:
+            attempts: the number of attempts, including this one.
+            elapsed_s: from the start of the first attempt to the start of this one, so the
+                budget of time ends only with an attempt that was made after it.
         """
         return bool(_retrying(self).stop(_after(self, attempts, elapsed_s)))
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers by name; `from_dict` reads them back."""
+        """All values by field name; `from_dict` reads them."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> RetryPolicy:
-        """A policy from stored numbers; what is left out is `standard`.
+        """A policy from stored values; missing ones are those of `standard`.
 
         Raises:
-            UsageError: a name is unknown, or a number is out of its bounds.
+            UsageError: a name is unknown, or a value is out of bounds.
         """
         known = {field.name for field in fields(cls)}
         for name in numbers:
@@ -169,12 +167,12 @@ class RetryPolicy:
 STANDARD = RetryPolicy()
 
 PRESETS: dict[str, RetryPolicy] = {
+    # Exponential backoff with full jitter for about a day.
     "standard": STANDARD,
-    # For receivers that are only ever away for a moment, and whose events are
-    # worth nothing later.
+    # Many attempts within 15 minutes, for events that are worthless later.
     "fast": RetryPolicy(base_s=1.0, factor=2.0, cap_s=60.0, attempts_max=10, age_max_s=900.0),
-    # For receivers whose outages last a weekend.  Spread around each delay and
-    # not below it, so that no luck with the dice makes it impatient.
+    # Long delays for three days, for outages that last a weekend.  Proportional jitter,
+    # because full jitter could draw a series of short delays.
     "patient": RetryPolicy(
         base_s=60.0,
         factor=4.0,
@@ -183,18 +181,19 @@ PRESETS: dict[str, RetryPolicy] = {
         attempts_max=20,
         age_max_s=259200.0,
     ),
-    # Near fixed times, for receivers that expect the next attempt about then.
-    "plane": RetryPolicy(
+    # Six attempts at nearly fixed times (about 5, 15, 35, 75 and 155 minutes after the first),
+    # for receivers that expect a predictable schedule.
+    "stepped": RetryPolicy(
         base_s=300.0, factor=2.0, jitter="proportional", jitter_ratio=0.15, attempts_max=6
     ),
 }
 
 
 def parse(text: str) -> RetryPolicy:
-    """A policy as people write it; what is left out is of the preset, or `standard`.
+    """Parse a policy; missing values are those of the preset, or of `standard`.
 
     Raises:
-        UsageError: it names no preset, no number, or one out of its bounds.
+        UsageError: the preset or a name is unknown, or a value is invalid or out of bounds.
     """
     policy = STANDARD
     values: dict[str, str] = {}
@@ -207,17 +206,17 @@ def parse(text: str) -> RetryPolicy:
                 f'retry: "{item.strip()[:40]}" is not one of {", ".join(KEYS)} with = and a value'
             )
         elif key in values:
-            raise UsageError(f"retry.{key}: stands there twice")
+            raise UsageError(f"retry.{key}: occurs twice")
         else:
             values[key] = value
-    return changed(policy, values)
+    return with_values(policy, values)
 
 
 def preset(name: str) -> RetryPolicy:
     """The preset of this name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such preset.
     """
     if name not in PRESETS:
         raise UsageError(
@@ -227,11 +226,11 @@ def preset(name: str) -> RetryPolicy:
     return PRESETS[name]
 
 
-def changed(policy: RetryPolicy, values: Mapping[str, Any]) -> RetryPolicy:
-    """A policy with other values, by the names of `KEYS`; text is read.
+def with_values(policy: RetryPolicy, values: Mapping[str, Any]) -> RetryPolicy:
+    """A copy with other values, by the names of `KEYS`; text values are parsed.
 
     Raises:
-        UsageError: a name is unknown, or a value is out of its bounds.
+        UsageError: a name is unknown, or a value is out of bounds.
     """
     numbers: dict[str, Any] = {}
     for key, value in values.items():
@@ -242,15 +241,15 @@ def changed(policy: RetryPolicy, values: Mapping[str, Any]) -> RetryPolicy:
 
 
 def describe(policy: RetryPolicy) -> str:
-    """The policy as `parse` reads it: its preset's name, or its values."""
+    """The policy as text for `parse`: a preset's name or all values."""
     for name, each in PRESETS.items():
         if each == policy:
             return name
-    return values_of(policy)
+    return format_values(policy)
 
 
-def values_of(policy: RetryPolicy) -> str:
-    """All values of a policy, as `parse` reads them."""
+def format_values(policy: RetryPolicy) -> str:
+    """All values of a policy as text for `parse`."""
     shown = {
         "base": duration.exact(policy.base_s),
         "factor": _number(policy.factor),
@@ -260,19 +259,19 @@ def values_of(policy: RetryPolicy) -> str:
         "attempts": str(policy.attempts_max),
         "age": duration.exact(policy.age_max_s),
     }
-    # Of no meaning there, but a policy that has another one is another policy.
+    # The ratio has no effect on other jitters, but a different one makes policies unequal.
     if policy.jitter != "proportional" and policy.jitter_ratio == STANDARD.jitter_ratio:
         del shown["ratio"]
     return ",".join(f"{key}={value}" for key, value in shown.items())
 
 
 def _number(value: float) -> str:
-    """Every digit that counts, so that reading it gives the same number."""
+    """The shortest text that parses to the same number."""
     return repr(float(value)).removesuffix(".0")
 
 
 def _read(key: str, text: str) -> Any:
-    """A value that was written as text."""
+    """Parse a value."""
     try:
         if key == "jitter":
             return text
@@ -297,7 +296,7 @@ def _retrying(policy: RetryPolicy) -> Retrying:
 
 
 def _after(policy: RetryPolicy, attempts: int, elapsed_s: float) -> RetryCallState:
-    """A call state as tenacity would have it after `attempts` failures."""
+    """A tenacity call state after `attempts` failures."""
     if not math.isfinite(elapsed_s):
         raise ValueError(f"elapsed_s must be finite, not {elapsed_s!r}")
     state = RetryCallState(_retrying(policy), None, (), {})

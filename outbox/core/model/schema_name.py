@@ -1,6 +1,6 @@
-"""The schema's usual name, and what to say when it is not there.
+"""Default schema name, and the error for a missing schema.
 
-Producers import this, so it imports next to nothing.
+Producers import this module, so it has few imports.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import shlex
 from outbox.errors import SchemaMissing
 
 SCHEMA = "relay"
-"""Where nobody names another one."""
+"""The default schema."""
 
 
 def migrate_command(schema: str) -> str:
-    """The command that makes this schema, as a shell takes it."""
+    """The shell command that creates this schema."""
     if schema == SCHEMA:
         return "outbox migrate"
     return f"outbox migrate --schema {shlex.quote(schema)}"
 
 
 def schema_missing(schema: str) -> SchemaMissing:
-    """The error for a schema that is not there."""
+    """The error for a missing schema."""
     return SchemaMissing(f'schema "{schema}" is not there; run: {migrate_command(schema)}')

@@ -1,9 +1,8 @@
-"""Somebody else's values in messages of ours: enough of them to be recognized, and no more.
+"""Safe quoting of external values in messages: bounded length, no control characters.
 
-A value may be a text of megabytes, a number of ten thousand digits, which Python refuses to
-write, or a list that holds another one a hundred deep.  None of them may make an error that
-says so longer than a line or two, or be the error itself, or steer the terminal that it is
-shown on.
+A value may be a text of megabytes, an integer with ten thousand digits, which Python refuses
+to format, or a deeply nested list.  A message about it must stay short, must not raise, and
+must not control the terminal.
 """
 
 from __future__ import annotations
@@ -15,23 +14,26 @@ QUOTED_CHARS_MAX = 80
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
-_CUT = reprlib.Repr()
-_CUT.maxlevel = 2
-_CUT.maxlist = _CUT.maxtuple = _CUT.maxdict = _CUT.maxset = 3
-_CUT.maxstring = _CUT.maxlong = _CUT.maxother = QUOTED_CHARS_MAX
+_TRUNCATING_REPR = reprlib.Repr()
+_TRUNCATING_REPR.maxlevel = 2
+_TRUNCATING_REPR.maxlist = _TRUNCATING_REPR.maxtuple = _TRUNCATING_REPR.maxdict = (
+    _TRUNCATING_REPR.maxset
+) = 3
+_TRUNCATING_REPR.maxstring = _TRUNCATING_REPR.maxlong = _TRUNCATING_REPR.maxother = QUOTED_CHARS_MAX
 
 
 def quoted(value: object) -> str:
-    """A value as Python writes it, cut where it is long."""
+    """The repr of a value, truncated."""
     try:
-        return _CUT.repr(value)
+        return _TRUNCATING_REPR.repr(value)
     except ValueError:
-        return "a number of very many digits"
+        return "a number with too many digits"
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8: bytes of an argument, a variable or a body that are
-    none come as halves of surrogate pairs.
+    """Whether text can be encoded as UTF-8.
+
+    Invalid bytes in arguments, variables and bodies are decoded to lone surrogates.
     """
     if text.isascii():
         return True
@@ -43,17 +45,17 @@ def is_text(text: str) -> bool:
 
 
 def safe(text: str) -> str:
-    """Text without characters that a terminal acts on."""
+    """Replace control characters, which a terminal would interpret."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def one_line(text: str) -> str:
-    """Text of several lines, or with characters that a terminal acts on, as one line."""
+    """Join lines and replace control characters, so that the text is one line."""
     return safe(" ".join(text.split()))
 
 
-def cut(text: str) -> str:
-    """The beginning of a text, for between quotation marks."""
-    # What is no Unicode, as in an argument of other bytes, cannot be written down either.
+def truncate(text: str) -> str:
+    """Truncate text for quoting in a message."""
+    # Lone surrogates, from arguments that are not UTF-8, cannot be encoded for output.
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= QUOTED_CHARS_MAX else text[: QUOTED_CHARS_MAX - 1] + "…"

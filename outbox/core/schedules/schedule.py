@@ -1,20 +1,20 @@
-"""Schedules: which ticks are published, and which are left out.
+"""Schedules: which ticks are published, and which are skipped.
 
-A schedule is an event that is published again and again.  Its ticks are the moments
-at which its cron expression fires; each is decided once, in order, and `next_at` is
-the first that is not decided yet.  What is decided when a relay looks:
+A schedule publishes an event periodically.  Its ticks are the times at which its cron
+expression fires; each is decided once, in order, and `next_at` is the first undecided
+one.  When a relay finds due ticks:
 
-    misfire   what is published of the ticks that are due
+    misfire   published ticks
     skip      those that are at most `grace_s` old
-    once      the newest one, which stands for all
+    once      the newest one, in place of all
     all       each of them
 
     overlap
-    allow     at once
-    wait      one at a time: while the last run is not delivered or given up in every
-              lane, nothing is decided, and ticks that come meanwhile are late
+    allow     runs may overlap
+    wait      one run at a time: until the last run is delivered or dead-lettered in every
+              lane, no tick is decided, and due ticks become late
 
-On time there is one tick, and nothing to choose.
+A relay that polls in time finds one tick, which is published.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outbox.core.model.event import (
     encode_headers,
     encode_payload,
 )
-from outbox.core.model.text import cut
+from outbox.core.model.text import truncate
 from outbox.core.schedules.cron import Cron
 from outbox.errors import UsageError
 
@@ -45,19 +45,19 @@ Misfire = Literal["skip", "once", "all"]
 Overlap = Literal["allow", "wait"]
 
 NAME_HEADER, TIME_HEADER, RUN_HEADER = "X-Schedule", "X-Schedule-Time", "X-Schedule-Run"
-"""In each event of a schedule: its name, its tick (RFC 3339, in UTC), and in one that
-somebody asked for `by-hand`."""
+"""Headers of a schedule's events: its name, the tick (RFC 3339, UTC), and `by-hand` for a
+run that an operator started."""
 BY_HAND = "by-hand"
 
 NAME_CHARS_MAX = 100
 GRACE_S = 60.0
-"""Longer than a fail-over or a restart of the database takes."""
+"""Longer than a fail-over or a restart of the database."""
 GRACE_S_MAX = 366 * 86400.0
 HEADERS_BYTES_MAX = 7680
-"""An event's, without the room that our own take."""
-LOOK_MIN_S, LOOK_MAX_S, LOOK_SHARE = 1.0, 30.0, 0.1
-"""Between two looks at whether the last run is delivered: a share of how long it has
-gone on, within bounds."""
+"""An event's limit, minus the size of the schedule's own headers."""
+POLL_MIN_S, POLL_MAX_S, POLL_SHARE = 1.0, 30.0, 0.1
+"""Interval of polls whether the last run is delivered: a share of its duration so far,
+within bounds."""
 
 # It is sent as a header.
 _NAME = re.compile(f"[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
@@ -65,26 +65,26 @@ _NAME = re.compile(f"[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
-    """What a schedule is to be.
+    """The settings of a schedule.
 
     Raises:
-        UsageError: a setting is wrong; the message begins with its name.
+        UsageError: a setting is invalid; the message begins with its name.
     """
 
     name: str
     cron: str
     """Five fields, or a nickname such as @daily."""
     timezone: str = "UTC"
-    """Of the IANA database."""
+    """A name of the IANA database."""
     type: str
     payload: Any = field(default_factory=dict)
-    """Of each event; bytes are taken as JSON text."""
+    """The payload of each event; bytes are JSON text."""
     key: str | None = None
     tenant: str | None = None
     headers: Mapping[str, str] | None = None
     misfire: Misfire = "once"
     grace_s: float = GRACE_S
-    """With `skip`: how late a tick may be published."""
+    """With `skip`: how late a tick may be published, in seconds."""
     overlap: Overlap = "allow"
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class ScheduleSettings:
         ours = {NAME_HEADER.lower(), TIME_HEADER.lower(), RUN_HEADER.lower()}
         for name in self.headers or ():
             if name.lower() in ours:
-                raise UsageError(f'headers: "{cut(name)}" tells of the schedule itself')
+                raise UsageError(f'headers: "{truncate(name)}" is reserved for the schedule itself')
         text = encode_headers(self.headers)
         if text is not None and len(text) > HEADERS_BYTES_MAX:
             raise UsageError(
@@ -126,18 +126,18 @@ class ScheduleSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
-    """What is decided at one look."""
+class DueTicks:
+    """The decision on due ticks."""
 
     ticks: tuple[datetime, ...]
-    """To be published, in order."""
+    """The ticks to publish, in order."""
     next_at: datetime
-    """The first tick that is not decided; it may be due already."""
+    """The first undecided tick; it may be due already."""
     missed: tuple[datetime, datetime] | None = None
-    """Ticks that are left out: from the first one, to before the second."""
+    """Skipped ticks: from the first one to before the second."""
 
 
-def due(
+def due_ticks(
     cron: Cron,
     next_at: datetime,
     now: datetime,
@@ -145,18 +145,18 @@ def due(
     misfire: Misfire,
     grace_s: float,
     ticks_max: int,
-) -> Due:
+) -> DueTicks:
     """Decide on ticks that are due.
 
     Args:
-        next_at: the first that is not decided.
-        ticks_max: publish at most so many; who has more goes on from there.
+        next_at: the first undecided tick.
+        ticks_max: publish at most this many; `next_at` of the result continues after them.
     """
     if next_at > now:
-        return Due((), next_at)
+        return DueTicks((), next_at)
     start = next_at
     if misfire == "once":
-        start = cron.latest(next_at, now)
+        start = cron.latest_before(next_at, now)
     elif misfire == "skip":
         oldest = now - timedelta(seconds=grace_s)
         if oldest > next_at:
@@ -164,13 +164,13 @@ def due(
     # The first is one of them; those behind it follow.
     ticks = (start, *islice(cron.between(start, now), ticks_max - 1)) if start <= now else ()
     missed = (next_at, start) if start > next_at else None
-    return Due(ticks, cron.next(ticks[-1]) if ticks else start, missed)
+    return DueTicks(ticks, cron.next(ticks[-1]) if ticks else start, missed)
 
 
-def wait_s(going_s: float) -> float:
-    """When to look again at a run that the next one waits for.
+def overlap_poll_s(going_s: float) -> float:
+    """Seconds until the next poll of a run that another one waits for.
 
     Args:
-        going_s: how long ago it was published.
+        going_s: seconds since it was published.
     """
-    return min(max(going_s * LOOK_SHARE, LOOK_MIN_S), LOOK_MAX_S)
+    return min(max(going_s * POLL_SHARE, POLL_MIN_S), POLL_MAX_S)

@@ -1,15 +1,15 @@
-"""What the replica that sequences tells the others: which lanes got something.
+"""Payload of the NOTIFY that tells other replicas which lanes have new deliveries.
 
-Told by notifications, whose text is short: first and last batch, and the last
-number of every lane that got something in one of them.
+It is short: first and last batch, and the last sequence number of every lane with new
+deliveries in these batches.
 
     41-43 7:12 19:3
 
-With it a replica need not read what it is told.  Only what follows what it
-knows already will do; after a gap it has to read.  Batches are told no more
-often than each `TELL_EVERY_S`: the first one at once, and those that follow it
-closely together.  Otherwise every event of a steady trickle would wake
-everybody.  Nothing depends on being told, because all look for themselves, too.
+A replica that knows all batches before the first one applies it without a read; after a
+gap it reads the batches.  Notifications are throttled to one per `NOTIFY_EVERY_S`: the
+first batch is sent at once, the following ones together.  Otherwise every event of a
+steady trickle would wake all replicas.  Nothing depends on notifications, because all
+replicas poll as well.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-TELL_EVERY_S = 0.02
-TELL_WITHIN_S = 0.025
-"""What no later batch told by then is told by itself."""
+NOTIFY_EVERY_S = 0.02
+NOTIFY_WITHIN_S = 0.025
+"""Batches that no later batch has announced by then get a notification of their own."""
 TEXT_CHARS_MAX = 7000
-"""PostgreSQL takes a little less than 8,000 bytes."""
+"""PostgreSQL limits a payload to less than 8,000 bytes."""
 LANES_MAX = TEXT_CHARS_MAX // 4
-LATER = ""
-"""The text that says only that there is something to read."""
+READ_BATCHES = ""
+"""The payload that says only that there are batches to read."""
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """Some batches that follow each other."""
+class BatchNotification:
+    """Consecutive batches and their new deliveries."""
 
     first: int
     last: int
     last_seqs: Mapping[int, int] = field(default_factory=dict)
-    """By lane, the last number given out in it."""
+    """By lane, its last assigned sequence number."""
 
-    def text(self) -> str:
-        """As others read it; `LATER` if that is too long."""
+    def payload(self) -> str:
+        """The NOTIFY payload; `READ_BATCHES` if it would be too long."""
         if len(self.last_seqs) > LANES_MAX:
-            return LATER
+            return READ_BATCHES
         lanes = "".join(f" {lane}:{seq}" for lane, seq in self.last_seqs.items())
         text = f"{self.first}-{self.last}{lanes}"
-        return text if len(text) <= TEXT_CHARS_MAX else LATER
+        return text if len(text) <= TEXT_CHARS_MAX else READ_BATCHES
 
     @classmethod
-    def parse(cls, text: str) -> News | None:
-        """What a text says; None: nothing that could be understood."""
+    def parse(cls, text: str) -> BatchNotification | None:
+        """Parse a payload; None: it has no batches, or another format."""
         head, *lanes = text.split(" ")
         try:
             first, last = map(int, head.split("-"))
@@ -60,39 +60,41 @@ class News:
         return cls(first, last, last_seqs)
 
 
-class Teller:
-    """What is to be told, and when; times are seconds of any steady clock."""
+class NotificationThrottle:
+    """Throttles notifications; times are seconds of any monotonic clock."""
 
     def __init__(self) -> None:
         self.alone = False
-        """There is nobody to be told."""
-        self._told_at = -inf
-        # The first batch that was not told, and what it and those after it gave out.
+        """There are no other replicas to notify."""
+        self._sent_at = -inf
+        # The first batch without a notification, and the last numbers of it and later ones.
         self._first: int | None = None
-        self._untold: dict[int, int] = {}
+        self._unsent: dict[int, int] = {}
 
-    def text(self, batch: int, last_seqs: Mapping[int, int], now: float) -> str | None:
-        """What to tell with a batch that is about to be written; None: nothing yet."""
-        if now - self._told_at < TELL_EVERY_S:
+    def next_payload(self, batch: int, last_seqs: Mapping[int, int], now: float) -> str | None:
+        """The payload to send with a batch that is about to be written; None: throttled."""
+        if now - self._sent_at < NOTIFY_EVERY_S:
             return None
         first = batch if self._first is None else self._first
-        return News(first, batch, {**self._untold, **last_seqs}).text()
+        return BatchNotification(first, batch, {**self._unsent, **last_seqs}).payload()
 
-    def written(self, batch: int, last_seqs: Mapping[int, int], now: float, *, told: bool) -> None:
-        """A batch was committed, and what it should tell with it."""
-        if told and last_seqs:
-            self.told(now)
+    def batch_written(
+        self, batch: int, last_seqs: Mapping[int, int], now: float, *, notified: bool
+    ) -> None:
+        """Record a committed batch, and whether its notification was sent with it."""
+        if notified and last_seqs:
+            self.mark_sent(now)
             return
         if self._first is None:
             self._first = batch
-        self._untold.update(last_seqs)
+        self._unsent.update(last_seqs)
 
-    def tell_at(self) -> float:
-        """When to tell what no later batch has told by then; infinite: there is nothing."""
-        return self._told_at + TELL_WITHIN_S if self._untold and not self.alone else inf
+    def flush_at(self) -> float:
+        """When to send unsent batches; infinite: there are none."""
+        return self._sent_at + NOTIFY_WITHIN_S if self._unsent and not self.alone else inf
 
-    def told(self, now: float) -> None:
-        """Everything was told."""
-        self._told_at = now
+    def mark_sent(self, now: float) -> None:
+        """Record that all batches were announced."""
+        self._sent_at = now
         self._first = None
-        self._untold.clear()
+        self._unsent.clear()

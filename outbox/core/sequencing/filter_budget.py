@@ -1,27 +1,26 @@
-"""How much of the sequencer's time filters may take, and which ones have to be stopped.
+"""Time budgets of payload filters: how much sequencing time they may use, and which to stop.
 
-    account          saved up at most   earns in a second
-    of a filter      FILTER_S           5 % of it
-    of a tenant      TENANT_S           10 % of it, for all its filters together
-    of all filters   ALL_S              25 % of it
+    budget           burst      refill per second
+    one filter       FILTER_S   5 %
+    one tenant       TENANT_S   10 %, for all its filters together
+    all filters      ALL_S      25 %
 
-Only filters that are noticed at all are asked one by one, timed, and charged; the others are
-asked together in one statement.  So a hundred filters that each take a little less than
-would stop it take, together, no more than a tenth of the time if they are of one tenant, and
-a quarter if they are of many.
+Only filters that are slow in a shared statement are evaluated one by one, timed and charged;
+the others share a statement.  So a hundred filters just below the limit use together at most a
+tenth of the time if they belong to one tenant, and a quarter if they belong to many.
 
-**A database that is slow for everybody gets nobody stopped.**  In a batch in which a filter
-took long, a condition that is always met is asked about the same events.  Twice what that
-takes is not charged: reading the payloads is nobody's fault, nor is a disk that stalls, and
-both make it as slow.  And who is cut off is asked once more before it is stopped, unless its
-account is empty: a single hiccup hits one of the two.
+**A slow database stops no filter.**  In a batch with a slow filter, a reference condition that
+always matches is evaluated on the same events, and twice its time is not charged: reading the
+payloads and a stalled disk cost both the same.  A filter that exceeds its statement's limit is
+evaluated once more before it is stopped, unless its budget is empty, since a single stall
+affects only one of two statements.
 
-Who is over is stopped, and counts as met.  If it is a tenant, or all of them together, those
-are stopped that were charged most, none that was charged less than `WORTH_S`.  A tenant that
-has nothing left may have other filters, or change one into another, as often as it likes:
-each is asked for no longer than `LEAST_S`, and stopped if that is not enough.
+A filter over budget is stopped, and counts as matching.  If a tenant or all filters together
+are over, the costliest filters are stopped, but none that was charged less than `STOP_MIN_S`.
+Changing filters does not evade an empty tenant budget: each new filter is evaluated for at most
+`LIMIT_MIN_S`, and stopped if that is not enough.
 
-Times are seconds of any steady clock.
+Times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -32,44 +31,42 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from outbox.core.sequencing.router import Asked
+    from outbox.core.sequencing.router import TenantFilter
 
 FILTER_S, FILTER_SHARE = 0.5, 0.05
 TENANT_S, TENANT_SHARE = 1.0, 0.1
 ALL_S, ALL_SHARE = 2.0, 0.25
 
 AGAIN_AFTER_S = 86400.0
-"""A filter that was stopped is tried again when routes are next read after so long."""
-ASK_S, ASK_EACH_S = 0.25, 0.002
-"""No statement is given longer than this, for itself and for each event that it is about: a
-full batch of large payloads takes long with the best of filters (200 KB each: up to 1.9 ms)."""
-LEAST_S = 0.02
-"""Who is asked has at least so long."""
-WORTH_S = 0.05
-"""To stop who was charged less than this is of no use to anybody."""
-NOTED_S, NOTED_EACH_S = 0.01, 0.000_02
-"""What takes no longer, for itself and for each time that a payload is looked at, is not
-worth a look at who it is."""
-EXCUSED = 2.0
-"""So many times what a condition costs that is always met."""
+"""A stopped filter is retried when routes are read after this time."""
+STATEMENT_S, STATEMENT_EACH_S = 0.25, 0.002
+"""Limit of a statement: fixed, and per event.  A full batch of large payloads takes long even
+with a cheap filter (200 KB each: up to 1.9 ms)."""
+LIMIT_MIN_S = 0.02
+"""Lower bound of a filter's time limit."""
+STOP_MIN_S = 0.05
+"""Stopping a filter that was charged less would free no noticeable time."""
+SLOW_S, SLOW_EACH_S = 0.01, 0.000_02
+"""A statement within this time, fixed plus per evaluation, is not analysed further."""
+REFERENCE_FACTOR = 2.0
+"""Multiple of the reference condition's time that is not charged."""
 SLOW_SHARE = 0.25
-"""When that one takes such a share of the time in which another one was cut off, then it is
-the database that is slow."""
+"""If the reference takes this share of a cancelled filter's time, the database is slow."""
 
 
-def most_s(events: int) -> float:
-    """How long a statement about so many events may take at all."""
-    return ASK_S + ASK_EACH_S * events
+def statement_limit_s(events: int) -> float:
+    """Time limit of a statement about this number of events, in seconds."""
+    return STATEMENT_S + STATEMENT_EACH_S * events
 
 
-def is_noted(took_s: float, looks: int) -> bool:
-    """Whether it is worth a look who took so long for so many looks at a payload."""
-    return took_s > NOTED_S + NOTED_EACH_S * looks
+def is_slow(took_s: float, evaluations: int) -> bool:
+    """Whether a statement with this number of evaluations was slow."""
+    return took_s > SLOW_S + SLOW_EACH_S * evaluations
 
 
 @dataclass(slots=True)
 class _Account:
-    """What was used and not earned yet; it never has saved up more than its burst."""
+    """A time budget: a token bucket in seconds."""
 
     burst_s: float
     share: float
@@ -86,69 +83,79 @@ class _Account:
         self.used_s += took_s
 
 
-class FilterTime:
-    """The accounts of one leader; they begin full."""
+class FilterBudget:
+    """The budgets of one leader; they start full."""
 
     def __init__(self) -> None:
-        self._filters: dict[Asked, _Account] = {}
+        self._filters: dict[TenantFilter, _Account] = {}
         self._tenants: dict[str, _Account] = {}
         self._all = _Account(ALL_S, ALL_SHARE)
 
-    def keep(self, filters: Collection[Asked]) -> None:
-        """These filters there are.
+    def retain_filters(self, filters: Collection[TenantFilter]) -> None:
+        """Keep the budgets of these filters only.
 
-        What a tenant has used stays, or it could begin anew by changing a filter.
+        Tenants' budgets stay, or changing a filter would reset them.
         """
         self._filters = {f: account for f, account in self._filters.items() if f in filters}
-        # One that has nothing charged is as good as a new one.
+        # A full budget equals a new one.
         self._tenants = {t: account for t, account in self._tenants.items() if account.used_s > 0}
 
-    def limit_s(self, asked: Asked, events: int, now: float) -> float:
-        """How long a filter may be asked about so many events; what others took is no matter."""
-        left_s = min(account.left_s(now) for account in self._of(asked))
-        return min(max(left_s, LEAST_S), most_s(events))
+    def limit_s(self, tenant_filter: TenantFilter, events: int, now: float) -> float:
+        """Time limit for evaluating a filter, from its own and its tenant's budgets."""
+        left_s = min(account.left_s(now) for account in self._accounts(tenant_filter))
+        return min(max(left_s, LIMIT_MIN_S), statement_limit_s(events))
 
-    def charge(self, asked: Asked, took_s: float, excused_s: float, now: float) -> None:
-        """A filter took so long.
+    def charge(
+        self, tenant_filter: TenantFilter, took_s: float, reference_s: float, now: float
+    ) -> None:
+        """Charge the time that a filter took.
 
         Args:
-            excused_s: what a condition took that is always met, about the same events.
+            reference_s: time of the reference condition on the same events.
         """
-        took_s = max(took_s - EXCUSED * excused_s, 0.0)
-        for account in (self._all, *self._of(asked)):
+        took_s = max(took_s - REFERENCE_FACTOR * reference_s, 0.0)
+        for account in (self._all, *self._accounts(tenant_filter)):
             account.charge(took_s, now)
 
-    def over(self, now: float) -> list[Asked]:
-        """The filters that have to be stopped."""
-        stopped = [asked for asked, own in self._filters.items() if own.left_s(now) < 0]
+    def exhausted(self, now: float) -> list[TenantFilter]:
+        """Remove and return the filters that must be stopped."""
+        stopped = [
+            tenant_filter for tenant_filter, own in self._filters.items() if own.left_s(now) < 0
+        ]
         for tenant, account in self._tenants.items():
-            its = [asked for asked in self._filters if asked[0] == tenant]
-            self._settle(account, its, stopped, now)
-        self._settle(self._all, list(self._filters), stopped, now)
-        for asked in stopped:
-            del self._filters[asked]
+            its = [tenant_filter for tenant_filter in self._filters if tenant_filter[0] == tenant]
+            self._stop_costliest(account, its, stopped, now)
+        self._stop_costliest(self._all, list(self._filters), stopped, now)
+        for tenant_filter in stopped:
+            del self._filters[tenant_filter]
         return stopped
 
-    def _settle(
-        self, account: _Account, filters: list[Asked], stopped: list[Asked], now: float
+    def _stop_costliest(
+        self,
+        account: _Account,
+        filters: list[TenantFilter],
+        stopped: list[TenantFilter],
+        now: float,
     ) -> None:
-        """Stop those that were charged most, until they account for what it is over."""
+        """Stop the costliest filters until they cover the budget's debt."""
         debt_s = -account.left_s(now)
         if debt_s <= 0:
             return
-        used_s = {asked: self._filters[asked].used_s for asked in filters}
-        debt_s -= sum(used_s[asked] for asked in filters if asked in stopped)
-        for asked in sorted(filters, key=lambda asked: -used_s[asked]):
-            if debt_s <= 0 or used_s[asked] < WORTH_S:
+        used_s = {tenant_filter: self._filters[tenant_filter].used_s for tenant_filter in filters}
+        debt_s -= sum(
+            used_s[tenant_filter] for tenant_filter in filters if tenant_filter in stopped
+        )
+        for tenant_filter in sorted(filters, key=lambda tenant_filter: -used_s[tenant_filter]):
+            if debt_s <= 0 or used_s[tenant_filter] < STOP_MIN_S:
                 break
-            if asked not in stopped:
-                stopped.append(asked)
-                debt_s -= used_s[asked]
-        # It has nothing left, and the others are not to answer for those.
+            if tenant_filter not in stopped:
+                stopped.append(tenant_filter)
+                debt_s -= used_s[tenant_filter]
+        # The budget is empty, but the remaining filters do not pay for the stopped ones.
         account.used_s = account.burst_s
 
-    def _of(self, asked: Asked) -> list[_Account]:
-        found = [self._filters.setdefault(asked, _Account(FILTER_S, FILTER_SHARE))]
-        if (tenant := asked[0]) is not None:
+    def _accounts(self, tenant_filter: TenantFilter) -> list[_Account]:
+        found = [self._filters.setdefault(tenant_filter, _Account(FILTER_S, FILTER_SHARE))]
+        if (tenant := tenant_filter[0]) is not None:
             found.append(self._tenants.setdefault(tenant, _Account(TENANT_S, TENANT_SHARE)))
         return found

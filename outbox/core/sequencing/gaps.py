@@ -3,40 +3,39 @@
 Ids come from a sequence, so a lower id can commit after a higher one.  A
 cursor that only remembers the highest id loses the late one; a cursor that
 waits for every transaction in flight stalls behind the longest of them and
-can turn two events of one key around.  This one does neither.
+can reorder two events of one key.  This one does neither.
 
 **The argument.**  `nextval` takes a RowExclusiveLock on the sequence before it
 allocates, and the top transaction keeps it until its rows are visible (over
 savepoints and PREPARE TRANSACTION too).  So an id that is missing below the
 highest one seen, a *gap*, belongs to one of the transactions that hold this
-lock now, its *holders*.  When none of them holds it any more, one more read in
-a fresh snapshot decides: what is still absent rolled back.  No time-out is
-part of this.
+lock now, its *lock holders*.  When none of them holds it any more, one more read in
+a new snapshot decides: an id that is still absent was rolled back.  This involves no
+time-out.
 
-**Order of looking.**  Events of one key keep their order if nobody reads past
-a gap whose row is already visible.  Hence:
+**Order of steps.**  Events of one key keep their order if no read passes a gap
+whose row is already visible.  Hence:
 
 * holders of a gap known before a batch are captured before its read; those of
-  a gap that the read itself uncovers, after it;
+  a gap that the read itself discovers, after it;
 * an old gap may be left out of a read only if all its holders are *running*
-  after that read, which is to say that a later snapshot still takes them for
-  unfinished; otherwise it is read again with the gap, before anything is
-  sequenced.  (The lock alone does not tell: rows are visible before it is let
-  go, and behind a COMMIT PREPARED that drops tables, for a long time.)
-* a read that was cut says nothing about ids at or beyond its last one: gaps
-  there stay due;
+  after that read: a later snapshot still shows them as unfinished.  Otherwise the
+  read is repeated with the gap, before anything is sequenced.  (The lock alone is
+  not sufficient: rows become visible before it is released, with a COMMIT PREPARED
+  that drops tables even long before.)
+* a read that reached its limit proves nothing about ids at or beyond its last
+  one: gaps there stay due;
 * a gap becomes old only after a read that began after its holders were
   captured;
-* holders are memory, never state: whoever is not the one that wrote last
-  forgets all of them (`forget`) and starts from the tables.
+* holders are memory, never state: a replica that was not the last writer
+  drops all of them (`forget`) and starts from the tables.
 
 Young gaps are read with every batch.  After a second they become old and are
-read only when one of their holders ended, so a transaction that stays open for
+read only when one of their holders has ended, so a transaction that stays open for
 an hour costs nothing per batch.
 
 A prepared transaction that survived a crash holds its lock as `-1/xid`, a name
-that no capture before the crash can have seen; it counts as a holder of every
-gap.
+that was not captured before the crash; it counts as a holder of every gap.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 Range: TypeAlias = tuple[int, int]
-"""Ids from the first to the second, both included."""
+"""A range of ids, both ends inclusive."""
 
-Holders: TypeAlias = frozenset[str]
-"""`pg_locks.virtualtransaction` of everyone who holds the sequence's lock."""
+LockHolders: TypeAlias = frozenset[str]
+"""`pg_locks.virtualtransaction` of the transactions that hold the sequence's lock."""
 
 AGE_S = 1.0
 """How long a gap is read with every batch before it becomes old."""
@@ -60,7 +59,7 @@ AGE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CursorState:
-    """What the tables say: all a new sequencer has to start from."""
+    """The stored state of the cursor, from which a new sequencer starts."""
 
     batch: int = 0
     high: int = 0
@@ -69,32 +68,32 @@ class CursorState:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What one batch does to the cursor; to be written in its transaction."""
+class CursorChange:
+    """The changes of one batch to the cursor, written in its transaction."""
 
     high: int
     young: tuple[Range, ...]
     found: tuple[Range, ...]
-    """Late ids: they were gaps, and are sequenced now."""
+    """Late ids: former gaps that are sequenced now."""
     dead: tuple[Range, ...]
-    """Ids proven never to appear."""
+    """Ids that were proven to be rolled back."""
     old_closed: tuple[Range, ...]
     """Rows to delete from the table of old gaps …"""
     old_opened: tuple[Range, ...]
     """… and to insert into it."""
-    moved: bool
-    """False when the tables need no change."""
+    changed: bool
+    """Whether the tables need a write."""
     memory: dict[Range, _Gap] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """An open gap; `holders` is None while nobody has looked."""
+    """An open gap; `holders` is None until they are captured."""
 
     lo: int
     hi: int
     old: bool
-    holders: Holders | None
+    holders: LockHolders | None
     seen_at: float
 
     @property
@@ -105,7 +104,7 @@ class _Gap:
 class GapTracker:
     """The cursor's memory between batches, and the arithmetic of one batch.
 
-    One batch of who leads, each line that reads in a snapshot of its own:
+    One batch of the leader; each reading line uses a snapshot of its own:
 
         tracker.begin(state, holders, now)      # holders: before the read
         while True:
@@ -113,36 +112,35 @@ class GapTracker:
                                                 # holders: after its snapshot was taken
             if not tracker.left_out or tracker.complete(running()): break
         step = tracker.close(ids, cut, after, now)
-        … write step, unless somebody else leads by now; commit …
+        … write step, unless another replica leads by now; commit …
         tracker.committed(step)
 
-    Anything else than a known commit must be answered with `forget`.
+    After anything but a confirmed commit, call `forget`.
     """
 
     def __init__(self) -> None:
         self.high = 0
-        # Whether the gaps below are those of the tables; see `forget`.
+        # Whether the gaps below match the tables; see `forget`.
         self._known = False
         self._young: dict[Range, _Gap] = {}
-        # By their holders, so that a batch looks at a few sets of holders and
-        # not at each of a hundred thousand gaps.
-        self._old: dict[Holders | None, dict[Range, _Gap]] = {}
-        self._due: set[Holders | None] = set()
-        self._before: Holders = frozenset()
+        # By holders, so that a batch compares a few sets of holders instead of
+        # a hundred thousand gaps.
+        self._old: dict[LockHolders | None, dict[Range, _Gap]] = {}
+        self._due: set[LockHolders | None] = set()
+        self._before: LockHolders = frozenset()
 
     def forget(self) -> None:
-        """Drop everything: someone else wrote, or a commit is in doubt."""
+        """Drop all memory: another replica wrote, or a commit is in doubt."""
         self._known = False
 
     # ------------------------------------------------------------ one batch
 
-    def begin(self, state: CursorState, before: Holders, now: float) -> None:
+    def begin_batch(self, state: CursorState, before: LockHolders, now: float) -> None:
         """Start a batch.
 
         Args:
-            state: the tables; who remembers the last batch has them in memory,
-                and looks at `high` alone.
-            before: the holders of this moment.
+            state: the stored state; after a committed batch only its `high` is used.
+            before: the current lock holders.
             now: monotonic seconds.
         """
         self.high = state.high
@@ -151,35 +149,38 @@ class GapTracker:
             self._young = {r: _Gap(*r, False, None, now) for r in state.young}
             self._old = {None: {r: _Gap(*r, True, None, now) for r in state.old}}
             self._known = True
-        # Without holders: nobody has looked yet, or nobody is left.
+        # Also gaps without holders: not captured yet, or none left.
         self._due = {h for h in self._old if not h or self._one_ended(h, before)}
 
     def ranges(self) -> list[Range]:
-        """The gaps to read besides everything above `high`."""
+        """The gaps to read, besides all ids above `high`."""
         return sorted(gap.range for gap in self._to_read())
 
     @property
     def left_out(self) -> bool:
-        """Whether a gap is left out of the read, so that `complete` has to be asked."""
+        """Whether a gap is left out of the read, so that `complete` must be called."""
         return len(self._due) < len(self._old)
 
-    def complete(self, running: Holders) -> bool:
+    def complete(self, running: LockHolders) -> bool:
         """Whether the read may be used; if not, read again with more ranges.
 
-        `running`: the holders that a snapshot taken after the read takes for
-        unfinished, so that the read saw none of their rows.
+        Args:
+            running: the holders that are unfinished in a snapshot taken after the
+                read, so that the read saw none of their rows.
         """
         late = {h for h in self._old if h not in self._due and h and self._one_ended(h, running)}
         self._due |= late
         return not late
 
-    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-        """Work out what the batch did.
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
+        """Compute the batch's changes to the cursor.
 
         Args:
-            ids: what is sequenced, ascending.
+            ids: the sequenced ids, ascending.
             cut: there may be more to read at or beyond the last id.
-            after: the holders seen after the read.
+            after: the lock holders captured after the read.
             now: monotonic seconds.
         """
         # Nothing at or beyond `limit` was read to its end.
@@ -191,7 +192,7 @@ class GapTracker:
             hits = ids[bisect_left(ids, gap.lo) : bisect_right(ids, gap.hi)]
             found.extend(hits)
             for lo, hi in _without(gap.range, hits):
-                self._settle(replace(gap, lo=lo, hi=hi), limit, now, kept, dead)
+                self._resolve_gap(replace(gap, lo=lo, hi=hi), limit, now, kept, dead)
         high = max(self.high, ids[-1]) if ids else self.high
         fresh = ids[bisect_right(ids, self.high) :]
         kept.extend(
@@ -199,8 +200,8 @@ class GapTracker:
         )
         return self._step(high, kept, found, dead)
 
-    def committed(self, step: Step) -> None:
-        """The batch is durable (or changed nothing): remember its gaps."""
+    def committed(self, step: CursorChange) -> None:
+        """Remember the gaps of a batch that is durable (or changed nothing)."""
         self._young = {}
         for holders in self._due:
             del self._old[holders]
@@ -210,18 +211,18 @@ class GapTracker:
 
     # ------------------------------------------------------------ the rules
 
-    def _settle(
+    def _resolve_gap(
         self, gap: _Gap, limit: int | None, now: float, kept: list[_Gap], dead: list[Range]
     ) -> None:
-        """Decide about a gap, or what is left of it, that was to be read and is absent."""
+        """Decide about a gap that was to be read and is absent, or the rest of one."""
         if limit is not None and gap.lo > limit:
-            # The cut read did not reach it; unchanged, it is due again.
+            # The limited read did not reach it; it stays due.
             kept.append(gap)
             return
         if gap.holders is None:
             kept.append(replace(gap, holders=self._before))
             return
-        holders = self._still_there(gap.holders, self._before)
+        holders = self._still_held(gap.holders, self._before)
         if not holders:
             dead.append(gap.range)
         else:
@@ -231,11 +232,11 @@ class GapTracker:
             kept.append(replace(gap, holders=holders, old=old))
 
     @staticmethod
-    def _one_ended(holders: Holders, present: Holders) -> bool:
+    def _one_ended(holders: LockHolders, present: LockHolders) -> bool:
         return not holders <= present
 
     @staticmethod
-    def _still_there(holders: Holders, present: Holders) -> Holders:
+    def _still_held(holders: LockHolders, present: LockHolders) -> LockHolders:
         return frozenset(h for h in present if h in holders or h.startswith("-1/"))
 
     def _to_read(self) -> Iterator[_Gap]:
@@ -243,24 +244,26 @@ class GapTracker:
         for holders in self._due:
             yield from self._old[holders].values()
 
-    def _step(self, high: int, kept: list[_Gap], found: list[int], dead: list[Range]) -> Step:
+    def _step(
+        self, high: int, kept: list[_Gap], found: list[int], dead: list[Range]
+    ) -> CursorChange:
         young = tuple(sorted(g.range for g in kept if not g.old))
         old = {g.range for g in kept if g.old}
         old_before = {g.range for g in self._to_read() if g.old}
-        return Step(
+        return CursorChange(
             high=high,
             young=young,
             found=_as_ranges(sorted(found)),
             dead=tuple(sorted(dead)),
             old_closed=tuple(sorted(old_before - old)),
             old_opened=tuple(sorted(old - old_before)),
-            moved=high != self.high or {*young} != self._young.keys() or old != old_before,
+            changed=high != self.high or {*young} != self._young.keys() or old != old_before,
             memory={g.range: g for g in kept},
         )
 
 
 def _without(whole: Range, ids: Iterable[int]) -> list[Range]:
-    """What is left of a range without the given ascending ids inside it."""
+    """The parts of a range without the given ids, which are ascending."""
     left: list[Range] = []
     lo = whole[0]
     for i in ids:
@@ -273,7 +276,7 @@ def _without(whole: Range, ids: Iterable[int]) -> list[Range]:
 
 
 def _as_ranges(ids: Iterable[int]) -> tuple[Range, ...]:
-    """Ascending ids as ranges."""
+    """Convert ascending ids to ranges."""
     ranges: list[Range] = []
     for i in ids:
         if ranges and ranges[-1][1] == i - 1:

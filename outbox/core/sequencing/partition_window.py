@@ -1,10 +1,10 @@
-"""Periods: the ids and the batches of a stretch of time have a range of numbers of their own.
+"""Partition windows: ids and batches of a stretch of time share a range of numbers.
 
-Those of period n are n times `WIDTH` and above, whoever writes how much, and each
-period has a partition.  When a period has lasted long enough the numbers are moved
-on to the next one, and when all of it is old enough, and nothing in it is owed, its
-partition is dropped.  So nothing is ever deleted row by row, and the bounds of a
-partition that somebody writes to never change.
+The range of window n starts at n times `WIDTH`, independent of the amount of data, and
+each window has a partition.  When a window has lasted long enough, numbering jumps to
+the next one; when all of it is old enough and has no pending deliveries, its partition
+is dropped.  So rows are never deleted one by one, and the bounds of a partition in use
+never change.
 """
 
 from __future__ import annotations
@@ -15,105 +15,107 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Kind: TypeAlias = Literal["events", "log"]
-"""Of outbox ids, or of batches."""
+WindowKind: TypeAlias = Literal["events", "log"]
+"""Windows of outbox ids, or of batches."""
 
 WIDTH = 100_000_000_000
-"""Numbers in a period: more than are given out in a year at 3,000 in a second, so that
-a producer meets no end even if no relay runs for years."""
+"""Numbers per window: a year at 3,000 per second, so that producers do not run out even
+if no relay runs for a year."""
 
 AHEAD = 2
-"""Periods that have a partition before they begin."""
+"""Windows whose partitions are created in advance."""
 
 PER_RETENTION = 15
-"""Periods in the time that something is kept: it is kept at most this much longer."""
+"""Windows per retention time; data is kept for at most one window longer."""
 
 LENGTH_MIN_S, LENGTH_MAX_S = 3600.0, 30 * 86400.0
-"""A partition for less is not worth it; and however long something is kept, one for each
-month is not too many."""
+"""Bounds of a window's length: shorter ones are not worth a partition; monthly partitions
+are few enough for any retention time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """How long things are kept, in seconds; None: for ever."""
+class Retention:
+    """Retention times, in seconds; None: for ever."""
 
     events_s: float | None = 30 * 86400.0
     log_s: float | None = 30 * 86400.0
     dead_letters_s: float | None = 30 * 86400.0
 
-    def of(self, kind: Kind) -> float | None:
-        """How long periods of this kind are kept."""
+    def retention_s(self, kind: WindowKind) -> float | None:
+        """Retention time of windows of this kind."""
         return self.events_s if kind == "events" else self.log_s
 
 
 @dataclass(frozen=True, slots=True)
-class Period:
-    """A period that is not dropped."""
+class PartitionWindow:
+    """A partition window that has not been dropped."""
 
-    kind: Kind
+    kind: WindowKind
     number: int
     age_s: float
-    """Since it began."""
+    """Seconds since its start."""
     ended_s: float | None
-    """Since it ended; None: it is the one that is written."""
+    """Seconds since its end; None: it is the current one."""
     last_batch: int | None
-    """The last batch that can hold anything of it; None: that is not known yet."""
+    """The last batch that can contain any of it; None: not known yet."""
 
     @property
     def first(self) -> int:
-        """The lowest number of it."""
+        """Its lowest number."""
         return self.number * WIDTH
 
     @property
     def end(self) -> int:
-        """The first number behind it."""
+        """The first number after it."""
         return (self.number + 1) * WIDTH
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
-    """What time says about the periods of one kind."""
+class DueWindows:
+    """Work that is due for the windows of one kind."""
 
-    ends: Period | None = None
-    """Lasted long enough: the next one may begin, if anything was written in it."""
-    unsettled: tuple[Period, ...] = ()
-    """Ended, and it is not known whether all of it is sequenced."""
-    oldest: Period | None = None
-    """Kept long enough: it may be dropped, if nothing in it is owed."""
+    ends: PartitionWindow | None = None
+    """The current window, if it may end; it does so only if anything was written to it."""
+    unsettled: tuple[PartitionWindow, ...] = ()
+    """Ended windows of which `last_batch` is unknown."""
+    oldest: PartitionWindow | None = None
+    """The oldest window, if its retention is over; it may be dropped without pending data."""
 
 
-def length_s(keep_s: float | None) -> float:
-    """How long a period lasts."""
+def window_length_s(keep_s: float | None) -> float:
+    """Length of a window in seconds, from the retention time."""
     if keep_s is None:
         return LENGTH_MAX_S
     return min(max(keep_s / PER_RETENTION, LENGTH_MIN_S), LENGTH_MAX_S)
 
 
-def due(kind: Kind, periods: Iterable[Period], keep_s: float | None, period_s: float) -> Due:
-    """What is due among the periods that are not dropped.
+def due_windows(
+    kind: WindowKind, periods: Iterable[PartitionWindow], keep_s: float | None, period_s: float
+) -> DueWindows:
+    """Determine the due work of the windows that have not been dropped.
 
     Args:
-        keep_s: since its end, a period is kept for so long.
-        period_s: so long a period lasts.
+        keep_s: retention time after a window's end, in seconds.
+        period_s: length of a window, in seconds.
     """
     ours = sorted((p for p in periods if p.kind == kind), key=lambda p: p.number)
     written, oldest = ours[-1], ours[0]
-    return Due(
+    return DueWindows(
         ends=written if written.age_s >= period_s else None,
         unsettled=tuple(p for p in ours[:-1] if kind == "events" and p.last_batch is None),
         oldest=oldest if oldest is not written and _old_enough(oldest, keep_s) else None,
     )
 
 
-def _old_enough(period: Period, keep_s: float | None) -> bool:
+def _old_enough(period: PartitionWindow, keep_s: float | None) -> bool:
     if keep_s is None or period.ended_s is None or period.ended_s < keep_s:
         return False
     return period.kind == "log" or period.last_batch is not None
 
 
-def waiting(high: int, last: int) -> int:
-    """Ids above `high` that were given out, of the period that is written.
+def unsequenced_ids(high: int, last: int) -> int:
+    """Number of assigned ids above `high` in the current window.
 
-    What is left of a period that ended was given to nobody.
+    The unused rest of an ended window was never assigned.
     """
     return max(last - max(high, (last + 1) // WIDTH * WIDTH - 1), 0)

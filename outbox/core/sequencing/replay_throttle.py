@@ -1,22 +1,21 @@
-"""How fast replays go: whose turn it is, how much of it, and when to look again.
+"""Replay throttle: which endpoint gets the next chunk of a replay, its size, and when to poll.
 
-What is sent again goes to the end of the lanes that live events go to, so it stands
-in front of the next live event there.  It is therefore taken in *helpings*: an
-endpoint gets its next one when all of the last one was delivered or given up, and it
-is worth a few milliseconds of that endpoint's delivering for each lane.  While live
-events come to the endpoint that is so little that nobody notices; else it is
-more, because then only the trips to the database count.
+Replayed deliveries are appended to the lanes of live events, so they delay the next live
+event there.  A replay is therefore sequenced in *chunks*: an endpoint gets its next chunk
+when the last one was delivered or dead-lettered, and a chunk takes a few milliseconds of
+delivery time per lane.  While the endpoint receives live events that is imperceptible;
+otherwise chunks are larger, because only the round trips to the database matter.
 
-Endpoints take turns, and so do jobs at one endpoint.  Only a few endpoints have a
-helping *in hand* at a time, so that a replay of everything leaves the relay and the
-database to live events; one whose receiver is slow or down is not counted for
-longer than a moment, so that it holds up nobody else.
+Endpoints are served round robin, and so are the jobs of one endpoint.  Only a few endpoints
+have a chunk *in flight* at a time, so that a full replay leaves the relay and the database
+to live events; an endpoint that is slow or down counts only for a short time, so that it
+does not delay others.
 
-    waiting ── share ──▶ in hand ── look: done ──▶ waiting
-                            └─ look: not done ─▶ look again later
+    waiting ── share ──▶ in flight ── poll: done ──▶ waiting
+                             └─ poll: not done ──▶ poll again later
 
-Who has just come to know of the jobs looks at every endpoint before its first
-helping: another leader's last one may still be under way.
+A new leader polls every endpoint before its first chunk: a chunk of the former leader may
+still be in flight.
 """
 
 from __future__ import annotations
@@ -30,85 +29,85 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from uuid import UUID
 
-Kind: TypeAlias = Literal["dead", "history", "lane"]
-Why: TypeAlias = Literal["aborted", "disabled", "removed", "unsubscribed"]
-"""Why a part of a job ends before all of it was taken."""
+ReplayKind: TypeAlias = Literal["dead", "history", "lane"]
+EndReason: TypeAlias = Literal["aborted", "disabled", "removed", "unsubscribed"]
+"""Why a part of a job ends before all of it was replayed."""
 
-LIVE_MS, QUIET_MS = 3.0, 50.0
-"""What a helping is worth in each lane, while live events come to the endpoint and else."""
+LIVE_MS, IDLE_MS = 3.0, 50.0
+"""Delivery time of a chunk per lane, with and without live events at the endpoint."""
 MEAN_MIN_MS, MEAN_UNKNOWN_MS = 1.0, 10.0
-"""What one delivery is taken to last: at least, and before any was measured."""
-PER_LANE_MAX, ENDPOINT_MAX, TURN_MAX, LIVE_TURN_MAX = 50, 100, 200, 4
-"""Numbers in one batch: of one lane, of one endpoint, in all, and in all while live events
-come to anybody: they are sent at once, and each takes the relay's time from those."""
+"""Assumed duration of a delivery: the lower bound, and before any was measured."""
+PER_LANE_MAX, ENDPOINT_MAX, BATCH_MAX, LIVE_BATCH_MAX = 50, 100, 200, 4
+"""Deliveries per batch: of one lane, of one endpoint, in all, and in all while any endpoint
+receives live events, from which each delivery takes the relay's time."""
 LIVE_S = 5.0
-"""An endpoint counts as live for so long after its last live event."""
-SURE_S = 1.0
-"""What was seen longer ago says nothing about live events."""
-IN_HAND_MAX, IN_HAND_S = 8, 1.0
-"""Endpoints with a helping under way; one is not counted for longer than this."""
-LOOK_FIRST_S, LOOK_GROWTH, LOOK_MAX_S = 0.02, 1.5, 1.0
-"""From a helping to the first look at it, and between further ones: an acknowledgement
-is on disk after some 20 ms, and who is down stays down."""
-LOOKS_MAX = 32
-"""Endpoints in one look."""
-TURN_S, LIVE_TURN_S = 0.01, 0.05
-"""Between two looks: what is due by then goes together.  While live events come to
-anybody they are rarer, because who sequences them has to wait for a batch with a helping."""
+"""An endpoint counts as live for this time after its last live event."""
+POLL_VALID_S = 1.0
+"""An older poll does not prove the absence of live events."""
+IN_FLIGHT_MAX, IN_FLIGHT_S = 8, 1.0
+"""Endpoints with a chunk in flight; one counts for at most this time."""
+POLL_FIRST_S, POLL_GROWTH, POLL_MAX_S = 0.02, 1.5, 1.0
+"""Delay of a chunk's first poll, and growth and limit of the following ones: an
+acknowledgement is durable after some 20 ms, and a receiver that is down stays down."""
+POLLED_ENDPOINTS_MAX = 32
+"""Endpoints per poll."""
+POLL_EVERY_S, LIVE_POLL_EVERY_S = 0.01, 0.05
+"""Between two polls, which combine what is due.  With live events polls are rarer, because
+a batch with a chunk delays their sequencing."""
 BURST_S = 0.25
-"""A job with a rate may catch up on so much of what it did not use."""
+"""The burst of a job with a rate, as seconds of unused rate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JobPart:
     """A job at one endpoint."""
 
     job_id: int
     endpoint_id: UUID
-    kind: Kind
+    kind: ReplayKind
     rate_per_s: float | None
     """Of the whole job."""
     lanes: int
-    why: Why | None = None
-    """Nothing more of it may be taken."""
+    end_reason: EndReason | None = None
+    """If set, nothing more of it may be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """How an endpoint's last helpings are doing."""
+class EndpointProgress:
+    """Progress of an endpoint's last chunks."""
 
     done: bool
-    """All of them was delivered or given up."""
+    """All of them were delivered or dead-lettered."""
     mean_ms: float | None
-    """What an attempt took; None: there was none."""
-    numbers: int
-    """Given out in all lanes of the endpoint, ever."""
+    """Mean duration of an attempt; None: there was none."""
+    assigned: int
+    """Sequence numbers assigned in all lanes of the endpoint, since its creation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the next batch may take of a part; nothing when it is only to be ended."""
+    """How much of a part the next batch may replay; 0 if the part is only to be ended."""
 
-    part: Part
+    part: JobPart
     numbers: int
     per_lane: int
 
 
 @dataclass(slots=True)
 class _Endpoint:
-    parts: deque[Part]
+    parts: deque[JobPart]
     ticket: int
-    """Of its place in a queue; what stands there with another one is of long ago."""
+    """The ticket of its queue entry; entries with other tickets are stale."""
     numbers: int | None = None
-    looked_at: float = 0.0
+    polled_at: float = 0.0
     live_until: float = 0.0
     mean_ms: float = MEAN_UNKNOWN_MS
-    wait_s: float = LOOK_FIRST_S
+    wait_s: float = POLL_FIRST_S
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """How much a job with a rate may take now."""
+    """The token bucket of a job with a rate."""
 
     rate_per_s: float
     tokens: float
@@ -120,26 +119,26 @@ class _Bucket:
         self.tokens, self.filled_at = min(self.tokens + earned, most), now
 
 
-class Pacing:
-    """The paces of all replays, as one leader knows them; times are steady seconds."""
+class ReplayThrottle:
+    """Throttles all replays of one leader; times are steady seconds."""
 
     def __init__(self) -> None:
         self._endpoints: dict[UUID, _Endpoint] = {}
         self._buckets: dict[int, _Bucket] = {}
-        # Not looked at yet, and ready for a helping: first come, first served.
-        self._fresh: deque[tuple[int, UUID]] = deque()
+        # Endpoints not polled yet, and those ready for a chunk: first come, first served.
+        self._unpolled: deque[tuple[int, UUID]] = deque()
         self._waiting: deque[tuple[int, UUID]] = deque()
-        # To be looked at, by time.
-        self._looks: list[tuple[float, int, UUID]] = []
-        # Since when endpoints have had a helping.
-        self._in_hand: dict[UUID, float] = {}
+        # Scheduled polls, by time.
+        self._polls: list[tuple[float, int, UUID]] = []
+        # By endpoint, when its chunk in flight was sequenced.
+        self._in_flight: dict[UUID, float] = {}
         self._next_at = 0.0
         self._live_until = 0.0
-        self._tickets = 0
+        self._last_ticket = 0
 
-    def load(self, parts: Iterable[Part], now: float) -> None:
-        """These are all the parts that have not ended; what was known of them still holds."""
-        of_endpoint: dict[UUID, deque[Part]] = {}
+    def load(self, parts: Iterable[JobPart], now: float) -> None:
+        """Set the parts that have not ended; the state of known endpoints is kept."""
+        of_endpoint: dict[UUID, deque[JobPart]] = {}
         rates: dict[int, float] = {}
         for part in parts:
             of_endpoint.setdefault(part.endpoint_id, deque()).append(part)
@@ -149,91 +148,91 @@ class Pacing:
         for endpoint_id, its in of_endpoint.items():
             endpoint = known.get(endpoint_id)
             if endpoint is None:
-                self._endpoints[endpoint_id] = endpoint = _Endpoint(its, self._ticket())
-                self._fresh.append((endpoint.ticket, endpoint_id))
+                self._endpoints[endpoint_id] = endpoint = _Endpoint(its, self._next_ticket())
+                self._unpolled.append((endpoint.ticket, endpoint_id))
             else:
                 self._endpoints[endpoint_id] = endpoint
                 endpoint.parts = its
-        self._in_hand = {e: at for e, at in self._in_hand.items() if e in self._endpoints}
+        self._in_flight = {e: at for e, at in self._in_flight.items() if e in self._endpoints}
         self._buckets = {
             job_id: self._buckets.get(job_id) or _Bucket(rate, 1.0, now)
             for job_id, rate in rates.items()
         }
 
     @property
-    def look_at(self) -> float | None:
-        """When something may be due; None: never, there is no job."""
+    def poll_at(self) -> float | None:
+        """When a poll or a chunk may be due; None: there is no job."""
         if not self._endpoints:
             return None
-        if self._fresh or self.ready:
+        if self._unpolled or self.ready:
             return self._next_at
-        times = [self._looks[0][0]] if self._looks else []
+        times = [self._polls[0][0]] if self._polls else []
         if self._waiting:
-            times.append(min(self._in_hand.values()) + IN_HAND_S)
+            times.append(min(self._in_flight.values()) + IN_FLIGHT_S)
         return max(min(times, default=0.0), self._next_at)
 
     @property
     def ready(self) -> bool:
         """Whether a batch may take something."""
-        return bool(self._waiting) and len(self._in_hand) < IN_HAND_MAX
+        return bool(self._waiting) and len(self._in_flight) < IN_FLIGHT_MAX
 
-    def live(self, now: float) -> None:
+    def record_live_events(self, now: float) -> None:
         """Live events were sequenced."""
         self._live_until = now + LIVE_S
 
-    def due(self, now: float) -> list[UUID]:
-        """The endpoints to be looked at now; each has to be told of with `looked`."""
-        self._next_at = now + (LIVE_TURN_S if now < self._live_until else TURN_S)
-        self._in_hand = {e: at for e, at in self._in_hand.items() if now - at < IN_HAND_S}
+    def endpoints_to_poll(self, now: float) -> list[UUID]:
+        """The endpoints to poll now; call `report_progress` for each."""
+        self._next_at = now + (LIVE_POLL_EVERY_S if now < self._live_until else POLL_EVERY_S)
+        self._in_flight = {e: at for e, at in self._in_flight.items() if now - at < IN_FLIGHT_S}
         due: list[UUID] = []
-        while self._looks and self._looks[0][0] <= now and len(due) < LOOKS_MAX:
-            _, ticket, endpoint_id = heapq.heappop(self._looks)
-            if self._found(ticket, endpoint_id) is not None:
+        while self._polls and self._polls[0][0] <= now and len(due) < POLLED_ENDPOINTS_MAX:
+            _, ticket, endpoint_id = heapq.heappop(self._polls)
+            if self._current(ticket, endpoint_id) is not None:
                 due.append(endpoint_id)
-        while self._fresh and len(due) < LOOKS_MAX:
-            ticket, endpoint_id = self._fresh.popleft()
-            if self._found(ticket, endpoint_id) is not None:
+        while self._unpolled and len(due) < POLLED_ENDPOINTS_MAX:
+            ticket, endpoint_id = self._unpolled.popleft()
+            if self._current(ticket, endpoint_id) is not None:
                 due.append(endpoint_id)
         return due
 
-    def looked(self, endpoint_id: UUID, look: Look, now: float) -> None:
-        """How an endpoint that was due is doing."""
+    def report_progress(self, endpoint_id: UUID, progress: EndpointProgress, now: float) -> None:
+        """Record the polled progress of an endpoint."""
         endpoint = self._endpoints[endpoint_id]
-        # What was given out beside our own helpings are live events.
-        if endpoint.numbers is None or look.numbers > endpoint.numbers:
+        # Numbers that were assigned beyond the replay's own chunks are live events.
+        if endpoint.numbers is None or progress.assigned > endpoint.numbers:
             endpoint.live_until = now + LIVE_S
-        endpoint.numbers, endpoint.looked_at = look.numbers, now
-        if look.mean_ms is not None:
-            endpoint.mean_ms = max(look.mean_ms, MEAN_MIN_MS)
-        if look.done:
-            self._in_hand.pop(endpoint_id, None)
-            endpoint.wait_s = LOOK_FIRST_S
+        endpoint.numbers, endpoint.polled_at = progress.assigned, now
+        if progress.mean_ms is not None:
+            endpoint.mean_ms = max(progress.mean_ms, MEAN_MIN_MS)
+        if progress.done:
+            self._in_flight.pop(endpoint_id, None)
+            endpoint.wait_s = POLL_FIRST_S
             self._wait(endpoint_id, endpoint)
         else:
-            self._look_later(endpoint_id, endpoint, now + endpoint.wait_s)
-            endpoint.wait_s = min(endpoint.wait_s * LOOK_GROWTH, LOOK_MAX_S)
+            self._schedule_poll(endpoint_id, endpoint, now + endpoint.wait_s)
+            endpoint.wait_s = min(endpoint.wait_s * POLL_GROWTH, POLL_MAX_S)
 
     def shares(self, now: float) -> list[Share]:
-        """What the next batch may take; each has to be told of with `took` or `ended`."""
+        """The shares of the next batch; call `record_taken` or `end_part` for each."""
         shares: list[Share] = []
-        room = TURN_MAX if now >= self._live_until else LIVE_TURN_MAX
+        room = BATCH_MAX if now >= self._live_until else LIVE_BATCH_MAX
         for _ in range(len(self._waiting)):
-            if len(self._in_hand) + len(shares) >= IN_HAND_MAX or room <= 0:
+            if len(self._in_flight) + len(shares) >= IN_FLIGHT_MAX or room <= 0:
                 break
             ticket, endpoint_id = self._waiting.popleft()
-            endpoint = self._found(ticket, endpoint_id)
+            endpoint = self._current(ticket, endpoint_id)
             if endpoint is None:
                 continue
             share, again_at = self._share(endpoint, room, now)
             if share is None:
-                self._look_later(endpoint_id, endpoint, again_at)
+                self._schedule_poll(endpoint_id, endpoint, again_at)
             else:
                 room -= share.numbers
                 shares.append(share)
         return shares
 
-    def took(self, share: Share, numbers: int, now: float) -> None:
-        """So much was taken of it, which is in the lanes now, and there may be more."""
+    def record_taken(self, share: Share, numbers: int, now: float) -> None:
+        """Record that a batch has replayed part of a share."""
         endpoint_id = share.part.endpoint_id
         endpoint = self._endpoints[endpoint_id]
         if (bucket := self._buckets.get(share.part.job_id)) is not None:
@@ -244,12 +243,12 @@ class Pacing:
             return
         if endpoint.numbers is not None:
             endpoint.numbers += numbers
-        self._in_hand[endpoint_id] = now
-        lasts_s = min(share.per_lane * endpoint.mean_ms / 1000, LOOK_MAX_S)
-        self._look_later(endpoint_id, endpoint, now + max(lasts_s, LOOK_FIRST_S))
+        self._in_flight[endpoint_id] = now
+        lasts_s = min(share.per_lane * endpoint.mean_ms / 1000, POLL_MAX_S)
+        self._schedule_poll(endpoint_id, endpoint, now + max(lasts_s, POLL_FIRST_S))
 
-    def ended(self, share: Share) -> None:
-        """Nothing is left of its part."""
+    def end_part(self, share: Share) -> None:
+        """Remove the share's part, of which nothing is left."""
         part = share.part
         if (bucket := self._buckets.get(part.job_id)) is not None:
             bucket.tokens += share.numbers
@@ -260,31 +259,31 @@ class Pacing:
         else:
             del self._endpoints[part.endpoint_id]
 
-    def _found(self, ticket: int, endpoint_id: UUID) -> _Endpoint | None:
+    def _current(self, ticket: int, endpoint_id: UUID) -> _Endpoint | None:
         endpoint = self._endpoints.get(endpoint_id)
         return endpoint if endpoint is not None and endpoint.ticket == ticket else None
 
-    def _ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets
+    def _next_ticket(self) -> int:
+        self._last_ticket += 1
+        return self._last_ticket
 
     def _wait(self, endpoint_id: UUID, endpoint: _Endpoint) -> None:
-        endpoint.ticket = self._ticket()
+        endpoint.ticket = self._next_ticket()
         self._waiting.append((endpoint.ticket, endpoint_id))
 
-    def _look_later(self, endpoint_id: UUID, endpoint: _Endpoint, at: float) -> None:
-        endpoint.ticket = self._ticket()
-        heapq.heappush(self._looks, (at, endpoint.ticket, endpoint_id))
+    def _schedule_poll(self, endpoint_id: UUID, endpoint: _Endpoint, at: float) -> None:
+        endpoint.ticket = self._next_ticket()
+        heapq.heappush(self._polls, (at, endpoint.ticket, endpoint_id))
 
     def _share(self, endpoint: _Endpoint, room: int, now: float) -> tuple[Share | None, float]:
-        """The next part's share; without one, when there may be one."""
-        sure = now - endpoint.looked_at <= SURE_S and now >= endpoint.live_until
-        worth_ms = QUIET_MS if sure else LIVE_MS
+        """The share of the endpoint's next part; if None, when there may be one."""
+        sure = now - endpoint.polled_at <= POLL_VALID_S and now >= endpoint.live_until
+        worth_ms = IDLE_MS if sure else LIVE_MS
         per_lane = max(1, min(int(worth_ms / endpoint.mean_ms), PER_LANE_MAX))
-        again_at = now + LOOK_MAX_S
+        again_at = now + POLL_MAX_S
         for _ in range(len(endpoint.parts)):
             part = endpoint.parts[0]
-            if part.why is not None:
+            if part.end_reason is not None:
                 return Share(part, 0, per_lane), now
             numbers = min(per_lane * part.lanes, ENDPOINT_MAX, room)
             bucket = self._buckets.get(part.job_id)
@@ -292,7 +291,7 @@ class Pacing:
                 return Share(part, numbers, per_lane), now
             bucket.fill(now)
             if bucket.tokens >= 1:
-                # Set aside at once, because the job may have other shares in this batch.
+                # Taken at once, because the job may have other shares in this batch.
                 numbers = min(numbers, int(bucket.tokens))
                 bucket.tokens -= numbers
                 return Share(part, numbers, per_lane), now

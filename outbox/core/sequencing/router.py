@@ -1,9 +1,9 @@
-"""From committed events to numbered deliveries.
+"""Routing: from committed events to numbered deliveries.
 
-Every event goes to each endpoint that subscribes to its type, may see its
-tenant, and has no filter or one that the payload meets; into the lane that its
-key chooses, under the lane's next number.  Filters are the database's to
-evaluate: here it is said which ones have to be asked about which events.
+Every event goes to each endpoint that subscribes to its type, may receive its
+tenant's events, and has no filter or one that matches the payload; into the lane
+of its key's hash, with the lane's next sequence number.  The database evaluates
+filters; the router determines which ones to evaluate on which events.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from uuid import UUID
 
-    Refused = Mapping["Asked", AbstractSet[int]]
-    """By filter, the events whose payloads do not meet it."""
+    Refused = Mapping["TenantFilter", AbstractSet[int]]
+    """By filter, the events that do not match it."""
 
-Asked: TypeAlias = tuple[str | None, str]
-"""A filter of a tenant's endpoints, or of those without one: what a tenant's events make of a
-filter is no matter of others that have the same."""
+TenantFilter: TypeAlias = tuple[str | None, str]
+"""A filter of a tenant's endpoints, or of those without a tenant: equal filters of different
+tenants are evaluated and charged separately."""
 
 NONE_REFUSED: Refused = MappingProxyType({})
 
 MATCHES_MAX, MATCHED_MAX = 10_000, 500_000
-"""How many (tenant, type) pairs are remembered, and how many endpoints of them in all; more
-are worked out again."""
+"""Limits of the cache of matching routes: (tenant, type) pairs, and endpoints in all."""
 
 
-class Sighting(NamedTuple):
-    """A committed event, as much of it as sequencing needs.
+class RoutableEvent(NamedTuple):
+    """The fields of a committed event that sequencing needs.
 
-    `spread` chooses the lane: a non-negative hash of the key, or the id.
+    `key_hash` selects the lane: a non-negative hash of the key, or the id.
     """
 
     id: int
     tenant: str | None
     type: str
-    spread: int
+    key_hash: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +55,35 @@ class Route:
     all_tenants: bool
     lane_ids: tuple[int, ...]
     filter: str | None = None
-    """The inside of SQL/JSON path's `$ ? (…)`; None also while it is stopped."""
+    """The condition inside the SQL/JSON path's `$ ? (…)`; None also while it is stopped."""
 
     @property
-    def asked(self) -> Asked | None:
-        """What has to be asked about each event; None: nothing."""
+    def tenant_filter(self) -> TenantFilter | None:
+        """The filter to evaluate on each event; None: no filter."""
         return None if self.filter is None else (self.tenant, self.filter)
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """An event that is sent again, at the end of a lane."""
+    """An event to be replayed at the end of a lane."""
 
     lane_id: int
     outbox_id: int
     id: int | None = None
-    """Of the replay of a number."""
+    """The replay of a sequence number."""
     seq: int | None = None
-    """The number it stands for."""
+    """The replayed sequence number."""
     backfill_id: int | None = None
-    """The job that gives it an X-Delivery of its own, or gave one to its dead letter."""
+    """The job that determines its X-Delivery, or determined that of its dead letter."""
     copy_id: int | None = None
-    """The dead letter that has a copy of the event."""
+    """The dead letter with a copy of the event."""
     was_backfill_id: int | None = None
-    """When its receiver asked for it: the backfill that what it stands for was of."""
+    """For a replay that the receiver requested: the backfill of the original delivery."""
 
 
 @dataclass(frozen=True, slots=True)
-class Helping:
-    """What one batch takes of a replay: its next numbers, and where the rest begins."""
+class ReplayChunk:
+    """The part of a replay in one batch, and where the rest begins."""
 
     id: int
     job_id: int
@@ -93,12 +92,12 @@ class Helping:
     next_seq: int
     next_batch: int
     missing: int = 0
-    """Numbers passed over because their deliveries are not there any more."""
+    """Sequence numbers that were skipped because their deliveries do not exist any more."""
 
 
 @dataclass(slots=True)
 class Deliveries:
-    """A batch's deliveries as columns, and the counters after it."""
+    """The deliveries of a batch as columns, and the lanes' counters after it."""
 
     lane_ids: list[int] = field(default_factory=list)
     seqs: list[int] = field(default_factory=list)
@@ -115,12 +114,11 @@ class Deliveries:
 
 
 class Router:
-    """Which lanes an event of a tenant and type goes to."""
+    """Determines the lanes of an event from its tenant, type and key hash."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._routes = list(routes)
-        # Apart by tenant, so that neither others' endpoints nor what these subscribe to are
-        # looked at.
+        # Separate by tenant, so that a lookup does not visit other tenants' subscriptions.
         self._of_tenant: dict[str | None, Patterns] = {}
         self._of_all = Patterns()
         for n, route in enumerate(self._routes):
@@ -129,12 +127,16 @@ class Router:
                 patterns = self._of_tenant.setdefault(route.tenant, Patterns())
             for each in route.types:
                 patterns.add(each, n)
-        self.filters = {asked for route in self._routes if (asked := route.asked) is not None}
+        self.filters = {
+            tenant_filter
+            for route in self._routes
+            if (tenant_filter := route.tenant_filter) is not None
+        }
         self._matches: OrderedDict[tuple[str | None, str], tuple[Route, ...]] = OrderedDict()
         self._matched = 0
 
     def match(self, tenant: str | None, type: str) -> tuple[Route, ...]:  # noqa: A002
-        """The subscribed endpoints; remembered, since types repeat."""
+        """The subscribed endpoints; cached, since types repeat."""
         pair = (tenant, type)
         routes = self._matches.get(pair)
         if routes is None:
@@ -149,13 +151,13 @@ class Router:
                 self._matched -= len(forgotten)
         return routes
 
-    def of(self, endpoint_id: UUID) -> Router | None:
-        """To one endpoint alone; None: it is not subscribed."""
+    def for_endpoint(self, endpoint_id: UUID) -> Router | None:
+        """A router of one endpoint only; None: it has no subscription."""
         own = [route for route in self._routes if route.endpoint_id == endpoint_id]
         return Router(own) if own else None
 
-    def cut(self, events: Sequence[Sighting], deliveries_max: int) -> int:
-        """How many of the events fit into one batch: at least one, so it moves."""
+    def count_fitting_events(self, events: Sequence[RoutableEvent], deliveries_max: int) -> int:
+        """Number of events that fit into one batch; at least one, to make progress."""
         deliveries = 0
         for n, event in enumerate(events):
             deliveries += len(self.match(event.tenant, event.type))
@@ -163,47 +165,49 @@ class Router:
                 return n
         return len(events)
 
-    def questions(self, events: Iterable[Sighting]) -> dict[Asked, list[int]]:
-        """The filters that have to be evaluated, each with the events it is about."""
-        asked: dict[Asked, list[int]] = {}
+    def filters_to_evaluate(self, events: Iterable[RoutableEvent]) -> dict[TenantFilter, list[int]]:
+        """The filters to evaluate, each with its events."""
+        tenant_filter: dict[TenantFilter, list[int]] = {}
         if self.filters:
             for event in events:
                 routes = self.match(event.tenant, event.type)
-                for each in {route.asked for route in routes}:
+                for each in {route.tenant_filter for route in routes}:
                     if each is not None:
-                        asked.setdefault(each, []).append(event.id)
-        return asked
+                        tenant_filter.setdefault(each, []).append(event.id)
+        return tenant_filter
 
-    def placed(
-        self, events: Iterable[Sighting], refused: Refused = NONE_REFUSED
+    def placements(
+        self, events: Iterable[RoutableEvent], refused: Refused = NONE_REFUSED
     ) -> list[tuple[int, int]]:
-        """The lane of every subscribed endpoint for each event, with the event's id."""
+        """Pairs of lane and event id for each event and subscribed endpoint."""
         found: list[tuple[int, int]] = []
-        for event_id, tenant, type_, spread in events:
+        for event_id, tenant, type_, key_hash in events:
             for route in self.match(tenant, type_):
-                asked = route.asked
-                if asked is None or event_id not in refused.get(asked, ()):
+                tenant_filter = route.tenant_filter
+                if tenant_filter is None or event_id not in refused.get(tenant_filter, ()):
                     lane_ids = route.lane_ids
-                    found.append((lane_ids[spread % len(lane_ids)], event_id))
+                    found.append((lane_ids[key_hash % len(lane_ids)], event_id))
         return found
 
-    def lanes_of(self, events: Iterable[Sighting], refused: Refused = NONE_REFUSED) -> set[int]:
-        """All lanes the events go to: whose counters are needed."""
-        return {lane_id for lane_id, _ in self.placed(events, refused)}
+    def lanes_of(
+        self, events: Iterable[RoutableEvent], refused: Refused = NONE_REFUSED
+    ) -> set[int]:
+        """The lanes of the events, whose counters are needed."""
+        return {lane_id for lane_id, _ in self.placements(events, refused)}
 
 
-def number(
+def assign_sequences(
     router: Router,
-    events: Iterable[Sighting],
+    events: Iterable[RoutableEvent],
     replays: Iterable[Replay],
     counters: Mapping[int, int],
     refused: Refused = NONE_REFUSED,
 ) -> Deliveries:
-    """Give every delivery the next number of its lane; replays come last.
+    """Assign every delivery the next sequence number of its lane; replays come last.
 
     Args:
-        counters: the last number of every lane that occurs.
-        refused: what the database said about `Router.questions`.
+        counters: the last sequence number of every lane that occurs.
+        refused: results of `Router.filters_to_evaluate`.
     """
     out = Deliveries()
     last = out.counters
@@ -215,7 +219,7 @@ def number(
         out.seqs.append(seq)
         out.outbox_ids.append(outbox_id)
 
-    for lane_id, event_id in router.placed(events, refused):
+    for lane_id, event_id in router.placements(events, refused):
         add(lane_id, event_id)
     fresh = len(out)
     again = tuple(replays)
@@ -229,8 +233,8 @@ def number(
     return out
 
 
-def fitting(lane_ids: Iterable[int], per_lane: int, most: int) -> int:
-    """How many of the first ones may be taken: none behind one that may not."""
+def count_fitting(lane_ids: Iterable[int], per_lane: int, most: int) -> int:
+    """Length of the longest prefix within `most` in all and `per_lane` of each lane."""
     taken: dict[int, int] = {}
     n = 0
     for lane_id in lane_ids:

@@ -1,14 +1,12 @@
-"""Names to addresses, without a thread for each.
+"""Asynchronous name resolution with a cache.
 
-getaddrinfo of the C library blocks, so asyncio asks it in a few threads that
-all look-ups share: half a dozen names whose servers never answer would hold up
-every other name.  c-ares asks over sockets, so a look-up that hangs costs
-nothing but its own time.  It reads /etc/hosts, resolv.conf and the search
-domains as the C library does; a changed resolv.conf is read again.
+getaddrinfo of the C library blocks; asyncio runs it in a few shared threads, so half a
+dozen names with unresponsive servers would block all other names.  c-ares uses non-blocking
+sockets: a hanging lookup delays only itself.  It reads /etc/hosts, resolv.conf and search
+domains like the C library; a changed resolv.conf is reloaded.
 
-A look-up is shared by all who ask for the name meanwhile, ends with the time
-of whoever waits for it, and goes on without them: what comes late is an answer
-for the next one.
+Concurrent requests for a name share one lookup.  The time-out of a waiting request does not
+cancel the lookup: its late result is cached for the next request.
 """
 
 from __future__ import annotations
@@ -25,66 +23,64 @@ import structlog
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.destinations.http.dns_cares import Ares
+    from outbox.destinations.http.dns_cares import CaresChannel
 
 log = structlog.get_logger("outbox.destinations")
 
 CACHE_S = 10.0
 NAMES_MAX = 4096
-"""So many names are remembered."""
+"""Maximum number of cached names."""
 LOOKUPS_MAX = 4096
-"""Look-ups under way; names that never led anywhere get three quarters of them."""
+"""Maximum number of concurrent lookups; names without an earlier success get three quarters."""
 ADDRESSES_MAX = 64
-"""Of one answer, so many addresses are looked at."""
+"""Maximum number of addresses used from one response."""
 THREADS = 32
-"""Where c-ares cannot start, so many names are looked up at once."""
+"""Threads of the fallback when c-ares cannot start."""
 
 
 class Unresolved(Exception):
-    """A name leads nowhere, or nobody could say where."""
+    """A name has no address, or the lookup failed."""
 
 
 class Resolver(Protocol):
-    """Finds the addresses of names."""
+    """Resolves host names."""
 
     async def resolve(self, host: str) -> Sequence[str]:
-        """Addresses of a name, at least one.
+        """Return the addresses of a name, at least one.
 
         Raises:
-            Unresolved: there are none.
+            Unresolved: the name has no address, or the lookup failed.
         """
         ...
 
     async def aclose(self) -> None:
-        """Give up what is under way."""
+        """Cancel pending lookups."""
         ...
 
 
-class Names:
-    """A `Resolver` on c-ares, with a memory; use it in the event loop that asks first.
+class CachingResolver:
+    """A caching `Resolver` on c-ares, bound to the event loop of its first lookup.
 
     Args:
-        cache_s: an answer is good for so long.
-        options: for c-ares, in place of what the system's files say.  Numbers and servers
-            alone: pycares lets go of texts before c-ares has read them.
+        cache_s: lifetime of a cached result.
+        options: c-ares options that override the system configuration.  Numbers and servers
+            only: pycares frees strings before c-ares has read them.
     """
 
     def __init__(self, *, cache_s: float = CACHE_S, **options: Any) -> None:
         self._cache_s = cache_s
         self._options = options
-        self._asking: Ares | _Threads | None = None
-        # Names that led somewhere the last time, what asked for longest first:
-        # until when that holds, and the addresses.
-        self._known: OrderedDict[str, tuple[float, list[str]]] = OrderedDict()
+        self._backend: CaresChannel | _Threads | None = None
+        # Expiry and addresses of resolved names, least recently resolved first.
+        self._cache: OrderedDict[str, tuple[float, list[str]]] = OrderedDict()
         self._pending: dict[str, asyncio.Future[list[str]]] = {}
 
     async def resolve(self, host: str) -> Sequence[str]:
-        """See `Resolver.resolve`."""
         host = host.lower()
-        known = self._known.get(host)
-        if known is not None and asyncio.get_running_loop().time() < known[0]:
-            # Each address is the first one in its turn.
-            addresses = known[1]
+        cached = self._cache.get(host)
+        if cached is not None and asyncio.get_running_loop().time() < cached[0]:
+            # Round robin: rotate the addresses.
+            addresses = cached[1]
             addresses.append(addresses.pop(0))
             return tuple(addresses)
         pending = self._pending.get(host)
@@ -93,28 +89,27 @@ class Names:
         return tuple(await asyncio.shield(pending))
 
     async def aclose(self) -> None:
-        """See `Resolver.aclose`."""
-        if self._asking is not None:
-            self._asking.close()
+        if self._backend is not None:
+            self._backend.close()
 
     def _start(self, host: str) -> asyncio.Future[list[str]]:
-        most = LOOKUPS_MAX if host in self._known else LOOKUPS_MAX * 3 // 4
-        if len(self._pending) >= most:
-            raise Unresolved("too many names are being looked up")
+        lookups_max = LOOKUPS_MAX if host in self._cache else LOOKUPS_MAX * 3 // 4
+        if len(self._pending) >= lookups_max:
+            raise Unresolved("too many concurrent lookups")
         loop = asyncio.get_running_loop()
-        if self._asking is not None and self._asking.outdated:
-            self._asking.retire()
-            self._asking = None
-        if self._asking is None:
-            self._asking = _asking(loop, self._options)
-        found = self._asking.ask(host)
-        # Apart from what was asked: that may be cancelled, and this may be unwanted.
-        self._pending[host] = told = loop.create_future()
-        found.add_done_callback(partial(self._ended, host, told))
-        return told
+        if self._backend is not None and self._backend.outdated:
+            self._backend.retire()
+            self._backend = None
+        if self._backend is None:
+            self._backend = _start_backend(loop, self._options)
+        found = self._backend.query(host)
+        # A separate future: the lookup may be cancelled, and this one may have no waiters.
+        self._pending[host] = result = loop.create_future()
+        found.add_done_callback(partial(self._ended, host, result))
+        return result
 
     def _ended(
-        self, host: str, told: asyncio.Future[list[str]], found: asyncio.Future[list[str]]
+        self, host: str, result: asyncio.Future[list[str]], found: asyncio.Future[list[str]]
     ) -> None:
         del self._pending[host]
         try:
@@ -122,19 +117,19 @@ class Names:
             if not addresses:
                 raise Unresolved("it has no address")
         except (asyncio.CancelledError, Exception) as error:
-            self._known.pop(host, None)
-            told.set_exception(Unresolved(_why(error)))
-            told.exception()  # Perhaps nobody waits for it any more.
+            self._cache.pop(host, None)
+            result.set_exception(Unresolved(_describe_error(error)))
+            result.exception()  # Mark as retrieved: there may be no waiter.
             return
-        self._known[host] = (told.get_loop().time() + self._cache_s, addresses)
-        self._known.move_to_end(host)
-        if len(self._known) > NAMES_MAX:
-            self._known.popitem(last=False)
-        told.set_result(addresses)
+        self._cache[host] = (result.get_loop().time() + self._cache_s, addresses)
+        self._cache.move_to_end(host)
+        if len(self._cache) > NAMES_MAX:
+            self._cache.popitem(last=False)
+        result.set_result(addresses)
 
 
 class _Threads:
-    """getaddrinfo in threads of its own, so that it holds up names alone."""
+    """Fallback: getaddrinfo in a separate thread pool, so that it blocks only other lookups."""
 
     outdated = False
 
@@ -142,7 +137,7 @@ class _Threads:
         self._loop = loop
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="names")
 
-    def ask(self, host: str) -> asyncio.Future[list[str]]:
+    def query(self, host: str) -> asyncio.Future[list[str]]:
         return self._loop.run_in_executor(self._threads, _addresses, host)
 
     def retire(self) -> None:
@@ -157,23 +152,25 @@ def _addresses(host: str) -> list[str]:
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
-def _asking(loop: asyncio.AbstractEventLoop, options: dict[str, Any]) -> Ares | _Threads:
+def _start_backend(
+    loop: asyncio.AbstractEventLoop, options: dict[str, Any]
+) -> CaresChannel | _Threads:
     try:
-        # Imported here: it is a library in C, which there may be none of.
-        from outbox.destinations.http.dns_cares import Ares
+        # Imported here: the C library may be missing.
+        from outbox.destinations.http.dns_cares import CaresChannel
 
-        return Ares(loop, options)
+        return CaresChannel(loop, options)
     except Exception as error:
         log.warning(
-            "c-ares cannot start: names are looked up in threads, where slow ones hold up others",
+            "c-ares is unavailable: using getaddrinfo in threads, where slow lookups delay others",
             error=str(error),
             threads=THREADS,
         )
         return _Threads(loop)
 
 
-def _why(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
-        return "the look-up was given up"
-    said = str(error.args[-1] if error.args else error)
-    return said[:1].lower() + said[1:]
+        return "the lookup was cancelled"
+    message = str(error.args[-1] if error.args else error)
+    return message[:1].lower() + message[1:]

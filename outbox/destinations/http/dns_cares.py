@@ -1,10 +1,9 @@
-"""c-ares, driven by an asyncio event loop.
+"""c-ares on an asyncio event loop.
 
-c-ares can wait for its sockets in a thread of its own, but that one sleeps for
-ever when a look-up follows upon one that timed out and is not answered either
-(c-ares issue 1000): after an outage of DNS no name would be found again.  So
-the loop watches the sockets, and c-ares is told of the time.  Everything runs
-in the loop's thread.
+c-ares has an event thread of its own, but it hangs when a lookup follows one that timed out
+and also gets no response (c-ares issue 1000): no name would resolve after a DNS outage.
+Therefore the event loop watches the sockets and drives the time-outs.  Everything runs in
+the loop's thread.
 """
 
 from __future__ import annotations
@@ -21,76 +20,76 @@ if TYPE_CHECKING:
 
 QUERY_S = 1.0
 QUERY_TRIES = 3
-"""Each server is asked so often, and has twice the time in every round; c-ares takes less
-where a server is known to be quick."""
+"""Attempts per server; the time-out doubles in each round.  c-ares uses a shorter one for a
+server with known latency."""
 TICK_S = 0.1
-"""How exactly that time is kept."""
+"""Interval at which c-ares processes time-outs."""
 RESOLV_CONF = Path("/etc/resolv.conf")
 _NO_SORT = 1 << 7
-"""ARES_AI_NOSORT, which pycares does not name: sorting opens a socket for every address of
-an answer, and whoever makes the answer says how many they are."""
-_NOBODY = pycares.ARES_SOCKET_BAD
+"""ARES_AI_NOSORT, which pycares does not export: sorting opens a socket for every address, and
+the DNS server controls their number."""
+_NO_SOCKET = pycares.ARES_SOCKET_BAD
 
 
-class NotFound(Exception):
-    """What c-ares says of a name."""
+class LookupFailed(Exception):
+    """c-ares could not resolve a name."""
 
 
-class Ares:
-    """One channel, with the system's settings as they are now.
+class CaresChannel:
+    """A c-ares channel with the current system configuration.
 
     Raises:
-        pycares.AresError: it cannot start.
+        pycares.AresError: the channel cannot start.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: dict[str, Any]) -> None:
         self._loop = loop
         self._reads: set[int] = set()
         self._writes: set[int] = set()
-        self._asked = 0
+        self._pending = 0
         self._tick: asyncio.TimerHandle | None = None
         self._retired = self._closed = False
-        self._made_for = _changed_at()
+        self._config_mtime = _config_mtime_ns()
         options = {"timeout": QUERY_S, "tries": QUERY_TRIES, **options}
         self._channel = pycares.Channel(sock_state_cb=self._watch, **options)
 
     @property
     def outdated(self) -> bool:
-        """Whether the system's settings have changed."""
-        return self._made_for != _changed_at()
+        """Whether resolv.conf has changed since."""
+        return self._config_mtime != _config_mtime_ns()
 
-    def ask(self, host: str) -> asyncio.Future[list[str]]:
+    def query(self, host: str) -> asyncio.Future[list[str]]:
         """The addresses of a name, or `NotFound`."""
         future: asyncio.Future[list[str]] = self._loop.create_future()
-        self._asked += 1
-        future.add_done_callback(self._answered)
+        self._pending += 1
+        future.add_done_callback(self._on_done)
         try:
             self._channel.getaddrinfo(
                 host,
                 None,
                 type=socket.SOCK_STREAM,
                 flags=_NO_SORT,
-                callback=partial(_tell, future),
+                callback=partial(_set_result, future),
             )
         except (pycares.AresError, UnicodeError) as error:
             if not future.done():
-                future.set_exception(NotFound(str(error.args[-1])))
+                future.set_exception(LookupFailed(str(error.args[-1])))
         if self._tick is None:
             self._tick = self._loop.call_later(TICK_S, self._on_tick)
         return future
 
     def retire(self) -> None:
-        """End as soon as everything that was asked is answered."""
+        """Close when all pending lookups are complete."""
         self._retired = True
-        if not self._asked:
+        if not self._pending:
             self.close()
 
     def close(self) -> None:
-        """End now; what was asked is not found."""
+        """Close now; pending lookups fail."""
         if self._closed:
             return
         self._channel.cancel()
-        # What it still says of its sockets it says in another thread.
+        # Later socket callbacks come from another thread and are ignored.
         self._closed = True
         for number in self._reads:
             self._loop.remove_reader(number)
@@ -100,45 +99,45 @@ class Ares:
             self._tick.cancel()
         self._channel.close()
 
-    def _answered(self, _: object) -> None:
-        self._asked -= 1
-        if self._retired and not self._asked:
+    def _on_done(self, _: object) -> None:
+        self._pending -= 1
+        if self._retired and not self._pending:
             self.close()
 
     def _on_tick(self) -> None:
         self._tick = None
-        self._channel.process_fd(_NOBODY, _NOBODY)
-        if self._asked:
+        self._channel.process_fd(_NO_SOCKET, _NO_SOCKET)
+        if self._pending:
             self._tick = self._loop.call_later(TICK_S, self._on_tick)
 
     def _watch(self, number: int, readable: bool, writable: bool) -> None:
         if self._closed:
             return
         if readable:
-            self._loop.add_reader(number, self._channel.process_fd, number, _NOBODY)
+            self._loop.add_reader(number, self._channel.process_fd, number, _NO_SOCKET)
             self._reads.add(number)
         elif number in self._reads:
             self._reads.discard(number)
             self._loop.remove_reader(number)
         if writable:
-            self._loop.add_writer(number, self._channel.process_fd, _NOBODY, number)
+            self._loop.add_writer(number, self._channel.process_fd, _NO_SOCKET, number)
             self._writes.add(number)
         elif number in self._writes:
             self._writes.discard(number)
             self._loop.remove_writer(number)
 
 
-def _tell(future: asyncio.Future[list[str]], found: Any, error: int | None) -> None:
+def _set_result(future: asyncio.Future[list[str]], found: Any, error: int | None) -> None:
     if future.done():
         return
     if error is None:
         addresses = [node.addr[0].decode("ascii") for node in found.nodes]
         future.set_result(list(dict.fromkeys(addresses)))
     else:
-        future.set_exception(NotFound(pycares.errno.strerror(error)))
+        future.set_exception(LookupFailed(pycares.errno.strerror(error)))
 
 
-def _changed_at() -> int:
+def _config_mtime_ns() -> int:
     try:
         return RESOLV_CONF.stat().st_mtime_ns
     except OSError:

@@ -1,29 +1,25 @@
-"""Where deliveries may go: not into the network that the relay stands in.
+"""Egress policy: SSRF protection for deliveries.
 
-Endpoint URLs come from customers.  Without a guard, one that points at
-169.254.169.254 or at a database on 10.0.0.5 makes the relay an attacker's
-hand inside.  Two looks keep it out:
+Endpoint URLs come from customers.  Without a policy, a URL with 169.254.169.254 or an
+internal database address would let an attacker reach the relay's network.  There are two
+checks:
 
-* `check_url` when an endpoint is made, for a clear answer at once;
-* `refusal` for the address of every connection, right before it is opened.
-  Names can change their addresses between two look-ups, so this is the look
-  that counts.
+* `check_url` when an endpoint is saved, for an immediate error;
+* `refusal` for the address of every connection, immediately before the connect.  DNS can
+  return another address at each lookup (DNS rebinding), so this check is the decisive one.
 
-Deliveries to the open internet use https on a port meant for it.  Networks
-that the operator opens (`OUTBOX_ALLOW_NETWORKS` for the whole relay, and for
-one endpoint its own) take plain http and any port.  A plain http URL with a
-*name* in it is accepted as soon as anything is open, because only the
-connection shows where the name leads.
+Deliveries to public addresses use https on ports 443 and 8443.  Networks that the operator
+opens (`OUTBOX_ALLOW_NETWORKS` for the relay, `allow_networks` for an endpoint) allow plain
+http and any port.  A plain http URL with a host *name* is accepted as soon as any network is
+open, because only the connection shows the address.
 
-What is not public is listed here by range and not left to `is_global` of the
-standard library, which knows nothing of IPv4 addresses inside IPv6 ones, and
-changes with Python's version.  The list has all of IANA's special-purpose
-registries, also what they call globally reachable: nobody receives webhooks
-there.  For IPv6 it works the other way round as well: only 2000::/3 is handed
-out to the public at all (IANA IPv6 Address Space).
+Non-public ranges are listed explicitly.  `is_global` of the standard library ignores IPv4
+addresses embedded in IPv6 and changes between Python versions.  The list has all ranges of
+IANA's special-purpose registries, also the globally reachable ones, since no webhook receiver
+is there.  For IPv6, only 2000::/3 is allowed at all (IANA IPv6 Address Space).
 
-Behind a proxy the second look is the proxy's, for names: it resolves them.
-What can be said without resolving is still said here.
+With a proxy, the proxy resolves names and checks their addresses.  Checks that need no DNS
+are still made here.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ OPTION = "--allow-network"
 _BY = f"with {OPTION} (for this endpoint alone) or {SETTING} (for all)"
 URL_CHARS_MAX = 2048
 PORTS = frozenset({443, 8443})
-"""Where https usually lives; anything else public might be another service."""
+"""Allowed ports for public addresses; other ports may belong to other services."""
 _OR_PORTS = " or ".join(map(str, sorted(PORTS)))
 
 _REFUSED: tuple[tuple[Network, str], ...] = tuple(
@@ -100,12 +96,12 @@ _REFUSED: tuple[tuple[Network, str], ...] = tuple(
         ("ff00::/8", "multicast"),
     )
 )
-_PLAIN = f"plain http can be read on the way; use https, or open the network {_BY}"
+_PLAIN = f"plain http is not encrypted; use https, or open the network {_BY}"
 _PUBLIC_V6 = IPv6Network("2000::/3")
 _ISATAP = 0x0000_5EFE
-"""Above the last 32 bits, but for one that says whether those are unique (RFC 5214, 6.1)."""
+"""Interface identifier above the IPv4 address, without the universal/local bit (RFC 5214, 6.1)."""
 
-# What /etc/hosts and resolvers call this machine.
+# Loopback names of /etc/hosts and resolvers.
 _LOOPBACK_NAMES = frozenset(
     {"localhost", "localhost6", "ip6-localhost", "ip6-loopback", "loopback", "localdomain"}
 )
@@ -113,28 +109,28 @@ _LOOPBACK_DOMAINS = (".localhost", ".localdomain", ".localdomain6")
 
 _END_OF_AUTHORITY = re.compile(r"[/?#]")
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
-# getaddrinfo takes "127.1", "0x7f.1" and "2130706433" for addresses.
+# getaddrinfo parses "127.1", "0x7f.1" and "2130706433" as addresses.
 _NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
-# What can be looked up (RFC 1035, 2.3.4), and _, which is in some names; a resolver fails in
-# its own ways at "a..b".
+# Valid DNS names (RFC 1035, 2.3.4), and underscores, which some names contain; resolvers
+# behave differently for "a..b".
 _NAME = re.compile(r"(?=.{1,254}\Z)(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.IGNORECASE)
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """Comma-separated ranges or single addresses.
+    """Parse comma-separated networks or addresses.
 
     Raises:
-        UsageError: one of them is neither.
+        UsageError: an item is neither.
     """
     return tuple(_network(part.strip()) for part in text.split(",") if part.strip())
 
 
 class EgressPolicy:
-    """Which addresses may be connected to, and which URLs can be right.
+    """Egress rules for URLs, hosts and addresses.
 
     Args:
-        allow_networks: opened for every endpoint.
-        proxied: deliveries leave by a proxy, where they leave.
+        allow_networks: networks open for all endpoints.
+        proxied: a proxy connects to public receivers.
     """
 
     def __init__(
@@ -144,11 +140,11 @@ class EgressPolicy:
             _network(each) if isinstance(each, str) else each for each in allow_networks
         )
         self._proxied = proxied
-        # The same URLs are looked at before every attempt.
-        self._good = lru_cache(maxsize=16_384)(self._check)
+        # Cached: every attempt checks its URL.
+        self._check_cached = lru_cache(maxsize=16_384)(self._check)
 
     def refusal_of_url(self, url: str, networks: tuple[Network, ...] = ()) -> str | None:
-        """Why a URL may not be delivered to; None: it may."""
+        """Return why a URL is refused; None: it is allowed."""
         try:
             self.check_url(url, networks)
         except UsageError as error:
@@ -156,29 +152,29 @@ class EgressPolicy:
         return None
 
     def check_url(self, url: str, networks: tuple[Network, ...] = ()) -> None:
-        """Refuse what can never be delivered to.
+        """Validate an endpoint URL.
 
         Args:
-            networks: opened for the endpoint, beside the relay's own.
+            networks: open for the endpoint, in addition to the relay's.
 
         Raises:
-            UsageError: one line that says what is wrong and what to do.
+            UsageError: the URL is refused; one line with the next step.
         """
-        self._good(url, networks)
+        self._check_cached(url, networks)
 
     def refusal(
         self, address: str | Address, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
     ) -> str | None:
-        """Why this address may not be connected to; None if it may.
+        """Return why a connection to an address is refused; None: it is allowed.
 
         Args:
             tls: whether the connection is encrypted.
-            networks: opened for the endpoint, beside the relay's own.
+            networks: open for the endpoint, in addition to the relay's.
         """
         ip = ip_address(address) if isinstance(address, str) else address
-        if self._opened(ip, networks):
+        if self._is_open(ip, networks):
             return None
-        what = _not_public(_real(ip))
+        what = _special_range(_unmap(ip))
         if what is not None:
             return f"{ip} is {what}; to deliver there, open it {_BY}"
         return _PLAIN if not tls else _wrong_port(port)
@@ -186,7 +182,7 @@ class EgressPolicy:
     def refusal_of_host(
         self, host: str, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
     ) -> str | None:
-        """Why this host may not be delivered to, as far as it shows without resolving it."""
+        """Return why a host is refused, as far as this is known without DNS."""
         if (address := literal(host)) is not None:
             return self.refusal(address, port=port, tls=tls, networks=networks)
         if not tls:
@@ -195,63 +191,63 @@ class EgressPolicy:
             return f"{host} is loopback; to deliver there, open it {_BY}"
         return _wrong_port(port)
 
-    def refusal_by_proxy(
+    def proxy_refusal(
         self, host: str, *, port: int, networks: tuple[Network, ...] = ()
     ) -> str | None:
-        """Why a proxy may not be asked for this host; of names it finds the addresses."""
+        """Return why a host is refused for the proxy, which resolves names itself."""
         if literal(host) is None and port not in PORTS:
             return (
-                f"port {port}: a name with https leaves by the proxy, so its network cannot be "
-                f"known here, and only {_OR_PORTS} are taken; use one of them, or give an "
-                "address in an open network instead of the name"
+                f"port {port}: https to a host name uses the proxy, where only {_OR_PORTS} are "
+                "allowed; use one of these ports, or an address in an open network instead of "
+                "the name"
             )
         return self.refusal_of_host(host, port=port, tls=True, networks=networks)
 
-    def by_proxy(self, host: str, *, tls: bool, networks: tuple[Network, ...] = ()) -> bool:
-        """Whether a proxy, where there is one, is to connect to this host.
+    def uses_proxy(self, host: str, *, tls: bool, networks: tuple[Network, ...] = ()) -> bool:
+        """Whether deliveries to this host use the proxy, if one is configured.
 
-        What stays inside does not leave by it: this machine, addresses in open networks, and
-        plain http, which goes nowhere else.
+        Internal targets bypass it: loopback, addresses in open networks, and plain http,
+        which is allowed in open networks only.
         """
         if not tls or _is_loopback(host):
             return False
         address = literal(host)
-        return address is None or not self._opened(address, networks)
+        return address is None or not self._is_open(address, networks)
 
-    def _opened(self, ip: Address, networks: tuple[Network, ...]) -> bool:
-        real = _real(ip)
-        return any(real in network for network in (*self.allow_networks, *networks))
+    def _is_open(self, ip: Address, networks: tuple[Network, ...]) -> bool:
+        unmapped = _unmap(ip)
+        return any(unmapped in network for network in (*self.allow_networks, *networks))
 
     def _check(self, text: str, networks: tuple[Network, ...]) -> None:
         if len(text) > URL_CHARS_MAX:
             raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
         if not _SENDABLE.fullmatch(text) or "\\" in text:
             raise UsageError(
-                "url: may hold visible ASCII only, and no backslash; write names as xn--… "
-                "and other characters as %XX"
+                "url: must contain visible ASCII only, without backslashes; encode host names as "
+                "xn--… and other characters as %XX"
             )
         if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
-            raise UsageError("url: must not hold a user or password")
+            raise UsageError("url: must not contain a user or password")
         try:
             url = URL(text)
             port = url.explicit_port
         except (ValueError, IndexError) as error:
-            raise UsageError(f"url: cannot be read: {error}") from None
+            raise UsageError(f"url: malformed: {error}") from None
         if url.scheme not in ("https", "http"):
             raise UsageError("url: must start with https://")
         if not url.raw_host:
-            raise UsageError("url: names no host; it must look like https://example.com/path")
+            raise UsageError("url: has no host; use a form such as https://example.com/path")
         if "#" in text:
-            raise UsageError("url: must not have a fragment (#…); it would never be sent")
+            raise UsageError("url: must not have a fragment (#…), which is never sent")
         if port == 0:
-            raise UsageError("url: port 0 cannot be connected to")
+            raise UsageError("url: port 0 is not valid")
         self._check_target(url.raw_host, url.port or 0, networks, tls=url.scheme == "https")
 
     def _check_target(
         self, host: str, port: int, networks: tuple[Network, ...], *, tls: bool
     ) -> None:
         if "%" in host:
-            raise UsageError("url: the host must not hold %")
+            raise UsageError("url: the host must not contain %")
         if literal(host) is None:
             if _NUMERIC.fullmatch(host):
                 raise UsageError(
@@ -259,14 +255,14 @@ class EgressPolicy:
                 )
             if not _NAME.fullmatch(host):
                 raise UsageError(
-                    f"url: {host[:80]!r} is not a host: a name is of letters, digits and dashes, "
-                    "in parts of at most 63 with a dot between them"
+                    f"url: {host[:80]!r} is not a host: labels have letters, digits and hyphens, "
+                    "at most 63 characters, separated by dots"
                 )
             if self.allow_networks or networks:
-                # Where the name leads, and so what is allowed, only its
-                # connection shows, or its proxy's.
-                leaves = self._proxied and self.by_proxy(host, tls=tls, networks=networks)
-                why = self.refusal_by_proxy(host, port=port, networks=networks) if leaves else None
+                # The address, and therefore the rule, is known only at the connect, or to
+                # the proxy.
+                via_proxy = self._proxied and self.uses_proxy(host, tls=tls, networks=networks)
+                why = self.proxy_refusal(host, port=port, networks=networks) if via_proxy else None
                 if why is not None:
                     raise UsageError(f"url: {why}")
                 return
@@ -275,15 +271,15 @@ class EgressPolicy:
 
 
 def literal(host: str) -> Address | None:
-    """The address that a URL's host is, or None for a name."""
+    """Parse a host as an IP address; None: it is a name."""
     try:
         return ip_address(host)
     except ValueError:
         return None
 
 
-def _real(ip: Address) -> Address:
-    """The address that a socket connects to: for ::ffff:10.0.0.5 that is 10.0.0.5."""
+def _unmap(ip: Address) -> Address:
+    """Return the effective address of an IPv4-mapped one: ::ffff:10.0.0.5 is 10.0.0.5."""
     return getattr(ip, "ipv4_mapped", None) or ip
 
 
@@ -292,7 +288,7 @@ def _is_loopback(name: str) -> bool:
     return bare in _LOOPBACK_NAMES or bare.endswith(_LOOPBACK_DOMAINS)
 
 
-def _not_public(ip: Address) -> str | None:
+def _special_range(ip: Address) -> str | None:
     for network, what in _REFUSED:
         if ip in network:
             return what
@@ -307,7 +303,7 @@ def _not_public(ip: Address) -> str | None:
 def _wrong_port(port: int) -> str | None:
     if port in PORTS:
         return None
-    return f"port {port} is not for https; use {_OR_PORTS}, or open the network {_BY}"
+    return f"port {port} is not allowed for https; use {_OR_PORTS}, or open the network {_BY}"
 
 
 def _network(text: str) -> Network:

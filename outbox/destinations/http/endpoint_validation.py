@@ -1,4 +1,4 @@
-"""What can be said against an endpoint's settings before anything is sent to it."""
+"""Validate endpoint settings before any delivery: URL, networks, CA certificates."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.core.model.endpoint import EndpointSettings
-    from outbox.core.model.endpoint_config import Declared
+    from outbox.core.model.endpoint_config import DeclaredEndpoint
 
 T = TypeVar("T")
 
 _THREAD = ThreadPoolExecutor(1, "outbox-checking")
-"""One, because what is looked at is mostly a stranger's: they wait for each other."""
+"""One thread: untrusted certificates are parsed one at a time."""
 
 
 def policy_of(settings: Settings) -> EgressPolicy:
-    """Where deliveries may go by a relay's settings."""
-    return EgressPolicy(settings.allow_networks, proxied=settings.leaves_by is not None)
+    """Return the egress policy of a relay."""
+    return EgressPolicy(settings.allow_networks, proxied=settings.outbound_proxy is not None)
 
 
-async def aside(look: Callable[..., T], *given: Any) -> T:
-    """Look at what somebody handed in, while the event loop goes on."""
-    return await asyncio.get_running_loop().run_in_executor(_THREAD, look, *given)
+async def run_in_thread(function: Callable[..., T], *given: Any) -> T:
+    """Run a slow validation outside of the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, function, *given)
 
 
-def check(
-    wanted: EndpointSettings, policy: EgressPolicy, there: EndpointSettings | None = None
+def check_settings(
+    wanted: EndpointSettings, policy: EgressPolicy, current: EndpointSettings | None = None
 ) -> None:
-    """Refuse settings with which nothing could ever be delivered.
+    """Validate the settings of an endpoint.
 
     Args:
-        there: the settings that it has, which are not looked at again: who changes
-            something else need not know which networks are open to the relays.
+        current: the settings before a change; unchanged ones are not validated again, because
+            the caller may not know which networks the relays have open.
 
     Raises:
-        UsageError: one line that says what is wrong and what to do.
+        UsageError: a setting is invalid; one line with the next step.
     """
-    check_way(wanted, policy, there)
-    if wanted.ca is not None and (there is None or wanted.ca != there.ca):
+    check_reachable(wanted, policy, current)
+    if wanted.ca is not None and (current is None or wanted.ca != current.ca):
         check_ca(wanted.ca)
 
 
-def check_way(
-    wanted: EndpointSettings, policy: EgressPolicy, there: EndpointSettings | None = None
+def check_reachable(
+    wanted: EndpointSettings, policy: EgressPolicy, current: EndpointSettings | None = None
 ) -> None:
-    """The same without whom it trusts, which takes a while to look at."""
-    goes = (wanted.url, wanted.allow_networks)
-    if there is None or goes != (there.url, there.allow_networks):
+    """Validate URL and networks only; parsing the CA certificates is slow."""
+    route = (wanted.url, wanted.allow_networks)
+    if current is None or route != (current.url, current.allow_networks):
         policy.check_url(wanted.url, parse_networks(",".join(wanted.allow_networks)))
 
 
-def why_not_trusted(ca: str | None) -> UsageError | None:
-    """What is wrong with whom an endpoint shall trust, for whoever raises it later."""
+def trust_error(ca: str | None) -> UsageError | None:
+    """Validate CA certificates; returns the error instead of raising it."""
     try:
         if ca is not None:
             check_ca(ca)
@@ -69,14 +69,14 @@ def why_not_trusted(ca: str | None) -> UsageError | None:
     return None
 
 
-def check_declared(declared: Iterable[Declared], policy: EgressPolicy) -> None:
-    """Refuse endpoints of a file with which nothing could ever be delivered.
+def check_declared(declared: Iterable[DeclaredEndpoint], policy: EgressPolicy) -> None:
+    """Validate the endpoints of a declaration.
 
     Raises:
-        UsageError: the message begins with the place of the first one.
+        UsageError: the message begins with the location of the first invalid endpoint.
     """
     for each in declared:
         try:
-            check(each.settings, policy)
+            check_settings(each.settings, policy)
         except UsageError as error:
             raise UsageError(f"{each.place}.{error}") from None

@@ -1,24 +1,24 @@
-"""What a receiver may say, and how much of it is kept."""
+"""Limits of responses: bytes read, bytes stored, headers, interim responses."""
 
 from __future__ import annotations
 
 from outbox.core.model.response import BODY_BYTES_MAX
 
 HEADER_BYTES_MAX = 16 * 1024
-"""How much of an answer's headers is kept, names and values together."""
+"""Stored bytes of response headers, names and values together."""
 HEAD_BYTES_MAX = 64 * 1024
-"""For the heads of an answer and of all that came before it, together."""
+"""Bytes of the response head and all interim heads together."""
 HEADER_COUNT_MAX = 128
 INTERIM_MAX = 32
-"""So many answers with a status of 1xx are passed over."""
+"""Maximum number of interim (1xx) responses."""
 BODY_RAW_BYTES_MAX = 4 * BODY_BYTES_MAX
-"""For a body with what it is wrapped in: chunks, their extensions, trailers."""
+"""Bytes of a body with its framing: chunks, chunk extensions, trailers."""
 
-TOO_MANY_INTERIMS = f"more than {INTERIM_MAX} answers before the answer"
-TOO_LARGE_HEAD = f"a head of over {HEAD_BYTES_MAX} bytes"
-TOO_LARGE_WRAPPING = f"it takes over {BODY_RAW_BYTES_MAX} bytes to send"
+TOO_MANY_INTERIMS = f"more than {INTERIM_MAX} interim responses"
+TOO_LARGE_HEAD = f"response head larger than {HEAD_BYTES_MAX} bytes"
+TOO_LARGE_WRAPPING = f"body framing larger than {BODY_RAW_BYTES_MAX} bytes"
 
 
 def is_interim(status: int) -> bool:
-    """Whether an answer comes before the answer and is passed over; 101 is an answer."""
+    """Whether a status is interim (RFC 9110, 15.2); 101 is final for a client without upgrade."""
     return 100 <= status <= 199 and status != 101

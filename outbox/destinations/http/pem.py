@@ -1,15 +1,12 @@
-"""Certificates and private keys as texts, read without being at their mercy.
+"""Safe parsing of untrusted PEM certificates and private keys.
 
-A tenant may hand in both, and the relays of everybody read them.  OpenSSL does
-what a key tells it to: proving that the parts of an RSA key of 8,676 bits are
-prime takes it half a minute, and the interpreter stands still meanwhile.  So
-what a text is comes first, how large it is second, and only what is of a usual
-kind and size is computed with.
+Tenants supply them, and all relays parse them.  OpenSSL's cost depends on the key: checking
+the primality of an 8,676-bit RSA key takes half a minute with the GIL held.  Therefore type
+and size are checked first, and computations run on common key types and sizes only.
 
-Nobody proves that anything is prime, since that takes most of a second for a
-key of 4,096 bits.  The parts of an RSA key must fit each other and its
-certificate; whose are not prime has a key that nobody believes, and harms no
-one else.
+Primality is not checked, since that takes most of a second for 4,096 bits.  The numbers of an
+RSA key must be consistent with each other and with the certificate; a key with composite
+"primes" has signatures that no peer accepts, and harms only its owner.
 """
 
 from __future__ import annotations
@@ -31,14 +28,14 @@ if TYPE_CHECKING:
 CA_CHARS_MAX = 64 * 1024
 IDENTITY_CHARS_MAX = 16 * 1024
 CERTIFICATES_MAX = 32
-"""Each takes OpenSSL most of a millisecond, and the interpreter waits for it."""
+"""Parsing one takes OpenSSL most of a millisecond with the GIL held."""
 RSA_BITS_MIN, RSA_BITS_MAX = 2048, 4096
 CA_RSA_BITS_MAX = 8192
-"""Of those who sign: with their keys signatures are only checked."""
+"""For CA keys, which only verify signatures."""
 EXPONENT_BITS_MAX = 64
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 KINDS = "an RSA key of 2,048 to 4,096 bits, P-256, P-384, P-521 or Ed25519"
-UNREADABLE = f"identity: the private key cannot be read, or is not {KINDS}"
+UNREADABLE = f"identity: the private key is malformed, or is not {KINDS}"
 
 _RSA, _EC, _ED25519 = "1.2.840.113549.1.1.1", "1.2.840.10045.2.1", "1.3.101.112"
 BEGIN = "-----BEGIN "
@@ -51,37 +48,37 @@ _OIDS = b"|".join(
 _PKCS8 = re.compile(
     rb"\x30" + _LENGTH + rb"\x02\x01[\x00\x01]\x30" + _LENGTH + b"(?:" + _OIDS + b")", re.DOTALL
 )
-"""How a key of one of the three kinds begins (RFC 5958, 2)."""
+"""DER prefix of a PKCS #8 key of the three types (RFC 5958, 2)."""
 
 
-def authorities(text: str) -> list[Certificate]:
-    """The certificates to trust.
+def parse_authorities(text: str) -> list[Certificate]:
+    """Parse CA certificates.
 
     Raises:
-        UsageError: there are none, or some cannot be trusted; one line that says why.
+        UsageError: there are none, or one is not acceptable.
     """
-    _hold_to_size(text, CA_CHARS_MAX, "ca")
+    _check_size(text, CA_CHARS_MAX, "ca")
     if "PRIVATE KEY-----" in text:
-        raise UsageError("ca: holds a private key; give certificates alone")
+        raise UsageError("ca: contains a private key; supply certificates only")
     return _certificates(text, "ca")
 
 
-def identity(text: str) -> tuple[list[Certificate], PrivateKey]:
-    """A chain, beginning with the key's own certificate, and the key.
+def parse_identity(text: str) -> tuple[list[Certificate], PrivateKey]:
+    """Parse a certificate chain, leaf first, and its private key.
 
     Raises:
-        UsageError: it is not a certificate with its key, or they are of no usual kind;
-            one line that says why, and shows nothing of the key.
+        UsageError: the text is not a certificate with its key, or the key type is not
+            supported; the message contains nothing of the key.
     """
-    _hold_to_size(text, IDENTITY_CHARS_MAX, "identity")
+    _check_size(text, IDENTITY_CHARS_MAX, "identity")
     chain = _certificates(text, "identity")
     key = _key(text)
     if key.public_key() != chain[0].public_key():
-        raise UsageError("identity: the private key is not the first certificate's")
+        raise UsageError("identity: the private key does not match the first certificate")
     return chain, key
 
 
-def _hold_to_size(text: str, chars_max: int, what: str) -> None:
+def _check_size(text: str, chars_max: int, what: str) -> None:
     if len(text) > chars_max:
         raise UsageError(f"{what}: longer than {chars_max} characters")
 
@@ -89,56 +86,55 @@ def _hold_to_size(text: str, chars_max: int, what: str) -> None:
 def _certificates(text: str, what: str) -> list[Certificate]:
     from cryptography.x509 import load_pem_x509_certificates
 
-    too_many = f"{what}: holds more than {CERTIFICATES_MAX} certificates"
-    # Beside them stand a key, and what openssl writes before one on a curve.
+    too_many = f"{what}: contains more than {CERTIFICATES_MAX} certificates"
+    # Two more blocks: the key, and the EC PARAMETERS that openssl writes before one.
     if text.count(BEGIN) > CERTIFICATES_MAX + 2:
         raise UsageError(too_many)
     try:
         certificates = load_pem_x509_certificates(text.encode())
         for each in certificates:
-            # Asked now, because these are read when they are asked for, and may be anything.
+            # cryptography parses these fields lazily: force it here, where errors are handled.
             _ = each.subject, each.not_valid_before_utc, each.not_valid_after_utc
     except ValueError:
         raise UsageError(
-            f"{what}: holds no certificate that can be read; it must be PEM: "
-            "-----BEGIN CERTIFICATE-----…"
+            f"{what}: contains no valid certificate; it must be PEM: -----BEGIN CERTIFICATE-----…"
         ) from None
     if len(certificates) > CERTIFICATES_MAX:
         raise UsageError(too_many)
     for each in certificates:
-        _hold_to_kind(each, what)
+        _check_key_type(each, what)
     return certificates
 
 
-def _hold_to_kind(certificate: Certificate, what: str) -> None:
-    """Let pass a certificate with whose key it is safe to compute."""
+def _check_key_type(certificate: Certificate, what: str) -> None:
+    """Reject certificates whose key type or size makes computations expensive."""
     from cryptography.exceptions import InternalError, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
-    usual = certificate.public_key_algorithm_oid.dotted_string in (_RSA, _EC, _ED25519)
-    if usual:
+    is_supported = certificate.public_key_algorithm_oid.dotted_string in (_RSA, _EC, _ED25519)
+    if is_supported:
         try:
             key = certificate.public_key()
         except (ValueError, UnsupportedAlgorithm, InternalError):
-            usual = False
+            is_supported = False
         else:
             if isinstance(key, RSAPublicKey):
                 numbers = key.public_numbers()
-                usual = (
+                is_supported = (
                     RSA_BITS_MIN <= key.key_size <= CA_RSA_BITS_MAX
                     and numbers.e.bit_length() <= EXPONENT_BITS_MAX
                 )
             elif isinstance(key, EllipticCurvePublicKey):
-                usual = key.curve.name in CURVES
-    if not usual:
+                is_supported = key.curve.name in CURVES
+    if not is_supported:
         raise UsageError(
-            f"{what}: a certificate's key is of no usual kind or size; it must be {KINDS}"
+            f"{what}: a certificate has an unsupported key type or size; it must be {KINDS}"
         )
 
 
 def _key(text: str) -> PrivateKey:
-    """The one private key in a text, which fits itself."""
+    """Parse the private key and check its consistency."""
     from cryptography.exceptions import InternalError, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -156,20 +152,20 @@ def _key(text: str) -> PrivateKey:
         raise UsageError(UNREADABLE) from None
     if label not in LABELS or (label == "PRIVATE KEY" and not _PKCS8.match(der)):
         raise UsageError(UNREADABLE)
-    # Written anew, so that what was looked at is what is loaded.
+    # Re-encode, so that OpenSSL parses exactly the checked bytes.
     written = f"-----BEGIN {label}-----\n{base64.b64encode(der).decode()}\n-----END {label}-----\n"
     try:
         key = load_pem_private_key(written.encode(), None, unsafe_skip_rsa_key_validation=True)
     except (ValueError, TypeError, UnsupportedAlgorithm, InternalError):
-        # Without the library's words, which may quote what it could not read.
+        # The library's message may quote the key: do not include it.
         raise UsageError(UNREADABLE) from None
     if isinstance(key, RSAPrivateKey):
         if not RSA_BITS_MIN <= key.key_size <= RSA_BITS_MAX:
             raise UsageError(
                 f"identity: the private key has {key.key_size} bits; it must be {KINDS}"
             )
-        if not _is_whole(key.private_numbers()):
-            raise UsageError("identity: the parts of the private key do not fit each other")
+        if not _is_consistent(key.private_numbers()):
+            raise UsageError("identity: the private key is inconsistent")
         return key
     if isinstance(key, EllipticCurvePrivateKey) and key.curve.name in CURVES:
         return key
@@ -179,13 +175,13 @@ def _key(text: str) -> PrivateKey:
 
 
 def _key_block(text: str) -> tuple[str, str]:
-    """The label of the one private key in a text, and what stands in it."""
+    """Return the label and the body of the only private key block."""
     blocks = (each.partition("-----") for each in text.split(BEGIN)[1:])
     keys = [(label, rest) for label, _, rest in blocks if label.endswith("PRIVATE KEY")]
     if len(keys) != 1:
         raise UsageError(
-            f"identity: holds {len(keys) or 'no'} private keys; it must hold a certificate, its "
-            "chain if it has one, and the certificate's private key"
+            f"identity: contains {len(keys) or 'no'} private keys; supply the certificate, its "
+            "chain if it has one, and exactly one private key"
         )
     ((label, rest),) = keys
     body, end, _ = rest.partition(f"-----END {label}-----")
@@ -194,10 +190,10 @@ def _key_block(text: str) -> tuple[str, str]:
     return label, body
 
 
-def _is_whole(numbers: RSAPrivateNumbers) -> bool:
-    """Whether the parts of an RSA key of a good size fit each other.
+def _is_consistent(numbers: RSAPrivateNumbers) -> bool:
+    """Whether the numbers of an RSA key are consistent.
 
-    Sizes come first, so that no product is larger than the key.
+    Sizes are checked first, which bounds the size of the products.
     """
     n, e, d = numbers.public_numbers.n, numbers.public_numbers.e, numbers.d
     p, q = numbers.p, numbers.q

@@ -1,8 +1,8 @@
-"""CONNECT: what is said to a proxy before a receiver can be spoken to.
+"""HTTP CONNECT tunnel through a proxy (RFC 9110, 9.3.6).
 
-A proxy's answer is never taken for a receiver's: whatever it is, no request
-was sent, so its status says nothing about the delivery.  Nothing of a request
-reaches the proxy, and nothing that is said to it reaches a receiver.
+A proxy response is never treated as a receiver response: no request was sent, so its status
+says nothing about the delivery.  The proxy does not see the request, and the receiver does
+not see the proxy credentials.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from outbox.destinations.interface import NotConnected
 if TYPE_CHECKING:
     from outbox.web.proxy import Proxy
 
-ANSWER_BYTES_MAX = 16 * 1024
+RESPONSE_BYTES_MAX = 16 * 1024
 _END = b"\r\n\r\n"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: [^\r\n]*)?\r\n")
-# How smokescreen says that it is the rules that refuse, and which.
-_RULED = re.compile(rb"^X-Smokescreen-Error:[ \t]*([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
+# smokescreen reports the rule that denied the request in this header.
+_DENIAL = re.compile(rb"^X-Smokescreen-Error:[ \t]*([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 _REFUSED = (403, 407)
 
 
 class Tunnel(asyncio.Protocol):
-    """A connection to a proxy, until it is one to the receiver."""
+    """Protocol of a proxy connection until the tunnel is open."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._answer = bytearray()
+        self._response = bytearray()
         self._done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def open(self, proxy: Proxy, host: str, port: int) -> None:
-        """Have the proxy connect to a host.
+        """Open a tunnel to a host.
 
         Raises:
-            NotConnected: it did not.
+            NotConnected: the proxy did not open it.
         """
         assert self._transport is not None
         authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -54,32 +54,32 @@ class Tunnel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._answer += data
+        self._response += data
         if self._done.done():
             return
-        if self._answer.find(_END) >= 0 or len(self._answer) > ANSWER_BYTES_MAX:
-            self._done.set_result(bytes(self._answer))
+        if self._response.find(_END) >= 0 or len(self._response) > RESPONSE_BYTES_MAX:
+            self._done.set_result(bytes(self._response))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._done.done():
-            self._done.set_result(bytes(self._answer))
+            self._done.set_result(bytes(self._response))
 
 
-def _check(answer: bytes) -> None:
-    head, end, rest = answer.partition(_END)
+def _check(response: bytes) -> None:
+    head, end, rest = response.partition(_END)
     status = _STATUS.match(head + b"\r\n")
     if not end or status is None:
-        what = "ended the connection" if not answer else "answered with what is not HTTP"
+        what = "closed the connection" if not response else "sent a response that is not HTTP"
         raise NotConnected(Failure.CONNECT, f"the proxy {what}")
     code = int(status[1])
     if 200 <= code <= 299:
         if rest:
-            # The receiver speaks second, so these are nobody's words.
-            raise NotConnected(Failure.CONNECT, "the proxy said more than its answer")
+            # TLS servers do not send first, so these bytes do not come from the receiver.
+            raise NotConnected(Failure.CONNECT, "the proxy sent data after its response")
         return
-    ruled = _RULED.search(head)
-    if ruled is None:
-        raise NotConnected(Failure.CONNECT, f"the proxy answered {code}")
+    denial = _DENIAL.search(head)
+    if denial is None:
+        raise NotConnected(Failure.CONNECT, f"the proxy responded {code}")
     kind = Failure.EGRESS_REFUSED if code in _REFUSED else Failure.CONNECT
-    why = ruled[1].decode("latin-1").strip()
-    raise NotConnected(kind, f"the proxy answered {code}: {why}")
+    why = denial[1].decode("latin-1").strip()
+    raise NotConnected(kind, f"the proxy responded {code}: {why}")

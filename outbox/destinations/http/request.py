@@ -1,4 +1,4 @@
-"""One attempt: what was prepared, signed for now, and where it goes."""
+"""Build the request of one attempt: target, signed headers and body."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from outbox.destinations.http.egress import Network
 
 
-class Destination(Protocol):
-    """How requests to an endpoint are made."""
+class RequestSettings(Protocol):
+    """Endpoint settings that a request needs."""
 
     @property
     def url(self) -> str: ...
@@ -33,10 +33,10 @@ class Destination(Protocol):
     def identity(self) -> str | None: ...
 
 
-def addressed(
-    to: Destination, prepared: Prepared, number: int, timestamp: int, keys: Sequence[SigningKey]
+def signed_request(
+    to: RequestSettings, prepared: Prepared, number: int, timestamp: int, keys: Sequence[SigningKey]
 ) -> Request:
-    """The attempt `number` (from 1), signed at `timestamp`, in epoch seconds."""
+    """Build the request of attempt `number` (from 1), signed at `timestamp` (epoch seconds)."""
     return Request(
         to.url,
         prepared.attempt(number, timestamp, keys),

@@ -1,4 +1,4 @@
-"""Requests as bytes."""
+"""HTTP/1.1 request encoding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from outbox.destinations.interface import Request
 
 
-def written(destination: Destination, request: Request) -> bytes:
-    """A request as it goes on the wire (RFC 9112)."""
+def encode_request(destination: Destination, request: Request) -> bytes:
+    """Encode a request in HTTP/1.1 wire format (RFC 9112)."""
     head = (
         f"{destination.head}{request.lines}Accept-Encoding: identity\r\n"
         f"Content-Length: {len(request.body)}\r\n\r\n"

@@ -1,10 +1,10 @@
-"""What came back, in the same words whichever client heard it."""
+"""Attempt results with the same texts for all clients."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.core.model.response import BODY_BYTES_MAX, Answer
+from outbox.core.model.response import BODY_BYTES_MAX, AttemptResult
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -12,39 +12,40 @@ if TYPE_CHECKING:
 
     from outbox.core.model.response import Headers
 
-CANCELLED = "the request was called off"
-CLOSED = "the transport is closed"
-ENDED = "the connection was closed"
-UNANSWERED = f"{ENDED} before an answer"
+CANCELLED = "the request was cancelled"
+TRANSPORT_CLOSED = "the transport is closed"
+CONNECTION_CLOSED = "the connection was closed"
+NO_RESPONSE = f"{CONNECTION_CLOSED} before a response"
 
 
-def out_of_time(timeout_s: float) -> str:
-    """Why there is no answer, or no more of it."""
-    return f"not answered within {timeout_s:g} s"
+def timeout_detail(timeout_s: float) -> str:
+    return f"no complete response within {timeout_s:g} s"
 
 
-def answered(
+def completed_result(
     status: int, elapsed_s: float, headers: Headers, body: bytes | bytearray, cut_by: str | None
-) -> Answer:
-    """An answer whose head was there.
+) -> AttemptResult:
+    """Build the result of a response whose head is complete.
 
     Args:
-        cut_by: what ended its body; None: it ended by itself, or as much as is wanted is there.
+        cut_by: why the body is incomplete; None: it is complete, or `BODY_BYTES_MAX` were read.
     """
     if cut_by is None and len(body) <= BODY_BYTES_MAX:
-        return Answer(status, None, "", headers, bytes(body), elapsed_s)
-    detail = "" if cut_by is None else f"the body was cut short: {cut_by}"
-    return Answer.of(status, elapsed_s, headers=headers, body=bytes(body), detail=detail)
+        return AttemptResult(status, None, "", headers, bytes(body), elapsed_s)
+    detail = "" if cut_by is None else f"incomplete body: {cut_by}"
+    return AttemptResult.completed(
+        status, elapsed_s, headers=headers, body=bytes(body), detail=detail
+    )
 
 
-def kept(raw: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Headers, as far as they are kept."""
+def kept_headers(raw: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Decode headers up to `HEADER_BYTES_MAX`."""
     found: list[tuple[str, str]] = []
     size = 0
     for name, value in raw:
         size += len(name) + len(value)
         if size > HEADER_BYTES_MAX:
             break
-        # ISO 8859-1 reads any byte (RFC 9110, 5.5).
+        # ISO 8859-1 decodes any byte (RFC 9110, 5.5).
         found.append((name.decode("latin-1"), value.decode("latin-1")))
     return tuple(found)

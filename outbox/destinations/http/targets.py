@@ -1,4 +1,4 @@
-"""URLs as they go to whoever connects, and on the wire: looked at once, and remembered."""
+"""Parsed and checked destinations of requests, cached by URL and settings."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ if TYPE_CHECKING:
     from outbox.destinations.interface import Request, Tls
 
 DESTINATIONS_MAX = 1024
-"""So many are remembered."""
+"""Maximum number of cached destinations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where requests of one kind go."""
+    """Connection target and request head for one URL and its settings."""
 
     target: Target
     head: str
-    """The request line and Host."""
+    """Request line and Host header."""
 
 
-class Destinations:
-    """Finds them.
+class DestinationCache:
+    """Cache of destinations.
 
     Args:
-        proxied: there is a proxy for whom the policy sends there.
+        proxied: whether a proxy is configured.
     """
 
     def __init__(self, policy: EgressPolicy, *, proxied: bool = False) -> None:
         self._policy = policy
         self._proxied = proxied
-        # What is refused is looked at each time: exceptions are not remembered.
-        self._known = lru_cache(DESTINATIONS_MAX)(self._find)
+        # lru_cache does not cache exceptions: refused URLs are checked every time.
+        self._find_cached = lru_cache(DESTINATIONS_MAX)(self._find)
 
-    def of(self, request: Request) -> Destination:
-        """Where a request goes.
+    def resolve(self, request: Request) -> Destination:
+        """Return the destination of a request.
 
         Raises:
-            UsageError: not there.
+            UsageError: the egress policy refuses the URL.
         """
-        return self._known(request.method, request.url, request.networks, request.tls)
+        return self._find_cached(request.method, request.url, request.networks, request.tls)
 
     def _find(
         self, method: str, text: str, networks: tuple[Network, ...], tls: Tls | None
@@ -63,7 +63,8 @@ class Destinations:
             port=port,
             networks=networks,
             tls=tls if secure else None,
-            by_proxy=self._proxied and self._policy.by_proxy(host, tls=secure, networks=networks),
+            via_proxy=self._proxied
+            and self._policy.uses_proxy(host, tls=secure, networks=networks),
         )
         head = f"{method} {url.raw_path_qs} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n"
         return Destination(target, head)

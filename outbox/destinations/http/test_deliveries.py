@@ -1,8 +1,7 @@
-"""Trials for whoever asks the API for them: a few at once, beside the deliveries.
+"""Test deliveries for the API, with limits on concurrency and time.
 
-They run in the relay's process, so they are bounded in number and time, and have
-one transport for all, which is not the deliveries': it keeps no connections,
-since a trial is about the whole way, and few contexts.
+They run in the relay process with a transport of their own, which has no connection pool,
+because a test covers DNS, connect and TLS as well, and a small TLS context cache.
 """
 
 from __future__ import annotations
@@ -13,68 +12,72 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outbox.destinations.http import test_delivery
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import system_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.http.test_delivery import Tried
+    from outbox.destinations.http.test_delivery import EndpointUnderTest
     from outbox.destinations.interface import Transport
     from outbox.web.proxy import Proxy
 
-TRIAL_S = 30.0
-"""An endpoint's own time-out may be longer; who waits that long may use the command."""
-AT_ONCE_MAX = 8
+TEST_S = 30.0
+"""Maximum duration; `outbox endpoint test` uses the endpoint's full time-out."""
+CONCURRENT_MAX = 8
 TENANT_MAX = 2
-"""Of one tenant, so that a few slow receivers are in nobody else's way."""
-RETRY_S = 5
-"""Whoever was one too many may come again after so long."""
+"""Per tenant, so that slow receivers of one tenant do not block others."""
+TEST_RETRY_S = 5
+"""Retry-After when the limit is reached."""
 CONTEXTS_MAX = 8
 
 
-class TooMany(Exception):
-    """As many trials as there may be are under way."""
+class TooManyTests(Exception):
+    """The limit of concurrent test deliveries is reached."""
 
 
-class Trials:
-    """Trials of endpoints from this process.
+class EndpointTester:
+    """Sends test deliveries from this process.
 
     Args:
-        proxy: deliveries leave by it.
+        proxy: proxy of the relay's deliveries.
     """
 
     def __init__(self, policy: EgressPolicy, proxy: Proxy | None = None) -> None:
         self._policy = policy
         self._proxy = proxy
         self._transport: Transport | None = None
-        self._making = asyncio.Lock()
+        self._transport_lock = asyncio.Lock()
         self._running: Counter[str | None] = Counter()
 
-    async def attempt(self, endpoint: Tried, tenant: str | None) -> test_delivery.Trial:
+    async def run_test(
+        self, endpoint: EndpointUnderTest, tenant: str | None
+    ) -> test_delivery.EndpointTestResult:
         """Send one signed delivery of the type `outbox.test`, within `TRIAL_S`.
 
         Args:
-            tenant: whose token asks for it; None: an operator's.
+            tenant: tenant of the token; None: a system token.
 
         Raises:
             TooMany: are under way.
         """
-        with self._place(tenant):
-            return await test_delivery.attempt(await self._shared(), endpoint, total_s_max=TRIAL_S)
+        with self._slot(tenant):
+            return await test_delivery.send_test_delivery(
+                await self._get_transport(), endpoint, total_s_max=TEST_S
+            )
 
     async def aclose(self) -> None:
-        """Close what is open; trials under way fail."""
+        """Close the transport; running test deliveries fail."""
         if self._transport is not None:
             await self._transport.aclose()
 
     @contextmanager
-    def _place(self, tenant: str | None) -> Iterator[None]:
-        if self._running.total() >= AT_ONCE_MAX:
-            raise TooMany(f"{AT_ONCE_MAX} test deliveries are under way")
+    def _slot(self, tenant: str | None) -> Iterator[None]:
+        if self._running.total() >= CONCURRENT_MAX:
+            raise TooManyTests(f"{CONCURRENT_MAX} test deliveries are already running")
         if tenant is not None and self._running[tenant] >= TENANT_MAX:
-            raise TooMany(f"{TENANT_MAX} test deliveries of this tenant are under way")
+            raise TooManyTests(f"{TENANT_MAX} test deliveries of this tenant are already running")
         self._running[tenant] += 1
         try:
             yield
@@ -83,11 +86,11 @@ class Trials:
             if not self._running[tenant]:
                 del self._running[tenant]
 
-    async def _shared(self) -> Transport:
-        async with self._making:
+    async def _get_transport(self) -> Transport:
+        async with self._transport_lock:
             if self._transport is None:
-                # In a thread: reading the system's trust store takes its time.
-                self._transport = Outbound(
+                # In a thread: loading the system trust store is slow.
+                self._transport = TransportRouter(
                     self._policy,
                     proxy=self._proxy,
                     tls=await asyncio.to_thread(system_context),

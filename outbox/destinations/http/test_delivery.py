@@ -1,4 +1,4 @@
-"""One delivery to an endpoint, outside of all lanes: does it work?"""
+"""Test delivery: one signed request to an endpoint, outside of all lanes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model import duration
 from outbox.core.model import retry_policy as retry
 from outbox.core.model.http_status import GONE
-from outbox.core.model.response import Verdict, classify, retry_after_s, summary, without
-from outbox.destinations.http.request import Destination, addressed
+from outbox.core.model.response import Verdict, classify, redact, retry_after_s, stored_response
+from outbox.destinations.http.request import RequestSettings, signed_request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
     from outbox.core.delivery.signature import SigningKey
-    from outbox.core.model.response import Answer, Headers
+    from outbox.core.model.response import AttemptResult, Headers
     from outbox.core.model.retry_policy import RetryPolicy
     from outbox.destinations.interface import Request, Transport
 
@@ -33,35 +33,35 @@ TYPE = "outbox.test"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """What came of it."""
+class EndpointTestResult:
+    """Result of a test delivery."""
 
     endpoint: str
     method: str
     url: str
-    answer: Answer
+    response: AttemptResult
     outcome: str
-    """What the relay would make of the answer: delivered, retried, dead_letter or disabled."""
+    """How the relay would classify it: delivered, retried, dead_letter or disabled."""
     meaning: str
-    """The same as a sentence."""
+    """The outcome as a phrase."""
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What is kept of the answer."""
-        return summary(self.answer)
+        """The response as it is stored."""
+        return stored_response(self.response)
 
-    def as_json(self, answer: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As programs are told.
+    def as_json(self, response: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON form.
 
         Args:
-            answer: what they are told of the answer; the summary, if it is not said.
+            response: redacted response; None: the stored form.
         """
-        told = {"endpoint": self.endpoint, "url": self.url, "outcome": self.outcome}
-        return told | dict(self.summary if answer is None else answer)
+        result = {"endpoint": self.endpoint, "url": self.url, "outcome": self.outcome}
+        return result | dict(self.summary if response is None else response)
 
 
-class Tried(Destination, Protocol):
-    """What has to be known of an endpoint to send to it, and to judge its answer."""
+class EndpointUnderTest(RequestSettings, Protocol):
+    """Endpoint settings that a test delivery needs."""
 
     @property
     def id(self) -> UUID: ...
@@ -78,33 +78,35 @@ class Tried(Destination, Protocol):
     @property
     def credentials(self) -> Sequence[str]: ...
     def secrets_at(self, now: float) -> Sequence[SigningKey]:
-        """What to sign with."""
+        """Return the signing keys at a time (epoch seconds)."""
         ...
 
 
-async def attempt(transport: Transport, endpoint: Tried, *, total_s_max: float = math.inf) -> Trial:
-    """Send one signed delivery of the type `outbox.test`, now and from here.
+async def send_test_delivery(
+    transport: Transport, endpoint: EndpointUnderTest, *, total_s_max: float = math.inf
+) -> EndpointTestResult:
+    """Send one signed delivery of the type `outbox.test`, immediately.
 
     Args:
-        total_s_max: it is given up after so long, whatever the endpoint's time-out is.
+        total_s_max: upper bound of the endpoint's time-out.
     """
     request = _request(endpoint)
     total_s = min(request.total_timeout_s, total_s_max)
-    answer = await transport.send(request._replace(total_timeout_s=total_s))
-    answer = without(answer, endpoint.credentials)
-    said = _outcome(answer, endpoint)
-    return Trial(endpoint.name, endpoint.method, endpoint.url, answer, *said)
+    response = await transport.send(request._replace(total_timeout_s=total_s))
+    response = redact(response, endpoint.credentials)
+    outcome = _classify(response, endpoint)
+    return EndpointTestResult(endpoint.name, endpoint.method, endpoint.url, response, *outcome)
 
 
-def _request(endpoint: Tried) -> Request:
-    """A delivery like any other, but for its lane."""
+def _request(endpoint: EndpointUnderTest) -> Request:
+    """Build the request like that of a real delivery, on a lane of its own."""
     now = time.time()
     delivery = Delivery(
         endpoint_id=endpoint.id,
         lane=f"{endpoint.id.hex[:12]}-test-{secrets.token_hex(4)}",
         seq=1,
         batch=0,
-        # No event has such an id, so no delivery has its X-Delivery.
+        # A negative id: no event has it, so X-Delivery cannot collide.
         outbox_id=-secrets.randbits(62),
         event_id=uuid4(),
         type=TYPE,
@@ -119,26 +121,26 @@ def _request(endpoint: Tried) -> Request:
         prepared = prepare(delivery, 0, lane_ends=True, endpoint_headers=endpoint.headers)
     else:
         prepared = prepare_batch([delivery], 0, lane_ends=True, endpoint_headers=endpoint.headers)
-    return addressed(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
+    return signed_request(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
 
 
-def _outcome(answer: Answer, endpoint: Tried) -> tuple[str, str]:
-    """What the relay would make of it: in a word, and as a sentence."""
-    verdict = classify(answer, maybe_sent_before=False, retryable=endpoint.retryable)
+def _classify(response: AttemptResult, endpoint: EndpointUnderTest) -> tuple[str, str]:
+    """Classify a response like the relay; returns outcome and phrase."""
+    verdict = classify(response, maybe_sent_before=False, retryable=endpoint.retryable)
     in_array = endpoint.batch_max is not None
-    # Of the one delivery, which has number 1, it may say that it is not accepted.
-    if verdict is Verdict.DELIVERED and in_array and accepted_through(answer.headers, 1, 1) == 0:
+    # X-Accepted-Through: 0 rejects the only delivery, which has sequence number 1.
+    if verdict is Verdict.DELIVERED and in_array and accepted_through(response.headers, 1, 1) == 0:
         verdict = Verdict.RETRY
     if verdict is Verdict.DELIVERED:
         return "delivered", "delivered"
     if verdict is Verdict.REFUSED:
-        if answer.status == GONE:
-            return "disabled", "a dead letter, and the endpoint would be disabled"
-        return "dead_letter", "a dead letter at once"
+        if response.status == GONE:
+            return "disabled", "dead-lettered, and the endpoint would be disabled"
+        return "dead_letter", "dead-lettered immediately"
     lo, hi = (duration.rounded(s) for s in endpoint.retry.delay_bounds_s(1))
     wait = hi if lo == hi else f"{lo} to {hi}"
-    text = f"tried again after {wait} ({retry.describe(endpoint.retry)})"
-    held_s: Any = retry_after_s(answer.headers, time.time())
+    text = f"retried after {wait} ({retry.describe(endpoint.retry)})"
+    held_s: Any = retry_after_s(response.headers, time.time())
     if held_s:
-        text += f"; it asks to be left alone for {duration.rounded(held_s)}"
+        text += f"; the receiver requests a hold-off of {duration.rounded(held_s)}"
     return "retried", text

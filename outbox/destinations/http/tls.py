@@ -1,15 +1,13 @@
-"""Whom we trust, and who we are: contexts for TLS.
+"""TLS contexts: trust stores and client certificates.
 
-An endpoint may have its own trust store and an identity of ours.  Both texts
-are checked when an operator gives them, so that a wrong one is an error of a
-command and not a week of failed deliveries.
+An endpoint may have its own CA certificates and a client certificate.  Both are validated
+when they are configured, so that a mistake is an immediate error and not a series of failed
+deliveries.
 
-The private key comes from the database and never lies on a disk in clear:
-OpenSSL reads keys from files only, so it gets one that is encrypted under a
-password which nobody ever sees.
+The private key comes from the database and is never written to disk in clear: OpenSSL loads
+keys from files only, so the temporary file is encrypted with a random password.
 
-Nothing turns verification off.  OpenSSL's own variables, SSL_CERT_FILE and
-SSL_CERT_DIR, say where the system's trust store is.
+Verification cannot be disabled.  SSL_CERT_FILE and SSL_CERT_DIR select the system trust store.
 """
 
 from __future__ import annotations
@@ -35,97 +33,96 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """A certificate, or the first of several, for people and programs."""
+class CertificateInfo:
+    """Summary of a certificate, or of the first of several."""
 
     subject: str
     not_after: datetime
     sha256: str
-    """The fingerprint, as `openssl x509 -fingerprint -sha256` writes it."""
+    """Fingerprint in the format of `openssl x509 -fingerprint -sha256`."""
     more: int = 0
-    """How many others stand behind it."""
+    """Number of further certificates."""
 
     def __str__(self) -> str:
         text = f"{self.subject}, until {self.not_after:%Y-%m-%d}, SHA-256 {self.sha256}"
         return f"{text}, and {self.more} more" if self.more else text
 
 
-def check_ca(text: str) -> Description:
-    """What certificates to trust (PEM) are; described is the one that is good for longest.
+def check_ca(text: str) -> CertificateInfo:
+    """Validate CA certificates (PEM); returns a summary of the one that expires last.
 
     Raises:
-        UsageError: they cannot be trusted; one line that says why.
+        UsageError: the certificates cannot be used.
     """
-    certificates = pem.authorities(text)
-    lasting = max(certificates, key=lambda each: each.not_valid_after_utc)
-    _check_dates(lasting, "ca")
+    certificates = pem.parse_authorities(text)
+    latest = max(certificates, key=lambda each: each.not_valid_after_utc)
+    _check_dates(latest, "ca")
     try:
-        _context(certificates)
+        _ca_context(certificates)
     except ssl.SSLError as error:
-        raise UsageError(f"ca: cannot be used: {reason(error)}") from None
-    return _described(lasting, len(certificates) - 1)
+        raise UsageError(f"ca: not usable: {ssl_error_reason(error)}") from None
+    return _summarize(latest, len(certificates) - 1)
 
 
-def check_identity(text: str) -> Description:
-    """Whom a certificate, its chain and its private key (PEM) stand for.
+def check_identity(text: str) -> CertificateInfo:
+    """Validate a client certificate, its chain and its private key (PEM).
 
     Raises:
-        UsageError: they cannot be used; one line that says why, and shows nothing of the key.
+        UsageError: they cannot be used; the message contains nothing of the key.
     """
-    chain, key = pem.identity(text)
+    chain, key = pem.parse_identity(text)
     _check_dates(chain[0], "identity")
     try:
-        _identify(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), chain, key)
+        _load_identity(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), chain, key)
     except ssl.SSLError as error:
-        raise UsageError(f"identity: cannot be used: {reason(error)}") from None
-    return _described(chain[0], len(chain) - 1)
+        raise UsageError(f"identity: not usable: {ssl_error_reason(error)}") from None
+    return _summarize(chain[0], len(chain) - 1)
 
 
 def system_context() -> ssl.SSLContext:
-    """Trusts whom the system trusts."""
+    """Create a context with the system trust store."""
     return _strict(ssl.create_default_context())
 
 
-def context_for(tls: Tls) -> ssl.SSLContext:
-    """A context for an endpoint's own trust and identity.
+def endpoint_context(tls: Tls) -> ssl.SSLContext:
+    """Create a context for an endpoint's CA certificates and client certificate.
 
-    Both texts are checked again, but for their dates: whoever may write to the
-    database need not have come by way of a command.
+    Both texts are validated again, except for their dates, because rows may be written to the
+    database without the API.
 
     Raises:
-        UsageError, ssl.SSLError: one of the texts cannot be used.
+        UsageError, ssl.SSLError: a text is not usable.
     """
-    # First, because the system's trust store takes longer than to refuse.
-    trusted = None if tls.ca is None else pem.authorities(tls.ca)
-    who = None if tls.identity is None else pem.identity(tls.identity)
-    context = system_context() if trusted is None else _context(trusted)
-    if who is not None:
-        _identify(context, *who)
+    # Validate first: loading the system trust store is slower.
+    trusted = None if tls.ca is None else pem.parse_authorities(tls.ca)
+    client = None if tls.identity is None else pem.parse_identity(tls.identity)
+    context = system_context() if trusted is None else _ca_context(trusted)
+    if client is not None:
+        _load_identity(context, *client)
     return context
 
 
-def reason(error: ssl.SSLError) -> str:
-    """What OpenSSL says, without where in its source it says so."""
+def ssl_error_reason(error: ssl.SSLError) -> str:
+    """Return OpenSSL's message without its source location."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
     return (error.reason or str(error)).replace("_", " ").lower()
 
 
-def _context(trusted: list[Certificate]) -> ssl.SSLContext:
+def _ca_context(trusted: list[Certificate]) -> ssl.SSLContext:
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    # As they were read, and nothing else that OpenSSL might find in the text.
+    # DER of the parsed certificates only, so that OpenSSL sees nothing else of the text.
     cadata = b"".join(each.public_bytes(Encoding.DER) for each in trusted)
     context = _strict(ssl.create_default_context(cadata=cadata))
-    # Whatever stands there is trusted, an intermediate or a server's own
-    # certificate too; Python 3.13 has it so by default.
+    # Trust intermediates and server certificates as anchors as well; the default since
+    # Python 3.13.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
 
 def _strict(context: ssl.SSLContext) -> ssl.SSLContext:
-    # The first three are Python's defaults, said again because they are what
-    # everything stands on.
+    # Explicit, although these are Python's defaults: security depends on them.
     context.check_hostname = True
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = max(context.minimum_version, ssl.TLSVersion.TLSv1_2)
@@ -133,8 +130,8 @@ def _strict(context: ssl.SSLContext) -> ssl.SSLContext:
     return context
 
 
-def _identify(context: ssl.SSLContext, chain: list[Certificate], key: pem.PrivateKey) -> None:
-    """Load an identity, by way of a file with an encrypted key."""
+def _load_identity(context: ssl.SSLContext, chain: list[Certificate], key: pem.PrivateKey) -> None:
+    """Load a client certificate from a temporary file with an encrypted key."""
     from cryptography.hazmat.primitives.serialization import (
         BestAvailableEncryption,
         Encoding,
@@ -164,10 +161,10 @@ def _check_dates(certificate: Certificate, what: str) -> None:
         raise UsageError(f"{what}: not valid before {certificate.not_valid_before_utc:%Y-%m-%d}")
 
 
-def _described(certificate: Certificate, more: int) -> Description:
+def _summarize(certificate: Certificate, more: int) -> CertificateInfo:
     from cryptography.hazmat.primitives.hashes import SHA256
 
-    return Description(
+    return CertificateInfo(
         subject=one_line(certificate.subject.rfc4514_string() or "(no subject)"),
         not_after=certificate.not_valid_after_utc,
         sha256=certificate.fingerprint(SHA256()).hex(":").upper(),

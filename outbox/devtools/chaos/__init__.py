@@ -1,1 +1,1 @@
-"""The proof: relays under every fault on the user's own database, and books that must agree."""
+"""Chaos runs of `outbox prove`: relays under injected faults on a real database, then checks."""

@@ -1,11 +1,9 @@
-"""The judgement: three sets of books, and whether they agree.
+"""Checker of a chaos run: compares committed events, received requests and the database.
 
-What was committed is held against what came, and both against what the
-database says of itself.  A copy is not wrong: delivery is at least once.  But
-each has to have a cause, a fault that was made on purpose; one without a cause
-is a defect of the relay, although nothing is lost by it.
+Duplicates are no violation: delivery is at least once.  But each needs an injected fault as
+its cause; an unexplained duplicate is a defect of the relay, even if nothing is lost.
 
-Pure: books and facts in, findings out.
+Pure: ledger and facts in, violations out.
 """
 
 from __future__ import annotations
@@ -16,265 +14,273 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from outbox.devtools.chaos.explanations import Causes
-from outbox.devtools.chaos.ledger import Note
+from outbox.devtools.chaos.explanations import CopyExplainer
+from outbox.devtools.chaos.ledger import ViolationCount
 
 if TYPE_CHECKING:
-    from outbox.devtools.chaos.facts import Facts
-    from outbox.devtools.chaos.ledger import Books, Lane
+    from outbox.devtools.chaos.facts import RunFacts
+    from outbox.devtools.chaos.ledger import LaneRecord, Ledger
 
 CHECKS = {
     "lost": "committed, neither delivered nor a dead letter",
-    "phantoms": "delivered, although it was never committed, or not for this endpoint",
-    "inverted": "an older version or a lower number came after a newer one",
-    "holes": "a number that a lane gave out and nobody got",
-    "changed": "a copy that is not the same, or an event with two numbers",
+    "phantoms": "delivered, but never committed, or not for this endpoint",
+    "inverted": "an older version or a lower sequence number arrived after a newer one",
+    "holes": "a sequence number of a lane, neither delivered nor a dead letter",
+    "changed": "a copy that differs, or an event with two sequence numbers",
     "previous": "a wrong previous_sequence",
-    "overtaken": "sent before the number before it was acknowledged or given up",
-    "doubled": "a second request of a lane, the first one open and its sender healthy",
+    "overtaken": "sent before the previous number was acknowledged or dead-lettered",
+    "doubled": "a second request of a lane while the first was open and its sender healthy",
     "unexplained": "a copy that no fault explains",
     "rejected": "not signed, or not a delivery",
-    "died": "a relay that ended although nobody ended it",
-    "unsettled": "still owed when the faults were long over",
+    "died": "a relay that exited without a fault",
+    "unsettled": "still pending at the end of the settling time",
     "verify": "found by outbox verify in the tables",
 }
-"""What is looked for, and what it means."""
+"""All checks, with the meaning of a violation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What came of it."""
+class CheckResult:
+    """Result of the checks, with statistics of the run."""
 
-    findings: dict[str, Note]
-    """By check, all of them; what is right has a count of 0."""
+    findings: dict[str, ViolationCount]
+    """Violations by check; every check is present."""
     committed: int
     deliveries: int
-    """Numbers that were delivered, each once."""
+    """Distinct sequence numbers delivered."""
     dead: int
     copies: dict[str, int]
-    """Copies by their cause, the most frequent first."""
+    """Copies by cause, the most frequent first."""
     take_overs: int
-    """Endpoints that were taken from a relay that had lost its lease or its session."""
+    """Endpoints taken over from a relay whose lease or session was lost."""
     hand_overs: int
-    """Endpoints that a relay handed over."""
+    """Endpoints released by their relay."""
     longest_pause_s: float
-    """The longest time for which a lane owed something and nothing came."""
+    """Longest time without an arrival in a lane with pending deliveries."""
     recovery_s: dict[str, tuple[float, float]]
-    """By fault: median and maximum of the time until its last lane delivered again."""
+    """Median and maximum time until the last affected lane delivered again, by fault."""
 
     @property
     def good(self) -> bool:
-        """Whether everything holds."""
+        """There are no violations."""
         return not any(note.count for note in self.findings.values())
 
 
-def judge(books: Books, facts: Facts) -> Judgement:
-    """Compare everything with everything."""
-    found = {name: Note() for name in CHECKS}
+def check_run(ledger: Ledger, facts: RunFacts) -> CheckResult:
+    """Run all checks."""
+    violations = {name: ViolationCount() for name in CHECKS}
     for name in ("inverted", "changed", "rejected"):
-        known: Note = getattr(books, name)
-        found[name] = Note(known.count, list(known.examples))
+        known: ViolationCount = getattr(ledger, name)
+        violations[name] = ViolationCount(known.count, list(known.examples))
     dead = _dead_numbers(facts)
-    _lost(books, facts, dead, found["lost"])
-    _events(books, facts, found["phantoms"], found["changed"])
-    delivered = _numbers(books, facts, dead, found["holes"])
-    _previous(books, dead, found["previous"])
-    for lane, seq, _ in books.ahead:
+    _lost(ledger, facts, dead, violations["lost"])
+    _events(ledger, facts, violations["phantoms"], violations["changed"])
+    delivered = _numbers(ledger, facts, dead, violations["holes"])
+    _previous(ledger, dead, violations["previous"])
+    for lane, seq, _ in ledger.ahead:
         if seq - 1 not in dead[lane.name]:
-            found["overtaken"].add(f"lane {lane.name}: number {seq} came before {seq - 1} was done")
-    causes = Causes(facts)
-    for overlap in books.overlaps:
+            violations["overtaken"].add(
+                f"lane {lane.name}: sequence {seq} arrived before {seq - 1} was done"
+            )
+    explainer = CopyExplainer(facts)
+    for overlap in ledger.overlaps:
         first = overlap.first
-        if causes.of_change(first.lane.endpoint, first.at, overlap.second.at) is None:
-            found["doubled"].add(
-                f"lane {first.lane.name}: number {overlap.second.seq} while {first.seq} was open"
+        if explainer.explain_takeover(first.lane.endpoint, first.at, overlap.second.at) is None:
+            violations["doubled"].add(
+                f"lane {first.lane.name}: sequence {overlap.second.seq} while {first.seq} was open"
             )
     copies: Counter[str] = Counter()
-    for copy in books.copies:
-        cause = causes.of_copy(copy)
+    for copy in ledger.copies:
+        cause = explainer.explain_copy(copy)
         if cause is None:
-            found["unexplained"].add(
-                f"lane {copy.lane.name} number {copy.seq}: {causes.story(copy)}"
+            violations["unexplained"].add(
+                f"lane {copy.lane.name} sequence {copy.seq}: {explainer.describe(copy)}"
             )
         copies[cause or "unexplained"] += 1
     for check, exceptions, examples in facts.audit:
         for n in range(exceptions):
-            found["verify"].add(f"{check}: {examples[n] if n < len(examples) else '…'}")
+            violations["verify"].add(f"{check}: {examples[n] if n < len(examples) else '…'}")
     for each in facts.died:
-        found["died"].add(each)
+        violations["died"].add(each)
     if facts.unsettled:
-        found["unsettled"].add(facts.unsettled)
-    freed = [hand for hand in facts.hands if not hand.claimed]
-    taken = sum(hand.why == LEASE_RAN_OUT for hand in freed)
-    return Judgement(
-        findings=found,
-        committed=len(books.committed),
+        violations["unsettled"].add(facts.unsettled)
+    freed = [event for event in facts.ownership_events if not event.claimed]
+    taken = sum(event.why == LEASE_EXPIRED for event in freed)
+    return CheckResult(
+        findings=violations,
+        committed=len(ledger.committed),
         deliveries=delivered,
         dead=sum(len(numbers) for numbers in dead.values()),
         copies=dict(copies.most_common()),
         take_overs=taken,
         hand_overs=len(freed) - taken,
-        longest_pause_s=_longest_pause_s(books),
-        recovery_s=_recoveries(books, facts, causes),
+        longest_pause_s=_longest_pause_s(ledger),
+        recovery_s=_recoveries(ledger, facts, explainer),
     )
 
 
-LEASE_RAN_OUT = "lease ran out"
-"""What the journal says of an endpoint that was taken over."""
+LEASE_EXPIRED = "lease expired"
+"""Reason in the journal entry of an endpoint that was taken over."""
 
 
-def _dead_numbers(facts: Facts) -> dict[str, set[int]]:
+def _dead_numbers(facts: RunFacts) -> dict[str, set[int]]:
     dead: dict[str, set[int]] = defaultdict(set)
     for each in facts.dead:
         dead[each.lane].update(range(each.seq, each.to_seq + 1))
     return dead
 
 
-def _lost(books: Books, facts: Facts, dead: dict[str, set[int]], note: Note) -> None:
-    """Every committed event was delivered to its endpoint, or given up there."""
+def _lost(ledger: Ledger, facts: RunFacts, dead: dict[str, set[int]], note: ViolationCount) -> None:
+    """Every committed event was delivered to its endpoint, or dead-lettered."""
     ended: set[bytes] = set()
-    for lane in books.lanes.values():
+    for lane in ledger.lanes.values():
         if lane.endpoint in facts.subscribers:
-            continue  # It has only a part of them; the numbers of its lanes tell.
+            continue  # It gets only a part of the events; `_numbers` checks its lanes.
         of_lane = dead[lane.name]
         ended.update(
             event
             for n, event in enumerate(lane.events, 1)
             if event and (lane.good_at[n - 1] or n in of_lane)
         )
-    for event, place in books.committed.items():
+    for event, place in ledger.committed.items():
         if event not in ended:
             note.add(
-                f"event {_uuid(event)} for endpoint {books.endpoints[place]}, "
-                f"key {books.keys[place]} version {books.versions[place]}"
+                f"event {_uuid(event)} for endpoint {ledger.endpoints[place]}, "
+                f"key {ledger.keys[place]} version {ledger.versions[place]}"
             )
 
 
-def _events(books: Books, facts: Facts, phantoms: Note, changed: Note) -> None:
-    """What came was committed, for this endpoint, and has one number there."""
+def _events(
+    ledger: Ledger, facts: RunFacts, phantoms: ViolationCount, changed: ViolationCount
+) -> None:
+    """Every delivered event was committed for this endpoint and has one sequence number."""
     seen: dict[int, dict[bytes, tuple[str, int]]] = defaultdict(dict)
-    for lane in books.lanes.values():
+    for lane in ledger.lanes.values():
         source = facts.subscribers.get(lane.endpoint, lane.endpoint)
         of_endpoint = seen[lane.endpoint]
         for seq in lane.numbers():
             event = lane.events[seq - 1]
-            place = books.committed.get(event)
+            place = ledger.committed.get(event)
             if place is None:
-                phantoms.add(f"lane {lane.name} number {seq}: event {_uuid(event)}")
-            elif books.endpoints[place] != source:
-                phantoms.add(f"lane {lane.name} number {seq}: an event for another endpoint")
+                phantoms.add(f"lane {lane.name} sequence {seq}: event {_uuid(event)}")
+            elif ledger.endpoints[place] != source:
+                phantoms.add(f"lane {lane.name} sequence {seq}: an event for another endpoint")
             if seq not in lane.replays:
                 first = of_endpoint.setdefault(event, (lane.name, seq))
                 if first != (lane.name, seq):
-                    changed.add(f"event {_uuid(event)} has two numbers: {first}, {seq}")
+                    changed.add(f"event {_uuid(event)} has two sequence numbers: {first}, {seq}")
 
 
-def _numbers(books: Books, facts: Facts, dead: dict[str, set[int]], note: Note) -> int:
-    """Every number of every lane was delivered or given up; returns the delivered ones."""
+def _numbers(
+    ledger: Ledger, facts: RunFacts, dead: dict[str, set[int]], note: ViolationCount
+) -> int:
+    """Every number was delivered or dead-lettered; returns the count of delivered ones."""
     known = {count.name for count in facts.lanes}
-    for name in books.lanes:
+    for name in ledger.lanes:
         if name not in known:
-            note.add(f"lane {name}: the database does not know it")
+            note.add(f"lane {name}: it is not in the database")
     delivered = 0
     for count in facts.lanes:
-        lane = books.lanes.get(count.name)
+        lane = ledger.lanes.get(count.name)
         of_lane = dead[count.name]
         for seq in range(1, count.last_seq + 1):
-            if lane is not None and lane.was_good(seq):
+            if lane is not None and lane.was_acknowledged(seq):
                 delivered += 1
             elif seq not in of_lane:
-                note.add(f"lane {count.name}: number {seq} of {count.last_seq}")
+                note.add(f"lane {count.name}: sequence {seq} of {count.last_seq}")
         if lane is not None and lane.high > count.last_seq:
-            note.add(f"lane {count.name}: {lane.high} came, {count.last_seq} were given out")
+            note.add(f"lane {count.name}: {lane.high} arrived, {count.last_seq} were assigned")
     return delivered
 
 
-def _previous(books: Books, dead: dict[str, set[int]], note: Note) -> None:
-    """A delivery names the last number before it that was not given up.
+def _previous(ledger: Ledger, dead: dict[str, set[int]], note: ViolationCount) -> None:
+    """`previous_sequence` is the last number before it that was not dead-lettered.
 
-    A number whose acknowledgement was lost in a crash, and whose copy was then
-    refused, is both delivered and given up: those who were sent before say one,
-    those after the other.
+    A number whose acknowledgement was lost in a crash, and whose copy was then refused, is
+    both delivered and dead-lettered.  Deliveries sent before the refusal refer to it, later
+    ones do not.
     """
-    for lane in books.lanes.values():
+    for lane in ledger.lanes.values():
         of_lane = dead[lane.name]
-        before = 0  # The last one that was certainly not given up.
+        before = 0  # The last one that was certainly not dead-lettered.
         both: set[int] = set()
         for seq in lane.numbers():
             named = lane.previous[seq - 1]
             if named != before and named not in both:
-                note.add(f"lane {lane.name} number {seq}: after {named}, not {before}")
+                note.add(f"lane {lane.name} sequence {seq}: after {named}, not {before}")
             if seq not in of_lane:
                 before = seq
                 both = set()
-            elif lane.was_good(seq):
+            elif lane.was_acknowledged(seq):
                 both.add(seq)
-    for copy in books.copies:
+    for copy in ledger.copies:
         first = copy.lane.previous[copy.seq - 1]
         of_lane = dead[copy.lane.name]
         low, high = sorted((first, copy.previous_seq))
         if low != high and not all(n in of_lane for n in range(low + 1, high + 1)):
             note.add(
-                f"lane {copy.lane.name} number {copy.seq}: after {first}, "
+                f"lane {copy.lane.name} sequence {copy.seq}: after {first}, "
                 f"its copy after {copy.previous_seq}"
             )
 
 
-def _longest_pause_s(books: Books) -> float:
-    """The longest time for which something was owed in a lane and nothing came."""
+def _longest_pause_s(ledger: Ledger) -> float:
+    """Longest time without an arrival in a lane with pending deliveries."""
     return max(
         (
-            lane.first_at[seq - 1] - max(owed_at, before_at)
-            for lane in books.lanes.values()
-            for seq, before_at, owed_at in _waits(books, lane)
+            lane.first_at[seq - 1] - max(committed_at, before_at)
+            for lane in ledger.lanes.values()
+            for seq, before_at, committed_at in _waits(ledger, lane)
         ),
         default=0.0,
     )
 
 
-def _waits(books: Books, lane: Lane) -> list[tuple[int, float, float]]:
-    """(number, arrival of the one before it, its commit) of a lane."""
+def _waits(ledger: Ledger, lane: LaneRecord) -> list[tuple[int, float, float]]:
+    """(number, arrival of the previous number, commit) for each number of a lane."""
     waits: list[tuple[int, float, float]] = []
     before_at = 0.0
     for seq in lane.numbers():
-        place = books.committed.get(lane.events[seq - 1])
+        place = ledger.committed.get(lane.events[seq - 1])
         if place is not None and seq not in lane.replays:
-            waits.append((seq, before_at, books.committed_at[place]))
+            waits.append((seq, before_at, ledger.committed_at[place]))
         before_at = lane.first_at[seq - 1]
     return waits
 
 
-def _recoveries(books: Books, facts: Facts, causes: Causes) -> dict[str, tuple[float, float]]:
-    """How long after each fault its lanes delivered again, by kind.
+def _recoveries(
+    ledger: Ledger, facts: RunFacts, explainer: CopyExplainer
+) -> dict[str, tuple[float, float]]:
+    """Recovery times of the affected lanes, by fault: (median, maximum) in seconds.
 
-    A relay that is gone is replaced by others, so the time begins with the
-    fault; where a receiver or the database is away, with its return.
+    They begin with the fault for faults of relays, which others take over; and with its end
+    for faults of receivers and the database.
     """
-    of_endpoint: dict[int, list[Lane]] = defaultdict(list)
-    for lane in books.lanes.values():
+    of_endpoint: dict[int, list[LaneRecord]] = defaultdict(list)
+    for lane in ledger.lanes.values():
         of_endpoint[lane.endpoint].append(lane)
     times: dict[str, list[float]] = defaultdict(list)
     for incident in facts.incidents:
-        hit = incident.endpoints or causes.owned_by(incident.relays, incident.begin)
+        hit = incident.endpoints or explainer.endpoints_owned_by(incident.relays, incident.begin)
         since = incident.end if incident.endpoints else incident.begin
         worst = [
             took
             for endpoint in hit
             for lane in of_endpoint[endpoint]
-            if (took := _recovery_s(books, lane, since)) is not None
+            if (took := _recovery_s(ledger, lane, since)) is not None
         ]
         if worst:
             times[incident.kind].append(max(worst))
     return {kind: (median(each), max(each)) for kind, each in sorted(times.items())}
 
 
-def _recovery_s(books: Books, lane: Lane, since: float) -> float | None:
-    """From `since` to the next first arrival of what was owed then; None: nothing was."""
+def _recovery_s(ledger: Ledger, lane: LaneRecord, since: float) -> float | None:
+    """Time to the next first arrival of a delivery pending at `since`; None: none was."""
     at = bisect_left(lane.first_at, since)
     if at >= len(lane.first_at):
         return None
-    place = books.committed.get(lane.events[at])
-    if place is None or books.committed_at[place] > since:
+    place = ledger.committed.get(lane.events[at])
+    if place is None or ledger.committed_at[place] > since:
         return None
     return lane.first_at[at] - since
 

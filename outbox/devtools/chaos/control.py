@@ -1,7 +1,6 @@
-"""The run's own connection to the database, for orders and questions.
+"""The run's own database connection, for operator commands and queries.
 
-It goes straight there, not through a proxy, and comes back when the database
-does.
+It is direct, not through a proxy, and reconnects after an outage.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import DatabaseUnavailable
-from outbox.store.connection.connect import TROUBLE, connect
+from outbox.store.connection.connect import CONNECTION_ERRORS, connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,17 +23,17 @@ RETRY_S = 0.25
 STATEMENT_TIMEOUT = "60s"
 
 
-class Control:
-    """One connection, one user at a time."""
+class ControlConnection:
+    """One connection, used by one task at a time."""
 
     def __init__(self, dsn: Dsn, schema: str) -> None:
         self._dsn = dsn
         self._schema = schema
         self._connection: Connection[Any] | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def open(self) -> Connection[Any]:
-        """Another connection, for who keeps it."""
+        """Open a separate connection, which the caller closes."""
         return await connect(
             self._dsn,
             schema=self._schema,
@@ -48,42 +47,42 @@ class Control:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Connection[Any]]:
-        """The connection; what goes wrong with it closes it.
+        """Use the connection; an error closes it.
 
         Raises:
-            DatabaseUnavailable: it was lost, or cannot be had just now.
+            DatabaseUnavailable: the connection was lost, or cannot be opened.
         """
-        async with self._turn:
+        async with self._lock:
             if self._connection is None or self._connection.is_closed():
                 self._connection = await self.open()
             try:
                 yield self._connection
-            except TROUBLE as error:
+            except CONNECTION_ERRORS as error:
                 self._connection.terminate()
                 raise DatabaseUnavailable(f"the connection was lost: {error}") from error
 
     @asynccontextmanager
-    async def insist(self, timeout_s: float) -> AsyncIterator[Connection[Any]]:
-        """The connection, as soon as it can be had.
+    async def use_within(self, timeout_s: float) -> AsyncIterator[Connection[Any]]:
+        """Use the connection; waits until the database is available.
 
         Raises:
-            DatabaseUnavailable: not within this time, or lost afterwards.
+            DatabaseUnavailable: not within `timeout_s`, or lost afterwards.
         """
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + timeout_s
+        deadline = loop.time() + timeout_s
         while True:
             try:
                 async with self.use() as connection:
                     await connection.fetchval("SELECT 1")
                 break
             except DatabaseUnavailable:
-                if loop.time() > give_up_at:
+                if loop.time() > deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
         async with self.use() as connection:
             yield connection
 
     def close(self) -> None:
-        """The end."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.terminate()

@@ -1,4 +1,4 @@
-"""The run's stage: a schema of its own, endpoints, receivers and relays."""
+"""Environment of a chaos run: its own schema, endpoints, receivers and relays."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.devtools.chaos import queries
-from outbox.devtools.chaos.control import Control
-from outbox.devtools.chaos.ledger import Books
+from outbox.devtools.chaos.control import ControlConnection
+from outbox.devtools.chaos.ledger import Ledger
 from outbox.devtools.chaos.plan import CONTROL_CONNECTIONS, LANES
 from outbox.devtools.chaos.producers import Producers
 from outbox.devtools.chaos.receivers import Receivers
-from outbox.devtools.chaos.relays import Fleet
+from outbox.devtools.chaos.relays import Relays
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.operations import endpoint_changes
-from outbox.receiver.proxy import forwarding
+from outbox.receiver.proxy import open_proxy
 from outbox.store.connection import dsn
-from outbox.store.connection.connect import TROUBLE, connect
+from outbox.store.connection.connect import CONNECTION_ERRORS, connect
 from outbox.store.connection.migrate import migrate
-from outbox.store.routing_change import change
+from outbox.store.routing_change import routing_transaction
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -35,62 +35,62 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.devtools.chaos.plan import Plan
+    from outbox.devtools.chaos.plan import ChaosPlan
     from outbox.store.connection.dsn import Dsn
 
 ACTOR = "outbox-prove"
 GROUPS_MAX = 8
 CONNECT_TIMEOUT_S = 1.0
-ANSWER_TIMEOUT_S = 3.0
+RESPONSE_TIMEOUT_S = 3.0
 FORWARD_TIMEOUT_S = 15.0
-# It must not end by itself: what the receivers refuse for a while is owed.
+# Practically unlimited attempts: a temporary fault must not create dead letters.
 RETRY = RetryPolicy(base_s=0.05, factor=2.0, cap_s=2.0, attempts_max=10_000)
 DROP_WITHIN_S = 15.0
 CLOCK_SAMPLES = 5
 
 
 @dataclass(slots=True)
-class Stage:
-    """Everything that is set up."""
+class Environment:
+    """The parts of a running environment."""
 
-    plan: Plan
+    plan: ChaosPlan
     postgres: EmbeddedPostgres | None
     dsn: Dsn
     server_version: str
-    control: Control
-    books: Books
+    control: ControlConnection
+    ledger: Ledger
     receivers: Receivers
-    fleet: Fleet
+    relays: Relays
     producers: Producers
     clock_offset_s: float
-    """What is added to the database's time to get the run's."""
+    """Added to a database time to get the run's monotonic time."""
     directory: Path
     endpoint_ids: dict[UUID, int] = field(default_factory=dict)
     subscribers: dict[int, int] = field(default_factory=dict)
-    """Endpoints that were added later, and whose events they get."""
+    """Endpoints added later, with the endpoint whose events they get."""
 
     async def add_endpoints(self, connection: Connection[Any], numbers: range) -> None:
-        """Endpoints for events of their own."""
-        async with change(connection, self.plan.schema) as from_batch:
+        """Add endpoints that get their own events."""
+        async with routing_transaction(connection, self.plan.schema) as from_batch:
             for number in numbers:
                 settings = self._settings(number, number, LANES)
                 added = await endpoint_changes.add_in(connection, from_batch, settings, ACTOR)
                 self._added(number, added)
 
     async def add_subscriber(self, connection: Connection[Any], source: int) -> int:
-        """One more endpoint for another one's events; returns its number."""
+        """Add an endpoint for the events of another one; returns its number."""
         number = self.plan.endpoints + len(self.subscribers)
-        # Known before it can get anything.
+        # Registered before it can get a delivery.
         self.subscribers[number] = source
         settings = self._settings(number, source, LANES)
-        async with change(connection, self.plan.schema) as from_batch:
+        async with routing_transaction(connection, self.plan.schema) as from_batch:
             added = await endpoint_changes.add_in(connection, from_batch, settings, ACTOR)
-            # Before the commit, after which deliveries may come at once.
+            # Before the commit, after which deliveries may arrive at once.
             self._added(number, added)
         return number
 
     def _settings(self, number: int, source: int, lanes: int) -> EndpointSettings:
-        timeout_s = ANSWER_TIMEOUT_S if self.plan.receiver is None else FORWARD_TIMEOUT_S
+        timeout_s = RESPONSE_TIMEOUT_S if self.plan.receiver is None else FORWARD_TIMEOUT_S
         return EndpointSettings(
             name=f"e{number}",
             url=self.receivers.add(number),
@@ -103,82 +103,85 @@ class Stage:
 
     def _added(self, number: int, added: endpoint_changes.NewEndpoint) -> None:
         self.endpoint_ids[added.id] = number
-        self.receivers.desk(number).secret = parse_secret(added.secret)
+        self.receivers.endpoint(number).secret = parse_secret(added.secret)
 
 
 @asynccontextmanager
-async def stage(
-    plan: Plan,
+async def open_environment(
+    plan: ChaosPlan,
     address: Dsn | None,
     secret: bytes | None,
     *,
     keep: bool,
-    tell: Callable[[str], None],
-) -> AsyncIterator[Stage]:
-    """Set everything up, and take it down again whatever happens.
+    log: Callable[[str], None],
+) -> AsyncIterator[Environment]:
+    """Set up the environment, and remove it at the end in any case.
 
     Args:
-        address: None: on an embedded database.
-        secret: what deliveries that are passed on are signed with.
+        plan: of the run.
+        address: the database; None: an embedded one.
+        secret: signs deliveries that are forwarded to the plan's receiver.
+        keep: do not drop the schema.
+        log: called with a line of progress.
 
     Raises:
-        CannotRun: no database, no right, no room, or no start.
+        CannotRun: no database, no privilege, too few connections, or no start.
     """
     async with AsyncExitStack() as stack:
         postgres = None
         if address is None:
-            # Crashes of processes are tried, not of the machine.
+            # fsync off: chaos runs crash processes, not the machine.
             settings = {"max_connections": plan.connections + CONTROL_CONNECTIONS, "fsync": False}
             postgres = await stack.enter_async_context(EmbeddedPostgres(settings=settings))
             address = dsn.parse(postgres.dsn(), source="--embedded", env={})
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-prove-")))
         address = await _reachable(address, plan.schema)
-        control = Control(address, plan.schema)
+        control = ControlConnection(address, plan.schema)
         stack.callback(control.close)
         async with control.use() as connection:
-            await queries.require_room(connection, plan.schema, plan.connections)
+            await queries.require_capacity(connection, plan.schema, plan.connections)
             if not keep:
-                stack.push_async_callback(_drop, control, plan.schema, tell)
+                stack.push_async_callback(_drop, control, plan.schema, log)
             await migrate(connection, plan.schema)
             version = await queries.server_version(connection)
             offset_s = await _clock_offset_s(connection)
-        books = Books()
+        ledger = Ledger()
         rng = random.Random(plan.seed)  # noqa: S311 (a repeatable run is the point)
         forward = None
         if plan.receiver is not None:
-            forward = await stack.enter_async_context(forwarding(plan.receiver, secret))
+            forward = await stack.enter_async_context(open_proxy(plan.receiver, secret))
         groups = min(GROUPS_MAX, plan.endpoints)
-        receivers = Receivers(books, groups, random.Random(rng.random()), forward)  # noqa: S311
+        receivers = Receivers(ledger, groups, random.Random(rng.random()), forward)  # noqa: S311
         stack.callback(receivers.close)
         await receivers.open()
-        producers = Producers(plan, books, random.Random(rng.random()), control.open)  # noqa: S311
-        fleet = Fleet(plan, address, directory)
-        stack.push_async_callback(fleet.close)
-        set_up = Stage(
+        producers = Producers(plan, ledger, random.Random(rng.random()), control.open)  # noqa: S311
+        relays = Relays(plan, address, directory)
+        stack.push_async_callback(relays.close)
+        environment = Environment(
             plan,
             postgres,
             address,
             version,
             control,
-            books,
+            ledger,
             receivers,
-            fleet,
+            relays,
             producers,
             offset_s,
             directory,
         )
         async with control.use() as connection:
             await producers.set_up(connection)
-            await set_up.add_endpoints(connection, range(plan.endpoints))
-        await fleet.start()
-        yield set_up
+            await environment.add_endpoints(connection, range(plan.endpoints))
+        await relays.start()
+        yield environment
 
 
 async def _reachable(address: Dsn, schema: str) -> Dsn:
-    """The DSN with the one of its addresses that a relay would use.
+    """Reduce a DSN to the address that a relay would use.
 
     Raises:
-        DatabaseUnavailable: none of them answers.
+        DatabaseUnavailable: no address can be reached.
     """
     failures: list[str] = []
     for each in address.addresses:
@@ -194,22 +197,22 @@ async def _reachable(address: Dsn, schema: str) -> Dsn:
 
 
 async def _clock_offset_s(connection: Connection[Any]) -> float:
-    """The run's clock minus the database's, by the quickest of some answers."""
+    """Measure the run's clock minus the database's, from the fastest of some samples."""
     best: tuple[float, float] | None = None
     for _ in range(CLOCK_SAMPLES):
-        asked_at = time.monotonic()
-        there = await queries.clock(connection)
-        took = time.monotonic() - asked_at
-        if best is None or took < best[0]:
-            best = took, asked_at + took / 2 - there
+        requested_at = time.monotonic()
+        database_s = await queries.clock(connection)
+        round_trip_s = time.monotonic() - requested_at
+        if best is None or round_trip_s < best[0]:
+            best = round_trip_s, requested_at + round_trip_s / 2 - database_s
     assert best is not None
     return best[1]
 
 
-async def _drop(control: Control, schema: str, tell: Callable[[str], None]) -> None:
+async def _drop(control: ControlConnection, schema: str, log: Callable[[str], None]) -> None:
     try:
-        async with control.insist(DROP_WITHIN_S) as connection:
+        async with control.use_within(DROP_WITHIN_S) as connection:
             await queries.drop_schema(connection, schema)
-    except (*TROUBLE, OutboxError) as error:
+    except (*CONNECTION_ERRORS, OutboxError) as error:
         with suppress(OSError):
-            tell(f"the schema {schema} could not be dropped ({error}): drop it by hand")
+            log(f"the schema {schema} could not be dropped ({error}): drop it by hand")

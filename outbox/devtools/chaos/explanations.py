@@ -1,16 +1,16 @@
-"""Why a delivery came twice: the fault that explains it.
+"""Explains duplicates: the injected fault that caused a copy.
 
-A copy has a cause in one of these, looked for in this order:
+The causes are checked in this order:
 
-* the request before it was not answered well, on purpose or because its sender
-  had gone: then this one is simply the next attempt;
-* its endpoint changed hands between the two, as the journal says, because the
-  owner was killed, frozen or cut off before it had written the acknowledgement
-  down: the fault that hit the owner is the cause;
-* the run itself was held up, and its answer came too late.
+* the previous request failed, by an injected response or because its sender had
+  disconnected: the copy is the next attempt;
+* its endpoint was taken over between the two requests, according to the journal,
+  because its owner was killed, frozen or cut off before it recorded the
+  acknowledgement: the cause is the fault of the owner;
+* this process was stalled, and its response was late.
 
-A hand-over without a fault is no cause: a relay that leaves writes down all
-that it knows.
+A event-over without a fault is no cause: a relay that releases an endpoint records all
+acknowledgements first.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from outbox.devtools.chaos.ledger import Outcome
+from outbox.devtools.chaos.ledger import ResponseOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.devtools.chaos.facts import Facts, Hand, Incident
-    from outbox.devtools.chaos.ledger import Copy
+    from outbox.devtools.chaos.facts import Incident, OwnershipEvent, RunFacts
+    from outbox.devtools.chaos.ledger import DeliveryCopy
 
 STALL = "stall"
-"""The kind of an incident that nobody made: this process had no time."""
+"""Kind of an incident that was not injected: the event loop of this process stalled."""
 SLACK_S = 0.5
-"""Between the clocks of the database and of the run."""
-STORY_S = 3.0
+"""Tolerance between the clocks of the database and of the run."""
+CONTEXT_S = 3.0
 LINGER_S = 10.0
-"""A fault may show so long after it ended: a zombie wakes late, a lease runs out."""
-LEAVES = "stop"
-"""The fault that costs no lease: the relay hands over what it has."""
+"""A fault may have effects this long after its end: a frozen relay resumes, a lease expires."""
+HAND_OVER_FAULT = "stop"
+"""The fault that loses no lease: the relay events over its endpoints."""
 
 CLEAN = ("clean stop", "moved to another replica, or ended")
-"""What the journal says of an endpoint that was handed over."""
+"""Reasons in the journal entry of an endpoint that was handed over."""
 
 
-class Causes:
-    """Looks for causes in what happened."""
+class CopyExplainer:
+    """Finds the causes of copies in the facts of a run."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         self._began_at = facts.began_at
         self._relay_of = facts.relay_of
-        self._hands: dict[int, list[Hand]] = defaultdict(list)
-        for hand in sorted(facts.hands, key=lambda hand: hand.at):
-            self._hands[hand.endpoint].append(hand)
+        self._ownership: dict[int, list[OwnershipEvent]] = defaultdict(list)
+        for event in sorted(facts.ownership_events, key=lambda event: event.at):
+            self._ownership[event.endpoint].append(event)
         self._of_relay: dict[int, list[Incident]] = defaultdict(list)
         self._stalls: list[Incident] = []
         for incident in sorted(facts.incidents, key=lambda incident: incident.begin):
@@ -58,63 +58,63 @@ class Causes:
             if incident.kind == STALL:
                 self._stalls.append(incident)
 
-    def of_copy(self, copy: Copy) -> str | None:
-        """Why this came once more; None: nobody knows."""
+    def explain_copy(self, copy: DeliveryCopy) -> str | None:
+        """Return the cause of a copy; None: unexplained."""
         before = copy.before
-        if before.outcome in (Outcome.BAD, Outcome.UNSURE):
-            return f"answer: {before.label}"
-        change = self.of_change(copy.lane.endpoint, before.at, copy.at)
+        if before.outcome in (ResponseOutcome.BAD, ResponseOutcome.UNSURE):
+            return f"response: {before.label}"
+        change = self.explain_takeover(copy.lane.endpoint, before.at, copy.at)
         if change is not None:
             return change
         if any(s.begin - SLACK_S <= before.at <= s.end + SLACK_S for s in self._stalls):
-            return "the run itself was held up"
+            return "the chaos run stalled"
         if before.outcome is None and before.left_at is not None:
-            return "the relay gave up waiting"
+            return "the relay timed out"
         return None
 
-    def story(self, copy: Copy) -> str:
-        """What is known of a copy that nothing explains."""
+    def describe(self, copy: DeliveryCopy) -> str:
+        """Describe an unexplained copy with the ownership history around it."""
         before, endpoint = copy.before, copy.lane.endpoint
-        told = [f'answered "{before.label}" at {before.at - self._began_at:.2f} s']
-        for hand in self._between(endpoint, before.at - STORY_S, copy.at + STORY_S):
-            relay = self._relay_of.get(hand.replica, "?")
-            what = "claimed by" if hand.claimed else f"let go ({hand.why}) by"
-            told.append(f"{what} relay {relay} at {hand.at - self._began_at:.2f} s")
-        told.append(f"again at {copy.at - self._began_at:.2f} s")
-        return ", ".join(told)
+        events = [f'responded "{before.label}" at {before.at - self._began_at:.2f} s']
+        for event in self._between(endpoint, before.at - CONTEXT_S, copy.at + CONTEXT_S):
+            relay = self._relay_of.get(event.replica, "?")
+            what = "acquired by" if event.claimed else f"released ({event.why}) by"
+            events.append(f"{what} relay {relay} at {event.at - self._began_at:.2f} s")
+        events.append(f"again at {copy.at - self._began_at:.2f} s")
+        return ", ".join(events)
 
-    def _between(self, endpoint: int, begin: float, end: float) -> list[Hand]:
-        hands = self._hands[endpoint]
-        first = bisect_left(hands, begin, key=lambda hand: hand.at)
-        last = bisect_right(hands, end, key=lambda hand: hand.at)
-        return hands[first:last]
+    def _between(self, endpoint: int, begin: float, end: float) -> list[OwnershipEvent]:
+        events = self._ownership[endpoint]
+        first = bisect_left(events, begin, key=lambda event: event.at)
+        last = bisect_right(events, end, key=lambda event: event.at)
+        return events[first:last]
 
-    def of_change(self, endpoint: int, begin: float, end: float) -> str | None:
-        """Why an endpoint was taken from its owner between two times; None: it was not."""
-        for hand in self._between(endpoint, begin - SLACK_S, end + SLACK_S):
-            if hand.claimed or hand.why in CLEAN:
+    def explain_takeover(self, endpoint: int, begin: float, end: float) -> str | None:
+        """Return why an endpoint was taken over between two times; None: it was not."""
+        for event in self._between(endpoint, begin - SLACK_S, end + SLACK_S):
+            if event.claimed or event.why in CLEAN:
                 continue
-            relay = self._relay_of.get(hand.replica)
-            fault = None if relay is None else self._fault(relay, hand.at)
-            return "take-over: " + (fault or "lease ran out")
+            relay = self._relay_of.get(event.replica)
+            fault = None if relay is None else self._fault(relay, event.at)
+            return "take-over: " + (fault or "lease expired")
         return None
 
     def _fault(self, relay: int, at: float) -> str | None:
-        """What hit a relay last before a time."""
+        """Return the last fault of a relay before a time."""
         for incident in reversed(self._of_relay[relay]):
-            if incident.kind == LEAVES:
+            if incident.kind == HAND_OVER_FAULT:
                 continue
             if incident.begin <= at + SLACK_S and at <= incident.end + LINGER_S:
                 return incident.kind
         return None
 
-    def owned_by(self, relays: Iterable[int], at: float) -> set[int]:
-        """The endpoints that relays had at a time."""
+    def endpoints_owned_by(self, relays: Iterable[int], at: float) -> set[int]:
+        """Return the endpoints owned by the relays at a time."""
         wanted = set(relays)
         owned: set[int] = set()
-        for endpoint, hands in self._hands.items():
-            before = bisect_right(hands, at, key=lambda hand: hand.at)
-            owner = hands[before - 1] if before else None
+        for endpoint, events in self._ownership.items():
+            before = bisect_right(events, at, key=lambda event: event.at)
+            owner = events[before - 1] if before else None
             if owner and owner.claimed and self._relay_of.get(owner.replica) in wanted:
                 owned.add(endpoint)
         return owned

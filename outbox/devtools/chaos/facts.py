@@ -1,4 +1,4 @@
-"""What the judgement is given beside the books: what was done, and what the database says."""
+"""Facts for the checker besides the ledger: injected faults, and the database's tables."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A fault that was; times are of the books' clock."""
+    """A past fault; times are on the clock of the ledger."""
 
     kind: str
     begin: float
     end: float
     relays: frozenset[int] = frozenset()
-    """Those that it hit, by number."""
+    """Numbers of the affected relays."""
     endpoints: frozenset[int] = frozenset()
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneCount:
-    """How many numbers the database gave out in a lane."""
+    """The last sequence number assigned in a lane, from the database."""
 
     name: str
     endpoint: int
@@ -32,8 +32,8 @@ class LaneCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
-    """Numbers that were given up."""
+class DeadRange:
+    """A range of dead-lettered sequence numbers."""
 
     lane: str
     seq: int
@@ -42,34 +42,34 @@ class Dead:
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
-    """A line of the journal: an endpoint got an owner, or lost it."""
+class OwnershipEvent:
+    """A journal entry: an endpoint was acquired or released."""
 
     endpoint: int
     at: float
     replica: int
     claimed: bool
     why: str = ""
-    """Of one that lost it."""
+    """Reason of a release."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """All of it."""
+class RunFacts:
+    """All facts of a run."""
 
     began_at: float = 0.0
-    """When the faults began; people are told times from then on."""
+    """Start of the faults; examples show times relative to it."""
     incidents: tuple[Incident, ...] = ()
     lanes: tuple[LaneCount, ...] = ()
-    dead: tuple[Dead, ...] = ()
-    hands: tuple[Hand, ...] = ()
+    dead: tuple[DeadRange, ...] = ()
+    ownership_events: tuple[OwnershipEvent, ...] = ()
     relay_of: Mapping[int, int] = field(default_factory=dict)
-    """Which relay a replica was a life of."""
+    """Relay number by replica id; each restart of a relay is a new replica."""
     audit: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
-    """(check, exceptions, examples) of `outbox verify`."""
+    """(check, violations, examples) of `outbox verify`."""
     died: tuple[str, ...] = ()
-    """Relays that ended although nobody ended them."""
+    """Relays that exited without a fault."""
     unsettled: str = ""
-    """What was still owed when the time to settle was over."""
+    """Deliveries still pending at the end of the settling time."""
     subscribers: Mapping[int, int] = field(default_factory=dict)
-    """Endpoints that were added later, and whose events they also get."""
+    """Endpoints added later, with the endpoint whose events they also get."""

@@ -1,4 +1,4 @@
-"""The storm: every fault of the plan at its time, each with its own dice."""
+"""Fault injection: executes the planned faults, each with its own random generator."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from outbox.devtools.chaos.facts import Incident
 from outbox.devtools.chaos.receivers import REJECTS
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.operations import endpoint_changes, endpoint_states, replays
-from outbox.operations.dead_letter_filter import Selection
-from outbox.store.connection.connect import TROUBLE
+from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.store.connection.connect import CONNECTION_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from outbox.devtools.chaos.environment import Stage
-    from outbox.devtools.chaos.plan import Planned
+    from outbox.devtools.chaos.environment import Environment
+    from outbox.devtools.chaos.plan import PlannedFault
     from outbox.devtools.chaos.queries import Session
-    from outbox.devtools.chaos.receivers import Desk
+    from outbox.devtools.chaos.receivers import EndpointStub
     from outbox.devtools.chaos.relays import Relay
 
 ACTOR = "outbox-prove"
 LANES_MAX = 4
 ENDPOINTS_HIT_MAX = 10
-ORDER_WITHIN_S, RESUME_WITHIN_S = 10.0, 60.0
+COMMAND_TIMEOUT_S, RESUME_TIMEOUT_S = 10.0, 60.0
 RETRY_S = 0.25
 
 
 @dataclass(slots=True)
-class Hit:
-    """A fault in the making, and whom it hits."""
+class FaultRun:
+    """A running fault, with the affected relays and endpoints."""
 
     kind: str
     rng: random.Random
@@ -45,19 +45,19 @@ class Hit:
     detail: str = ""
 
 
-class Storm:
-    """Makes the faults, and keeps what it did."""
+class FaultInjector:
+    """Injects the faults of a plan and records them as incidents."""
 
-    def __init__(self, stage: Stage, tell: Callable[[str], None]) -> None:
-        self._stage = stage
-        self._tell = tell
-        self._lease_s = stage.plan.lease_s
+    def __init__(self, environment: Environment, log: Callable[[str], None]) -> None:
+        self._environment = environment
+        self._log = log
+        self._lease_s = environment.plan.lease_s
         self.incidents: list[Incident] = []
         self.skipped: list[str] = []
-        """Orders that could not be given, because the database was away."""
-        self.going_on: dict[int, str] = {}
+        """Operator commands that failed because the database was unavailable."""
+        self.active: dict[int, str] = {}
         self._restarting = asyncio.Lock()
-        self._faults: dict[str, Callable[[Hit], Awaitable[None]]] = {
+        self._faults: dict[str, Callable[[FaultRun], Awaitable[None]]] = {
             "kill": self._kill,
             "freeze": self._freeze,
             "stop": self._stop,
@@ -75,62 +75,62 @@ class Storm:
             "replay": self._replay,
         }
 
-    async def run(self, planned: Iterable[Planned], began_at: float) -> None:
-        """Until the last fault is over."""
+    async def run(self, planned: Iterable[PlannedFault], began_at: float) -> None:
+        """Inject the faults at their times; returns after the last one ended."""
         async with asyncio.TaskGroup() as tasks:
             for number, fault in enumerate(planned):
                 await asyncio.sleep(max(began_at + fault.at_s - time.monotonic(), 0.0))
-                tasks.create_task(self._make(number, fault))
+                tasks.create_task(self._inject(number, fault))
 
-    async def _make(self, number: int, fault: Planned) -> None:
+    async def _inject(self, number: int, fault: PlannedFault) -> None:
         rng = random.Random(fault.seed)  # noqa: S311 (a repeatable run is the point)
-        hit = Hit(fault.kind, rng, time.monotonic())
-        self.going_on[number] = fault.kind
+        run = FaultRun(fault.kind, rng, time.monotonic())
+        self.active[number] = fault.kind
         try:
-            await self._faults.get(fault.kind, self._answer_badly)(hit)
-        except (*TROUBLE, OutboxError) as error:
+            await self._faults.get(fault.kind, self._respond_with_fault)(run)
+        except (*CONNECTION_ERRORS, OutboxError) as error:
             if fault.kind == "restart":
                 raise
-            # An order at a time when another fault keeps the database away.
+            # A command while another fault makes the database unavailable.
             self.skipped.append(f"{fault.kind}: {error}")
             return
         finally:
-            del self.going_on[number]
+            del self.active[number]
         self.incidents.append(
             Incident(
-                hit.kind,
-                hit.begin,
+                run.kind,
+                run.begin,
                 time.monotonic(),
-                frozenset(hit.relays),
-                frozenset(hit.endpoints),
-                hit.detail,
+                frozenset(run.relays),
+                frozenset(run.endpoints),
+                run.detail,
             )
         )
 
-    def _say(self, hit: Hit, whom: str) -> None:
-        hit.detail = whom
-        self._tell(f"{hit.kind}: {whom}")
+    def _report(self, run: FaultRun, detail: str) -> None:
+        run.detail = detail
+        self._log(f"{run.kind}: {detail}")
 
     # -------------------------------------------------------------- the relays
 
-    def _relay(self, hit: Hit) -> Relay:
-        relay = hit.rng.choice(self._stage.fleet.relays)
-        hit.relays.add(relay.number)
+    def _choose_relay(self, run: FaultRun) -> Relay:
+        relay = run.rng.choice(self._environment.relays.relays)
+        run.relays.add(relay.number)
         return relay
 
-    async def _kill(self, hit: Hit) -> None:
-        relay = self._relay(hit)
-        away_s = hit.rng.uniform(0.0, 1.5) * self._lease_s
-        self._say(hit, f"relay {relay.number}, started again after {away_s:.1f} s")
-        async with relay.turn:
+    async def _kill(self, run: FaultRun) -> None:
+        relay = self._choose_relay(run)
+        away_s = run.rng.uniform(0.0, 1.5) * self._lease_s
+        self._report(run, f"relay {relay.number}, restarted after {away_s:.1f} s")
+        async with relay.process_lock:
             await relay.process.kill()
             await asyncio.sleep(away_s)
             await relay.start()
 
-    async def _freeze(self, hit: Hit) -> None:
-        relay = self._relay(hit)
-        frozen_s = hit.rng.uniform(1.3, 2.5) * self._lease_s
-        self._say(hit, f"relay {relay.number} for {frozen_s:.1f} s")
+    async def _freeze(self, run: FaultRun) -> None:
+        relay = self._choose_relay(run)
+        frozen_s = run.rng.uniform(1.3, 2.5) * self._lease_s
+        self._report(run, f"relay {relay.number} for {frozen_s:.1f} s")
         relay.process.freeze()
         relay.frozen = True
         try:
@@ -139,64 +139,64 @@ class Storm:
             relay.frozen = False
             relay.process.thaw()
 
-    async def _stop(self, hit: Hit) -> None:
-        relay = self._relay(hit)
-        self._say(hit, f"relay {relay.number}, and starts it again")
-        async with relay.turn:
+    async def _stop(self, run: FaultRun) -> None:
+        relay = self._choose_relay(run)
+        self._report(run, f"relay {relay.number}, and restarts it")
+        async with relay.process_lock:
             await relay.process.stop()
             await relay.start()
 
-    # ------------------------------------------------ their way to the database
+    # --------------------------------------------------- connections to the database
 
-    async def _cut(self, hit: Hit) -> None:
-        relay = self._relay(hit)
-        self._say(hit, f"relay {relay.number}")
+    async def _cut(self, run: FaultRun) -> None:
+        relay = self._choose_relay(run)
+        self._report(run, f"relay {relay.number}")
         relay.proxy.cut()
 
-    async def _half_open(self, hit: Hit) -> None:
-        relay = self._relay(hit)
-        hung_s = hit.rng.uniform(0.8, 3.0) * self._lease_s
-        self._say(hit, f"relay {relay.number} for {hung_s:.1f} s")
+    async def _half_open(self, run: FaultRun) -> None:
+        relay = self._choose_relay(run)
+        hung_s = run.rng.uniform(0.8, 3.0) * self._lease_s
+        self._report(run, f"relay {relay.number} for {hung_s:.1f} s")
         relay.proxy.mute()
         try:
             await asyncio.sleep(hung_s)
         finally:
             relay.proxy.heal()
 
-    async def _unreachable(self, hit: Hit) -> None:
-        relay = self._relay(hit)
-        away_s = hit.rng.uniform(0.5, 3.0) * self._lease_s
-        self._say(hit, f"relay {relay.number} for {away_s:.1f} s")
-        relay.proxy.door.shut()
+    async def _unreachable(self, run: FaultRun) -> None:
+        relay = self._choose_relay(run)
+        away_s = run.rng.uniform(0.5, 3.0) * self._lease_s
+        self._report(run, f"relay {relay.number} for {away_s:.1f} s")
+        relay.proxy.gate.shut()
         relay.proxy.cut()
         try:
             await asyncio.sleep(away_s)
         finally:
-            await relay.proxy.door.open()
+            await relay.proxy.gate.open()
 
     # ------------------------------------------------------------- the database
 
-    async def _terminate(self, hit: Hit) -> None:
-        await self._end_sessions(hit, lambda found: [hit.rng.choice(found)])
+    async def _terminate(self, run: FaultRun) -> None:
+        await self._end_sessions(run, lambda found: [run.rng.choice(found)])
 
-    async def _terminate_listen(self, hit: Hit) -> None:
+    async def _terminate_listen(self, run: FaultRun) -> None:
         def listener(found: list[Session]) -> list[Session]:
-            listeners = [session for session in found if queries.listens(session)]
-            return [hit.rng.choice(listeners)] if listeners else []
+            listeners = [session for session in found if queries.is_listener(session)]
+            return [run.rng.choice(listeners)] if listeners else []
 
-        await self._end_sessions(hit, listener)
+        await self._end_sessions(run, listener)
 
-    async def _terminate_all(self, hit: Hit) -> None:
-        await self._end_sessions(hit, lambda found: found)
+    async def _terminate_all(self, run: FaultRun) -> None:
+        await self._end_sessions(run, lambda found: found)
 
     async def _end_sessions(
-        self, hit: Hit, choose: Callable[[list[Session]], list[Session]]
+        self, run: FaultRun, choose: Callable[[list[Session]], list[Session]]
     ) -> None:
-        """Ends sessions that came through the run's own proxies, and no others."""
+        """Terminate sessions that were opened through the run's own proxies, and no others."""
         relay_of: dict[int, int] = {}
         pids: list[int] = []
         ports: list[int] = []
-        for relay in self._stage.fleet.relays:
+        for relay in self._environment.relays.relays:
             for pid, port in relay.proxy.sessions():
                 if pid is not None:
                     pids.append(pid)
@@ -204,7 +204,7 @@ class Storm:
                 elif port is not None:
                     ports.append(port)
                     relay_of[-port] = relay.number
-        async with self._stage.control.insist(ORDER_WITHIN_S) as connection:
+        async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
             found = await queries.sessions(connection, pids, ports)
             chosen = choose(sorted(found, key=lambda s: s.name)) if found else []
             ended = [s for s in chosen if await queries.terminate(connection, s, pids, ports)]
@@ -212,116 +212,116 @@ class Storm:
             port = session.client_port
             known = relay_of.get(session.pid, relay_of.get(-port) if port else None)
             if known is not None:
-                hit.relays.add(known)
+                run.relays.add(known)
         names = ", ".join(session.name for session in ended[:3])
-        self._say(hit, f"{names} …" if len(ended) > 3 else names or "none was there")
+        self._report(run, f"{names} …" if len(ended) > 3 else names or "no session")
 
-    async def _restart(self, hit: Hit) -> None:
-        postgres = self._stage.postgres
+    async def _restart(self, run: FaultRun) -> None:
+        postgres = self._environment.postgres
         if postgres is None:
-            raise CannotRun("only an embedded server is restarted")
+            raise CannotRun("the fault restart needs --embedded")
         async with self._restarting:
-            hit.begin = time.monotonic()
-            hit.relays.update(relay.number for relay in self._stage.fleet.relays)
-            self._say(hit, "the server, as after a crash")
-            # A thread cannot be cancelled, and a server must not be left half started.
+            run.begin = time.monotonic()
+            run.relays.update(relay.number for relay in self._environment.relays.relays)
+            self._report(run, "the server, as after a crash")
+            # Shielded: a thread cannot be cancelled, and the restart has to complete.
             await asyncio.shield(asyncio.to_thread(postgres.restart, immediate=True))
 
     # ------------------------------------------------------------ the receivers
 
-    def _endpoints(self, hit: Hit, most: int) -> list[Desk]:
-        desks = list(self._stage.receivers.desks.values())
-        chosen = hit.rng.sample(desks, min(hit.rng.randint(1, most), len(desks)))
-        hit.endpoints.update(desk.number for desk in chosen)
+    def _endpoints(self, run: FaultRun, most: int) -> list[EndpointStub]:
+        stubs = list(self._environment.receivers.endpoints.values())
+        chosen = run.rng.sample(stubs, min(run.rng.randint(1, most), len(stubs)))
+        run.endpoints.update(stub.number for stub in chosen)
         return chosen
 
-    async def _refuse(self, hit: Hit) -> None:
-        receivers = self._stage.receivers
-        group = hit.rng.randrange(len(receivers.doors))
-        away_s = hit.rng.uniform(0.5, 4.0)
-        groups = len(receivers.doors)
-        hit.endpoints.update(
-            d.number for d in receivers.desks.values() if d.number % groups == group
+    async def _refuse(self, run: FaultRun) -> None:
+        receivers = self._environment.receivers
+        group = run.rng.randrange(len(receivers.gates))
+        away_s = run.rng.uniform(0.5, 4.0)
+        groups = len(receivers.gates)
+        run.endpoints.update(
+            d.number for d in receivers.endpoints.values() if d.number % groups == group
         )
-        self._say(hit, f"{len(hit.endpoints)} endpoints for {away_s:.1f} s")
+        self._report(run, f"{len(run.endpoints)} endpoints for {away_s:.1f} s")
         receivers.shut(group)
         try:
             await asyncio.sleep(away_s)
         finally:
-            await receivers.doors[group].open()
+            await receivers.gates[group].open()
 
-    async def _answer_badly(self, hit: Hit) -> None:
-        """All other faults of receivers are answers."""
-        chosen = self._endpoints(hit, ENDPOINTS_HIT_MAX)
-        lasts_s = hit.rng.uniform(1.0, 4.0)
-        self._say(hit, f"{len(chosen)} endpoints for {lasts_s:.1f} s")
+    async def _respond_with_fault(self, run: FaultRun) -> None:
+        """Inject a faulty response; all other faults of receivers are of this kind."""
+        chosen = self._endpoints(run, ENDPOINTS_HIT_MAX)
+        lasts_s = run.rng.uniform(1.0, 4.0)
+        self._report(run, f"{len(chosen)} endpoints for {lasts_s:.1f} s")
         until = time.monotonic() + lasts_s
-        for desk in chosen:
-            desk.mood, desk.mood_until = hit.kind, until
-            desk.rejects = REJECTS
+        for stub in chosen:
+            stub.fault, stub.fault_until = run.kind, until
+            stub.rejects = REJECTS
         await asyncio.sleep(lasts_s)
 
-    # -------------------------------------------------------------- an operator
+    # -------------------------------------------------------------- operator commands
 
-    def _name(self, hit: Hit) -> str:
-        number = hit.rng.randrange(self._stage.plan.endpoints)
-        hit.endpoints.add(number)
+    def _choose_endpoint(self, run: FaultRun) -> str:
+        number = run.rng.randrange(self._environment.plan.endpoints)
+        run.endpoints.add(number)
         return f"e{number}"
 
-    async def _lanes(self, hit: Hit) -> None:
-        name = self._name(hit)
-        lanes = hit.rng.randint(1, LANES_MAX)
-        self._say(hit, f"{name} to {lanes}")
-        async with self._stage.control.insist(ORDER_WITHIN_S) as connection:
+    async def _lanes(self, run: FaultRun) -> None:
+        name = self._choose_endpoint(run)
+        lanes = run.rng.randint(1, LANES_MAX)
+        self._report(run, f"{name} to {lanes}")
+        async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
             await endpoint_changes.update(
                 connection,
-                self._stage.plan.schema,
+                self._environment.plan.schema,
                 name,
                 lambda settings: replace(settings, lanes=lanes),
                 actor=ACTOR,
             )
 
-    async def _pause(self, hit: Hit) -> None:
-        name = self._name(hit)
-        schema = self._stage.plan.schema
-        paused_s = hit.rng.uniform(0.5, 3.0)
-        self._say(hit, f"{name} for {paused_s:.1f} s")
-        # Resumed also when nobody knows whether it was paused.
+    async def _pause(self, run: FaultRun) -> None:
+        name = self._choose_endpoint(run)
+        schema = self._environment.plan.schema
+        paused_s = run.rng.uniform(0.5, 3.0)
+        self._report(run, f"{name} for {paused_s:.1f} s")
+        # The outcome may be unknown after a lost connection: resume in any case.
         with suppress(DatabaseUnavailable):
-            async with self._stage.control.insist(ORDER_WITHIN_S) as connection:
+            async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
                 await endpoint_states.pause(connection, schema, [name], actor=ACTOR)
         await asyncio.sleep(paused_s)
         await self._resume(name)
 
     async def _resume(self, name: str) -> None:
-        """Until it is done, whatever befalls the database meanwhile: nobody else will."""
-        give_up_at = time.monotonic() + RESUME_WITHIN_S
+        """Resume an endpoint, with retries: a paused one would never settle."""
+        deadline = time.monotonic() + RESUME_TIMEOUT_S
         while True:
             try:
-                async with self._stage.control.use() as connection:
+                async with self._environment.control.use() as connection:
                     await endpoint_states.resume(
-                        connection, self._stage.plan.schema, [name], actor=ACTOR
+                        connection, self._environment.plan.schema, [name], actor=ACTOR
                     )
             except DatabaseUnavailable:
-                if time.monotonic() > give_up_at:
+                if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
             else:
                 return
 
-    async def _add(self, hit: Hit) -> None:
-        source = hit.rng.randrange(self._stage.plan.endpoints)
-        async with self._stage.control.insist(ORDER_WITHIN_S) as connection:
-            number = await self._stage.add_subscriber(connection, source)
-        hit.endpoints.add(number)
-        self._say(hit, f"e{number}, which gets what e{source} gets")
+    async def _add(self, run: FaultRun) -> None:
+        source = run.rng.randrange(self._environment.plan.endpoints)
+        async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
+            number = await self._environment.add_subscriber(connection, source)
+        run.endpoints.add(number)
+        self._report(run, f"e{number}, with the events of e{source}")
 
-    async def _replay(self, hit: Hit) -> None:
-        async with self._stage.control.insist(ORDER_WITHIN_S) as connection:
-            done = await replays.replay(
+    async def _replay(self, run: FaultRun) -> None:
+        async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
+            done = await replays.start_replay(
                 connection,
-                self._stage.plan.schema,
-                Selection(everything=True),
+                self._environment.plan.schema,
+                DeadLetterSelection(everything=True),
                 actor=ACTOR,
             )
-        self._say(hit, f"{done.done} dead letters")
+        self._report(run, f"{done.done} dead letters")

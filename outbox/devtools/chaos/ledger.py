@@ -1,12 +1,10 @@
-"""The books: what the application committed, and every request that came.
+"""Ledger of a chaos run: the committed events, and every request received.
 
-Nothing here does I/O or knows a clock; times are seconds on one clock of the
-caller's.  What a request says is held against what is in the books already, as
-far as that can be done at once; the rest is for `outbox.devtools.chaos.checker`, which
-also knows what the database says.
+Pure: no I/O and no clock; times are seconds on one monotonic clock of the caller.  A request
+is checked at once against the earlier entries of the ledger as far as possible;
+`outbox.devtools.chaos.checker` does the remaining checks, with the facts of the database.
 
-The books hold numbers in arrays, because a run is hundreds of thousands of
-events.
+Numbers are kept in arrays, because a run has hundreds of thousands of events.
 """
 
 from __future__ import annotations
@@ -21,23 +19,23 @@ if TYPE_CHECKING:
 
 EXAMPLES_MAX = 5
 AHEAD_MAX = 1_000_000
-"""No lane is so far ahead of itself: such a number is not one of its own."""
+"""A sequence number further ahead than this is treated as corrupt."""
 
 
-class Outcome(Enum):
-    """What the sender could learn from an answer."""
+class ResponseOutcome(Enum):
+    """Outcome of a request from the sender's point of view."""
 
     GOOD = "good"
-    """A whole status line that says 2xx: the next number may follow."""
+    """A complete status line with 2xx: the next number may follow."""
     BAD = "bad"
-    """Anything else, or nothing: it has to come again, or is refused for good."""
+    """Any other response, or none: retried or dead-lettered."""
     UNSURE = "unsure"
-    """The answer may have been good, if it was not too late or lost on its way."""
+    """2xx that may have been too late, or lost in transit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a request says, and when it was here."""
+    """The content of a received request, and its time of arrival."""
 
     endpoint: int
     lane: str
@@ -52,44 +50,44 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A request from when it came to when it was answered or left."""
+class ReceivedRequest:
+    """A request, from its arrival to its response or disconnect."""
 
-    lane: Lane
+    lane: LaneRecord
     seq: int
     at: float
-    outcome: Outcome | None = None
+    outcome: ResponseOutcome | None = None
     """None: not known yet."""
     label: str = ""
-    """How it was answered, or is going to be, in a word."""
+    """The kind of its response, given or planned."""
     open: bool = True
-    """Not answered yet, and the sender is still there."""
+    """No response yet, and the connection is open."""
     left_at: float | None = None
-    """When the sender closed the connection before the answer."""
+    """Time at which the sender closed the connection before the response."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A number that came again."""
+class DeliveryCopy:
+    """A repeated request for a sequence number."""
 
-    lane: Lane
+    lane: LaneRecord
     seq: int
     at: float
-    before: Request
-    """The request for the same number that came before it."""
+    before: ReceivedRequest
+    """The previous request for the same number."""
     previous_seq: int
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class RequestOverlap:
     """A second request in a lane while the first one was still open."""
 
-    first: Request
-    second: Request
+    first: ReceivedRequest
+    second: ReceivedRequest
 
 
-class Lane:
-    """One lane, by number: index 0 of every array is number 1."""
+class LaneRecord:
+    """The deliveries of one lane; index 0 of every array is sequence number 1."""
 
     __slots__ = (
         "digests",
@@ -110,89 +108,89 @@ class Lane:
         self.name = name
         self.endpoint = endpoint
         self.first_at = array("d")
-        """0: has not come."""
+        """Time of the first arrival; 0: none."""
         self.good_at = array("d")
-        """When it was first answered with success; 0: never."""
+        """Time of the first 2xx; 0: none."""
         self.good = 0
-        """How many numbers were."""
+        """Count of acknowledged numbers."""
         self.previous = array("q")
-        """The previous number that the first copy named."""
+        """previous_sequence of the first request."""
         self.digests = array("q")
         self.events: list[bytes] = []
         self.replays: set[int] = set()
         self.high = 0
-        self.open: list[Request] = []
-        self.last: dict[int, Request] = {}
+        self.open: list[ReceivedRequest] = []
+        self.last: dict[int, ReceivedRequest] = {}
         """The newest requests, by number."""
 
-    def came(self, seq: int) -> bool:
-        """Whether the number came at all."""
+    def has_arrived(self, seq: int) -> bool:
+        """Whether a request for the number arrived."""
         return 0 < seq <= len(self.first_at) and self.first_at[seq - 1] > 0
 
-    def was_good(self, seq: int) -> bool:
-        """Whether one of its requests was answered with success."""
+    def was_acknowledged(self, seq: int) -> bool:
+        """Whether one of its requests got 2xx."""
         return 0 < seq <= len(self.good_at) and self.good_at[seq - 1] > 0
 
     def numbers(self) -> Iterator[int]:
-        """The numbers that came."""
+        """Yield the numbers that arrived."""
         return (n for n, at in enumerate(self.first_at, 1) if at > 0)
 
-    def make_room(self, seq: int) -> None:
-        """Let the arrays hold this number."""
+    def ensure_capacity(self, seq: int) -> None:
+        """Extend the arrays to hold this number."""
         missing = seq - len(self.first_at)
         if missing > 0:
-            nothing = bytes(8 * missing)
+            zeros = bytes(8 * missing)
             for each in (self.first_at, self.good_at, self.previous, self.digests):
-                each.frombytes(nothing)
+                each.frombytes(zeros)
             self.events.extend([b""] * missing)
 
 
 @dataclass(slots=True)
-class Note:
-    """Something that is wrong: how often, and some of it in words."""
+class ViolationCount:
+    """Count of violations of one check, with some examples."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
 
-    def add(self, what: str) -> None:
-        """One more."""
+    def add(self, example: str) -> None:
+        """Count one violation."""
         self.count += 1
         if len(self.examples) < EXAMPLES_MAX:
-            self.examples.append(what)
+            self.examples.append(example)
 
 
-class Books:
-    """Everything that the run's own side knows."""
+class Ledger:
+    """Committed events and received requests of a run."""
 
     def __init__(self) -> None:
         self.committed: dict[bytes, int] = {}
-        """Event: its place in the arrays below."""
+        """Event id: index in the arrays below."""
         self.endpoints = array("i")
         self.keys = array("i")
         self.versions = array("i")
         self.committed_at = array("d")
         self.rolled_back = 0
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, LaneRecord] = {}
         self.requests = 0
         self.arrived = 0
-        """Deliveries that came, each counted once."""
+        """Distinct deliveries that arrived."""
         self.good = 0
-        """Those that were answered with success."""
-        self.copies: list[Copy] = []
-        self.overlaps: list[Overlap] = []
-        self.ahead: list[tuple[Lane, int, float]] = []
-        """(lane, number, time): came before the one before it was answered with success."""
-        self.inverted = Note()
-        self.changed = Note()
-        self.rejected = Note()
+        """Distinct deliveries that got 2xx."""
+        self.copies: list[DeliveryCopy] = []
+        self.overlaps: list[RequestOverlap] = []
+        self.ahead: list[tuple[LaneRecord, int, float]] = []
+        """(lane, number, time): arrived before the previous number got 2xx."""
+        self.inverted = ViolationCount()
+        self.changed = ViolationCount()
+        self.rejected = ViolationCount()
         self._newest: dict[tuple[int, int], int] = {}
 
     # ------------------------------------------------------------ producers
 
-    def commit(
+    def record_commit(
         self, event_id: bytes, endpoint: int, key: int, version: int, committed_at: float
     ) -> None:
-        """An event is there for good."""
+        """Record a committed event."""
         self.committed[event_id] = len(self.endpoints)
         self.endpoints.append(endpoint)
         self.keys.append(key)
@@ -201,46 +199,50 @@ class Books:
 
     # ------------------------------------------------------------ receivers
 
-    def reject(self, why: str) -> None:
-        """A request that is not a delivery of ours: unsigned, changed or malformed."""
-        self.rejected.add(why)
+    def record_rejection(self, reason: str) -> None:
+        """Record a request that is not a valid delivery: unsigned, changed or malformed."""
+        self.rejected.add(reason)
 
-    def arrive(self, arrival: Arrival) -> tuple[Request, Sequence[Request]]:
-        """A delivery is here.
+    def record_arrival(self, arrival: Arrival) -> tuple[ReceivedRequest, Sequence[ReceivedRequest]]:
+        """Record a received delivery.
 
         Returns:
-            What to answer it by, and the requests of its lane that seem to be
-            open still: whoever reads sockets in no certain order looks again
-            whether their senders left, before it says `overlap`.
+            Its entry, and the requests of its lane that seem to be open.  Sockets are
+            read in no defined order, so the caller checks again whether their senders
+            disconnected before it calls `record_overlap`.
         """
         self.requests += 1
         lane = self.lanes.get(arrival.lane)
         if lane is None:
-            lane = self.lanes[arrival.lane] = Lane(arrival.lane, arrival.endpoint)
+            lane = self.lanes[arrival.lane] = LaneRecord(arrival.lane, arrival.endpoint)
         seq = arrival.seq
-        request = Request(lane, seq, arrival.at)
+        request = ReceivedRequest(lane, seq, arrival.at)
         if seq > len(lane.first_at) + AHEAD_MAX or lane.endpoint != arrival.endpoint:
-            self.changed.add(f"lane {arrival.lane} number {seq} at endpoint {arrival.endpoint}")
+            self.changed.add(f"lane {arrival.lane} sequence {seq} at endpoint {arrival.endpoint}")
             return request, ()
-        lane.make_room(seq)
+        lane.ensure_capacity(seq)
         digest = hash((arrival.delivery_id, arrival.event_id, arrival.key, arrival.version))
-        if lane.came(seq):
+        if lane.has_arrived(seq):
             if lane.digests[seq - 1] != digest:
-                self.changed.add(f"lane {lane.name} number {seq} came with another event or id")
+                self.changed.add(
+                    f"lane {lane.name} sequence {seq} arrived with another event or id"
+                )
             before = lane.last.get(seq)
             if before is None:
-                # Long answered and forgotten.
-                before = Request(lane, seq, lane.first_at[seq - 1], Outcome.GOOD, "ok")
-            self.copies.append(Copy(lane, seq, arrival.at, before, arrival.previous_seq))
+                # Acknowledged long ago, and pruned from `last`.
+                before = ReceivedRequest(
+                    lane, seq, lane.first_at[seq - 1], ResponseOutcome.GOOD, "ok"
+                )
+            self.copies.append(DeliveryCopy(lane, seq, arrival.at, before, arrival.previous_seq))
         else:
-            self._first(lane, arrival, digest)
+            self._record_first_arrival(lane, arrival, digest)
         lane.last[seq] = request
         others = [each for each in lane.open if each.open]
         lane.open = [*others, request]
         return request, others
 
-    def _first(self, lane: Lane, arrival: Arrival, digest: int) -> None:
-        """The first request for a number."""
+    def _record_first_arrival(self, lane: LaneRecord, arrival: Arrival, digest: int) -> None:
+        """Record the first request for a number."""
         seq = arrival.seq
         self.arrived += 1
         lane.first_at[seq - 1] = arrival.at
@@ -248,13 +250,13 @@ class Books:
         lane.digests[seq - 1] = digest
         lane.events[seq - 1] = arrival.event_id
         if seq < lane.high:
-            self.inverted.add(f"lane {lane.name}: number {seq} came after {lane.high}")
-        elif seq > 1 and not lane.was_good(seq - 1):
+            self.inverted.add(f"lane {lane.name}: sequence {seq} arrived after {lane.high}")
+        elif seq > 1 and not lane.was_acknowledged(seq - 1):
             self.ahead.append((lane, seq, arrival.at))
         lane.high = max(lane.high, seq)
-        # Requests for older numbers can hardly come again.
+        # Bounds memory: repeats of much older numbers are rare.
         for old in [each for each in lane.last if each < seq - 8]:
-            if lane.last[old].outcome is Outcome.GOOD:
+            if lane.last[old].outcome is ResponseOutcome.GOOD:
                 del lane.last[old]
         if arrival.replay:
             lane.replays.add(seq)
@@ -263,40 +265,47 @@ class Books:
         if arrival.version <= newest:
             self.inverted.add(
                 f"endpoint {arrival.endpoint} key {arrival.key}: "
-                f"version {arrival.version} came after {newest}"
+                f"version {arrival.version} arrived after {newest}"
             )
         else:
             self._newest[arrival.endpoint, arrival.key] = arrival.version
 
-    def answer(
-        self, request: Request, outcome: Outcome, label: str, at: float, *, ends: bool = True
+    def record_response(
+        self,
+        request: ReceivedRequest,
+        outcome: ResponseOutcome,
+        label: str,
+        at: float,
+        *,
+        ends: bool = True,
     ) -> None:
-        """A request is answered.
+        """Record the response to a request.
 
         Args:
-            ends: not for one that is going to be answered late, or never.
+            ends: False if the response is delayed or never sent, so that the request
+                stays open.
         """
         request.outcome, request.label = outcome, label
         if ends:
             request.open = False
-        if outcome is not Outcome.BAD:
+        if outcome is not ResponseOutcome.BAD:
             lane = request.lane
-            if request.seq <= len(lane.good_at) and not lane.was_good(request.seq):
+            if request.seq <= len(lane.good_at) and not lane.was_acknowledged(request.seq):
                 lane.good_at[request.seq - 1] = at
                 lane.good += 1
                 self.good += 1
 
-    def doubt(self, request: Request, label: str) -> None:
-        """Its answer may have been lost on its way."""
-        if request.outcome is Outcome.GOOD:
-            request.outcome, request.label = Outcome.UNSURE, label
+    def mark_unsure(self, request: ReceivedRequest, label: str) -> None:
+        """Mark a 2xx as unsure, because its connection was reset right after it."""
+        if request.outcome is ResponseOutcome.GOOD:
+            request.outcome, request.label = ResponseOutcome.UNSURE, label
 
-    def leave(self, request: Request, at: float) -> None:
-        """The sender closed the connection."""
+    def record_disconnect(self, request: ReceivedRequest, at: float) -> None:
+        """Record that the sender closed the connection."""
         if request.open:
             request.open = False
             request.left_at = at
 
-    def overlap(self, first: Request, second: Request) -> None:
-        """Both were open at one time."""
-        self.overlaps.append(Overlap(first, second))
+    def record_overlap(self, first: ReceivedRequest, second: ReceivedRequest) -> None:
+        """Record two requests of a lane that were open at the same time."""
+        self.overlaps.append(RequestOverlap(first, second))

@@ -1,4 +1,4 @@
-"""What is shown on a terminal while it runs."""
+"""Live view of a chaos run on a terminal."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ COLOURS = {"up": "green", "down": "red", "frozen": "cyan", "half-open": "yellow"
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """The run at one moment."""
+class RunSnapshot:
+    """State of a run at one snapshot."""
 
     phase: str
     elapsed_s: float
-    storm_s: float
-    """How long the faults last."""
+    faults_s: float
+    """Duration of the fault phase, in seconds."""
     committed: int
     rolled_back: int
     arrived: int
     good: int
     copies: int
     relays: list[str]
-    going_on: list[str]
+    active_faults: list[str]
     last: list[str]
-    """The newest faults, in words."""
+    """Descriptions of the newest faults."""
 
 
-def picture(moment: Moment) -> RenderableType:
-    """The whole picture."""
+def render(snapshot: RunSnapshot) -> RenderableType:
+    """Render the view."""
     from rich.console import Group
     from rich.text import Text
 
-    share = min(moment.elapsed_s / moment.storm_s, 1.0)
+    share = min(snapshot.elapsed_s / snapshot.faults_s, 1.0)
     cells = round(BAR_CELLS * share)
-    behind = max(moment.committed - moment.arrived, 0)
+    behind = max(snapshot.committed - snapshot.arrived, 0)
     relays = Text.assemble(("relays     ", "dim"))
-    for number, state in enumerate(moment.relays):
+    for number, state in enumerate(snapshot.relays):
         relays.append(f"{number} {state:<10}", COLOURS.get(state, ""))
     return Group(
         Text.assemble(
-            (f"{moment.phase:<10} ", "bold"),
+            (f"{snapshot.phase:<10} ", "bold"),
             ("█" * cells, "green"),
             ("░" * (BAR_CELLS - cells), "dim"),
-            f" {moment.elapsed_s:.0f} of {moment.storm_s:.0f} s",
+            f" {snapshot.elapsed_s:.0f} of {snapshot.faults_s:.0f} s",
         ),
         Text(""),
         relays,
         Text.assemble(
             ("committed  ", "dim"),
-            f"{moment.committed:,}",
+            f"{snapshot.committed:,}",
             ("   delivered ", "dim"),
-            f"{moment.good:,}",
+            f"{snapshot.good:,}",
             ("   behind ", "dim"),
             (f"{behind:,}", "yellow" if behind > 1000 else ""),
             ("   copies ", "dim"),
-            f"{moment.copies:,}",
+            f"{snapshot.copies:,}",
             ("   rolled back ", "dim"),
-            f"{moment.rolled_back:,}",
+            f"{snapshot.rolled_back:,}",
         ),
-        Text.assemble(("now        ", "dim"), ", ".join(moment.going_on) or "quiet"),
+        Text.assemble(("now        ", "dim"), ", ".join(snapshot.active_faults) or "no fault"),
         Text(""),
-        *(Text(f"  {line}", "dim", no_wrap=True, overflow="ellipsis") for line in moment.last),
+        *(Text(f"  {line}", "dim", no_wrap=True, overflow="ellipsis") for line in snapshot.last),
     )

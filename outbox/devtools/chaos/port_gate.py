@@ -1,7 +1,7 @@
-"""A port of this machine that can be shut and opened again.
+"""A TCP port that can be closed and reopened.
 
-While it is shut, connecting is refused by the kernel, as when a server is
-down; the port stays ours, so that nobody else can take it meanwhile.
+While it is closed, the kernel refuses connections, as when a server is down; a bound socket
+reserves the port meanwhile.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ HOST = "127.0.0.1"
 BACKLOG = 1024
 
 
-class Door:
-    """A listening port, open or shut.
+class PortGate:
+    """A port on loopback, open or shut.
 
     Args:
-        guest: makes the protocol of each connection.
+        protocol_factory: makes the protocol of each connection.
     """
 
-    def __init__(self, guest: Callable[[], asyncio.Protocol]) -> None:
-        self._guest = guest
+    def __init__(self, protocol_factory: Callable[[], asyncio.Protocol]) -> None:
+        self._protocol_factory = protocol_factory
         self._server: asyncio.Server | None = None
-        # Bound and never listening: it keeps the port while nobody listens.
-        self._holder = _bound(0)
-        self.port: int = self._holder.getsockname()[1]
+        # Bound but never listening: it reserves the port while the gate is shut.
+        self._reservation = _bound(0)
+        self.port: int = self._reservation.getsockname()[1]
 
     async def open(self) -> None:
-        """Listen; nothing to do when it is open."""
+        """Start to listen, unless it is open."""
         if self._server is None:
             self._server = await asyncio.get_running_loop().create_server(
-                self._guest, sock=_bound(self.port), backlog=BACKLOG
+                self._protocol_factory, sock=_bound(self.port), backlog=BACKLOG
             )
 
     def shut(self) -> None:
-        """Refuse new connections; those that there are go on."""
+        """Refuse new connections; existing ones stay open."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     def close(self) -> None:
-        """Shut it for good."""
+        """Shut the gate and release the port."""
         self.shut()
-        self._holder.close()
+        self._reservation.close()
 
 
 def _bound(port: int) -> socket.socket:
-    """A socket at the port, beside others of ours that are bound to it."""
+    """Bind a socket to the port, shared with SO_REUSEPORT."""
     bound = socket.socket()
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,8 +1,7 @@
-"""The application: counts versions of its keys, and publishes each in its transaction.
+"""Producers of a chaos run: increment versions of keys and publish each in its transaction.
 
-It keeps its own books of what was committed.  Where a commit's outcome is not
-known, because the connection broke, it waits for that transaction's end and
-looks for its event; nothing is assumed.
+Committed events are recorded in the ledger.  If the outcome of a commit is unknown, because the
+connection broke, the producer waits for the end of that transaction and queries its event.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import asyncpg
 import orjson
 
 import outbox
-from outbox.devtools.chaos.plan import HOLDERS, KEYS_PER_ENDPOINT, PRODUCERS
+from outbox.devtools.chaos.plan import KEYS_PER_ENDPOINT, LONG_TRANSACTION_PRODUCERS, PRODUCERS
 
 if TYPE_CHECKING:
     import random
@@ -26,20 +25,20 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.devtools.chaos.ledger import Books
-    from outbox.devtools.chaos.plan import Plan
+    from outbox.devtools.chaos.ledger import Ledger
+    from outbox.devtools.chaos.plan import ChaosPlan
 
 SIZES = (1, 1, 2, 4, 8, 16, 24)
-"""Events of one transaction."""
+"""Transaction sizes in events, drawn at random."""
 KEYS_PER_EVENT_MIN = 40
-"""Transactions are no larger than a part of all keys."""
+"""A transaction uses at most one of this many keys, to limit lock conflicts."""
 ROLLBACK_SHARE = 0.05
 HOLD_S_MIN, HOLD_S_MAX = 0.1, 3.0
-"""For so long some hold their transactions open, so that their ids come late."""
+"""How long some producers hold a transaction open, so that lower ids commit late."""
 REPEATABLE_SHARE = 0.25
 INSERT_SHARE = 0.5
 LAG_S_MAX = 5.0
-"""Who is behind by more does not try to catch up: the rate is what it is."""
+"""A producer that lags by more than this does not catch up."""
 RECONNECT_S = 0.2
 LOCK_TIMEOUT = "500ms"
 
@@ -48,8 +47,8 @@ CREATE TABLE prove_key (id integer PRIMARY KEY, version integer NOT NULL DEFAULT
 INSERT INTO prove_key (id) SELECT generate_series(0, {keys} - 1);
 """
 
-# The row locks give the events of each key an order to keep.  They are taken in
-# the order of the keys, as everybody does who takes several.
+# The row locks define the order of the events of each key.  They are taken in key order, to
+# avoid deadlocks.
 NEXT_VERSIONS = """
 WITH locked AS MATERIALIZED (
     SELECT id FROM prove_key WHERE id = ANY ($1::integer[]) ORDER BY id FOR NO KEY UPDATE)
@@ -65,8 +64,8 @@ SELECT e.event_id, e.type, e.key, e.payload::jsonb
  ORDER BY e.n
 """
 
-# Waits for a transaction that has the key to its end, however its connection
-# ended.  Its number would not tell: after a crash it may be given out again.
+# Waits for the end of the transaction that locked the key, however its connection ended.  Its
+# transaction id would be ambiguous: after a crash it may be assigned again.
 AWAIT_END = "SELECT FROM prove_key WHERE id = $1 FOR UPDATE"
 FIND_EVENT = "SELECT EXISTS (SELECT FROM outbox WHERE event_id = $1)"
 
@@ -77,18 +76,22 @@ LOST = (
     asyncpg.PostgresConnectionError,
     # The server was shut down, or is starting.
     asyncpg.OperatorInterventionError,
-    # Somebody's default, while a transaction was held open.
+    # The server's idle_in_transaction_session_timeout, while a transaction was held open.
     asyncpg.IdleInTransactionSessionTimeoutError,
 )
-"""The connection is gone; what else goes wrong is for people to see."""
+"""Errors of a lost connection; all other errors end the run."""
 
-AGAIN = (asyncpg.SerializationError, asyncpg.DeadlockDetectedError, asyncpg.LockNotAvailableError)
-"""The transaction was rolled back; others are as good."""
+RETRYABLE = (
+    asyncpg.SerializationError,
+    asyncpg.DeadlockDetectedError,
+    asyncpg.LockNotAvailableError,
+)
+"""The transaction was rolled back, and another one is tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """An event in a transaction that is not committed yet."""
+class PendingEvent:
+    """An event of an open transaction."""
 
     event_id: UUID
     key: int
@@ -96,21 +99,24 @@ class Written:
 
 
 class Producers:
-    """All of the application's processes.
+    """All producers of the application.
 
     Args:
-        connect: a new connection of the application's.
+        plan: of the run.
+        ledger: records committed events.
+        rng: source of the random choices.
+        connect: opens a connection for a producer.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        books: Books,
+        plan: ChaosPlan,
+        ledger: Ledger,
         rng: random.Random,
         connect: Callable[[], Awaitable[Connection[Any]]],
     ) -> None:
         self._plan = plan
-        self._books = books
+        self._ledger = ledger
         self._rng = rng
         self._connect = connect
         self._keys = plan.endpoints * KEYS_PER_ENDPOINT
@@ -119,7 +125,7 @@ class Producers:
         self._since = 0.0
 
     async def set_up(self, connection: Connection[Any]) -> None:
-        """Make the application's own table."""
+        """Create the application's own table."""
         await connection.execute(SETUP.format(keys=self._keys))
 
     async def run(self, until: float) -> None:
@@ -127,16 +133,16 @@ class Producers:
         self._since = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for number in range(PRODUCERS):
-                tasks.create_task(self._produce(until, holds=number < HOLDERS))
+                tasks.create_task(self._produce(until, holds=number < LONG_TRANSACTION_PRODUCERS))
 
     async def _produce(self, until: float, *, holds: bool) -> None:
         connection: Connection[Any] | None = None
         try:
             while time.monotonic() < until:
                 hold_s = self._rng.uniform(HOLD_S_MIN, HOLD_S_MAX) if holds else 0.0
-                # Who has many keys, or has one for long, holds up the others.
+                # Many locked keys, or one locked for long, would block other producers.
                 size = 1 if hold_s else min(self._rng.choice(SIZES), self._size_max)
-                await self._turn(size)
+                await self._wait_for_rate(size)
                 while connection is None or connection.is_closed():
                     connection = await self._reconnect(until)
                     if connection is None:
@@ -150,8 +156,8 @@ class Producers:
             if connection is not None:
                 connection.terminate()
 
-    async def _turn(self, size: int) -> None:
-        """Wait until the rate allows so many more events."""
+    async def _wait_for_rate(self, size: int) -> None:
+        """Wait until the rate allows `size` more events."""
         now = time.monotonic()
         due = self._since + self._begun / self._plan.rate
         if due < now - LAG_S_MAX:
@@ -169,10 +175,13 @@ class Producers:
         return None
 
     async def _transact(self, connection: Connection[Any], size: int, hold_s: float) -> bool:
-        """One transaction; its end is known when this returns, or the connection is lost.
+        """Execute one transaction and determine its outcome.
 
         Returns:
             Whether it was committed.
+
+        Raises:
+            One of LOST: the connection was lost; a committed transaction is recorded.
         """
         rng = self._rng
         keys = sorted(rng.sample(range(self._keys), size))
@@ -183,30 +192,30 @@ class Producers:
             rows = await connection.fetch(NEXT_VERSIONS, keys)
             written = await self._write(connection, [(r["id"], r["version"]) for r in rows])
             if hold_s:
-                # Others with higher ids commit meanwhile.
+                # Transactions with higher ids commit meanwhile.
                 await asyncio.sleep(hold_s)
             if rng.random() < ROLLBACK_SHARE:
                 await transaction.rollback()
-                self._books.rolled_back += len(written)
+                self._ledger.rolled_back += len(written)
                 return False
-        except AGAIN:
+        except RETRYABLE:
             await transaction.rollback()
             return False
         try:
             await transaction.commit()
-        except AGAIN:
+        except RETRYABLE:
             return False
         except LOST:
-            if await self._committed(written[0]):
-                self._keep(written)
+            if await self._was_committed(written[0]):
+                self._record(written)
             raise
-        self._keep(written)
+        self._record(written)
         return True
 
     async def _write(
         self, connection: Connection[Any], versions: list[tuple[int, int]]
-    ) -> list[Written]:
-        """Publish, by a plain INSERT or by the function."""
+    ) -> list[PendingEvent]:
+        """Publish by a plain INSERT or by `publish_many`."""
         payloads = [orjson.dumps({"key": key, "version": n}) for key, n in versions]
         types = [self._type(key) for key, _ in versions]
         ids: list[Any]
@@ -220,15 +229,15 @@ class Producers:
                 for type_, payload, (key, _) in zip(types, payloads, versions, strict=True)
             ]
             ids = await outbox.publish_many(connection, events, schema=self._plan.schema)
-        return [Written(id_, key, n) for id_, (key, n) in zip(ids, versions, strict=True)]
+        return [PendingEvent(id_, key, n) for id_, (key, n) in zip(ids, versions, strict=True)]
 
     def _type(self, key: int) -> str:
         return f"e{key // KEYS_PER_ENDPOINT}.changed"
 
-    async def _committed(self, written: Written) -> bool:
-        """What became of a transaction whose connection was lost; asks until it is known."""
+    async def _was_committed(self, written: PendingEvent) -> bool:
+        """Whether a transaction with a lost connection was committed; retries until known."""
         while True:
-            with suppress(*LOST, *AGAIN, outbox.OutboxError):
+            with suppress(*LOST, *RETRYABLE, outbox.OutboxError):
                 connection = await self._connect()
                 try:
                     async with connection.transaction(isolation="read_committed"):
@@ -238,10 +247,10 @@ class Producers:
                     connection.terminate()
             await asyncio.sleep(RECONNECT_S)
 
-    def _keep(self, written: list[Written]) -> None:
+    def _record(self, written: list[PendingEvent]) -> None:
         now = time.monotonic()
         for each in written:
-            self._books.commit(
+            self._ledger.record_commit(
                 each.event_id.bytes,
                 each.key // KEYS_PER_ENDPOINT,
                 each.key,

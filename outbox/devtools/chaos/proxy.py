@@ -1,7 +1,6 @@
-"""One relay's way to the database, which can be cut, blocked and hung.
+"""TCP proxy between one relay and the database, which can be cut, blocked and hung.
 
-Only this proxy's connections are ever touched, so that whatever else uses the
-database does not notice.
+Only connections through this proxy are affected, so other users of the database are not.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ import asyncio
 import struct
 from typing import TYPE_CHECKING, cast
 
-from outbox.devtools.chaos.port_gate import Door
+from outbox.devtools.chaos.port_gate import PortGate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GHOST_S = 5.0
-"""A half-open session stays at the server for so long after the relay left it,
-until keepalives would notice."""
+"""How long the server keeps a half-open session after the relay closed it, in seconds;
+stands for TCP keepalive."""
 STARTUP_BYTES_MAX = 65536
 KEY_DATA, READY = b"K", b"Z"
 
 
 class Proxy:
-    """Passes connections on to one address.
+    """Forwards connections to one address.
 
     Args:
         host: a name, an address, or the directory of a Unix socket.
@@ -32,43 +31,43 @@ class Proxy:
     def __init__(self, host: str, port: int) -> None:
         self._host = host
         self._port = port
-        self.door = Door(lambda: _Near(self))
+        self.gate = PortGate(lambda: _Near(self))
         self.links: set[Link] = set()
         self.muted = False
 
     @property
     def local(self) -> bool:
-        """The server is reached by a Unix socket."""
+        """The server is reached through a Unix socket."""
         return self._host.startswith("/")
 
     def cut(self) -> None:
-        """Reset every connection, on both sides."""
+        """Reset all connections on both sides."""
         for link in list(self.links):
             link.cut()
 
     def mute(self) -> None:
-        """Let nothing pass any more, neither on old connections nor on new ones."""
+        """Drop all data, on existing and new connections, without closing them."""
         self.muted = True
         for link in self.links:
             link.muted = True
 
     def heal(self) -> None:
-        """New connections work again; muted ones never will."""
+        """Forward new connections again; muted ones stay muted."""
         self.muted = False
 
     def sessions(self) -> Iterator[tuple[int | None, int | None]]:
-        """(backend pid, client port) of each connection: what is known of it."""
+        """Yield (backend pid, client port) of each connection, as far as known."""
         for link in self.links:
             if not link.ghost:
                 yield link.backend_pid, link.client_port
 
     def close(self) -> None:
-        """The end."""
-        self.door.close()
+        """Close the port and reset all connections."""
+        self.gate.close()
         self.cut()
 
     async def dial(self, link: Link) -> None:
-        """Connect to the server, for a relay that has just connected here."""
+        """Connect to the server for a new connection of the relay."""
         loop = asyncio.get_running_loop()
         try:
             if self.local:
@@ -81,7 +80,7 @@ class Proxy:
 
 
 class Link:
-    """Two connections that are one to those at its ends."""
+    """A pair of connections, to the relay and to the server."""
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
@@ -127,9 +126,9 @@ class Link:
         self.near.write(data)
 
     def lost(self, *, at_server: bool) -> None:
-        """One side ended; in a half-open connection the other one does not hear of it."""
+        """Handle the end of one side; a half-open link keeps the other side open."""
         if not self.muted:
-            # What the other one was told before still reaches it.
+            # `close` flushes data that was already received.
             for side in (self.near, self.far):
                 if side is not None:
                     side.close()
@@ -150,10 +149,10 @@ class Link:
         self.proxy.links.discard(self)
 
     def _read_startup(self, data: bytes) -> None:
-        """Find the backend's number, which the server tells before the first query.
+        """Read the backend's pid from BackendKeyData, sent before ReadyForQuery.
 
-        After an answer to SSLRequest of one letter all is encrypted, and the
-        port on the way to the server has to tell which session it is.
+        After the one-byte response S to SSLRequest the stream is encrypted; the session is
+        then identified by its client port.
         """
         if self._startup == b"" and data in (b"S", b"N", b"G"):
             if data == b"S":
@@ -173,7 +172,7 @@ class Link:
 
 
 class _Side(asyncio.Protocol):
-    """One end; what cannot be written to the other one is not read here."""
+    """One end of a link, with backpressure: reading pauses while the other end is full."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -193,7 +192,7 @@ class _Side(asyncio.Protocol):
 
 
 class _Near(_Side):
-    """The relay's end."""
+    """The end towards the relay."""
 
     def __init__(self, proxy: Proxy) -> None:
         super().__init__(Link(proxy))
@@ -212,7 +211,7 @@ class _Near(_Side):
 
 
 class _Far(_Side):
-    """The server's end."""
+    """The end towards the server."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.link.dialled(cast("asyncio.Transport", transport))

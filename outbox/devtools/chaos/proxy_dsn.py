@@ -1,4 +1,4 @@
-"""The same database by another way: through a port of this machine."""
+"""Rewrites a DSN so that its connections go through a proxy on this machine."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 _FIELD = re.compile(r"((?:\\.|[^:\\])*)(?::|$)")
 
 
-def require_detour(dsn: Dsn) -> None:
-    """Refuse a database that can only be reached by its own name.
+def require_proxyable(dsn: Dsn) -> None:
+    """Refuse sslmode=verify-full: the certificate does not name the proxy's host.
 
     Raises:
-        CannotRun: its certificate has to carry that, and a detour has another one.
+        CannotRun: the DSN verifies the host name of the server.
     """
     if dsn.sslmode == "verify-full" or dsn.tls.get("sslrootcert") == "system":
         raise CannotRun(
-            "with sslmode=verify-full the relays cannot be led through a proxy of this machine, "
-            "whose name the certificate does not carry: use sslmode=verify-ca for this"
+            "with sslmode=verify-full the relays cannot connect through the local proxies, "
+            "whose host name is not in the certificate: use sslmode=verify-ca"
         )
 
 
-def through(dsn: Dsn, host: str, port: int, *, env: Mapping[str, str] | None = None) -> str:
-    """The DSN's only address replaced by this one, as key=value text."""
+def proxied_dsn(dsn: Dsn, host: str, port: int, *, env: Mapping[str, str] | None = None) -> str:
+    """Return the DSN with its only address replaced, in key=value form."""
     (true_address,) = dsn.addresses
     parameters: dict[str, str | None] = {
         "host": host,
@@ -39,7 +39,7 @@ def through(dsn: Dsn, host: str, port: int, *, env: Mapping[str, str] | None = N
         "dbname": dsn.database,
         "user": dsn.user,
         "password": dsn.password or _stored_password(dsn, true_address, env or os.environ),
-        # A Unix socket is never encrypted, whatever is asked for.
+        # Connections over a Unix socket are never encrypted.
         "sslmode": "disable" if true_address[0].startswith("/") else dsn.sslmode,
         "connect_timeout": str(max(int(dsn.connect_timeout_s), 1)),
         "statement_cache_size": None if dsn.statement_cache else "0",
@@ -55,10 +55,10 @@ def _quoted(value: str) -> str:
 
 
 def _stored_password(dsn: Dsn, address: tuple[str, int], env: Mapping[str, str]) -> str | None:
-    """The password for the true address, from where the way there would look for it.
+    """Find the password of the original address in the password file.
 
-    libpq's PGPASSWORD is in the DSN already.  Grammar of the file: PostgreSQL
-    documentation, 34.16 The Password File.
+    The DSN already includes PGPASSWORD.  File format: PostgreSQL documentation, 34.16 The
+    Password File.
     """
     path = Path(dsn.passfile or env.get("PGPASSFILE") or Path.home() / ".pgpass")
     try:

@@ -1,7 +1,7 @@
-"""What a proof asks of the database: its limits, its sessions, and the books of the relay.
+"""SQL of a chaos run: limits of the server, sessions of the relays, and the tables to check.
 
-The schema belongs to the run.  Of the server's sessions only those are ever
-touched that went through the run's own proxies, which know their numbers.
+The schema belongs to the run.  Only sessions that were opened through the run's own proxies
+are terminated.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ FIND_SCHEMA = "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
 
 FIND_RIGHT = "SELECT has_database_privilege(current_database(), 'CREATE')"
 
-# Free for somebody without privileges: the reserved ones are not.
+# Connections available to an unprivileged role, without the reserved ones.
 COUNT_FREE = """
 SELECT current_setting('max_connections')::integer
        - current_setting('superuser_reserved_connections')::integer
        - (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend')
 """
 
-# Of this role and database, and known by their number or by the port that they
-# came from on this machine.
+# Relay sessions of this role and database, identified by backend pid or by client port on
+# this machine.
 _OURS = f"""
   FROM pg_stat_activity
  WHERE datname = current_database() AND usename = session_user
@@ -61,22 +61,22 @@ SELECT l.endpoint_id, l.generation, l.slot, d.seq, d.to_seq, d.reason
   FROM dead_letter d JOIN lane l ON l.id = d.lane_id
 """
 
-READ_HANDS = """
+READ_OWNERSHIP = """
 SELECT endpoint_id, at, kind = 'endpoint_claimed' AS claimed,
        (data ->> 'replica')::bigint AS replica, coalesce(data ->> 'why', '') AS why
-  FROM journal WHERE kind IN ('endpoint_claimed', 'endpoint_freed') ORDER BY id
+  FROM journal WHERE kind IN ('endpoint_claimed', 'endpoint_released') ORDER BY id
 """
 
 ANALYZE = """
 ANALYZE outbox, batch, delivery, attempt, lane, lane_counter, lane_progress, subscription,
-        endpoint, dead_letter, replay, replay_job, replay_part, journal, ownership
+        endpoint, dead_letter, replay, replay_job, replay_job_endpoint, journal, ownership
 """
 
-# Every event has its numbers, no id is looked for any more, and every replay is made.
+# Every event is sequenced, no gap is open, and every replay job has ended.
 ALL_SEQUENCED = """
 SELECT (SELECT coalesce(max(id), 0) FROM outbox) <= b.high
    AND b.young = '{}' AND NOT EXISTS (SELECT FROM gap)
-   AND NOT EXISTS (SELECT FROM replay_part WHERE ended_at IS NULL)
+   AND NOT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL)
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
 
@@ -89,7 +89,7 @@ READ_CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A database session of one of the run's relays."""
+    """A database session of a relay of the run."""
 
     pid: int
     name: str
@@ -98,7 +98,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class LaneCounter:
-    """How many numbers were given out in a lane."""
+    """The last sequence number assigned in a lane."""
 
     endpoint_id: UUID
     name: str
@@ -107,7 +107,7 @@ class LaneCounter:
 
 @dataclass(frozen=True, slots=True)
 class DeadNumbers:
-    """Numbers of a lane that were given up."""
+    """A range of dead-lettered numbers of a lane."""
 
     lane: str
     seq: int
@@ -116,8 +116,8 @@ class DeadNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeOfHands:
-    """An endpoint got an owner, or lost it."""
+class OwnershipChange:
+    """An endpoint was acquired or released by a replica."""
 
     endpoint_id: UUID
     at: datetime
@@ -126,16 +126,16 @@ class ChangeOfHands:
     why: str
 
 
-async def require_room(connection: Connection[Any], schema: str, connections: int) -> None:
-    """Refuse to begin where the schema is there already, or connections are too few.
+async def require_capacity(connection: Connection[Any], schema: str, connections: int) -> None:
+    """Check that the schema does not exist yet and that enough connections are free.
 
     Raises:
-        CannotRun: with what to do.
+        CannotRun: the message says what to do.
     """
     if await connection.fetchval(FIND_SCHEMA, schema):
         raise CannotRun(
-            f'the schema "{schema}" is there already, of an earlier run with this seed: '
-            f"DROP SCHEMA {quote_ident(schema)} CASCADE, or take another --seed"
+            f'the schema "{schema}" already exists, from an earlier run with this seed: '
+            f"DROP SCHEMA {quote_ident(schema)} CASCADE, or use another --seed"
         )
     if not await connection.fetchval(FIND_RIGHT):
         raise CannotRun(
@@ -145,19 +145,19 @@ async def require_room(connection: Connection[Any], schema: str, connections: in
     free: int = await connection.fetchval(COUNT_FREE)
     if free < connections:
         raise CannotRun(
-            f"the server has {free} connections left, and this run may need {connections}: "
+            f"the server has {free} free connections, and this run may need {connections}: "
             "lower --replicas, or raise max_connections"
         )
 
 
 async def drop_schema(connection: Connection[Any], schema: str) -> None:
-    """Remove what the run made."""
+    """Drop the run's schema."""
     await connection.execute(f"SET lock_timeout = '{DROP_LOCK_TIMEOUT}'")
     for attempt in range(1, DROP_ATTEMPTS + 1):
         try:
             await connection.execute(f"DROP SCHEMA IF EXISTS {quote_ident(schema)} CASCADE")
         except asyncpg.LockNotAvailableError:
-            # A session that was cut off is ended by the server sooner or later.
+            # The server ends a half-open session eventually, which releases its locks.
             if attempt == DROP_ATTEMPTS:
                 raise
         else:
@@ -167,7 +167,7 @@ async def drop_schema(connection: Connection[Any], schema: str) -> None:
 async def sessions(
     connection: Connection[Any], pids: Sequence[int], ports: Sequence[int]
 ) -> list[Session]:
-    """The relays' sessions among these backends and client ports."""
+    """Return the relays' sessions among these backend pids and client ports."""
     rows = await connection.fetch(READ_SESSIONS, pids, ports)
     return [Session(r["pid"], r["application_name"], r["client_port"]) for r in rows]
 
@@ -175,12 +175,12 @@ async def sessions(
 async def terminate(
     connection: Connection[Any], session: Session, pids: Sequence[int], ports: Sequence[int]
 ) -> bool:
-    """End a session of a relay; False when it is gone, or its number is another's by now."""
+    """Terminate a session of a relay; False if it has ended or its pid was reused."""
     return bool(await connection.fetchval(TERMINATE, pids, ports, session.pid))
 
 
 async def lane_counters(connection: Connection[Any]) -> list[LaneCounter]:
-    """Every lane there ever was."""
+    """Return all lanes, including those of older generations."""
     return [
         LaneCounter(
             r["endpoint_id"],
@@ -192,7 +192,7 @@ async def lane_counters(connection: Connection[Any]) -> list[LaneCounter]:
 
 
 async def dead_numbers(connection: Connection[Any]) -> list[DeadNumbers]:
-    """Everything that was given up."""
+    """Return all dead-lettered ranges."""
     return [
         DeadNumbers(
             lane_name(r["endpoint_id"], r["generation"], r["slot"]),
@@ -204,44 +204,44 @@ async def dead_numbers(connection: Connection[Any]) -> list[DeadNumbers]:
     ]
 
 
-async def changes_of_hands(connection: Connection[Any]) -> list[ChangeOfHands]:
-    """Who owned what and when, in order."""
+async def ownership_changes(connection: Connection[Any]) -> list[OwnershipChange]:
+    """Return the ownership history of all endpoints, in order."""
     return [
-        ChangeOfHands(r["endpoint_id"], r["at"], r["replica"], r["claimed"], r["why"])
-        for r in await connection.fetch(READ_HANDS)
+        OwnershipChange(r["endpoint_id"], r["at"], r["replica"], r["claimed"], r["why"])
+        for r in await connection.fetch(READ_OWNERSHIP)
     ]
 
 
 async def analyze(connection: Connection[Any]) -> None:
-    """Let the server count, so that what is asked of the whole log is planned well.
+    """Run ANALYZE, so that queries over the whole log get good plans.
 
-    A run is shorter than autovacuum's pauses, and a crash throws away what that knew.
+    A run is shorter than autovacuum's interval, and a crash discards its statistics.
     """
     await connection.execute(ANALYZE)
 
 
 async def all_sequenced(connection: Connection[Any]) -> bool:
-    """Whether nothing waits for a number."""
+    """Whether every event is sequenced."""
     return bool(await connection.fetchval(ALL_SEQUENCED))
 
 
 async def all_owned(connection: Connection[Any]) -> bool:
-    """Whether every endpoint has a relay."""
+    """Whether every endpoint has an owner."""
     return bool(await connection.fetchval(ALL_OWNED))
 
 
 async def server_version(connection: Connection[Any]) -> str:
-    """The server's version, such as "18.4"."""
+    """Return the server's version, such as "18.4"."""
     version: str = await connection.fetchval(READ_VERSION)
     return version
 
 
 async def clock(connection: Connection[Any]) -> float:
-    """The database's time, in epoch seconds."""
+    """Return the database's time, in epoch seconds."""
     seconds: float = await connection.fetchval(READ_CLOCK)
     return seconds
 
 
-def listens(session: Session) -> bool:
-    """Whether it is the one for LISTEN."""
+def is_listener(session: Session) -> bool:
+    """Whether this is the session for LISTEN."""
     return session.name.endswith(":listen")

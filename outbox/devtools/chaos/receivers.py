@@ -1,8 +1,7 @@
-"""The receivers: they take every delivery into the books, and fail when they are told to.
+"""Receivers of a chaos run: record every delivery in the ledger, and respond with faults.
 
-One port for a group of endpoints, each endpoint at a path of its own.  HTTP is
-read by hand, because a thousand requests a second share the processors with
-the relays and the database that are to be watched.
+One port per group of endpoints, one path per endpoint.  HTTP is parsed by hand, because a
+thousand requests per second share the processors with the relays and the database under test.
 """
 
 from __future__ import annotations
@@ -16,107 +15,109 @@ from typing import TYPE_CHECKING, cast
 from uuid import UUID
 
 from outbox.core.delivery.signature import SignatureError, verify
-from outbox.devtools.chaos.ledger import Arrival, Outcome
-from outbox.devtools.chaos.port_gate import Door
-from outbox.devtools.chaos.responses import ANSWERS, OK, status_line
+from outbox.devtools.chaos.ledger import Arrival, ResponseOutcome
+from outbox.devtools.chaos.port_gate import PortGate
+from outbox.devtools.chaos.responses import OK, RESPONSES, status_line
 from outbox.receiver.message import BadMessage, parse
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Awaitable, Callable, Sequence
 
-    from outbox.devtools.chaos.ledger import Books, Request
-    from outbox.devtools.chaos.responses import Answer
-    from outbox.receiver.proxy import Passed
+    from outbox.devtools.chaos.ledger import Ledger, ReceivedRequest
+    from outbox.devtools.chaos.responses import ResponseScript
+    from outbox.receiver.proxy import ProxiedResponse
 
 HEAD_BYTES_MAX = 65536
-DOUBT_S = 1.0
-"""An answer given shorter than this before its connection was reset may be lost."""
+UNSURE_S = 1.0
+"""A response sent less than this before a reset of its connection may be lost."""
 REJECTS = 3
-"""So many events are refused for good at one time."""
+"""Events rejected permanently by one fault."""
 ENDLESS_CHUNK = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
 ENDLESS_EVERY_S = 0.02
 
 
 @dataclass(slots=True)
-class Desk:
-    """One endpoint's place."""
+class EndpointStub:
+    """State of one endpoint."""
 
     number: int
     secret: bytes = b""
-    mood: str = ""
-    """The fault that it answers with; empty: none."""
-    mood_until: float = 0.0
+    fault: str = ""
+    """The fault that it responds with; empty: none."""
+    fault_until: float = 0.0
     rejects: int = 0
-    """How many more it refuses for good."""
+    """Remaining events to reject permanently."""
 
 
 class Receivers:
-    """All endpoints of the run.
+    """All endpoints of a run.
 
     Args:
-        groups: how many ports there are; an endpoint's is its number modulo this.
-        forward: passes a delivery on and returns what came back; None: it ends here.
+        groups: number of ports; an endpoint uses the one of its number modulo this.
+        forward: forwards a delivery upstream; None: the run responds itself.
     """
 
     def __init__(
         self,
-        books: Books,
+        ledger: Ledger,
         groups: int,
         rng: random.Random,
-        forward: Callable[[dict[str, str], bytes], Awaitable[Passed]] | None = None,
+        forward: Callable[[dict[str, str], bytes], Awaitable[ProxiedResponse]] | None = None,
     ) -> None:
-        self.books = books
+        self.ledger = ledger
         self.rng = rng
         self.forward = forward
-        self.desks: dict[str, Desk] = {}
-        self.doors = [Door(lambda n=n: _Guest(self, n)) for n in range(groups)]  # type: ignore[misc]
-        self.guests: set[_Guest] = set()
+        self.endpoints: dict[str, EndpointStub] = {}
+        self.gates = [PortGate(lambda n=n: _Connection(self, n)) for n in range(groups)]  # type: ignore[misc]
+        self.connections: set[_Connection] = set()
         self.rejected: set[bytes] = set()
-        """Events that are refused for good, each time but on a replay."""
+        """Events rejected permanently, except on a replay."""
         self.tasks: set[asyncio.Task[None]] = set()
 
     def add(self, number: int) -> str:
-        """A place for one more endpoint; returns its URL."""
-        self.desks[f"/e{number}"] = Desk(number)
-        return f"http://127.0.0.1:{self.doors[number % len(self.doors)].port}/e{number}"
+        """Add an endpoint; returns its URL."""
+        self.endpoints[f"/e{number}"] = EndpointStub(number)
+        return f"http://127.0.0.1:{self.gates[number % len(self.gates)].port}/e{number}"
 
-    def desk(self, number: int) -> Desk:
-        """The place of an endpoint."""
-        return self.desks[f"/e{number}"]
+    def endpoint(self, number: int) -> EndpointStub:
+        """Return the state of an endpoint."""
+        return self.endpoints[f"/e{number}"]
 
     async def open(self) -> None:
-        """Listen at all ports."""
-        for door in self.doors:
-            await door.open()
+        """Listen on all ports."""
+        for gate in self.gates:
+            await gate.open()
 
     def shut(self, group: int) -> None:
-        """Nobody listens at a port any more, and its connections are reset."""
-        self.doors[group].shut()
-        for guest in [each for each in self.guests if each.group == group]:
-            guest.reset("refuse")
+        """Close a port and reset its connections."""
+        self.gates[group].shut()
+        for connection in [each for each in self.connections if each.group == group]:
+            connection.reset("refuse")
 
     def close(self) -> None:
-        """The end."""
-        for door in self.doors:
-            door.close()
-        for guest in list(self.guests):
-            guest.reset("the end")
+        """Close all ports and connections."""
+        for gate in self.gates:
+            gate.close()
+        for connection in list(self.connections):
+            connection.reset("closed")
         for task in self.tasks:
             task.cancel()
 
-    def take(self, path: str, headers: Headers, body: bytes) -> tuple[Desk, Request] | None:
-        """Take a delivery into the books; None: it is none."""
-        desk = self.desks.get(path)
-        if desk is None:
-            self.books.reject(f"a request for {path[:80]}")
+    def record_delivery(
+        self, path: str, headers: Headers, body: bytes
+    ) -> tuple[EndpointStub, ReceivedRequest] | None:
+        """Record a request in the ledger; None: it is not a valid delivery."""
+        stub = self.endpoints.get(path)
+        if stub is None:
+            self.ledger.record_rejection(f"a request for {path[:80]}")
             return None
         try:
-            verify(headers, body, [desk.secret], time.time())
+            verify(headers, body, [stub.secret], time.time())
             (message,) = parse(headers, body)
             data = message.data
             arrival = Arrival(
-                endpoint=desk.number,
+                endpoint=stub.number,
                 lane=message.lane,
                 seq=message.sequence,
                 previous_seq=message.previous_sequence,
@@ -128,76 +129,83 @@ class Receivers:
                 at=time.monotonic(),
             )
         except (SignatureError, BadMessage, KeyError, TypeError, ValueError) as error:
-            self.books.reject(f"{path}: {error}")
+            self.ledger.record_rejection(f"{path}: {error}")
             return None
-        request, others = self.books.arrive(arrival)
+        request, others = self.ledger.record_arrival(arrival)
         if others:
-            self._look_again(request, others, 2)
-        return desk, request
+            self._recheck_overlaps(request, others, 2)
+        return stub, request
 
-    def _look_again(self, request: Request, others: Sequence[Request], rounds: int) -> None:
-        """A sender that left before it sent the next request is heard of a round later."""
+    def _recheck_overlaps(
+        self, request: ReceivedRequest, others: Sequence[ReceivedRequest], rounds: int
+    ) -> None:
+        """Record overlaps two loop iterations later.
+
+        The disconnect of a sender may be read after its next request arrived.
+        """
         if rounds:
             loop = asyncio.get_running_loop()
-            loop.call_soon(self._look_again, request, others, rounds - 1)
+            loop.call_soon(self._recheck_overlaps, request, others, rounds - 1)
             return
         for other in others:
             if other.left_at is None:
-                self.books.overlap(other, request)
+                self.ledger.record_overlap(other, request)
 
-    def answering(self, desk: Desk, request: Request, event: bytes) -> Answer:
-        """How a request is going to be answered."""
+    def choose_response(
+        self, stub: EndpointStub, request: ReceivedRequest, event: bytes
+    ) -> ResponseScript:
+        """Select the response to a request."""
         if event in self.rejected and request.seq not in request.lane.replays:
-            return ANSWERS["reject"]
-        if desk.mood and time.monotonic() >= desk.mood_until:
-            desk.mood = ""
-        if desk.mood == "reject":
-            if desk.rejects > 0 and request.seq not in request.lane.replays:
-                desk.rejects -= 1
+            return RESPONSES["reject"]
+        if stub.fault and time.monotonic() >= stub.fault_until:
+            stub.fault = ""
+        if stub.fault == "reject":
+            if stub.rejects > 0 and request.seq not in request.lane.replays:
+                stub.rejects -= 1
                 self.rejected.add(event)
-                return ANSWERS["reject"]
+                return RESPONSES["reject"]
             return OK
-        return ANSWERS[desk.mood] if desk.mood else OK
+        return RESPONSES[stub.fault] if stub.fault else OK
 
 
 class Headers(dict[str, str]):
-    """Names in lower case, found whatever their case."""
+    """Case-insensitive headers; the keys are lower-case."""
 
     def get(self, name: str, default: str | None = None) -> str | None:  # type: ignore[override]
         return super().get(name.lower(), default)
 
 
-class _Guest(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     """One connection of a relay."""
 
     def __init__(self, receivers: Receivers, group: int) -> None:
         self._receivers = receivers
-        self._books = receivers.books
+        self._ledger = receivers.ledger
         self.group = group
         self._unread = b""
         self._transport: asyncio.Transport | None = None
-        self._request: Request | None = None
-        self._answered_at = 0.0
+        self._request: ReceivedRequest | None = None
+        self._responded_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._receivers.guests.add(self)
+        self._receivers.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._receivers.guests.discard(self)
+        self._receivers.connections.discard(self)
         self._transport = None
         if self._timer is not None:
             self._timer.cancel()
         if self._request is not None:
-            self._books.leave(self._request, time.monotonic())
+            self._ledger.record_disconnect(self._request, time.monotonic())
 
     def data_received(self, data: bytes) -> None:
         self._unread = self._unread + data if self._unread else data
         end = self._unread.find(b"\r\n\r\n")
         if end < 0:
             if len(self._unread) > HEAD_BYTES_MAX:
-                self._books.reject("a head without an end")
+                self._ledger.record_rejection("request headers too large")
                 self.reset("")
             return
         lines = self._unread[:end].decode("latin-1").split("\r\n")
@@ -213,79 +221,85 @@ class _Guest(asyncio.Protocol):
         self._serve(lines[0].split(" ")[1], headers, body)
 
     def _serve(self, path: str, headers: Headers, body: bytes) -> None:
-        taken = self._receivers.take(path, headers, body)
+        taken = self._receivers.record_delivery(path, headers, body)
         if taken is None:
             self._write(status_line(400))
             return
-        desk, request = taken
+        stub, request = taken
         self._request = request
         event = UUID(headers.get("X-Event") or "").bytes
-        answering = self._receivers.answering(desk, request, event)
-        if answering is OK and self._receivers.forward is not None:
-            task = asyncio.get_running_loop().create_task(self._pass_on(request, headers, body))
+        respond = self._receivers.choose_response(stub, request, event)
+        if respond is OK and self._receivers.forward is not None:
+            task = asyncio.get_running_loop().create_task(self._forward(request, headers, body))
             self._receivers.tasks.add(task)
             task.add_done_callback(self._receivers.tasks.discard)
             return
-        answering(self, self._receivers.rng)
+        respond(self, self._receivers.rng)
 
-    async def _pass_on(self, request: Request, headers: Headers, body: bytes) -> None:
+    async def _forward(self, request: ReceivedRequest, headers: Headers, body: bytes) -> None:
         assert self._receivers.forward is not None
         status = (await self._receivers.forward(headers, body)).status
-        outcome = Outcome.GOOD if 200 <= status <= 299 else Outcome.BAD
-        label = "ok" if outcome is Outcome.GOOD else f"your receiver said {status}"
+        outcome = ResponseOutcome.GOOD if 200 <= status <= 299 else ResponseOutcome.BAD
+        label = "ok" if outcome is ResponseOutcome.GOOD else f"your receiver responded {status}"
         if not request.open:
-            # It came too late to be heard.
-            self._books.answer(request, Outcome.BAD, f"{label}, too late", time.monotonic())
+            # The relay closed the connection before the response.
+            self._ledger.record_response(
+                request, ResponseOutcome.BAD, f"{label}, too late", time.monotonic()
+            )
             return
         self.finish(outcome, label, status_line(status))
 
-    # ------------------------------------------------------------- answering
+    # ------------------------------------------------------------- responses
 
-    def expect(self, outcome: Outcome, label: str) -> None:
-        """The answer is decided, and not given yet."""
+    def expect(self, outcome: ResponseOutcome, label: str) -> None:
+        """Record a response that is chosen but not sent yet."""
         if self._request is not None:
-            self._books.answer(self._request, outcome, label, time.monotonic(), ends=False)
+            self._ledger.record_response(
+                self._request, outcome, label, time.monotonic(), ends=False
+            )
 
-    def finish(self, outcome: Outcome, label: str, data: bytes, *, close: bool = False) -> None:
-        """Give the answer."""
+    def finish(
+        self, outcome: ResponseOutcome, label: str, data: bytes, *, close: bool = False
+    ) -> None:
+        """Send a response."""
         if self._request is not None:
-            self._answered_at = time.monotonic()
-            self._books.answer(self._request, outcome, label, self._answered_at)
+            self._responded_at = time.monotonic()
+            self._ledger.record_response(self._request, outcome, label, self._responded_at)
         self._write(data)
         if close and self._transport is not None:
             self._transport.close()
 
     def drip(self, label: str, data: bytes, every_s: float) -> None:
-        """Give a good answer byte by byte; nobody knows whether it is waited for."""
+        """Send a response byte by byte; the relay may time out before its end."""
         if self._transport is None or self._transport.is_closing():
             return
         if len(data) == 1:
-            self.finish(Outcome.UNSURE, label, data)
+            self.finish(ResponseOutcome.UNSURE, label, data)
             return
         self._write(data[:1])
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(every_s, self.drip, label, data[1:], every_s)
 
-    def pour(self) -> None:
-        """Write for ever."""
+    def stream_endlessly(self) -> None:
+        """Send chunks until the connection is closed."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() == 0:
             self._transport.write(ENDLESS_CHUNK)
-        self._timer = asyncio.get_running_loop().call_later(ENDLESS_EVERY_S, self.pour)
+        self._timer = asyncio.get_running_loop().call_later(ENDLESS_EVERY_S, self.stream_endlessly)
 
     def reset(self, label: str) -> None:
-        """RST instead of an answer, or right behind one."""
+        """Send RST instead of a response, or right after one."""
         request, transport = self._request, self._transport
         if request is not None:
             if request.open:
-                self._books.answer(request, Outcome.BAD, label, time.monotonic())
-            elif time.monotonic() - self._answered_at < DOUBT_S:
-                self._books.doubt(request, label)
+                self._ledger.record_response(request, ResponseOutcome.BAD, label, time.monotonic())
+            elif time.monotonic() - self._responded_at < UNSURE_S:
+                self._ledger.mark_unsure(request, label)
         if transport is not None and not transport.is_closing():
-            # With nothing to linger for, closing sends RST.
-            connection: socket.socket = transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            # SO_LINGER with a time of 0 makes close send RST.
+            sock: socket.socket = transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             transport.abort()
 
     def _write(self, data: bytes) -> None:

@@ -1,8 +1,7 @@
-"""The relays of the run: real processes, each on its own way to the database.
+"""Relays of a chaos run: real processes, each with its own proxy to the database.
 
-Whoever runs a relay restarts it when it ends, and so does this: one that is
-started while the database is away says so and ends.  One that was at work and
-ends by itself is a finding.
+Like a service manager, this restarts a relay that exits: one that starts while the database is
+unavailable exits with an error.  A relay that exits after it had registered is a violation.
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ import orjson
 
 from outbox.devtools.chaos.port_gate import HOST
 from outbox.devtools.chaos.proxy import Proxy
-from outbox.devtools.chaos.proxy_dsn import through
+from outbox.devtools.chaos.proxy_dsn import proxied_dsn
 from outbox.devtools.relay_process import RelayProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from outbox.devtools.chaos.plan import Plan
+    from outbox.devtools.chaos.plan import ChaosPlan
     from outbox.store.connection.dsn import Dsn
 
-LOOK_EVERY_S = 0.25
+POLL_S = 0.25
 RESTART_S = 0.5
 DRAIN_S = 3
 REGISTERED = "replica registered"
 
 
 class Relay:
-    """One relay: a place for a process, and its way to the database."""
+    """One relay: its process and its proxy."""
 
-    def __init__(self, number: int, plan: Plan, dsn: Dsn, directory: Path) -> None:
+    def __init__(self, number: int, plan: ChaosPlan, dsn: Dsn, directory: Path) -> None:
         self.number = number
         (address,) = dsn.addresses
         self.proxy = Proxy(*address)
         self.process = RelayProcess(
-            through(dsn, HOST, self.proxy.door.port),
+            proxied_dsn(dsn, HOST, self.proxy.gate.port),
             directory / f"relay-{number}.log",
             {
                 "OUTBOX_SCHEMA": plan.schema,
@@ -45,94 +44,93 @@ class Relay:
                 "OUTBOX_DRAIN_S": str(DRAIN_S),
             },
         )
-        # Held by whoever ends it on purpose, until it is started again.
-        self.turn = asyncio.Lock()
+        # Held by a fault that stops the process, until it is started again.
+        self.process_lock = asyncio.Lock()
         self.frozen = False
-        self.left_alone = False
+        self.supervision_ended = False
         self._log_from = 0
 
     async def start(self) -> None:
-        """Start the process."""
         path = self.process.log_path
         self._log_from = path.stat().st_size if path.exists() else 0
         await self.process.start()
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """down, frozen, half-open or up."""
         if self.process.pid is None or self.process.exit_code is not None:
             return "down"
         if self.frozen:
             return "frozen"
         return "half-open" if self.proxy.muted else "up"
 
-    def was_at_work(self) -> bool:
-        """Whether this life of it got so far as to register."""
+    def was_registered(self) -> bool:
+        """Whether the current process has registered as a replica."""
         with self.process.log_path.open("rb") as log:
             log.seek(self._log_from)
             return REGISTERED.encode() in log.read()
 
     def replicas(self) -> list[int]:
-        """Every replica that it ever was."""
+        """Return the replica ids of all its processes."""
         if not self.process.log_path.exists():
             return []
         with self.process.log_path.open("rb") as log:
             return [orjson.loads(line)["replica"] for line in log if REGISTERED.encode() in line]
 
-    async def look_after(self, died: list[str]) -> None:
-        """Start it again whenever it ends by itself, until it is to be left alone."""
-        while not self.left_alone:
-            await asyncio.sleep(LOOK_EVERY_S)
-            async with self.turn:
+    async def supervise(self, died: list[str]) -> None:
+        """Restart the process whenever it exits, until supervision ends."""
+        while not self.supervision_ended:
+            await asyncio.sleep(POLL_S)
+            async with self.process_lock:
                 code = self.process.exit_code
-                if code is None or self.left_alone:
+                if code is None or self.supervision_ended:
                     continue
-                if self.was_at_work():
-                    words = self.process.last_words()[:300]
-                    died.append(f"relay {self.number} ended with code {code}: {words}")
+                if self.was_registered():
+                    line = self.process.last_log_line()[:300]
+                    died.append(f"relay {self.number} exited with code {code}: {line}")
                 await asyncio.sleep(RESTART_S)
                 await self.start()
 
     async def close(self) -> None:
-        """End it at once, whatever state it is in."""
+        """Kill the process in any state, and close the proxy."""
         await self.process.kill()
         self.proxy.close()
 
 
-class Fleet:
-    """All of them."""
+class Relays:
+    """All relays of a run."""
 
-    def __init__(self, plan: Plan, dsn: Dsn, directory: Path) -> None:
+    def __init__(self, plan: ChaosPlan, dsn: Dsn, directory: Path) -> None:
         self.relays = [Relay(n, plan, dsn, directory) for n in range(plan.replicas)]
         self.died: list[str] = []
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all, and look after them."""
+        """Start and supervise all relays."""
         for relay in self.relays:
-            await relay.proxy.door.open()
+            await relay.proxy.gate.open()
             await relay.start()
-            self._keepers.append(asyncio.create_task(relay.look_after(self.died)))
+            self._supervisors.append(asyncio.create_task(relay.supervise(self.died)))
 
     async def stop(self) -> None:
-        """SIGTERM to all: a clean end, after which the tables say everything."""
-        await self._leave_alone()
+        """Stop all relays by SIGTERM, so that everything is recorded in the tables."""
+        await self._end_supervision()
         for relay in self.relays:
             await relay.process.stop()
 
     async def close(self) -> None:
-        """The end."""
-        await self._leave_alone()
+        """Kill all relays."""
+        await self._end_supervision()
         for relay in self.relays:
             await relay.close()
 
-    async def _leave_alone(self) -> None:
-        # Not cancelled: a process that is just being started would be nobody's.
+    async def _end_supervision(self) -> None:
+        # Not cancelled: a process that is just being started would not be stopped.
         for relay in self.relays:
-            relay.left_alone = True
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers.clear()
+            relay.supervision_ended = True
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        self._supervisors.clear()
 
     def relay_of(self) -> dict[int, int]:
-        """Which relay each replica was a life of."""
+        """Return the relay number of each replica id."""
         return {replica: relay.number for relay in self.relays for replica in relay.replicas()}

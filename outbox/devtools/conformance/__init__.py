@@ -1,6 +1,6 @@
-"""Is a receiver, in whatever language, one that a relay can rely on?
+"""Conformance tests for receivers in any language: `outbox conform`.
 
-cases      what is sent, and which answers are good: without any I/O
-vectors    the same with fixed times, as JSON for other languages' own tests
-grading    sends it, and tells what was good
+cases      requests and expected responses; sans-IO
+vectors    the cases with fixed times, as JSON for test suites in other languages
+grading    sends the cases to a receiver and checks the responses
 """

@@ -1,16 +1,16 @@
-"""What a receiver is sent, step by step, and which answers are good.
+"""Conformance cases: requests to a receiver, and the responses expected to each.
 
-A case is a story with a lane of its own, told in steps; each step is one request and
-what it has to be answered.
+A case has its own lane and consists of steps; each step is one request and the expected
+response:
 
-    taken       2xx: it has the event
-    refused     4xx, of those that a relay does not try again: nothing was done
-    cut         that, or the connection is cut before all of it was sent
-    either      any answer, as long as it comes in time
-    eventually  2xx, or at first 409, 429 or 5xx, and 2xx when it is asked again
+    taken       2xx: the event was accepted
+    refused     4xx that a relay does not retry: the request had no effect
+    cut         the same, or the connection is closed before the whole request was sent
+    either      any response in time
+    eventually  2xx, or 409, 429 or 5xx at first, and 2xx on a retry
 
-Whether an event was *processed* once is seen from outside only when the receiver tells
-(`outbox conform --processed`), so each case says which events have to be, and how often.
+Whether an event was *processed* once is visible from outside only if the receiver reports
+it (`outbox conform --processed`), so each case lists the events to process.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from outbox.receiver.requests import Request
 
 LARGE_BYTES = 256 * 1024
-"""The largest payload that is published by default."""
+"""The largest payload that can be published by default."""
 HUGE_BYTES = 20 * 1024 * 1024
 EVENT_TYPE = "conform.check"
 NO_LANES = b'{"id": "x", "type": "outbox.checkpoint", "lanes": 7}'
 
 
-class Verdict(StrEnum):
-    """Which answers are good."""
+class ExpectedResponse(StrEnum):
+    """Which responses to a request conform; see the top of this module."""
 
     TAKEN = "taken"
     REFUSED = "refused"
@@ -57,30 +57,30 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One request, and what is good to answer."""
+class CaseStep:
+    """One request and the expected response."""
 
     request: Request
-    verdict: Verdict
+    expected: ExpectedResponse
     at_once: int = 1
-    """So many copies at the same time."""
+    """Number of concurrent copies sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A story of a few requests."""
+class ConformanceCase:
+    """A test case of a few requests."""
 
     name: str
     why: str
-    """What goes wrong with a receiver that fails it."""
-    steps: tuple[Step, ...]
+    """The consequence for a receiver that fails the case."""
+    steps: tuple[CaseStep, ...]
     processed: tuple[str, ...] = ()
-    """The ids of events that have to be processed, each as often as it stands here."""
+    """Ids of the events that have to be processed, repeated as often as that."""
 
 
 @dataclass(slots=True)
-class _Teller:
-    """Tells cases, each in a lane of its own."""
+class _Suite:
+    """Collects cases, each with its own lane."""
 
     secret: str
     other_secret: str
@@ -88,9 +88,9 @@ class _Teller:
     clock: Callable[[], float]
     ids: Iterator[UUID]
     lanes: int = 0
-    cases: list[Case] = field(default_factory=list)
+    cases: list[ConformanceCase] = field(default_factory=list)
 
-    def story(self, name: str, why: str) -> _Story:
+    def case(self, name: str, why: str) -> _CaseBuilder:
         self.lanes += 1
         sender = FakeSender(
             self.secret,
@@ -98,51 +98,51 @@ class _Teller:
             clock=self.clock,
             new_id=lambda: next(self.ids),
         )
-        return _Story(self, sender, sender.lane(self.lanes), name, why)
+        return _CaseBuilder(self, sender, sender.lane(self.lanes), name, why)
 
 
 @dataclass(slots=True)
-class _Story:
-    teller: _Teller
+class _CaseBuilder:
+    suite: _Suite
     sender: FakeSender
     lane: str
     name: str
     why: str
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CaseStep] = field(default_factory=list)
     processed: list[str] = field(default_factory=list)
 
     def event(self, data: object = None, **how: object) -> Request:
         return self.sender.event(EVENT_TYPE, data, lane=self.lane, **how)  # type: ignore[arg-type]
 
-    def step(self, request: Request, verdict: Verdict, *, at_once: int = 1) -> None:
-        self.steps.append(Step(request, verdict, at_once))
+    def step(self, request: Request, verdict: ExpectedResponse, *, at_once: int = 1) -> None:
+        self.steps.append(CaseStep(request, verdict, at_once))
 
     def taken(self, request: Request, *, again: bool = False) -> Request:
-        self.step(request, Verdict.TAKEN)
+        self.step(request, ExpectedResponse.TAKEN)
         if not again:
             self.processed.append(event_id(request))
         return request
 
     def together(self, *requests: Request, again: Sequence[Request] = ()) -> Request:
-        """A batch that has to be taken, in which some were processed before."""
+        """Send a batch that has to be accepted; the events of `again` were processed before."""
         batch = self.sender.batch(*requests)
-        self.step(batch, Verdict.TAKEN)
+        self.step(batch, ExpectedResponse.TAKEN)
         self.processed += [event_id(each) for each in requests if each not in again]
         return batch
 
     def refused(self, request: Request) -> None:
-        self.step(request, Verdict.REFUSED)
+        self.step(request, ExpectedResponse.REFUSED)
 
     def end(self) -> None:
-        self.teller.cases.append(
-            Case(self.name, self.why, tuple(self.steps), tuple(self.processed))
+        self.suite.cases.append(
+            ConformanceCase(self.name, self.why, tuple(self.steps), tuple(self.processed))
         )
 
 
 def event_id(request: Request) -> str:
-    """The id of the event that a request carries."""
-    found: str = orjson.loads(request.body)["id"]
-    return found
+    """Return the id of the event in a request."""
+    event: str = orjson.loads(request.body)["id"]
+    return event
 
 
 def cases(
@@ -153,283 +153,284 @@ def cases(
     other_secret: str,
     checkpoints: bool = False,
     batches: bool = False,
-) -> tuple[Case, ...]:
-    """All cases for a receiver that knows `secret`.
+) -> tuple[ConformanceCase, ...]:
+    """Build all cases for a receiver.
 
     Args:
-        endpoint_id: makes lanes and ids that no other run has.
-        clock: epoch seconds.
-        other_secret: one that it does not know.
-        checkpoints: it wants them, so there are cases about them, too.
-        batches: the same of them.
+        secret: the receiver's secret.
+        endpoint_id: seed of unique lane names and event ids.
+        clock: returns epoch seconds.
+        other_secret: a secret that the receiver does not have.
+        checkpoints: include the cases for checkpoints.
+        batches: include the cases for batches.
 
     Raises:
-        UsageError: a secret cannot be read.
+        UsageError: a secret is invalid.
     """
     ids = (uuid5(endpoint_id, str(n)) for n in count())
-    teller = _Teller(secret, other_secret, endpoint_id, clock, ids)
-    for tell in (_deliveries, _copies, _order, _signatures, _contradictions, _bodies):
-        tell(teller)
+    suite = _Suite(secret, other_secret, endpoint_id, clock, ids)
+    for add_cases in (_deliveries, _copies, _order, _signatures, _contradictions, _bodies):
+        add_cases(suite)
     if checkpoints:
-        _checkpoints(teller)
+        _checkpoints(suite)
     if batches:
-        _batches(teller)
-    return tuple(teller.cases)
+        _batches(suite)
+    return tuple(suite.cases)
 
 
-# ------------------------------------------------------------------------- the stories
+# --------------------------------------------------------------------------- the cases
 
 
-def _deliveries(teller: _Teller) -> None:
-    story = teller.story("a delivery", "it takes nothing at all")
-    story.taken(story.event({"n": 1}))
-    story.end()
+def _deliveries(suite: _Suite) -> None:
+    case = suite.case("a delivery", "it accepts no delivery")
+    case.taken(case.event({"n": 1}))
+    case.end()
 
-    story = teller.story("ten in order", "it stops after a while")
+    case = suite.case("ten in order", "it stops after some deliveries")
     for n in range(10):
-        story.taken(story.event({"n": n}))
-    story.end()
+        case.taken(case.event({"n": n}))
+    case.end()
 
-    story = teller.story("odd payloads", "an event that it cannot parse stops the lane for hours")
+    case = suite.case("odd payloads", "an event that it cannot parse blocks the lane for hours")
     odd: tuple[object, ...] = (None, [], "", 0, {"é": '\u2028 \U0001f600 \\ "'}, 2**53 - 1, [[[]]])
     for data in odd:
-        story.taken(story.event(data))
-    story.end()
+        case.taken(case.event(data))
+    case.end()
 
-    story = teller.story("a type it does not know", "a new kind of event becomes a dead letter")
-    story.taken(story.sender.event("conform.never_heard_of.v2", 1, lane=story.lane))
-    story.end()
+    case = suite.case("an unknown type", "a new type of event becomes a dead letter")
+    case.taken(case.sender.event("conform.unknown.v2", 1, lane=case.lane))
+    case.end()
 
-    story = teller.story("a field it does not know", "the next version of the relay breaks it")
-    story.taken(_edited(teller, story.event(1), {"new_field": {"a": [1]}}))
-    story.end()
+    case = suite.case("an unknown field", "the next version of the relay breaks it")
+    case.taken(_edited(suite, case.event(1), {"new_field": {"a": [1]}}))
+    case.end()
 
-    story = teller.story("without key, with tenant", "it relies on what may be absent")
-    story.taken(story.event(1))
-    story.taken(story.event(1, key="k", tenant="acme"))
-    story.end()
+    case = suite.case("without key, with tenant", "it relies on optional fields")
+    case.taken(case.event(1))
+    case.taken(case.event(1, key="k", tenant="acme"))
+    case.end()
 
-    story = teller.story("a large payload", f"it does not take {LARGE_BYTES // 1024} KiB")
-    story.taken(story.event("x" * (LARGE_BYTES - 10)))
-    story.end()
+    case = suite.case("a large payload", f"it does not accept {LARGE_BYTES // 1024} KiB")
+    case.taken(case.event("x" * (LARGE_BYTES - 10)))
+    case.end()
 
 
-def _copies(teller: _Teller) -> None:
-    story = teller.story("a copy", "an answer that was lost makes the event happen twice")
-    first = story.taken(story.event(1))
-    story.taken(first, again=True)
-    story.taken(story.sender.again(first, 2), again=True)
-    story.taken(story.event(2))
-    story.taken(story.sender.again(first, 3), again=True)
-    story.end()
+def _copies(suite: _Suite) -> None:
+    case = suite.case("a copy", "a lost response makes it process the event twice")
+    first = case.taken(case.event(1))
+    case.taken(first, again=True)
+    case.taken(case.sender.resend(first, 2), again=True)
+    case.taken(case.event(2))
+    case.taken(case.sender.resend(first, 3), again=True)
+    case.end()
 
-    story = teller.story("copies at once", "two copies at the same time are both processed")
-    request = story.event(1)
-    story.step(request, Verdict.EVENTUALLY, at_once=5)
-    story.processed.append(event_id(request))
-    story.taken(story.event(2))
-    story.end()
+    case = suite.case("copies at once", "concurrent copies are processed twice")
+    request = case.event(1)
+    case.step(request, ExpectedResponse.EVENTUALLY, at_once=5)
+    case.processed.append(event_id(request))
+    case.taken(case.event(2))
+    case.end()
 
-    story = teller.story(
-        "a replay of what it has", "an answer that was lost, and the event happens twice"
+    case = suite.case(
+        "a replay of a processed event", "a lost response makes it process the event twice"
     )
-    first = story.taken(story.event(1))
-    story.sender.give_up(first)
-    story.taken(story.sender.replay(first), again=True)
-    story.end()
+    first = case.taken(case.event(1))
+    case.sender.dead_letter(first)
+    case.taken(case.sender.replay(first), again=True)
+    case.end()
 
-    story = teller.story("a backfill", "what somebody asks for once more is dropped")
-    first = story.taken(story.event(1))
-    story.taken(story.sender.backfill(first))
-    story.end()
+    case = suite.case("a backfill", "a deliberate backfill is dropped")
+    first = case.taken(case.event(1))
+    case.taken(case.sender.backfill(first))
+    case.end()
 
 
-def _order(teller: _Teller) -> None:
-    story = teller.story("a number that was given up", "a hole that was named stops the lane")
-    story.taken(story.event(1))
-    given_up = story.event(2)
-    story.sender.give_up(given_up)
-    story.taken(story.event(3))
-    story.taken(story.sender.replay(given_up))
-    story.taken(story.event(5))
-    story.end()
+def _order(suite: _Suite) -> None:
+    case = suite.case("a dead-lettered number", "a declared hole blocks the lane")
+    case.taken(case.event(1))
+    dead_lettered = case.event(2)
+    case.sender.dead_letter(dead_lettered)
+    case.taken(case.event(3))
+    case.taken(case.sender.replay(dead_lettered))
+    case.taken(case.event(5))
+    case.end()
 
-    story = teller.story("a number that is late", "what was overtaken on its way is lost")
-    story.taken(story.event(1))
-    late, early = story.event(2), story.event(3)
-    story.step(early, Verdict.EITHER)
-    story.taken(late)
-    story.step(story.sender.again(early), Verdict.TAKEN)
-    story.processed.append(event_id(early))
-    story.end()
+    case = suite.case("a late number", "a delivery overtaken in transit is lost")
+    case.taken(case.event(1))
+    late, early = case.event(2), case.event(3)
+    case.step(early, ExpectedResponse.EITHER)
+    case.taken(late)
+    case.step(case.sender.resend(early), ExpectedResponse.TAKEN)
+    case.processed.append(event_id(early))
+    case.end()
 
-    story = teller.story("a number sent again on request", "what it lost never happens")
-    story.taken(story.event(1))
-    story.event(2)
-    story.step(early := story.event(3), Verdict.EVENTUALLY)
-    story.processed.append(event_id(early))
-    _, again, _ = story.sender.send_again(story.lane, 0)
-    story.step(again, Verdict.EVENTUALLY)
-    story.processed.append(event_id(again))
-    story.end()
+    case = suite.case("a replay on request", "an event that it lost is never processed")
+    case.taken(case.event(1))
+    case.event(2)
+    case.step(early := case.event(3), ExpectedResponse.EVENTUALLY)
+    case.processed.append(event_id(early))
+    _, again, _ = case.sender.resend_lane(case.lane, 0)
+    case.step(again, ExpectedResponse.EVENTUALLY)
+    case.processed.append(event_id(again))
+    case.end()
 
-    story = teller.story("a lane joined in its middle", "a new receiver refuses what is running")
+    case = suite.case("a lane joined in its middle", "a new receiver refuses running lanes")
     for _ in range(41):
-        joined = story.event(1)
-    story.step(joined, Verdict.TAKEN)
-    story.processed.append(event_id(joined))
-    story.end()
+        joined = case.event(1)
+    case.step(joined, ExpectedResponse.TAKEN)
+    case.processed.append(event_id(joined))
+    case.end()
 
-    story = teller.story("the end of a lane", "a change of lanes stops the endpoint")
-    story.taken(story.event(1))
-    last = story.taken(story.event(2, lane_ends=True))
-    story.taken(story.sender.again(last), again=True)
-    story.end()
-
-
-def _checkpoints(teller: _Teller) -> None:
-    story = teller.story("a checkpoint", "whoever tells it how far lanes are is refused")
-    story.taken(story.event(1))
-    story.step(story.sender.checkpoint(), Verdict.TAKEN)
-    story.step(story.sender.checkpoint(), Verdict.TAKEN)
-    story.taken(story.event(2))
-    story.end()
-
-    story = teller.story("a checkpoint before what it names", "what is late is dropped for ever")
-    story.taken(story.event(1))
-    late = story.event(2)
-    story.step(story.sender.checkpoint(), Verdict.TAKEN)
-    story.taken(late)
-    story.taken(story.event(3))
-    story.end()
-
-    story = teller.story("a forged checkpoint", "anybody can make it believe that all is lost")
-    story.taken(story.event(1))
-    story.step(_signed(story.sender.checkpoint(), teller.other_secret), Verdict.REFUSED)
-    story.step(_resigned(teller, story.sender.checkpoint(), NO_LANES), Verdict.REFUSED)
-    story.taken(story.event(2))
-    story.end()
+    case = suite.case("the end of a lane", "a change of the number of lanes blocks the endpoint")
+    case.taken(case.event(1))
+    last = case.taken(case.event(2, lane_ends=True))
+    case.taken(case.sender.resend(last), again=True)
+    case.end()
 
 
-def _batches(teller: _Teller) -> None:
-    story = teller.story("a batch", "it takes one delivery at a time only")
-    story.together(*(story.event(n) for n in range(4)))
-    story.together(story.event(4))
-    story.taken(story.event(5))
-    story.end()
+def _checkpoints(suite: _Suite) -> None:
+    case = suite.case("a checkpoint", "it refuses checkpoints")
+    case.taken(case.event(1))
+    case.step(case.sender.checkpoint(), ExpectedResponse.TAKEN)
+    case.step(case.sender.checkpoint(), ExpectedResponse.TAKEN)
+    case.taken(case.event(2))
+    case.end()
 
-    story = teller.story("a batch again", "an answer that was lost makes events happen twice")
-    batch = [story.event(n) for n in range(3)]
-    story.together(*batch)
-    story.together(*batch, again=batch)
-    story.taken(batch[1], again=True)
-    story.end()
+    case = suite.case("a checkpoint before its deliveries", "late deliveries are dropped forever")
+    case.taken(case.event(1))
+    late = case.event(2)
+    case.step(case.sender.checkpoint(), ExpectedResponse.TAKEN)
+    case.taken(late)
+    case.taken(case.event(3))
+    case.end()
 
-    story = teller.story("in other company", "what was sent before is dropped with what was not")
-    first, second = story.event(1), story.event(2)
-    story.taken(first)
-    story.together(first, second, again=[first])
-    third = story.event(3)
-    story.together(second, third, again=[second])
-    story.together(first, second, third, story.event(4), again=[first, second, third])
-    story.end()
+    case = suite.case("a forged checkpoint", "anyone can report all deliveries as missing")
+    case.taken(case.event(1))
+    case.step(_signed(case.sender.checkpoint(), suite.other_secret), ExpectedResponse.REFUSED)
+    case.step(_resigned(suite, case.sender.checkpoint(), NO_LANES), ExpectedResponse.REFUSED)
+    case.taken(case.event(2))
+    case.end()
 
-    story = teller.story("batches at once", "two copies at the same time are both processed")
-    batch = [story.event(n) for n in range(3)]
-    story.step(story.sender.batch(*batch), Verdict.EVENTUALLY, at_once=5)
-    story.processed += [event_id(each) for each in batch]
-    story.end()
 
-    story = teller.story("a batch with a type it does not know", "what follows it is lost")
-    first = story.event(0)
-    strange = story.sender.event("conform.never_heard_of.v2", 1, lane=story.lane)
-    story.together(first, strange, story.event(2))
-    story.end()
+def _batches(suite: _Suite) -> None:
+    case = suite.case("a batch", "it accepts only single deliveries")
+    case.together(*(case.event(n) for n in range(4)))
+    case.together(case.event(4))
+    case.taken(case.event(5))
+    case.end()
 
-    story = teller.story("a batch of 600 KiB", "it does not take what is sent together")
-    story.together(*(story.event("x" * 150_000) for _ in range(4)))
-    story.end()
+    case = suite.case("a batch again", "a lost response makes it process events twice")
+    batch = [case.event(n) for n in range(3)]
+    case.together(*batch)
+    case.together(*batch, again=batch)
+    case.taken(batch[1], again=True)
+    case.end()
+
+    case = suite.case("a regrouped batch", "new events are dropped together with duplicates")
+    first, second = case.event(1), case.event(2)
+    case.taken(first)
+    case.together(first, second, again=[first])
+    third = case.event(3)
+    case.together(second, third, again=[second])
+    case.together(first, second, third, case.event(4), again=[first, second, third])
+    case.end()
+
+    case = suite.case("batches at once", "concurrent copies are processed twice")
+    batch = [case.event(n) for n in range(3)]
+    case.step(case.sender.batch(*batch), ExpectedResponse.EVENTUALLY, at_once=5)
+    case.processed += [event_id(each) for each in batch]
+    case.end()
+
+    case = suite.case("a batch with an unknown type", "the events after it are lost")
+    first = case.event(0)
+    strange = case.sender.event("conform.unknown.v2", 1, lane=case.lane)
+    case.together(first, strange, case.event(2))
+    case.end()
+
+    case = suite.case("a batch of 600 KiB", "it does not accept large batches")
+    case.together(*(case.event("x" * 150_000) for _ in range(4)))
+    case.end()
 
     def spoiled(name: str, why: str, spoil: Callable[[Request], Request]) -> None:
-        """It is refused as a whole, and the true one is taken."""
-        story = teller.story(name, why)
-        story.taken(story.event(0))
-        batch = [story.event(n) for n in range(1, 4)]
-        story.refused(spoil(story.sender.batch(*batch)))
-        story.together(*batch)
-        story.end()
+        """The spoiled batch is refused as a whole, and the original one accepted."""
+        case = suite.case(name, why)
+        case.taken(case.event(0))
+        batch = [case.event(n) for n in range(1, 4)]
+        case.refused(spoil(case.sender.batch(*batch)))
+        case.together(*batch)
+        case.end()
 
     def elements(change: Callable[[list[Any]], object]) -> Callable[[Request], Request]:
-        return lambda r: _resigned(teller, r, orjson.dumps(change(orjson.loads(r.body))))
+        return lambda r: _resigned(suite, r, orjson.dumps(change(orjson.loads(r.body))))
 
-    everybody = "anybody can make events happen"
-    nonsense = "it believes what contradicts itself"
-    spoiled("a forged batch", everybody, lambda r: _signed(r, teller.other_secret))
-    spoiled("a changed batch", everybody, _changed_body)
-    spoiled("a batch without its last", nonsense, elements(lambda body: body[:-1]))
-    spoiled("a batch with a hole", nonsense, elements(lambda body: [body[0], body[2]]))
-    spoiled("a batch of nothing", nonsense, elements(lambda _: []))
-    spoiled("a batch of numbers", nonsense, elements(lambda _: [1, 2]))
+    forgeable = "anyone can forge events"
+    inconsistent = "it accepts inconsistent batches"
+    spoiled("a forged batch", forgeable, lambda r: _signed(r, suite.other_secret))
+    spoiled("a changed batch", forgeable, _changed_body)
+    spoiled("a batch without its last", inconsistent, elements(lambda body: body[:-1]))
+    spoiled("a batch with a hole", inconsistent, elements(lambda body: [body[0], body[2]]))
+    spoiled("an empty batch", inconsistent, elements(lambda _: []))
+    spoiled("a batch of numbers", inconsistent, elements(lambda _: [1, 2]))
     spoiled(
-        "X-Last-Sequence is another one",
-        nonsense,
+        "a different X-Last-Sequence",
+        inconsistent,
         lambda r: _with_headers(r, {"X-Last-Sequence": "9"}),
     )
 
 
-def _signatures(teller: _Teller) -> None:
+def _signatures(suite: _Suite) -> None:
     def forged(name: str, why: str, spoil: Callable[[Request], Request]) -> None:
-        """The forgery is refused, and the true delivery of the same number is taken."""
-        story = teller.story(name, why)
-        story.taken(story.event(0))
-        true = story.event(1)
-        story.refused(spoil(true))
-        story.taken(true)
-        story.end()
+        """The forgery is refused, and the original delivery is accepted."""
+        case = suite.case(name, why)
+        case.taken(case.event(0))
+        true = case.event(1)
+        case.refused(spoil(true))
+        case.taken(true)
+        case.end()
 
     def with_header(name: str, value: str | None) -> Callable[[Request], Request]:
         return lambda request: _with_headers(request, {name: value})
 
     def signed_at(offset_s: int) -> Callable[[Request], Request]:
-        return lambda request: _signed(request, teller.secret, int(teller.clock()) + offset_s)
+        return lambda request: _signed(request, suite.secret, int(suite.clock()) + offset_s)
 
-    everybody = "anybody can make events happen"
-    forged("another secret", everybody, lambda r: _signed(r, teller.other_secret))
-    forged("no signature", everybody, with_header(SIGNATURE_HEADER, None))
-    forged("an empty signature", everybody, with_header(SIGNATURE_HEADER, ""))
-    forged("an empty v1 signature", everybody, with_header(SIGNATURE_HEADER, "v1,"))
-    forged("no version known", everybody, with_header(SIGNATURE_HEADER, "v9,AAAA"))
-    forged("no base64", everybody, with_header(SIGNATURE_HEADER, "v1,not base64!"))
-    forged("half a signature", everybody, _half_a_signature)
-    forged("a changed body", "who is on the way can change events", _changed_body)
-    forged("a changed id", "who is on the way can copy events", with_header(ID_HEADER, "msg_1"))
-    forged("no id", everybody, with_header(ID_HEADER, None))
-    for_ever = "what was once recorded is good for ever"
-    forged("no time", for_ever, with_header(TIMESTAMP_HEADER, None))
+    forgeable = "anyone can forge events"
+    forged("another secret", forgeable, lambda r: _signed(r, suite.other_secret))
+    forged("no signature", forgeable, with_header(SIGNATURE_HEADER, None))
+    forged("an empty signature", forgeable, with_header(SIGNATURE_HEADER, ""))
+    forged("an empty v1 signature", forgeable, with_header(SIGNATURE_HEADER, "v1,"))
+    forged("no version known", forgeable, with_header(SIGNATURE_HEADER, "v9,AAAA"))
+    forged("no base64", forgeable, with_header(SIGNATURE_HEADER, "v1,not base64!"))
+    forged("half a signature", forgeable, _half_a_signature)
+    forged("a changed body", "an intermediary can change events", _changed_body)
+    forged("a changed id", "an intermediary can duplicate events", with_header(ID_HEADER, "msg_1"))
+    forged("no id", forgeable, with_header(ID_HEADER, None))
+    replayable = "a recorded request stays valid forever"
+    forged("no time", replayable, with_header(TIMESTAMP_HEADER, None))
     for text in ("", "now", "1e9", "-1", "99999999999999999999"):
         forged(
-            f"no time but {text!r}", "it fails, or believes it", with_header(TIMESTAMP_HEADER, text)
+            f"no time but {text!r}", "it fails, or accepts it", with_header(TIMESTAMP_HEADER, text)
         )
-    forged("an old request", for_ever, signed_at(-900))
-    forged("a request of the future", for_ever, signed_at(900))
-    forged("a changed time", for_ever, _changed_time)
+    forged("an old request", replayable, signed_at(-900))
+    forged("a request of the future", replayable, signed_at(900))
+    forged("a changed time", replayable, _changed_time)
 
-    story = teller.story("two signatures", "while a secret is replaced, all is refused")
-    first = story.event(1)
-    story.taken(_also_signed(first, teller.other_secret, before=True))
-    second = story.event(2)
-    story.taken(_also_signed(second, teller.other_secret, before=False))
-    story.end()
+    case = suite.case("two signatures", "it refuses everything while a secret is rotated")
+    first = case.event(1)
+    case.taken(_also_signed(first, suite.other_secret, before=True))
+    second = case.event(2)
+    case.taken(_also_signed(second, suite.other_secret, before=False))
+    case.end()
 
-    story = teller.story("a signature it does not know", "the next version of the standard")
-    first = story.event(1)
+    case = suite.case("an unknown signature version", "the next version of the standard breaks it")
+    first = case.event(1)
     signature = dict(first.headers)[SIGNATURE_HEADER]
-    story.taken(_with_headers(first, {SIGNATURE_HEADER: f"v1a,AAAA v9,xx {signature}"}))
-    story.end()
+    case.taken(_with_headers(first, {SIGNATURE_HEADER: f"v1a,AAAA v9,xx {signature}"}))
+    case.end()
 
 
-def _contradictions(teller: _Teller) -> None:
-    """Only the body is signed: a header that says something else was changed."""
+def _contradictions(suite: _Suite) -> None:
+    """Only the body is signed: a header that differs from it was changed in transit."""
     for header, value in (
         ("X-Sequence", "7"),
         ("X-Previous-Sequence", "5"),
@@ -437,18 +438,18 @@ def _contradictions(teller: _Teller) -> None:
         ("X-Delivery", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
         ("X-Event", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
     ):
-        story = teller.story(
-            f"{header} is another one",
-            "who is on the way can hide copies, or that some are missing",
+        case = suite.case(
+            f"a different {header}",
+            "an intermediary can hide duplicates and gaps",
         )
-        story.taken(story.event(0))
-        true = story.event(1)
-        story.refused(_with_headers(true, {header: value}))
-        story.taken(true)
-        story.end()
+        case.taken(case.event(0))
+        true = case.event(1)
+        case.refused(_with_headers(true, {header: value}))
+        case.taken(true)
+        case.end()
 
 
-def _bodies(teller: _Teller) -> None:
+def _bodies(suite: _Suite) -> None:
     for name, body in (
         ("an empty body", b""),
         ("no JSON", b"{"),
@@ -457,18 +458,18 @@ def _bodies(teller: _Teller) -> None:
         ("no numbers", b'{"id": "x", "type": "a.b", "lane": "x", "data": 1}'),
         ("a number that is a text", b'{"id":"x","type":"a.b","lane":"x","sequence":"1"}'),
     ):
-        story = teller.story(f"signed, and {name}", "it fails for hours, or takes nonsense")
-        story.refused(_resigned(teller, story.event(1), body))
-        story.end()
+        case = suite.case(f"signed, and {name}", "it fails for hours, or accepts invalid bodies")
+        case.refused(_resigned(suite, case.event(1), body))
+        case.end()
 
-    story = teller.story("far too large", "anybody can fill its memory")
-    story.taken(story.event(0))
-    story.step(_with_body(story.event(1), b" " * HUGE_BYTES), Verdict.CUT)
-    story.end()
+    case = suite.case("far too large", "anyone can exhaust its memory")
+    case.taken(case.event(0))
+    case.step(_with_body(case.event(1), b" " * HUGE_BYTES), ExpectedResponse.CUT)
+    case.end()
 
-    story = teller.story("not a POST", "whoever looks at the URL makes something happen")
-    story.step(replace(story.event(1), method="GET", body=b""), Verdict.REFUSED)
-    story.end()
+    case = suite.case("not a POST", "a GET of the URL has an effect")
+    case.step(replace(case.event(1), method="GET", body=b""), ExpectedResponse.REFUSED)
+    case.end()
 
 
 # --------------------------------------------------------------------- spoiled requests
@@ -501,12 +502,12 @@ def _also_signed(request: Request, secret: str, *, before: bool) -> Request:
     return _with_headers(request, {SIGNATURE_HEADER: both})
 
 
-def _resigned(teller: _Teller, request: Request, body: bytes) -> Request:
-    return _signed(_with_body(request, body), teller.secret)
+def _resigned(suite: _Suite, request: Request, body: bytes) -> Request:
+    return _signed(_with_body(request, body), suite.secret)
 
 
-def _edited(teller: _Teller, request: Request, changes: dict[str, object]) -> Request:
-    return _resigned(teller, request, orjson.dumps(orjson.loads(request.body) | changes))
+def _edited(suite: _Suite, request: Request, changes: dict[str, object]) -> Request:
+    return _resigned(suite, request, orjson.dumps(orjson.loads(request.body) | changes))
 
 
 def _changed_body(request: Request) -> Request:
@@ -526,9 +527,9 @@ def _half_a_signature(request: Request) -> Request:
 # ------------------------------------------------------------------------- the vectors
 
 
-def vectors(told: tuple[Case, ...]) -> Iterator[dict[str, object]]:
-    """Each case as JSON has it; bodies in base64, because not all of them are text."""
-    for case in told:
+def vectors(cases: tuple[ConformanceCase, ...]) -> Iterator[dict[str, object]]:
+    """Yield each case as a JSON object; bodies are base64, because some are not UTF-8."""
+    for case in cases:
         yield {
             "name": case.name,
             "why": case.why,
@@ -537,7 +538,7 @@ def vectors(told: tuple[Case, ...]) -> Iterator[dict[str, object]]:
                     "method": step.request.method,
                     "headers": dict(step.request.headers),
                     "body": base64.b64encode(step.request.body).decode(),
-                    "answer": step.verdict,
+                    "response": step.expected,
                     "at_once": step.at_once,
                 }
                 for step in case.steps

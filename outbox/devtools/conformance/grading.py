@@ -1,4 +1,4 @@
-"""Sends the cases to a receiver, and tells which of them it passes."""
+"""Sends the conformance cases to a receiver and checks its responses."""
 
 from __future__ import annotations
 
@@ -12,88 +12,90 @@ import aiohttp
 import orjson
 
 from outbox.core.delivery.batch import ACCEPTED_THROUGH, LAST_SEQUENCE, accepted_through
-from outbox.devtools.conformance.cases import Verdict
+from outbox.devtools.conformance.cases import ExpectedResponse
 from outbox.errors import CannotRun
 from outbox.receiver.verification import pairs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from outbox.devtools.conformance.cases import Case, Step
+    from outbox.devtools.conformance.cases import CaseStep, ConformanceCase
     from outbox.receiver.requests import Request
 
 TIMEOUT_S = 15.0
-"""As long as a relay waits, unless its endpoint says otherwise."""
+"""The relay's default time-out, in seconds."""
 TRIES, RETRY_S = 10, 0.5
 PROCESSED_BYTES_MAX = 64 * 1024 * 1024
 
 RETRIED = (408, 425, 429)
-"""4xx that a relay tries again, unless its endpoint says otherwise."""
+"""4xx that a relay retries by default."""
 LATER = (409, 429)
-"""Told to one of several copies at once, it is as good as a wait."""
+"""Accepted for concurrent copies: the relay retries them later."""
 GONE = 410
-"""It disables the endpoint."""
+"""410 disables the endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Grade:
-    """How a receiver did in one case."""
+class CaseGrade:
+    """Result of one case."""
 
     case: str
     why: str
-    """What goes wrong with a receiver that fails it."""
+    """The consequence for a receiver that fails the case."""
     failure: str | None
-    """The step that was not good; None: it passed."""
+    """The failed step and its response; None: passed."""
 
     @property
     def passed(self) -> bool:
-        """Whether it is good."""
+        """The receiver passed the case."""
         return self.failure is None
 
 
 async def grade(
     url: str,
-    cases: Sequence[Case],
+    cases: Sequence[ConformanceCase],
     *,
     processed_url: str | None = None,
     timeout_s: float = TIMEOUT_S,
-    told: Callable[[Grade], None] = lambda _: None,
-) -> list[Grade]:
-    """Send each case, one after the other.
+    on_grade: Callable[[CaseGrade], None] = lambda _: None,
+) -> list[CaseGrade]:
+    """Send all cases to a receiver, one after the other.
 
     Args:
-        processed_url: answers a GET with a JSON array of the ids of the events that were
-            processed, in the order in which they were.
-        told: called with each grade as soon as it is known.
+        url: of the receiver.
+        cases: what to send.
+        processed_url: GET returns a JSON array of the ids of processed events, in order.
+        timeout_s: time-out of one request, in seconds.
+        on_grade: called with the grade of each case.
 
     Raises:
-        CannotRun: nobody listens there, it knows neither path nor secret, or what was
-            processed cannot be read.
+        CannotRun: the receiver cannot be reached, rejects the path or the secret, or
+            `processed_url` cannot be read.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(
         timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
     ) as client:
         receiver = _Receiver(client, url, processed_url)
-        await receiver.look()
-        grades: list[Grade] = []
+        await receiver.check_reachable()
+        grades: list[CaseGrade] = []
         for case in cases:
             failure = await receiver.failure(case)
             if not grades and (why := _NOT_FOUND.get(receiver.last_status)):
-                # Everything else would fail because of that, and say nothing.
-                raise CannotRun(f"{url} answers {receiver.last_status} to a delivery: {why}")
-            grades.append(Grade(case.name, case.why, failure))
-            told(grades[-1])
+                # All further cases would fail for the same reason.
+                raise CannotRun(f"{url} responded {receiver.last_status} to a delivery: {why}")
+            grades.append(CaseGrade(case.name, case.why, failure))
+            on_grade(grades[-1])
     return grades
 
 
 _NOT_FOUND = {
-    401: "is the secret the one that it knows?",
-    403: "is the secret the one that it knows?",
-    404: "is the path right?",
-    405: "is the path right?",
+    401: "check the secret",
+    403: "check the secret",
+    404: "check the path",
+    405: "check the path",
 }
-"""To the very first delivery, which is as good as any."""
+"""Advice for the response to the first delivery, which is valid."""
 
 
 class _Receiver:
@@ -103,41 +105,45 @@ class _Receiver:
         self._processed_url = processed_url
         self.last_status = 0
 
-    async def look(self) -> None:
-        """Whether there is somebody to be graded."""
+    async def check_reachable(self) -> None:
+        """Raise CannotRun if the receiver cannot be reached."""
         try:
             async with self._client.request("OPTIONS", self._url, allow_redirects=False):
                 pass
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise CannotRun(
-                f"nobody answers at {self._url}: {error or type(error).__name__}"
+                f"{self._url} cannot be reached: {error or type(error).__name__}"
             ) from None
 
-    async def failure(self, case: Case) -> str | None:
-        """What is wrong in this case; None: nothing."""
+    async def failure(self, case: ConformanceCase) -> str | None:
+        """Run a case; returns its failure, or None if it passed."""
         before = await self._processed()
         for number, step in enumerate(case.steps, 1):
-            if wrong := await self._step(step):
+            if error := await self._step(step):
                 which = f"step {number} of {len(case.steps)}: " if len(case.steps) > 1 else ""
-                return which + wrong
+                return which + error
         if before is None:
             return None
         after = await self._processed() or []
-        return _miscounted(case, after[len(before) :])
+        return _processing_error(case, after[len(before) :])
 
-    async def _step(self, step: Step) -> str | None:
-        answers = await asyncio.gather(*(self._send(step.request) for _ in range(step.at_once)))
-        if step.verdict is Verdict.EVENTUALLY:
-            return await self._in_the_end(step.request, answers)
-        for answer in answers:
-            if wrong := _judge(step.verdict, answer):
+    async def _step(self, step: CaseStep) -> str | None:
+        responses = await asyncio.gather(*(self._send(step.request) for _ in range(step.at_once)))
+        if step.expected is ExpectedResponse.EVENTUALLY:
+            return await self._retry_until_success(step.request, responses)
+        for response in responses:
+            if wrong := _response_error(step.expected, response):
                 return wrong
         return None
 
-    async def _in_the_end(self, request: Request, answers: Sequence[int | str]) -> str | None:
-        for answer in answers:
-            if isinstance(answer, str) or not (answer < 300 or answer in LATER or answer >= 500):
-                return f"expected 2xx, 409, 429 or 5xx, got {answer}"
+    async def _retry_until_success(
+        self, request: Request, responses: Sequence[int | str]
+    ) -> str | None:
+        for response in responses:
+            if isinstance(response, str) or not (
+                response < 300 or response in LATER or response >= 500
+            ):
+                return f"expected 2xx, 409, 429 or 5xx, got {response}"
         last: int | str = ""
         for _ in range(TRIES):
             last = await self._send(request)
@@ -147,7 +153,7 @@ class _Receiver:
         return f"expected 2xx after some tries, got {last}"
 
     async def _send(self, request: Request) -> int | str:
-        """The status, or what happened instead."""
+        """Send a request; returns the status, or a description of what happened instead."""
         try:
             async with self._client.request(
                 request.method,
@@ -157,9 +163,9 @@ class _Receiver:
                 allow_redirects=False,
             ) as response:
                 self.last_status = response.status
-                return _of_batch(request, response) or response.status
+                return _partial_success_error(request, response) or response.status
         except TimeoutError:
-            return "no answer in time"
+            return "no response in time"
         except (aiohttp.ClientError, OSError) as error:
             return f"a broken connection ({type(error).__name__})"
 
@@ -168,18 +174,18 @@ class _Receiver:
             return None
         try:
             async with self._client.get(self._processed_url, allow_redirects=False) as response:
-                told: Any = orjson.loads(await response.content.read(PROCESSED_BYTES_MAX))
+                events: Any = orjson.loads(await response.content.read(PROCESSED_BYTES_MAX))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise CannotRun(f"{self._processed_url} cannot be read: {error}") from None
-        if not isinstance(told, list) or not all(isinstance(each, str) for each in told):
+        if not isinstance(events, list) or not all(isinstance(each, str) for each in events):
             raise CannotRun(f"{self._processed_url} is not a JSON array of event ids")
-        return told
+        return events
 
 
-def _of_batch(request: Request, response: aiohttp.ClientResponse) -> str | None:
-    """What is wrong with a success that takes a part only; None: it does not.
+def _partial_success_error(request: Request, response: aiohttp.ClientResponse) -> str | None:
+    """Return the error of a 2xx that accepts only a part of a batch; None: it accepts all.
 
-    A receiver may take the first ones of a batch, but hardly of one so small.
+    Partial acceptance is allowed, but no receiver needs it for batches this small.
     """
     last = dict(pairs_of(request.headers)).get(LAST_SEQUENCE)
     if last is None or not 200 <= response.status < 300:
@@ -191,30 +197,30 @@ def _of_batch(request: Request, response: aiohttp.ClientResponse) -> str | None:
     return f"{response.status} with {ACCEPTED_THROUGH} {through} to a batch of {first} to {last}"
 
 
-def _judge(verdict: Verdict, answer: int | str) -> str | None:
-    """What is wrong with an answer; None: nothing."""
-    if isinstance(answer, str):
-        if verdict is Verdict.CUT and answer.startswith("a broken connection"):
+def _response_error(verdict: ExpectedResponse, response: int | str) -> str | None:
+    """Compare a response with the expected one; returns the error, or None."""
+    if isinstance(response, str):
+        if verdict is ExpectedResponse.CUT and response.startswith("a broken connection"):
             return None
-        return f"expected an answer, got {answer}"
+        return f"expected a response, got {response}"
     match verdict:
-        case Verdict.TAKEN if not 200 <= answer < 300:
-            return f"expected 2xx, got {answer}"
-        case Verdict.REFUSED | Verdict.CUT:
-            if answer == GONE:
-                return "got 410, by which the relay disables the endpoint"
-            if answer in RETRIED:
-                return f"expected another 4xx, got {answer}, which the relay tries again for hours"
-            if not 400 <= answer < 500:
-                return f"expected 4xx, got {answer}"
+        case ExpectedResponse.TAKEN if not 200 <= response < 300:
+            return f"expected 2xx, got {response}"
+        case ExpectedResponse.REFUSED | ExpectedResponse.CUT:
+            if response == GONE:
+                return "got 410, which disables the endpoint"
+            if response in RETRIED:
+                return f"expected another 4xx, got {response}, which the relay retries for hours"
+            if not 400 <= response < 500:
+                return f"expected 4xx, got {response}"
     return None
 
 
-def _miscounted(case: Case, processed: Sequence[str]) -> str | None:
-    wanted, counted = Counter(case.processed), Counter(processed)
-    for event, times in wanted.items():
+def _processing_error(case: ConformanceCase, processed: Sequence[str]) -> str | None:
+    expected, counted = Counter(case.processed), Counter(processed)
+    for event, times in expected.items():
         if counted[event] != times:
             return f"event {event} was processed {counted[event]} times, not {times}"
-    if more := counted - wanted:
-        return f"event {next(iter(more))} was processed, and should not have been"
+    if extra := counted - expected:
+        return f"event {next(iter(extra))} was processed, but should not have been"
     return None

@@ -1,1 +1,1 @@
-"""The demo: a real database, an application, a relay that is killed, and a proof."""
+"""`outbox demo`: a real database, an application, a relay that is killed, and checks."""

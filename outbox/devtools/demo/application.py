@@ -1,7 +1,7 @@
-"""The demo's application: a small shop that publishes in its own transactions.
+"""Application of the demo: a small shop that publishes in its own transactions.
 
-It keeps its own books of what it committed and what it rolled back, so that
-the proof does not have to believe the relay's tables.
+It records committed and rolled-back events itself, so that the checks do not depend on the
+relay's tables.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CREATE TABLE shop.customer (id int PRIMARY KEY, version int NOT NULL DEFAULT 0);
 INSERT INTO shop.customer (id) SELECT generate_series(0, {customers} - 1);
 """
 
-# The row lock is what gives the events of one customer an order to keep.
+# The row lock defines the order of the events of one customer.
 NEXT_VERSION = "UPDATE shop.customer SET version = version + 1 WHERE id = $1 RETURNING version"
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A committed event, as the shop remembers it."""
+    """A committed event."""
 
     id: str
     type: str
@@ -48,8 +48,8 @@ class Published:
 
 
 @dataclass(slots=True)
-class Books:
-    """What the shop did."""
+class ShopLedger:
+    """Committed and rolled-back events of the shop."""
 
     planned: int
     committed: list[Published] = field(default_factory=list)
@@ -57,30 +57,30 @@ class Books:
 
     @property
     def done(self) -> int:
-        """Events that were committed up to now."""
+        """Number of events committed up to now."""
         return len(self.committed)
 
 
-class _ChangedMind(Exception):
-    """The customer left: the transaction is rolled back."""
+class _RollBack(Exception):
+    """Raised to roll a transaction back."""
 
 
 class Shop:
-    """Publishes `events` events from several connections at once."""
+    """Publishes a number of events on several concurrent connections."""
 
     def __init__(self, events: int, per_s: float, rng: random.Random) -> None:
-        self.books = Books(events)
+        self.ledger = ShopLedger(events)
         self._per_s = per_s
         self._rng = rng
         self._left = events
         self._bad = set(rng.sample(range(events), min(BAD_ADDRESSES, events)))
 
     async def set_up(self, connection: Connection[Any]) -> None:
-        """Make the shop's own tables."""
+        """Create the shop's own tables."""
         await connection.execute(SETUP.format(customers=CUSTOMERS))
 
-    async def trade(self, connect: Callable[[], Awaitable[Connection[Any]]]) -> None:
-        """Do all the business, at a pace that an eye can follow."""
+    async def run(self, connect: Callable[[], Awaitable[Connection[Any]]]) -> None:
+        """Publish all events at a limited rate."""
         started = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as clerks:
             for _ in range(CLERKS):
@@ -94,15 +94,15 @@ class Shop:
         try:
             while self._left > 0:
                 self._left -= 1
-                number = self.books.planned - self._left - 1
+                number = self.ledger.planned - self._left - 1
                 await asyncio.sleep(max(0.0, started + number / self._per_s - clock()))
-                while not await self._sell(connection, number):
+                while not await self._publish(connection, number):
                     pass
         finally:
             await connection.close(timeout=2)
 
-    async def _sell(self, connection: Connection[Any], number: int) -> bool:
-        """One transaction; False when it was rolled back."""
+    async def _publish(self, connection: Connection[Any], number: int) -> bool:
+        """Publish one event in its transaction; False if it was rolled back."""
         rng = self._rng
         customer = rng.randrange(CUSTOMERS)
         kind = TYPES[1] if number in self._bad else rng.choice(TYPES)
@@ -118,12 +118,12 @@ class Shop:
                     key=f"customer-{customer}",
                 )
                 if rng.random() < LONG_SHARE:
-                    # Others with higher ids commit meanwhile.
+                    # Transactions with higher ids commit meanwhile.
                     await asyncio.sleep(rng.random() * LONG_S)
                 if rng.random() < ROLLBACK_SHARE:
-                    raise _ChangedMind
-        except _ChangedMind:
-            self.books.rolled_back.add(str(event_id))
+                    raise _RollBack
+        except _RollBack:
+            self.ledger.rolled_back.add(str(event_id))
             return False
-        self.books.committed.append(Published(str(event_id), kind, customer, version))
+        self.ledger.committed.append(Published(str(event_id), kind, customer, version))
         return True

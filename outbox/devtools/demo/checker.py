@@ -1,8 +1,7 @@
-"""The demo's proof: three sets of books that must agree.
+"""Checks of the demo: compares committed events, processed deliveries and dead letters.
 
-The shop knows what it committed, the receivers know what they processed, and
-the relay's tables know what was given up.  What was committed and subscribed
-to, but neither processed nor given up, is missing.
+An event that was committed and subscribed to, but neither processed nor dead-lettered, is
+missing.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.verify.promises import audit
+from outbox.operations.verify.promises import run_checks
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.devtools.demo.application import Books
+    from outbox.devtools.demo.application import ShopLedger
     from outbox.devtools.demo.environment import Destination
 
-GIVEN_UP = """
+DEAD_LETTERED = """
 SELECT e.name, array_agg(d.event_id::text) AS events
   FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id
  GROUP BY e.name
@@ -27,54 +26,54 @@ SELECT e.name, array_agg(d.event_id::text) AS events
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """The result; what is wrong comes last and should be zero."""
+class DemoChecks:
+    """Counts of the demo; those of violations come last and should be zero."""
 
     published: int
     rolled_back: int
-    owed: int
-    """Deliveries that the committed events make at the endpoints."""
+    expected: int
+    """Deliveries to make for the committed events."""
     delivered: int
     duplicates: int
-    """Copies that came again and were dropped by their X-Delivery."""
+    """Copies dropped by their X-Delivery."""
     dead_lettered: int
     out_of_order: int
     missing: int
     phantoms: int
-    """Deliveries of events that were rolled back."""
+    """Deliveries of rolled-back events."""
     broken_promises: int
-    """Exceptions that `outbox verify` found in the database."""
+    """Violations found by `outbox verify` in the database."""
 
     @property
     def good(self) -> bool:
-        """Whether everything holds."""
+        """There are no violations."""
         return not (self.out_of_order or self.missing or self.phantoms or self.broken_promises)
 
 
-async def prove(
-    connection: Connection[Any], books: Books, destinations: list[Destination]
-) -> Proof:
-    """Compare the books."""
-    given_up = {r["name"]: set(r["events"]) for r in await connection.fetch(GIVEN_UP)}
-    owed = delivered = duplicates = out_of_order = missing = phantoms = dead = 0
+async def check_demo(
+    connection: Connection[Any], ledger: ShopLedger, destinations: list[Destination]
+) -> DemoChecks:
+    """Compare the shop, the receivers and the database."""
+    dead_lettered = {r["name"]: set(r["events"]) for r in await connection.fetch(DEAD_LETTERED)}
+    expected = delivered = duplicates = out_of_order = missing = phantoms = dead = 0
     for destination in destinations:
-        wanted = {e.id for e in books.committed if destination.wants(e.type)}
+        subscribed = {e.id for e in ledger.committed if destination.subscribes_to(e.type)}
         got = {d.event_id for d in destination.processed}
-        dead_here = given_up.get(destination.plan.name, set())
-        owed += len(wanted)
+        dead_here = dead_lettered.get(destination.plan.name, set())
+        expected += len(subscribed)
         delivered += len(got)
         dead += len(dead_here)
-        missing += len(wanted - got - dead_here)
-        phantoms += len(got - wanted)
+        missing += len(subscribed - got - dead_here)
+        phantoms += len(got - subscribed)
         duplicates += destination.receiver.totals().duplicates
         out_of_order += _inversions(destination)
     broken = 0
-    async for finding in audit(connection):
+    async for finding in run_checks(connection):
         broken += finding.violations
-    return Proof(
-        published=books.done,
-        rolled_back=len(books.rolled_back),
-        owed=owed,
+    return DemoChecks(
+        published=ledger.done,
+        rolled_back=len(ledger.rolled_back),
+        expected=expected,
         delivered=delivered,
         duplicates=duplicates,
         dead_lettered=dead,
@@ -86,7 +85,7 @@ async def prove(
 
 
 def _inversions(destination: Destination) -> int:
-    """First arrivals that came behind a later one, in their lane or of their customer."""
+    """Count first arrivals after a later one of the same lane or customer."""
     wrong = 0
     number: dict[str, int] = defaultdict(int)
     version: dict[int, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""The demo's stage: a database, three receivers, and a relay in its own process."""
+"""Environment of the demo: a database, three receivers, and a relay in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.pattern import parse as parse_pattern
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.devtools.demo.application import CLERKS
-from outbox.devtools.development_receiver import DevelopmentReceiver, Outcome
+from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.devtools.relay_process import RelayProcess
 from outbox.operations import endpoint_changes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.devtools.development_receiver import Handled
+    from outbox.devtools.development_receiver import HandledRequest
     from outbox.receiver.message import Message
     from outbox.store.connection.dsn import Dsn
 
@@ -35,26 +35,28 @@ RETRY = RetryPolicy(base_s=0.03, factor=2.0, cap_s=1.0, attempts_max=12)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One endpoint of the demo."""
+class EndpointPlan:
+    """Configuration of one endpoint of the demo."""
 
     name: str
     types: tuple[str, ...]
     lanes: int
     fail_share: float
-    story: str
+    description: str
 
 
 PLANS = (
-    Plan("billing", ("order.*",), 4, 0.10, "fails one time in ten"),
-    Plan("mailer", ("order.paid",), 2, 0.20, "fails one in five, refuses bad addresses"),
-    Plan("archive", ("**",), 4, 0.03, "takes everything, seldom fails"),
+    EndpointPlan("billing", ("order.*",), 4, 0.10, "fails 10% of requests"),
+    EndpointPlan(
+        "mailer", ("order.paid",), 2, 0.20, "fails 20% of requests, refuses bad addresses"
+    ),
+    EndpointPlan("archive", ("**",), 4, 0.03, "accepts everything, fails 3% of requests"),
 )
 
 
 @dataclass(slots=True)
-class Delivered:
-    """What a receiver processed, as it came."""
+class ProcessedDelivery:
+    """A delivery processed by a receiver."""
 
     event_id: str
     lane: str
@@ -65,25 +67,25 @@ class Delivered:
 
 @dataclass(slots=True)
 class Destination:
-    """An endpoint, its receiver, and the receiver's own books."""
+    """An endpoint, its receiver, and the processed deliveries."""
 
-    plan: Plan
+    plan: EndpointPlan
     receiver: DevelopmentReceiver
-    processed: list[Delivered] = field(default_factory=list)
+    processed: list[ProcessedDelivery] = field(default_factory=list)
     per_lane: dict[str, int] = field(default_factory=dict)
 
-    def wants(self, event_type: str) -> bool:
+    def subscribes_to(self, event_type: str) -> bool:
         """Whether the endpoint subscribes to this type."""
         return any(parse_pattern(p).fullmatch(event_type) for p in self.plan.types)
 
-    def note(self, handled: Handled) -> None:
-        """Keep what was processed for the first time."""
+    def record_processed(self, handled: HandledRequest) -> None:
+        """Record a delivery that was processed for the first time."""
         message = handled.message
-        if handled.outcome is not Outcome.ACCEPTED or message is None:
+        if handled.outcome is not HandledOutcome.ACCEPTED or message is None:
             return
         data: Any = message.data
         self.processed.append(
-            Delivered(
+            ProcessedDelivery(
                 message.event_id,
                 message.lane,
                 message.sequence,
@@ -95,8 +97,8 @@ class Destination:
 
 
 @dataclass(slots=True)
-class Stage:
-    """Everything that is set up."""
+class DemoEnvironment:
+    """The parts of a running demo."""
 
     postgres_version: str
     dsn: Dsn
@@ -105,16 +107,20 @@ class Stage:
     relay: RelayProcess
 
     async def connect(self) -> Connection[Any]:
-        """A connection for the application."""
+        """Open a connection for the application."""
         return await connect(self.dsn, schema=SCHEMA, application_name="shop")
 
 
 @asynccontextmanager
-async def stage(seed: int, major: int | None) -> AsyncIterator[Stage]:
-    """Set everything up, and take it down again whatever happens.
+async def open_environment(seed: int, major: int | None) -> AsyncIterator[DemoEnvironment]:
+    """Set up the environment, and remove it at the end in any case.
+
+    Args:
+        seed: of the receivers' faults.
+        major: major version of PostgreSQL; None: the newest.
 
     Raises:
-        CannotRun: PostgreSQL's programs are missing, or it does not start.
+        CannotRun: the PostgreSQL binaries are missing, or the server does not start.
     """
     async with AsyncExitStack() as stack:
         settings = {"max_connections": CLERKS + 30}
@@ -130,11 +136,11 @@ async def stage(seed: int, major: int | None) -> AsyncIterator[Stage]:
         relay = RelayProcess(postgres.dsn(), log_path, RELAY_SETTINGS)
         stack.push_async_callback(relay.stop)
         await relay.start()
-        yield Stage(postgres.version, address, control, destinations, relay)
+        yield DemoEnvironment(postgres.version, address, control, destinations, relay)
 
 
 async def _destination(
-    stack: AsyncExitStack, control: Connection[Any], plan: Plan, seed: int
+    stack: AsyncExitStack, control: Connection[Any], plan: EndpointPlan, seed: int
 ) -> Destination:
     receiver = DevelopmentReceiver(
         fail_rate=plan.fail_share,
@@ -143,7 +149,7 @@ async def _destination(
         from_start=True,
     )
     destination = Destination(plan, receiver)
-    receiver.on_request = destination.note
+    receiver.on_request = destination.record_processed
     url = await stack.enter_async_context(receiver.serve())
     endpoint = await endpoint_changes.add(
         control,

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: lanes that fill and drain."""
+"""Live view of the demo: pending deliveries and retry state of each lane."""
 
 from __future__ import annotations
 
@@ -7,51 +7,53 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outbox.core.model.response import in_words
+from outbox.core.model.response import describe_response
 from outbox.operations import endpoints
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from outbox.devtools.demo.application import Books
-    from outbox.devtools.demo.environment import Stage
+    from outbox.devtools.demo.application import ShopLedger
+    from outbox.devtools.demo.environment import DemoEnvironment
     from outbox.operations.endpoints import LaneRow
 
 BAR_CELLS = 16
 BAR_FULL = 60
-"""How many waiting deliveries fill the bar."""
+"""Number of pending deliveries that fill the bar."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """One lane at one moment."""
+class LaneView:
+    """State of one lane at one moment."""
 
     endpoint: str
-    story: str
+    description: str
     lane: LaneRow
     delivered: int
 
     @property
     def waiting(self) -> int:
-        """Numbered, and not processed by the receiver yet."""
+        """Deliveries sequenced, but not processed by the receiver yet."""
         return max(self.lane.last_seq - max(self.delivered, self.lane.acked_seq), 0)
 
 
-async def look(stage: Stage) -> list[Shown]:
-    """All lanes as they are now."""
-    shown: list[Shown] = []
-    for destination in stage.destinations:
+async def read_lanes(environment: DemoEnvironment) -> list[LaneView]:
+    """Read the current state of all lanes."""
+    shown: list[LaneView] = []
+    for destination in environment.destinations:
         plan = destination.plan
-        lanes = (await endpoints.get(stage.control, "relay", plan.name)).lanes
+        lanes = (await endpoints.get(environment.control, "relay", plan.name)).lanes
         shown += [
-            Shown(plan.name, plan.story, lane, destination.per_lane.get(lane.name, 0))
+            LaneView(plan.name, plan.description, lane, destination.per_lane.get(lane.name, 0))
             for lane in lanes
         ]
     return shown
 
 
-def picture(stage: Stage, books: Books, lanes: list[Shown], moment: str) -> RenderableType:
-    """The whole picture for a terminal."""
+def render(
+    environment: DemoEnvironment, ledger: ShopLedger, lanes: list[LaneView], moment: str
+) -> RenderableType:
+    """Render the view for a terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -61,8 +63,8 @@ def picture(stage: Stage, books: Books, lanes: list[Shown], moment: str) -> Rend
     table.add_column("lane", min_width=4, no_wrap=True)
     table.add_column("waiting", min_width=BAR_CELLS + 6, no_wrap=True)
     table.add_column("delivered", min_width=9, justify="right", no_wrap=True)
-    # What is left of the line; a narrow terminal shows less of it.
-    table.add_column("head of the lane", ratio=1, no_wrap=True, overflow="ellipsis")
+    # It gets the rest of the line, and is truncated on a narrow terminal.
+    table.add_column("next retry", ratio=1, no_wrap=True, overflow="ellipsis")
     last = ""
     for one in lanes:
         name = one.endpoint if one.endpoint != last else ""
@@ -76,14 +78,14 @@ def picture(stage: Stage, books: Books, lanes: list[Shown], moment: str) -> Rend
         )
     progress = Text.assemble(
         ("published ", "dim"),
-        f"{books.done:,} of {books.planned:,}",
+        f"{ledger.done:,} of {ledger.planned:,}",
         ("   rolled back ", "dim"),
-        f"{len(books.rolled_back):,}",
+        f"{len(ledger.rolled_back):,}",
         ("   delivered ", "dim"),
         f"{sum(one.delivered for one in lanes):,}",
     )
     return Group(
-        Text(f"PostgreSQL {stage.postgres_version} · {moment}", "bold"),
+        Text(f"PostgreSQL {environment.postgres_version} · {moment}", "bold"),
         Text(""),
         table,
         Text(""),
@@ -99,7 +101,7 @@ def _bar(waiting: int) -> RenderableType:
     return Text.assemble(("█" * cells, color), f" {waiting}" if waiting else "")
 
 
-def _head(one: Shown) -> RenderableType:
+def _head(one: LaneView) -> RenderableType:
     from rich.text import Text
 
     lane = one.lane
@@ -107,12 +109,12 @@ def _head(one: Shown) -> RenderableType:
         return Text("")
     left_s = max(lane.next_attempt_at.timestamp() - time.time(), 0.0)
     return Text(
-        f"{in_words(lane.last_answer)}, again in {left_s:.1f} s "
-        f"(number {lane.acked_seq + 1}, attempt {lane.attempts})",
+        f"{describe_response(lane.last_response)}, again in {left_s:.1f} s "
+        f"(sequence {lane.acked_seq + 1}, attempt {lane.attempts})",
         "yellow",
     )
 
 
 def is_terminal() -> bool:
-    """Whether there is a screen to draw on."""
+    """Whether stdout is a terminal."""
     return sys.stdout.isatty()

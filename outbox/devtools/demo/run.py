@@ -1,4 +1,4 @@
-"""The demo from the first event to the proof."""
+"""The demo: set-up, publishing, a killed relay, and the checks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.devtools.demo.application import Shop
-from outbox.devtools.demo.checker import Proof, prove
-from outbox.devtools.demo.environment import Stage, stage
-from outbox.devtools.demo.live_view import look, picture
+from outbox.devtools.demo.checker import DemoChecks, check_demo
+from outbox.devtools.demo.environment import DemoEnvironment, open_environment
+from outbox.devtools.demo.live_view import read_lanes, render
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 PER_S_MIN = 200.0
 PUBLISHING_S = 12.0
-"""However many events, publishing takes about this long or less."""
+"""Upper bound of the publishing time, in seconds; the rate rises with the events."""
 KILL_AT = 0.4
-"""The relay is killed when this share of the events is committed."""
+"""Share of committed events at which the relay is killed."""
 PICTURE_EVERY_S = 0.1
 SETTLE_S_MIN, SETTLE_PER_EVENT_S = 60.0, 0.02
 
 ALL_OWNED = "SELECT NOT EXISTS (SELECT FROM ownership WHERE replica_id IS NULL)"
 START_TIMEOUT_S = 60.0
 
-# Nothing to sequence and nothing owed.
+# No event to sequence, and no delivery pending.
 ALL_ENDED = """
 SELECT (SELECT coalesce(max(id), 0) FROM outbox)
        <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
@@ -42,119 +42,129 @@ SELECT (SELECT coalesce(max(id), 0) FROM outbox)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What the demo found."""
+class DemoReport:
+    """Report of the demo."""
 
-    proof: Proof
+    checks: DemoChecks
     kills: int
     seed: int
     seconds: float
     postgres: str
 
 
-async def run(
+async def run_demo(
     events: int,
     seed: int,
     major: int | None,
     *,
     live: bool,
-    tell: Callable[[str], None],
-) -> Result:
+    log: Callable[[str], None],
+) -> DemoReport:
     """Run the demo.
 
     Args:
-        events: how many to commit.
-        live: draw a picture that moves.
-        tell: takes a line of progress, when nothing is drawn.
+        events: number of events to commit.
+        seed: of the random choices.
+        major: major version of PostgreSQL; None: the newest.
+        live: show a live view on the terminal.
+        log: called with a line of progress, without a live view.
 
     Raises:
         CannotRun: the database does not start, or nothing is delivered.
     """
     loop = asyncio.get_running_loop()
-    async with stage(seed, major) as set_up:
+    async with open_environment(seed, major) as environment:
         shop = Shop(events, max(PER_S_MIN, events / PUBLISHING_S), random.Random(seed))  # noqa: S311
-        await shop.set_up(set_up.control)
-        await _wait_for_the_relay(set_up)
+        await shop.set_up(environment.control)
+        await _wait_for_relay(environment)
         started = loop.time()
         with _screen(live) as screen:
-            story = Story(set_up, shop, screen, tell)
-            trading = asyncio.create_task(shop.trade(set_up.connect))
+            monitor = DemoMonitor(environment, shop, screen, log)
+            publishing = asyncio.create_task(shop.run(environment.connect))
             try:
-                await story.follow(trading)
+                await monitor.watch(publishing)
             finally:
-                trading.cancel()
-                await asyncio.gather(trading, return_exceptions=True)
+                publishing.cancel()
+                await asyncio.gather(publishing, return_exceptions=True)
         seconds = loop.time() - started
-        await set_up.relay.stop()
-        proof = await prove(set_up.control, shop.books, set_up.destinations)
-        return Result(proof, set_up.relay.kills, seed, round(seconds, 1), set_up.postgres_version)
+        await environment.relay.stop()
+        proof = await check_demo(environment.control, shop.ledger, environment.destinations)
+        return DemoReport(
+            proof, environment.relay.kills, seed, round(seconds, 1), environment.postgres_version
+        )
 
 
-async def _wait_for_the_relay(set_up: Stage) -> None:
+async def _wait_for_relay(environment: DemoEnvironment) -> None:
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            while not await set_up.control.fetchval(ALL_OWNED):  # noqa: ASYNC110 (another process)
+            while not await environment.control.fetchval(ALL_OWNED):  # noqa: ASYNC110 (another process)
                 await asyncio.sleep(PICTURE_EVERY_S)
     except TimeoutError:
-        words = set_up.relay.last_words()
-        raise CannotRun(f"the relay did not start; its log ends: {words}") from None
+        line = environment.relay.last_log_line()
+        raise CannotRun(f"the relay did not start; its last log line: {line}") from None
 
 
-class Story:
-    """Follows the run: draws, kills the relay once, waits for the end."""
+class DemoMonitor:
+    """Shows the progress, kills the relay once, and waits for the end."""
 
     def __init__(
-        self, set_up: Stage, shop: Shop, screen: Live | None, tell: Callable[[str], None]
+        self,
+        environment: DemoEnvironment,
+        shop: Shop,
+        screen: Live | None,
+        log: Callable[[str], None],
     ) -> None:
-        self._stage = set_up
+        self._environment = environment
         self._shop = shop
         self._screen = screen
-        self._tell = tell
+        self._log = log
         self._moment = ""
 
-    async def follow(self, trading: asyncio.Task[None]) -> None:
-        """Until everything was delivered or given up.
+    async def watch(self, publishing: asyncio.Task[None]) -> None:
+        """Wait until all deliveries ended.
 
         Raises:
-            CannotRun: it takes far too long.
+            CannotRun: they did not end within the time-out.
         """
         clock = asyncio.get_running_loop().time
-        books, relay = self._shop.books, self._stage.relay
-        give_up_at = clock() + SETTLE_S_MIN + books.planned * SETTLE_PER_EVENT_S
-        self._say(f"relay running, process {relay.pid}")
+        ledger, relay = self._shop.ledger, self._environment.relay
+        deadline = clock() + SETTLE_S_MIN + ledger.planned * SETTLE_PER_EVENT_S
+        self._report(f"relay running, process {relay.pid}")
         restarted_at = None
         while True:
             await self._draw()
-            if trading.done():
-                trading.result()
-            if not relay.kills and books.done >= books.planned * KILL_AT and self._delivered():
+            if publishing.done():
+                publishing.result()
+            if not relay.kills and ledger.done >= ledger.planned * KILL_AT and self._delivered():
                 await relay.kill()
-                self._say("relay killed with kill -9; starting it again")
+                self._report("relay killed with kill -9; restarting it")
                 await relay.start()
                 restarted_at = self._delivered()
             elif restarted_at is not None and self._delivered() > restarted_at + 20:
-                self._say(f"relay running again, process {relay.pid}, after a kill -9")
+                self._report(f"relay running again, process {relay.pid}, after a kill -9")
                 restarted_at = None
-            if trading.done() and await self._stage.control.fetchval(ALL_ENDED):
+            if publishing.done() and await self._environment.control.fetchval(ALL_ENDED):
                 await self._draw()
                 return
-            if clock() > give_up_at:
-                raise CannotRun(f"the demo got stuck; the relay's log ends: {relay.last_words()}")
+            if clock() > deadline:
+                raise CannotRun(
+                    f"the demo timed out; the relay's last log line: {relay.last_log_line()}"
+                )
             await asyncio.sleep(PICTURE_EVERY_S)
 
     def _delivered(self) -> int:
-        return sum(len(d.processed) for d in self._stage.destinations)
+        return sum(len(d.processed) for d in self._environment.destinations)
 
-    def _say(self, moment: str) -> None:
+    def _report(self, moment: str) -> None:
         self._moment = moment
         if self._screen is None:
-            self._tell(f"{moment} ({self._shop.books.done} published)")
+            self._log(f"{moment} ({self._shop.ledger.done} published)")
 
     async def _draw(self) -> None:
         if self._screen is not None:
-            lanes = await look(self._stage)
+            lanes = await read_lanes(self._environment)
             self._screen.update(
-                picture(self._stage, self._shop.books, lanes, self._moment), refresh=True
+                render(self._environment, self._shop.ledger, lanes, self._moment), refresh=True
             )
 
 

@@ -1,8 +1,8 @@
-"""python _drop_privileges.py PARENT UID GID PROGRAM ARG...: turn into PROGRAM.
+"""python _drop_privileges.py PARENT UID GID PROGRAM ARG...: change the user and exec PROGRAM.
 
-Run as a script by `launch.command`; nothing imports it.  UID -1 keeps the
-user.  The order matters: the kernel forgets the parent-death signal when the
-user changes, and a parent that died before it was asked for sends none.
+Run as a script by `launch.command`; nothing imports it.  UID -1 keeps the user.  The order
+matters: the kernel clears the parent-death signal (PR_SET_PDEATHSIG) when the user changes,
+and sends none for a parent that died before it was set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)  # PostgreSQL's fast shutdown.
     if os.getppid() != parent:
         sys.exit("FATAL:  the process that started this one is gone")
-    # Python ignores SIGPIPE, and what is ignored stays so through exec.
+    # Python ignores SIGPIPE, and exec preserves ignored signals.
     for number in (signal.SIGPIPE, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     os.umask(0o077)
@@ -38,10 +38,9 @@ def main() -> None:
 
 
 def find_prctl() -> Callable[..., int] | None:
-    """The system call; None where there is none, or a Python without ctypes.
+    """Return prctl(2), or None on other systems and without ctypes.
 
-    Found before the user changes: the new one may not be allowed to read
-    Python's own files.
+    Called before the user changes: the new user may not be able to read Python's files.
     """
     try:
         import ctypes

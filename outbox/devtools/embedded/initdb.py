@@ -1,4 +1,4 @@
-"""Making a cluster, and finding the line of a log that matters."""
+"""Runs initdb, and extracts the error line of a log."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _TIMEOUT_S = 120.0
 def initdb(
     binaries: Binaries, data_dir: Path, account: Account | None, cwd: Path, *, sync: bool
 ) -> None:
-    """Make a cluster whose superuser is `postgres` and needs no password.
+    """Create a cluster with the superuser `postgres` and trust authentication.
 
-    Whoever reaches the socket gets in, and its directory is private.
+    Access control is the private directory of the socket.
 
     Args:
         binaries: programs that `account` can run.
-        data_dir: an empty directory that belongs to `account`.
-        account: who runs it; None for ourselves.
-        cwd: a directory that `account` reaches; initdb insists on one.
-        sync: write everything to the disk before returning.
+        data_dir: an empty directory owned by `account`.
+        account: the user to run as; None: the current one.
+        cwd: a directory that `account` can enter, which initdb requires.
+        sync: flush everything to disk before returning.
 
     Raises:
-        CannotRun: with initdb's reason.
+        CannotRun: with initdb's error.
     """
     argv = [binaries.path("initdb"), f"--pgdata={data_dir}", "--username=postgres"]
     argv += ["--auth=trust", "--encoding=UTF8", "--no-locale"]
     if not sync:
         argv.append("--no-sync")
     try:
-        made = subprocess.run(
+        completed = subprocess.run(
             command(argv, account),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -53,13 +53,13 @@ def initdb(
         raise CannotRun(
             f"initdb of PostgreSQL {binaries.version} did not end within {_TIMEOUT_S:.0f} s"
         ) from error
-    if made.returncode:
-        why = reason(made.stderr) or f"exit code {made.returncode}"
-        raise CannotRun(f"initdb of PostgreSQL {binaries.version} failed: {why}")
+    if completed.returncode:
+        reason = error_line(completed.stderr) or f"exit code {completed.returncode}"
+        raise CannotRun(f"initdb of PostgreSQL {binaries.version} failed: {reason}")
 
 
-def reason(log: str) -> str:
-    """The line of a log that says why a program ended, without its time stamp."""
+def error_line(log: str) -> str:
+    """Return the line of a log that states why a program ended, without its time stamp."""
     lines = log.strip().splitlines()
     for mark in ("FATAL:", "PANIC:", "error:", "could not", "ERROR:"):
         for line in lines:

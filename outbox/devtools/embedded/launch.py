@@ -1,10 +1,9 @@
-"""Starting a program so that it cannot outlive this process.
+"""Starts programs that cannot outlive this process.
 
-The program is started through `_drop_privileges.py`, a few lines of Python that change
-the user, ask the kernel for a signal when the parent dies, and then turn into
-the program.  It is a script and not a `preexec_fn`, because that runs in a
-fork of a possibly threaded process (a known deadlock, and a warning from
-Python 3.12 on).
+A program is started through `_drop_privileges.py`, which changes the user, sets the
+parent-death signal, and execs the program.  It is a script and not a `preexec_fn`, because that
+runs in a fork of a possibly threaded process (a known deadlock, and a warning from Python 3.12
+on).
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ T = TypeVar("T")
 
 
 def command(argv: Sequence[str], account: Account | None) -> list[str]:
-    """`argv`, run as `account` and ended with the thread that starts it."""
+    """Wrap `argv` to run as `account` and to end with the thread that starts it."""
     script = Path(__file__).with_name("_drop_privileges.py")
     uid, gid = (account.uid, account.gid) if account else (-1, -1)
-    # -I and -S: whatever the surroundings do to Python does not reach it.
-    become = [sys.executable, "-I", "-S", str(script), str(os.getpid()), str(uid), str(gid)]
-    return [*become, *argv]
+    # -I and -S isolate the script from the environment and from site-packages.
+    wrapper = [sys.executable, "-I", "-S", str(script), str(os.getpid()), str(uid), str(gid)]
+    return [*wrapper, *argv]
 
 
 def environment() -> dict[str, str]:
-    """Our environment without `PG*`, and with untranslated messages."""
+    """Return this process's environment without `PG*`, with untranslated messages."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
     return kept | {"LC_ALL": "C", "TZ": "UTC"}
 
 
-class _Keeper:
-    """One thread that lives as long as this process and starts all servers.
+class _SpawnThread:
+    """A thread that lives as long as this process and starts all servers.
 
-    The kernel's parent-death signal follows the *thread* that forked, so a
-    server started from a pool's thread would end with the pool.
+    The parent-death signal is tied to the *thread* that forked, so a server started from a
+    thread pool would end with the pool's thread.
     """
 
     def __init__(self) -> None:
@@ -53,10 +52,10 @@ class _Keeper:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
 
     def run(self, call: Callable[[], T]) -> T:
-        """Run `call` on the thread and hand back what it returns or raises."""
+        """Run `call` on the thread; returns its result or raises its error."""
         outcome: Future[T] = Future()
         with self._lock:
-            # A thread does not survive into a forked child.
+            # A forked child has no copy of the thread.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._serve, name="embedded-postgres", daemon=True
@@ -75,4 +74,4 @@ class _Keeper:
             del call, outcome
 
 
-keeper = _Keeper()
+spawn_thread = _SpawnThread()

@@ -1,4 +1,4 @@
-"""One running server: the process, everything it forked, and its end."""
+"""A running server: the postmaster and its child processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outbox.devtools.embedded.launch import command, environment, keeper
+from outbox.devtools.embedded.launch import command, environment, spawn_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 
 class ServerProcess:
-    """A postmaster.
+    """A postmaster process.
 
-    It inherits the writing end of a pipe, and so does every process that it
-    forks: the pipe ends exactly when the last of them is gone, which is when
-    the cluster can be started again or removed.
+    It and every process that it forks inherit the write end of a pipe.  The pipe reaches EOF
+    exactly when the last of them has ended; then the cluster can be restarted or removed.
     """
 
     def __init__(self, argv: Sequence[str], account: Account | None, log: Path, cwd: Path) -> None:
@@ -33,7 +32,7 @@ class ServerProcess:
         self._alive_fd, held_fd = os.pipe()
         try:
             with log.open("ab") as output:
-                self._popen = keeper.run(
+                self._popen = spawn_thread.run(
                     lambda: subprocess.Popen(
                         command(argv, account),
                         stdin=subprocess.DEVNULL,
@@ -42,7 +41,7 @@ class ServerProcess:
                         env=environment(),
                         cwd=cwd,
                         pass_fds=[held_fd],
-                        # Its own group: Ctrl-C must not stop it before the relay drained.
+                        # Own process group: Ctrl-C must not stop it before the relay drained.
                         process_group=0,
                     )
                 )
@@ -58,15 +57,15 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code; None while it runs."""
         return self._popen.poll()
 
-    def ask(self, number: signal.Signals) -> None:
-        """Send a signal to the postmaster, if it is still there."""
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the postmaster, if it is running."""
         self._popen.send_signal(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until no process of the server is left; False when time ran out."""
+        """Wait until all processes of the server have ended; False on time-out."""
         if self._alive_fd >= 0:
             ended = select.poll()
             ended.register(self._alive_fd, select.POLLIN)
@@ -78,35 +77,35 @@ class ServerProcess:
         return True
 
     def kill(self) -> None:
-        """SIGKILL to every process of the server at once."""
+        """Send SIGKILL to every process of the server."""
         if self._popen.poll() is not None:
             return
         children = _children_of_stopped(self.pid) if sys.platform == "linux" else []
-        self.ask(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def ready(self, data_dir: Path) -> bool:
-        """Whether it accepts connections, as it says in its postmaster.pid."""
+        """Whether it accepts connections, according to postmaster.pid."""
         try:
             lines = (data_dir / "postmaster.pid").read_text().splitlines()
         except OSError:
             return False
-        # src/include/utils/pidfile.h: the process, the directory, the time it
-        # started, ... and in line 8 its state.  The time matters: a file left by
-        # an earlier server may name the same process number.
+        # src/include/utils/pidfile.h: line 1 is the pid, line 2 the directory, line 3 the start
+        # time, line 8 the state.  The start time excludes a file of an earlier server with the
+        # same pid.
         if len(lines) < 8 or lines[0] != str(self.pid) or not lines[2].isdigit():
             return False
         return int(lines[2]) >= int(self._started_at) and lines[7].strip() == "ready"
 
 
 def _children_of_stopped(pid: int) -> list[int]:
-    """Stop our child `pid` and list its children.
+    """Stop the child `pid` with SIGSTOP and list its children.
 
-    Stopped, it neither forks nor reaps any more; the kernel lists children
-    reliably only then.  Where there is no /proc, PostgreSQL's processes notice
-    by themselves that their postmaster is gone, only later when they are busy.
+    While stopped it neither forks nor reaps, so the kernel's list is reliable.  Without /proc
+    the list is empty, and PostgreSQL's processes end by themselves when they notice the death
+    of their postmaster.
     """
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""Which user the server runs as: PostgreSQL refuses to run as root."""
+"""The user that the server runs as: PostgreSQL refuses to run as root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user that the server's processes become."""
+    """The user of the server's processes."""
 
     uid: int
     gid: int
@@ -22,10 +22,12 @@ class Account:
 
 
 def account_for(data_dir: Path | None) -> Account | None:
-    """The account to become; None when we run as an ordinary user ourselves.
+    """Return the account to run as; None unless this process runs as root.
 
-    Root becomes the owner of an existing data directory, or else `nobody`.
-    Raises `CannotRun` when there is no such user.
+    It is the owner of an existing data directory, or else `nobody`.
+
+    Raises:
+        CannotRun: there is no such user.
     """
     if os.geteuid() != 0:
         return None
@@ -35,15 +37,15 @@ def account_for(data_dir: Path | None) -> Account | None:
     try:
         entry = pwd.getpwuid(owner_uid) if owner_uid else pwd.getpwnam("nobody")
     except KeyError as error:
-        who = f"uid {owner_uid}" if owner_uid else "user nobody"
+        user = f"uid {owner_uid}" if owner_uid else "user nobody"
         raise CannotRun(
-            f"PostgreSQL does not run as root and there is no {who} to run it as: "
+            f"PostgreSQL does not run as root and there is no {user} to run it as: "
             "start this as an ordinary user"
         ) from error
     return Account(entry.pw_uid, entry.pw_gid, entry.pw_name)
 
 
-def give(path: Path, account: Account | None) -> None:
-    """Make `account` the owner of a directory that we made."""
+def change_owner(path: Path, account: Account | None) -> None:
+    """Make `account` the owner of a new directory."""
     if account is not None:
         os.chown(path, account.uid, account.gid)

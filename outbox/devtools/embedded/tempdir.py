@@ -1,14 +1,14 @@
-"""The server's temporary directory, and the sweeping of abandoned ones.
+"""The server's temporary directory, and the removal of abandoned ones.
 
     outbox-pg-k3x9/
-        owner       locked by the process that made it, for as long as it lives
-        log         what the server wrote
+        owner       locked by the process that created it, for its lifetime
+        log         the server's log
         run/        the Unix socket; 0700
         data/       the cluster, unless the caller has one; 0700
-        install/    a copy of the programs, when they had to be copied
+        install/    a copy of the binaries, if they had to be copied
 
-The lock says whether the owner is alive.  A process number would not: numbers
-are used again, and mean nothing to a container that shares the directory.
+The lock tells whether the owner is alive.  A pid would not: pids are reused, and have no
+meaning in another container that shares the directory.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ SOCKET_PATH_BYTES_MAX = 107 if sys.platform == "linux" else 103
 _UNLOCKED_AGE_S = 3600.0
 
 
-class Room:
-    """A new directory that belongs to this process, in `base` or where there is place.
+class ServerDirectory:
+    """A new directory owned by this process, in `base` or a usual temporary directory.
 
-    Raises `CannotRun` when there is no place.
+    Raises:
+        CannotRun: no directory is suitable.
     """
 
     def __init__(self, account: Account | None, base: Path | None = None) -> None:
         self.path, self._owner_fd = _make(_choose(_bases(base), account))
-        # The server's account has to pass through, though only to its own rooms.
+        # The server's account has to traverse it; the directories inside are private.
         self.path.chmod(0o755 if account else 0o700)
 
     def remove(self) -> None:
-        """Remove everything in it; never fails."""
+        """Remove the directory; never raises."""
         _empty(self.path)
         with contextlib.suppress(OSError):
             (self.path / "owner").unlink()
@@ -58,28 +59,27 @@ class Room:
             os.close(self._owner_fd)
 
 
-def sweep(base: Path | None = None) -> None:
-    """Remove the directories of owners that are dead, as far as they are ours.
+def remove_abandoned(base: Path | None = None) -> None:
+    """Remove this user's directories whose owner process is dead.
 
-    A server that outlived its owner (only where the kernel has no
-    parent-death signal) stops by itself within a minute of losing its files:
-    postgres looks for its own postmaster.pid.
+    A server that outlived its owner (only on kernels without a parent-death signal) stops
+    within a minute of losing its files, because postgres checks its postmaster.pid.
     """
     for each in set(_bases(base)):
         with contextlib.suppress(OSError):
             for path in list(each.glob(f"{PREFIX}*")):
                 with contextlib.suppress(OSError):
-                    _sweep_one(path)
+                    _remove_if_abandoned(path)
 
 
-def reaches(path: Path, account: Account | None) -> bool:
-    """Whether `account` may pass through every directory down to `path`."""
+def can_reach(path: Path, account: Account | None) -> bool:
+    """Whether `account` may traverse every directory down to `path`."""
     if account is None:
         return True
-    return all(_passes(each.stat(), account) for each in [path, *path.parents])
+    return all(_can_traverse(each.stat(), account) for each in [path, *path.parents])
 
 
-def _passes(found: os.stat_result, account: Account) -> bool:
+def _can_traverse(found: os.stat_result, account: Account) -> bool:
     if found.st_uid == account.uid:
         return bool(found.st_mode & stat.S_IXUSR)
     if found.st_gid == account.gid:
@@ -88,22 +88,22 @@ def _passes(found: os.stat_result, account: Account) -> bool:
 
 
 def _bases(first: Path | None) -> list[Path]:
-    """Where temporary directories may be, the best first."""
+    """Return the candidate base directories, in order of preference."""
     usual = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]  # noqa: S108
     return [each.resolve() for each in ([first] if first else []) + usual]
 
 
 def _choose(bases: list[Path], account: Account | None) -> Path:
-    """The first of them that is short and open enough."""
+    """Return the first base that is short enough for the socket path and traversable."""
     name_bytes = len(os.fsencode(f"/{PREFIX}12345678/run/{SOCKET_NAME}"))
     for base in bases:
         writable = base.is_dir() and os.access(base, os.W_OK | os.X_OK)
         short = len(os.fsencode(base)) + name_bytes <= SOCKET_PATH_BYTES_MAX
-        if writable and short and reaches(base, account):
+        if writable and short and can_reach(base, account):
             return base
     raise CannotRun(
-        "there is no place for temporary files that is short enough for a Unix socket and open "
-        "to the server's user: set TMPDIR to one"
+        "no temporary directory is short enough for a Unix socket and accessible to the "
+        "server's user: set TMPDIR to one"
     )
 
 
@@ -112,14 +112,14 @@ def _make(base: Path) -> tuple[Path, int]:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         owner = path / "owner"
         fd = os.open(owner, os.O_RDWR | os.O_CREAT, 0o600)
-        # A sweeper may have come between the two; it then removed the file.
+        # Another process may have removed the directory as abandoned before the lock.
         if _lock(fd) and owner.exists() and owner.stat().st_ino == os.fstat(fd).st_ino:
             os.write(fd, f"{os.getpid()}\n".encode())
             return path, fd
         os.close(fd)
 
 
-def _sweep_one(path: Path) -> None:
+def _remove_if_abandoned(path: Path) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         return
@@ -132,7 +132,7 @@ def _sweep_one(path: Path) -> None:
     try:
         if _lock(fd):
             _empty(path)
-            # Last, so that what could not be removed now is tried again.
+            # Last, so that a partial removal is retried by the next process.
             if [each.name for each in path.iterdir()] == ["owner"]:
                 (path / "owner").unlink()
                 path.rmdir()
@@ -151,7 +151,7 @@ def _empty(path: Path) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Take the lock; False when a living process has it."""
+    """Acquire the lock; False if a living process holds it."""
     import fcntl  # POSIX only
 
     try:

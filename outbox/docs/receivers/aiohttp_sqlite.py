@@ -1,4 +1,4 @@
-"""Accounts that events move: aiohttp and a SQLite file.
+"""Receiver that applies transfers to accounts: aiohttp and a SQLite file.
 
 OUTBOX_SECRET=whsec_… SHOP_FILE=shop.sqlite PORT=9000 python aiohttp_sqlite.py
 """
@@ -23,7 +23,7 @@ receiver = Receiver(os.environ["OUTBOX_SECRET"], FILE)
 
 
 @receiver.on("account.moved")
-def moved(delivery, connection):
+def apply_transfer(delivery, connection):
     connection.execute(
         "INSERT INTO account VALUES (:account, :cents) "
         "ON CONFLICT (id) DO UPDATE SET cents = cents + excluded.cents",
@@ -32,7 +32,7 @@ def moved(delivery, connection):
 
 
 @receiver.on("**")
-def note(delivery, connection):
+def record_processed(delivery, connection):
     connection.execute("INSERT INTO processed (event) VALUES (?)", (delivery.event_id,))
 
 

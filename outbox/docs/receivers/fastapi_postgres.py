@@ -1,4 +1,4 @@
-"""Accounts that events move: FastAPI, asyncpg, PostgreSQL.
+"""Receiver that applies transfers to accounts: FastAPI, asyncpg, PostgreSQL.
 
 OUTBOX_SECRET=whsec_… DATABASE_URL=postgresql://… uvicorn fastapi_postgres:app
 """
@@ -23,7 +23,7 @@ receiver = AsyncReceiver(os.environ["OUTBOX_SECRET"], transaction)
 
 
 @receiver.on("account.moved")
-async def moved(delivery, connection):
+async def apply_transfer(delivery, connection):
     await connection.execute(
         "INSERT INTO account VALUES ($1, $2) "
         "ON CONFLICT (id) DO UPDATE SET cents = account.cents + excluded.cents",
@@ -33,7 +33,7 @@ async def moved(delivery, connection):
 
 
 @receiver.on("**")
-async def note(delivery, connection):
+async def record_processed(delivery, connection):
     await connection.execute("INSERT INTO processed (event) VALUES ($1)", delivery.event_id)
 
 

@@ -1,4 +1,4 @@
-"""Accounts that events move: Flask, SQLAlchemy, and any database that it knows of ours.
+"""Receiver that applies transfers to accounts: Flask, SQLAlchemy, PostgreSQL or SQLite.
 
 OUTBOX_SECRET=whsec_… DATABASE_URL=postgresql+psycopg://… flask --app flask_sqlalchemy run
 """
@@ -24,7 +24,7 @@ receiver = Receiver(os.environ["OUTBOX_SECRET"], engine)
 
 
 @receiver.on("account.moved")
-def moved(delivery, connection):
+def apply_transfer(delivery, connection):
     connection.execute(
         text(
             "INSERT INTO account VALUES (:account, :cents) "
@@ -35,7 +35,7 @@ def moved(delivery, connection):
 
 
 @receiver.on("**")
-def note(delivery, connection):
+def record_processed(delivery, connection):
     connection.execute(
         text("INSERT INTO processed (event) VALUES (:event)"), {"event": delivery.event_id}
     )

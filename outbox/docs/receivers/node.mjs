@@ -1,9 +1,9 @@
-// Accounts that events move: Node alone, without a library of anybody's.
+// Receiver that applies transfers to accounts: Node without any library.
 //
 //     OUTBOX_SECRET=whsec_… PORT=9000 node node.mjs
 //
-// What it knows is in memory, so that this file stays one: in your receiver `seen` and
-// `lanes` are tables of the database that has the accounts, written in its transaction.
+// State is kept in memory to keep the example short.  In a real receiver `seen` and `lanes` are
+// tables in the database of the accounts, written in the same transaction.
 
 import { createHmac, timingSafeEqual } from "node:crypto";
 import { createServer } from "node:http";
@@ -15,11 +15,11 @@ const BODY_BYTES_MAX = 1024 * 1024;
 const accounts = new Map();
 const processed = [];
 const seen = new Set(); // X-Delivery values
-const lanes = new Map(); // the highest number of each lane
+const lanes = new Map(); // highest sequence number of each lane
 
 class Refused extends Error {
-  constructor(status, why) {
-    super(why);
+  constructor(status, reason) {
+    super(reason);
     this.status = status;
   }
 }
@@ -33,12 +33,12 @@ function verify(headers, body) {
   if (!/^[0-9]{1,15}$/.test(time)) throw new Refused(401, "not a time");
   if (Math.abs(Date.now() / 1000 - Number(time)) > TOLERANCE_S) throw new Refused(401, "too old");
   const expected = createHmac("sha256", secret).update(`${id}.${time}.`).update(body).digest();
-  const fits = signatures
+  const matches = signatures
     .split(" ")
     .filter((each) => each.startsWith("v1,"))
     .map((each) => Buffer.from(each.slice(3), "base64"))
     .some((given) => given.length === expected.length && timingSafeEqual(given, expected));
-  if (!fits) throw new Refused(401, "no signature fits");
+  if (!matches) throw new Refused(401, "no signature matches");
 }
 
 function parse(body) {
@@ -49,16 +49,17 @@ function parse(body) {
   }
 }
 
-// How far each lane is, for endpoints with --checkpoint-every: a lost end shows by nothing else.
-function compare(told) {
-  if (!Array.isArray(told.lanes)) throw new Refused(400, "not a checkpoint");
-  for (const { lane, sequence } of told.lanes) {
-    const high = lanes.get(lane) ?? sequence; // Of others it may be from before this one.
+// Compares a checkpoint (--checkpoint-every) with the lanes: only it reveals deliveries missing
+// at the end of a lane.
+function compare(checkpoint) {
+  if (!Array.isArray(checkpoint.lanes)) throw new Refused(400, "not a checkpoint");
+  for (const { lane, sequence } of checkpoint.lanes) {
+    const high = lanes.get(lane) ?? sequence; // An unknown lane may predate this receiver.
     if (sequence > high) console.warn(`lane ${lane}: ${high + 1} to ${sequence} are missing`);
   }
 }
 
-// Only the body is signed: headers that say something else were changed on their way.
+// Only the body is signed: a header that differs from it was changed in transit.
 function read(headers, delivery) {
   const { id, type, lane, sequence, previous_sequence: previous } = delivery ?? {};
   if (
@@ -70,21 +71,21 @@ function read(headers, delivery) {
     !(0 <= previous && previous < sequence)
   )
     throw new Refused(400, "not a delivery");
-  const said = {
+  const expected = {
     "x-event": id,
     "x-lane": lane,
     "x-sequence": String(sequence),
     "x-previous-sequence": String(previous),
     "x-delivery": headers["webhook-id"],
   };
-  for (const [name, value] of Object.entries(said))
+  for (const [name, value] of Object.entries(expected))
     if (headers[name] !== value) throw new Refused(400, `${name} contradicts the body`);
   return delivery;
 }
 
-function take(deliveryId, delivery) {
+function receive(deliveryId, delivery) {
   const { lane, sequence, previous_sequence: previous } = delivery;
-  const high = lanes.get(lane) ?? previous; // The first one of a lane: it was joined here.
+  const high = lanes.get(lane) ?? previous; // First delivery of the lane: this receiver joins it here.
   if (previous > high) console.warn(`lane ${lane}: ${high + 1} to ${previous} are missing`);
   lanes.set(lane, Math.max(high, sequence));
   if (seen.has(deliveryId)) return;
@@ -97,27 +98,27 @@ function take(deliveryId, delivery) {
 }
 
 createServer((request, response) => {
-  const answer = (status, text, headers = {}) => response.writeHead(status, headers).end(text);
-  if (request.url === "/processed") return answer(200, JSON.stringify(processed));
-  if (request.method !== "POST") return answer(405, "send deliveries by POST\n", { Allow: "POST" });
+  const respond = (status, text, headers = {}) => response.writeHead(status, headers).end(text);
+  if (request.url === "/processed") return respond(200, JSON.stringify(processed));
+  if (request.method !== "POST") return respond(405, "send deliveries by POST\n", { Allow: "POST" });
   const chunks = [];
   let size = 0;
   request.on("data", (chunk) => {
     size += chunk.length;
     if (size <= BODY_BYTES_MAX) chunks.push(chunk);
-    else if (!response.headersSent) answer(413, "too large\n", { Connection: "close" });
+    else if (!response.headersSent) respond(413, "too large\n", { Connection: "close" });
   });
   request.on("end", () => {
     if (response.headersSent) return;
     try {
       const body = Buffer.concat(chunks);
       verify(request.headers, body);
-      const told = parse(body);
-      if (told?.type === "outbox.checkpoint" && told.lane === undefined) compare(told);
-      else take(request.headers["x-delivery"], read(request.headers, told));
-      answer(200, "ok\n");
+      const content = parse(body);
+      if (content?.type === "outbox.checkpoint" && content.lane === undefined) compare(content);
+      else receive(request.headers["x-delivery"], read(request.headers, content));
+      respond(200, "ok\n");
     } catch (error) {
-      answer(error.status ?? 500, `${error.status ? error.message : "failed"}\n`);
+      respond(error.status ?? 500, `${error.status ? error.message : "failed"}\n`);
     }
   });
 }).listen(Number(process.env.PORT ?? 9000), "127.0.0.1");

@@ -1,8 +1,8 @@
-"""Preconditions and live health, each finding with what to do about it.
+"""Checks of `outbox doctor`: preconditions and live health, each finding with an action.
 
-Every check reads in a short transaction of its own, under a time-out, so that
-one that takes too long, or that this role may not make, says so and leaves the
-others alone.  Only the probe writes, and only where it is asked for.
+Each check runs in its own short transaction with a statement time-out, so a slow check, or one
+that this role has no rights for, does not affect the others.  Only the probe writes, and only
+on request.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from outbox.operations.doctor import (
 )
 from outbox.operations.doctor.finding import (
     STATEMENT_TIMEOUT_S,
-    Finding,
-    Limits,
-    Look,
-    Said,
+    CheckResult,
+    DoctorContext,
+    DoctorFinding,
+    DoctorLimits,
     Severity,
     Subject,
     problem,
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
     from outbox.operations.doctor.finding import Check
 
-__all__ = ["Finding", "Limits", "Look", "Severity", "Subject", "examine"]
+__all__ = ["DoctorContext", "DoctorFinding", "DoctorLimits", "Severity", "Subject", "examine"]
 
 TIMEOUT_S = 60.0
-"""For everything."""
+"""For all checks together."""
 
 _FIRST: tuple[tuple[str, Check], ...] = (
     ("server", server.version),
     ("schema", schema.version),
 )
-"""Where one of these has a problem, the others would only repeat it."""
+"""After a problem in one of these, the other checks are skipped: they would repeat it."""
 
 _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
     ("durability", server.durability),
@@ -86,112 +86,114 @@ _LIVE: tuple[tuple[str, Check], ...] = (
     ("old lanes", lanes.generations),
     ("dead letters", lanes.dead_letters),
     ("gaps", transactions.gaps),
-    ("publishing", transactions.holders),
+    ("publishing", transactions.in_flight),
     ("horizon", horizon.horizon),
     ("dead rows", tables.dead_rows),
     ("wraparound", tables.wraparound),
     ("size", tables.size),
     ("retention", retention.retention),
-    ("leftovers", roles.shells),
+    ("leftovers", roles.empty_partitions),
     ("notify queue", transactions.queue),
 )
 
 _PROBE: tuple[tuple[str, Check], ...] = (("probe", probe.probe),)
-"""Writes, and so has transactions of its own."""
+"""The probe writes, so it manages its own transactions."""
 
 
-async def examine(look: Look) -> AsyncIterator[Finding]:
-    """Look at everything.
+async def examine(context: DoctorContext) -> AsyncIterator[DoctorFinding]:
+    """Run all checks, and yield their findings.
 
     Raises:
-        DatabaseUnavailable: the connection was lost, or nothing was answered
-            within `TIMEOUT_S`.
-        CannotRun: the schema is not ours or cannot be read at all.
+        DatabaseUnavailable: the connection was lost, or the checks took longer than `TIMEOUT_S`.
+        CannotRun: the schema is not an outbox schema, or cannot be read.
         SchemaTooNew: a later version of this package migrated it.
     """
-    give_up_at = asyncio.get_running_loop().time() + TIMEOUT_S
+    deadline = asyncio.get_running_loop().time() + TIMEOUT_S
     for subject, checks in (
         (Subject.PRECONDITIONS, _FIRST),
         (Subject.PRECONDITIONS, _PRECONDITIONS),
         (Subject.LIVE, _LIVE),
-        (Subject.LIVE, _PROBE if look.probing else ()),
+        (Subject.LIVE, _PROBE if context.probing else ()),
     ):
         for name, check in checks:
-            found = await _ask(check, look, give_up_at)
-            for said in found:
-                yield Finding(subject, name, said.severity, said.says, said.do)
-            if checks is _FIRST and any(said.severity is Severity.PROBLEM for said in found):
+            found = await _run_check(check, context, deadline)
+            for result in found:
+                yield DoctorFinding(subject, name, result.severity, result.message, result.action)
+            if checks is _FIRST and any(result.severity is Severity.PROBLEM for result in found):
                 return
 
 
-async def _ask(check: Check, look: Look, give_up_at: float) -> list[Said]:
-    """What a check says, or why it could say nothing."""
+async def _run_check(check: Check, context: DoctorContext, deadline: float) -> list[CheckResult]:
+    """Run one check within the total time-out."""
     try:
-        with map_errors(look.schema):
-            async with asyncio.timeout_at(give_up_at):
-                return await _answer(check, look)
+        with map_errors(context.schema):
+            async with asyncio.timeout_at(deadline):
+                return await _collect_results(check, context)
     except TimeoutError:
         raise DatabaseUnavailable(
-            f"the database did not answer everything within {TIMEOUT_S:.0f} s; run it again"
+            f"the database did not respond within {TIMEOUT_S:.0f} s; run it again"
         ) from None
 
 
-async def _answer(check: Check, look: Look) -> list[Said]:
-    said: list[Said] = []
+async def _collect_results(check: Check, context: DoctorContext) -> list[CheckResult]:
+    results: list[CheckResult] = []
     try:
         if check is probe.probe:
-            said += [each async for each in check(look)]
+            results += [each async for each in check(context)]
         else:
-            await _read(check, look, said)
+            await _run_read_only(check, context, results)
     except asyncpg.QueryCanceledError:
-        said.append(
+        results.append(
             warning(
-                f"not looked at: it took over {STATEMENT_TIMEOUT_S:.0f} s",
-                "run it again when the server has less to do",
+                f"skipped: a query took over {STATEMENT_TIMEOUT_S:.0f} s",
+                "run it again when the server is less busy",
             )
         )
     except asyncpg.InsufficientPrivilegeError as error:
-        said.append(await _unseen(look, str(error).partition("\n")[0]))
+        results.append(await _privilege_result(context, str(error).partition("\n")[0]))
     except CannotRun as error:
         if isinstance(error.__cause__, asyncpg.InsufficientPrivilegeError):
-            raise await _shut_out(look, str(error.__cause__).partition("\n")[0]) from error
+            raise await _access_error(context, str(error.__cause__).partition("\n")[0]) from error
         raise
     except (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError) as error:
-        said.append(
+        results.append(
             problem(
-                f"something of ours is missing: {str(error).partition(chr(10))[0]}",
-                "restore it from a backup, or as outbox migrate --sql has it",
+                f"a schema object is missing: {str(error).partition(chr(10))[0]}",
+                "restore it from a backup, or create it as in outbox migrate --sql",
             )
         )
-    return said
+    return results
 
 
-async def _read(check: Check, look: Look, said: list[Said]) -> None:
-    # READ COMMITTED: some compare what two statements see one after the other.
-    async with look.db.transaction(isolation="read_committed", readonly=True):
-        # In the transaction, because a proxy would hand it to other clients.
+async def _run_read_only(check: Check, context: DoctorContext, results: list[CheckResult]) -> None:
+    # READ COMMITTED: some checks compare the snapshots of two consecutive statements.
+    async with context.db.transaction(isolation="read_committed", readonly=True):
+        # SET LOCAL: behind a pooling proxy, a session setting would leak to other clients.
         limit_ms = int(STATEMENT_TIMEOUT_S * 1000)
-        await look.db.execute(f"SET LOCAL statement_timeout = {limit_ms}")
-        said += [each async for each in check(look)]
+        await context.db.execute(f"SET LOCAL statement_timeout = {limit_ms}")
+        results += [each async for each in check(context)]
 
 
-async def _shut_out(look: Look, why: str) -> CannotRun:
-    """The error for a role that cannot even see which migrations there are."""
-    return CannotRun(f"{why}; {await _grant_reader(look)}")
+async def _access_error(context: DoctorContext, why: str) -> CannotRun:
+    """The error for a role that cannot read the migrations."""
+    return CannotRun(f"{why}; {await _suggest_grant(context)}")
 
 
-async def _unseen(look: Look, why: str) -> Said:
-    """What this role may not read, and who could let it."""
+async def _privilege_result(context: DoctorContext, why: str) -> CheckResult:
+    """The result of a check that this role has no rights for."""
     if any(thing in why for thing in (" table ", " sequence ", " function ")):
-        do = await _grant_reader(look)
+        action = await _suggest_grant(context)
     else:
-        do = "connect as the role that ran outbox migrate"
-    return warning(f"could not see this: {why}", do)
+        action = "connect as the role that ran outbox migrate"
+    return warning(f"this check needs more rights: {why}", action)
 
 
-async def _grant_reader(look: Look) -> str:
-    about = await look.db.fetchrow(roles.PURPOSES)
+async def _suggest_grant(context: DoctorContext) -> str:
+    about = await context.db.fetchrow(roles.PURPOSES)
     if about["purposes"] == ["producer"]:
-        # Who publishes is not to look, so it is not this role that should get more.
-        return "that role is for a producer; run it as a reader or an operator"
-    return f"as the role that ran outbox migrate: {roles.grant(look, 'reader', about['role'])}"
+        # A producer role should not get the rights of a reader.
+        return "this role is a producer; run it as a reader or an operator"
+    return (
+        "as the role that ran outbox migrate: "
+        f"{roles.grant_command(context, 'reader', about['role'])}"
+    )

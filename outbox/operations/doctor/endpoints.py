@@ -1,4 +1,4 @@
-"""Endpoints: what their operators and their receivers say."""
+"""Doctor checks of endpoints: secrets, networks, certificates, states, health and filters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.model.cloud_metadata_ranges import exposing
-from outbox.core.model.response import in_words, outcome
+from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
+from outbox.core.model.response import describe_response, outcome_fields
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
-from outbox.operations.doctor.finding import ROWS_MAX, age, listed, many, ok, problem, rest, warning
-from outbox.operations.rotate_key import KEPT
+from outbox.operations.doctor.finding import (
+    ROWS_MAX,
+    count_noun,
+    format_age,
+    join_names,
+    ok,
+    problem,
+    report_remaining,
+    warning,
+)
+from outbox.operations.rotate_key import COUNT_SECRETS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
 LIST = "outbox status"
 
@@ -27,9 +36,8 @@ def _are(number: int) -> str:
     return "is" if number == 1 else "are"
 
 
-# Relays that are registered, by the keys that they decrypt with; those that have none
-# of the keys that secrets are encrypted with.
-BLIND_RELAYS = """
+# Live relays that lack one of the keys that secrets are encrypted with.
+RELAYS_WITHOUT_KEYS = """
 SELECT name FROM replica
  WHERE expires_at > clock_timestamp() AND NOT keys @> $1::text[] ORDER BY name
 """
@@ -45,7 +53,7 @@ SELECT name, extract(epoch FROM (identity_about ->> 'not_after')::timestamptz
 """
 
 STATES = """
-SELECT e.name, e.state, e.state_by, e.state_why,
+SELECT e.name, e.state, e.state_by, e.state_comment,
        extract(epoch FROM clock_timestamp() - e.state_at)::float8 AS since_s,
        count(*) OVER () AS total
   FROM endpoint e WHERE e.state NOT IN ('active', 'removed')
@@ -55,15 +63,15 @@ SELECT e.name, e.state, e.state_by, e.state_why,
 HEALTH = """
 SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 AS since_s,
        extract(epoch FROM h.held_until - clock_timestamp())::float8 AS held_s,
-       h.last_answer::text AS last_answer, count(*) OVER () AS total
+       h.last_response::text AS last_response, count(*) OVER () AS total
   FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
  WHERE e.state = 'active' AND (h.state <> 'healthy' OR h.held_until > clock_timestamp())
  ORDER BY h.since LIMIT $1
 """
 
-# The same for as long as the sequencer does not ask about them.
+# Filters that the sequencer has stopped evaluating.
 FILTERS = """
-SELECT e.name, s.filter_stopped_why AS why,
+SELECT e.name, s.filter_stopped_reason AS why,
        extract(epoch FROM clock_timestamp() - s.filter_stopped_at)::float8 AS since_s,
        count(*) OVER () AS total
   FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
@@ -73,174 +81,186 @@ SELECT e.name, s.filter_stopped_why AS why,
 """
 
 
-async def secrets(look: Look) -> AsyncIterator[Said]:
-    """How the secrets of endpoints are kept, and who can read them."""
-    kept = {row["key"]: row["count"] for row in await look.db.fetch(KEPT)}
+async def secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Secrets are encrypted, with one key that all relays have."""
+    kept = {row["key"]: row["count"] for row in await context.db.fetch(COUNT_SECRETS)}
     in_clear = kept.pop(None, 0)
     keys = sorted(kept)
     if keys and in_clear:
         yield warning(
-            f"{many(in_clear, 'secret')} of endpoints {_are(in_clear)} in clear, while others are "
+            f"{count_noun(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear, "
+            "others are "
             "encrypted",
             "outbox rekey",
         )
     elif in_clear:
         yield warning(
-            f"{many(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear: whoever "
-            f"reads {look.name('endpoint_secret')}, or a backup of it, can sign",
-            "give relays and operators an OUTBOX_KEY (outbox rekey --generate makes one), then "
+            f"{count_noun(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear: a "
+            "reader "
+            f"of {context.qualify('endpoint_secret')}, or of a backup, can forge signatures",
+            "set OUTBOX_KEY for relays and operators (create one: outbox rekey --generate), then "
             "run outbox rekey",
         )
     else:
         yield ok("no secret is stored in clear")
     if len(keys) > 1:
         yield warning(
-            f"secrets are encrypted with {len(keys)} keys ({', '.join(keys)}), and all of them are "
-            "needed",
+            f"secrets are encrypted with {len(keys)} keys ({', '.join(keys)}), and all relays need "
+            "all of them",
             "outbox rekey",
         )
-    blind = [row["name"] for row in await look.db.fetch(BLIND_RELAYS, keys)] if keys else []
+    blind = (
+        [row["name"] for row in await context.db.fetch(RELAYS_WITHOUT_KEYS, keys)] if keys else []
+    )
     if blind:
         yield problem(
-            f"{listed(blind)} cannot read the secrets of some endpoints, which stand still there",
+            f"{join_names(blind)} cannot decrypt the secrets of some endpoints, "
+            "whose deliveries wait",
             f"start {'it' if len(blind) == 1 else 'them'} with an OUTBOX_KEY that has the "
             f"{'key whose id is' if len(keys) == 1 else 'keys whose ids are'} {', '.join(keys)}",
         )
 
 
-async def networks(look: Look) -> AsyncIterator[Said]:
-    """Every URL may be delivered to."""
+async def networks(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Egress rules allow every URL, and no network is opened too widely."""
     refused: dict[str, list[str]] = {}
     exposed: dict[str, list[str]] = {}
-    for row in await look.db.fetch(URLS):
+    for row in await context.db.fetch(URLS):
         networks = tuple(map(ip_network, row["allow_networks"]))
-        for leads in exposing(networks):
+        for leads in exposed_metadata_warnings(networks):
             exposed.setdefault(leads, []).append(row["name"])
-        if (why := look.refusal(row["url"], networks)) is not None:
+        if (why := context.explain_url_rejection(row["url"], networks)) is not None:
             refused.setdefault(why, []).append(row["name"])
     for why, names in islice(refused.items(), ROWS_MAX):
         yield warning(
-            f"with the settings here, {listed(names)} cannot be delivered to: {why}",
-            "set OUTBOX_ALLOW_NETWORKS as the relays have it, or change the URL",
+            f"these settings reject the URL of {join_names(names)}: {why}",
+            "set OUTBOX_ALLOW_NETWORKS to the same value as for the relays, or change the URL",
         )
-    everywhere = exposing(look.allow_networks)
+    everywhere = exposed_metadata_warnings(context.allow_networks)
     for why in everywhere:
         yield warning(
-            f"OUTBOX_ALLOW_NETWORKS lets every endpoint go there: {why}",
-            "open narrower ranges, or those of one endpoint: outbox endpoint update NAME "
+            f"OUTBOX_ALLOW_NETWORKS opens this for every endpoint: {why}",
+            "allow narrower ranges, or allow them for one endpoint: outbox endpoint update NAME "
             "--allow-network RANGE",
         )
     for why, names in islice(exposed.items(), ROWS_MAX):
         yield warning(
-            f"open for {listed(names)}: {why}",
-            "open narrower ranges: outbox endpoint update NAME --allow-network RANGE",
+            f"allowed for {join_names(names)}: {why}",
+            "allow narrower ranges: outbox endpoint update NAME --allow-network RANGE",
         )
     if not refused and not exposed and not everywhere:
-        yield ok("no URL leads where these settings do not deliver")
+        yield ok("these settings allow the URLs of all endpoints")
 
 
-async def certificates(look: Look) -> AsyncIterator[Said]:
-    """How long the certificates are good that receivers are shown."""
-    rows = await look.db.fetch(CERTIFICATES)
+async def certificates(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Client certificates for mutual TLS do not expire soon."""
+    rows = await context.db.fetch(CERTIFICATES)
     for row in rows:
-        if row["left_s"] < look.limits.certificate_s:
+        if row["left_s"] < context.limits.certificate_s:
             name = shlex.quote(row["name"])
-            says = "has ended" if row["left_s"] <= 0 else f"ends in {age(row['left_s'])}"
-            tell = problem if row["left_s"] <= 0 else warning
-            yield tell(
-                f'the certificate that is shown to "{row["name"]}" {says}',
-                f"outbox endpoint certificate {name} FILE",
+            expiry = (
+                "has expired" if row["left_s"] <= 0 else f"expires in {format_age(row['left_s'])}"
+            )
+            severity = problem if row["left_s"] <= 0 else warning
+            yield severity(
+                f'the client certificate for "{row["name"]}" {expiry}',
+                f"renew it: outbox endpoint certificate {name} FILE",
             )
     if not rows:
-        yield ok("no receiver is shown a certificate")
-    elif all(row["left_s"] >= look.limits.certificate_s for row in rows):
-        yield ok(f"{many(len(rows), 'certificate')} for receivers, none of which ends soon")
+        yield ok("no endpoint has a client certificate")
+    elif all(row["left_s"] >= context.limits.certificate_s for row in rows):
+        yield ok(f"{count_noun(len(rows), 'client certificate')}, none of them expires soon")
 
 
-async def states(look: Look) -> AsyncIterator[Said]:
-    """What is not delivered to, by somebody's word."""
-    rows = await look.db.fetch(STATES, ROWS_MAX)
+async def states(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Endpoints that are paused, disabled or being removed."""
+    rows = await context.db.fetch(STATES, ROWS_MAX)
     for row in rows:
-        yield _state(row, look)
-    for said in rest(rows, LIST):
-        yield said
+        yield _state(row, context)
+    for result in report_remaining(rows, LIST):
+        yield result
     if not rows:
-        yield ok("none is paused or disabled")
+        yield ok("no endpoint is paused or disabled")
 
 
-def _state(row: Any, look: Look) -> Said:
+def _state(row: Any, context: DoctorContext) -> CheckResult:
     by = f" by {row['state_by']}" if row["state_by"] else ""
-    why = f" ({row['state_why']})" if row["state_why"] else ""
+    why = f" ({row['state_comment']})" if row["state_comment"] else ""
     name = shlex.quote(row["name"])
-    says = f'endpoint "{row["name"]}" is {row["state"]} since {age(row["since_s"])}{by}{why}'
+    message = (
+        f'endpoint "{row["name"]}" has been {row["state"]}{by} for '
+        f"{format_age(row['since_s'])}{why}"
+    )
     match row["state"]:
         case "paused":
             return warning(
-                f"{says}: its deliveries wait", f"when it may go on: outbox endpoint resume {name}"
+                f"{message}: its deliveries wait", f"resume it: outbox endpoint resume {name}"
             )
         case "disabled":
             return warning(
-                f"{says}: it is owed nothing, and gets no events",
-                f"when it works again: outbox endpoint enable {name}; then outbox dead replay "
+                f"{message}: it receives no events",
+                f"enable it: outbox endpoint enable {name}; then outbox dead replay "
                 f"--endpoint {name}",
             )
-        case _ if row["since_s"] > look.limits.unfinished_s:
+        case _ if row["since_s"] > context.limits.unfinished_s:
             return problem(
-                f"{says}: no relay has finished that",
-                "start one: outbox relay; if one runs, see its log",
+                f"{message}: no relay has completed this",
+                "start a relay: outbox relay; if one runs, see its log",
             )
         case _:
-            return ok(says)
+            return ok(message)
 
 
-async def health(look: Look) -> AsyncIterator[Said]:
-    """How receivers answer."""
-    rows = await look.db.fetch(HEALTH, ROWS_MAX)
+async def health(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Circuit breakers of active endpoints are closed."""
+    rows = await context.db.fetch(HEALTH, ROWS_MAX)
     for row in rows:
         yield _health(row)
-    for said in rest(rows, LIST):
-        yield said
+    for result in report_remaining(rows, LIST):
+        yield result
     if not rows:
-        yield ok("no endpoint is known to fail")
+        yield ok("no endpoint is failing")
 
 
-def _health(row: Any) -> Said:
+def _health(row: Any) -> CheckResult:
     who = f'endpoint "{row["name"]}"'
-    answer = orjson.loads(row["last_answer"]) if row["last_answer"] else {}
-    told = f" ({in_words(outcome(answer))})" if answer else ""
+    response = orjson.loads(row["last_response"]) if row["last_response"] else {}
+    last = f" ({describe_response(outcome_fields(response))})" if response else ""
     held = row["held_s"] if row["held_s"] and row["held_s"] > 0 else None
-    until = f"; by its Retry-After nothing is sent for {age(held)} more" if held else ""
+    until = f"; its Retry-After ends in {format_age(held)}" if held else ""
     name = shlex.quote(row["name"])
-    since = age(row["since_s"])
+    since = format_age(row["since_s"])
     match row["state"]:
         case "failing":
             return warning(
-                f"{who} fails since {since}{told}{until}",
-                f"look at its receiver; to stop asking: outbox endpoint pause {name}",
+                f"{who} has been failing for {since}{last}{until}",
+                f"check its receiver; to stop requests: outbox endpoint pause {name}",
             )
-        case "refusing":
+        case "rejecting":
             return warning(
-                f"{who} refuses whatever it is sent since {since}{told}{until}",
-                f"compare its URL and secret with its receiver's: outbox endpoint show {name}",
+                f"{who} has been rejecting every request for {since}{last}{until}",
+                f"compare its URL and secret with the receiver: outbox endpoint show {name}",
             )
         case _ if held:
-            return warning(f"{who} is {row['state']}{until}", "its receiver asked for that")
+            return warning(f"{who} is {row['state']}{until}", "wait; its receiver sent Retry-After")
         case _:
-            return ok(f"{who} is {row['state']} since {since}")
+            return ok(f"{who} has been {row['state']} for {since}")
 
 
-async def filters(look: Look) -> AsyncIterator[Said]:
-    """Whose conditions are not asked any more."""
-    rows = await look.db.fetch(FILTERS, ROWS_MAX, AGAIN_AFTER_S)
+async def filters(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """The sequencer evaluates every filter."""
+    rows = await context.db.fetch(FILTERS, ROWS_MAX, AGAIN_AFTER_S)
     for row in rows:
         name = shlex.quote(row["name"])
         yield warning(
-            f'the filter of endpoint "{row["name"]}" counts as met since {age(row["since_s"])} '
-            f"({row['why']}): it gets too much",
-            f"make it simpler: outbox endpoint update {name} --filter …; else it is tried again "
+            f'the filter of endpoint "{row["name"]}" has not been evaluated for '
+            f"{format_age(row['since_s'])} "
+            f"({row['why']}): the endpoint receives events that it should not",
+            f"simplify it: outbox endpoint update {name} --filter …; otherwise it is evaluated "
+            "again "
             "after a day",
         )
-    for said in rest(rows, LIST):
-        yield said
+    for result in report_remaining(rows, LIST):
+        yield result
     if not rows:
         yield ok("every filter is evaluated")

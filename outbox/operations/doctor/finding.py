@@ -1,4 +1,4 @@
-"""What a check says, and what it may look at."""
+"""Data model of the doctor: findings, limits and the context of a check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_ident
-from outbox.core.sequencing.partition_window import Keep
+from outbox.core.sequencing.partition_window import Retention
 from outbox.store.replicas import CONNECTIONS_MAX
 
 if TYPE_CHECKING:
@@ -21,105 +21,106 @@ if TYPE_CHECKING:
     Network = IPv4Network | IPv6Network
 
 ROWS_MAX = 10
-"""A check names at most so many lanes, endpoints or transactions, and counts the rest."""
+"""Maximum of lanes, endpoints or transactions that a check lists; the rest is counted."""
 
 
 STATEMENT_TIMEOUT_S = 5.0
-"""A check asks the server nothing that takes longer."""
+"""Time limit of a check's statement."""
 
-# Who may see other roles' sessions; pg_monitor may, too, and managed servers give that.
-MAY_SEE = """
+# Rights to see other roles' sessions; pg_monitor includes pg_read_all_stats, and managed servers
+# grant it.
+MAY_READ_STATS = """
 SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS seen, current_user AS role
 """
 
 
 class Severity(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
-    """Somebody should look at it; what is promised still holds."""
+    """Needs attention; all guarantees still hold."""
     PROBLEM = "problem"
-    """Something stands still or may fail until somebody acts."""
+    """Deliveries or publishing are stopped, or may fail, until an operator acts."""
 
 
 class Subject(StrEnum):
-    """What a check is about."""
+    """Section of the report."""
 
     PRECONDITIONS = "preconditions"
     LIVE = "live health"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """One sentence of a check."""
+class CheckResult:
+    """One result of a check."""
 
     severity: Severity
-    says: str
-    do: str | None = None
+    message: str
+    action: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One sentence, and which check it is from."""
+class DoctorFinding:
+    """One result, with its check and section."""
 
     subject: Subject
     check: str
     severity: Severity
-    says: str
-    """What is so."""
-    do: str | None
-    """What to do about it; None: nothing."""
+    message: str
+    """The observation."""
+    action: str | None
+    """The action to take; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """From where on something is worth a word."""
+class DoctorLimits:
+    """Thresholds of the checks."""
 
     clock_warning_s: float = 5.0
     clock_problem_s: float = 120.0
-    """Receivers refuse a signature whose time stamp is five minutes off."""
+    """Receivers reject a signature whose timestamp is off by five minutes."""
     connections_free_min: int = CONNECTIONS_MAX
-    """What one more relay opens."""
+    """Connections that one more relay opens."""
     lag_warning_s: float = 10.0
     lag_problem_s: float = 60.0
     listener_s: float = 10.0
-    """A relay may take so long to begin to listen."""
-    asleep_s: float = 120.0
-    """Relays say for a minute at a time that they sleep."""
+    """Time for a new relay to start to listen."""
+    sleep_flag_max_s: float = 120.0
+    """Maximum of the wake-up flag in the future; relays set it for a minute at a time."""
     unfinished_s: float = 60.0
-    """A living relay removes or disables an endpoint within seconds."""
+    """A running relay removes or disables an endpoint within seconds."""
     certificate_s: float = 14 * 86400.0
-    """Time to get another one."""
+    """Time left to renew a certificate."""
     overdue_s: float = 60.0
-    """A tick is published within a second, and by another relay within a lease or two."""
+    """A run is published within a second, or after a failover within two leases."""
     failing_s: float = 600.0
     holder_s: float = 60.0
-    """A transaction that published should have ended by then."""
+    """Maximum duration of a transaction that has published."""
     transaction_s: float = 3600.0
-    """An older one keeps dead rows from being cleaned away."""
+    """An older transaction keeps VACUUM from removing dead rows."""
     horizon_transactions: int = 1_000_000
-    """What does not say how old it is keeps dead rows for long from so many on."""
+    """The same in transaction ids, for slots and standbys, which have no start time."""
     queue_share: float = 0.25
     queue_problem_share: float = 0.75
-    """Of the server's queue of notifications."""
+    """Share of the server's notification queue in use."""
     dead_rows_min: int = 50_000
     dead_rows_share: float = 0.5
-    """Autovacuum begins at a fifth; who is far beyond that is not getting it."""
+    """Autovacuum starts at a fifth; a share far above means that it does not run."""
     freeze_overdue: float = 2.0
-    """In multiples of the age from which on autovacuum freezes whatever happens."""
+    """Multiple of the age at which autovacuum forces a freeze."""
     freeze_problem: int = 1_600_000_000
-    """Of two thousand million transactions, after which the server takes no writes."""
-    shells_max: int = 100
-    """Empty partitions that wait for their owner: of two years, at some days for each."""
+    """Of two thousand million transactions, after which the server rejects writes."""
+    empty_partitions_max: int = 100
+    """Empty partitions of dropped periods, about two years of them."""
     probe_s: float = 5.0
-    """A living relay sequences what is published within milliseconds."""
+    """Time limit for the probe; a running relay sequences an event within milliseconds."""
     probe_slow_ms: float = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """The database as a check sees it, and what it may need to know besides."""
+class DoctorContext:
+    """Context of a check: the connection, the settings and the thresholds."""
 
     db: Connection[Any]
     schema: str
@@ -128,70 +129,68 @@ class Look:
     pooled: bool = False
     """The database is reached through a proxy that pools transactions."""
     probing: bool = False
-    """Send an event through the database, too."""
-    refusal: Callable[[str, tuple[Network, ...]], str | None] = lambda _, __: None
-    """Why a URL may not be delivered to with these settings and an endpoint's own networks;
-    None: it may.
-    """
+    """Publish a probe event."""
+    explain_url_rejection: Callable[[str, tuple[Network, ...]], str | None] = lambda _, __: None
+    """Reason why egress rules reject a URL, given an endpoint's own networks; None: allowed."""
     allow_networks: tuple[Network, ...] = ()
-    """What these settings open for every endpoint."""
+    """Networks that the settings allow for all endpoints."""
     clock: Callable[[], float] = time.time
-    """This machine's time, in seconds since 1970."""
-    keep: Keep = field(default_factory=Keep)
-    """How long relays with these settings keep things."""
-    limits: Limits = field(default_factory=Limits)
+    """Clock of this machine, in seconds since 1970."""
+    keep: Retention = field(default_factory=Retention)
+    """Retention of relays with these settings."""
+    limits: DoctorLimits = field(default_factory=DoctorLimits)
 
-    def name(self, thing: str) -> str:
-        """Something of ours as an operator's SQL has to name it."""
+    def qualify(self, thing: str) -> str:
+        """Return the schema-qualified name of a schema object, for use in SQL."""
         plain = re.fullmatch("[a-z_][a-z0-9_]*", self.schema)
         return f"{self.schema if plain else quote_ident(self.schema)}.{thing}"
 
 
 if TYPE_CHECKING:
-    Check = Callable[[Look], AsyncIterator[Said]]
+    Check = Callable[[DoctorContext], AsyncIterator[CheckResult]]
 
 
-def ok(says: str) -> Said:
-    """Nothing to do."""
-    return Said(Severity.OK, says)
+def ok(message: str) -> CheckResult:
+    """A result without an action."""
+    return CheckResult(Severity.OK, message)
 
 
-def warning(says: str, do: str) -> Said:
-    """Somebody should look at it."""
-    return Said(Severity.WARNING, says, do)
+def warning(message: str, do: str) -> CheckResult:
+    """A result that needs attention."""
+    return CheckResult(Severity.WARNING, message, do)
 
 
-def problem(says: str, do: str) -> Said:
-    """Somebody has to act."""
-    return Said(Severity.PROBLEM, says, do)
+def problem(message: str, do: str) -> CheckResult:
+    """A result that requires an action."""
+    return CheckResult(Severity.PROBLEM, message, do)
 
 
-def unseen(what: str, role: str) -> Said:
-    """Other roles' sessions, of which PostgreSQL tells only some roles."""
+def missing_privilege(what: str, role: str) -> CheckResult:
+    """A result for sessions of other roles, which PostgreSQL shows only to some roles."""
     return warning(f"could not see {what}: needs pg_monitor", f'GRANT pg_monitor TO "{role}"')
 
 
-def age(seconds: float) -> str:
-    """A length of time in its largest unit, for sentences: `3 min`."""
+def format_age(seconds: float) -> str:
+    """Format a duration in its largest unit: `3 min`."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
 
 
-def many(number: int, noun: str) -> str:
+def count_noun(number: int, noun: str) -> str:
     """`1 event`, `2 events`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def listed(names: Sequence[str], total: int = 0) -> str:
-    """`"a", "b" and 3 more`, of so many names in all."""
+def join_names(names: Sequence[str], total: int = 0) -> str:
+    """Join quoted names, at most ROWS_MAX of `total`: `"a", "b" and 3 more`."""
     more = max(total, len(names)) - len(names[:ROWS_MAX])
     shown = ", ".join(f'"{name}"' for name in names[:ROWS_MAX])
     return f"{shown} and {more} more" if more else shown
 
 
-def rest(rows: list[Any], see: str) -> list[Said]:
-    """What to say about the rows of a window `total` that were cut off."""
+def report_remaining(rows: list[Any], see: str) -> list[CheckResult]:
+    """A result for the rows beyond LIMIT, counted by the column `total`."""
     more = rows[0]["total"] - len(rows) if rows else 0
-    return [warning(f"and {more} more of that kind", see)] if more > 0 else []
+    return [warning(f"and {more} more of this kind", see)] if more > 0 else []

@@ -1,9 +1,8 @@
-"""The horizon: who keeps dead rows of this database from being cleaned away.
+"""Doctor check of the xmin horizon: what keeps VACUUM from removing dead rows.
 
-PostgreSQL removes a dead row when nobody can see it any more.  A transaction that
-began before it died, a prepared one, a replication slot and a standby that reports
-what its queries see (hot_standby_feedback) can each keep it, and with it the rows
-that `cursor` or `lane_progress` leave behind with every change.
+VACUUM removes a dead row when no snapshot can see it any more.  An older transaction, a
+prepared transaction, a replication slot, or a standby with hot_standby_feedback can hold back
+the horizon, and with it the dead rows that each update of `cursor` or `lane_progress` leaves.
 """
 
 from __future__ import annotations
@@ -11,18 +10,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_literal
-from outbox.operations.doctor.finding import MAY_SEE, ROWS_MAX, age, many, ok, rest, unseen, warning
+from outbox.operations.doctor.finding import (
+    MAY_READ_STATS,
+    ROWS_MAX,
+    count_noun,
+    format_age,
+    missing_privilege,
+    ok,
+    report_remaining,
+    warning,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
 QUERY_CHARS_MAX = 60
 
-# Who else is in this database, or in none, as a sender to a standby is.  VACUUM sees
-# to it that it does not keep what it is there to remove.  What is behind a slot is
-# told by the slot, and keeps as much when nobody is connected.
+# What holds back the horizon: sessions of this database, prepared transactions, slots, and
+# standbys (their WAL senders belong to no database).  VACUUM ignores its own snapshot.  A slot
+# reports for its reader, and holds back the same without a reader.
 PINS = f"""
 WITH pins AS MATERIALIZED (
     SELECT 'session' AS kind, a.pid, NULL::text AS name, a.usename::text AS role,
@@ -52,7 +60,7 @@ SELECT *, coalesce(since_s >= $2, xids >= $3) AS old,
   FROM pins ORDER BY old DESC, xids DESC LIMIT $1
 """  # noqa: S608 (constants only)
 
-# A slot without a reader also keeps the log that it has not read.
+# A slot without a reader also retains the write-ahead log that was not read.
 IDLE_SLOTS = """
 SELECT s.slot_name AS name, pg_wal_lsn_diff(pg_current_wal_lsn(), s.restart_lsn)::bigint AS bytes,
        s.xmin IS NOT NULL AS rows, count(*) OVER () AS total
@@ -64,52 +72,52 @@ SELECT s.slot_name AS name, pg_wal_lsn_diff(pg_current_wal_lsn(), s.restart_lsn)
 SEE = "see pg_stat_activity, pg_prepared_xacts, pg_replication_slots, pg_stat_replication"
 
 
-async def horizon(look: Look) -> AsyncIterator[Said]:
-    """What makes the tables grow."""
-    limits = look.limits
-    pins = await look.db.fetch(PINS, ROWS_MAX, limits.transaction_s, limits.horizon_transactions)
-    idle = await look.db.fetch(IDLE_SLOTS, ROWS_MAX)
-    told = {row["name"] for row in idle}
+async def horizon(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No old transaction, slot or standby holds back the xmin horizon."""
+    limits = context.limits
+    pins = await context.db.fetch(PINS, ROWS_MAX, limits.transaction_s, limits.horizon_transactions)
+    idle = await context.db.fetch(IDLE_SLOTS, ROWS_MAX)
+    idle_names = {row["name"] for row in idle}
     old = [row for row in pins if row["old"]]
     for row in old:
-        if not (row["kind"] == "slot" and row["name"] in told):
-            yield warning(f"{_who(row)} {_keeps(row)}", _end(row))
+        if not (row["kind"] == "slot" and row["name"] in idle_names):
+            yield warning(f"{_describe_pin(row)} {_describe_kept_rows(row)}", _end_command(row))
     for row in idle:
         kept = f"{(row['bytes'] or 0) / (1 << 20):.0f} MiB of write-ahead log"
         yield warning(
-            f'replication slot "{row["name"]}" is not in use, and keeps {kept}'
+            f'replication slot "{row["name"]}" is not in use, and retains {kept}'
             + (" and dead rows" if row["rows"] else ""),
-            f"start its reader, or {_drop(row['name'])}",
+            f"start its reader, or drop it: {_drop_slot_command(row['name'])}",
         )
-    for said in (*rest(old, SEE), *rest(idle, SEE)):
-        yield said
-    allowed = await look.db.fetchrow(MAY_SEE)
+    for result in (*report_remaining(old, SEE), *report_remaining(idle, SEE)):
+        yield result
+    allowed = await context.db.fetchrow(MAY_READ_STATS)
     if not allowed["seen"]:
-        yield unseen("how old other sessions' transactions are", allowed["role"])
+        yield missing_privilege("how old other sessions' transactions are", allowed["role"])
     elif not old and not idle:
         yield ok(
-            f"nothing keeps dead rows for long; the oldest is {_who(pins[0])} "
-            f"{many(pins[0]['xids'], 'transaction')} back"
+            f"no old transaction holds back VACUUM; the oldest is {_describe_pin(pins[0])} "
+            f"{count_noun(pins[0]['xids'], 'transaction')} back"
             if pins
-            else "nothing keeps dead rows from being cleaned away"
+            else "nothing holds back VACUUM"
         )
 
 
-def _who(row: Any) -> str:
+def _describe_pin(row: Any) -> str:
     application = f', application "{row["application"]}"' if row["application"] else ""
     match row["kind"]:
         case "prepared":
             return (
                 f'the prepared transaction "{row["name"]}" of {row["role"]}, prepared '
-                f"{age(row['since_s'])} ago,"
+                f"{format_age(row['since_s'])} ago,"
             )
         case "slot":
             reader = f", read by pid {row['pid']}," if row["pid"] else ""
             return f'replication slot "{row["name"]}"{reader}'
         case "standby":
             return f"the standby of pid {row['pid']} (role {row['role']}{application})"
-    state = "in a transaction" if row["state"] == "active" else row["state"] or "at work"
-    since = f" for {age(row['since_s'])}" if row["since_s"] is not None else ""
+    state = "in a transaction" if row["state"] == "active" else row["state"] or "active"
+    since = f" for {format_age(row['since_s'])}" if row["since_s"] is not None else ""
     return f"pid {row['pid']} (role {row['role']}{application}), {state}{since}{_query(row)},"
 
 
@@ -121,28 +129,28 @@ def _query(row: Any) -> str:
     return f", with {cut}" if row["state"] == "active" else f", last with {cut}"
 
 
-def _keeps(row: Any) -> str:
+def _describe_kept_rows(row: Any) -> str:
     what = "dead rows of the catalogs" if row["catalog_only"] else "dead rows"
     return (
-        f"keeps {what} from being cleaned away, {many(row['xids'], 'transaction')} back "
-        "from the newest"
+        f"keeps VACUUM from removing {what}; its snapshot is "
+        f"{count_noun(row['xids'], 'transaction')} old"
     )
 
 
-def _end(row: Any) -> str:
+def _end_command(row: Any) -> str:
     match row["kind"]:
         case "prepared":
             gid = quote_literal(row["name"]).strip()
-            return f"decide: COMMIT PREPARED {gid}, or ROLLBACK PREPARED {gid}"
+            return f"end it: COMMIT PREPARED {gid}, or ROLLBACK PREPARED {gid}"
         case "slot":
-            return f"let its reader catch up; if nobody needs it, {_drop(row['name'])}"
+            return f"let its reader catch up; if it is unused: {_drop_slot_command(row['name'])}"
         case "standby":
             return (
-                "end the old query on that standby, or turn hot_standby_feedback off there; "
+                "end the old query on that standby, or set hot_standby_feedback = off there; "
                 f"to end it from here: SELECT pg_terminate_backend({row['pid']})"
             )
     return f"end it in its application, or SELECT pg_terminate_backend({row['pid']})"
 
 
-def _drop(slot: str) -> str:
+def _drop_slot_command(slot: str) -> str:
     return f"SELECT pg_drop_replication_slot({quote_literal(slot).strip()})"

@@ -1,4 +1,4 @@
-"""Lanes: which stand still, and who has to act."""
+"""Doctor checks of lanes: blocked, failing and old lanes, and dead letters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.model.ids import lane_name
-from outbox.operations.doctor.finding import ROWS_MAX, age, many, ok, problem, rest, warning
+from outbox.operations.doctor.finding import (
+    ROWS_MAX,
+    count_noun,
+    format_age,
+    ok,
+    problem,
+    report_remaining,
+    warning,
+)
 from outbox.operations.endpoints import LANE_STATE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
-# The letter may be a range that the number lies in.
+# The dead letter may be a range that includes the sequence number.
 BLOCKED = """
 SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, b.seq, d.id AS dead_id, d.reason,
        extract(epoch FROM clock_timestamp() - b.at)::float8 AS since_s,
@@ -31,26 +39,26 @@ SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, b.seq, d.id AS dead_id
  ORDER BY b.at LIMIT $1
 """
 
-# Retry state that is older than an acknowledgement behind the checkpoint is of
-# a number that was delivered meanwhile.
+# Retry state older than an acknowledgement above the checkpoint is stale: its delivery has been
+# delivered since.
 FAILING = """
-SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, p.head_seq, p.attempts,
+SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, p.retry_seq, p.attempts,
        extract(epoch FROM clock_timestamp() - p.first_attempt_at)::float8 AS since_s,
-       p.last_answer::text AS last_answer, count(*) OVER () AS total
+       p.last_response::text AS last_response, count(*) OVER () AS total
   FROM lane_progress p
   JOIN lane l ON l.id = p.lane_id
   JOIN endpoint e ON e.id = p.endpoint_id AND e.state = 'active'
- WHERE p.attempts > 0 AND p.head_seq = p.acked_seq + 1
+ WHERE p.attempts > 0 AND p.retry_seq = p.acked_seq + 1
    AND p.first_attempt_at < clock_timestamp() - make_interval(secs => $2)
    AND NOT EXISTS (SELECT FROM attempt a
                     WHERE a.lane_id = p.lane_id AND a.batch >= p.floor_batch
-                      AND a.seq >= p.head_seq AND a.outcome = 'delivered')
+                      AND a.seq >= p.retry_seq AND a.outcome = 'delivered')
  ORDER BY p.first_attempt_at LIMIT $1
 """
 
-# Lanes of an older generation that still owe something hold up the new ones.
+# Lanes of an older generation with pending deliveries; the lanes of the new one wait for them.
 GENERATIONS = f"""
-SELECT e.name, e.state, count(*) AS lanes, sum(s.last_seq - s.acked_seq)::bigint AS owed,
+SELECT e.name, e.state, count(*) AS lanes, sum(s.last_seq - s.acked_seq)::bigint AS pending,
        count(b.lane_id) AS blocked, coalesce(h.state, 'healthy') AS health,
        count(*) OVER () AS total
   FROM ({LANE_STATE}) s
@@ -62,7 +70,7 @@ SELECT e.name, e.state, count(*) AS lanes, sum(s.last_seq - s.acked_seq)::bigint
  ORDER BY e.name COLLATE "C" LIMIT $1
 """  # noqa: S608 (constants only)
 
-# Those of removed endpoints can only be looked at.
+# Without removed endpoints, whose dead letters cannot be replayed.
 DEAD_LETTERS = """
 SELECT e.name, count(*) AS letters, extract(epoch FROM clock_timestamp() - min(d.at))::float8
        AS oldest_s, sum(count(*)) OVER ()::bigint AS all_letters, count(*) OVER () AS total
@@ -78,9 +86,9 @@ def _lane(row: Any) -> str:
     return f'lane {lane} of "{row["name"]}"'
 
 
-async def blocked(look: Look) -> AsyncIterator[Said]:
-    """Lanes that wait for an operator."""
-    rows = await look.db.fetch(BLOCKED, ROWS_MAX)
+async def blocked(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No lane is blocked by a dead letter."""
+    rows = await context.db.fetch(BLOCKED, ROWS_MAX)
     for row in rows:
         name = shlex.quote(row["name"])
         letter = row["dead_id"]
@@ -89,72 +97,72 @@ async def blocked(look: Look) -> AsyncIterator[Said]:
             f"outbox dead replay {letter}, or outbox dead discard {letter}; or " if letter else ""
         )
         yield problem(
-            f"{_lane(row)} waits for an operator since {age(row['since_s'])}: number "
-            f"{row['seq']} was given up{which}",
-            f"{each}outbox endpoint resume {name}, which lets all its lanes go on",
+            f"{_lane(row)} has been blocked for {format_age(row['since_s'])}: sequence "
+            f"{row['seq']} was dead-lettered{which}",
+            f"{each}unblock all lanes: outbox endpoint resume {name}",
         )
-    for said in rest(rows, "outbox status"):
-        yield said
+    for result in report_remaining(rows, "outbox status"):
+        yield result
     if not rows:
-        yield ok("no lane waits for an operator")
+        yield ok("no lane is blocked")
 
 
-async def failing(look: Look) -> AsyncIterator[Said]:
-    """Deliveries that their lane is held up by."""
-    rows = await look.db.fetch(FAILING, ROWS_MAX, look.limits.failing_s)
+async def failing(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No lane has been failing for long."""
+    rows = await context.db.fetch(FAILING, ROWS_MAX, context.limits.failing_s)
     for row in rows:
-        answer = orjson.loads(row["last_answer"]) if row["last_answer"] else {}
-        told = answer.get("status") or answer.get("failure") or "no answer"
+        response = orjson.loads(row["last_response"]) if row["last_response"] else {}
+        last = response.get("status") or response.get("failure") or "no response"
         yield warning(
-            f"{_lane(row)} is held up by number {row['head_seq']} since {age(row['since_s'])}: "
-            f"{many(row['attempts'], 'attempt')}, {told}",
-            "mend its receiver; when its retries end, it becomes a dead letter by itself",
+            f"{_lane(row)} has been failing at sequence {row['retry_seq']} for "
+            f"{format_age(row['since_s'])}: {count_noun(row['attempts'], 'attempt')}, {last}",
+            "fix its receiver; when the retries are exhausted, the delivery is dead-lettered",
         )
-    for said in rest(rows, "outbox status"):
-        yield said
+    for result in report_remaining(rows, "outbox status"):
+        yield result
     if not rows:
-        yield ok("no delivery holds up its lane for long")
+        yield ok("no lane has been failing for long")
 
 
-async def generations(look: Look) -> AsyncIterator[Said]:
-    """Lanes from before their number was changed."""
-    rows = await look.db.fetch(GENERATIONS, ROWS_MAX)
+async def generations(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Lanes of older generations have no pending deliveries."""
+    rows = await context.db.fetch(GENERATIONS, ROWS_MAX)
     for row in rows:
         yield _generation(row)
-    for said in rest(rows, "outbox status"):
-        yield said
+    for result in report_remaining(rows, "outbox status"):
+        yield result
     if not rows:
-        yield ok("no lane of an older generation owes anything")
+        yield ok("no lane of an older generation has pending deliveries")
 
 
-def _generation(row: Any) -> Said:
-    says = (
-        f'"{row["name"]}": {many(row["lanes"], "lane")} of an older generation owe '
-        f"{row['owed']} more, and the new ones wait"
+def _generation(row: Any) -> CheckResult:
+    message = (
+        f'"{row["name"]}": {count_noun(row["lanes"], "lane")} of an older generation with '
+        f"{row['pending']} pending, which are delivered before the new lanes"
     )
     if row["blocked"]:
-        return problem(
-            f"{says}; {row['blocked']} of them for an operator", "see blocked lanes above"
-        )
+        return problem(f"{message}; {row['blocked']} of them blocked", "see blocked lanes above")
     if row["state"] == "paused":
         return warning(
-            f"{says}; it is paused", f"outbox endpoint resume {shlex.quote(row['name'])}"
+            f"{message}; it is paused",
+            f"resume it: outbox endpoint resume {shlex.quote(row['name'])}",
         )
     if row["health"] != "healthy":
-        return warning(f"{says}; it is {row['health']}", "mend its receiver")
-    return ok(says)
+        return warning(f"{message}; it is {row['health']}", "fix its receiver")
+    return ok(message)
 
 
-async def dead_letters(look: Look) -> AsyncIterator[Said]:
-    """What was given up and waits for a decision."""
-    rows = await look.db.fetch(DEAD_LETTERS, ROWS_MAX)
+async def dead_letters(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No dead letter waits for a decision."""
+    rows = await context.db.fetch(DEAD_LETTERS, ROWS_MAX)
     if not rows:
-        yield ok("none waits")
+        yield ok("no dead letter waits for a decision")
         return
     of = ", ".join(f'{row["letters"]} of "{row["name"]}"' for row in rows)
     more = rows[0]["total"] - len(rows)
     yield warning(
-        f"{many(rows[0]['all_letters'], 'dead letter')} since {age(rows[0]['oldest_s'])}: {of}"
-        + (f" and {many(more, 'endpoint')} more" if more else ""),
-        "outbox dead list shows them; then outbox dead replay or outbox dead discard",
+        f"{count_noun(rows[0]['all_letters'], 'dead letter')}, the oldest for "
+        f"{format_age(rows[0]['oldest_s'])}: {of}"
+        + (f" and {count_noun(more, 'endpoint')} more" if more else ""),
+        "see outbox dead list; then outbox dead replay or outbox dead discard",
     )

@@ -1,16 +1,25 @@
-"""Relays: who lives, who listens, and whether the log moves."""
+"""Doctor checks of relays: leases, LISTEN connections, sequencing lag and ownership."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.operations.doctor.finding import ROWS_MAX, age, listed, many, ok, problem, rest, warning
+from outbox.operations.doctor.finding import (
+    ROWS_MAX,
+    count_noun,
+    format_age,
+    join_names,
+    ok,
+    problem,
+    report_remaining,
+    warning,
+)
 from outbox.store.replicas import LISTENER_SUFFIX, SESSION_NAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
 START = "start one: outbox relay"
 
@@ -23,8 +32,8 @@ SELECT r.id, r.name, extract(epoch FROM r.expires_at - clock_timestamp())::float
 
 HAS_ENDPOINTS = "SELECT EXISTS (SELECT FROM endpoint WHERE state <> 'removed')"
 
-# By its name, which everybody may see.
-DEAF = f"""
+# By application_name, which all roles may read.
+NOT_LISTENING = f"""
 SELECT r.id, r.name, count(*) OVER () AS total
   FROM replica r
  WHERE r.expires_at > clock_timestamp()
@@ -46,7 +55,7 @@ SELECT (SELECT count(*) FROM (SELECT FROM outbox o WHERE o.id > b.high LIMIT $1)
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
 
-# Only where a relay lives: otherwise that is what is wrong.
+# Empty unless a relay is running: without one, the check of replicas reports the cause.
 OWNERLESS = """
 SELECT e.name, o.replica_id, count(*) OVER () AS total
   FROM endpoint e
@@ -58,73 +67,76 @@ SELECT e.name, o.replica_id, count(*) OVER () AS total
 """
 
 
-async def replicas(look: Look) -> AsyncIterator[Said]:
+async def replicas(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """At least one relay renews its lease."""
-    rows = await look.db.fetch(REPLICAS)
+    rows = await context.db.fetch(REPLICAS)
     if not any(row["left_s"] > 0 for row in rows):
-        if await look.db.fetchval(HAS_ENDPOINTS):
-            yield problem("no relay is alive: nothing is delivered", START)
+        if await context.db.fetchval(HAS_ENDPOINTS):
+            yield problem("no relay is running: nothing is delivered", START)
         else:
-            yield warning("no relay is alive, and there is no endpoint yet", START)
+            yield warning("no relay is running, and there is no endpoint yet", START)
     for row in rows:
         who = f"{row['name']} (replica {row['id']})"
-        owns = f"owns {many(row['endpoints'], 'endpoint')}"
+        owns = f"owns {count_noun(row['endpoints'], 'endpoint')}"
         if row["left_s"] > 0:
-            yield ok(f"{who} {owns}; its lease runs for {age(row['left_s'])} more")
+            yield ok(f"{who} {owns}; its lease expires in {format_age(row['left_s'])}")
         else:
             yield warning(
-                f"{who} {owns}, and has not renewed its lease for {age(-row['left_s'])}",
-                "a living relay takes over by itself; if none does, " + START,
+                f"{who} {owns}, but its lease expired {format_age(-row['left_s'])} ago",
+                "another relay takes over automatically; if none runs, " + START,
             )
 
 
-async def listeners(look: Look) -> AsyncIterator[Said]:
-    """Every relay hears when something is published."""
-    if not look.listening:
-        yield ok("relays with these settings do not listen; they look each OUTBOX_POLL_S")
+async def listeners(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Every relay has a LISTEN connection."""
+    if not context.listening:
+        yield ok("relays with these settings do not listen; they poll every OUTBOX_POLL_S")
         return
-    rows = await look.db.fetch(DEAF, look.limits.listener_s, ROWS_MAX)
+    rows = await context.db.fetch(NOT_LISTENING, context.limits.listener_s, ROWS_MAX)
     for row in rows:
         yield warning(
-            f"{row['name']} (replica {row['id']}) has no connection for LISTEN: it delivers, "
-            "but looks only each OUTBOX_POLL_S",
-            "see its log for why; as it should be with OUTBOX_POOLED or OUTBOX_NOTIFY=false",
+            f"{row['name']} (replica {row['id']}) has no LISTEN connection, and polls every "
+            "OUTBOX_POLL_S",
+            "see its log for the cause; expected with OUTBOX_POOLED or OUTBOX_NOTIFY=false",
         )
-    for said in rest(rows, "see their logs"):
-        yield said
+    for result in report_remaining(rows, "see their logs"):
+        yield result
     if not rows:
-        yield ok("no living relay is deaf")
+        yield ok("every running relay listens")
 
 
-async def lag(look: Look) -> AsyncIterator[Said]:
-    """What is committed becomes deliveries at once."""
-    row = await look.db.fetchrow(WAITING, COUNT_MAX + 1)
+async def lag(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Committed events are sequenced without delay."""
+    row = await context.db.fetchrow(WAITING, COUNT_MAX + 1)
     if not row["events"]:
-        yield ok(f"up to id {row['high']}, and nothing waits")
+        yield ok(f"all events up to id {row['high']} are sequenced")
         return
-    events = many(min(row["events"], COUNT_MAX), "event")
+    events = count_noun(min(row["events"], COUNT_MAX), "event")
     if row["events"] > COUNT_MAX:
         events = f"over {events}"
     verb = "waits" if row["events"] == 1 else "wait"
-    says = f"{events} {verb} to be sequenced, the oldest for {age(row['oldest_s'])}"
-    if row["oldest_s"] < look.limits.lag_warning_s:
-        yield ok(says)
+    message = f"{events} {verb} to be sequenced, the oldest for {format_age(row['oldest_s'])}"
+    if row["oldest_s"] < context.limits.lag_warning_s:
+        yield ok(message)
         return
-    do = START
+    action = START
     if row["relay"]:
-        do = "see the relay's log, and end what holds the cursor row (an outbox command left open?)"
-    say = problem if row["oldest_s"] > look.limits.lag_problem_s else warning
-    yield say(says, do)
+        action = (
+            "see the relay's log, and end the session that locks the cursor row (an open "
+            "transaction?)"
+        )
+    make_result = problem if row["oldest_s"] > context.limits.lag_problem_s else warning
+    yield make_result(message, action)
 
 
-async def owners(look: Look) -> AsyncIterator[Said]:
-    """Every endpoint belongs to a living relay."""
-    rows = await look.db.fetch(OWNERLESS, ROWS_MAX)
+async def owners(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Every endpoint is owned by a running relay."""
+    rows = await context.db.fetch(OWNERLESS, ROWS_MAX)
     if not rows:
-        yield ok("no endpoint is left out by the living relays")
+        yield ok("every endpoint is owned by a running relay")
         return
-    names = listed([row["name"] for row in rows], rows[0]["total"])
+    names = join_names([row["name"] for row in rows], rows[0]["total"])
     yield warning(
-        f"nobody delivers to {names}",
-        "a living relay takes them within its lease; if this stays, see its log",
+        f"no relay owns {names}",
+        "a running relay acquires them within its lease; if this persists, see its log",
     )

@@ -1,24 +1,31 @@
-"""What is kept, and what keeps it longer than it was to be."""
+"""Doctor check of retention: old periods, and what keeps them from being dropped."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.sequencing.partition_window import Period
-from outbox.operations.doctor.finding import ROWS_MAX, age, listed, many, ok, warning
-from outbox.store.retention import PERIODS, PINNED_BY_RANGES, PINNED_BY_REPLAYS
+from outbox.core.sequencing.partition_window import PartitionWindow
+from outbox.operations.doctor.finding import (
+    ROWS_MAX,
+    count_noun,
+    format_age,
+    join_names,
+    ok,
+    warning,
+)
+from outbox.store.retention import PINNED_BY_RANGES, PINNED_BY_REPLAYS, READ_PERIODS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.core.sequencing.partition_window import Kind
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.core.sequencing.partition_window import WindowKind
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
 GRACE_S = 3600.0
-"""A relay drops what is due within minutes, if nothing is in the way."""
+"""A relay drops a period within minutes of its due time, unless it is pinned."""
 
-# Endpoints whose lanes may owe something of batches up to $1; their total, too.
-OWING = f"""
+# Endpoints with pending deliveries in batches up to $1, and their total.
+PENDING_ENDPOINTS = f"""
 SELECT e.name, count(*) OVER () AS total
   FROM lane_progress p
   JOIN lane_counter c ON c.lane_id = p.lane_id
@@ -33,55 +40,58 @@ SELECT count(*) FROM dead_letter
    AND endpoint_id NOT IN (SELECT id FROM endpoint WHERE state = 'removed')
 """
 
-_OF: dict[Kind, str] = {"events": "events", "log": "deliveries and attempts"}
+_CONTENTS: dict[WindowKind, str] = {"events": "events", "log": "deliveries and attempts"}
 
 
-async def retention(look: Look) -> AsyncIterator[Said]:
-    """Old periods are dropped when their time has come."""
-    periods = [Period(**dict(row)) for row in await look.db.fetch(PERIODS)]
-    kinds: tuple[Kind, ...] = ("events", "log")
+async def retention(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Periods older than the retention are dropped."""
+    periods = [PartitionWindow(**dict(row)) for row in await context.db.fetch(READ_PERIODS)]
+    kinds: tuple[WindowKind, ...] = ("events", "log")
     for kind in kinds:
         ours = sorted((p for p in periods if p.kind == kind), key=lambda p: p.number)
-        keep_s, what, oldest = look.keep.of(kind), _OF[kind], ours[0]
-        kept = f"{what} are kept since {age(oldest.age_s)} ago, in {many(len(ours), 'period')}"
+        keep_s, what, oldest = context.keep.retention_s(kind), _CONTENTS[kind], ours[0]
+        kept = (
+            f"{what} are kept for {format_age(oldest.age_s)}, in {count_noun(len(ours), 'period')}"
+        )
         if keep_s is None:
-            yield ok(f"{kept}, for ever")
+            yield ok(f"{kept}, without a limit")
             continue
         overdue_s = (oldest.ended_s or 0.0) - keep_s
         if overdue_s < GRACE_S:
             yield ok(kept)
             continue
-        why, do = await _why(look, oldest)
+        why, action = await _find_blocker(context, oldest)
         yield warning(
-            f"{what} of {age(oldest.age_s)} ago should have been dropped {age(overdue_s)} ago: "
+            f"{what} from {format_age(oldest.age_s)} ago were due to be dropped "
+            f"{format_age(overdue_s)} ago: "
             f"{why}",
-            do,
+            action,
         )
 
 
-async def _why(look: Look, period: Period) -> tuple[str, str]:
-    """What is in the way of dropping a period, and what to do about it."""
+async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tuple[str, str]:
+    """The cause that a period is not dropped, and the action."""
     if period.kind == "events" and period.last_batch is None:
-        return "one of them may still be committed", "end the transactions under publishing"
+        return "an open transaction may add to them", "end the transactions under publishing"
     last = period.last_batch if period.kind == "events" else period.end - 1
-    owing: list[Any] = await look.db.fetch(OWING, last)
-    if owing:
-        names = listed([row["name"] for row in owing], owing[0]["total"])
+    endpoints: list[Any] = await context.db.fetch(PENDING_ENDPOINTS, last)
+    if endpoints:
+        names = join_names([row["name"] for row in endpoints], endpoints[0]["total"])
         return (
-            f"they are owed to {names}",
-            "see outbox status; what is not to be sent any more: outbox endpoint disable NAME",
+            f"they have pending deliveries to {names}",
+            "see outbox status; to stop deliveries: outbox endpoint disable NAME",
         )
-    if await look.db.fetchval(PINNED_BY_RANGES, look.keep.dead_letters_s, last):
-        ranges = await look.db.fetchval(RANGES, last)
+    if await context.db.fetchval(PINNED_BY_RANGES, context.keep.dead_letters_s, last):
+        ranges = await context.db.fetchval(RANGES, last)
         return (
-            f"{many(ranges, 'dead letter')} that stand for many could still be sent again",
+            f"{count_noun(ranges, 'dead letter')} with ranges of them can still be replayed",
             "see outbox dead list; then outbox dead replay or outbox dead discard",
         )
-    if period.kind == "events" and await look.db.fetchval(
-        PINNED_BY_REPLAYS, look.keep.dead_letters_s, period.first, period.end
+    if period.kind == "events" and await context.db.fetchval(
+        PINNED_BY_REPLAYS, context.keep.dead_letters_s, period.first, period.end
     ):
         return (
-            "they are being sent again, or were given up again and still could be",
+            "they are being replayed, or were dead-lettered again and can be replayed",
             "see outbox replay list and outbox dead list",
         )
-    return "no relay has dropped them", "run outbox relay; its log tells what it was refused"
+    return "no relay has dropped them", "run outbox relay; its log has the error"

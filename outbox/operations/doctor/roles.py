@@ -1,4 +1,4 @@
-"""Roles: relays with more rights than they need, and roles that lack one."""
+"""Doctor checks of roles: excess rights, missing rights, and leftovers of dropped periods."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
-from outbox.operations.doctor.finding import listed, many, ok, problem, warning
+from outbox.operations.doctor.finding import count_noun, join_names, ok, problem, warning
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
-# Where no relay lives, it is this role that one would connect as.  A session's role can
-# be seen by everybody.
+# Roles of running relays; without one, the current role.  All roles may read the role of a
+# session.
 RELAYS = """
 WITH seen AS (
     SELECT DISTINCT r.rolname, r.rolsuper
@@ -30,13 +30,13 @@ SELECT rolname, rolsuper, false FROM pg_roles
  ORDER BY role
 """
 
-# What this role is: it has the rights of those that it is a member of.  A role without any
-# rights here can ask this, too.
+# Purposes of the current role, including inherited ones.  The query needs no rights in the
+# schema.
 PURPOSES = """
 SELECT current_user AS role,
        ARRAY(SELECT DISTINCT w.purpose
                FROM unnest('{producer,relay,operator,reader}'::text[]) AS w(purpose)
-               JOIN pg_proc p ON p.proname = w.purpose || '_rights'
+               JOIN pg_proc p ON p.proname = w.purpose || '_privileges'
                JOIN pg_namespace n ON n.oid = p.pronamespace AND n.nspname = current_schema()
               CROSS JOIN LATERAL aclexplode(p.proacl) AS acl
               WHERE acl.grantee <> 0 AND pg_has_role(acl.grantee, 'USAGE')
@@ -45,10 +45,10 @@ SELECT current_user AS role,
 
 OWNER = "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'outbox'::regclass"
 
-# What it should have, and has not.
+# Privileges that a purpose requires and the current role lacks.
 MISSING = """
 SELECT r.privilege || ' on ' || r.name AS missing
-  FROM rights($1) r
+  FROM required_privileges($1) r
  WHERE NOT CASE r.kind
            WHEN 'sequence' THEN has_sequence_privilege(r.name, r.privilege)
            WHEN 'function' THEN (
@@ -62,7 +62,8 @@ SELECT r.privilege || ' on ' || r.name AS missing
  ORDER BY r.kind DESC, r.name
 """
 
-# Whoever may define something here could have our functions run it, with their rights.
+# A role with CREATE could define objects that the schema's functions run with the owner's
+# rights.
 CREATORS = """
 SELECT coalesce(r.rolname, 'PUBLIC') AS role
   FROM pg_namespace n
@@ -73,14 +74,14 @@ SELECT coalesce(r.rolname, 'PUBLIC') AS role
  ORDER BY 1
 """
 
-# Who was given what only relays and operators need, and is neither.  NULL: everybody.  What
-# gives all tables of a server, such as pg_read_all_data, is not granted here.
-UNCALLED = """
+# Roles that can read secrets, but are neither relay nor operator.  NULL: PUBLIC.  Server-wide
+# grants such as pg_read_all_data are not considered.
+ROLES_WITH_SECRETS = """
 WITH purposes AS (
     SELECT w.purpose, acl.grantee
       FROM unnest('{producer,relay,operator,reader}'::text[]) AS w(purpose)
       JOIN pg_proc p ON p.pronamespace = quote_ident(current_schema())::regnamespace
-       AND p.proname = w.purpose || '_rights'
+       AND p.proname = w.purpose || '_privileges'
      CROSS JOIN LATERAL aclexplode(p.proacl) AS acl
      WHERE acl.grantee <> 0),
 given AS (
@@ -105,8 +106,8 @@ SELECT r.rolname AS role, array_agg(DISTINCT g.relname::text ORDER BY g.relname:
  GROUP BY g.grantee, r.rolname ORDER BY r.rolname NULLS FIRST
 """
 
-# Partitions of dropped periods that are still attached, and have been for a day.
-SHELLS = """
+# Partitions still attached a day after their period was dropped.
+EMPTY_PARTITIONS = """
 SELECT count(*)
   FROM period p
   JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
@@ -117,96 +118,101 @@ SELECT count(*)
 """
 
 
-async def roles(look: Look) -> AsyncIterator[Said]:
-    """Relays have what they need and not much more, and so has whoever asks."""
+async def roles(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Relays and the current role have the privileges they need, and not more."""
     wrong = False
-    for row in await look.db.fetch(RELAYS):
+    for row in await context.db.fetch(RELAYS):
         if row["superuser"]:
             wrong = True
-            yield _superuser(look, row["role"], runs=row["runs"])
-    for row in await look.db.fetch(CREATORS):
+            yield _superuser_result(context, row["role"], runs=row["runs"])
+    for row in await context.db.fetch(CREATORS):
         wrong = True
         role = row["role"] if row["role"] == "PUBLIC" else quote_ident(row["role"])
         yield problem(
-            f"{role} may define things in the schema, which our functions could be made to "
-            "run with the owner's rights",
-            f"REVOKE CREATE ON SCHEMA {quote_ident(look.schema)} FROM {role}",
+            f"{role} may create objects in the schema, which the schema's functions could run with "
+            "the owner's rights",
+            f"REVOKE CREATE ON SCHEMA {quote_ident(context.schema)} FROM {role}",
         )
-    for row in await look.db.fetch(UNCALLED):
+    for row in await context.db.fetch(ROLES_WITH_SECRETS):
         wrong = True
-        yield _uncalled(look, row["role"], row["purposes"], row["tables"])
-    about = await look.db.fetchrow(PURPOSES)
-    if await look.db.fetchval(OWNER):
+        yield _secret_reader_result(context, row["role"], row["purposes"], row["tables"])
+    about = await context.db.fetchrow(PURPOSES)
+    if await context.db.fetchval(OWNER):
         if not wrong:
             yield ok(f'"{about["role"]}" owns the tables')
         return
-    async for said in _granted(look, about["role"], about["purposes"]):
-        yield said
+    async for result in _check_purposes(context, about["role"], about["purposes"]):
+        yield result
 
 
-async def _granted(look: Look, role: str, purposes: list[str]) -> AsyncIterator[Said]:
+async def _check_purposes(
+    context: DoctorContext, role: str, purposes: list[str]
+) -> AsyncIterator[CheckResult]:
     if not purposes:
         yield warning(
-            f'"{role}" was granted none of our purposes: what it may do was put together by hand',
-            f"as their owner: {grant(look, 'reader', role)} (or operator, relay, producer)",
+            f'"{role}" has no purpose (reader, operator, relay, producer): its privileges were '
+            "granted by hand",
+            f"as their owner: {grant_command(context, 'reader', role)} (or operator, relay, "
+            "producer)",
         )
     for purpose in purposes:
         meant = f"an {purpose}" if purpose == "operator" else f"a {purpose}"
-        # A producer may not even look at what it needs.
+        # A producer may not read the required privileges.
         missing = []
         if purpose != "producer":
-            missing = [row["missing"] for row in await look.db.fetch(MISSING, purpose)]
+            missing = [row["missing"] for row in await context.db.fetch(MISSING, purpose)]
         if missing:
             yield problem(
-                f'"{role}", which is for {meant}, lacks {listed(missing)}',
-                f"as their owner: {grant(look, purpose, role)}",
+                f'"{role}", {meant}, lacks {join_names(missing)}',
+                f"as their owner: {grant_command(context, purpose, role)}",
             )
         else:
-            yield ok(f'"{role}" has what {meant} needs, and owns nothing')
+            yield ok(f'"{role}" has the privileges of {meant}, and does not own the tables')
 
 
-def _uncalled(look: Look, role: str | None, purposes: list[str], tables: list[str]) -> Said:
-    """A role that can read what only relays and operators are to."""
-    names = ", ".join(look.name(table) for table in tables)
+def _secret_reader_result(
+    context: DoctorContext, role: str | None, purposes: list[str], tables: list[str]
+) -> CheckResult:
+    """The result for a role that can read secrets without being a relay or operator."""
+    names = ", ".join(context.qualify(table) for table in tables)
     if role is None:
         return warning(
-            f"everybody was granted SELECT on {names}, with the secrets there",
+            f"PUBLIC has SELECT on {names}, including secrets",
             f"REVOKE SELECT ON {names} FROM PUBLIC",  # noqa: S608 (for an operator to read)
         )
-    what = (
-        f"is for a {' and a '.join(purposes)}" if purposes else "was granted none of our purposes"
-    )
+    what = f"a {' and a '.join(purposes)}" if purposes else "which has no purpose here"
     return warning(
-        f'"{role}", which {what}, can read the secrets in {names}',
-        f"as their owner, which takes away what else it has here: "
-        f"{grant(look, purposes[0] if purposes else 'reader', role)}",
+        f'"{role}", {what}, can read the secrets in {names}',
+        f"as their owner (this revokes its other privileges in the schema): "
+        f"{grant_command(context, purposes[0] if purposes else 'reader', role)}",
     )
 
 
-async def shells(look: Look) -> AsyncIterator[Said]:
-    """What relays that own nothing have emptied is dropped by its owner now and then."""
-    count = await look.db.fetchval(SHELLS)
-    run = f"as their owner: {migrate_command(look.schema)}"
-    says = (
-        f"{many(count, 'partition')} of dropped periods {'is' if count == 1 else 'are'} empty and "
+async def empty_partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Partitions that relays emptied, but do not own, are dropped by the owner."""
+    count = await context.db.fetchval(EMPTY_PARTITIONS)
+    run = f"as their owner: {migrate_command(context.schema)}"
+    message = (
+        f"{count_noun(count, 'partition')} of dropped periods {'is' if count == 1 else 'are'} "
+        "empty and "
         "still attached, because the relays do not own them"
     )
-    if count > look.limits.shells_max:
-        yield warning(f"{says}: so many make planning slow", run)
+    if count > context.limits.empty_partitions_max:
+        yield warning(f"{message}: this slows down planning", run)
     elif count:
-        yield ok(says)
+        yield ok(message)
     else:
         yield ok("no partition of a dropped period is left")
 
 
-def _superuser(look: Look, role: str, *, runs: bool) -> Said:
+def _superuser_result(context: DoctorContext, role: str, *, runs: bool) -> CheckResult:
     who = f'a relay connects as "{role}"' if runs else f'a relay would connect as "{role}"'
     return warning(
-        f"{who}, a superuser: whoever gets hold of the relay has the whole server",
-        f"make a role for relays, and run: {grant(look, 'relay', 'ROLE')}",
+        f"{who}, a superuser: a compromised relay would control the whole server",
+        f"create a role for relays, and run: {grant_command(context, 'relay', 'ROLE')}",
     )
 
 
-def grant(look: Look, purpose: str, role: str) -> str:
-    """The command that gives a role what it needs for a purpose."""
-    return f"{migrate_command(look.schema)} --{purpose} {shlex.quote(role)}"
+def grant_command(context: DoctorContext, purpose: str, role: str) -> str:
+    """Return the command that grants a role the privileges of a purpose."""
+    return f"{migrate_command(context.schema)} --{purpose} {shlex.quote(role)}"

@@ -1,4 +1,4 @@
-"""Our own objects: as the migrations made them, and far enough ahead."""
+"""Doctor checks of the schema: version, id sequence, trigger, wake-up flag, partitions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.sequencing.partition_window import WIDTH
-from outbox.operations.doctor.finding import age, ok, problem, warning
+from outbox.operations.doctor.finding import format_age, ok, problem, warning
 from outbox.store.connection import migrate
 from outbox.store.partitions import PARENTS, PartitionStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
-# What the cursor's argument needs of the sequence behind outbox.id.
+# Properties of the sequence behind outbox.id that the sequencer relies on.
 SEQUENCE = """
 SELECT s.seqcache AS cache, s.seqincrement AS increment, s.seqcycle AS cycle,
        c.relpersistence = 'p' AS logged, seq.name,
@@ -25,20 +25,20 @@ SELECT s.seqcache AS cache, s.seqincrement AS increment, s.seqcycle AS cycle,
   JOIN pg_class c ON c.oid = s.seqrelid
 """
 
-# Statements of their own, in this order: ids only rise, so that neither of the
-# first two can be above the third where nobody went around the sequence.
+# Separate statements in this order: ids only increase, so neither of the first two results can
+# exceed the third, unless ids were assigned without the sequence.
 LAST_EVENT = "SELECT max(id) FROM outbox"
 LAST_READ = "SELECT high FROM batch ORDER BY batch DESC LIMIT 1"
 LAST_GIVEN = """
 SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0)
 """
 
-# The newest period of each kind is the one that is written.
+# The newest period of each kind is the current one.
 WRITTEN_PERIODS = "SELECT kind, max(number) FROM period GROUP BY kind"
 
 TRIGGER = """
 SELECT tgenabled::text FROM pg_trigger
- WHERE tgrelid = 'outbox'::regclass AND tgname = 'ring_the_relay'
+ WHERE tgrelid = 'outbox'::regclass AND tgname = 'notify_relay'
 """
 
 FLAG = """
@@ -50,40 +50,40 @@ SELECT pg_sequence_last_value('wakeup'::regclass) AS value,
 """
 
 _WHY_DISABLED = {
-    "D": "is disabled: nobody wakes a sleeping relay",
-    "R": "is enabled for replicas only: nobody wakes a sleeping relay",
-    "O": "does not fire where session_replication_role is replica",
+    "D": "is disabled: producers cannot wake a sleeping relay",
+    "R": "is enabled for replicas only: producers cannot wake a sleeping relay",
+    "O": "does not fire when session_replication_role is replica",
 }
 
 
-async def version(look: Look) -> AsyncIterator[Said]:
-    """The migrations of this program are applied."""
-    found = await migrate.status(look.db, look.schema)
-    run = f"run: {migrate_command(look.schema)}"
+async def version(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """The migrations of this version are applied."""
+    found = await migrate.status(context.db, context.schema)
+    run = f"run: {migrate_command(context.schema)}"
     if not found.applied:
-        yield problem(f'schema "{look.schema}" is not there', run)
+        yield problem(f'schema "{context.schema}" does not exist', run)
     elif found.pending:
         yield problem(
-            f'schema "{look.schema}" is at version {found.version}, this program needs '
+            f'schema "{context.schema}" is at version {found.version}, this program needs '
             f"{found.pending[-1].version}",
             run,
         )
     elif found.version > found.applied[-1].version:
         yield ok(
-            f'"{look.schema}" is at version {found.version}; this program knows '
-            f"{found.applied[-1].version} and goes on working with it"
+            f'"{context.schema}" is at version {found.version}, newer than version '
+            f"{found.applied[-1].version} of this program, and compatible"
         )
     else:
-        yield ok(f'"{look.schema}" is at version {found.version}')
+        yield ok(f'"{context.schema}" is at version {found.version}')
 
 
-async def sequence(look: Look) -> AsyncIterator[Said]:
-    """Ids are given out one by one, rising, and nobody goes around that."""
-    row = await look.db.fetchrow(SEQUENCE)
+async def sequence(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """The id sequence is consecutive, and all ids come from it."""
+    row = await context.db.fetchrow(SEQUENCE)
     if row is None:
         yield problem(
-            "outbox.id has no sequence, so nothing can be published",
-            "restore it as outbox migrate --sql has it",
+            "outbox.id has no sequence, so producers cannot publish",
+            "create it as in outbox migrate --sql",
         )
         return
     name = row["name"]
@@ -93,105 +93,105 @@ async def sequence(look: Look) -> AsyncIterator[Said]:
         ("it may CYCLE", "NO CYCLE", row["cycle"]),
         ("it is not LOGGED", "SET LOGGED", not row["logged"]),
     ]
-    bad = [(says, do) for says, do, is_wrong in wrong if is_wrong]
+    bad = [(message, do) for message, do, is_wrong in wrong if is_wrong]
     if bad:
         yield problem(
-            f"of {name} {', '.join(says for says, _ in bad)}: events would be lost, "
+            f"sequence {name}: {', '.join(message for message, _ in bad)}; events could be lost, "
             "so sequencing stops",
             "; ".join(f"ALTER SEQUENCE {name} {do}" for _, do in bad),
         )
     if not row["seen"]:
-        yield warning(
-            f"this role may not see how far {name} is", f"GRANT SELECT ON SEQUENCE {name}"
-        )
+        yield warning(f"this role may not read {name}", f"GRANT SELECT ON SEQUENCE {name}")
         return
-    last_event = await look.db.fetchval(LAST_EVENT) or 0
-    last_read = await look.db.fetchval(LAST_READ)
-    given = await look.db.fetchval(LAST_GIVEN)
+    last_event = await context.db.fetchval(LAST_EVENT) or 0
+    last_read = await context.db.fetchval(LAST_READ)
+    given = await context.db.fetchval(LAST_GIVEN)
     if given < last_read:
         yield problem(
-            f"{name} went back to {given}, below {last_read}, which was read already: "
+            f"{name} was reset to {given}, below {last_read}, which is sequenced already: "
             "sequencing stops",
-            f"SELECT setval('{name}', {max(last_read, last_event)}); events published "
-            "meanwhile with lower ids have to be published again",
+            f"SELECT setval('{name}', {max(last_read, last_event)}); then publish "
+            "events with lower ids again",
         )
     elif last_event > given:
         yield problem(
-            f"there is an event with id {last_event}, above {name}, which is at {given}: it was "
-            "written with an id of its own (COPY?), and sequencing stops",
-            f"remove it, or SELECT setval('{name}', {last_event})",
+            f"event id {last_event} is above {name}, which is at {given}: the event was inserted "
+            "with an explicit id (COPY?), and sequencing stops",
+            f"delete it, or SELECT setval('{name}', {last_event})",
         )
     elif not bad:
-        yield ok(f"ids are given out one by one, and stand at {given}")
+        yield ok(f"ids are consecutive; the last one is {given}")
 
 
-async def trigger(look: Look) -> AsyncIterator[Said]:
+async def trigger(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Producers wake a sleeping relay."""
-    enabled = await look.db.fetchval(TRIGGER)
-    table = look.name("outbox")
+    enabled = await context.db.fetchval(TRIGGER)
+    table = context.qualify("outbox")
     if enabled is None:
         yield problem(
-            f"the trigger ring_the_relay of {table} is gone: nobody wakes a sleeping relay",
-            "create it as outbox migrate --sql has it, and ENABLE ALWAYS",
+            f"the trigger notify_relay of {table} is missing: producers cannot wake a sleeping "
+            "relay",
+            "create it as in outbox migrate --sql, with ENABLE ALWAYS",
         )
     elif enabled == "A":
-        yield ok("ring_the_relay is there and always fires")
+        yield ok("notify_relay is enabled always")
     else:
-        say = warning if enabled == "O" else problem
-        yield say(
-            f"the trigger ring_the_relay of {table} {_WHY_DISABLED[enabled]}",
-            f"ALTER TABLE {table} ENABLE ALWAYS TRIGGER ring_the_relay",
+        make_result = warning if enabled == "O" else problem
+        yield make_result(
+            f"the trigger notify_relay of {table} {_WHY_DISABLED[enabled]}",
+            f"ALTER TABLE {table} ENABLE ALWAYS TRIGGER notify_relay",
         )
 
 
-async def flag(look: Look) -> AsyncIterator[Said]:
-    """Producers can read the wake-up flag, and it says something possible."""
-    row = await look.db.fetchrow(FLAG)
-    name = look.name("wakeup")
+async def flag(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Producers can read the wake-up flag, and its value is plausible."""
+    row = await context.db.fetchrow(FLAG)
+    name = context.qualify("wakeup")
     if not row["granted"]:
         yield problem(
-            f"producers may not read {name}: their INSERT fails, or wakes nobody",
+            f"producers may not read {name}: their INSERT fails, or does not wake a relay",
             f"GRANT SELECT ON SEQUENCE {name} TO PUBLIC",
         )
     if not row["seen"]:
         yield warning(f"this role may not read {name}", f"GRANT SELECT ON SEQUENCE {name}")
-    elif (ahead_s := (row["value"] or 0) - row["now"]) > look.limits.asleep_s:
+    elif (ahead_s := (row["value"] or 0) - row["now"]) > context.limits.sleep_flag_max_s:
         yield warning(
-            f"the flag is stuck: it says that a relay sleeps for {age(ahead_s)}, and no relay "
-            "says that for more than a minute; every commit of a producer pays for a NOTIFY",
+            f"the wake-up flag is stuck {format_age(ahead_s)} in the future, and relays set it "
+            "for a "
+            "minute at most; every producer commit sends a NOTIFY",
             f"SELECT setval('{name}', 1)",
         )
     elif row["granted"]:
-        yield ok("a relay may be asleep" if ahead_s > 0 else "no relay sleeps")
+        yield ok("a relay may be sleeping" if ahead_s > 0 else "no relay is sleeping")
 
 
-async def partitions(look: Look) -> AsyncIterator[Said]:
-    """No producer, and no relay, meets a missing partition."""
-    written = dict(await look.db.fetch(WRITTEN_PERIODS))
-    store = PartitionStore(look.db)
+async def partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """The partitions for the current and the next period exist."""
+    written = dict(await context.db.fetch(WRITTEN_PERIODS))
+    store = PartitionStore(context.db)
     wrong = False
     for kind, parents in PARENTS.items():
         for parent in parents:
-            # A detaching one takes no rows any more.
+            # A partition that is being detached accepts no rows.
             there = {p.lo // WIDTH for p in await store.partitions(parent) if not p.detaching}
             for number in (written[kind], written[kind] + 1):
                 if number not in there:
                     wrong = True
-                    yield _missing(look, parent, number, now=number == written[kind])
+                    yield _missing(context, parent, number, now=number == written[kind])
                     break
     if not wrong:
-        yield ok("there are empty ones ahead")
+        yield ok("the partitions of the current and the next period exist")
 
 
-def _missing(look: Look, parent: str, number: int, *, now: bool) -> Said:
-    name = look.name(parent)
-    add = f"SELECT {look.name('add_partition')}('{name}', {number})"
+def _missing(context: DoctorContext, parent: str, number: int, *, now: bool) -> CheckResult:
+    name = context.qualify(parent)
+    add = f"SELECT {context.qualify('add_partition')}('{name}', {number})"
     if now:
         return problem(
-            f"{name} has no partition for the period that is written: writing fails",
+            f"{name} has no partition for the current period: inserts fail",
             f"run now: {add}",
         )
     return warning(
-        f"{name} has no partition for the next period, so this one goes on",
-        f"run outbox relay, which makes it; or now: {add}",
+        f"{name} has no partition for the next period; the current one stays open",
+        f"run outbox relay, which creates it, or run: {add}",
     )

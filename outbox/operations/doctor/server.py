@@ -1,17 +1,17 @@
-"""The server: what it is, what it promises, and its clock."""
+"""Doctor checks of the server: version, durability, timeline, connections and clock."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.operations.doctor.finding import age, many, ok, problem, warning
+from outbox.operations.doctor.finding import count_noun, format_age, ok, problem, warning
 from outbox.store.connection.connect import SERVER_VERSION_MIN
 from outbox.store.replicas import SESSION_NAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
 SERVER_VERSION_TESTED = 18
 
@@ -28,9 +28,9 @@ SELECT current_setting('fsync') AS fsync,
        current_user AS role
 """
 
-# numbackends, and a session's role and name, can be seen by everybody, unlike most of
-# pg_stat_activity.  The reserved ones are for superusers, and from version 16 on for a
-# role of theirs.  A database and a role may have a limit of their own.
+# All roles may read numbackends, and the role and name of a session, unlike most of
+# pg_stat_activity.  Reserved connections are for superusers, and from version 16 on for
+# pg_use_reserved_connections.  A database and a role may have their own limit.
 CONNECTIONS = f"""
 SELECT *,
        (SELECT count(*) FROM pg_stat_activity
@@ -64,97 +64,100 @@ SELECT server_timeline() AS server, timeline AS known, current_user AS role,
 CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 
-async def version(look: Look) -> AsyncIterator[Said]:
-    """A primary of a version that we know."""
-    row = await look.db.fetchrow(VERSION)
-    says = f"PostgreSQL {row['version']}"
+async def version(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """The server is a primary of a tested version."""
+    row = await context.db.fetchrow(VERSION)
+    message = f"PostgreSQL {row['version']}"
     if row["standby"]:
         yield problem(
-            f"{says}, a standby: it takes no writes, and does not see what the primary does",
-            "connect to the primary, or name all hosts with target_session_attrs=primary",
+            f"{message}, a standby: it accepts no writes",
+            "connect to the primary, or list all hosts with target_session_attrs=primary",
         )
     elif row["major"] > SERVER_VERSION_TESTED:
         yield warning(
-            f"{says}; this program is tested on {SERVER_VERSION_MIN} to {SERVER_VERSION_TESTED}",
-            "look for a newer outbox-relay",
+            f"{message}; this program is tested on {SERVER_VERSION_MIN} to {SERVER_VERSION_TESTED}",
+            "upgrade outbox-relay",
         )
     else:
-        yield ok(f"{says}, a primary")
+        yield ok(f"{message}, a primary")
 
 
-async def durability(look: Look) -> AsyncIterator[Said]:
-    """What was committed is there after a crash."""
-    row = await look.db.fetchrow(DURABILITY)
+async def durability(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Committed data survives a crash."""
+    row = await context.db.fetchrow(DURABILITY)
     off = [name for name in ("fsync", "full_page_writes") if row[name] != "on"]
     if off:
         yield warning(
-            f"{' and '.join(off)} {'is' if len(off) == 1 else 'are'} off: a crash of the machine "
-            "can lose events that were delivered already",
+            f"{' and '.join(off)} {'is' if len(off) == 1 else 'are'} off: a machine crash "
+            "can lose events that were already delivered",
             f"set {' and '.join(f'{name} = on' for name in off)} in postgresql.conf",
         )
-    # Where the relay can set it, it does.
-    if look.pooled and row["synchronous_commit"] == "off":
+    # Without a proxy, the relay sets it for its session.
+    if context.pooled and row["synchronous_commit"] == "off":
         yield problem(
-            "synchronous_commit is off, and behind a proxy the relay cannot set it: events may "
-            "be sent whose commit a crash takes back",
+            "synchronous_commit is off, and behind a pooling proxy the relay cannot set it: events "
+            "may be sent whose commit is lost in a crash",
             f'ALTER ROLE "{row["role"]}" SET synchronous_commit = on',
         )
     elif not off:
         yield ok("commits reach the disk before anything is sent")
 
 
-async def timeline(look: Look) -> AsyncIterator[Said]:
-    """A fail-over is noticed, and no lane goes on that may have lost numbers by it."""
-    row = await look.db.fetchrow(TIMELINE)
+async def timeline(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """A failover is detected, and starts new lanes, because commits may have been lost."""
+    row = await context.db.fetchrow(TIMELINE)
     if row["server"] is None:
         yield warning(
-            "the server does not say its timeline: after a fail-over that loses commits, numbers "
-            "that receivers have seen may come again for other events",
+            "the server does not report its timeline: after a failover that loses commits, "
+            "sequence "
+            "numbers that receivers have seen may be used again for other events",
             "GRANT EXECUTE ON FUNCTION pg_current_wal_insert_lsn(), pg_walfile_name(pg_lsn) TO "
-            f'"{row["role"]}"; where that cannot be, change every endpoint\'s number of lanes '
-            "after such a fail-over, before a relay runs again",
+            f'"{row["role"]}"; if that is not possible, change every endpoint\'s number of lanes '
+            "after such a failover, before a relay starts",
         )
     elif row["known"] not in (None, row["server"]):
         yield warning(
-            f"the server is on timeline {row['server']}, and what was sequenced last was on "
-            f"timeline {row['known']}: it was promoted, or recovered, since then",
-            "a relay that lives begins new lanes by itself; if none does: outbox relay",
+            f"the server is on timeline {row['server']}, but the last batch was sequenced on "
+            f"timeline {row['known']}: the server was promoted or recovered since",
+            "a running relay starts new lanes automatically; if none runs: outbox relay",
         )
     elif row["since_s"] is None:
         yield ok(f"timeline {row['server']}")
     else:
-        yield ok(f"timeline {row['server']}; new lanes began with it {age(row['since_s'])} ago")
+        yield ok(
+            f"timeline {row['server']}; new lanes started with it {format_age(row['since_s'])} ago"
+        )
 
 
-async def connections(look: Look) -> AsyncIterator[Said]:
-    """There is room for another relay."""
-    row = await look.db.fetchrow(CONNECTIONS)
+async def connections(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Connections for one more relay are available."""
+    row = await context.db.fetchrow(CONNECTIONS)
     free = max(row["usable"] - row["used"], 0)
-    says = (
-        f"{many(free, 'connection')} of {row['usable']} free, of {row['of']}; "
-        f"our relays have {row['of_relays']}, and one more opens up to "
-        f"{look.limits.connections_free_min}"
+    message = (
+        f"{count_noun(free, 'connection')} of {row['usable']} free, of {row['of']}; "
+        f"relays use {row['of_relays']}, and one more opens up to "
+        f"{context.limits.connections_free_min}"
     )
-    if free < look.limits.connections_free_min:
-        yield warning(says, row["do"])
+    if free < context.limits.connections_free_min:
+        yield warning(message, row["do"])
     else:
-        yield ok(says)
+        yield ok(message)
 
 
-async def clock(look: Look) -> AsyncIterator[Said]:
-    """This machine and the server agree on the time."""
-    before = look.clock()
-    there = await look.db.fetchval(CLOCK)
-    after = look.clock()
-    # It was read somewhere between the two.
+async def clock(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """The clocks of this machine and the server agree."""
+    before = context.clock()
+    there = await context.db.fetchval(CLOCK)
+    after = context.clock()
+    # The server read its clock between `before` and `after`.
     off_s = there - (before + after) / 2
     surely_s = abs(off_s) - (after - before) / 2
     where = "ahead of" if off_s < 0 else "behind"
-    says = f"this machine is {age(abs(off_s))} {where} the server"
-    do = "set both clocks by NTP; if relays run elsewhere, run this there, too"
-    if surely_s > look.limits.clock_problem_s:
-        yield problem(f"{says}: receivers refuse signatures whose time stamp is minutes off", do)
-    elif surely_s > look.limits.clock_warning_s:
-        yield warning(says, do)
+    message = f"this machine is {format_age(abs(off_s))} {where} the server"
+    do = "synchronize both clocks by NTP; if relays run elsewhere, run outbox doctor there, too"
+    if surely_s > context.limits.clock_problem_s:
+        yield problem(f"{message}: receivers reject signatures with such a timestamp", do)
+    elif surely_s > context.limits.clock_warning_s:
+        yield warning(message, do)
     else:
         yield ok(f"this machine and the server agree within {max(abs(off_s), 0.1):.1f} s")

@@ -1,8 +1,8 @@
-"""Our tables: whether they are cleaned, frozen, and how large they are.
+"""Doctor checks of tables: autovacuum, dead rows, wraparound and size.
 
-Rows of `cursor`, `lane_counter`, `lane_progress`, `replica` and `endpoint_health` are
-written over and over, and every version but the last one is dead.  What is partitioned
-is only added to; its partitions are told of together, under their parent's name.
+Rows of `cursor`, `lane_counter`, `lane_progress`, `replica` and `endpoint_health` are updated
+frequently, and each update leaves a dead row.  Partitioned tables are append-only; their
+partitions are reported together, under the parent's name.
 """
 
 from __future__ import annotations
@@ -10,14 +10,22 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.doctor.finding import ROWS_MAX, age, listed, many, ok, problem, warning
+from outbox.operations.doctor.finding import (
+    ROWS_MAX,
+    count_noun,
+    format_age,
+    join_names,
+    ok,
+    problem,
+    warning,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
-# Everybody may see all of it.
+# All roles may read these columns.
 TABLES = """
 WITH parts AS MATERIALIZED (
     SELECT c.oid, coalesce(p.relname, c.relname)::text AS name, c.relname::text AS part,
@@ -42,7 +50,7 @@ SELECT name, sum(live)::bigint AS live, sum(dead)::bigint AS dead,
   FROM parts GROUP BY name ORDER BY name
 """
 
-# Apart, because it waits for whoever holds a table for itself.
+# A separate statement, because pg_total_relation_size waits for ACCESS EXCLUSIVE locks.
 SIZES = """
 SELECT coalesce(p.relname, c.relname)::text AS name,
        sum(pg_total_relation_size(c.oid))::bigint AS bytes
@@ -62,31 +70,31 @@ SELECT current_setting('autovacuum')::boolean AS autovacuum,
 """
 
 
-async def autovacuum(look: Look) -> AsyncIterator[Said]:
-    """Dead rows are cleaned away by themselves."""
-    row = await look.db.fetchrow(SETTINGS)
+async def autovacuum(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Autovacuum is enabled for the server and for all tables."""
+    row = await context.db.fetchrow(SETTINGS)
     off = [name for name in ("autovacuum", "track_counts") if not row[name]]
     if off:
         yield warning(
             f"{' and '.join(off)} {'is' if len(off) == 1 else 'are'} off on this server: dead "
-            "rows stay, and every look at our tables takes longer",
-            f"set {' and '.join(f'{name} = on' for name in off)} in postgresql.conf, and reload",
+            "rows accumulate, and queries become slower",
+            f"set {' and '.join(f'{name} = on' for name in off)} in postgresql.conf, and reload it",
         )
-    tables = [part for row in await look.db.fetch(TABLES) for part in row["off"] or ()]
+    tables = [part for row in await context.db.fetch(TABLES) for part in row["off"] or ()]
     if tables:
         yield warning(
-            f"autovacuum is off for {listed(tables)}: dead rows stay there",
-            f"ALTER TABLE {look.name(tables[0])} RESET (autovacuum_enabled)"
-            + ("; and so for each" if len(tables) > 1 else ""),
+            f"autovacuum is off for {join_names(tables)}: dead rows accumulate",
+            f"ALTER TABLE {context.qualify(tables[0])} RESET (autovacuum_enabled)"
+            + ("; repeat for each table" if len(tables) > 1 else ""),
         )
     if not off and not tables:
-        yield ok("it is on, for the server and for each of our tables")
+        yield ok("autovacuum is on for the server and for all tables")
 
 
-async def dead_rows(look: Look) -> AsyncIterator[Said]:
-    """What was written over does not pile up."""
-    rows = sorted(await look.db.fetch(TABLES), key=lambda row: -row["dead"])
-    limits = look.limits
+async def dead_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Dead rows do not accumulate."""
+    rows = sorted(await context.db.fetch(TABLES), key=lambda row: -row["dead"])
+    limits = context.limits
     bad = [
         row
         for row in rows
@@ -94,18 +102,18 @@ async def dead_rows(look: Look) -> AsyncIterator[Said]:
         and row["dead"] >= limits.dead_rows_share * (row["dead"] + row["live"])
     ]
     for row in bad[:ROWS_MAX]:
-        name = look.name(row["name"])
+        name = context.qualify(row["name"])
         yield warning(
-            f"{name} has {many(row['dead'], 'dead row')} beside {many(row['live'], 'live one')}, "
-            f"{_vacuumed(row)}: every look at it takes longer",
-            f"end what keeps them (see horizon), then VACUUM {name}",
+            f"{name} has {count_noun(row['dead'], 'dead row')} and "
+            f"{count_noun(row['live'], 'live row')}, {_vacuumed(row)}: queries become slower",
+            f"end what holds back VACUUM (see horizon), then VACUUM {name}",
         )
     if not bad:
         most = rows[0]
         yield ok(
-            f"{many(sum(row['dead'] for row in rows), 'dead row')} in all"
+            f"{count_noun(sum(row['dead'] for row in rows), 'dead row')} in all"
             + (
-                f", {most['dead']} of them in {look.name(most['name'])}, {_vacuumed(most)}"
+                f", {most['dead']} of them in {context.qualify(most['name'])}, {_vacuumed(most)}"
                 if most["dead"]
                 else ""
             )
@@ -114,39 +122,41 @@ async def dead_rows(look: Look) -> AsyncIterator[Said]:
 
 def _vacuumed(row: Any) -> str:
     if row["vacuumed_s"] is None:
-        return "which was not vacuumed yet"
-    return f"vacuumed {age(row['vacuumed_s'])} ago"
+        return "never vacuumed"
+    return f"vacuumed {format_age(row['vacuumed_s'])} ago"
 
 
-async def wraparound(look: Look) -> AsyncIterator[Said]:
-    """Old rows are frozen long before the server runs out of transaction numbers."""
-    settings = await look.db.fetchrow(SETTINGS)
-    rows = await look.db.fetch(TABLES)
+async def wraparound(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Old rows are frozen long before transaction ids wrap around."""
+    settings = await context.db.fetchrow(SETTINGS)
+    rows = await context.db.fetch(TABLES)
     overdue = False
     for what, number, oldest in (
         ("transaction", "xids", "oldest"),
         ("multixact", "multixacts", "oldest_by_multixacts"),
     ):
         row = max(rows, key=itemgetter(number))
-        limit = settings[f"{number}_max"] * look.limits.freeze_overdue
-        if row[number] < min(limit, look.limits.freeze_problem):
+        limit = settings[f"{number}_max"] * context.limits.freeze_overdue
+        if row[number] < min(limit, context.limits.freeze_problem):
             continue
         overdue = True
-        say = problem if row[number] >= look.limits.freeze_problem else warning
-        yield say(
-            f"{look.name(row[oldest])} has rows that are {many(row[number], what)} old and not "
-            f"frozen, though autovacuum should begin at {settings[f'{number}_max']}; at some "
-            "2,000,000,000 the server takes no writes",
-            f"end what keeps them (see horizon), then VACUUM (FREEZE) {look.name(row[oldest])}",
+        make_result = problem if row[number] >= context.limits.freeze_problem else warning
+        yield make_result(
+            f"{context.qualify(row[oldest])} has rows that are {count_noun(row[number], what)} "
+            "old and not "
+            f"frozen, although autovacuum should start at {settings[f'{number}_max']}; at about "
+            "2,000,000,000 the server rejects writes",
+            "end what holds back VACUUM (see horizon), then VACUUM (FREEZE) "
+            f"{context.qualify(row[oldest])}",
         )
     if not overdue:
         most = max(row["xids"] for row in rows)
-        yield ok(f"no row waits for long to be frozen; the oldest table is at {most} transactions")
+        yield ok(f"freezing is on time; the oldest table is {most} transactions old")
 
 
-async def size(look: Look) -> AsyncIterator[Said]:
-    """How much room is taken, with indexes."""
-    rows = await look.db.fetch(SIZES, None)
+async def size(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Size of the tables, including indexes."""
+    rows = await context.db.fetch(SIZES, None)
     total = _bytes(sum(row["bytes"] for row in rows))
     most = ", ".join(f"{row['name']} {_bytes(row['bytes'])}" for row in rows[:SIZES_MAX])
     yield ok(f"{total} in all: {most}")

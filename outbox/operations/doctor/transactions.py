@@ -1,4 +1,4 @@
-"""Other people's transactions: which events wait for them, and notifications."""
+"""Doctor checks of transactions: open gaps, open producer transactions, NOTIFY queue."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_literal
 from outbox.operations.doctor.finding import (
-    MAY_SEE,
+    MAY_READ_STATS,
     ROWS_MAX,
-    age,
-    many,
+    count_noun,
+    format_age,
+    missing_privilege,
     ok,
     problem,
-    unseen,
     warning,
 )
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import Look, Said
+    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
-# A gap is about as old as the event behind it.
+# The age of a gap is about the age of the next event.
 GAPS = """
 WITH open AS MATERIALIZED (
     SELECT lower(r) AS lo, upper(r) - 1 AS hi
@@ -34,9 +34,9 @@ SELECT count(*) AS gaps, min(lo) AS oldest,
   FROM open
 """
 
-# Who took an id of the outbox and has not ended.  A prepared transaction has no
-# process; the lock on its own number leads to its name.
-HOLDERS = """
+# Open transactions that took an id from the outbox sequence.  A prepared transaction has no
+# process; the lock on its transaction id leads to its name.
+IN_FLIGHT_TRANSACTIONS = """
 SELECT l.pid, a.usename AS role, a.application_name AS application, a.state, x.gid, x.owner,
        extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, x.prepared))::float8
            AS since_s
@@ -54,9 +54,9 @@ SELECT l.pid, a.usename AS role, a.application_name AS application, a.state, x.g
 
 QUEUE = "SELECT pg_notification_queue_usage()"
 
-# A session reads its notifications between two transactions, whichever database of the
-# server it is in; which sessions listen, PostgreSQL does not tell.
-TAIL = """
+# A session reads notifications only between transactions, and the queue is shared by all
+# databases of the server.  PostgreSQL does not report which sessions listen.
+OLDEST_SESSIONS = """
 SELECT a.pid, a.datname AS database, a.usename AS role, a.application_name AS application,
        a.state, NULL AS gid, count(*) OVER () AS total,
        extract(epoch FROM clock_timestamp() - a.xact_start)::float8 AS since_s
@@ -65,93 +65,100 @@ SELECT a.pid, a.datname AS database, a.usename AS role, a.application_name AS ap
    AND a.pid <> pg_backend_pid()
  ORDER BY a.xact_start LIMIT $1
 """
-TAIL_MAX = 3
+OLDEST_SESSIONS_MAX = 3
 
 
-async def gaps(look: Look) -> AsyncIterator[Said]:
-    """Ids that were given out and may still appear."""
-    row = await look.db.fetchrow(GAPS)
+async def gaps(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No id has been an open gap for long."""
+    row = await context.db.fetchrow(GAPS)
     if not row["gaps"]:
-        yield ok("no id is missing")
+        yield ok("there is no open gap")
         return
     since_s = row["since_s"] or 0.0
-    says = (
-        f"{many(row['gaps'], 'gap')} open, the oldest at id {row['oldest']} "
-        f"for about {age(since_s)}"
+    message = (
+        f"{count_noun(row['gaps'], 'gap')} open, the oldest at id {row['oldest']} "
+        f"for about {format_age(since_s)}"
     )
-    if since_s < look.limits.holder_s:
-        yield ok(says)
-    elif await look.db.fetch(HOLDERS):
+    if since_s < context.limits.holder_s:
+        yield ok(message)
+    elif await context.db.fetch(IN_FLIGHT_TRANSACTIONS):
         yield warning(
-            f"{says}: events of a transaction that has not ended; nothing else waits for them",
+            f"{message}: an open producer transaction holds them; other events are not delayed",
             "end the transactions under publishing",
         )
     else:
         yield warning(
-            f"{says}, and no transaction holds them any more",
-            "a running relay settles them with its next batch: outbox relay",
+            f"{message}, and no open transaction holds them",
+            "a running relay closes them with its next batch; start one: outbox relay",
         )
 
 
-async def holders(look: Look) -> AsyncIterator[Said]:
-    """Transactions that published and have not ended."""
-    rows = await look.db.fetch(HOLDERS)
+async def in_flight(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No transaction that published has been open for long."""
+    rows = await context.db.fetch(IN_FLIGHT_TRANSACTIONS)
     seen = [row for row in rows if row["since_s"] is not None]
-    hidden = [row for row in rows if row["since_s"] is None]
-    old = [row for row in seen if row["since_s"] >= look.limits.holder_s]
+    unreadable = [row for row in rows if row["since_s"] is None]
+    old = [row for row in seen if row["since_s"] >= context.limits.holder_s]
     for row in old[:ROWS_MAX]:
-        yield warning(f"{_who(row)} has published and not ended: its events wait", _end(row))
-    if len(old) > ROWS_MAX:
-        yield warning(f"and {len(old) - ROWS_MAX} more of that kind", "end them, too")
-    if hidden:
-        pids = ", ".join(str(row["pid"]) for row in hidden[:ROWS_MAX])
-        role = (await look.db.fetchrow(MAY_SEE))["role"]
-        yield unseen(f"for how long these have been publishing: pid {pids}", role)
-    if not old and not hidden:
-        yield ok(f"{many(len(rows), 'transaction')} just now, none for long")
-
-
-async def queue(look: Look) -> AsyncIterator[Said]:
-    """Commits that notify fail when the server's queue is full."""
-    share = await look.db.fetchval(QUEUE)
-    if share < look.limits.queue_share:
-        yield ok("the server's queue of notifications is empty enough")
-        return
-    say = problem if share > look.limits.queue_problem_share else warning
-    says = (
-        f"the server's queue of notifications is {share:.0%} full; when it is full, producers fail"
-    )
-    rows = await look.db.fetch(TAIL, TAIL_MAX)
-    for row in rows:
-        yield say(
-            f'{says}; if it listens, {_who(row)} in database "{row["database"]}" keeps it',
-            _end(row),
+        yield warning(
+            f"{_describe_session(row)} has published but not ended: its events wait",
+            _end_command(row),
         )
-    allowed = await look.db.fetchrow(MAY_SEE)
+    if len(old) > ROWS_MAX:
+        yield warning(f"and {len(old) - ROWS_MAX} more of this kind", "end them, too")
+    if unreadable:
+        pids = ", ".join(str(row["pid"]) for row in unreadable[:ROWS_MAX])
+        role = (await context.db.fetchrow(MAY_READ_STATS))["role"]
+        yield missing_privilege(f"how long these have been publishing: pid {pids}", role)
+    if not old and not unreadable:
+        yield ok(f"{count_noun(len(rows), 'transaction')} open, none for long")
+
+
+async def queue(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """The server's NOTIFY queue is not filling up; when it is full, commits fail."""
+    share = await context.db.fetchval(QUEUE)
+    if share < context.limits.queue_share:
+        yield ok("the server's notification queue is nearly empty")
+        return
+    make_result = problem if share > context.limits.queue_problem_share else warning
+    message = (
+        f"the server's notification queue is {share:.0%} full; when it is full, producers fail"
+    )
+    rows = await context.db.fetch(OLDEST_SESSIONS, OLDEST_SESSIONS_MAX)
+    for row in rows:
+        yield make_result(
+            f"{message}; if it listens, {_describe_session(row)} in database "
+            f'"{row["database"]}" holds it back',
+            _end_command(row),
+        )
+    allowed = await context.db.fetchrow(MAY_READ_STATS)
     if not allowed["seen"]:
-        yield say(says, "a session that listens sits in a transaction: end it")
-        yield unseen("which session keeps the queue from being read", allowed["role"])
+        yield make_result(message, "end the open transaction of a listening session")
+        yield missing_privilege("which session holds back the queue", allowed["role"])
     elif not rows:
-        yield say(says, "a session that listens does not read: see pg_stat_activity for the oldest")
+        yield make_result(
+            message, "a listening session does not read: see pg_stat_activity for the oldest"
+        )
 
 
-def _who(row: Any) -> str:
+def _describe_session(row: Any) -> str:
     if row["gid"] is not None:
         return (
             f'the prepared transaction "{row["gid"]}" of {row["owner"]}, prepared '
-            f"{age(row['since_s'])} ago,"
+            f"{format_age(row['since_s'])} ago,"
         )
     if row["pid"] is None:
         return "a prepared transaction"
     application = f', application "{row["application"]}"' if row["application"] else ""
     state = "in a transaction" if row["state"] == "active" else row["state"]
-    return f"pid {row['pid']} (role {row['role']}{application}), {state} for {age(row['since_s'])},"
+    age = format_age(row["since_s"])
+    return f"pid {row['pid']} (role {row['role']}{application}), {state} for {age},"
 
 
-def _end(row: Any) -> str:
+def _end_command(row: Any) -> str:
     if row["gid"] is not None:
         gid = quote_literal(row["gid"]).strip()
-        return f"decide: COMMIT PREPARED {gid}, or ROLLBACK PREPARED {gid}"
+        return f"end it: COMMIT PREPARED {gid}, or ROLLBACK PREPARED {gid}"
     if row["pid"] is None:
         return "find it in pg_prepared_xacts"
     return f"end it in its application, or SELECT pg_terminate_backend({row['pid']})"

@@ -1,7 +1,7 @@
-"""The audit behind `outbox verify`: the promises, asked of the database itself.
+"""Invariant checks of `outbox verify`.
 
-Every check is one query that returns the exceptions to a promise, as text.
-All run in one snapshot, so a relay may work meanwhile.
+Each check is one query that returns the violations of an invariant, as text.  All checks run
+in one snapshot, so relays can keep running.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.partition_window import WIDTH
-from outbox.operations.verify.repair_rules import WHOLE
-from outbox.store.routing import RESENT
+from outbox.operations.verify.repair_rules import INCONSISTENT_ROWS
+from outbox.store.routing import IS_RESENDABLE
 from outbox.store.type_match import FILTER_MET, MATCHES
 
 if TYPE_CHECKING:
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 EXAMPLES_MAX = 5
 
-# A filter that could not be evaluated counts as met, and the journal says so.
-# It is looked at last, and only for what does not meet its filter.
-_MAY_MEET = f"""
+# A filter that could not be evaluated counts as matching, with a journal entry.  The journal is
+# read last, and only for events that do not match.
+_FILTER_MAY_MATCH = f"""
     ({FILTER_MET} IS NOT FALSE OR EXISTS (
         SELECT FROM journal j
-         WHERE j.kind = 'filter_given_up' AND j.data ->> 'filter' = s.filter
+         WHERE j.kind = 'filter_stopped' AND j.data ->> 'filter' = s.filter
            AND (j.data ->> 'from_batch')::bigint <= d.batch))
 """
 
-# Which kinds of events a subscription is for.  There are few kinds, and to ask for
-# every event about every subscription takes an hour where this takes seconds.
-_WANTED = f"""
+# Matches subscriptions against distinct (tenant, type) pairs.  There are few pairs; matching
+# every event against every subscription takes an hour instead of seconds.
+_SUBSCRIBED = f"""
 kinds AS MATERIALIZED (SELECT DISTINCT tenant, type FROM outbox),
-wanted AS MATERIALIZED (
+subscribed AS MATERIALIZED (
     SELECT s.endpoint_id, s.from_batch, s.to_batch, s.filter, o.tenant, o.type
       FROM subscription s JOIN kinds o ON {MATCHES})
 """  # noqa: S608 (constants only)
 
-# Where what is kept begins; a period that is dropped may still be there for a while.
-# The log tells how events were sequenced that are above its first `high`, or late.
+# Where the retained data begins; the partitions of a dropped period may remain for a while.
+# The retained log covers events above its first `high`, and late ones.
 _KEPT = f"""
 kept AS MATERIALIZED (
     SELECT e.id, l.number * {WIDTH} AS batch, l.high
@@ -50,11 +50,11 @@ kept AS MATERIALIZED (
 """  # noqa: S608 (constants only)
 _FIRST_ID, _FIRST_BATCH = "(SELECT id FROM kept)", "(SELECT batch FROM kept)"
 
-# In which batch every committed event was sequenced: as a late one, or when
-# the cursor passed it.  Ids in open gaps are not sequenced yet.
+# The batch that sequenced each committed event: the one that found it late, or the one whose
+# cursor passed it.  Ids in open gaps are not sequenced yet.
 # width_bucket finds the batch by binary search; a join would be quadratic.
-# MATERIALIZED, or the batch is worked out anew for every subscription; and the
-# arrays are scalar subqueries, or every row of a join would carry a copy of them.
+# MATERIALIZED prevents computing the batch again per subscription; the arrays are scalar
+# subqueries, because each row of a join would carry a copy of them.
 _SEQUENCED = f"""
 {_KEPT},
 late AS MATERIALIZED (
@@ -81,8 +81,8 @@ sequenced AS MATERIALIZED (
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """A promise, and the query for the exceptions to it."""
+class AuditCheck:
+    """An invariant, and the query that returns its violations."""
 
     name: str
     promise: str
@@ -90,54 +90,54 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check found."""
+class AuditFinding:
+    """Result of one check."""
 
-    check: Check
+    check: AuditCheck
     violations: int
     examples: tuple[str, ...]
 
 
-CHECKS: tuple[Check, ...] = (
-    Check(
+CHECKS: tuple[AuditCheck, ...] = (
+    AuditCheck(
         "lost",
-        "no committed event was taken for one that will never appear",
+        "no committed event was skipped as a rolled-back id",
         """
-        SELECT format('event %s was declared dead by batch %s', o.id, b.batch)
+        SELECT format('event %s was skipped by batch %s', o.id, b.batch)
           FROM batch b, unnest(b.dead) r, outbox o
          WHERE o.id >= lower(r) AND o.id < upper(r)
         """,
     ),
-    # Both books are added up rather than joined: the planner cannot know how many rows
-    # there are of either, and a nested loop over them would never end.
-    Check(
+    # Expected and actual deliveries are aggregated instead of joined: the planner cannot estimate
+    # the size of either, and a nested loop over them would not finish.
+    AuditCheck(
         "complete",
-        "every committed event has one delivery for each endpoint that subscribed to it",
+        "each committed event has exactly one delivery per subscribed endpoint",
         f"""
-        WITH {_SEQUENCED}, {_WANTED}
-        SELECT format('event %s has %s deliveries for endpoint %s', id, sum(given),
+        WITH {_SEQUENCED}, {_SUBSCRIBED}
+        SELECT format('event %s has %s deliveries for endpoint %s', id, sum(actual),
                       (SELECT name FROM endpoint e WHERE e.id = endpoint_id))
-          FROM (SELECT q.id, s.endpoint_id, q.batch, true AS owed, 0 AS given
+          FROM (SELECT q.id, s.endpoint_id, q.batch, true AS expected, 0 AS actual
                   FROM sequenced q
-                  JOIN wanted s ON s.type = q.type
+                  JOIN subscribed s ON s.type = q.type
                    AND coalesce(s.tenant, '') = coalesce(q.tenant, '')
                    AND s.from_batch <= q.batch AND (s.to_batch IS NULL OR q.batch < s.to_batch)
                  WHERE s.filter IS NULL
-                    OR (SELECT meets(o.payload, s.filter) FROM outbox o WHERE o.id = q.id)
+                    OR (SELECT matches_filter(o.payload, s.filter) FROM outbox o WHERE o.id = q.id)
                 UNION ALL
                 SELECT d.outbox_id, l.endpoint_id, d.batch, false, 1
                   FROM delivery d JOIN lane l ON l.id = d.lane_id
                  WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
-                   AND d.batch >= {_FIRST_BATCH} AND d.outbox_id >= {_FIRST_ID}) both_books
-         GROUP BY id, endpoint_id, batch HAVING bool_or(owed) AND sum(given) <> 1
+                   AND d.batch >= {_FIRST_BATCH} AND d.outbox_id >= {_FIRST_ID}) expected_and_actual
+         GROUP BY id, endpoint_id, batch HAVING bool_or(expected) AND sum(actual) <> 1
         """,  # noqa: S608 (constants only)
     ),
-    Check(
+    AuditCheck(
         "real",
-        "every delivery is of a committed event that its endpoint subscribed to",
+        "each delivery refers to a committed event that its endpoint subscribed to",
         f"""
         WITH {_KEPT}
-        SELECT format('lane %s number %s: event %s', d.lane_id, d.seq, d.outbox_id)
+        SELECT format('lane %s sequence %s: event %s', d.lane_id, d.seq, d.outbox_id)
           FROM delivery d
           JOIN lane l ON l.id = d.lane_id
           LEFT JOIN outbox o ON o.id = d.outbox_id
@@ -147,39 +147,39 @@ CHECKS: tuple[Check, ...] = (
                  SELECT FROM subscription s
                   WHERE s.endpoint_id = l.endpoint_id AND s.from_batch <= d.batch
                     AND (s.to_batch IS NULL OR d.batch < s.to_batch) AND {MATCHES}
-                    AND {_MAY_MEET}), false)
+                    AND {_FILTER_MAY_MATCH}), false)
         """,  # noqa: S608 (constants only)
     ),
-    Check(
+    AuditCheck(
         "once",
-        "no event was given two numbers in one endpoint, apart from replays and backfills",
+        "no event was sequenced twice for one endpoint, except by replays and backfills",
         """
-        SELECT format('event %s has numbers in endpoint %s: %s', d.outbox_id, l.endpoint_id,
-                      string_agg(d.seq::text, ', '))
+        SELECT format('event %s was sequenced twice for endpoint %s: %s', d.outbox_id,
+                      l.endpoint_id, string_agg(d.seq::text, ', '))
           FROM delivery d JOIN lane l ON l.id = d.lane_id
          WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
          GROUP BY d.outbox_id, l.endpoint_id HAVING count(*) > 1
         """,
     ),
-    # Each of very many replays is a look by index into a delivery's lane: as joins these
-    # would be planned for the few rows that the planner knows of, and be quadratic.
-    Check(
+    # LATERAL with OFFSET 0 forces an index scan per replay: the planner underestimates the rows,
+    # and a join would be quadratic.
+    AuditCheck(
         "replayed",
-        "every number sent again has one new delivery, of the same event, in order",
+        "each replayed sequence has exactly one new delivery, of the same event, in order",
         f"""
         WITH {_KEPT}
-        SELECT format('replay %s: %s deliveries of %s numbers from %s on', r.id, d.n,
+        SELECT format('replay %s: %s deliveries for %s sequences from %s', r.id, d.n,
                       r.next_seq - x.seq, x.seq)
           FROM replay r
          CROSS JOIN LATERAL (SELECT seq FROM dead_letter WHERE id = r.dead_id OFFSET 0) x
          CROSS JOIN LATERAL (
-               SELECT count(*) AS n, count(DISTINCT replay_seq) AS numbers,
+               SELECT count(*) AS n, count(DISTINCT replay_seq) AS sequences,
                       coalesce(min(replay_seq), r.next_seq) AS first, max(replay_seq) AS last
                  FROM delivery WHERE replay_id = r.id AND batch >= {_FIRST_BATCH}) d
-         WHERE d.n <> r.next_seq - d.first OR d.numbers <> d.n OR d.last >= r.next_seq
+         WHERE d.n <> r.next_seq - d.first OR d.sequences <> d.n OR d.last >= r.next_seq
             OR NOT CASE {_FIRST_BATCH} WHEN 0 THEN d.first = x.seq ELSE d.first >= x.seq END
         UNION ALL
-        SELECT format('lane %s number %s stands for number %s of replay %s', d.lane_id, d.seq,
+        SELECT format('lane %s sequence %s replaces sequence %s of replay %s', d.lane_id, d.seq,
                       d.replay_seq, d.replay_id)
           FROM (SELECT *, lag(replay_seq) OVER (
                        PARTITION BY replay_id, lane_id ORDER BY seq) AS replay_seq_before
@@ -202,45 +202,45 @@ CHECKS: tuple[Check, ...] = (
                     OR coalesce(x.backfill_id, was.backfill_id) IS DISTINCT FROM d.backfill_id)
         """,  # noqa: S608
     ),
-    # Both books are added up, as above.  What was erased may have been passed over.
-    Check(
+    # Aggregated, as in `complete`.  Erased events may have been skipped.
+    AuditCheck(
         "resent",
-        "of what a receiver asked for again, each number that was delivered came once more",
+        "each resend request produced exactly one copy per delivered sequence",
         f"""
         WITH {_KEPT},
-        asked AS MATERIALIZED (
+        requested AS MATERIALIZED (
             SELECT r.id, j.lane_id, p.first_id, r.next_seq,
                    p.first_id >= (SELECT seq FROM delivery
                                    WHERE lane_id = j.lane_id AND batch >= {_FIRST_BATCH}
                                    ORDER BY batch, seq LIMIT 1) AS is_kept
               FROM replay r JOIN replay_job j ON j.id = r.job_id AND j.kind = 'lane'
-              JOIN replay_part p ON p.job_id = j.id)
-        SELECT format('replay %s: number %s with event %s came %s times', id, seq, outbox_id,
-                      sum(given))
-          FROM (SELECT a.id, d.seq, d.outbox_id, a.is_kept, 1 AS owed, 0 AS given,
+              JOIN replay_job_endpoint p ON p.job_id = j.id)
+        SELECT format('replay %s: sequence %s with event %s has %s copies', id, seq, outbox_id,
+                      sum(actual))
+          FROM (SELECT a.id, d.seq, d.outbox_id, a.is_kept, 1 AS expected, 0 AS actual,
                        EXISTS (SELECT FROM outbox
-                                WHERE id = d.outbox_id AND payload IS NOT NULL) AS must
-                  FROM asked a
+                                WHERE id = d.outbox_id AND payload IS NOT NULL) AS is_required
+                  FROM requested a
                   JOIN delivery d ON d.lane_id = a.lane_id AND d.seq >= a.first_id
                    AND d.seq < a.next_seq AND d.batch >= {_FIRST_BATCH}
-                 WHERE {RESENT.format(d="d", lane="a.lane_id", first="a.first_id")}
+                 WHERE {IS_RESENDABLE.format(d="d", lane="a.lane_id", first="a.first_id")}
                  UNION ALL
                 SELECT a.id, d.replay_seq, d.outbox_id, a.is_kept, 0, 1, false
-                  FROM asked a JOIN delivery d ON d.replay_id = a.id
-                 WHERE d.batch >= {_FIRST_BATCH}) both_books
+                  FROM requested a JOIN delivery d ON d.replay_id = a.id
+                 WHERE d.batch >= {_FIRST_BATCH}) expected_and_actual
          GROUP BY id, seq, outbox_id
-        HAVING sum(given) > 1
+        HAVING sum(actual) > 1
             OR bool_or(is_kept)
-               AND (sum(given) > sum(owed) OR bool_or(must) AND sum(given) = 0)
+               AND (sum(actual) > sum(expected) OR bool_or(is_required) AND sum(actual) = 0)
         """,  # noqa: S608
     ),
-    Check(
+    AuditCheck(
         "backfilled",
-        "a backfill gives its endpoint what it covers, each event once, in order in each lane",
+        "each backfill delivers every covered event exactly once, in order per lane",
         f"""
         WITH {_KEPT}
-        SELECT format('backfill %s: %s deliveries, not %s', p.job_id, d.n, p.taken)
-          FROM replay_part p
+        SELECT format('backfill %s: %s deliveries instead of %s', p.job_id, d.n, p.taken)
+          FROM replay_job_endpoint p
           JOIN replay_job j ON j.id = p.job_id AND j.kind = 'history'
          CROSS JOIN LATERAL (
                SELECT count(*) AS n FROM delivery
@@ -248,7 +248,7 @@ CHECKS: tuple[Check, ...] = (
                   AND batch >= {_FIRST_BATCH}) d
          WHERE d.n > p.taken OR d.n < p.taken AND {_FIRST_BATCH} = 0
         UNION ALL
-        SELECT format('lane %s number %s: event %s of backfill %s', d.lane_id, d.seq,
+        SELECT format('lane %s sequence %s: event %s of backfill %s', d.lane_id, d.seq,
                       d.outbox_id, d.backfill_id)
           FROM (SELECT *, lag(outbox_id) OVER (
                           PARTITION BY backfill_id, lane_id ORDER BY seq) AS before,
@@ -257,16 +257,17 @@ CHECKS: tuple[Check, ...] = (
          CROSS JOIN LATERAL (SELECT endpoint_id FROM lane WHERE id = d.lane_id OFFSET 0) l
           LEFT JOIN LATERAL (
                SELECT p.endpoint_id, p.first_id, p.next_id, j.gaps
-                 FROM replay_part p JOIN replay_job j ON j.id = p.job_id AND j.kind = 'history'
+                 FROM replay_job_endpoint p
+                 JOIN replay_job j ON j.id = p.job_id AND j.kind = 'history'
                 WHERE p.job_id = d.backfill_id OFFSET 0) p ON true
          WHERE p.endpoint_id IS DISTINCT FROM l.endpoint_id OR d.times > 1
             OR d.outbox_id <= d.before OR d.outbox_id < p.first_id OR d.outbox_id >= p.next_id
             OR p.gaps @> d.outbox_id
         """,  # noqa: S608
     ),
-    Check(
-        "numbered",
-        "in every lane the numbers are 1, 2, 3 … without holes, as far back as they are kept",
+    AuditCheck(
+        "contiguous",
+        "the sequence numbers of each lane are 1, 2, 3, ... without holes",
         f"""
         WITH {_KEPT}
         SELECT format('lane %s: counter %s, %s deliveries from %s to %s', c.lane_id, c.last_seq,
@@ -281,12 +282,12 @@ CHECKS: tuple[Check, ...] = (
                > CASE {_FIRST_BATCH} WHEN 0 THEN 1 ELSE p.acked_seq + 1 END
         """,  # noqa: S608 (constants only)
     ),
-    Check(
+    AuditCheck(
         "accounted",
-        "every number that a lane passed was delivered or given up, and not both",
+        "each sequence at or below a checkpoint was either delivered or dead-lettered",
         f"""
         WITH {_KEPT}
-        SELECT format('lane %s number %s: %s successes, %s dead letters', d.lane_id, d.seq,
+        SELECT format('lane %s sequence %s: %s successes, %s dead letters', d.lane_id, d.seq,
                       (a.n > 0)::int, x.n)
           FROM lane_progress p
           JOIN delivery d ON d.lane_id = p.lane_id AND d.seq <= p.acked_seq
@@ -301,9 +302,9 @@ CHECKS: tuple[Check, ...] = (
          WHERE (a.n > 0)::int + x.n <> 1
         """,  # noqa: S608
     ),
-    Check(
+    AuditCheck(
         "in order",
-        "behind a lane's checkpoint the acknowledged numbers follow one another",
+        "acknowledged sequences after a checkpoint are contiguous",
         """
         SELECT format('lane %s: acknowledged %s after checkpoint %s', t.lane_id, t.seq, t.acked_seq)
           FROM (SELECT p.lane_id, p.acked_seq, a.seq,
@@ -314,9 +315,9 @@ CHECKS: tuple[Check, ...] = (
          WHERE t.seq <> t.acked_seq + t.nth
         """,
     ),
-    Check(
+    AuditCheck(
         "gaps",
-        "open gaps lie below the cursor and do not overlap",
+        "open gaps are below the cursor and do not overlap",
         """
         WITH open AS (
             SELECT int8range(lo, hi, '[]') AS ids FROM gap
@@ -328,16 +329,16 @@ CHECKS: tuple[Check, ...] = (
             OR (SELECT count(*) FROM open b WHERE b.ids && a.ids) > 1
         """,
     ),
-    Check(
+    AuditCheck(
         "owned",
-        "the journal tells the same owners and endpoints as the tables",
+        "the journal agrees with the tables about owners and endpoint states",
         """
         SELECT format('endpoint %s: epoch %s, journal %s', o.endpoint_id, o.epoch, j.epoch)
           FROM ownership o
           LEFT JOIN LATERAL (
                SELECT max((data ->> 'epoch')::bigint) AS epoch FROM journal j
                 WHERE j.endpoint_id = o.endpoint_id
-                  AND j.kind IN ('endpoint_claimed', 'endpoint_freed')) j ON true
+                  AND j.kind IN ('endpoint_claimed', 'endpoint_released')) j ON true
          WHERE o.epoch <> coalesce(j.epoch, 0)
         UNION ALL
         SELECT format('endpoint %s is %s, journal: %s', e.id, e.state, j.kind)
@@ -356,10 +357,10 @@ CHECKS: tuple[Check, ...] = (
                ELSE 'endpoint_' || e.state = coalesce(j.kind, '') END
         """,
     ),
-    Check(
+    AuditCheck(
         "whole",
-        "every row that something needs is there, and nothing is left of what ended",
-        WHOLE,
+        "no required row is missing, and no row is left of removed endpoints",
+        INCONSISTENT_ROWS,
     ),
 )
 
@@ -372,17 +373,17 @@ SELECT (SELECT count(*) FROM outbox) AS events,
 """
 
 
-async def audit(connection: Connection[Any]) -> AsyncIterator[Finding]:
-    """Run every check in one snapshot; yields what each found, in order."""
+async def run_checks(connection: Connection[Any]) -> AsyncIterator[AuditFinding]:
+    """Run all checks in one snapshot; yields the result of each, in order."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         for check in CHECKS:
             row = await connection.fetchrow(
                 f"SELECT count(*) AS n, (array_agg(what))[1:{EXAMPLES_MAX}] AS examples "  # noqa: S608
                 f"FROM ({check.query}) AS exceptions(what)"
             )
-            yield Finding(check, row["n"], tuple(row["examples"] or ()))
+            yield AuditFinding(check, row["n"], tuple(row["examples"] or ()))
 
 
-async def counts(connection: Connection[Any]) -> dict[str, int]:
-    """How much the audit is about."""
+async def count_rows(connection: Connection[Any]) -> dict[str, int]:
+    """Count the rows of the audited tables."""
     return dict(await connection.fetchrow(COUNTS))

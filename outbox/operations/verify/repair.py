@@ -1,10 +1,9 @@
-"""Mending what `outbox verify` found, as far as the other tables tell how it has to be.
+"""Repair of violations found by `outbox verify`, where other tables determine the right value.
 
-All of it is one change of who gets what: under the cursor row, so that no batch is
-written meanwhile, and looked at again there before anything is done.  What relays hold
-in memory of what is mended they must not use again: their registrations are ended, as
-those of a dead one are, so that nothing that they still have on the wire is written;
-they register anew within a second, and read everything afresh.
+All repairs run in one routing transaction: it locks the cursor row, so no batch is written
+concurrently, and reads the damage again under the lock.  Relays must not use cached state that
+was repaired.  Their registrations are therefore ended like those of an expired replica, which
+fences off results of requests in flight; they register again within a second and reload.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import orjson
 
 from outbox.core.model.sql_names import quote_ident
 from outbox.errors import CannotRun
-from outbox.operations.verify.repair_rules import LOOSE_PARTITIONS, REPAIRS
+from outbox.operations.verify.repair_rules import DETACHED_PARTITIONS, REPAIRS
 from outbox.store.connection.connect import map_errors
-from outbox.store.cursor import SIGN_CURSOR
-from outbox.store.replicas import FREE_ALL, LOCK_REPLICA, REMOVE_REPLICA
-from outbox.store.routing_change import change, write_journal
+from outbox.store.cursor import SET_LEADER
+from outbox.store.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
+from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,121 +36,129 @@ READ_REPLICAS = "SELECT id FROM replica ORDER BY id"
 
 IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {})"
 
-DROP_LOOSE = "drop an empty table that was cut off its parent and is part of nothing"
+DROP_DETACHED = "drop an empty detached partition"
 
 ADVICE: Mapping[str, str] = {
-    "lost": "publish these events again in your application; outbox trace ID shows each",
-    "complete": "see outbox trace ID; publish an event again that has no delivery, or restore "
-    "delivery from a backup",
-    "real": "restore outbox and delivery from the same backup; see outbox trace ID",
-    "once": "its receiver dropped the second by its X-Delivery; see outbox trace ID",
-    "replayed": "see outbox dead show ID; what is missing can be sent again: outbox dead replay ID",
-    "resent": "see outbox replay list --state all; the receiver asks for what is missing again",
-    "backfilled": "see outbox replay show JOB; ask for what is missing again: outbox replay",
-    "numbered": "where --repair leaves one, numbers are missing: restore delivery from a backup, "
-    "or begin new lanes: outbox endpoint update NAME --lanes N",
-    "accounted": "restore attempt and dead_letter from a backup; ask the receiver whether it has "
-    "the number",
-    "in order": "where --repair leaves one, an acknowledgement is missing: restore attempt",
-    "gaps": "where --repair leaves one, it stands in the newest batch, and the leader settles it",
-    "owned": "where --repair leaves one, say what the endpoint is to be: outbox endpoint pause, "
-    "resume, enable, disable or remove",
-    "whole": "where --repair leaves one, restore the lane's rows from a backup, or remove its "
-    "endpoint and add it again",
+    "lost": "publish these events again from the application; see outbox trace ID",
+    "complete": "see outbox trace ID; publish an event without a delivery again, or restore the "
+    "table delivery from a backup",
+    "real": "restore the tables outbox and delivery from the same backup; see outbox trace ID",
+    "once": "the receiver discards the duplicate by its X-Delivery; see outbox trace ID",
+    "replayed": "see outbox dead show ID; replay missing deliveries: outbox dead replay ID",
+    "resent": "see outbox replay list --state all; the receiver can request missing sequences "
+    "again",
+    "backfilled": "see outbox replay show JOB; start a new backfill: outbox replay",
+    "contiguous": "run outbox verify --repair; if a violation remains, deliveries are missing: "
+    "restore the table delivery from a backup, or start new lanes: outbox endpoint update NAME "
+    "--lanes N",
+    "accounted": "restore the tables attempt and dead_letter from a backup; ask the receiver "
+    "whether it has the sequence",
+    "in order": "run outbox verify --repair; if a violation remains, restore the table attempt "
+    "from a backup",
+    "gaps": "run outbox verify --repair; if a violation remains, the leader resolves it with the "
+    "next batch",
+    "owned": "run outbox verify --repair; if a violation remains, set the endpoint's state: "
+    "outbox endpoint pause, resume, enable, disable or remove",
+    "whole": "run outbox verify --repair; if a violation remains, restore the lane's rows from a "
+    "backup, or remove its endpoint and add it again",
 }
-"""By check, what to do about what stays."""
+"""The action to take for a violation, by check."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
-    """A damage, and what was done about it, or would be."""
+class AppliedRepair:
+    """One repair, applied or planned."""
 
     repair: str
     what: str
-    does: str
+    action: str
     before: Any
     after: Any
 
 
-async def plan(connection: Connection[Any], schema: str) -> list[Mended]:
-    """What `mend` would do now; changes nothing."""
-    found: list[Mended] = []
+async def plan_repairs(connection: Connection[Any], schema: str) -> list[AppliedRepair]:
+    """Return the repairs that `apply_repairs` would make now, without a change."""
+    found: list[AppliedRepair] = []
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             for repair in REPAIRS:
-                rows = await connection.fetch(repair.find)
-                found += [m for _, m in _mended(repair, rows)]
-            found += [_dropped(name) for name in await _loose(connection)]
+                rows = await connection.fetch(repair.find_sql)
+                found += [m for _, m in _to_repairs(repair, rows)]
+            found += [
+                _partition_repair(name) for name in await _find_detached_partitions(connection)
+            ]
     return found
 
 
-async def mend(connection: Connection[Any], schema: str, *, actor: str) -> list[Mended]:
-    """Mend everything that can be, in one transaction; each repair is journalled.
+async def apply_repairs(
+    connection: Connection[Any], schema: str, *, actor: str
+) -> list[AppliedRepair]:
+    """Apply all possible repairs in one transaction, with a journal entry for each.
 
     Raises:
-        CannotRun: a relay could not be made to begin anew; nothing was changed.
+        CannotRun: a row was locked for too long; nothing was changed.
     """
-    done: list[Mended] = []
-    begun_anew = False
+    done: list[AppliedRepair] = []
+    replicas_expired = False
     try:
-        async with change(connection, schema):
+        async with routing_transaction(connection, schema):
             await connection.execute(f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)}")
             for repair in REPAIRS:
-                rows = await connection.fetch(repair.find)
+                rows = await connection.fetch(repair.find_sql)
                 if not rows:
                     continue
-                told = _mended(repair, rows)
-                if repair.forgets:
-                    if not begun_anew:
-                        await _begin_anew(connection, actor)
-                        begun_anew = True
-                    # What a relay has written since then counts, and its end is written, too.
-                    rows = await connection.fetch(repair.find)
-                columns = [[row[name] for row in rows] for name in repair.takes]
-                await connection.execute(repair.mend, *columns)
-                for endpoint_id, mended in told:
-                    await _tell(connection, actor, endpoint_id, mended)
-                    done.append(mended)
-            for name in await _loose(connection):
+                planned = _to_repairs(repair, rows)
+                if repair.expires_replicas:
+                    if not replicas_expired:
+                        await _expire_replicas(connection, actor)
+                        replicas_expired = True
+                    # Read again: relays may have written until they were expired.
+                    rows = await connection.fetch(repair.find_sql)
+                columns = [[row[name] for row in rows] for name in repair.columns]
+                await connection.execute(repair.repair_sql, *columns)
+                for endpoint_id, applied in planned:
+                    await _journal_repair(connection, actor, endpoint_id, applied)
+                    done.append(applied)
+            for name in await _find_detached_partitions(connection):
                 await connection.execute(f"DROP TABLE {quote_ident(name)}")
-                await _tell(connection, actor, None, _dropped(name))
-                done.append(_dropped(name))
+                await _journal_repair(connection, actor, None, _partition_repair(name))
+                done.append(_partition_repair(name))
             if not done:
-                raise _Nothing
-    except _Nothing:
+                raise _NothingToRepair
+    except _NothingToRepair:
         pass
     except asyncpg.LockNotAvailableError:
         raise CannotRun(
-            f"something holds our rows for over {LOCK_TIMEOUT_S:.0f} s; nothing was changed: "
+            f"another session holds a lock for over {LOCK_TIMEOUT_S:.0f} s; nothing was changed: "
             "stop the relays, and run it again"
         ) from None
     return done
 
 
-async def _begin_anew(connection: Connection[Any], actor: str) -> None:
-    """Nobody who is registered now writes anything more, or leads."""
+async def _expire_replicas(connection: Connection[Any], actor: str) -> None:
+    """Expire all registered replicas, which fences them, and end the leader's term."""
     for row in await connection.fetch(READ_REPLICAS):
         await connection.fetchval(LOCK_REPLICA, row["id"], None, None)
-        await connection.execute(FREE_ALL, row["id"], actor, "repaired")
+        await connection.execute(RELEASE_ALL, row["id"], actor, "repaired")
         await connection.execute(REMOVE_REPLICA, row["id"])
-    await connection.execute(SIGN_CURSOR, None)
+    await connection.execute(SET_LEADER, None)
 
 
-async def _loose(connection: Connection[Any]) -> list[str]:
-    """Tables that are named like partitions, are none, and are empty."""
-    names = [row["name"] for row in await connection.fetch(LOOSE_PARTITIONS)]
+async def _find_detached_partitions(connection: Connection[Any]) -> list[str]:
+    """Empty tables with a partition's name that are not attached to a parent."""
+    names = [row["name"] for row in await connection.fetch(DETACHED_PARTITIONS)]
     return [n for n in names if await connection.fetchval(IS_EMPTY.format(quote_ident(n)))]
 
 
-def _mended(repair: Repair, rows: list[Any]) -> list[tuple[UUID | None, Mended]]:
-    """Each damage once, and whose it is."""
+def _to_repairs(repair: Repair, rows: list[Any]) -> list[tuple[UUID | None, AppliedRepair]]:
+    """One repair per violation, with its endpoint; a violation can have several rows."""
     found = {
         row["what"]: (
             row["endpoint_id"],
-            Mended(
+            AppliedRepair(
                 repair.name,
                 row["what"],
-                repair.does,
+                repair.action,
                 row["before"] and orjson.loads(row["before"]),
                 row["after"] and orjson.loads(row["after"]),
             ),
@@ -161,22 +168,22 @@ def _mended(repair: Repair, rows: list[Any]) -> list[tuple[UUID | None, Mended]]
     return list(found.values())
 
 
-def _dropped(name: str) -> Mended:
-    what = f"table {name} is empty, and no partition of anything"
-    return Mended("partitions", what, DROP_LOOSE, name, None)
+def _partition_repair(name: str) -> AppliedRepair:
+    what = f"table {name} is an empty detached partition"
+    return AppliedRepair("partitions", what, DROP_DETACHED, name, None)
 
 
-async def _tell(
-    connection: Connection[Any], actor: str, endpoint_id: UUID | None, mended: Mended
+async def _journal_repair(
+    connection: Connection[Any], actor: str, endpoint_id: UUID | None, applied: AppliedRepair
 ) -> None:
-    told = {
-        "repair": mended.repair,
-        "what": mended.what,
-        "before": mended.before,
-        "after": mended.after,
+    entry = {
+        "repair": applied.repair,
+        "what": applied.what,
+        "before": applied.before,
+        "after": applied.after,
     }
-    await write_journal(connection, "repaired", actor, endpoint_id, told)
+    await write_journal(connection, "repaired", actor, endpoint_id, entry)
 
 
-class _Nothing(Exception):
-    """Takes back a change in which nothing was changed."""
+class _NothingToRepair(Exception):
+    """Rolls back a transaction that had nothing to repair."""

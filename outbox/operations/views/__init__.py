@@ -1,1 +1,1 @@
-"""How things are told to programs: the same objects by `--json` and by the HTTP API."""
+"""JSON forms, shared by `--json` and the HTTP API."""

@@ -1,4 +1,4 @@
-"""How the doctor's findings are told to programs."""
+"""JSON form of doctor findings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from outbox.operations.doctor import Severity
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.operations.doctor import Finding
+    from outbox.operations.doctor import DoctorFinding
 
 
-def examined(schema: str, findings: Sequence[Finding]) -> dict[str, Any]:
-    """All of them, and how many need somebody."""
+def doctor_report(schema: str, findings: Sequence[DoctorFinding]) -> dict[str, Any]:
+    """JSON form of the report: findings, with the number of problems and warnings."""
     return {
         "schema": schema,
         "problems": sum(f.severity is Severity.PROBLEM for f in findings),

@@ -1,4 +1,4 @@
-"""How endpoints are told to programs."""
+"""JSON form of endpoints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from outbox.core.model import endpoint_config
 
 if TYPE_CHECKING:
     from outbox.core.model.endpoint import EndpointSettings
-    from outbox.operations.apply import Outcome, Step
+    from outbox.operations.apply import ApplyOutcome, ApplyStep
     from outbox.operations.endpoint_changes import NewEndpoint, Updated
-    from outbox.operations.endpoints import Detail
+    from outbox.operations.endpoints import EndpointDetail
 
 
-def detail(found: Detail) -> dict[str, Any]:
-    """Everything about one."""
+def detail(found: EndpointDetail) -> dict[str, Any]:
+    """JSON form of one endpoint."""
     return {
         "endpoint": found.row,
         "settings": settings(found.settings),
@@ -22,19 +22,19 @@ def detail(found: Detail) -> dict[str, Any]:
         "secrets": found.secrets,
         "certificate": found.certificate,
         "lanes": found.lanes,
-        "hands": found.hands,
+        "ownership_history": found.ownership_history,
     }
 
 
 def settings(held: EndpointSettings) -> dict[str, Any]:
-    """Settings by the names of files and flags; values of headers, which may be credentials,
-    are null.
+    """JSON form of settings, by the names used in files and flags; header values are null,
+    because they may be credentials.
     """
-    return {name: endpoint_config.value(held, name) for name in endpoint_config.FIELDS}
+    return {name: endpoint_config.setting_value(held, name) for name in endpoint_config.FIELDS}
 
 
 def added(made: NewEndpoint) -> dict[str, Any]:
-    """A new one, with its secret."""
+    """JSON form of a new endpoint, with its secret."""
     return {
         "id": made.id,
         "name": made.name,
@@ -45,13 +45,13 @@ def added(made: NewEndpoint) -> dict[str, Any]:
 
 
 def updated(done: Updated) -> dict[str, Any]:
-    """What was changed: each setting with its old and its new value."""
+    """JSON form of an update: each changed setting with its old and new value."""
     changes = {each.setting: [each.old, each.new] for each in done.differences}
     return {"id": done.id, "name": done.name, "changed": changes}
 
 
-def applied(outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
-    """What was made of a file."""
+def applied(outcome: ApplyOutcome, *, dry_run: bool) -> dict[str, Any]:
+    """JSON form of the result of apply."""
     return {
         "dry_run": dry_run,
         "changes": outcome.changes,
@@ -60,12 +60,12 @@ def applied(outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def _step(step: Step) -> dict[str, Any]:
-    told: dict[str, Any] = {"action": step.action, "name": step.name, "id": step.id}
+def _step(step: ApplyStep) -> dict[str, Any]:
+    result: dict[str, Any] = {"action": step.action, "name": step.name, "id": step.id}
     if step.differences:
-        told["changed"] = {each.setting: [each.old, each.new] for each in step.differences}
+        result["changed"] = {each.setting: [each.old, each.new] for each in step.differences}
     if step.action == "remove":
-        told["owed"] = step.owed
+        result["pending"] = step.pending
     if step.secret is not None:
-        told["secret"] = step.secret
-    return told
+        result["secret"] = step.secret
+    return result

@@ -1,12 +1,12 @@
-"""One object out of several that tell of the same thing."""
+"""Merge of several objects into one JSON object."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def flat(*parts: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of all parts, beside each other."""
+def merge_fields(*parts: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the fields of all parts in one dictionary."""
     return {
         name: getattr(part, name)
         for part in parts

@@ -1,4 +1,4 @@
-"""How replays are told to programs."""
+"""JSON form of replays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from outbox.operations.backfill import Backfill
 
 
-def planned(asked: Backfill, deliveries: int) -> dict[str, Any]:
-    """What a backfill would make."""
-    said = {"since": asked.since, "until": asked.until, "types": asked.types}
-    return {"dry_run": True, "endpoint": asked.endpoint, **said, "deliveries": deliveries}
+def planned(backfill: Backfill, deliveries: int) -> dict[str, Any]:
+    """JSON form of a backfill's dry run."""
+    conditions = {"since": backfill.since, "until": backfill.until, "types": backfill.types}
+    return {"dry_run": True, "endpoint": backfill.endpoint, **conditions, "deliveries": deliveries}

@@ -1,16 +1,16 @@
-"""How schedules are told to programs."""
+"""JSON form of schedules."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.views.merge import flat
+from outbox.operations.views.merge import merge_fields
 
 if TYPE_CHECKING:
     from outbox.operations.schedules import Schedule
 
 
 def schedule(found: Schedule, *, of_many: bool = False) -> dict[str, Any]:
-    """Everything; of one among many without payload and headers."""
+    """JSON form of a schedule; in a listing without payload and headers."""
     left_out = ("now", "payload", "headers") if of_many else ("now",)
-    return flat(found, without=left_out) | {"next_runs": found.next_runs()}
+    return merge_fields(found, without=left_out) | {"next_runs": found.next_runs()}

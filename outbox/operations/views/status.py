@@ -1,4 +1,4 @@
-"""How an overview is told to programs."""
+"""JSON form of the status overview."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def overview(schema: str, seen: Overview) -> dict[str, Any]:
-    """Everything, for machines."""
+    """JSON form of the overview."""
     cursor = seen.cursor
     return {
         "schema": schema,
@@ -26,7 +26,7 @@ def overview(schema: str, seen: Overview) -> dict[str, Any]:
         },
         "open_gaps": seen.gaps,
         "replicas": seen.replicas,
-        "owed": seen.owed,
+        "pending": seen.pending,
         "endpoints_total": seen.endpoints_total,
         "endpoints": seen.endpoints,
         "dead_letters": seen.dead_letters,

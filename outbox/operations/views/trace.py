@@ -1,30 +1,30 @@
-"""How the stories of events are told to programs."""
+"""JSON form of event traces."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations import event_trace as stories
-from outbox.operations.views.merge import flat
+from outbox.operations.event_trace import VERSION
+from outbox.operations.views.merge import merge_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.operations.event_trace import Story
-    from outbox.operations.find_event import Found
+    from outbox.operations.event_trace import EventTrace
+    from outbox.operations.find_event import EventMatch
 
 
-def traced(found: Found, told: Sequence[Story]) -> dict[str, Any]:
-    """What something stood for, and the story of each event."""
+def trace_result(match: EventMatch, traces: Sequence[EventTrace]) -> dict[str, Any]:
+    """JSON form of a lookup, with the trace of each event."""
     return {
-        "version": stories.VERSION,
-        "found_by": found.by,
-        "more": found.more,
-        "events": [story(each) for each in told],
+        "version": VERSION,
+        "found_by": match.by,
+        "more": match.more,
+        "events": [event_trace(each) for each in traces],
     }
 
 
-def story(told: Story) -> dict[str, Any]:
-    """One story, with what became of each delivery, and why."""
-    deliveries = [{**flat(each), "fate": each.fate} for each in told.deliveries]
-    return flat(told) | {"deliveries": deliveries, "diagnosis": told.diagnosis}
+def event_trace(trace: EventTrace) -> dict[str, Any]:
+    """JSON form of one trace, with its diagnosis."""
+    deliveries = [{**merge_fields(each), "state": each.state} for each in trace.deliveries]
+    return merge_fields(trace) | {"deliveries": deliveries, "diagnosis": trace.diagnosis}

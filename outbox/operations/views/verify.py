@@ -1,4 +1,4 @@
-"""An audit as a whole, and how it is told to programs."""
+"""Result of `outbox verify`, and its JSON form."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.verify.promises import audit, counts
+from outbox.operations.verify.promises import count_rows, run_checks
 from outbox.operations.verify.repair import ADVICE
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.verify.promises import Finding
+    from outbox.operations.verify.promises import AuditFinding
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What all checks found."""
+    """Results of all checks."""
 
-    findings: list[Finding]
+    findings: list[AuditFinding]
     about: dict[str, int]
     seconds: float
 
     @property
     def violations(self) -> int:
-        """How many exceptions there are in all."""
+        """Total number of violations."""
         return sum(finding.violations for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """JSON form, as printed by `--json`."""
         return {
             "violations": self.violations,
             "checks": [
@@ -39,7 +39,7 @@ class Audit:
                     "promise": f.check.promise,
                     "violations": f.violations,
                     "examples": f.examples,
-                    "do": ADVICE[f.check.name] if f.violations else None,
+                    "action": ADVICE[f.check.name] if f.violations else None,
                 }
                 for f in self.findings
             ],
@@ -48,10 +48,10 @@ class Audit:
         }
 
 
-async def audited(connection: Connection[Any], schema: str) -> Audit:
-    """Ask everything that there is to ask."""
+async def run_audit(connection: Connection[Any], schema: str) -> Audit:
+    """Run all checks, and measure the time."""
     started = time.monotonic()
     with map_errors(schema):
-        about = await counts(connection)
-        findings = [finding async for finding in audit(connection)]
+        about = await count_rows(connection)
+        findings = [finding async for finding in run_checks(connection)]
     return Audit(findings, about, round(time.monotonic() - started, 3))

@@ -1,1 +1,1 @@
-"""The same receiver behind each kind of web server.  Nothing is decided here."""
+"""Adapters that connect a receiver to a web framework, without any logic of their own."""

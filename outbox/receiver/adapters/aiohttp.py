@@ -1,4 +1,4 @@
-"""aiohttp: `app.router.add_post("/hooks", handler(receiver))`."""
+"""aiohttp adapter: `app.router.add_post("/hooks", handler(receiver))`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from outbox.receiver.adapters.asgi import handle
-from outbox.receiver.requests import Answer, Request, not_post, too_large
+from outbox.receiver.requests import Request, Response, not_post, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 def handler(
     receiver: AsyncReceiver | Receiver,
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """A handler that takes deliveries.
+    """Return a request handler for an aiohttp route.
 
-    It reads the body itself, so that the application's `client_max_size` does not matter.
+    It reads the body itself, so the application's `client_max_size` does not apply.
     """
 
-    async def answer(request: web.Request) -> web.StreamResponse:
-        return _response(await _answer(receiver, request))
+    async def handle_request(request: web.Request) -> web.StreamResponse:
+        return _response(await _respond(receiver, request))
 
-    return answer
+    return handle_request
 
 
-async def _answer(receiver: AsyncReceiver | Receiver, request: web.Request) -> Answer:
+async def _respond(receiver: AsyncReceiver | Receiver, request: web.Request) -> Response:
     if request.method != "POST":
         return not_post()
     body = bytearray()
@@ -38,10 +38,12 @@ async def _answer(receiver: AsyncReceiver | Receiver, request: web.Request) -> A
         body += chunk
         if len(body) > receiver.body_bytes_max:
             return too_large(receiver.body_bytes_max)
-    # A request's headers may hold one of them twice.
+    # Pairs preserve repeated headers, which verification refuses.
     headers = tuple(request.headers.items())
     return await handle(receiver, Request("POST", headers, bytes(body)))
 
 
-def _response(answer: Answer) -> web.Response:
-    return web.Response(status=answer.status, headers=dict(answer.all_headers), body=answer.body)
+def _response(response: Response) -> web.Response:
+    return web.Response(
+        status=response.status, headers=dict(response.all_headers), body=response.body
+    )

@@ -1,8 +1,8 @@
-"""ASGI: FastAPI, Starlette, Litestar, or any server alone.
+"""ASGI adapter: FastAPI, Starlette, Litestar, or a standalone server.
 
-app.mount("/hooks", ASGI(receiver))                      as a part of an application
+app.mount("/hooks", ASGI(receiver))                      mounted in an application
 app.add_middleware(Middleware, receiver=receiver, path="/hooks")
-uvicorn.run(ASGI(receiver))                              alone
+uvicorn.run(ASGI(receiver))                              standalone
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from outbox.receiver.asynchronous import AsyncReceiver
-from outbox.receiver.requests import Answer, Request, not_post, too_large
+from outbox.receiver.requests import Request, Response, not_post, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -26,51 +26,51 @@ if TYPE_CHECKING:
 
 
 class ASGI:
-    """An application that takes deliveries at every path."""
+    """ASGI application that receives deliveries at every path."""
 
     def __init__(self, receiver: AsyncReceiver | Receiver) -> None:
         self._receiver = receiver
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or take part in the server's beginning and end."""
+        """Handle one request, or the server's lifespan events."""
         if scope["type"] == "lifespan":
             await _lifespan(self._receiver, receive, send)
         elif scope["type"] == "http":
-            answer = await _answer(self._receiver, scope, receive)
-            if answer is not None:
-                await _send(answer, send)
+            response = await _respond(self._receiver, scope, receive)
+            if response is not None:
+                await _send(response, send)
         else:
             await send({"type": "websocket.close"})
 
 
 class Middleware:
-    """An application with deliveries taken at one path, and the rest as it was."""
+    """Middleware that receives deliveries at one path and passes on all other requests."""
 
     def __init__(self, app: App, receiver: AsyncReceiver | Receiver, path: str) -> None:
         self._app = app
-        self._deliveries = ASGI(receiver)
+        self._receiver_app = ASGI(receiver)
         self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer what was sent to the path, and pass on the rest."""
-        is_ours = scope["type"] == "http" and scope["path"] == self._path
-        await (self._deliveries if is_ours else self._app)(scope, receive, send)
+        """Handle a delivery at the path, or pass the request on."""
+        is_delivery = scope["type"] == "http" and scope["path"] == self._path
+        await (self._receiver_app if is_delivery else self._app)(scope, receive, send)
 
 
-async def handle(receiver: AsyncReceiver | Receiver, request: Request) -> Answer:
-    """Process a request on a loop, in a thread if the receiver works in threads."""
+async def handle(receiver: AsyncReceiver | Receiver, request: Request) -> Response:
+    """Process a request from an event loop; a `Receiver` runs in a worker thread."""
     if isinstance(receiver, AsyncReceiver):
         return await receiver.handle(request)
     return await asyncio.to_thread(receiver.handle, request)
 
 
-async def _answer(
+async def _respond(
     receiver: AsyncReceiver | Receiver, scope: Scope, receive: Receive
-) -> Answer | None:
-    """What to answer; None when nobody is there any more to be answered."""
+) -> Response | None:
+    """Read and process a request.  None: the client disconnected before its end."""
     if scope["method"] != "POST":
         return not_post()
-    # Header names are ASCII; values may be anything, and a signature tells.
+    # Header names are ASCII; values may be any bytes, which fail verification if wrong.
     headers = [
         (name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
         for name, value in scope["headers"]
@@ -87,10 +87,10 @@ async def _answer(
             return await handle(receiver, Request("POST", headers, bytes(body)))
 
 
-async def _send(answer: Answer, send: Send) -> None:
-    headers = [(name.lower().encode(), value.encode()) for name, value in answer.all_headers]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body})
+async def _send(response: Response, send: Send) -> None:
+    headers = [(name.lower().encode(), value.encode()) for name, value in response.all_headers]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body})
 
 
 async def _lifespan(receiver: AsyncReceiver | Receiver, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""WSGI: Flask, Django, or any server alone.
+"""WSGI adapter: Flask, Django, or a standalone server.
 
 app.wsgi_app = Middleware(app.wsgi_app, receiver, "/hooks")                   Flask
 application = Middleware(get_wsgi_application(), receiver, "/hooks")          Django
@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import UsageError
-from outbox.receiver.requests import Answer, Request, not_post, rejected, too_large
+from outbox.receiver.requests import Request, Response, not_post, rejected, too_large
 from outbox.receiver.synchronous import Receiver
 
 if TYPE_CHECKING:
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 
 class WSGI:
-    """An application that takes deliveries at every path.
+    """WSGI application that receives deliveries at every path.
 
     Raises:
-        UsageError: the receiver needs asyncio.
+        UsageError: the receiver is an `AsyncReceiver`.
     """
 
     def __init__(self, receiver: Receiver) -> None:
         if not isinstance(receiver, Receiver):
-            raise UsageError("receiver: WSGI works in threads; use Receiver, not AsyncReceiver")
+            raise UsageError("receiver: WSGI needs threads; use Receiver, not AsyncReceiver")
         self._receiver = receiver
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """Answer one request."""
-        answer = self._answer(environ)
-        phrase = HTTPStatus(answer.status).phrase
-        start_response(f"{answer.status} {phrase}", list(answer.all_headers))
-        return [answer.body]
+        """Handle one request."""
+        response = self._respond(environ)
+        phrase = HTTPStatus(response.status).phrase
+        start_response(f"{response.status} {phrase}", list(response.all_headers))
+        return [response.body]
 
-    def _answer(self, environ: Environ) -> Answer:
+    def _respond(self, environ: Environ) -> Response:
         if environ["REQUEST_METHOD"] != "POST":
             return not_post()
         bytes_max = self._receiver.body_bytes_max
@@ -64,14 +64,14 @@ class WSGI:
 
 
 class Middleware:
-    """An application with deliveries taken at one path, and the rest as it was."""
+    """Middleware that receives deliveries at one path and passes on all other requests."""
 
     def __init__(self, app: App, receiver: Receiver, path: str) -> None:
         self._app = app
-        self._deliveries = WSGI(receiver)
+        self._receiver_app = WSGI(receiver)
         self._path = path
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """Answer what was sent to the path, and pass on the rest."""
+        """Handle a delivery at the path, or pass the request on."""
         path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
-        return (self._deliveries if path == self._path else self._app)(environ, start_response)
+        return (self._receiver_app if path == self._path else self._app)(environ, start_response)

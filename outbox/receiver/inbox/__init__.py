@@ -1,9 +1,10 @@
-"""What a receiver remembers, in the database of its effects: each takes part in the other's
-transaction, so that an event is processed and remembered, or neither.
+"""Inbox: deduplication state in the database of the effects, written in their transaction.
 
-    taking        how one delivery is taken: a plan of statements, without any I/O
-    statements    the SQL, for PostgreSQL and for SQLite
+A delivery and its effects are committed together, or neither is.
+
+    process       the statements that record a delivery; sans-IO
+    statements    the SQL for PostgreSQL and SQLite
     drivers       runs it on asyncpg, psycopg, SQLAlchemy, Django and sqlite3
-    inbox         all of that behind one name
-    memory        the same without a database, for a window of time
+    inbox         the public class
+    memory        an in-memory inbox with a limited time window
 """

@@ -1,11 +1,11 @@
-"""The same statements on whichever connection an application has.
+"""Drivers that run the inbox's statements on the application's connection.
 
-Told apart by the type of the connection, without importing what is not there:
+Recognized by the type of the connection, without importing drivers that are not installed:
 
     asyncio     asyncpg, psycopg, SQLAlchemy (AsyncConnection, AsyncSession)
     threads     psycopg, SQLAlchemy (Connection, Session), Django, sqlite3
 
-A driver never begins or ends a transaction: that is the application's.
+A driver never begins or ends a transaction: the application does.
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ _known: dict[type, Driver] = {}
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """One kind of connection."""
+    """How to use one type of connection."""
 
     name: str
     is_async: bool
     execute: Callable[[Any, Call], Any]
-    """Gives the rows, or a coroutine of them."""
+    """Returns the rows, or a coroutine that does."""
     dialect: Callable[[Any], str]
-    """What the database of a connection speaks."""
+    """Returns the SQL dialect of a connection."""
     commits_each: Callable[[Any], bool]
-    """Whether each statement is committed by itself, because there is no transaction."""
+    """Whether a connection is in autocommit mode without an open transaction."""
 
 
 def driver_of(connection: Any) -> Driver:
-    """The driver of this connection.
+    """Return the driver of a connection.
 
     Raises:
-        UsageError: it is a connection of none of them, or its database is neither
-            PostgreSQL nor SQLite.
+        UsageError: the connection is of an unsupported type.
     """
     kind = type(connection)
     driver = _known.get(kind) or _driver_of_type(kind)
     if driver is None:
         raise UsageError(
-            f"connection: a {kind.__module__}.{kind.__qualname__} is none "
+            f"connection: {kind.__module__}.{kind.__qualname__} is not a connection "
             "of asyncpg, psycopg, SQLAlchemy, Django or sqlite3"
         )
     _known[kind] = driver
@@ -64,10 +63,10 @@ def driver_of(connection: Any) -> Driver:
 
 
 def dialect_of(connection: Any) -> Dialect:
-    """What the database of this connection speaks.
+    """Return the SQL dialect of a connection.
 
     Raises:
-        UsageError: neither PostgreSQL nor SQLite, or it is no connection.
+        UsageError: neither PostgreSQL nor SQLite, or an unsupported connection.
     """
     name = driver_of(connection).dialect(connection)
     if name in get_args(Dialect):
@@ -76,20 +75,20 @@ def dialect_of(connection: Any) -> Dialect:
 
 
 def require_transaction(connection: Any) -> None:
-    """Refuse a connection that commits each statement by itself.
+    """Refuse a connection in autocommit mode.
 
     Raises:
-        UsageError: it does: what is taken would be there before its effect.
+        UsageError: the delivery would be committed before its effect.
     """
     if driver_of(connection).commits_each(connection):
         raise UsageError(
-            "connection: begin a transaction first, so that what is taken and its effect are "
+            "connection: begin a transaction first, so that the delivery and its effect are "
             "committed together"
         )
 
 
 def run(connection: Any, steps: Generator[Call, Rows, T]) -> T:
-    """Go through with a plan on a connection of the current thread."""
+    """Run a plan of statements on a blocking connection."""
     execute = driver_of(connection).execute
     try:
         call = next(steps)
@@ -101,7 +100,7 @@ def run(connection: Any, steps: Generator[Call, Rows, T]) -> T:
 
 
 async def run_async(connection: Any, steps: Generator[Call, Rows, T]) -> T:
-    """Go through with a plan on a connection of asyncio."""
+    """Run a plan of statements on an asyncio connection."""
     execute: Callable[[Any, Call], Awaitable[Rows]] = driver_of(connection).execute
     try:
         call = next(steps)
@@ -122,12 +121,12 @@ def _driver_of_type(kind: type) -> Driver | None:
     return None
 
 
-# ---------------------------------------------------------------- how each is written
+# ------------------------------------------------------------------- parameter styles
 
 
 @cache
 def _numbered(sql: str) -> tuple[str, tuple[str, ...]]:
-    """With $1, $2 … and the names that they stand for."""
+    """Convert :name parameters to $1, $2 …; returns the SQL and the names in order."""
     names: list[str] = []
 
     def number(found: re.Match[str]) -> str:
@@ -229,7 +228,7 @@ def _asyncpg_commits_each(connection: Any) -> bool:
 
 
 def _psycopg_commits_each(connection: Any) -> bool:
-    # Otherwise the first statement begins one.
+    # Without autocommit the first statement begins a transaction.
     return bool(connection.autocommit) and not connection.info.transaction_status
 
 
@@ -277,6 +276,6 @@ _DRIVERS = {
     ("sqlite3", "Connection"): Driver(
         "sqlite3", False, _sqlite, lambda _: "sqlite", _sqlite_commits_each
     ),
-    # What `django.db.connection` is: it stands for the current thread's.
+    # The type of `django.db.connection`, a proxy for the thread's connection.
     ("django", "ConnectionProxy"): _DJANGO,
 }

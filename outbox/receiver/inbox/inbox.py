@@ -1,12 +1,12 @@
-"""`Inbox`: what was received, kept in the database of the effects.
+"""`Inbox`: records received deliveries in the database of their effects.
 
     async with connection.transaction():
-        taken = await inbox.take_async(connection, message)
-        if taken.fresh:
+        result = await inbox.receive_async(connection, message)
+        if result.fresh:
             await connection.execute("UPDATE account …")
 
 The event is processed if and only if the transaction commits, and then never again.
-Several copies at once wait for each other, on a row of their lane.
+Concurrent copies are serialized by a lock on the row of their lane.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from outbox.receiver.inbox.drivers import dialect_of, require_transaction, run, 
 from outbox.receiver.inbox.process import (
     TOLERANCE,
     Call,
-    Compared,
-    KeptLane,
+    CheckpointComparison,
+    DeliveryResult,
+    ReceivePlan,
     Rows,
-    Steps,
-    Taken,
+    StoredLane,
     compare,
-    forgo,
-    take,
-    take_foreign,
+    mark_unavailable,
+    receive,
+    receive_foreign,
 )
 from outbox.receiver.inbox.statements import Dialect, Statements, statements
 
@@ -39,33 +39,33 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from typing import Any
 
-    from outbox.core.delivery.receiver_checkpoint import Mark
+    from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.model.int_ranges import Range
     from outbox.receiver.message import Message
 
 KEEP_S = 7 * 86400.0
 EXPIRE_ROWS = 1000
-"""Rows that are deleted at once."""
+"""Rows deleted in one transaction."""
 
 
 class Inbox:
-    """Takes deliveries on connections of asyncpg, psycopg, SQLAlchemy, Django or sqlite3.
+    """Deduplicates deliveries on connections of asyncpg, psycopg, SQLAlchemy, Django, sqlite3.
 
-    Without a database: see `outbox.receiver.inbox.memory`.
+    `outbox.receiver.inbox.memory` is the inbox without a database.
 
-    Each method has a twin for asyncio, `…_async`.  None of them begins or ends a
+    Each method has an asyncio variant, `…_async`.  No method begins or ends a
     transaction.
 
     Args:
-        prefix: how the names of its tables begin, with a schema before it if need be.
-            Receivers of different senders have an inbox each.
-        keep_s: how long an X-Delivery is remembered, in seconds.
-        from_start: it is older than every lane, so that a first number other than 1
-            means that the ones before it are missing.
-        tolerance: numbers by which a missing one may be overtaken before it is overdue.
+        prefix: prefix of the table names, optionally with a schema (`hooks.outbox`).
+            Receivers of different senders need different prefixes.
+        keep_s: retention of X-Delivery values, in seconds; a minute to ten years.
+        from_start: the inbox is older than every lane, so that numbers before the first
+            one received are missing, not unknown.
+        tolerance: a missing number is overdue once overtaken by more than this many.
 
     Raises:
-        UsageError: an argument is out of its bounds.
+        UsageError: an argument is out of range.
     """
 
     def __init__(
@@ -87,122 +87,149 @@ class Inbox:
 
     # ------------------------------------------------------------------- deliveries
 
-    def take(self, connection: Any, message: Message, *, gaps: bool = True) -> Taken:
-        """Take a delivery; `gaps`: although numbers before it are missing."""
-        return run(connection, self._take(connection, message, gaps))
+    def receive(self, connection: Any, message: Message, *, gaps: bool = True) -> DeliveryResult:
+        """Record a delivery in the current transaction.
 
-    async def take_async(self, connection: Any, message: Message, *, gaps: bool = True) -> Taken:
-        """Take a delivery; `gaps`: although numbers before it are missing."""
-        return await run_async(connection, self._take(connection, message, gaps))
+        Args:
+            connection: with an open transaction.
+            message: from `verify(…).messages`.
+            gaps: record it although numbers before it are missing; otherwise the outcome
+                is `early`.
 
-    def take_foreign(self, connection: Any, message_id: str) -> Taken:
-        """Take a request of another sender, by its `webhook-id`: it has no lanes."""
-        return run(connection, take_foreign(self._changing(connection), message_id))
+        Returns:
+            The result; process the message if `fresh` is true.
 
-    async def take_foreign_async(self, connection: Any, message_id: str) -> Taken:
-        """Take a request of another sender, by its `webhook-id`: it has no lanes."""
-        return await run_async(connection, take_foreign(self._changing(connection), message_id))
+        Raises:
+            UsageError: an unsupported connection, or it has no transaction.
+        """
+        return run(connection, self._receive(connection, message, gaps))
 
-    def newest(self, connection: Any, key: str, message: Message) -> bool:
-        """Whether no newer event of this key was seen: for effects that replace a state.
+    async def receive_async(
+        self, connection: Any, message: Message, *, gaps: bool = True
+    ) -> DeliveryResult:
+        """Record a delivery in the current transaction; see `receive`."""
+        return await run_async(connection, self._receive(connection, message, gaps))
 
-        A key is whatever the state is of, such as `f"{tenant}/customer/{id}"`.
+    def receive_foreign(self, connection: Any, message_id: str) -> DeliveryResult:
+        """Record a request of another Standard Webhooks sender by its `webhook-id`."""
+        return run(connection, receive_foreign(self._write_statements(connection), message_id))
 
-        An effect that is done only then never lets an older event overwrite a newer
-        state, whatever was replayed, or came late.
+    async def receive_foreign_async(self, connection: Any, message_id: str) -> DeliveryResult:
+        """Record a request of another Standard Webhooks sender; see `receive_foreign`."""
+        return await run_async(
+            connection, receive_foreign(self._write_statements(connection), message_id)
+        )
+
+    def is_newest(self, connection: Any, key: str, message: Message) -> bool:
+        """Whether this is the newest event of a key seen so far; records it if so.
+
+        For effects that replace a state: applied only if this is true, a late or replayed
+        event never overwrites a newer state.
+
+        Args:
+            connection: with an open transaction.
+            key: identifies the state, such as `f"{tenant}/customer/{id}"`.
+            message: the delivery.
         """
         return run(connection, self._newest(connection, key, message))
 
-    async def newest_async(self, connection: Any, key: str, message: Message) -> bool:
-        """Whether no newer event of this key was seen; see `newest`."""
+    async def is_newest_async(self, connection: Any, key: str, message: Message) -> bool:
+        """Whether this is the newest event of a key; see `is_newest`."""
         return await run_async(connection, self._newest(connection, key, message))
 
     def confirm(self, connection: Any) -> None:
-        """Fail, as the transaction has if one of its statements did.
+        """Raise if a statement of the transaction has failed.
 
-        To be called last, before the commit: a handler may have caught an error of the
-        database, and some drivers commit in silence what was rolled back by it.
+        Call it last, before the commit.  A handler may have caught a database error, and
+        some drivers then report a COMMIT as successful that PostgreSQL rolled back.
         """
         run(connection, self._confirm(connection))
 
     async def confirm_async(self, connection: Any) -> None:
-        """Fail, as the transaction has if one of its statements did; see `confirm`."""
+        """Raise if a statement of the transaction has failed; see `confirm`."""
         await run_async(connection, self._confirm(connection))
 
     # ------------------------------------------------------------------------ lanes
 
-    def lanes(self, connection: Any) -> dict[str, KeptLane]:
-        """What is known of each lane."""
+    def lanes(self, connection: Any) -> dict[str, StoredLane]:
+        """Return all lanes of the inbox, by name."""
         return run(connection, self._lanes(connection))
 
-    async def lanes_async(self, connection: Any) -> dict[str, KeptLane]:
-        """What is known of each lane."""
+    async def lanes_async(self, connection: Any) -> dict[str, StoredLane]:
+        """Return all lanes of the inbox, by name."""
         return await run_async(connection, self._lanes(connection))
 
-    def compare(self, connection: Any, marks: Sequence[Mark]) -> Compared:
-        """Hold a checkpoint against what was received, and keep what that shows."""
+    def compare(self, connection: Any, marks: Sequence[LaneMark]) -> CheckpointComparison:
+        """Compare a checkpoint with the inbox, and record what is missing."""
         return run(connection, self._compare(connection, marks))
 
-    async def compare_async(self, connection: Any, marks: Sequence[Mark]) -> Compared:
-        """Hold a checkpoint against what was received; see `compare`."""
+    async def compare_async(
+        self, connection: Any, marks: Sequence[LaneMark]
+    ) -> CheckpointComparison:
+        """Compare a checkpoint with the inbox; see `compare`."""
         return await run_async(connection, self._compare(connection, marks))
 
-    def forgo(self, connection: Any, lane: str, numbers: Sequence[Range]) -> tuple[Range, ...]:
-        """Wait no longer for numbers that nobody can send any more; returns those missed."""
-        return run(connection, forgo(self._changing(connection), lane, numbers))
-
-    async def forgo_async(
+    def mark_unavailable(
         self, connection: Any, lane: str, numbers: Sequence[Range]
     ) -> tuple[Range, ...]:
-        """Wait no longer for numbers that nobody can send any more; see `forgo`."""
-        return await run_async(connection, forgo(self._changing(connection), lane, numbers))
+        """Change missing numbers that cannot be fetched any more to unknown; returns them."""
+        return run(connection, mark_unavailable(self._write_statements(connection), lane, numbers))
+
+    async def mark_unavailable_async(
+        self, connection: Any, lane: str, numbers: Sequence[Range]
+    ) -> tuple[Range, ...]:
+        """Change missing numbers to unknown; see `mark_unavailable`."""
+        return await run_async(
+            connection, mark_unavailable(self._write_statements(connection), lane, numbers)
+        )
 
     # ------------------------------------------------------------------------ tables
 
     def create(self, connection: Any) -> None:
-        """Make the tables that are not there yet."""
+        """Create the missing tables."""
         run(connection, self._create(connection))
 
     async def create_async(self, connection: Any) -> None:
-        """Make the tables that are not there yet."""
+        """Create the missing tables."""
         await run_async(connection, self._create(connection))
 
     def expire(self, connection: Any) -> int:
-        """Forget what is old, a thousand rows at most; returns how many.
+        """Delete up to EXPIRE_ROWS expired deliveries; returns how many.
 
-        In a transaction of its own, or several receivers would wait for each other.
+        Call it in a separate transaction: its row locks would otherwise block other
+        receivers until the commit of the effects.
         """
         return run(connection, self._expire(connection))
 
     async def expire_async(self, connection: Any) -> int:
-        """Forget what is old; see `expire`."""
+        """Delete expired deliveries; see `expire`."""
         return await run_async(connection, self._expire(connection))
 
     def log(self, connection: Any, **request: Any) -> None:
-        """Write down one request; see the table `request`."""
+        """Insert one row into the table `request`."""
         run(connection, self._log(connection, request))
 
     async def log_async(self, connection: Any, **request: Any) -> None:
-        """Write down one request; see the table `request`."""
+        """Insert one row into the table `request`."""
         await run_async(connection, self._log(connection, request))
 
     def schema(self, dialect: Dialect = "postgresql") -> str:
-        """The statements that make its tables, for an application's own migrations."""
+        """Return the DDL of the inbox, for an application's own migrations."""
         texts = (re.sub(r"\n {8}", "\n", text).strip() for text in self._sql[dialect].create)
         return "".join(f"{text};\n" for text in texts)
 
     # -------------------------------------------------------------------------- plans
 
-    def _of(self, connection: Any) -> Statements:
+    def _statements(self, connection: Any) -> Statements:
         return self._sql[dialect_of(connection)]
 
-    def _changing(self, connection: Any) -> Statements:
+    def _write_statements(self, connection: Any) -> Statements:
         require_transaction(connection)
-        return self._of(connection)
+        return self._statements(connection)
 
-    def _take(self, connection: Any, message: Message, gaps: bool) -> Steps:
-        return take(
-            self._changing(connection),
+    def _receive(self, connection: Any, message: Message, gaps: bool) -> ReceivePlan:
+        return receive(
+            self._write_statements(connection),
             message,
             gaps=gaps,
             from_start=self._from_start,
@@ -210,38 +237,42 @@ class Inbox:
             expired_before=rfc3339(datetime.now(tz=UTC) - timedelta(seconds=self._keep_s)),
         )
 
-    def _compare(self, connection: Any, marks: Sequence[Mark]) -> Generator[Call, Rows, Compared]:
-        return compare(self._changing(connection), marks, from_start=self._from_start)
+    def _compare(
+        self, connection: Any, marks: Sequence[LaneMark]
+    ) -> Generator[Call, Rows, CheckpointComparison]:
+        return compare(self._write_statements(connection), marks, from_start=self._from_start)
 
     def _newest(self, connection: Any, key: str, message: Message) -> Generator[Call, Rows, bool]:
         lane, sequence = message.lane, message.sequence
         if message.replay_of is not None or message.backfill is not None:
-            # Its number says nothing of its age; and what it stands for may be a replay.
+            # The number of a replay does not reflect the age of its event: compare by the
+            # time of publication instead.
             lane, sequence = "", 0
         at = {"lane": lane, "sequence": sequence, "published_at": message.timestamp}
         which = {"key": key, "delivery_id": message.identity}
-        return bool((yield Call(self._changing(connection).latest, at | which)))
+        return bool((yield Call(self._write_statements(connection).latest, at | which)))
 
     def _confirm(self, connection: Any) -> Generator[Call, Rows, None]:
-        yield Call(self._of(connection).confirm, {})
+        yield Call(self._statements(connection).confirm, {})
 
-    def _lanes(self, connection: Any) -> Generator[Call, Rows, dict[str, KeptLane]]:
-        rows = yield Call(self._of(connection).lanes, {})
-        return {lane.name: lane for lane in map(KeptLane.of, rows)}
+    def _lanes(self, connection: Any) -> Generator[Call, Rows, dict[str, StoredLane]]:
+        rows = yield Call(self._statements(connection).lanes, {})
+        return {lane.name: lane for lane in map(StoredLane.from_row, rows)}
 
     def _create(self, connection: Any) -> Generator[Call, Rows, None]:
-        sql = self._of(connection)
+        sql = self._statements(connection)
         ((is_there,),) = yield Call(sql.is_there, {})
         if not is_there:
             for text in sql.create:
                 yield Call(text, {})
 
     def _expire(self, connection: Any) -> Generator[Call, Rows, int]:
-        sql = self._changing(connection)
-        some = {"keep_s": self._keep_s, "rows": EXPIRE_ROWS}
-        # Locked, the rows still make copies known; deleted, they would make them wait.
-        # So lanes are locked in between, and nobody waits for who waits for them.
-        rows = yield Call(sql.lock_old, some)
+        sql = self._write_statements(connection)
+        limits = {"keep_s": self._keep_s, "rows": EXPIRE_ROWS}
+        # Lock the rows first and delete them last: a locked row still identifies a copy,
+        # a deleted one would make the copy wait for this transaction.  The lanes are
+        # locked in between, in lock order, so that no deadlock is possible.
+        rows = yield Call(sql.lock_old, limits)
         last: dict[str, int] = {}
         for _, lane, sequence in rows:
             if lane is not None:
@@ -250,8 +281,8 @@ class Inbox:
             yield Call(sql.forget, {"lane": lane, "sequence": last[lane]})
         ids = [delivery_id for delivery_id, _, _ in rows]
         yield Call(sql.expire, {"ids": orjson.dumps(ids).decode()})
-        yield Call(sql.expire_requests, some)
+        yield Call(sql.expire_requests, limits)
         return len(rows)
 
     def _log(self, connection: Any, request: dict[str, Any]) -> Generator[Call, Rows, None]:
-        yield Call(self._of(connection).log, request)
+        yield Call(self._statements(connection).log, request)

@@ -1,12 +1,11 @@
-"""An inbox without a database: what one process received, for a window of time.
+"""In-memory inbox: deduplication within one process, for a limited time window.
 
-For effects that do no harm when they happen twice in a long while, such as dropping a
-cache.  A restart forgets all of it, and effects elsewhere are in no transaction with it:
-after a crash in between, an event is processed again.
+For idempotent effects, such as invalidating a cache.  A restart forgets everything, and
+effects elsewhere are not in its transaction: after a crash an event may be processed again.
 
-It stands in for a database below the same plans.  A transaction keeps what it changes
-to itself until it commits, and locks lanes and X-Delivery values, so that copies at
-once wait for each other.
+It implements the statements of an inbox, below the same plans.  The changes of a
+transaction are visible to others after its commit; it locks lanes and X-Delivery values,
+so that concurrent copies wait for each other.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ Released: TypeAlias = "Future[None]"
 
 
 class MemoryDatabase:
-    """Remembers deliveries in this process.
+    """In-memory database for `AsyncReceiver` and `Receiver`.
 
     Args:
-        window_s: for how long an X-Delivery is remembered, in seconds.
-        clock: seconds that never go back.
+        window_s: retention of X-Delivery values, in seconds.
+        clock: returns monotonic seconds.
 
     Raises:
-        UsageError: the window is not a positive time.
+        UsageError: `window_s` is not positive.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class MemoryDatabase:
         if not window_s > 0:
             raise UsageError(f"window: must be more than 0 s, not {window_s:g}")
         self.window_s = window_s
-        # What follows is for transactions, which hold the mutex for as long as they look.
+        # Used by transactions, which hold the mutex during each statement.
         self.clock = clock
         self.mutex = threading.Lock()
         self.seen: OrderedDict[str, tuple[float, str | None, int | None]] = OrderedDict()
@@ -62,7 +61,7 @@ class MemoryDatabase:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[MemoryTransaction]:
-        """Commits at the end of the block, and forgets all of it if the block fails."""
+        """Open a transaction: commits at the end of the block, rolls back on an error."""
         transaction = MemoryTransaction(self)
         try:
             yield transaction
@@ -72,7 +71,7 @@ class MemoryDatabase:
 
     @contextlib.asynccontextmanager
     async def transaction_async(self) -> AsyncIterator[AsyncMemoryTransaction]:
-        """The same for asyncio."""
+        """Like `transaction`, for asyncio."""
         transaction = AsyncMemoryTransaction(self)
         try:
             yield transaction
@@ -82,7 +81,7 @@ class MemoryDatabase:
 
 
 class MemoryTransaction:
-    """Changes that are kept together, or not at all."""
+    """A transaction with private changes and two-phase locking."""
 
     def __init__(self, database: MemoryDatabase) -> None:
         self._db = database
@@ -93,18 +92,18 @@ class MemoryTransaction:
         self._latest: dict[str, tuple[str, str, int, str, str]] = {}
 
     def execute(self, call: Call) -> Rows:
-        """What this statement gives; waits for whoever has locked what it needs.
+        """Run a statement; waits for conflicting locks.
 
         Raises:
-            TimeoutError: it waited for half a minute: for one that waits for it, if a
-                handler asks about several keys in different orders.
+            TimeoutError: no lock within WAIT_S, for example in a deadlock of handlers
+                that call `is_newest` for several keys in different orders.
         """
         while isinstance(result := self._try(call), Future):
             result.result(WAIT_S)
         return result
 
     def commit(self) -> None:
-        """Let everybody see what was changed."""
+        """Make the changes visible to other transactions."""
         db = self._db
         with db.mutex:
             db.seen.update(self._seen)
@@ -118,7 +117,7 @@ class MemoryTransaction:
             self._forget()
 
     def release(self) -> None:
-        """Let those go on who wait for this one."""
+        """Release the locks and wake waiting transactions."""
         with self._db.mutex:
             for lock in self._locked:
                 del self._db.locks[lock]
@@ -140,7 +139,7 @@ class MemoryTransaction:
         return [(True,)]
 
     def add_lane(self, lane: str) -> Rows:
-        # It is there when it is locked.
+        # `lock_lanes` creates it.
         return []
 
     def lock_lanes(self, lane: str, replayed: str) -> Rows:
@@ -188,14 +187,14 @@ class MemoryTransaction:
         return [(1,)]
 
     def nothing(self, **_: Any) -> Rows:
-        # What is old is forgotten at each commit, and there is no log.
+        # Expiry happens at each commit, and there is no request log.
         return []
 
     def _lane(self, name: str) -> dict[str, Any] | None:
         return self._lanes.get(name) or self._db.lanes.get(name)
 
     def _forget(self) -> None:
-        """What is older than the window, and what would take too much memory."""
+        """Forget what is older than the window or exceeds the memory limits."""
         db = self._db
         oldest = db.clock() - db.window_s
         while db.seen and (len(db.seen) > SEEN_MAX or next(iter(db.seen.values()))[0] <= oldest):
@@ -235,19 +234,19 @@ _NEW_LANE = {
 
 
 class AsyncMemoryTransaction(MemoryTransaction):
-    """The same for asyncio."""
+    """`MemoryTransaction` with a statement method for asyncio."""
 
     async def execute_async(self, call: Call) -> Rows:
-        """What this statement gives; waits for whoever has locked what it needs."""
+        """Run a statement; waits for conflicting locks without blocking the loop."""
         while isinstance(result := self._try(call), Future):
             async with asyncio.timeout(WAIT_S):
-                # Who waits no longer must not call off the wait of the others.
+                # Shielded: cancelling one waiter must not cancel the shared future.
                 await asyncio.shield(asyncio.wrap_future(result))
         return result
 
 
 def _locks(call: Call) -> list[tuple[str, str]]:
-    """What it needs to have to itself, in the order that everybody keeps to."""
+    """Return the locks that a statement needs, in lock order."""
     parameters = call.parameters
     if call.sql == "lock_lanes":
         return [("lane", name) for name in sorted({parameters["lane"], parameters["replayed"]})]

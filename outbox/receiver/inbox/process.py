@@ -1,22 +1,20 @@
-"""How one delivery is taken: what to ask of the database, and what follows from it.
+"""Recording one delivery in the inbox: the statements to run, and the result.
 
-Without I/O: `take` yields statements with their parameters, is sent the rows of each,
-and returns what the delivery is.  Everything happens in the transaction of the effects,
-in which the order of locks is the same for everybody: lanes by their names, then the
-X-Delivery.
+Sans-IO: `receive` yields statements with their parameters, is sent the rows of each, and
+returns the outcome.  All of it runs in the transaction of the effects, with a global lock
+order: lanes by name, then the X-Delivery.
 
-A delivery is processed if neither its number nor its X-Delivery nor the number that it
-stands for was there before.  Either alone would do most of the time; together they also
-hold when one of them was forgotten: X-Delivery values expire, and a replay has a new
-number.  What the receiver had sent again has a new X-Delivery, too, and says whose copy
-it is.
+A delivery is new if neither its sequence number, nor its X-Delivery, nor the number that it
+replays was recorded before.  Usually one of them would suffice; together they also hold when
+one was forgotten: X-Delivery values expire, and a replay has a new number.  A replay requested
+by the receiver also has a new X-Delivery; `copy_of` names the original.
 
-    fresh        process it
-    duplicate    it was processed; answer 2xx
-    conflict     its number was taken by another delivery, or lies beyond the end of its
-                 lane: two senders say that they are the same one.  Nothing was kept
-    early        numbers before it are not here yet, and the caller wants them first.
-                 Nothing was kept
+    fresh        new: process it
+    duplicate    processed before: respond 2xx
+    conflict     its number was used by another delivery, or lies beyond the end of its
+                 lane: two senders claim the same lane.  Nothing was recorded
+    early        numbers before it are missing, and the caller requires them first.
+                 Nothing was recorded
 """
 
 from __future__ import annotations
@@ -28,22 +26,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
-from outbox.receiver.catch_up import to_catch_up
-from outbox.receiver.fetch import LaneStanding
-from outbox.receiver.lane_order import Kind, LaneOrder, LaneState, Observation, State
+from outbox.receiver.catch_up import lanes_behind
+from outbox.receiver.fetch import LaneProgress
+from outbox.receiver.lane_order import LaneOrder, LaneState, Observation, OrderKind, SequenceState
 
 if TYPE_CHECKING:
-    from outbox.core.delivery.receiver_checkpoint import Mark
+    from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.model.int_ranges import Range
     from outbox.receiver.inbox.statements import Statements
     from outbox.receiver.message import Message
 
 TOLERANCE = 20
-"""Numbers by which a missing one may be overtaken before it is overdue."""
+"""A missing number is overdue once it was overtaken by more than this many numbers."""
 
 
-class Outcome(StrEnum):
-    """What a delivery is; see the top of this module."""
+class DeliveryOutcome(StrEnum):
+    """Outcome of recording a delivery; see the top of this module."""
 
     FRESH = "fresh"
     DUPLICATE = "duplicate"
@@ -52,31 +50,31 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """One delivery, held against what was there before."""
+class DeliveryResult:
+    """Result of recording one delivery."""
 
-    outcome: Outcome
+    outcome: DeliveryOutcome
     observation: Observation | None = None
-    """How it stands in its lane; None: it has no lane, or it was early."""
+    """Its order check; None if it has no lane, or was early."""
     missing: tuple[Range, ...] = ()
-    """Of an early one: what should have come before it."""
+    """For an early delivery: the numbers missing before it."""
     overdue: tuple[Range, ...] = ()
-    """Numbers that are missing, and have now been overtaken by more than is tolerated."""
+    """Missing numbers that became overdue with this delivery."""
 
     @property
     def fresh(self) -> bool:
-        """Whether to process it."""
-        return self.outcome is Outcome.FRESH
+        """The delivery is new and has to be processed."""
+        return self.outcome is DeliveryOutcome.FRESH
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """What a checkpoint says about each lane of which something is missing."""
+class CheckpointComparison:
+    """Result of comparing a checkpoint with the inbox, by lane with missing numbers."""
 
-    shown: dict[str, tuple[Range, ...]]
-    """The numbers that nobody knew of until now."""
+    newly_missing: dict[str, tuple[Range, ...]]
+    """Missing numbers that the inbox did not know of."""
     missing: dict[str, tuple[Range, ...]]
-    """All that the sender has as delivered, and this receiver has not."""
+    """All numbers acknowledged according to the sender, and not received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +86,12 @@ class Call:
 
 
 Rows: TypeAlias = Sequence[Sequence[Any]]
-Steps: TypeAlias = Generator[Call, Rows, Taken]
+ReceivePlan: TypeAlias = Generator[Call, Rows, DeliveryResult]
 
-_IN_ORDER = Observation(Kind.IN_ORDER)
+_IN_ORDER = Observation(OrderKind.IN_ORDER)
 
 
-def take(
+def receive(
     sql: Statements,
     message: Message,
     *,
@@ -101,14 +99,14 @@ def take(
     from_start: bool = False,
     tolerance: int = TOLERANCE,
     expired_before: str = "",
-) -> Steps:
-    """Take a delivery of a relay.
+) -> ReceivePlan:
+    """Record a delivery of a relay.
 
     Args:
-        gaps: take it although numbers before it are missing.
+        gaps: record it although numbers before it are missing.
         from_start: this inbox is older than every lane.
         tolerance: see `TOLERANCE`.
-        expired_before: what was processed before this time may be forgotten, RFC 3339.
+        expired_before: deliveries received before this time may have expired, RFC 3339.
     """
     where = {"lane": message.lane, "sequence": message.sequence}
     claim = where | {"delivery_id": message.identity}
@@ -116,15 +114,17 @@ def take(
     if sql.advance and is_next and message.replay_of is None and not message.lane_ends:
         ((moved, claimed),) = yield Call(sql.advance, claim)
         if moved:
-            return Taken(Outcome.FRESH if claimed else Outcome.DUPLICATE, _IN_ORDER)
+            return DeliveryResult(
+                DeliveryOutcome.FRESH if claimed else DeliveryOutcome.DUPLICATE, _IN_ORDER
+            )
     replayed_lane, replayed_number = message.replay_of or (message.lane, 0)
     yield Call(sql.add_lane, {"lane": message.lane})
     rows = yield Call(sql.lock_lanes, {"lane": message.lane, "replayed": replayed_lane})
-    lanes = {lane.name: lane for lane in map(KeptLane.of, rows)}
+    lanes = {lane.name: lane for lane in map(StoredLane.from_row, rows)}
     own = lanes[message.lane]
-    order = LaneOrder.of(own.state, from_start=from_start)
-    if not gaps and (missing := order.skips(message.sequence, message.previous_sequence)):
-        return Taken(Outcome.EARLY, missing=missing)
+    order = LaneOrder.from_state(own.state, from_start=from_start)
+    if not gaps and (missing := order.missing_before(message.sequence, message.previous_sequence)):
+        return DeliveryResult(DeliveryOutcome.EARLY, missing=missing)
     before = order.high
     observation = order.observe(
         message.sequence,
@@ -132,84 +132,88 @@ def take(
         message.delivery_id,
         lane_ends=message.lane_ends,
     )
-    if observation.kind is Kind.CONFLICT:
-        return Taken(Outcome.CONFLICT, observation)
+    if observation.kind is OrderKind.CONFLICT:
+        return DeliveryResult(DeliveryOutcome.CONFLICT, observation)
     claimed = bool((yield Call(sql.claim, claim)))
     is_kept = message.sequence > own.forgotten or message.timestamp > expired_before
-    if claimed and observation.kind is Kind.DUPLICATE and is_kept:
-        # Whoever had this number had another X-Delivery, or its row would be there: of an
-        # event that is younger than what is forgotten, no copy can be.
+    if claimed and observation.kind is OrderKind.DUPLICATE and is_kept:
+        # The number was seen with another X-Delivery.  The row of this one cannot have
+        # expired, because the event is younger than the retention.
         yield Call(sql.unclaim, {"delivery_id": message.identity})
-        return Taken(Outcome.CONFLICT, replace(observation, kind=Kind.CONFLICT))
-    seen = not claimed or observation.kind is Kind.DUPLICATE
+        return DeliveryResult(
+            DeliveryOutcome.CONFLICT, replace(observation, kind=OrderKind.CONFLICT)
+        )
+    seen = not claimed or observation.kind is OrderKind.DUPLICATE
     replayed = lanes.get(replayed_lane)
     if message.replay_of is not None and replayed is not None:
-        other = order if replayed is own else LaneOrder.of(replayed.state)
+        other = order if replayed is own else LaneOrder.from_state(replayed.state)
         closed = other.close(replayed_number)
         observation = replace(observation, closed=closed)
-        # Closed before, or received: somebody processed it.
+        # The replayed number was received, or replayed before.
         seen = seen or (closed is None and replayed_number <= other.high)
         if replayed is not own:
-            yield _keep(sql, replayed_lane, other)
-    yield _keep(sql, message.lane, order)
-    outcome = Outcome.DUPLICATE if seen else Outcome.FRESH
-    return Taken(outcome, observation, overdue=_overdue(order, before, tolerance))
+            yield _save_lane(sql, replayed_lane, other)
+    yield _save_lane(sql, message.lane, order)
+    outcome = DeliveryOutcome.DUPLICATE if seen else DeliveryOutcome.FRESH
+    return DeliveryResult(outcome, observation, overdue=_overdue(order, before, tolerance))
 
 
-def take_foreign(sql: Statements, message_id: str) -> Steps:
-    """Take a request of a sender that has no lanes, by its `webhook-id` alone."""
-    # So that nobody's id is taken for an X-Delivery.
+def receive_foreign(sql: Statements, message_id: str) -> ReceivePlan:
+    """Record a request of another sender by its `webhook-id`; it has no lane."""
+    # The prefix keeps foreign ids apart from X-Delivery values.
     claim = {"delivery_id": f"foreign {message_id}", "lane": None, "sequence": None}
     claimed = yield Call(sql.claim, claim)
-    return Taken(Outcome.FRESH if claimed else Outcome.DUPLICATE)
+    return DeliveryResult(DeliveryOutcome.FRESH if claimed else DeliveryOutcome.DUPLICATE)
 
 
 def compare(
-    sql: Statements, marks: Sequence[Mark], *, from_start: bool = False
-) -> Generator[Call, Rows, Compared]:
-    """Hold what is known of lanes against what their sender says of them."""
+    sql: Statements, marks: Sequence[LaneMark], *, from_start: bool = False
+) -> Generator[Call, Rows, CheckpointComparison]:
+    """Compare the lanes of the inbox with a checkpoint, and record what is missing."""
     rows = yield Call(sql.lanes, {})
-    known = {lane.name: lane for lane in map(KeptLane.of, rows)}
-    told = [LaneStanding(mark.lane, mark.sequence, mark.generation) for mark in marks]
-    behind = set(to_catch_up(known, told))
-    shown: dict[str, tuple[Range, ...]] = {}
-    still: dict[str, tuple[Range, ...]] = {}
-    # In the order in which everybody locks lanes.
+    known = {lane.name: lane for lane in map(StoredLane.from_row, rows)}
+    progress = [LaneProgress(mark.lane, mark.sequence, mark.generation) for mark in marks]
+    behind = set(lanes_behind(known, progress))
+    newly_missing: dict[str, tuple[Range, ...]] = {}
+    all_missing: dict[str, tuple[Range, ...]] = {}
+    # By name, the lock order of lanes.
     for mark in sorted(marks, key=lambda mark: mark.lane):
         if mark.lane not in behind and not (from_start and mark.lane not in known):
             continue
         yield Call(sql.add_lane, {"lane": mark.lane})
         rows = yield Call(sql.lock_lanes, {"lane": mark.lane, "replayed": mark.lane})
-        before = KeptLane.of(rows[0]).state
-        order = LaneOrder.of(before)
-        if missing := order.hear_of(mark.sequence, mark.given_up):
-            shown[mark.lane] = missing
-        if order.kept() != before:
-            yield _keep(sql, mark.lane, order)
-        left = tuple((lo, hi) for lo, hi in order.ranges(State.MISSING) if lo <= mark.sequence)
-        if left:
-            still[mark.lane] = left
-    return Compared(shown, still)
+        before = StoredLane.from_row(rows[0]).state
+        order = LaneOrder.from_state(before)
+        if missing := order.apply_checkpoint(mark.sequence, mark.dead_lettered):
+            newly_missing[mark.lane] = missing
+        if order.to_state() != before:
+            yield _save_lane(sql, mark.lane, order)
+        missing = tuple(
+            (lo, hi) for lo, hi in order.ranges(SequenceState.MISSING) if lo <= mark.sequence
+        )
+        if missing:
+            all_missing[mark.lane] = missing
+    return CheckpointComparison(newly_missing, all_missing)
 
 
-def forgo(
+def mark_unavailable(
     sql: Statements, lane: str, numbers: Sequence[Range]
 ) -> Generator[Call, Rows, tuple[Range, ...]]:
-    """Wait no longer for numbers that nobody can send any more; returns those missed."""
+    """Change missing numbers that cannot be fetched any more to unknown; returns them."""
     yield Call(sql.touch_lane, {"lane": lane})
     rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})
     if not rows:
         return ()
-    order = LaneOrder.of(KeptLane.of(rows[0]).state)
-    missed = tuple(each for lo, hi in numbers for each in order.forgo(lo, hi))
-    if missed:
-        yield _keep(sql, lane, order)
-    return missed
+    order = LaneOrder.from_state(StoredLane.from_row(rows[0]).state)
+    unavailable = tuple(each for lo, hi in numbers for each in order.mark_unavailable(lo, hi))
+    if unavailable:
+        yield _save_lane(sql, lane, order)
+    return unavailable
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLane:
-    """A lane as it stands in the database."""
+class StoredLane:
+    """A row of the inbox's lane table."""
 
     name: str
     state: LaneState
@@ -217,8 +221,8 @@ class KeptLane:
     """Deliveries up to this number may have expired."""
 
     @classmethod
-    def of(cls, row: Sequence[Any]) -> KeptLane:
-        """Of a row of `lock_lanes` or `lanes`."""
+    def from_row(cls, row: Sequence[Any]) -> StoredLane:
+        """Parse a row of the statements `lock_lanes` and `lanes`."""
         name, high, ended, missing, holes, unknown, forgotten = row
         ranges = [
             tuple((lo, hi) for lo, hi in orjson.loads(text)) for text in (missing, holes, unknown)
@@ -227,25 +231,28 @@ class KeptLane:
 
 
 def _overdue(order: LaneOrder, before: int, tolerance: int) -> tuple[Range, ...]:
-    """What became overdue just now, when the highest number was `before` until now.
+    """Return the ranges that became overdue, when the highest number was `before` until now.
 
-    Each range as a whole, when its last number was overtaken by more than is tolerated.
+    A range becomes overdue as a whole, when its last number is overtaken by more than
+    `tolerance`, so that each is reported once.
     """
     return tuple(
-        (lo, hi) for lo, hi in order.ranges(State.MISSING) if before <= hi + tolerance < order.high
+        (lo, hi)
+        for lo, hi in order.ranges(SequenceState.MISSING)
+        if before <= hi + tolerance < order.high
     )
 
 
-def _keep(sql: Statements, lane: str, order: LaneOrder) -> Call:
-    kept = order.kept()
+def _save_lane(sql: Statements, lane: str, order: LaneOrder) -> Call:
+    state = order.to_state()
     return Call(
         sql.keep_lane,
         {
             "lane": lane,
-            "high": kept.high,
-            "ended": kept.ended,
-            "missing": orjson.dumps(kept.missing).decode(),
-            "holes": orjson.dumps(kept.holes).decode(),
-            "unknown": orjson.dumps(kept.unknown).decode(),
+            "high": state.high,
+            "ended": state.ended,
+            "missing": orjson.dumps(state.missing).decode(),
+            "holes": orjson.dumps(state.holes).decode(),
+            "unknown": orjson.dumps(state.unknown).decode(),
         },
     )

@@ -1,12 +1,12 @@
-"""The tables of an inbox, and every statement on them, for PostgreSQL and SQLite.
+"""Tables and SQL statements of an inbox, for PostgreSQL and SQLite.
 
-Parameters are `:name`; `drivers` writes them as each driver wants them.  Whatever is
-JSON travels as text, because what a driver makes of a JSON column is its user's choice.
+Parameters are written `:name`; `drivers` converts them to each driver's style.  JSON is
+passed as text, because how a driver decodes JSON columns is the application's choice.
 
-    inbox      each delivery that was processed, by its X-Delivery, until it expires
-    lane       how far each lane is, and what is missing of it
-    latest     of each key, the newest event that a forward-only effect has seen
-    request    optional: every request, and what became of it
+    inbox      processed deliveries by X-Delivery, until they expire
+    lane       the order-check state of each lane
+    latest     the newest event of each key, for `is_newest`
+    request    optional: every signed request and its response
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ from outbox.errors import UsageError
 Dialect = Literal["postgresql", "sqlite", "memory"]
 
 _NOW = "(julianday('now') - 2440587.5) * 86400.0"
-"""Epoch seconds, also on a SQLite without `unixepoch('subsec')`."""
+"""Epoch seconds; `unixepoch('subsec')` needs SQLite 3.42."""
 
 _PREFIX = re.compile(r"(?:[a-z_][a-z0-9_]{0,40}\.)?[a-z_][a-z0-9_]{0,40}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """SQL for one dialect and one prefix of names."""
+    """SQL for one dialect and one table prefix."""
 
     is_there: str
-    """Whether all tables are, which needs no right to make any."""
+    """Whether all tables exist; needs no privilege to create them."""
     create: tuple[str, ...]
-    """Makes what is not there yet, one receiver at a time."""
+    """Creates the missing tables; serialized by an advisory lock on PostgreSQL."""
     advance: str | None
-    """What nearly every delivery needs, in one statement: the next number of a lane
-    without trouble, and an X-Delivery that is new.  Gives whether either was so."""
+    """Fast path in one statement: the next number of a lane without missing numbers, and
+    a new X-Delivery.  Returns whether each of the two held."""
     confirm: str
-    """Fails in a transaction that has failed, which some drivers would commit in silence."""
+    """Fails in a failed transaction, which some drivers would commit without an error."""
     add_lane: str
     touch_lane: str
-    """Locks a lane by writing, where nothing else does."""
+    """Locks a lane by an UPDATE without effect, also on SQLite, which has no FOR UPDATE."""
     lock_lanes: str
-    """Locked in the order of their names, as everybody does who locks two."""
+    """Locks lanes in the order of their names, the global lock order."""
     claim: str
-    """Gives a row unless this X-Delivery is there, and waits for whoever writes it."""
+    """Returns a row if this X-Delivery is new; waits for a concurrent insert of it."""
     unclaim: str
     keep_lane: str
     lock_old: str
-    """Some deliveries that have expired."""
+    """Selects and locks some expired deliveries."""
     forget: str
-    """Up to which number of a lane deliveries may have expired."""
+    """Records up to which number of a lane deliveries may have expired."""
     expire: str
     expire_requests: str
     latest: str
-    """Gives a row unless the newest event known of its key is another, newer one."""
+    """Returns a row unless a newer event of the key is recorded."""
     log: str
     lanes: str
 
 
 def statements(dialect: Dialect, prefix: str) -> Statements:
-    """The statements on the tables `<prefix>_inbox`, `<prefix>_lane` and so on.
+    """Return the statements for the tables `<prefix>_inbox`, `<prefix>_lane` and so on.
 
     Raises:
-        UsageError: the prefix is not one.
+        UsageError: the prefix is invalid.
     """
     if not _PREFIX.fullmatch(prefix):
         raise UsageError(
-            f"prefix: {prefix[:100]!r} is none; it is made of a-z, 0-9 and _, with a schema "
-            "and a dot before it if need be"
+            f"prefix: {prefix[:100]!r} is invalid; use a-z, 0-9 and _, optionally after a "
+            "schema and a dot"
         )
     if dialect == "memory":
-        # Nothing speaks it: each statement is its own name.
+        # The memory inbox dispatches on the name of a statement instead of its SQL.
         names = {field.name: field.name for field in fields(Statements)}
         return Statements(**{**names, "create": (), "advance": None})  # type: ignore[arg-type]
     texts = _POSTGRESQL if dialect == "postgresql" else _SQLITE
@@ -110,8 +110,9 @@ _COMMON = {
                (delivery_id, lane, sequence, type, attempt, outcome, status, why)
         VALUES (:delivery_id, :lane, :sequence, :type, :attempt, :outcome, :status, :why)
         """,
-    # What is sent again has no lane here: its number says nothing of its age, so its time
-    # has to.  Equal times are of one transaction, of which the later one was sent later.
+    # Replays and backfills come without a lane: their number does not reflect the age of the
+    # event, so they are compared by time of publication.  Equal times belong to one
+    # transaction, whose later event is also sent later.
     "latest": """
         INSERT INTO {p}_latest AS known (key, delivery_id, lane, sequence, published_at)
         VALUES (:key, :delivery_id, :lane, :sequence, :published_at)
@@ -148,12 +149,12 @@ _POSTGRESQL = Statements(
             sequence    bigint,
             received_at timestamptz NOT NULL DEFAULT clock_timestamp())
         """,
-        # They come in the order of this column, so that ranges of pages will do.
+        # Rows are inserted in the order of this column, so a BRIN index suffices.
         """
         CREATE INDEX IF NOT EXISTS {bare}_inbox_received ON {p}_inbox
          USING brin (received_at) WITH (pages_per_range = 16, autosummarize = on)
         """,
-        # Each delivery changes a row of few: room on its page keeps it there.
+        # Each delivery updates one of few rows: free space on the page allows HOT updates.
         """
         CREATE TABLE IF NOT EXISTS {p}_lane (
             lane      text PRIMARY KEY,
@@ -290,7 +291,7 @@ _SQLITE = Statements(
             why         TEXT)
         """,
     ),
-    # It cannot write in two tables by one statement, and is asked without a network.
+    # SQLite cannot write to two tables in one statement, and saves no round trip by it.
     advance=None,
     # One transaction writes at a time, so there is nothing to lock.
     lock_lanes="""

@@ -6,10 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import DatabaseUnavailable
+from outbox.relay.cluster.stores import Stores
 from outbox.store.connection.connect import connect
 from outbox.store.connection.pooled import PooledWorker, check_settings
-from outbox.store.connection.type_cache import learn_types
-from outbox.store.connection.worker import Worker, working
+from outbox.store.connection.type_cache import load_types
+from outbox.store.connection.worker import Worker, read_busy_backends
 from outbox.store.replicas import listener_name
 
 if TYPE_CHECKING:
@@ -24,30 +25,28 @@ IDLE_IN_TRANSACTION_SHARE = 0.8
 """Of the lease: a frozen replica must not sit on a row lock for longer."""
 
 SESSION_SETTINGS = {
-    # A success, a give-up or a batch that a crash of the server takes back
-    # would turn the order around.
+    # A crash that loses a committed success, dead letter or batch would break the order.
     "synchronous_commit": "on",
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
-    # The lease bounds what has to be bounded; DETACH waits as long as it takes.
+    # The lease and the watchdog bound statements; DETACH may take any time.
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_session_timeout": "0",
-    # Everything large has its index.  A partition whose statistics are from its
-    # first rows is otherwise read from end to end, once for every lane; and a lane
-    # that owes more than most is read and sorted from end to end, in each helping.
+    # Every large table has its index.  Otherwise a partition with statistics of its
+    # first rows is scanned once per lane, and a lane with an unusually large backlog
+    # is scanned and sorted for every chunk.
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
-    # There is one good plan for each statement, whatever its arguments.  Left to
-    # itself PostgreSQL thinks otherwise of those over partitions, and plans them anew
-    # each time, which takes two thirds of a small batch.
+    # One generic plan suits each statement.  By default PostgreSQL plans statements on
+    # partitioned tables at each execution, which takes two thirds of a small batch.
     "plan_cache_mode": "force_generic_plan",
 }
-"""Whatever the role's or the database's defaults are."""
+"""These override the defaults of the role and the database."""
 
 
 class Connections:
-    """Opens them; whoever gets one ends it with `terminate`.
+    """Opens connections; the caller closes them with `terminate`.
 
     asyncpg's errors, and those of `outbox.store.connection.connect.connect`, pass through.
     """
@@ -55,12 +54,14 @@ class Connections:
     def __init__(self, dsn: Dsn, settings: Settings) -> None:
         self._dsn = dsn
         self._settings = settings
+        self.stores = Stores()
+        """Stores of the sessions on these connections."""
 
     async def worker(self, name: str) -> Worker:
-        """A connection to work on.
+        """Open a connection for statements.
 
         Args:
-            name: what its session is called.
+            name: its `application_name`.
         """
         settings = self._settings
         limit_ms = int(settings.lease_s * IDLE_IN_TRANSACTION_SHARE * 1000)
@@ -70,46 +71,46 @@ class Connections:
             schema=settings.schema_name,
             application_name=name,
             connection_class=PooledWorker if settings.pooled else Worker,
-            # Not the DSN's name: a burial finds our sessions by this one.
+            # Overrides the DSN's name: expiring a replica finds its sessions by this one.
             server_settings={**bounded, "application_name": name},
             pooled=settings.pooled,
         )
         try:
             async with asyncio.timeout(self._dsn.connect_timeout_s):
-                await learn_types(connection)
+                await load_types(connection)
                 if settings.pooled:
                     await check_settings(connection)
-                    connection.bring(settings.schema_name, bounded)
+                    connection.set_transaction_settings(settings.schema_name, bounded)
         except BaseException as error:
             connection.terminate()
             if isinstance(error, TimeoutError):
-                raise DatabaseUnavailable(f"{self._dsn} took a login and says nothing") from error
+                raise DatabaseUnavailable(f"{self._dsn} does not respond after login") from error
             raise
         worker: Worker = connection
         return worker
 
     @property
-    def working(self) -> Callable[[Collection[int]], Awaitable[set[int]]] | None:
-        """Tells which of some backends are at work; None where nobody can say."""
-        return None if self._settings.pooled else self._ask
+    def find_busy_backends(self) -> Callable[[Collection[int]], Awaitable[set[int]]] | None:
+        """Finds the busy ones among some backends; None behind a proxy, which hides them."""
+        return None if self._settings.pooled else self._query_busy_backends
 
-    async def _ask(self, pids: Collection[int]) -> set[int]:
+    async def _query_busy_backends(self, pids: Collection[int]) -> set[int]:
         connection = await connect(
             self._dsn, schema=self._settings.schema_name, application_name="outbox-relay"
         )
         try:
             async with asyncio.timeout(self._dsn.connect_timeout_s):
-                return await working(connection, pids)
+                return await read_busy_backends(connection, pids)
         finally:
             connection.terminate()
 
     async def listener(self, replica_id: int) -> Connection[Any]:
-        """A connection for LISTEN."""
+        """Open a connection for LISTEN."""
         name = listener_name(replica_id)
         return await connect(
             self._dsn,
             schema=self._settings.schema_name,
             application_name=name,
-            # Not the DSN's: `outbox doctor` looks for it by this name.
+            # Overrides the DSN's name: `outbox doctor` finds the connection by this one.
             server_settings={"application_name": name},
         )

@@ -1,14 +1,14 @@
-"""The clock by which a relay believes in its lease.
+"""The monotonic clock of a lease.
 
-It must go on while the machine is suspended: a replica that slept through its
-lease has to know that when it wakes.  Linux calls such a clock BOOTTIME; on macOS
-MONOTONIC is one, and so is Python's own on Windows.  The event loop's clock may
-stand still meanwhile, so its timers are late by as much: whoever waits for the
-end of a lease looks at this clock whenever anything wakes it.
+It must advance while the machine is suspended, so that a replica notices on resume
+that its lease has expired.  On Linux that is CLOCK_BOOTTIME; on macOS CLOCK_MONOTONIC
+does so, and so does Python's own clock on Windows.  The event loop's clock may stop
+during a suspend, which delays its timers: a task that waits for the end of a lease
+reads this clock at every wake-up.
 
-A machine that is stopped from outside (a virtual one that is paused) may have no
-clock that goes on.  Then only the database keeps a replica from writing, and what
-it still sends are copies that receivers recognise.
+A paused virtual machine may have no clock that advances.  Then only the fence in the
+database stops the replica from writing, and requests that it still sends are
+duplicates that receivers recognise.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ _NUMBER: int | None = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOT
 
 
 def steady() -> float:
-    """Seconds since some moment: nobody sets it, and it goes on in a sleeping machine."""
+    """Monotonic seconds that include the time in which the machine is suspended."""
     return time.monotonic() if _NUMBER is None else time.clock_gettime(_NUMBER)

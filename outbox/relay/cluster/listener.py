@@ -1,8 +1,8 @@
-"""The listener: turns notifications into rings, on a connection of its own.
+"""The listener: turns notifications into wake events, on a connection of its own.
 
-Notifications only make things quicker; nothing depends on one arriving.  So a
-lost connection is opened again here, without disturbing anything else, and
-after every LISTEN everybody is woken: read first, then wait.
+Notifications only reduce latency; nothing depends on their arrival.  So a lost
+connection is reopened here without ending the session, and after every LISTEN all
+tasks are woken: read first, then wait.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import structlog
 
 from outbox.errors import OutboxError
 from outbox.store.channels import OWNERS_SUFFIX, RECONFIGURED
-from outbox.store.connection.connect import TROUBLE, in_one_line
+from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
 
     from asyncpg import Connection
 
-    from outbox.relay.wake_event import Bell
+    from outbox.relay.wake_event import WakeEvent
 
 log = structlog.get_logger("outbox.listener")
 
@@ -36,21 +36,21 @@ class Listener:
 
     Args:
         connect: opens the connection.
-        producers: rung when events were published or endpoints changed.
-        on_change: called when endpoints changed, or something may have been missed.
-        on_news: called with what other replicas tell, and the backend that told it.
-        own_pids: the backends by which this replica tells others.
-        poll_s: events that nobody heard of are found after so long anyhow; so the
-            connection is tried no more often than that, within bounds.
+        producers: set when events were published or endpoints changed.
+        on_change: called when endpoints changed, or a notification may have been missed.
+        on_news: called with the payload of another replica's notification, and its backend.
+        own_pids: the backends that send this replica's notifications; they are ignored.
+        poll_s: events without a notification are found after this time; so the
+            connection is checked no more often, within bounds.
     """
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[Connection[Any]]],
         schema: str,
-        producers: Bell,
+        producers: WakeEvent,
         on_change: Callable[[], None],
-        on_news: Callable[[str, int], None],
+        on_notification: Callable[[str, int], None],
         own_pids: Collection[int],
         poll_s: float,
     ) -> None:
@@ -58,7 +58,7 @@ class Listener:
         self._schema = schema
         self._producers = producers
         self._on_change = on_change
-        self._on_news = on_news
+        self._on_notification = on_notification
         self._own_pids = own_pids
         self._heartbeat_s = max(HEARTBEAT_MIN_S, min(poll_s, HEARTBEAT_MAX_S))
         self._wanted = True
@@ -70,7 +70,7 @@ class Listener:
         while True:
             try:
                 await self._listen()
-            except (*TROUBLE, OutboxError) as error:
+            except (*CONNECTION_ERRORS, OutboxError) as error:
                 log.warning("listening was interrupted", reason=in_one_line(error), retry_s=delay_s)
             else:
                 log.warning("the listening connection was closed", retry_s=RECONNECT_MIN_S)
@@ -78,8 +78,8 @@ class Listener:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, RECONNECT_MAX_S)
 
-    def hear_producers(self, *, wanted: bool) -> None:
-        """Only who sequences needs to be woken by producers; the others are spared."""
+    def listen_to_producers(self, *, wanted: bool) -> None:
+        """Listen to producers or not; only the sequencing replica needs to."""
         if wanted != self._wanted:
             self._wanted = wanted
             self._changed.set()
@@ -97,34 +97,40 @@ class Listener:
         try:
             connection.add_termination_listener(lose)
             async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                await connection.add_listener(self._schema + OWNERS_SUFFIX, self._heard_owners)
+                await connection.add_listener(
+                    self._schema + OWNERS_SUFFIX, self._on_owner_notification
+                )
             self._on_change()
             listens = False
             while not lost:
                 self._changed.clear()
-                # It may be another one before the server has answered.
+                # `_wanted` may change before the server responds.
                 wanted = self._wanted
                 async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
                     if wanted and not listens:
-                        await connection.add_listener(self._schema, self._heard)
-                        self._producers.ring()
+                        await connection.add_listener(self._schema, self._on_producer_notification)
+                        self._producers.set()
                     elif listens and not wanted:
-                        await connection.remove_listener(self._schema, self._heard)
+                        await connection.remove_listener(
+                            self._schema, self._on_producer_notification
+                        )
                 listens = wanted
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._heartbeat_s):
                         await self._changed.wait()
                         continue
-                # A half-open connection hears nothing, for ever.
+                # Heartbeat: a half-open TCP connection never reports its loss.
                 await connection.fetchval("SELECT 1", timeout=HEARTBEAT_TIMEOUT_S)
         finally:
             connection.terminate()
 
-    def _heard(self, *_: object) -> None:
-        self._producers.ring()
+    def _on_producer_notification(self, *_: object) -> None:
+        self._producers.set()
 
-    def _heard_owners(self, _connection: object, pid: int, _channel: str, payload: object) -> None:
+    def _on_owner_notification(
+        self, _connection: object, pid: int, _channel: str, payload: object
+    ) -> None:
         if payload == RECONFIGURED:
             self._on_change()
         elif pid not in self._own_pids:
-            self._on_news(str(payload), pid)
+            self._on_notification(str(payload), pid)

@@ -1,9 +1,8 @@
-"""Ownership: keeps this replica's lease, and takes and hands over endpoints.
+"""Ownership: keeps this replica's lease, and claims and releases endpoints.
 
-Only this module decides what the dispatcher owns.  It also carries the news
-of batches that other replicas sequenced, because the two must not overtake
-each other: a lane's counter is read either when it is claimed or by a later
-piece of news.
+Only this module decides what the dispatcher owns.  It also forwards notifications
+of batches that other replicas sequenced, because claims and notifications must stay
+in order: a lane's counter is read either by its claim or by a later notification.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.cluster.lease import PeerWatch, Portion, preferred
-from outbox.core.sequencing.batch_notifications import News, Teller
-from outbox.relay.wake_event import Bell
+from outbox.core.cluster.lease import ClaimBatchSize, PeerWatch, preferred_replica
+from outbox.core.sequencing.batch_notifications import BatchNotification, NotificationThrottle
+from outbox.relay.wake_event import WakeEvent
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
@@ -25,19 +24,19 @@ if TYPE_CHECKING:
 
     from outbox.core.cluster.lease import Lease, Peer
     from outbox.relay.delivery.dispatcher import Dispatcher
-    from outbox.relay.delivery.owned_endpoints import OwnedEndpoint
+    from outbox.relay.delivery.owned_endpoints import EndpointRuntime
     from outbox.relay.delivery.recorder import Recorder
-    from outbox.relay.delivery.telemetry import Observer
-    from outbox.relay.sequencing.cursor import Sequenced
+    from outbox.relay.delivery.telemetry import DeliveryTelemetry
+    from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.store.endpoints import Endpoint
     from outbox.store.lanes import LaneStore
     from outbox.store.replicas import ReplicaStore
 
 log = structlog.get_logger("outbox.ownership")
 
-BURIAL_LOCK_TIMEOUT_S = 1.0
+RELEASE_LOCK_TIMEOUT_S = 1.0
 ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 500, 4_000
-"""So many are read in one go, as far as it can be told how many lanes they have."""
+"""Claimed in one step, as far as the number of lanes can be estimated."""
 
 
 async def keep_lease(
@@ -49,18 +48,17 @@ async def keep_lease(
 ) -> None:
     """Renew the lease until cancelled, on a connection used for nothing else.
 
-    The lease is looked at whenever this wakes, and by its own clock.  The loop's
-    timers may have stood still with the machine, so no single wait is longer than
-    the time between two renewals: what is in flight when the machine wakes is
-    closed after that at the latest.
+    The lease is checked at every wake-up, by its own clock.  The loop's timers may have
+    stopped while the machine was suspended, so no single wait is longer than the time
+    between two renewals: requests in flight are closed at most that long after a resume.
 
     Args:
         clock: seconds of the steady clock.
-        on_time: told what the database's clock said, in epoch seconds; when it was
-            asked, and when the answer was there.
+        on_time: called with the database's time in epoch seconds, and the steady times
+            of the request and the response.
 
     Raises:
-        Fenced: it ran out; whatever is in flight must be closed.
+        Fenced: the lease expired; requests in flight must be closed.
     """
 
     def wait_s() -> float:
@@ -74,7 +72,7 @@ async def keep_lease(
         started_at = clock()
         renewal = asyncio.ensure_future(store.renew(replica_id))
         try:
-            # Asked before it begins, too: a lease that has run out is not renewed.
+            # `wait_s` also runs before the renewal starts: an expired lease is not renewed.
             while not (await asyncio.wait([renewal], timeout=wait_s()))[0]:
                 pass
         finally:
@@ -87,11 +85,11 @@ async def keep_lease(
 
 
 class Ownership:
-    """Claims, hands over, and keeps the dispatcher informed until cancelled.
+    """Claims and releases endpoints, and notifies the dispatcher, until cancelled.
 
     Args:
-        tell_others: wakes the other replicas after endpoints were freed.
-        tell_news: tells them of new batches.
+        wake_replicas: wakes the other replicas after endpoints were released.
+        notify_batches: notifies them of new batches.
         clock: seconds of the steady clock.
     """
 
@@ -103,12 +101,12 @@ class Ownership:
         recorder: Recorder,
         replica_id: int,
         lease: Lease,
-        tell_others: Callable[[], Awaitable[object]],
-        tell_news: Callable[[], Awaitable[object]],
+        wake_replicas: Callable[[], Awaitable[object]],
+        notify_batches: Callable[[], Awaitable[object]],
         clock: Callable[[], float],
-        observer: Observer,
+        telemetry: DeliveryTelemetry,
     ) -> None:
-        self._observer = observer
+        self._telemetry = telemetry
         self._replicas = replicas
         self._lanes = lanes
         self._dispatcher = dispatcher
@@ -116,235 +114,244 @@ class Ownership:
         self._me = replica_id
         self._actor = f"replica {replica_id}"
         self._lease = lease
-        self._bell = Bell()
-        self._tell_others = tell_others
-        self._tell_news = tell_news
+        self._wake_event = WakeEvent()
+        self._wake_replicas = wake_replicas
+        self._notify_batches = notify_batches
         self._clock = clock
         self._watch = PeerWatch()
-        # When to look at everything again; news is heard of in between.
-        self._look_at = 0.0
+        # When to poll the cluster again; batch notifications are handled in between.
+        self._poll_at = 0.0
         self._version = 0
         self._erasures = 0
         self._stopping = False
-        # Stopped, and to be let go as soon as nothing of theirs is in flight.
-        self._leaving: set[UUID] = set()
-        # The replicas among whom this one's endpoints were last divided.
-        self._shared_with: set[int] = set()
-        # The newest batch whose lanes were all told to the dispatcher.
+        # Stopped endpoints, released as soon as none of their requests is in flight.
+        self._stopped: set[UUID] = set()
+        # The replicas for which the assignment of endpoints was last computed.
+        self._assigned_among: set[int] = set()
+        # The newest batch of which the dispatcher knows all lanes.
         self._known_batch = 0
-        # Others may have sequenced something.
-        self._has_news = True
-        # The backends of others that sequence, as they were when last looked at.
+        # Other replicas may have sequenced a batch.
+        self._has_new_batches = True
+        # The backends of other replicas that sequenced at the last poll.
         self._leaders: set[int | None] = set()
-        self._teller = Teller()
+        self._throttle = NotificationThrottle()
 
     async def run(self) -> None:
-        """Look after ownership until stopped; asyncpg's errors end it."""
+        """Poll the cluster until stopped; asyncpg's errors end it."""
         self._known_batch = await self._lanes.last_batch()
-        # A newcomer: whoever has something for it need not wait for its own next look.
-        await self._tell_others()
+        # Replicas that have endpoints for this new one release them without waiting for a poll.
+        await self._wake_replicas()
         while not self._stopping:
-            if self._clock() >= self._look_at:
-                # Whoever asks for a look from now on gets one of its own.
-                self._look_at = inf
-                look_at = self._clock() + self._lease.renew_every_s
-                await self._look()
-                self._look_at = min(self._look_at, look_at, self._watch.judge_at(self._me))
-                self._has_news = True
-            if self._has_news:
-                self._has_news = False
-                await self._follow()
-            if self._clock() >= self._teller.tell_at():
-                self._teller.told(self._clock())
-                await self._tell_news()
-            wake_at = min(self._look_at, self._teller.tell_at())
-            await self._bell.wait(max(wake_at - self._clock(), 0.0))
+            if self._clock() >= self._poll_at:
+                # A `poll_now` from here on causes another poll.
+                self._poll_at = inf
+                next_poll_at = self._clock() + self._lease.renew_every_s
+                await self._poll()
+                self._poll_at = min(
+                    self._poll_at, next_poll_at, self._watch.next_expiry_at(self._me)
+                )
+                self._has_new_batches = True
+            if self._has_new_batches:
+                self._has_new_batches = False
+                await self._read_new_batches()
+            if self._clock() >= self._throttle.flush_at():
+                self._throttle.mark_sent(self._clock())
+                await self._notify_batches()
+            wake_at = min(self._poll_at, self._throttle.flush_at())
+            await self._wake_event.wait(max(wake_at - self._clock(), 0.0))
 
     def stop(self) -> None:
-        """Let `run` return after the look that is under way."""
+        """Let `run` return after the current poll."""
         self._stopping = True
-        self._bell.ring()
+        self._wake_event.set()
 
-    def look(self) -> None:
-        """Endpoints changed, or are free: look as soon as possible."""
-        self._look_at = 0.0
-        self._bell.ring()
+    def poll_now(self) -> None:
+        """Poll as soon as possible: endpoints were changed or released."""
+        self._poll_at = 0.0
+        self._wake_event.set()
 
-    def hear(self, text: str, pid: int) -> None:
-        """Another session says that there is news.
+    def receive_notification(self, text: str, pid: int) -> None:
+        """Process a notification of another session.
 
-        Everybody may say so, and only of other replicas is it believed what the news
-        is.  What does not follow what is known is read.
+        Any session may send one, so the payload is trusted only from a replica's backend.
+        If it does not continue the known batches, the batches are read.
         """
-        news = News.parse(text) if pid in self._leaders else None
-        if news is None or news.first > self._known_batch + 1:
-            self._has_news = True
-            self._bell.ring()
-        elif news.last > self._known_batch:
-            self._known_batch = news.last
-            self._dispatcher.offer(news.last_seqs)
+        notification = BatchNotification.parse(text) if pid in self._leaders else None
+        if notification is None or notification.first > self._known_batch + 1:
+            self._has_new_batches = True
+            self._wake_event.set()
+        elif notification.last > self._known_batch:
+            self._known_batch = notification.last
+            self._dispatcher.notify_new_deliveries(notification.last_seqs)
 
-    def tells(self, batch: int, last_seqs: Mapping[int, int]) -> str | None:
-        """What a batch that is about to be written tells the other replicas."""
-        return self._teller.text(batch, last_seqs, self._clock())
+    def notification_payload(self, batch: int, last_seqs: Mapping[int, int]) -> str | None:
+        """The payload of the NOTIFY of a batch that is about to be written; None: no NOTIFY."""
+        return self._throttle.next_payload(batch, last_seqs, self._clock())
 
-    def sequenced(self, sequenced: Sequenced) -> None:
-        """This replica committed a batch: no need to read it back."""
+    def batch_written(self, sequenced: SequencedBatch) -> None:
+        """Process a batch that this replica committed, without reading it."""
         if sequenced.batch == self._known_batch + 1:
             self._known_batch = sequenced.batch
-        self._observer.meters.events += sequenced.events
+        self._telemetry.meters.events += sequenced.events
         last_seqs = sequenced.deliveries.counters
-        tell_at = self._teller.tell_at()
-        self._teller.written(sequenced.batch, last_seqs, self._clock(), told=sequenced.told)
-        if self._teller.tell_at() < tell_at:
-            self._bell.ring()
-        self._dispatcher.offer(last_seqs, sequenced.given)
+        flush_at = self._throttle.flush_at()
+        self._throttle.batch_written(
+            sequenced.batch, last_seqs, self._clock(), notified=sequenced.notified
+        )
+        if self._throttle.flush_at() < flush_at:
+            self._wake_event.set()
+        self._dispatcher.notify_new_deliveries(last_seqs, sequenced.inline_deliveries)
 
-    async def quiet(self) -> None:
-        """A clean stop: wait until nothing is in flight."""
+    async def drain(self) -> None:
+        """Stop all endpoints and wait until no request is in flight."""
         owned = [e.id for e in self._dispatcher.endpoints()]
         self._dispatcher.stop(owned)
-        await self._dispatcher.quiet(owned)
+        await self._dispatcher.drain(owned)
 
-    # ------------------------------------------------------------- one look
+    # ------------------------------------------------------------- one poll
 
-    async def _look(self) -> None:
-        seen = await self._replicas.look()
+    async def _poll(self) -> None:
+        seen = await self._replicas.read_cluster()
         alive, dead = self._watch.observe(seen.peers, self._clock())
         alive.add(self._me)
         self._leaders = seen.cursor_pids
-        self._teller.alone = alive == {self._me}
-        if await self._bury(peer for peer in seen.peers if peer.id in dead - {self._me}):
-            seen = await self._replicas.look()
-        wanted = [e for e in seen.free if preferred(e, alive) == self._me]
+        self._throttle.alone = alive == {self._me}
+        if await self._expire_replicas(peer for peer in seen.peers if peer.id in dead - {self._me}):
+            seen = await self._replicas.read_cluster()
+        wanted = [e for e in seen.free if preferred_replica(e, alive) == self._me]
         if wanted:
             await self._claim(wanted)
-        if alive != self._shared_with:
-            # What was claimed since then was preferred here at that time.
-            self._shared_with = alive
+        if alive != self._assigned_among:
+            # Endpoints claimed since then were assigned by that set of replicas.
+            self._assigned_among = alive
             mine = [e.id for e in self._dispatcher.endpoints()]
-            self._leave(e for e in mine if preferred(e, alive) != self._me)
+            self._stop_endpoints(e for e in mine if preferred_replica(e, alive) != self._me)
         if seen.erasures != self._erasures:
             self._erasures = seen.erasures
             self._dispatcher.reread()
-        await self._notice_changes(seen.version)
-        await self._let_go()
+        await self._apply_changes(seen.version)
+        await self._release_stopped()
 
-    async def _bury(self, dead: Iterable[Peer]) -> bool:
-        """Free what dead replicas own; whether there were any."""
-        buried = False
+    async def _expire_replicas(self, dead: Iterable[Peer]) -> bool:
+        """Expire dead replicas, which releases their endpoints; whether there were any."""
+        expired = False
         for peer in dead:
-            # The answer may have come late, and whoever it tells of be alive and well.
-            if await self._replicas.bury(
-                peer.id, self._actor, BURIAL_LOCK_TIMEOUT_S, peer.renewals
+            # Optimistic concurrency on the renewal counter: the poll's response may have been
+            # late, and the peer alive.
+            if await self._replicas.expire_replica(
+                peer.id, self._actor, RELEASE_LOCK_TIMEOUT_S, peer.renewals
             ):
                 log.warning("a replica's lease ran out", replica=peer.id)
-                self._observer.meters.losses += 1
-                buried = True
-        if buried:
-            # The others need not wait for their own turn to find it dead.
-            await self._tell_others()
-        return buried
+                self._telemetry.meters.losses += 1
+                expired = True
+        if expired:
+            # Other replicas claim the endpoints without waiting for their own poll.
+            await self._wake_replicas()
+        return expired
 
     async def _claim(self, wanted: list[UUID]) -> None:
-        """Take over endpoints, some at a time: what is read of them is taken in at once, and
-        the loop does nothing else meanwhile, not even renew the lease.
+        """Claim endpoints in chunks: loading a chunk blocks the event loop, and with it the
+        renewal of the lease.
         """
-        portion = Portion(ENDPOINTS_AT_ONCE, LANES_AT_ONCE)
-        asked = endpoints = lanes = 0
-        while asked < len(wanted) and not self._stopping:
-            some = wanted[asked : asked + portion.endpoints]
-            asked += len(some)
-            got, of_those = await self._claim_some(some)
-            portion.took(len(some), of_those)
+        portion = ClaimBatchSize(ENDPOINTS_AT_ONCE, LANES_AT_ONCE)
+        requested = endpoints = lanes = 0
+        while requested < len(wanted) and not self._stopping:
+            some = wanted[requested : requested + portion.endpoints]
+            requested += len(some)
+            got, of_those = await self._claim_chunk(some)
+            portion.record_claim(len(some), of_those)
             endpoints, lanes = endpoints + got, lanes + of_those
         if endpoints:
             log.info("endpoints claimed", endpoints=endpoints, lanes=lanes)
 
-    async def _claim_some(self, wanted: list[UUID]) -> tuple[int, int]:
-        """Take over these; returns how many it got, and how many lanes they have."""
+    async def _claim_chunk(self, wanted: list[UUID]) -> tuple[int, int]:
+        """Claim these endpoints; return how many were claimed, and how many lanes they have."""
         epochs = await self._replicas.claim(self._me, wanted, self._actor)
         if not epochs:
             return 0, 0
         endpoints = {e.id: e for e in await self._endpoints(epochs)}
-        # In this order: what is sequenced after the counters were read is news.
+        # In this order: later batches than these counters arrive as notifications.
         batch = await self._lanes.last_batch()
         loaded = await self._lanes.lanes(epochs)
-        self._dispatcher.adopt(loaded, endpoints, epochs, batch)
+        self._dispatcher.add_endpoints(loaded, endpoints, epochs, batch)
         for lane in loaded:
             if lane.tail:
                 progress = self._dispatcher.lane(lane.id).checkpoint()
-                self._recorder.taken(lane.id, epochs[lane.endpoint_id], progress)
-        # Batches of our own that were committed while the lanes were read
-        # were offered to nobody.
-        self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
-        self._leave(e.id for e in endpoints.values() if e.ends)
+                self._recorder.mark_dirty(lane.id, epochs[lane.endpoint_id], progress)
+        # This replica's own batches that were committed while the lanes were read had no
+        # owned lane yet.
+        self._dispatcher.notify_new_deliveries(
+            await self._lanes.counters([lane.id for lane in loaded])
+        )
+        self._stop_endpoints(e.id for e in endpoints.values() if e.ends)
         return len(epochs), len(loaded)
 
-    def _leave(self, endpoint_ids: Iterable[UUID]) -> None:
-        """Stop endpoints that are not for this replica any more."""
+    def _stop_endpoints(self, endpoint_ids: Iterable[UUID]) -> None:
+        """Stop endpoints that this replica must release."""
         leaving = set(endpoint_ids)
         self._dispatcher.stop(leaving)
-        self._leaving |= leaving
+        self._stopped |= leaving
 
-    async def _let_go(self) -> None:
-        """Hand over, or finish, the stopped endpoints that have become quiet.
+    async def _release_stopped(self) -> None:
+        """Release, or finish, the stopped endpoints without requests in flight.
 
-        Nothing here waits for a receiver: a slow one holds up only itself.
+        This does not wait for receivers: a slow one delays only its own endpoint.
         """
-        quiet = self._dispatcher.quiet_ones(self._leaving)
-        if not quiet:
+        drained = self._dispatcher.drained_endpoints(self._stopped)
+        if not drained:
             return
-        await self._recorder.flushed()
+        await self._recorder.flush()
         await self._recorder.checkpoint()
-        for endpoint in quiet:
+        for endpoint in drained:
             lanes = self._dispatcher.drop([endpoint.id])
-            self._leaving.discard(endpoint.id)
+            self._stopped.discard(endpoint.id)
             if endpoint.ends:
-                await self._recorder.finish(
+                await self._recorder.finish_endpoint(
                     endpoint.id, [(lane.id, lane.acked_seq) for lane in lanes]
                 )
-                self._observer.finished(endpoint, lanes)
+                self._telemetry.endpoint_ended(endpoint, lanes)
         why = "moved to another replica, or ended"
-        await self._replicas.release(self._me, [e.id for e in quiet], self._actor, why)
-        await self._tell_others()
-        log.info("endpoints let go", endpoints=len(quiet))
+        await self._replicas.release(self._me, [e.id for e in drained], self._actor, why)
+        await self._wake_replicas()
+        log.info("endpoints released", endpoints=len(drained))
 
-    async def _notice_changes(self, version: int) -> None:
+    async def _apply_changes(self, version: int) -> None:
         if version == self._version:
             return
         self._version = version
         owned = self._dispatcher.owned()
         for first in range(0, len(owned), ENDPOINTS_AT_ONCE):
-            await self._notice_changes_of(owned[first : first + ENDPOINTS_AT_ONCE])
+            await self._apply_changes_to(owned[first : first + ENDPOINTS_AT_ONCE])
 
-    async def _notice_changes_of(self, owned: list[OwnedEndpoint]) -> None:
-        """Some of the endpoints are as they are now; others have their turn in between."""
-        generations = {home.endpoint.id: home.endpoint.generation for home in owned}
+    async def _apply_changes_to(self, owned: list[EndpointRuntime]) -> None:
+        """Apply the current settings of some endpoints; the loop runs between chunks."""
+        generations = {runtime.endpoint.id: runtime.endpoint.generation for runtime in owned}
         endpoints = await self._endpoints(generations)
-        # Read after the change was committed: the counters of lanes that ended
-        # are final, and what is sequenced from now on is news.
+        # Read after the change was committed: the counters of ended lanes are final, and
+        # later batches arrive as notifications.
         renewed = [e.id for e in endpoints if e.generation != generations[e.id]]
         if renewed:
             loaded = await self._lanes.lanes(renewed)
-            self._dispatcher.renew_lanes(loaded)
-            # Batches of our own that were committed meanwhile were offered to nobody.
-            self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
+            self._dispatcher.replace_lanes(loaded)
+            # This replica's own batches that were committed meanwhile had no owned lane yet.
+            self._dispatcher.notify_new_deliveries(
+                await self._lanes.counters([lane.id for lane in loaded])
+            )
             log.info("lanes changed", endpoints=len(renewed), lanes=len(loaded))
         blocked = [
-            lane.machine for home in owned for lane in home.lanes.values() if lane.machine.blocked
+            lane.state for runtime in owned for lane in runtime.lanes.values() if lane.state.blocked
         ]
         if any(lane.in_flight for lane in blocked):
-            # Its block is just being written, and could be missed in the table
-            # as well as taken for lifted: the next look tells.
+            # Its block is being written, so the table cannot show whether an operator
+            # has lifted it: the next poll reads it again.
             self._version = 0
         written = {lane.id for lane in blocked if not lane.in_flight}
         lifted = written - await self._lanes.blocked(written) if written else set()
-        self._dispatcher.update(endpoints, lifted)
-        self._leave(e.id for e in endpoints if e.ends)
+        self._dispatcher.update_endpoints(endpoints, lifted)
+        self._stop_endpoints(e.id for e in endpoints if e.ends)
 
     async def _endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
-        """The endpoints as they are set up now; says which ones cannot be used."""
+        """The current settings of endpoints; logs those that cannot be used."""
         endpoints = await self._lanes.endpoints(endpoint_ids)
         for endpoint in endpoints:
             if endpoint.problem is not None:
@@ -355,10 +362,10 @@ class Ownership:
                 )
         return endpoints
 
-    async def _follow(self) -> None:
-        """Tell the dispatcher of batches that other replicas sequenced."""
+    async def _read_new_batches(self) -> None:
+        """Notify the dispatcher of batches that other replicas sequenced."""
         more = True
-        while more and (news := await self._lanes.news(self._known_batch)) is not None:
-            self._dispatcher.offer(news.last_seqs)
-            self._known_batch = max(self._known_batch, news.batch)
-            more = news.more
+        while more and (batches := await self._lanes.new_batches(self._known_batch)) is not None:
+            self._dispatcher.notify_new_deliveries(batches.last_seqs)
+            self._known_batch = max(self._known_batch, batches.batch)
+            more = batches.more

@@ -1,149 +1,147 @@
-"""Waiting for a turn: `outbox.core.admission.request_scheduler` on the event loop."""
+"""The admission queue: `outbox.core.admission.request_scheduler` on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.response import Answer, Failure
+from outbox.core.model.response import AttemptResult, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
-    from outbox.core.admission.endpoint_queue import Line, Turn, Why
-    from outbox.core.admission.request_scheduler import Turns
+    from outbox.core.admission.endpoint_queue import EndpointQueue, Slot, WaitReason
+    from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.store.endpoints import Endpoint
 
 
-CALLED_OFF = "no answer yet; called off to make room for others"
+PREEMPTED_DETAIL = "no response yet; preempted to free its slot"
 PREEMPTED = "preempted"
 """Message of the cancellation that ends a request to free its slot."""
 
 
-class Queueing:
-    """Those who wait for their turns and those who have one, and the timer for what comes
-    with the time.
-    """
+class AdmissionQueue:
+    """The tasks that wait for slots, the tasks that send, and the scheduler's timer."""
 
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
-        # Kept: asking for the running one is a system call (getpid) each time.
+    def __init__(self, scheduler: RequestScheduler) -> None:
+        self.scheduler = scheduler
+        # Kept, because `get_running_loop` makes a system call (getpid) each time.
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[Turn, asyncio.Future[bool]] = {}
-        self._sending: dict[Turn, asyncio.Task[Any]] = {}
+        self._waiting: dict[Slot, asyncio.Future[bool]] = {}
+        self._sending: dict[Slot, asyncio.Task[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, turn: Turn) -> bool:
-        """Begin a request if it may be; otherwise it is to `wait`."""
-        begun = self.turns.ask(turn, self._loop.time())
-        if len(begun) > 1 or self._is_news:
-            self.tell(begun[1:])
-        return bool(begun)
+    def begin(self, slot: Slot) -> bool:
+        """Start a request if a slot is free; otherwise return False, and call `wait`."""
+        granted = self.scheduler.admit(slot, self._loop.time())
+        if len(granted) > 1 or self._has_waiting_or_preempted:
+            self.start_granted(granted[1:])
+        return bool(granted)
 
-    async def wait(self, turn: Turn) -> bool:
-        """Wait for the turn; False: it was `dismissed`, and nothing has begun."""
+    async def wait(self, slot: Slot) -> bool:
+        """Wait for the slot; False: the wait was cancelled, and no request has started."""
         loop = self._loop
-        future = self._waiting[turn] = loop.create_future()
+        future = self._waiting[slot] = loop.create_future()
         self._set_timer()
         try:
-            begun: bool = await future
+            granted: bool = await future
         except BaseException:
-            if turn.waiting:
-                del self._waiting[turn]
-                self.tell(self.turns.withdraw([turn], loop.time()))
-            elif turn.open:
-                # It came in the very moment in which nobody wanted it any more.
-                self.end(turn, answered=False)
+            if slot.waiting:
+                del self._waiting[slot]
+                self.start_granted(self.scheduler.cancel_waiting([slot], loop.time()))
+            elif slot.open:
+                # The slot was granted just before the task was cancelled.
+                self.end(slot, responded=False)
             raise
-        return begun
+        return granted
 
-    async def send(self, turn: Turn, sending: Coroutine[Any, Any, Answer]) -> Answer:
-        """What a request whose turn it is came to.
+    async def send(self, slot: Slot, sending: Coroutine[Any, Any, AttemptResult]) -> AttemptResult:
+        """Send an admitted request and return its result.
 
-        Called off, it has got no answer in time, unless the head of one was there.
+        A preempted request counts as timed out, unless the response's head had arrived.
         """
-        if turn.called_off:
+        if slot.preempted:
             sending.close()
-            return Answer.failed(Failure.TIMEOUT, CALLED_OFF, 0.0)
+            return AttemptResult.failed(Failure.TIMEOUT, PREEMPTED_DETAIL, 0.0)
         task = asyncio.current_task(self._loop)
         assert task is not None
-        # Not `asyncio.timeout`, whose timer costs more than the rest of a turn.
+        # Not `asyncio.timeout`, whose timer costs more than the rest of this method.
         cancelling = task.cancelling()
-        self._sending[turn] = task
+        self._sending[slot] = task
         try:
             return await sending
-        except asyncio.CancelledError as cut:
-            # Whoever else cancelled the task meanwhile has not been heard yet.
-            if not turn.called_off or task.uncancel() > cancelling:
+        except asyncio.CancelledError as cancelled:
+            # Another cancellation of the task takes precedence over the preemption.
+            if not slot.preempted or task.uncancel() > cancelling:
                 raise
-            head = next((each for each in cut.args if isinstance(each, Answer)), None)
-            return head or Answer.failed(
-                Failure.TIMEOUT, CALLED_OFF, self._loop.time() - turn.began_at
+            head = next((each for each in cancelled.args if isinstance(each, AttemptResult)), None)
+            return head or AttemptResult.failed(
+                Failure.TIMEOUT, PREEMPTED_DETAIL, self._loop.time() - slot.started_at
             )
         finally:
-            del self._sending[turn]
+            del self._sending[slot]
 
     @staticmethod
-    def in_time(turn: Turn, answer: Answer) -> bool:
-        """Whether that is what came of the request, and not that it was called off."""
-        return not turn.called_off or answer.failure is None
+    def has_response(slot: Slot, response: AttemptResult) -> bool:
+        """Whether the result is the receiver's, not that of a preemption."""
+        return not slot.preempted or response.failure is None
 
-    def end(self, turn: Turn, *, answered: bool) -> None:
-        """A request has ended; others may begin.
+    def end(self, slot: Slot, *, responded: bool) -> None:
+        """Release the slot of a completed request, which may admit others.
 
         Args:
-            answered: there was an answer, so that what it took says something of its endpoint.
+            answered: the receiver responded, so that the duration classifies its endpoint.
         """
-        begun = self.turns.end(turn, self._loop.time(), answered=answered)
-        if begun or self._is_news:
-            self.tell(begun)
+        granted = self.scheduler.end(slot, self._loop.time(), responded=responded)
+        if granted or self._has_waiting_or_preempted:
+            self.start_granted(granted)
 
     @property
-    def _is_news(self) -> bool:
-        """Whether somebody waits, or is called off."""
-        return bool(self._waiting or self.turns.called_off)
+    def _has_waiting_or_preempted(self) -> bool:
+        """Whether requests wait or are being preempted."""
+        return bool(self._waiting or self.scheduler.preempted)
 
-    def change(self, line: Line, endpoint: Endpoint) -> None:
-        """An endpoint's settings are these from now on."""
+    def change_endpoint(self, queue: EndpointQueue, endpoint: Endpoint) -> None:
+        """Apply an endpoint's changed limits."""
         now = self._loop.time()
         limits = (endpoint.in_flight_max, endpoint.rate_per_s)
-        self.tell(self.turns.change(line, endpoint.tenant, *limits, now))
+        self.start_granted(self.scheduler.change_endpoint(queue, endpoint.tenant, *limits, now))
 
-    def why(self, line: Line) -> Why | None:
-        """What the lanes of an endpoint wait for; None: they do not."""
-        return self.turns.why(line, self._loop.time())
+    def wait_reason(self, queue: EndpointQueue) -> WaitReason | None:
+        """Why the lanes of an endpoint wait; None: none waits."""
+        return self.scheduler.wait_reason(queue, self._loop.time())
 
-    def dismiss(self, turns: Iterable[Turn]) -> None:
-        """Whoever waits for one of these is to ask again whether it wants it at all."""
-        dismissed = [turn for turn in turns if turn.waiting]
-        begun = self.turns.withdraw(dismissed, self._loop.time())
-        for turn in dismissed:
-            self._resolve(turn, begun=False)
-        self.tell(begun)
+    def cancel_waiting(self, slots: Iterable[Slot]) -> None:
+        """Cancel waiting requests; their tasks then re-check whether to send at all."""
+        waiting = [slot for slot in slots if slot.waiting]
+        granted = self.scheduler.cancel_waiting(waiting, self._loop.time())
+        for slot in waiting:
+            self._resolve(slot, granted=False)
+        self.start_granted(granted)
 
-    def tell(self, begun: Iterable[Turn]) -> None:
-        """Turns have come."""
-        for turn in begun:
-            self._resolve(turn, begun=True)
-        self._call_off()
+    def start_granted(self, granted: Iterable[Slot]) -> None:
+        """Wake the tasks whose slots were granted."""
+        for slot in granted:
+            self._resolve(slot, granted=True)
+        self._preempt()
         if self._waiting:
             self._set_timer()
 
-    def _call_off(self) -> None:
-        for turn in self.turns.take_called_off():
-            # What is not being sent yet learns it when it is.
-            if turn in self._sending:
-                self._sending[turn].cancel(PREEMPTED)
+    def _preempt(self) -> None:
+        for slot in self.scheduler.pop_preempted():
+            # A request that is not being sent yet checks `preempted` when it is.
+            if slot in self._sending:
+                self._sending[slot].cancel(PREEMPTED)
 
-    def _resolve(self, turn: Turn, *, begun: bool) -> None:
-        future = self._waiting.pop(turn)
-        # Whoever is being cancelled gives back what it was given.
+    def _resolve(self, slot: Slot, *, granted: bool) -> None:
+        future = self._waiting.pop(slot)
+        # A cancelled task releases its granted slot itself.
         if not future.done():
-            future.set_result(begun)
+            future.set_result(granted)
 
     def _set_timer(self) -> None:
-        """One that fires too soon is no harm."""
-        at = self.turns.wake_at()
+        """Set the scheduler's timer; firing too early is harmless."""
+        at = self.scheduler.wake_at()
         if at is None or (self._timer is not None and self._timer.when() <= at):
             return
         if self._timer is not None:
@@ -152,11 +150,11 @@ class Queueing:
 
     def _wake(self) -> None:
         self._timer = None
-        self.tell(self.turns.wake(self._loop.time()))
+        self.start_granted(self.scheduler.wake(self._loop.time()))
         self._set_timer()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancel the timer; no task waits any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

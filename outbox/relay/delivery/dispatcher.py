@@ -1,9 +1,9 @@
-"""The dispatcher: moves deliveries out of the lanes that this replica owns.
+"""The dispatcher: sends the deliveries of the lanes that this replica owns.
 
-A lane that has something to do is *active*: one task asks it what to do next
-and does it, until it has to wait for rows, for a time, for its turn or for
-news.  What an endpoint's health allows is asked before every request; when
-that changes, all its lanes that owe something are heard again.
+A lane with work is *active*: one task executes the lane's commands until the lane
+waits for rows, for a time, for a slot or for new deliveries.  The endpoint's circuit
+breaker is consulted before every request; when its state changes, all lanes of the
+endpoint with pending deliveries are activated.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import time
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.batch import classify_batch
-from outbox.core.delivery.circuit_breaker import PROBED, State
+from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import Fetch, Record, Send, Wait
 from outbox.core.delivery.operational_events import is_operational
 from outbox.core.model.http_status import GONE
-from outbox.core.model.response import Verdict, classify, retry_after_s, summary, without
-from outbox.relay.delivery.admission import Queueing
-from outbox.relay.delivery.fetcher import Reader
-from outbox.relay.delivery.owned_endpoints import OwnedEndpoint, OwnedLane, later
-from outbox.relay.delivery.telemetry import Observer
+from outbox.core.model.response import Verdict, classify, redact, retry_after_s, stored_response
+from outbox.relay.delivery.admission import AdmissionQueue
+from outbox.relay.delivery.fetcher import DeliveryFetcher
+from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime, call_later
+from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from uuid import UUID
 
-    from outbox.core.admission.endpoint_queue import Why
-    from outbox.core.admission.request_scheduler import Turns
+    from outbox.core.admission.endpoint_queue import WaitReason
+    from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.core.delivery.lane import Lane
     from outbox.core.delivery.message import Delivery
-    from outbox.core.model.response import Answer
+    from outbox.core.model.response import AttemptResult
     from outbox.destinations.interface import Transport
     from outbox.relay.delivery.recorder import Recorder
     from outbox.store.endpoints import Endpoint
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
-_DELIVERED, _HEALTHY = Verdict.DELIVERED, State.HEALTHY
+_DELIVERED, _HEALTHY = Verdict.DELIVERED, BreakerState.HEALTHY
 
 
 class Dispatcher:
-    """Delivers what the lanes that it was given owe.
+    """Sends the pending deliveries of owned lanes.
 
     Args:
-        store: for the reader alone.
-        lease_left_s: how long this replica may still send.
-        turns: who may send.
-        on_quiet: called when a lane that was stopped has nothing in flight
-            any more.
-        on_health: called when an endpoint's health changed, or it wants checkpoints.
+        store: used by the delivery fetcher only.
+        lease_left_s: remaining lease, in seconds; nothing is sent without it.
+        scheduler: admission control.
+        on_idle: called when a stopped lane has no request in flight any more.
+        on_breaker_change: called when an endpoint's circuit breaker changed state, or an
+            endpoint may have a checkpoint due.
         now: epoch seconds.
         rng: for the jitter of retries and probes.
     """
@@ -65,27 +65,27 @@ class Dispatcher:
         recorder: Recorder,
         transport: Transport,
         lease_left_s: Callable[[], float],
-        turns: Turns,
-        on_quiet: Callable[[], None] = lambda: None,
-        on_health: Callable[[], None] = lambda: None,
+        scheduler: RequestScheduler,
+        on_idle: Callable[[], None] = lambda: None,
+        on_breaker_change: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
-        observer: Observer | None = None,
+        telemetry: DeliveryTelemetry | None = None,
     ) -> None:
-        self._reader = Reader(store, self._activate)
+        self._fetcher = DeliveryFetcher(store, self._activate)
         self._recorder = recorder
         self._transport = transport
         self._lease_left_s = lease_left_s
-        self._queueing = Queueing(turns)
+        self._admission = AdmissionQueue(scheduler)
         self._loop = asyncio.get_running_loop()
-        self._on_quiet = on_quiet
-        self._on_health = on_health
+        self._on_idle = on_idle
+        self._on_breaker_change = on_breaker_change
         self._now = now
-        self._observer = observer or Observer()
+        self._telemetry = telemetry or DeliveryTelemetry()
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
-        self._owned: dict[UUID, OwnedEndpoint] = {}
-        self._lanes: dict[int, OwnedLane] = {}
-        # Those whose health changed, for whoever looks after that.
+        self._owned: dict[UUID, EndpointRuntime] = {}
+        self._lanes: dict[int, LaneRuntime] = {}
+        # Endpoints whose state changed, for the endpoint supervisor.
         self._changed: set[UUID] = set()
         # None before it runs, and as soon as it is ending.
         self._tasks: asyncio.TaskGroup | None = None
@@ -94,49 +94,48 @@ class Dispatcher:
 
     def lane(self, lane_id: int) -> Lane:
         """An owned lane."""
-        return self._lanes[lane_id].machine
+        return self._lanes[lane_id].state
 
     def endpoints(self) -> list[Endpoint]:
         """Every owned endpoint."""
         return [owned.endpoint for owned in self._owned.values()]
 
-    def owned(self) -> list[OwnedEndpoint]:
-        """Every owned endpoint with its lanes and health."""
+    def owned(self) -> list[EndpointRuntime]:
+        """Every owned endpoint with its lanes and circuit breaker."""
         return list(self._owned.values())
 
-    def take_changed(self) -> list[OwnedEndpoint]:
-        """The owned endpoints whose health changed since this was last asked."""
+    def pop_changed(self) -> list[EndpointRuntime]:
+        """The owned endpoints whose state changed since the last call."""
         changed, self._changed = self._changed, set()
-        return self._those(changed)
+        return self._owned_among(changed)
 
-    def adopt(
+    def add_endpoints(
         self,
         loaded: Iterable[LoadedLane],
         endpoints: Mapping[UUID, Endpoint],
         epochs: Mapping[UUID, int],
         sent_through_batch: int,
     ) -> None:
-        """Begin with endpoints that were just claimed, and all their lanes.
+        """Add newly claimed endpoints and all their lanes.
 
         Args:
-            sent_through_batch: deliveries up to this batch may have been sent
-                by the last owner.
+            sent_through_batch: the last owner may have sent deliveries up to this batch.
         """
         for endpoint_id, endpoint in endpoints.items():
-            meters = self._observer.meters.taken(endpoint.name)
+            meters = self._telemetry.meters.acquire(endpoint.name)
             epoch = epochs[endpoint_id]
-            line = self._queueing.turns.join(
+            queue = self._admission.scheduler.add_endpoint(
                 endpoint.tenant, endpoint.in_flight_max, endpoint.rate_per_s
             )
-            self._owned[endpoint_id] = OwnedEndpoint(endpoint, epoch, self._now(), meters, line)
+            self._owned[endpoint_id] = EndpointRuntime(endpoint, epoch, self._now(), meters, queue)
         self._add_lanes(loaded, sent_through_batch)
-        self._note_checkpoints(endpoints.values())
+        self._wake_for_checkpoints(endpoints.values())
 
-    def renew_lanes(self, loaded: Iterable[LoadedLane]) -> None:
-        """The number of lanes was changed: all that the endpoints have now."""
+    def replace_lanes(self, loaded: Iterable[LoadedLane]) -> None:
+        """Replace the lanes of endpoints whose number of lanes was changed."""
         lanes = list(loaded)
-        self.offer({lane.id: lane.last_seq for lane in lanes})
-        # Nobody else ever had the new ones.
+        self.notify_new_deliveries({lane.id: lane.last_seq for lane in lanes})
+        # The new lanes never had another owner.
         self._add_lanes(lanes, sent_through_batch=0)
 
     def _add_lanes(self, loaded: Iterable[LoadedLane], sent_through_batch: int) -> None:
@@ -144,390 +143,402 @@ class Dispatcher:
         for lane in loaded:
             of_endpoint.setdefault(lane.endpoint_id, []).append(lane)
         for endpoint_id, lanes in of_endpoint.items():
-            home = self._owned[endpoint_id]
-            for owned in home.add(lanes, sent_through_batch, self._now()):
+            runtime = self._owned[endpoint_id]
+            for owned in runtime.add_lanes(lanes, sent_through_batch, self._now()):
                 self._lanes[owned.loaded.id] = owned
-            self._activate_all(home)
+            self._activate_all(runtime)
 
-    def update(self, endpoints: Collection[Endpoint], lifted: set[int]) -> None:
-        """Settings were changed, or an operator let something go on.
+    def update_endpoints(self, endpoints: Collection[Endpoint], lifted: set[int]) -> None:
+        """Apply changed settings and operators' decisions.
 
         Args:
-            lifted: the lanes that do not wait for an operator any more.
+            lifted: lanes that were unblocked.
         """
         for endpoint in endpoints:
-            home = self._owned[endpoint.id]
-            before = home.health.state
-            if endpoint.name != home.endpoint.name:
-                self._observer.meters.left(home.meters)
-                home.meters = self._observer.meters.taken(endpoint.name)
-            home.change(endpoint, self._now())
-            self._queueing.change(home.line, endpoint)
-            self._reconsider(home)
-            for lane_id in home.lanes.keys() & lifted:
-                home.lanes[lane_id].machine.unblock()
-                # Also when it owes nothing: newer generations may wait for it.
-                self._activate(home.lanes[lane_id])
-            if home.health.state is not before:
-                self._observer.health(home, self._now())
-                self._note_health(home)
-            self._activate_all(home)
-            self._attend(home)
-        self._note_checkpoints(endpoints)
+            runtime = self._owned[endpoint.id]
+            before = runtime.breaker.state
+            if endpoint.name != runtime.endpoint.name:
+                self._telemetry.meters.release(runtime.meters)
+                runtime.meters = self._telemetry.meters.acquire(endpoint.name)
+            runtime.apply_settings(endpoint, self._now())
+            self._admission.change_endpoint(runtime.queue, endpoint)
+            self._requeue(runtime)
+            for lane_id in runtime.lanes.keys() & lifted:
+                runtime.lanes[lane_id].state.unblock()
+                # Also without pending deliveries: newer generations may wait for it.
+                self._activate(runtime.lanes[lane_id])
+            if runtime.breaker.state is not before:
+                self._telemetry.breaker_changed(runtime, self._now())
+                self._mark_changed(runtime)
+            self._activate_all(runtime)
+            self._schedule_probes(runtime)
+        self._wake_for_checkpoints(endpoints)
 
     def clock_jumped(self) -> None:
-        """The clock was set: whoever waits for a time works out anew how long."""
-        for home in self._owned.values():
-            home.hold_to(self._now())
-            self._activate_all(home)
-            self._attend(home)
+        """Recompute all timers after the clock was set."""
+        for runtime in self._owned.values():
+            runtime.clamp_times(self._now())
+            self._activate_all(runtime)
+            self._schedule_probes(runtime)
 
     def reread(self) -> None:
-        """Events were erased: what lanes have in hand is read again before it is sent."""
-        for home in self._owned.values():
-            for lane in home.lanes.values():
-                lane.machine.reread()
-            self._reconsider(home)
-            self._activate_all(home)
+        """Discard delivery buffers after events were erased; lanes read them again."""
+        for runtime in self._owned.values():
+            for lane in runtime.lanes.values():
+                lane.state.invalidate_buffer()
+            self._requeue(runtime)
+            self._activate_all(runtime)
 
     def stop(self, endpoint_ids: Iterable[UUID]) -> None:
-        """Send nothing more to the endpoints; what is in flight still ends."""
-        for home in self._those(endpoint_ids):
-            home.stopped = True
-            home.clear_timers()
-            for lane in home.lanes.values():
-                lane.machine.stop()
-            self._reconsider(home)
+        """Start no further requests to the endpoints; requests in flight complete."""
+        for runtime in self._owned_among(endpoint_ids):
+            runtime.stopped = True
+            runtime.clear_timers()
+            for lane in runtime.lanes.values():
+                lane.state.stop()
+            self._requeue(runtime)
 
-    def quiet_ones(self, endpoint_ids: Iterable[UUID]) -> list[Endpoint]:
-        """Those of stopped endpoints of which nothing is in flight any more."""
+    def drained_endpoints(self, endpoint_ids: Iterable[UUID]) -> list[Endpoint]:
+        """The stopped endpoints without requests in flight."""
         return [
-            home.endpoint
-            for home in self._those(endpoint_ids)
-            if all(lane.task is None for lane in home.lanes.values())
+            runtime.endpoint
+            for runtime in self._owned_among(endpoint_ids)
+            if all(lane.task is None for lane in runtime.lanes.values())
         ]
 
-    async def quiet(self, endpoint_ids: Iterable[UUID]) -> None:
-        """Wait until nothing of stopped endpoints is in flight any more."""
-        lanes = [lane for home in self._those(endpoint_ids) for lane in home.lanes.values()]
+    async def drain(self, endpoint_ids: Iterable[UUID]) -> None:
+        """Wait until stopped endpoints have no requests in flight."""
+        lanes = [
+            lane for runtime in self._owned_among(endpoint_ids) for lane in runtime.lanes.values()
+        ]
         tasks = [lane.task for lane in lanes if lane.task]
         if tasks:
             await asyncio.wait(tasks)
 
     def drop(self, endpoint_ids: Iterable[UUID]) -> list[Lane]:
-        """Forget endpoints whose lanes are quiet; returns their lanes."""
+        """Remove drained endpoints; return their lanes."""
         dropped: list[Lane] = []
         for endpoint_id in endpoint_ids:
-            home = self._owned.pop(endpoint_id)
-            self._observer.meters.left(home.meters)
-            self._queueing.turns.leave(home.line)
-            for lane in home.lanes.values():
+            runtime = self._owned.pop(endpoint_id)
+            self._telemetry.meters.release(runtime.meters)
+            self._admission.scheduler.remove_endpoint(runtime.queue)
+            for lane in runtime.lanes.values():
                 del self._lanes[lane.loaded.id]
-                dropped.append(lane.machine)
+                dropped.append(lane.state)
         return dropped
 
-    def cut(self, owned: OwnedEndpoint, through: Mapping[int, int]) -> None:
-        """Give up what lanes of an endpoint owe up to these numbers."""
+    def dead_letter_through(self, owned: EndpointRuntime, through: Mapping[int, int]) -> None:
+        """Dead-letter the pending deliveries of lanes up to these sequence numbers."""
         for lane_id, seq in through.items():
             lane = owned.lanes[lane_id]
-            lane.machine.cut(seq, "backlog")
-            self._queueing.dismiss([lane.turn])
+            lane.state.dead_letter_through(seq, "backlog")
+            self._admission.cancel_waiting([lane.slot])
             self._activate(lane)
 
-    def wants(self, lane_ids: Iterable[int]) -> dict[int, LoadedLane]:
-        """Those of the lanes that have nothing left to read but what they are given now."""
+    def needs_inline_payloads(self, lane_ids: Iterable[int]) -> dict[int, LoadedLane]:
+        """The lanes whose delivery buffers need the payloads of a new batch at once: they
+        have no other unread deliveries.
+        """
         lanes = (self._lanes[each] for each in lane_ids if each in self._lanes)
         return {lane.loaded.id: lane.loaded for lane in lanes if lane.runs_dry}
 
-    def offer(
+    def notify_new_deliveries(
         self,
         last_seqs: Mapping[int, int],
-        given: Mapping[int, Iterable[Delivery]] | None = None,
+        inline_deliveries: Mapping[int, Iterable[Delivery]] | None = None,
     ) -> None:
-        """Lanes were given deliveries up to these numbers, owned ones and others.
+        """Process new deliveries of lanes, whether owned or not.
 
-        A lane that has something in hand is at work, or waits for what will
-        wake it; one that has nothing is woken by what is read for it.
+        A lane with a filled delivery buffer is active or has a wake-up of its own; an
+        empty one is activated when its rows are read.
 
         Args:
-            given: by lane, what need not be read for it.
+            last_seqs: by lane, its last assigned sequence number.
+            inline_deliveries: by lane, deliveries that need not be read.
         """
         now = self._now()
         for lane_id, last_seq in last_seqs.items():
             lane = self._lanes.get(lane_id)
             if lane is None:
                 continue
-            lane.machine.offered(last_seq, now)
-            if given and lane_id in given:
-                lane.machine.given(given[lane_id])
+            lane.state.extend_to(last_seq, now)
+            if inline_deliveries and lane_id in inline_deliveries:
+                lane.state.append(inline_deliveries[lane_id])
                 self._activate(lane)
-            if lane.home.endpoint.usable and (fetch := lane.machine.fetch()) is not None:
-                self._reader.want(lane, fetch)
+            if lane.runtime.endpoint.usable and (fetch := lane.state.fetch()) is not None:
+                self._fetcher.request(lane, fetch)
 
-    def _those(self, endpoint_ids: Iterable[UUID]) -> list[OwnedEndpoint]:
+    def _owned_among(self, endpoint_ids: Iterable[UUID]) -> list[EndpointRuntime]:
         return [self._owned[each] for each in endpoint_ids if each in self._owned]
 
     # ------------------------------------------------------------- delivering
 
     async def run(self) -> None:
-        """Deliver until cancelled, which closes what is in flight.
+        """Deliver until cancelled; cancelling closes requests in flight.
 
         Raises:
-            Fenced: the lease ran out, or another replica took over.
+            Fenced: the lease expired, or another replica acquired an endpoint.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for home in self._owned.values():
-                    self._activate_all(home)
+                for runtime in self._owned.values():
+                    self._activate_all(runtime)
                 try:
-                    await self._reader.run()
+                    await self._fetcher.run()
                 finally:
                     self._tasks = None
         finally:
-            self._queueing.close()
-            for home in self._owned.values():
-                home.clear_timers()
+            self._admission.close()
+            for runtime in self._owned.values():
+                runtime.clear_timers()
 
-    def _activate_all(self, home: OwnedEndpoint) -> None:
-        for lane in home.lanes.values():
-            if lane.machine.owed:
+    def _activate_all(self, runtime: EndpointRuntime) -> None:
+        for lane in runtime.lanes.values():
+            if lane.state.pending:
                 self._activate(lane)
 
-    def _activate(self, lane: OwnedLane) -> bool:
-        """Have a task work for the lane; False when it may not."""
+    def _activate(self, lane: LaneRuntime) -> bool:
+        """Start the lane's task if needed; False if the lane may not run."""
         if lane.task is not None:
             return True
-        if self._tasks is None or lane.home.stopped or not lane.home.endpoint.usable:
+        if self._tasks is None or lane.runtime.stopped or not lane.runtime.endpoint.usable:
             return False
         lane.clear_timer()
         lane.task = self._tasks.create_task(self._work(lane))
         return True
 
-    def _attend(self, home: OwnedEndpoint) -> None:
-        """Give lanes their turns, and come back when the next one may be had."""
-        if home.timer is not None:
-            home.timer.cancel()
-            home.timer = None
-        if self._tasks is None or home.stopped:
+    def _schedule_probes(self, runtime: EndpointRuntime) -> None:
+        """Activate the lanes that the circuit breaker admits now, and set a timer for the
+        next probe.
+        """
+        if runtime.timer is not None:
+            runtime.timer.cancel()
+            runtime.timer = None
+        if self._tasks is None or runtime.stopped:
             return
-        while woken := home.health.wake(self._now()):
+        while woken := runtime.breaker.wake(self._now()):
             for lane_id in woken:
-                if not self._activate(home.lanes[lane_id]):
-                    home.health.passed(lane_id)
-        if (wake_at := home.health.wake_at()) is not None:
-            home.timer = later(wake_at - self._now(), self._attend, home)
+                if not self._activate(runtime.lanes[lane_id]):
+                    runtime.breaker.yielded(lane_id)
+        if (wake_at := runtime.breaker.wake_at()) is not None:
+            runtime.timer = call_later(wake_at - self._now(), self._schedule_probes, runtime)
 
-    async def _work(self, lane: OwnedLane) -> None:
-        """Do what the lane says until it has to wait."""
-        home, machine = lane.home, lane.machine
+    async def _work(self, lane: LaneRuntime) -> None:
+        """Execute the lane's commands until it has to wait."""
+        runtime, lane_state = lane.runtime, lane.state
         try:
             now = self._now()
-            while home.endpoint.usable:
-                match machine.next(now, lane.gate(now)):
+            while runtime.endpoint.usable:
+                match lane_state.next(now, lane.gate(now)):
                     case Send() as send:
-                        home.health.began(lane.loaded.id)
+                        runtime.breaker.started(lane.loaded.id)
                         now = await self._send(lane, send, now)
                     case Record() as record:
-                        await self._recorder.write(machine, home.epoch, record)
+                        await self._recorder.write(lane_state, runtime.epoch, record)
                         now = self._now()
-                        self._observer.given_up(lane, record, now)
+                        self._telemetry.dead_lettered(lane, record, now)
                     case Fetch() as fetch:
-                        self._reader.want(lane, fetch)
+                        self._fetcher.request(lane, fetch)
                         return
                     case Wait(until=until):
-                        lane.timer = later(until - self._now(), self._activate, lane)
+                        lane.timer = call_later(until - self._now(), self._activate, lane)
                         return
                     case None:
                         return
         except BaseException:
-            # The group is ending, and takes no more tasks: news is for nobody.
+            # The task group is ending and accepts no more tasks.
             self._tasks = None
             raise
         finally:
             lane.task = None
-            self._rest(lane)
+            self._release_lane(lane)
 
-    def _rest(self, lane: OwnedLane) -> None:
-        """The lane has nothing to do for now: who may go on instead?"""
-        home = lane.home
-        drained = lane.loaded.ended and lane.machine.drained
-        if drained and home.generations.drained(lane.loaded.id, lane.loaded.generation):
-            self._activate_all(home)
-        if home.health.passed(lane.loaded.id) or home.timer is None:
-            self._attend(home)
-        if home.stopped:
-            self._on_quiet()
+    def _release_lane(self, lane: LaneRuntime) -> None:
+        """End the lane's activity, and activate lanes that waited for it."""
+        runtime = lane.runtime
+        drained = lane.loaded.ended and lane.state.drained
+        if drained and runtime.generations.remove_drained(lane.loaded.id, lane.loaded.generation):
+            self._activate_all(runtime)
+        if runtime.breaker.yielded(lane.loaded.id) or runtime.timer is None:
+            self._schedule_probes(runtime)
+        if runtime.stopped:
+            self._on_idle()
 
-    async def _send(self, lane: OwnedLane, send: Send, started_at: float) -> float:
-        """One attempt, and what follows from its answer; returns when it was over.
+    async def _send(self, lane: LaneRuntime, send: Send, started_at: float) -> float:
+        """Make one attempt and record its result; return when it completed.
 
         Args:
-            started_at: epoch seconds; later, if it has to wait for its turn.
+            started_at: epoch seconds; replaced if the attempt waits for a slot.
         """
-        home, machine = lane.home, lane.machine
-        if (more := machine.fetch()) is not None:
-            self._reader.want(lane, more)
-        state, queueing = home.health.state, self._queueing
-        begun = at_once = queueing.begin(lane.turn)
+        runtime, lane_state = lane.runtime, lane.state
+        if (more := lane_state.fetch()) is not None:
+            self._fetcher.request(lane, more)
+        state, admission = runtime.breaker.state, self._admission
+        started = at_once = admission.begin(lane.slot)
         if not at_once:
-            begun = await queueing.wait(lane.turn)
+            started = await admission.wait(lane.slot)
             started_at = self._now()
-        answered = False
+        responded = False
         try:
             if self._lease_left_s() <= 0:
                 raise Fenced
             if not at_once:
                 is_sent = (
-                    begun
-                    and not home.stopped
-                    and home.health.state is state
-                    and not home.health.silent(started_at)
+                    started
+                    and not runtime.stopped
+                    and runtime.breaker.state is state
+                    and not runtime.breaker.blocks_all(started_at)
                 )
-                left = machine.still(send, started_at) if is_sent else None
+                left = lane_state.revalidate(send, started_at) if is_sent else None
                 if left is None:
-                    # It would not be sent by now.
-                    home.health.unsent(lane.loaded.id)
-                    machine.unsent()
+                    # The wait changed the decision: nothing is sent.
+                    runtime.breaker.released(lane.loaded.id)
+                    lane_state.cancel_send()
                     return started_at
                 send = left
-            # As of now: whoever changes the headers meanwhile changes what is sent next.
-            credentials = home.endpoint.credentials
-            request, span = self._observer.begins(
+            # Of this request: settings may change while it is in flight.
+            credentials = runtime.endpoint.credentials
+            request, span = self._telemetry.attempt_started(
                 lane, send, lane.request(send, started_at), started_at
             )
             if send.attempt == 1 and state is _HEALTHY:
-                # While it is out: a lane that is alone waits for its receiver, not for us.
-                self._loop.call_soon(lane.look_ahead, started_at)
+                # During the request, so that building the next one adds no latency.
+                self._loop.call_soon(lane.prefetch_next, started_at)
             try:
-                answer = await queueing.send(lane.turn, self._transport.send(request))
+                response = await admission.send(lane.slot, self._transport.send(request))
             except BaseException:
-                self._observer.abandoned(span, self._now())
+                self._telemetry.attempt_abandoned(span, self._now())
                 raise
-            answered = queueing.in_time(lane.turn, answer)
+            responded = admission.has_response(lane.slot, response)
         finally:
-            if begun:
-                queueing.end(lane.turn, answered=answered)
+            if started:
+                admission.end(lane.slot, responded=responded)
         if credentials:
-            answer = without(answer, credentials)
+            response = redact(response, credentials)
         now = self._now()
-        verdict, record = self._settle(
-            lane, send, answer, span, started_at, now, called_off=not answered
+        verdict, record = self._record_result(
+            lane, send, response, span, started_at, now, preempted=not responded
         )
         if not record.urgent:
-            self._recorder.add(machine, home.epoch, record)
+            self._recorder.add(lane_state, runtime.epoch, record)
             if not self._recorder.full:
                 return now
-            await self._recorder.flushed()
+            await self._recorder.flush()
             return self._now()
-        await self._recorder.write(machine, home.epoch, record)
+        await self._recorder.write(lane_state, runtime.epoch, record)
         if record.dead is None:
-            self._observer.failed(lane, send, verdict, answer, record, now)
+            self._telemetry.attempt_failed(lane, send, verdict, response, record, now)
         else:
-            self._observer.given_up(lane, record, now)
+            self._telemetry.dead_lettered(lane, record, now)
         return self._now()
 
-    def _settle(
+    def _record_result(
         self,
-        lane: OwnedLane,
+        lane: LaneRuntime,
         send: Send,
-        answer: Answer,
+        response: AttemptResult,
         span: AttemptSpan | None,
         started_at: float,
         now: float,
         *,
-        called_off: bool,
+        preempted: bool,
     ) -> tuple[Verdict, Record]:
-        """What follows from an answer: it is judged and told of.
+        """Classify a response, update breaker and lane, and report the attempt.
 
         Returns:
-            What it means, and what is to be written down, of several deliveries the last one.
+            The verdict, and the record to write; of a batch, the last delivery's record.
         """
-        home, machine = lane.home, lane.machine
-        verdict, accepted_seq = _meaning(home.endpoint, send, answer)
-        verdict = self._judge(home, send, verdict, answer, now)
-        policy, u = home.endpoint.retry, self._rng.random()
+        runtime, lane_state = lane.runtime, lane.state
+        verdict, accepted_seq = _classify(runtime.endpoint, send, response)
+        verdict = self._apply_to_breaker(runtime, send, verdict, response, now)
+        policy, u = runtime.endpoint.retry, self._rng.random()
         if len(send.batch) > 1:
-            records = machine.batch_answered(
-                send.batch, accepted_seq, verdict, answer, policy,
+            records = lane_state.record_batch_result(
+                send.batch, accepted_seq, verdict, response, policy,
                 started_at=started_at, now=now, u=u,
             )  # fmt: skip
-            self._observer.batch_answered(lane, send, answer, records, span)
+            self._telemetry.batch_completed(lane, send, response, records, span)
             for each in records[:-1]:
-                self._recorder.add(machine, home.epoch, each)
+                self._recorder.add(lane_state, runtime.epoch, each)
             return verdict, records[-1]
-        record = machine.answered(
-            verdict, answer, policy,
+        record = lane_state.record_result(
+            verdict, response, policy,
             started_at=started_at, now=now, u=u,
-            blocks=home.endpoint.blocks, called_off=called_off,
+            blocks=runtime.endpoint.blocks, preempted=preempted,
         )  # fmt: skip
-        self._observer.answered(lane, send.delivery, answer, record, span)
+        self._telemetry.attempt_completed(lane, send.delivery, response, record, span)
         return verdict, record
 
-    def _reconsider(self, home: OwnedEndpoint) -> None:
-        """Whoever waits for a turn may not want it any more, or in another way."""
-        if home.line.waiting:
-            self._queueing.dismiss(list(home.line.waiting))
+    def _requeue(self, runtime: EndpointRuntime) -> None:
+        """Cancel the endpoint's waiting requests, so that each lane decides again."""
+        if runtime.queue.waiting:
+            self._admission.cancel_waiting(list(runtime.queue.waiting))
 
-    def why_waiting(self, home: OwnedEndpoint) -> Why | None:
-        """What lanes of an endpoint wait for that could be sent to; None: nothing."""
-        return self._queueing.why(home.line)
+    def wait_reason(self, runtime: EndpointRuntime) -> WaitReason | None:
+        """Why the sendable lanes of an endpoint wait for a slot; None: none waits."""
+        return self._admission.wait_reason(runtime.queue)
 
-    def _judge(
-        self, home: OwnedEndpoint, send: Send, verdict: Verdict, answer: Answer, now: float
+    def _apply_to_breaker(
+        self,
+        runtime: EndpointRuntime,
+        send: Send,
+        verdict: Verdict,
+        response: AttemptResult,
+        now: float,
     ) -> Verdict:
-        """What the answer means for the endpoint, and then for the delivery."""
-        health = home.health
+        """Apply a result to the circuit breaker; return the verdict for the delivery."""
+        health = runtime.breaker
         before = health.state
         asked_s = None
         if verdict is _DELIVERED:
-            health.answered(verdict, now, 0.0)
+            health.record_result(verdict, now, 0.0)
         else:
-            asked_s = retry_after_s(answer.headers, now) if verdict is Verdict.RETRY else None
-            verdict = health.answered(
+            asked_s = retry_after_s(response.headers, now) if verdict is Verdict.RETRY else None
+            verdict = health.record_result(
                 verdict,
                 now,
                 self._rng.random(),
-                gone=answer.status == GONE,
+                gone=response.status == GONE,
                 retry_after_s=asked_s or 0.0,
-                last_answer=summary(answer),
+                last_response=stored_response(response),
             )
             ordinary = not is_operational(send.delivery.type)
-            told = home.told.answered(health.state, now, ordinary=ordinary)
-            if told != home.told:
-                home.told = told
-                self._note_health(home)
+            reported = runtime.reported.record_failure(health.state, now, ordinary=ordinary)
+            if reported != runtime.reported:
+                runtime.reported = reported
+                self._mark_changed(runtime)
         if health.state is not before:
-            self._observer.health(home, now)
-            home.told = home.told.changed(health.state)
-            self._note_health(home)
-            if health.state in PROBED:
-                for lane in home.lanes.values():
-                    lane.machine.start_small()
-            self._reconsider(home)
-            # Whoever sleeps until a time of its own may have a turn sooner.
-            self._activate_all(home)
-            self._attend(home)
+            self._telemetry.breaker_changed(runtime, now)
+            runtime.reported = runtime.reported.record_state(health.state)
+            self._mark_changed(runtime)
+            if health.state in PROBED_STATES:
+                for lane in runtime.lanes.values():
+                    lane.state.reset_batch_size()
+            self._requeue(runtime)
+            # Lanes that sleep until a retry time may be admitted sooner.
+            self._activate_all(runtime)
+            self._schedule_probes(runtime)
         elif health.state is not _HEALTHY:
-            self._attend(home)
+            self._schedule_probes(runtime)
             if asked_s:
-                self._note_health(home)  # The next owner has to leave it alone, too.
+                self._mark_changed(runtime)  # The next owner must respect the hold-off, too.
         return verdict
 
-    def _note_checkpoints(self, endpoints: Iterable[Endpoint]) -> None:
-        """Some of these may be due."""
+    def _wake_for_checkpoints(self, endpoints: Iterable[Endpoint]) -> None:
+        """Wake the supervisor if one of the endpoints receives checkpoints."""
         if any(endpoint.checkpoint_every_s is not None for endpoint in endpoints):
-            self._on_health()
+            self._on_breaker_change()
 
-    def _note_health(self, home: OwnedEndpoint) -> None:
-        """There is something new about it to be written down."""
-        self._changed.add(home.endpoint.id)
-        self._on_health()
+    def _mark_changed(self, runtime: EndpointRuntime) -> None:
+        """Mark the endpoint's state as changed; the supervisor stores it."""
+        self._changed.add(runtime.endpoint.id)
+        self._on_breaker_change()
 
 
-def _meaning(endpoint: Endpoint, send: Send, answer: Answer) -> tuple[Verdict, int]:
-    """What an answer means, and the last number that is delivered if it is a success."""
+def _classify(endpoint: Endpoint, send: Send, response: AttemptResult) -> tuple[Verdict, int]:
+    """Classify a response; of a success, also the last delivered sequence number."""
     before, retryable = send.maybe_sent_before, endpoint.retryable
     if send.batch:
-        return classify_batch(send.batch, answer, maybe_sent_before=before, retryable=retryable)
-    verdict = classify(answer, maybe_sent_before=before, retryable=retryable)
+        return classify_batch(send.batch, response, maybe_sent_before=before, retryable=retryable)
+    verdict = classify(response, maybe_sent_before=before, retryable=retryable)
     return verdict, send.delivery.seq

@@ -1,8 +1,8 @@
-"""Care: looks after owned endpoints as a whole.
+"""The endpoint supervisor: stores endpoint state and enforces endpoint policies.
 
-Writes down how they are, tells of it by operational events, disables those that
-are gone or have not taken anything for too long, and gives up what a backlog
-policy says is too much.  None of that is in the way of a delivery.
+It stores circuit breaker states, reports them by operational events, disables
+endpoints that responded 410 or had no success for too long, and dead-letters
+deliveries beyond the backlog limits.  Deliveries do not wait for it.
 """
 
 from __future__ import annotations
@@ -14,167 +14,168 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.delivery.circuit_breaker import State
+from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import WARN_AFTER_S
-from outbox.store.endpoint_state import Kept
+from outbox.store.endpoint_state import EndpointState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from outbox.relay.delivery.dispatcher import Dispatcher
-    from outbox.relay.delivery.owned_endpoints import OwnedEndpoint
-    from outbox.relay.delivery.receiver_checkpoints import Checkpoints
-    from outbox.relay.wake_event import Bell
-    from outbox.store.database_stats import Survey
-    from outbox.store.endpoint_state import CareStore
+    from outbox.relay.delivery.owned_endpoints import EndpointRuntime
+    from outbox.relay.delivery.receiver_checkpoints import CheckpointSender
+    from outbox.relay.wake_event import WakeEvent
+    from outbox.store.database_stats import DatabaseStats
+    from outbox.store.endpoint_state import EndpointStateStore
 
 log = structlog.get_logger("outbox.care")
 
-LOOK_EVERY_S = 30.0
+CHECK_EVERY_S = 30.0
 SURVEY_EVERY_S = 10.0
 LANES_AT_ONCE = 500
-"""Between two of so many, others have their turn: deliveries do not wait for care."""
-GIVE_UP_MAX = 50_000
-"""Deliveries that one look gives up of one endpoint; the next look goes on."""
+"""Lanes per slice before yielding to the event loop, so that deliveries do not wait."""
+DEAD_LETTER_MAX = 50_000
+"""Deliveries dead-lettered per check and endpoint; the next check continues."""
 
-STUCK = (State.FAILING, State.REFUSING, State.PAUSED)
-"""All lanes of such an endpoint move hardly or not at all."""
+STUCK = (BreakerState.FAILING, BreakerState.REJECTING, BreakerState.PAUSED)
+"""In these states all lanes of an endpoint make little or no progress."""
 
 
-class Caretaker:
-    """Looks after what a dispatcher owns, until cancelled.
+class EndpointSupervisor:
+    """Supervises the endpoints of a dispatcher until cancelled.
 
     Args:
-        bell: rung when an endpoint's health changed.
+        bell: set when the state of an endpoint changed.
         now: epoch seconds.
-        leads: whether this replica looks at the database as a whole, too.
-        checkpoints: looked at here, since they are of endpoints as a whole, and read on
-            the same connection.
+        leads: whether this replica leads, and also samples the database statistics.
+        checkpoints: sends receivers' checkpoints; it reads on the same connection.
     """
 
     def __init__(
         self,
-        store: CareStore,
+        store: EndpointStateStore,
         dispatcher: Dispatcher,
-        bell: Bell,
+        wake_event: WakeEvent,
         now: Callable[[], float],
         leads: Callable[[], bool],
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointSender,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
-        self._bell = bell
+        self._wake_event = wake_event
         self._now = now
         self._leads = leads
         self._checkpoints = checkpoints
-        self.survey: Survey | None = None
-        """What was last seen; None: another replica leads."""
+        self.survey: DatabaseStats | None = None
+        """The last database statistics; None: another replica leads."""
 
     async def run(self) -> None:
-        """Look now and then, and at once when the bell rings; asyncpg's errors end it."""
+        """Check periodically, and at once after a wake event; asyncpg's errors end it."""
         clock = asyncio.get_running_loop().time
-        look_at = survey_at = clock()
+        check_at = survey_at = clock()
         while True:
-            await self._write_health(self._dispatcher.take_changed())
-            if clock() >= look_at:
+            await self._write_health(self._dispatcher.pop_changed())
+            if clock() >= check_at:
                 await self._write_health(self._dispatcher.owned())
-                await self._look()
-                look_at = clock() + LOOK_EVERY_S
+                await self._check_endpoints()
+                check_at = clock() + CHECK_EVERY_S
             if clock() >= survey_at:
-                self.survey = await self._store.survey() if self._leads() else None
+                self.survey = await self._store.read_database_stats() if self._leads() else None
                 survey_at = clock() + SURVEY_EVERY_S
-            await self._checkpoints.look(self._dispatcher.owned())
-            next_at = min(look_at, survey_at, self._checkpoints.look_at)
-            await self._bell.wait(max(next_at - clock(), 0.0))
+            await self._checkpoints.send_due(self._dispatcher.owned())
+            next_at = min(check_at, survey_at, self._checkpoints.next_due_at)
+            await self._wake_event.wait(max(next_at - clock(), 0.0))
 
-    async def _write_health(self, concerned: Iterable[OwnedEndpoint]) -> None:
+    async def _write_health(self, concerned: Iterable[EndpointRuntime]) -> None:
         changed = []
         for n, owned in enumerate(concerned, 1):
             if n % LANES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            if owned.health.state is State.DISABLED:
+            if owned.breaker.state is BreakerState.DISABLED:
                 await self._disable(owned, "the receiver answered 410 Gone")
-            kept = Kept(owned.endpoint, owned.epoch, owned.health.record(), owned.told)
-            if (kept.health, kept.told) != owned.written:
+            kept = EndpointState(
+                owned.endpoint, owned.epoch, owned.breaker.record(), owned.reported
+            )
+            if (kept.health, kept.reported) != owned.stored:
                 changed.append((owned, kept))
-        await self._keep(changed)
+        await self._store_states(changed)
 
-    async def _keep(self, changed: Sequence[tuple[OwnedEndpoint, Kept]]) -> None:
+    async def _store_states(self, changed: Sequence[tuple[EndpointRuntime, EndpointState]]) -> None:
         if changed:
             await self._store.write_health([kept for _, kept in changed])
         for owned, kept in changed:
-            owned.written = (kept.health, kept.told)
+            owned.stored = (kept.health, kept.reported)
 
-    async def _look(self) -> None:
+    async def _check_endpoints(self) -> None:
         now = self._now()
-        looked_at = 0
+        visited = 0
         for owned in self._dispatcher.owned():
-            looked_at += 1 + len(owned.lanes)
-            if looked_at >= LANES_AT_ONCE:
-                looked_at = 0
+            visited += 1 + len(owned.lanes)
+            if visited >= LANES_AT_ONCE:
+                visited = 0
                 await asyncio.sleep(0)
             if owned.endpoint.ends or owned.stopped:
                 continue
             stalled = [
-                lane.machine.stalled_since
+                lane.state.stalled_since
                 for lane in owned.lanes.values()
-                # Who waits for a turn, and was not refused one by its receiver, is not stalled.
-                if lane.machine.stalled_since is not None
-                and (lane.machine.failing or not lane.turn.waiting)
+                # A lane that waits for a slot has stalled only if its receiver rejects it.
+                if lane.state.stalled_since is not None
+                and (lane.state.failing or not lane.slot.waiting)
             ]
-            owned.told = owned.told.looked(stalled)
+            owned.reported = owned.reported.record_stalls(stalled)
             if stalled and now - min(stalled) >= owned.endpoint.disable_after_s:
                 allowed = timedelta(seconds=owned.endpoint.disable_after_s)
                 await self._disable(owned, f"a lane had no success for {allowed}")
             elif stalled:
-                await self._warn(owned, min(stalled), now)
-                await self._limit(owned)
+                await self._report_stall(owned, min(stalled), now)
+                await self._enforce_backlog_limits(owned)
 
-    async def _warn(self, owned: OwnedEndpoint, stalled_since: float, now: float) -> None:
-        """Tell once that lanes have had no success for long, if they owe ordinary events."""
+    async def _report_stall(self, owned: EndpointRuntime, stalled_since: float, now: float) -> None:
+        """Report a stall once, if the stalled lanes have pending ordinary events."""
         endpoint = owned.endpoint
-        if not owned.told.may_tell_stall(now - stalled_since, endpoint.disable_after_s):
+        if not owned.reported.should_report_stall(now - stalled_since, endpoint.disable_after_s):
             return
         lanes = [
-            (lane.loaded.id, lane.machine.floor_batch, lane.machine.acked_seq)
+            (lane.loaded.id, lane.state.floor_batch, lane.state.acked_seq)
             for lane in owned.lanes.values()
-            if (since := lane.machine.stalled_since) is not None
+            if (since := lane.state.stalled_since) is not None
             and now - since >= WARN_AFTER_S
-            and (lane.machine.failing or not lane.turn.waiting)
+            and (lane.state.failing or not lane.slot.waiting)
         ]
-        if await self._store.owes_ordinary(lanes):
-            owned.told = replace(owned.told, stalled_at=now)
-            health = owned.health.record()
-            kept = Kept(endpoint, owned.epoch, health, owned.told, stalled_since)
-            await self._keep([(owned, kept)])
+        if await self._store.has_pending_ordinary(lanes):
+            owned.reported = replace(owned.reported, stalled_at=now)
+            health = owned.breaker.record()
+            kept = EndpointState(endpoint, owned.epoch, health, owned.reported, stalled_since)
+            await self._store_states([(owned, kept)])
 
-    async def _disable(self, owned: OwnedEndpoint, why: str) -> None:
+    async def _disable(self, owned: EndpointRuntime, why: str) -> None:
         endpoint = owned.endpoint
         if endpoint.ends or owned.stopped:
             return
-        told = {"last_answer": owned.health.record().last_answer}
-        if await self._store.disable(endpoint.id, why, told):
+        reported_event = {"last_response": owned.breaker.record().last_response}
+        if await self._store.disable(endpoint.id, why, reported_event):
             log.error("endpoint disabled", endpoint=endpoint.name, reason=why)
 
-    async def _limit(self, owned: OwnedEndpoint) -> None:
-        """Hold the backlog of what does not move to its limits; the oldest go first."""
+    async def _enforce_backlog_limits(self, owned: EndpointRuntime) -> None:
+        """Enforce the backlog limits on lanes without progress; the oldest go first."""
         endpoint = owned.endpoint
         if endpoint.backlog_age_max_s is None and endpoint.backlog_count_max is None:
             return
-        stuck = owned.health.state in STUCK
+        stuck = owned.breaker.state in STUCK
         lanes = [
-            (lane.loaded.id, lane.machine.floor_batch, lane.machine.acked_seq)
+            (lane.loaded.id, lane.state.floor_batch, lane.state.acked_seq)
             for lane in owned.lanes.values()
-            if lane.machine.owed and (stuck or lane.machine.failing or lane.machine.blocked)
+            if lane.state.pending and (stuck or lane.state.failing or lane.state.blocked)
         ]
         if not lanes:
             return
         if endpoint.backlog_age_max_s is not None:
-            through = await self._store.over_age(lanes, endpoint.backlog_age_max_s)
-            self._dispatcher.cut(owned, through)
+            through = await self._store.read_over_age(lanes, endpoint.backlog_age_max_s)
+            self._dispatcher.dead_letter_through(owned, through)
         if endpoint.backlog_count_max is not None:
-            owed = sum(lane.machine.owed for lane in owned.lanes.values())
-            excess = min(owed - endpoint.backlog_count_max, GIVE_UP_MAX)
+            pending = sum(lane.state.pending for lane in owned.lanes.values())
+            excess = min(pending - endpoint.backlog_count_max, DEAD_LETTER_MAX)
             if excess > 0:
-                through = await self._store.over_count(lanes, excess)
-                self._dispatcher.cut(owned, through)
+                through = await self._store.read_over_count(lanes, excess)
+                self._dispatcher.dead_letter_through(owned, through)

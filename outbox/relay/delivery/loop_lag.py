@@ -1,4 +1,4 @@
-"""Feels how late the event loop is, for `outbox.core.admission.adaptive_scheduler`."""
+"""Samples event-loop lag for `outbox.core.admission.adaptive_scheduler`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outbox.core.admission.adaptive_scheduler import PacedTurns
+    from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
 
 BUSY_EVERY_S, IDLE_EVERY_S = 0.05, 0.5
-"""Between two looks, while somebody waits for a turn or many have theirs, and otherwise."""
+"""Sampling intervals: while requests wait or many are open, and otherwise."""
 MANY = 8
 
 
-async def feel(turns: PacedTurns) -> None:
-    """Tell these turns how late the loop is, until cancelled."""
+async def sample_loop_lag(scheduler: AdaptiveRequestScheduler) -> None:
+    """Tell these scheduler how late the loop is, until cancelled."""
     clock = asyncio.get_running_loop().time
-    told_at = clock()
+    sampled_at = clock()
     while True:
-        busy = turns.waiting or turns.open > MANY
+        busy = scheduler.waiting or scheduler.open > MANY
         due_at = clock() + (BUSY_EVERY_S if busy else IDLE_EVERY_S)
         await asyncio.sleep(due_at - clock())
         now = clock()
-        turns.felt(now - due_at, now - told_at)
-        told_at = now
+        scheduler.observe_lag(now - due_at, now - sampled_at)
+        sampled_at = now

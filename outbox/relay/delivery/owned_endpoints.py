@@ -1,23 +1,23 @@
-"""What a replica owns: endpoints with their health, and their lanes."""
+"""Runtime state of owned endpoints and their lanes."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from outbox.core.admission.endpoint_queue import Turn
+from outbox.core.admission.endpoint_queue import Slot
 from outbox.core.delivery.batch import prepare_batch
-from outbox.core.delivery.circuit_breaker import Health
+from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.lane_generations import Generations
+from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.delivery.message import prepare
-from outbox.destinations.http.request import addressed
+from outbox.destinations.http.request import signed_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from outbox.core.admission.endpoint_queue import Line
+    from outbox.core.admission.endpoint_queue import EndpointQueue
     from outbox.core.delivery.commands import Send
     from outbox.core.delivery.message import Prepared
     from outbox.core.delivery.signature import SigningKey
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def later(delay_s: float, call: Callable[[T], object], what: T) -> asyncio.TimerHandle:
-    """Have something done after some seconds; at once if there are none left."""
+def call_later(delay_s: float, call: Callable[[T], object], what: T) -> asyncio.TimerHandle:
+    """Schedule a call on the event loop; a negative delay counts as 0."""
     return asyncio.get_running_loop().call_later(max(delay_s, 0.0), call, what)
 
 
-class Ahead(NamedTuple):
-    """The first attempt of a delivery, built while the one before it is out."""
+class PreparedRequest(NamedTuple):
+    """A delivery's first attempt, built while the previous delivery is in flight."""
 
     send: Send
     prepared: Prepared
     at_s: int
-    """Signed for this second."""
+    """The epoch second in its signature."""
     keys: list[SigningKey]
     request: Request
 
-    def serves(self, send: Send) -> bool:
-        """Whether that is what is sent now: nobody has tried to send it before."""
+    def matches(self, send: Send) -> bool:
+        """Whether the command sends what was prepared."""
         was = self.send
         return (
             was.delivery is send.delivery
@@ -54,82 +54,84 @@ class Ahead(NamedTuple):
         )
 
 
-class OwnedLane:
-    """A lane: its state, and the task that works for it."""
+class LaneRuntime:
+    """A lane: its state machine and its task."""
 
     __slots__ = (
-        "ahead",
-        "home",
         "loaded",
-        "machine",
         "payload_bytes",
+        "prefetched",
         "prepared",
+        "runtime",
+        "slot",
+        "state",
         "task",
         "timer",
-        "turn",
     )
 
-    def __init__(self, home: OwnedEndpoint, loaded: LoadedLane, sent_through_batch: int) -> None:
-        self.home = home
+    def __init__(
+        self, runtime: EndpointRuntime, loaded: LoadedLane, sent_through_batch: int
+    ) -> None:
+        self.runtime = runtime
         self.loaded = loaded
-        self.machine = Lane(
+        self.state = Lane(
             loaded.id,
             loaded.progress,
             loaded.tail,
             loaded.last_seq,
             sent_through_batch,
-            owed_since=loaded.owed_since,
+            pending_since=loaded.pending_since,
             blocked=loaded.blocked,
             ended=loaded.ended,
-            batch_max=home.endpoint.batch_max,
+            batch_max=runtime.endpoint.batch_max,
         )
-        self.turn = Turn(home.line)
-        # What a payload takes of those that were read last.
+        self.slot = Slot(runtime.queue)
+        # Mean size of the payloads that were read last.
         self.payload_bytes = 1
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        # Body and headers of the head, kept over its attempts; not those of several together.
+        # Body and headers of the next delivery, reused by its retries; not for batches.
         self.prepared: tuple[int, bool, Prepared] | None = None
-        # For when the head is delivered.
-        self.ahead: Ahead | None = None
+        # The request that follows when the current delivery succeeds.
+        self.prefetched: PreparedRequest | None = None
 
     def gate(self, now: float) -> Gate:
-        """What generations and health allow it."""
-        if not self.home.generations.may_send(self.loaded.generation):
+        """What lane generations and the circuit breaker allow the lane."""
+        if not self.runtime.generations.may_send(self.loaded.generation):
             return Gate.SHUT
-        return self.home.health.ask(self.loaded.id, now)
+        return self.runtime.breaker.admit(self.loaded.id, now)
 
     @property
     def runs_dry(self) -> bool:
-        """It can be sent what it is given, and has nothing left to read."""
-        return self.machine.runs_dry and self.home.endpoint.usable
+        """Whether new payloads can be appended directly: no unread rows, endpoint usable."""
+        return self.state.needs_refill and self.runtime.endpoint.usable
 
     def request(self, send: Send, started_at: float) -> Request:
-        """What an attempt sends, signed for the time at which it starts."""
-        endpoint, delivery = self.home.endpoint, send.delivery
+        """Build an attempt's request, signed for its start time."""
+        endpoint, delivery = self.runtime.endpoint, send.delivery
         keys = endpoint.secrets_at(started_at)
-        known, ahead, self.ahead = self.prepared, self.ahead, None
-        if ahead is not None and ahead.serves(send):
-            known = self.prepared = delivery.seq, send.lane_ends, ahead.prepared
-            if ahead.at_s == int(started_at) and ahead.keys == keys:
-                return ahead.request
+        known, prefetched, self.prefetched = self.prepared, self.prefetched, None
+        if prefetched is not None and prefetched.matches(send):
+            known = self.prepared = delivery.seq, send.lane_ends, prefetched.prepared
+            if prefetched.at_s == int(started_at) and prefetched.keys == keys:
+                return prefetched.request
         if known is None or known[0] != delivery.seq or known[1] != send.lane_ends:
             known = delivery.seq, send.lane_ends, self._prepare(send)
             self.prepared = known if len(send.batch) <= 1 else None
-        return addressed(endpoint, known[2], send.attempt, int(started_at), keys)
+        return signed_request(endpoint, known[2], send.attempt, int(started_at), keys)
 
-    def look_ahead(self, now: float) -> None:
-        """Build what follows, while a request is out and there is time."""
-        send = self.machine.ahead()
-        if send is None or self.ahead is not None:
+    def prefetch_next(self, now: float) -> None:
+        """Build the following request while the current one is in flight."""
+        send = self.state.peek_next_send()
+        if send is None or self.prefetched is not None:
             return
-        endpoint, prepared, at_s = self.home.endpoint, self._prepare(send), int(now)
+        endpoint, prepared, at_s = self.runtime.endpoint, self._prepare(send), int(now)
         keys = endpoint.secrets_at(now)
-        request = addressed(endpoint, prepared, send.attempt, at_s, keys)
-        self.ahead = Ahead(send, prepared, at_s, keys, request)
+        request = signed_request(endpoint, prepared, send.attempt, at_s, keys)
+        self.prefetched = PreparedRequest(send, prepared, at_s, keys, request)
 
     def _prepare(self, send: Send) -> Prepared:
-        headers, ends = self.home.endpoint.headers, send.lane_ends
+        headers, ends = self.runtime.endpoint.headers, send.lane_ends
         before = send.previous_seq
         if send.batch:
             return prepare_batch(send.batch, before, lane_ends=ends, endpoint_headers=headers)
@@ -141,85 +143,90 @@ class OwnedLane:
             self.timer = None
 
 
-class OwnedEndpoint:
-    """An endpoint: its settings, its health and its lanes, all generations together."""
+class EndpointRuntime:
+    """An endpoint: settings, circuit breaker, and the lanes of all generations."""
 
     __slots__ = (
+        "breaker",
         "endpoint",
         "epoch",
         "generations",
-        "health",
         "lanes",
-        "line",
         "meters",
+        "queue",
+        "reported",
         "stopped",
+        "stored",
         "timer",
-        "told",
-        "written",
     )
 
     def __init__(
-        self, endpoint: Endpoint, epoch: int, now: float, meters: EndpointMeters, line: Line
+        self,
+        endpoint: Endpoint,
+        epoch: int,
+        now: float,
+        meters: EndpointMeters,
+        queue: EndpointQueue,
     ) -> None:
         self.endpoint = endpoint
-        # Its lanes wait for their turns here.
-        self.line = line
+        # Where its lanes wait for slots.
+        self.queue = queue
         self.meters = meters
         self.epoch = epoch
-        self.health = Health(endpoint.health)
-        self.health.hold_to(now)
-        if endpoint.resumes != endpoint.obeyed:
-            self.health.resume(now)
+        self.breaker = CircuitBreaker(endpoint.health)
+        self.breaker.clamp_times(now)
+        if endpoint.resumes != endpoint.applied_resumes:
+            self.breaker.resume(now)
         if endpoint.state == "paused":
-            self.health.pause()
-        # What operational events tell of it.
-        self.told = endpoint.told.hold_to(now)
-        # Both as they are on disk.
-        self.written = (endpoint.health, endpoint.told)
-        self.generations = Generations()
-        self.lanes: dict[int, OwnedLane] = {}
+            self.breaker.pause()
+        # What operational events have reported of it.
+        self.reported = endpoint.reported.clamp_times(now)
+        # Breaker record and reported state as stored.
+        self.stored = (endpoint.health, endpoint.reported)
+        self.generations = LaneGenerations()
+        self.lanes: dict[int, LaneRuntime] = {}
         self.stopped = False
         self.timer: asyncio.TimerHandle | None = None
 
-    def add(
+    def add_lanes(
         self, loaded: Iterable[LoadedLane], sent_through_batch: int, now: float
-    ) -> list[OwnedLane]:
-        """Take lanes in, or what was read anew of those that are there."""
-        touched: list[OwnedLane] = []
+    ) -> list[LaneRuntime]:
+        """Add lanes, and update known ones from newly read rows; return all of them."""
+        touched: list[LaneRuntime] = []
         for each in loaded:
             lane = self.lanes.get(each.id)
             if lane is None:
-                lane = self.lanes[each.id] = OwnedLane(self, each, sent_through_batch)
-                lane.machine.hold_to(self.endpoint.retry, now)
+                lane = self.lanes[each.id] = LaneRuntime(self, each, sent_through_batch)
+                lane.state.clamp_times(self.endpoint.retry, now)
             elif each.ended:
-                # Its counter was read after the change: nothing is added to it.
-                lane.machine.end()
+                # Its counter was read after the change, so it is final.
+                lane.state.mark_ended()
                 lane.loaded = each
             touched.append(lane)
-        self.generations = Generations(
+        self.generations = LaneGenerations(
             (lane.loaded.id, lane.loaded.generation)
             for lane in self.lanes.values()
-            if lane.loaded.ended and not lane.machine.drained
+            if lane.loaded.ended and not lane.state.drained
         )
         return touched
 
-    def change(self, endpoint: Endpoint, now: float) -> None:
-        """The settings were changed, or an operator paused or resumed it."""
+    def apply_settings(self, endpoint: Endpoint, now: float) -> None:
+        """Apply changed settings, a pause or a resume."""
         was, self.endpoint = self.endpoint, endpoint
         for lane in self.lanes.values():
-            lane.prepared = lane.ahead = None
-            lane.machine.batch_up_to(endpoint.batch_max)
+            lane.prepared = lane.prefetched = None
+            lane.state.set_batch_max(endpoint.batch_max)
         if endpoint.state == "paused":
-            self.health.pause()
+            self.breaker.pause()
         elif was.resumes != endpoint.resumes:
-            self.health.resume(now)
+            self.breaker.resume(now)
 
-    def hold_to(self, now: float) -> None:
-        """The clock was set, maybe back."""
-        self.health.hold_to(now)
-        self.told = self.told.hold_to(now)
+    def clamp_times(self, now: float) -> None:
+        """Clamp stored times after the clock was set, possibly backwards."""
+        self.breaker.clamp_times(now)
+        self.reported = self.reported.clamp_times(now)
         for lane in self.lanes.values():
-            lane.machine.hold_to(self.endpoint.retry, now)
+            lane.state.clamp_times(self.endpoint.retry, now)
 
     def clear_timers(self) -> None:
         for lane in self.lanes.values():

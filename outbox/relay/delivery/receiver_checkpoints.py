@@ -1,8 +1,8 @@
-"""Checkpoints: tells receivers that want it the last number of each of their lanes.
+"""Receiver checkpoints: send subscribed receivers the last sequence number of each lane.
 
-They are not in the way of deliveries and say nothing of an endpoint's health: a checkpoint
-that is not taken is logged, and the next one says the same and more.  Whoever lost an
-endpoint may still tell what was acknowledged then, which stays true.
+They do not delay deliveries and do not affect the circuit breaker: a rejected checkpoint
+is logged, and the next one supersedes it.  A former owner may still send an older
+checkpoint, which remains true.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from uuid import uuid4
 
 import structlog
 
-from outbox.core.admission.endpoint_queue import Turn
-from outbox.core.admission.request_scheduler import Turns
-from outbox.core.delivery.circuit_breaker import State
+from outbox.core.admission.endpoint_queue import Slot
+from outbox.core.admission.request_scheduler import RequestScheduler
+from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.receiver_checkpoint import prepare
-from outbox.destinations.http.request import addressed
-from outbox.relay.delivery.admission import Queueing
+from outbox.destinations.http.request import signed_request
+from outbox.relay.delivery.admission import AdmissionQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from uuid import UUID
 
-    from outbox.core.delivery.receiver_checkpoint import Mark
-    from outbox.core.model.response import Answer
+    from outbox.core.delivery.receiver_checkpoint import LaneMark
+    from outbox.core.model.response import AttemptResult
     from outbox.destinations.interface import Request, Transport
-    from outbox.relay.delivery.owned_endpoints import OwnedEndpoint
+    from outbox.relay.delivery.owned_endpoints import EndpointRuntime
     from outbox.store.endpoints import Endpoint
     from outbox.store.receiver_checkpoints import CheckpointStore
 
 log = structlog.get_logger("outbox.checkpoints")
 
 SENDING_MAX = 64
-"""At a time.  They have their turns as deliveries have, so that receivers that never answer
-leave the others theirs."""
+"""Requests at a time.  Admission control applies as for deliveries, so that receivers that
+never respond do not take all slots."""
 READ_MAX = 32
-"""So many endpoints' marks are read at a time."""
+"""Endpoints whose marks are read at a time."""
 MARKS_MAX = 50_000
-"""So many are shared by those who wait for their turns, since each has its marks in memory: by
-tenants that have some there, and one more; those without a tenant are one."""
+"""Marks in memory of waiting subscribers, shared evenly by the tenants that have some and one
+more; endpoints without a tenant count as one."""
 FULL_S = 0.1
-"""Until the next look if so many were read."""
+"""Delay before the next read after a full one."""
 BUSY_S = 1.0
-"""And if somebody has not answered yet, or has too much company that waits."""
+"""Delay if a subscriber has not responded yet, or its tenant's share of marks is used up."""
 TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _Subscriber:
-    """An endpoint that wants checkpoints."""
+    """An endpoint that receives checkpoints."""
 
     endpoint: Endpoint
-    turn: Turn
+    slot: Slot
     every_s: float = inf
     due_at: float = inf
     """By the loop's clock."""
-    marks: Sequence[Mark] | None = None
-    """What it is being told; None: nothing."""
-    refuses: bool = False
-    """It did not take the last one."""
+    marks: Sequence[LaneMark] | None = None
+    """The marks being sent; None: no request is queued."""
+    is_rejecting: bool = False
+    """It rejected the last checkpoint."""
 
 
-class Checkpoints:
-    """Sends what is due.
+class CheckpointSender:
+    """Sends due checkpoints.
 
     Args:
-        store: on the connection of whoever calls `look`.
+        store: used by `send_due` only, so on its caller's connection.
         now: epoch seconds.
     """
 
@@ -81,26 +81,28 @@ class Checkpoints:
         self._store = store
         self._transport = transport
         self._now = now
-        self._queueing = Queueing(Turns(SENDING_MAX))
+        self._admission = AdmissionQueue(RequestScheduler(SENDING_MAX))
         self._subscribers: dict[UUID, _Subscriber] = {}
-        # Those whose marks were read.
+        # Subscribers whose marks were read.
         self._read: asyncio.Queue[_Subscriber] = asyncio.Queue()
-        self.look_at = inf
-        """When to call `look`, by the loop's clock, if nothing changes."""
+        self.next_due_at = inf
+        """When to call `send_due` if nothing changes, by the loop's clock."""
 
-    async def look(self, owned: Collection[OwnedEndpoint]) -> None:
-        """Have sent what is due to these endpoints; asyncpg's errors pass through."""
+    async def send_due(self, owned: Collection[EndpointRuntime]) -> None:
+        """Queue the due checkpoints of these endpoints; asyncpg's errors pass through."""
         clock = asyncio.get_running_loop().time()
-        told = self._hold_to(owned, clock)
-        # Who has waited longest comes first; who has not answered yet waits for the next.
-        late = sorted((each for each in told if each.due_at <= clock), key=lambda e: e.due_at)
-        due = self._room_for(late)
+        deliverable = self._update_subscribers(owned, clock)
+        # The longest overdue first; a subscriber with a request in flight skips this round.
+        late = sorted(
+            (each for each in deliverable if each.due_at <= clock), key=lambda e: e.due_at
+        )
+        due = self._within_marks_limit(late)
         for each in due:
             each.due_at = clock + each.every_s
-        next_at = min((each.due_at for each in told if each.due_at > clock), default=inf)
+        next_at = min((each.due_at for each in deliverable if each.due_at > clock), default=inf)
         if len(due) < len(late):
             next_at = clock if len(due) == READ_MAX else min(next_at, clock + BUSY_S)
-        self.look_at = max(next_at, clock + FULL_S)
+        self.next_due_at = max(next_at, clock + FULL_S)
         if due:
             marks = await self._store.marks([each.endpoint.id for each in due])
             for each in due:
@@ -108,43 +110,47 @@ class Checkpoints:
                     each.marks = found
                     self._read.put_nowait(each)
 
-    def _hold_to(self, owned: Collection[OwnedEndpoint], clock: float) -> list[_Subscriber]:
-        """Know those that want checkpoints, as they are now; returns those to be told."""
+    def _update_subscribers(
+        self, owned: Collection[EndpointRuntime], clock: float
+    ) -> list[_Subscriber]:
+        """Update the subscribers from the endpoints' settings; return the deliverable ones."""
         known, self._subscribers = self._subscribers, {}
-        told = []
+        deliverable = []
         for each in owned:
             endpoint = each.endpoint
             if endpoint.checkpoint_every_s is None:
                 continue
             subscriber = known.pop(endpoint.id, None)
             if subscriber is None:
-                line = self._queueing.turns.join(endpoint.tenant, None, None)
-                subscriber = _Subscriber(endpoint, Turn(line))
+                queue = self._admission.scheduler.add_endpoint(endpoint.tenant, None, None)
+                subscriber = _Subscriber(endpoint, Slot(queue))
             self._change(subscriber, endpoint, clock)
             self._subscribers[endpoint.id] = subscriber
-            if _may_be_told(each):
-                told.append(subscriber)
+            if _is_deliverable(each):
+                deliverable.append(subscriber)
             else:
-                self._queueing.dismiss([subscriber.turn])
+                self._admission.cancel_waiting([subscriber.slot])
         for subscriber in known.values():
-            self._queueing.dismiss([subscriber.turn])
+            self._admission.cancel_waiting([subscriber.slot])
             if subscriber.marks is None:
-                self._queueing.turns.leave(subscriber.turn.line)
-        return told
+                self._admission.scheduler.remove_endpoint(subscriber.slot.queue)
+        return deliverable
 
     def _change(self, subscriber: _Subscriber, endpoint: Endpoint, clock: float) -> None:
         subscriber.endpoint = endpoint
-        every_s, queueing = endpoint.checkpoint_every_s or inf, self._queueing
+        every_s, admission = endpoint.checkpoint_every_s or inf, self._admission
         if subscriber.every_s != every_s:
-            # Not all of them at once, when they have just been taken over.
+            # Spread over the interval, or all newly claimed endpoints are due at once.
             subscriber.every_s = every_s
             subscriber.due_at = clock + every_s * (endpoint.id.int % 997) / 997
-        line = subscriber.turn.line
-        if line.tenant.name != endpoint.tenant:
-            queueing.tell(queueing.turns.change(line, endpoint.tenant, None, None, clock))
+        queue = subscriber.slot.queue
+        if queue.tenant.name != endpoint.tenant:
+            admission.start_granted(
+                admission.scheduler.change_endpoint(queue, endpoint.tenant, None, None, clock)
+            )
 
-    def _room_for(self, late: Sequence[_Subscriber]) -> list[_Subscriber]:
-        """Those of them whose marks to read now."""
+    def _within_marks_limit(self, late: Sequence[_Subscriber]) -> list[_Subscriber]:
+        """The subscribers whose marks may be read now."""
         if not late:
             return []
         held = Counter[str | None]()
@@ -162,54 +168,54 @@ class Checkpoints:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    tasks.create_task(self._tell(await self._read.get()))
+                    tasks.create_task(self._send(await self._read.get()))
         finally:
-            self._queueing.close()
+            self._admission.close()
 
-    async def _tell(self, subscriber: _Subscriber) -> None:
-        turn, queueing = subscriber.turn, self._queueing
+    async def _send(self, subscriber: _Subscriber) -> None:
+        slot, admission = subscriber.slot, self._admission
         try:
-            if queueing.begin(turn) or await queueing.wait(turn):
-                answered = False
+            if admission.begin(slot) or await admission.wait(slot):
+                responded = False
                 try:
                     sending = self._transport.send(self._request(subscriber))
-                    answer = await queueing.send(turn, sending)
-                    answered = queueing.in_time(turn, answer)
+                    response = await admission.send(slot, sending)
+                    responded = admission.has_response(slot, response)
                 finally:
-                    queueing.end(turn, answered=answered)
-                self._heed(subscriber, answer)
+                    admission.end(slot, responded=responded)
+                self._log_result(subscriber, response)
         finally:
             subscriber.marks = None
             if self._subscribers.get(subscriber.endpoint.id) is not subscriber:
-                queueing.turns.leave(turn.line)
+                admission.scheduler.remove_endpoint(slot.queue)
 
-    def _heed(self, subscriber: _Subscriber, answer: Answer) -> None:
-        if answer.status is not None and 200 <= answer.status < 300:
-            if subscriber.refuses:
-                subscriber.refuses = False
-                log.info("checkpoints are taken again", endpoint=subscriber.endpoint.name)
-        elif not subscriber.refuses:
-            subscriber.refuses = True
+    def _log_result(self, subscriber: _Subscriber, response: AttemptResult) -> None:
+        if response.status is not None and 200 <= response.status < 300:
+            if subscriber.is_rejecting:
+                subscriber.is_rejecting = False
+                log.info("receiver accepts checkpoints again", endpoint=subscriber.endpoint.name)
+        elif not subscriber.is_rejecting:
+            subscriber.is_rejecting = True
             log.warning(
-                "a checkpoint was not taken",
+                "receiver rejected a checkpoint",
                 endpoint=subscriber.endpoint.name,
-                status=answer.status,
-                failure=answer.failure,
+                status=response.status,
+                failure=response.failure,
             )
 
     def _request(self, subscriber: _Subscriber) -> Request:
         endpoint, marks = subscriber.endpoint, subscriber.marks or ()
         now = self._now()
         prepared = prepare(str(uuid4()), datetime.fromtimestamp(now, UTC), marks, endpoint.headers)
-        request = addressed(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
+        request = signed_request(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
         return request._replace(total_timeout_s=min(endpoint.total_timeout_s, TIMEOUT_S))
 
 
-def _may_be_told(owned: OwnedEndpoint) -> bool:
-    """Whether it is there, and nobody asked to leave it alone."""
+def _is_deliverable(owned: EndpointRuntime) -> bool:
+    """Whether the endpoint is active, healthy and not being released."""
     return (
         owned.endpoint.usable
         and owned.endpoint.state == "active"
         and not owned.stopped
-        and owned.health.state is State.HEALTHY
+        and owned.breaker.state is BreakerState.HEALTHY
     )

@@ -1,10 +1,9 @@
-"""The recorder: writes what became of deliveries, group by group.
+"""The recorder: writes results of deliveries by group commit.
 
-One task, one connection, one group at a time.  Successes wait up to
-`ack_group_ms` for company; a failure or the end of a delivery is written at
-once, together with everything that waits (so never without the successes of
-its own lane that came before it).  While a group is under way the next one
-gathers, which makes groups grow with the load.
+One task, one connection, one group at a time.  Successes wait up to `ack_group_ms`
+for more records; a failure or a dead letter is written at once, together with all
+waiting records (so never without the earlier successes of its own lane).  While one
+group is written the next one collects, so that groups grow with the load.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ CHECKPOINT_EVERY_S = 1.0
 GROUP_MAX = 5_000
 """Records in one statement; more wait for the next."""
 GROUP_BYTES_MAX = 32 << 20
-"""Dead letters' payloads in one statement, apart from the last one's."""
+"""Dead letters' payloads in one statement, except the last one's."""
 
 
 PENDING_MAX = 4 * GROUP_MAX
-"""With more than these waiting, lanes wait too: what is not on disk is sent again
-after a crash, and is held in memory until then."""
+"""With more waiting records, lanes wait too (backpressure): unwritten records take memory,
+and their deliveries are sent again after a crash."""
 
 
-class Entry:
-    """One record on its way to the disk; `done` is set when somebody waits for it."""
+class PendingRecord:
+    """A record that is not durable yet; `done` exists only if a task waits for it."""
 
     __slots__ = ("done", "epoch", "lane", "record")
 
@@ -48,7 +47,7 @@ class Entry:
         self.done: asyncio.Future[None] | None = None
 
     async def written(self) -> None:
-        """Wait until it is on disk; whoever gives up waiting disturbs nobody."""
+        """Wait until it is durable; cancelling one waiter does not affect others."""
         if self.done is None:
             self.done = asyncio.get_running_loop().create_future()
         await asyncio.shield(self.done)
@@ -58,9 +57,8 @@ class Recorder:
     """Groups records and writes them until cancelled.
 
     Args:
-        group_s: how long a success may wait for company.
-        lease_left_s: how long this replica may still write; when it is over,
-            writing fails with Fenced.
+        group_s: how long a success may wait for more records, in seconds.
+        lease_left_s: remaining lease; when it is not positive, writing raises Fenced.
     """
 
     def __init__(
@@ -72,48 +70,49 @@ class Recorder:
         self._store = store
         self._group_s = group_s
         self._lease_left_s = lease_left_s
-        self._pending: list[Entry] = []
+        self._pending: list[PendingRecord] = []
         self._arrived = asyncio.Event()
         self._urgent = asyncio.Event()
-        # The newest entry, until it is written.
-        self._newest: Entry | None = None
+        # The newest record, until it is written.
+        self._newest: PendingRecord | None = None
         self._writing = asyncio.Lock()
-        # The lanes of which more is on disk than was written down as progress: their epochs,
-        # and how far they are.
-        self._moved: dict[int, tuple[int, Progress]] = {}
+        # Lanes whose progress is not checkpointed yet: epoch and progress.
+        self._dirty_lanes: dict[int, tuple[int, Progress]] = {}
 
     @property
     def full(self) -> bool:
-        """Whether whoever adds something should wait until it is on disk."""
+        """Whether callers of `add` should wait for `flush`."""
         return len(self._pending) > PENDING_MAX
 
     def add(self, lane: Lane, epoch: int, record: Record) -> None:
-        """Take a success; it is durable some time soon."""
-        self._append(Entry(lane, epoch, record))
+        """Queue a success; it is durable within about `group_s`."""
+        self._append(PendingRecord(lane, epoch, record))
 
     async def write(self, lane: Lane, epoch: int, record: Record) -> None:
-        """Take a record that must be durable before its lane goes on.
+        """Write a record that must be durable before its lane continues.
 
         Raises:
             Fenced: this replica is no longer the owner.
         """
-        entry = Entry(lane, epoch, record)
+        entry = PendingRecord(lane, epoch, record)
         self._append(entry)
         self._urgent.set()
         await entry.written()
 
-    async def flushed(self) -> None:
-        """Wait until everything that was taken before is on disk."""
+    async def flush(self) -> None:
+        """Wait until all queued records are durable."""
         if self._newest is not None:
             self._urgent.set()
             await self._newest.written()
 
-    def taken(self, lane_id: int, epoch: int, progress: Progress) -> None:
-        """A lane was taken over whose last owner did not write down how far it is."""
-        self._moved[lane_id] = (epoch, progress)
+    def mark_dirty(self, lane_id: int, epoch: int, progress: Progress) -> None:
+        """Checkpoint an acquired lane whose last owner wrote acknowledgements after its
+        checkpoint.
+        """
+        self._dirty_lanes[lane_id] = (epoch, progress)
         self._arrived.set()
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: PendingRecord) -> None:
         self._pending.append(entry)
         self._newest = entry
         self._arrived.set()
@@ -125,10 +124,10 @@ class Recorder:
             Fenced: this replica is no longer the owner.
         """
         clock = asyncio.get_running_loop().time
-        # None: nothing has moved since the last one.
+        # None: no lane is dirty.
         checkpoint_at: float | None = None
         while True:
-            # Looked at before each group, because under load one always waits.
+            # Checked before each group, because under load a group is always waiting.
             if checkpoint_at is not None and clock() >= checkpoint_at:
                 await self.checkpoint()
                 checkpoint_at = None
@@ -163,14 +162,14 @@ class Recorder:
         except BaseException as error:
             for entry in group:
                 if entry.done is not None and not entry.done.done():
-                    # Waiters end with the task group that all of us are in.
+                    # The waiters end with the task group.
                     entry.done.cancel()
             raise error
-        # A lane's records are in order, so that the last one tells how far all of them are.
+        # A lane's records are in order, so its last record has its progress.
         for entry in {entry.lane: entry for entry in group}.values():
-            entry.lane.recorded(entry.record)
+            entry.lane.confirm_recorded(entry.record)
             if entry.record.progress is None:
-                self._moved[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
+                self._dirty_lanes[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
         for entry in group:
             if entry.done is not None and not entry.done.done():
                 entry.done.set_result(None)
@@ -178,7 +177,7 @@ class Recorder:
             self._newest = None
 
     def _group_size(self) -> int:
-        """How many of the waiting records go into one statement."""
+        """Number of waiting records that fit into one statement."""
         size = payload_bytes = 0
         for entry in self._pending[:GROUP_MAX]:
             size += 1
@@ -189,23 +188,26 @@ class Recorder:
                 break
         return size
 
-    async def finish(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
-        """Give up what the (lane, acked number) pairs of an endpoint that ends still owe.
+    async def finish_endpoint(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
+        """Dead-letter the pending deliveries of an endpoint that ends.
+
+        Args:
+            lanes: pairs of lane id and acknowledged sequence number.
 
         Raises:
             Fenced: this replica is no longer the owner.
         """
         async with self._writing:
-            await self._store.finish(endpoint_id, lanes)
+            await self._store.finish_endpoint(endpoint_id, lanes)
 
     async def checkpoint(self) -> None:
-        """Write down how far every lane is that moved since the last time.
+        """Write the progress of all dirty lanes.
 
         Raises:
-            Fenced: the lease ran out.
+            Fenced: the lease expired.
         """
         async with self._writing:
-            moved, self._moved = self._moved, {}
+            moved, self._dirty_lanes = self._dirty_lanes, {}
             if not moved:
                 return
             if self._lease_left_s() <= 0:

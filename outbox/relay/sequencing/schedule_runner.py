@@ -1,7 +1,7 @@
-"""The ticker: publishes what the clock asks for, in the replica that leads.
+"""The schedule runner: publishes due schedules and future events, in the leading replica.
 
-Nothing depends on there being one: who decides on a tick is decided by its row.  The
-others do not look, because it would cost and bring nothing.
+Correctness does not depend on a single runner: a lock on the schedule's row decides.  Other
+replicas do not poll, because that would only cost time.
 """
 
 from __future__ import annotations
@@ -11,65 +11,68 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
-from outbox.relay.wake_event import Bell
+from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
-    from outbox.store.schedule_runs import TickStore
+    from outbox.store.schedule_runs import ScheduleRunStore
 
 log = structlog.get_logger("outbox.ticker")
 
 REFUSED_RETRY_S = 10.0
-"""When the database refused something: a missing right, a trigger of somebody's."""
+"""Retry delay after an error of the database: a missing privilege, a user's trigger."""
 
 
-class Ticker:
-    """Ticks on one connection.
+class ScheduleRunner:
+    """Runs schedules on one connection.
 
     Args:
-        poll_s: what was added since then is seen after so long.
+        poll_s: polling interval; new schedules are found after this time.
     """
 
-    def __init__(self, store: TickStore, poll_s: float) -> None:
+    def __init__(self, store: ScheduleRunStore, poll_s: float) -> None:
         self._store = store
         self._poll_s = poll_s
-        self._bell = Bell()
+        self._wake_event = WakeEvent()
         self._leads = False
 
-    def lead(self, leads: bool) -> None:
-        """Whether this replica is to do it."""
+    def set_leader(self, leads: bool) -> None:
+        """Enable or disable the runner."""
         if leads and not self._leads:
-            self._bell.ring()
+            self._wake_event.set()
         self._leads = leads
 
     async def run(self) -> None:
-        """Tick until cancelled; a lost connection ends it.
+        """Run schedules until cancelled; a lost connection ends it.
 
-        What the database refuses is said and tried again: nobody's deliveries are to
-        wait for it.
+        Other errors of the database are logged and retried: deliveries must not depend on
+        schedules.
         """
         while True:
             wait_s = self._poll_s
             if self._leads:
                 try:
-                    wait_s = await self._look()
+                    wait_s = await self._run_due()
                 except asyncpg.PostgresConnectionError:
                     raise
                 except asyncpg.PostgresError as error:
                     wait_s = REFUSED_RETRY_S
-                    log.error("ticks were refused", reason=in_one_line(error), retry_s=wait_s)
-            await self._bell.wait(wait_s)
+                    log.error("scheduled runs failed", reason=in_one_line(error), retry_s=wait_s)
+            await self._wake_event.wait(wait_s)
 
-    async def _look(self) -> float:
-        """Publish what is due; returns when to look again, in seconds."""
+    async def _run_due(self) -> float:
+        """Publish what is due; return the seconds until the next poll."""
         due_in_s = await self._store.due_in_s()
         if due_in_s is None:
             return self._poll_s
         if due_in_s > 0:
             return min(due_in_s, self._poll_s)
-        # In turns, so that neither waits for a crowd of the other.
-        ticked, moved = await self._store.tick(), await self._store.move()
+        # Alternately, so that neither waits for a backlog of the other.
+        ticked, moved = (
+            await self._store.run_due_schedules(),
+            await self._store.move_future_events(),
+        )
         for name, reason in ticked.broken:
-            log.error("a schedule cannot be read", schedule=name, reason=reason)
-        # Otherwise another one has it in hand, and need not say when it is done.
+            log.error("schedule is invalid", schedule=name, reason=reason)
+        # Otherwise another replica holds the lock; poll again later.
         return 0.0 if ticked.schedules or moved else self._poll_s

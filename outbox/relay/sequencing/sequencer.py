@@ -1,18 +1,17 @@
-"""The sequencer: when to look for committed events, and when to sleep.
+"""The sequencer: when to poll for committed events, and when to sleep.
 
-One replica leads: it sequences, and the others stand by.  They look now and
-then whether the leader moves, and take over when it does not, or is gone.
+One replica leads and sequences; the others stand by.  They poll whether the leader makes
+progress, and take over if it does not, or is gone.
 
-When turns find nothing, the leader goes to sleep by the wake-up protocol, whose
-steps must stay in this order: set the flag, look at the producers in flight,
-read once more, wait.  A producer that begins after the flag is set notifies;
-one that was in flight is in the look, and is watched until it ends.  Behind it
-all the sleeper looks each `poll_s`.
+When a poll finds no events, the leader goes to sleep by the wake-up protocol, whose steps
+must stay in this order: set the flag, capture the producers in flight, read once more,
+wait.  A producer that starts after the flag was set notifies; one that was in flight was
+captured, and is watched until it ends.  In addition the sleeper polls each `poll_s`.
 
-The flag stays set over the batches of a steady load: being woken is quicker than
-looking, and notifications cost the producers nothing as long as they do not wait
-for each other.  Only when they do, or when events come thick and fast, does the
-flag say "awake", and nobody notifies.
+The flag stays set over the batches of a steady load: a notification is faster than polling,
+and costs the producers nothing as long as they do not wait for each other (NOTIFY takes a
+lock until the end of the commit).  Only when they do, or when the relay is busy, the flag
+says "awake", and producers do not notify.
 """
 
 from __future__ import annotations
@@ -24,45 +23,44 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.delivery.operational_events import LAGGING_S, Lag, Next
+from outbox.core.delivery.operational_events import LAGGING_S, LagAction, LagDetector
 from outbox.errors import CursorBroken
-from outbox.relay.sequencing.cursor import Cursor, Turn, tells_always, wants_nothing
-from outbox.relay.wake_event import Bell
+from outbox.relay.sequencing.cursor import BatchResult, Cursor, always_notify, no_inline_payloads
+from outbox.relay.wake_event import WakeEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from outbox.config import Settings
-    from outbox.relay.sequencing.cursor import Sequenced
-    from outbox.store.cursor import CursorStore, Standing
+    from outbox.relay.sequencing.cursor import SequencedBatch
+    from outbox.store.cursor import CursorStore, LeaderStatus
     from outbox.store.lanes import LoadedLane
 
 log = structlog.get_logger("outbox.sequencer")
 
-THICK_S = 0.5
-"""Events come thick when `thick_events` were sequenced in the last so many seconds."""
-REST_S = 0.02
-"""Between two batches of events that come thick.  What a batch costs hardly depends
-on its events, and its commit holds up those of producers that write as fast as they
-can: fewer and larger ones leave them their part of the machine."""
-LINGER_S = 0.001
-"""Between two looks of who is awake otherwise."""
-WAITING_MAX, CROWD_S = 2, 1.0
-"""When so many producers wait for another one's notification, nobody is asked to
-notify for so long: they commit one at a time then, however slow the disk is."""
+BUSY_WINDOW_S = 0.5
+"""The sequencer is busy if `busy_events` were sequenced within this time."""
+BUSY_POLL_S = 0.02
+"""Polling interval when busy.  The cost of a batch hardly depends on its size, and its
+commit delays the producers' commits: fewer, larger batches leave them more capacity."""
+POLL_MIN_S = 0.001
+"""Polling interval when awake otherwise."""
+NOTIFY_WAITERS_MAX, CONTENTION_S = 2, 1.0
+"""If this many producers wait for another one's NOTIFY, producers do not notify for this
+time: NOTIFY serializes their commits, which then depend on the disk's latency."""
 ASLEEP_S = 60
-"""How far ahead the flag says "may be asleep"; renewed at half of it."""
+"""Validity of the flag "may be asleep", in seconds; renewed at half of it."""
 WATCH_MIN_S, WATCH_MAX_S, WATCH_SHARE = 0.002, 0.2, 0.2
-"""Between two looks at producers that were in flight: WATCH_SHARE of how long they have
-been watched, within bounds.  Who takes seconds to commit can wait a little."""
-TAKEN_S = 0.05
-"""Who finds the cursor row taken looks again after so long: it does not sleep, because
-the flag may say "awake", and what it was woken for may still have to be read."""
+"""Polling interval of producers in flight: WATCH_SHARE of the time they have been watched,
+within bounds.  A producer that takes seconds to commit can wait a little."""
+LOCK_RETRY_S = 0.05
+"""Retry delay if the cursor row is locked.  The replica does not sleep, because the flag may
+say "awake", and the events it was woken for may still be unread."""
 BROKEN_RETRY_S = 5.0
 STAND_BY_MIN_S = 0.05
-"""Who stands by looks no more often than this, however often it is rung for."""
-CALM_S = 60.0
-"""When no leader was taken for stuck for so long, earlier ones are forgotten."""
+"""Minimum polling interval on standby, regardless of wake events."""
+TAKEOVER_RESET_S = 60.0
+"""Time without a take-over after which earlier ones no longer count."""
 
 
 class Sequencer:
@@ -70,56 +68,64 @@ class Sequencer:
 
     Args:
         on_batch: called after each committed batch.
-        bell: rung by notifications.
-        notified: whether notifications can arrive at all; without them the
-            sequencer polls and the producers are never asked to notify.
-        wants, tells: see `Cursor`.
-        on_lead: called with whether this replica needs to hear producers.
+        wake_event: set by notifications.
+        notified: whether notifications can arrive; without them the sequencer polls,
+            and producers never notify.
+        needs_inline_payloads, notification_payload: see `Cursor`.
+        on_lead: called with whether this replica leads, and so must listen to producers.
     """
 
     cursor_type: type[Cursor] = Cursor
-    thick_events = 600
+    busy_events = 600
 
     def __init__(
         self,
         store: CursorStore,
         replica_id: int,
         settings: Settings,
-        bell: Bell,
-        on_batch: Callable[[Sequenced], None],
+        wake_event: WakeEvent,
+        on_batch: Callable[[SequencedBatch], None],
         *,
         notified: bool,
-        wants: Callable[[Collection[int]], Mapping[int, LoadedLane]] = wants_nothing,
-        tells: Callable[[int, Mapping[int, int]], str | None] = tells_always,
+        needs_inline_payloads: Callable[
+            [Collection[int]], Mapping[int, LoadedLane]
+        ] = no_inline_payloads,
+        notification_payload: Callable[[int, Mapping[int, int]], str | None] = always_notify,
         on_lead: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._me = replica_id
         self._settings = settings
-        self._bell = bell
+        self._wake_event = wake_event
         self._notified = notified
         self._on_lead = on_lead
         self.cursor = self.cursor_type(
-            store, replica_id, settings, on_batch, self._stays_awake, wants, tells
+            store,
+            replica_id,
+            settings,
+            on_batch,
+            self._keep_polling,
+            needs_inline_payloads,
+            notification_payload,
         )
         self._asleep_until = 0.0
-        # Rung when another replica may have left, or come.
-        self._changes = Bell()
-        # When the newest events were sequenced.
-        self._sequenced_at: deque[float] = deque(maxlen=self.thick_events)
-        # Until then, producers that notified would hold up each other.
-        self._crowd_until = 0.0
-        self._lag = Lag()
-        # A leader that left something lying, and since when.
-        self._suspect: tuple[Standing, float] | None = None
-        # How often this replica took over from such a leader, and when it last did.
+        # Set when a replica may have been released or registered.
+        self._standby_event = WakeEvent()
+        # Times at which the newest events were sequenced.
+        self._sequenced_at: deque[float] = deque(maxlen=self.busy_events)
+        # Until then, producers that notify would delay each other.
+        self._contention_until = 0.0
+        self._lag = LagDetector()
+        # A leader that did not sequence pending events, and since when.
+        self._suspected_leader: tuple[LeaderStatus, float] | None = None
+        # Number of take-overs from such leaders, and the time of the last one.
         self._take_overs = 0
         self._took_over_at = -math.inf
         self._stopping = False
-        self.looked_at: float | None = None
-        """When it last saw how the cursor is, by the loop's clock; None: never."""
+        self.polled_at: float | None = None
+        """When it last read the cursor, by the loop's clock; None: never."""
         self.broken: str | None = None
-        """Why the sequence cannot be trusted; None: it can."""
+        """Why the sequence's state is inconsistent; None: it is consistent."""
 
     # ------------------------------------------------------------- the loop
 
@@ -131,208 +137,210 @@ class Sequencer:
                 if not checked:
                     await self._store.check()
                     checked = True
-                if not self.cursor.leads and not await self._may_lead():
+                if not self.cursor.leads and not await self._may_take_leadership():
                     self._on_lead(False)
-                    self._looked()
+                    self._mark_polled()
                     await self._stand_by()
                     continue
                 self._on_lead(True)
-                turn = await self.turn()
-                self._looked()
-                if turn is Turn.IDLE and not (self._asleep_until or self._looks_by_itself()):
-                    turn = await self._fall_asleep()
+                result = await self.sequence_batch()
+                self._mark_polled()
+                if result is BatchResult.EMPTY and not (self._asleep_until or self._polls()):
+                    result = await self._fall_asleep()
             except CursorBroken as broken:
                 checked = False
                 self.broken = str(broken)
                 log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
                 await self._pause(BROKEN_RETRY_S)
                 continue
-            if turn is Turn.OVERTAKEN:
-                # Who was asleep is not: another one may have set the flag since then.
+            if result is BatchResult.LOST_LEADERSHIP:
+                # Another replica may have changed the flag, so this one is not asleep any more.
                 self._asleep_until = 0.0
                 continue
-            if turn is Turn.MOVED and (self.cursor.more or not self._notified):
+            if result is BatchResult.WRITTEN and (self.cursor.more or not self._notified):
                 continue
-            if turn is Turn.TAKEN:
-                # Whoever holds the row need not say when it lets go of it.
-                await self._bell.wait(min(TAKEN_S, self._settings.poll_s))
+            if result is BatchResult.LOCKED:
+                # The release of the row's lock causes no notification.
+                await self._wake_event.wait(min(LOCK_RETRY_S, self._settings.poll_s))
             elif self._asleep_until:
                 await self._sleep()
             elif not self._notified:
                 now = asyncio.get_running_loop().time()
-                await self._bell.wait(max(self._by(now + self._settings.poll_s) - now, 0.0))
+                await self._wake_event.wait(
+                    max(self._next_poll_at(now + self._settings.poll_s) - now, 0.0)
+                )
             else:
-                thick = turn is Turn.MOVED and self._thick()
-                await self._bell.wait(REST_S if thick else LINGER_S)
+                busy = result is BatchResult.WRITTEN and self._is_busy()
+                await self._wake_event.wait(BUSY_POLL_S if busy else POLL_MIN_S)
 
     def stop(self) -> None:
-        """Let `run` return after the turn that is under way."""
+        """Let `run` return after the current batch."""
         self._stopping = True
-        self._bell.ring()
-        self._changes.ring()
+        self._wake_event.set()
+        self._standby_event.set()
 
-    def look(self) -> None:
-        """Another replica may have left: whoever stands by looks at who leads."""
-        self._changes.ring()
+    def wake_standby(self) -> None:
+        """Poll the leader at once, if on standby: a replica may have been released."""
+        self._standby_event.set()
 
-    async def leave(self) -> None:
-        """After `run`: another replica may lead at once."""
-        await self.cursor.leave()
+    async def release_leadership(self) -> None:
+        """Release the leadership after `run`, so that another replica can lead at once."""
+        await self.cursor.release_leadership()
 
-    def _looked(self) -> None:
-        self.looked_at = asyncio.get_running_loop().time()
+    def _mark_polled(self) -> None:
+        self.polled_at = asyncio.get_running_loop().time()
         self.broken = None
 
     @property
     def lag_s(self) -> float | None:
-        """How long ago it had last read all that was committed; None: another one leads."""
+        """Seconds since the last read that reached no limit; None: another replica leads."""
         read_at = self.cursor.complete_at
         if read_at is None or not self.cursor.leads:
             return None
         return asyncio.get_running_loop().time() - read_at
 
-    async def turn(self) -> Turn:
-        """One turn, whoever led before it.
+    async def sequence_batch(self) -> BatchResult:
+        """Sequence one batch, taking the leadership if needed.
 
         Raises:
-            CursorBroken: the sequence cannot be trusted; nothing was written.
+            CursorBroken: the sequence's state is inconsistent; nothing was written.
         """
-        turn = await self.cursor.turn()
+        result = await self.cursor.sequence_batch()
         if self.cursor.awake:
             self._asleep_until = 0.0
         if not self.cursor.leads:
-            self._lag.forget()
-        elif turn is not Turn.TAKEN:
-            await self._mind_lag()
-        return turn
+            self._lag.reset()
+        elif result is not BatchResult.LOCKED:
+            await self._report_lag()
+        return result
 
-    async def _mind_lag(self) -> None:
-        """Tell when events wait for too long although this replica sequences them."""
+    async def _report_lag(self) -> None:
+        """Report by operational events that sequencing lags, and that it has caught up."""
         now = asyncio.get_running_loop().time()
-        match self._lag.turned(now, full=self.cursor.more):
-            case Next.LOOK if await self._store.tell_lagging(self._me):
-                self._lag.told()
+        match self._lag.record_batch(now, full=self.cursor.more):
+            case LagAction.CHECK if await self._store.publish_lagging(self._me):
+                self._lag.mark_reported()
                 log.warning("sequencing lags behind", longer_than_s=LAGGING_S)
-            case Next.END if await self._store.end_lagging(self._me):
-                self._lag.ended()
+            case LagAction.CLOSE if await self._store.end_lagging(self._me):
+                self._lag.mark_ended()
 
-    def _by(self, at: float) -> float:
-        """When to look, at the latest then: sooner for what is to be sent again."""
+    def _next_poll_at(self, at: float) -> float:
+        """The earlier of a time and the next due replay chunk."""
         return min(at, at if self.cursor.replay_at is None else self.cursor.replay_at)
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, although producers go on ringing; only `stop` ends it sooner."""
+        """Wait regardless of wake events; only `stop` ends it sooner."""
         clock = asyncio.get_running_loop().time
         until = clock() + seconds
         while not self._stopping and (left_s := until - clock()) > 0:
-            await self._bell.wait(left_s)
+            await self._wake_event.wait(left_s)
 
     # --------------------------------------------------------- busy or idle
 
-    def _thick(self) -> bool:
-        """Whether events come so fast that being woken for each is no use."""
+    def _is_busy(self) -> bool:
+        """Whether events arrive too fast for a notification each."""
         newest = self._sequenced_at
         now = asyncio.get_running_loop().time()
-        return len(newest) == newest.maxlen and now - newest[0] < THICK_S
+        return len(newest) == newest.maxlen and now - newest[0] < BUSY_WINDOW_S
 
-    def _crowded(self) -> bool:
-        """Whether producers would hold up each other if they had to notify."""
-        return asyncio.get_running_loop().time() < self._crowd_until
+    def _has_notify_contention(self) -> bool:
+        """Whether producers that notify would delay each other."""
+        return asyncio.get_running_loop().time() < self._contention_until
 
-    def _looks_by_itself(self) -> bool:
-        """Whether producers are not asked to notify."""
-        return self._thick() or self._crowded() or not self._notified
+    def _polls(self) -> bool:
+        """Whether the sequencer polls, and producers do not notify."""
+        return self._is_busy() or self._has_notify_contention() or not self._notified
 
-    def _stays_awake(self, events: int, waiting: int) -> bool:
-        """Whether producers should stop to notify.
+    def _keep_polling(self, events: int, waiting: int) -> bool:
+        """Whether producers should stop notifying.
 
         Args:
-            events: so many were just found.
-            waiting: so many producers wait for another one's notification.
+            events: number of events in the batch.
+            waiting: number of producers that wait for another one's NOTIFY.
         """
         now = asyncio.get_running_loop().time()
-        self._sequenced_at.extend([now] * min(events, self.thick_events))
-        if waiting >= WAITING_MAX:
-            self._crowd_until = now + CROWD_S
-        return self._looks_by_itself()
+        self._sequenced_at.extend([now] * min(events, self.busy_events))
+        if waiting >= NOTIFY_WAITERS_MAX:
+            self._contention_until = now + CONTENTION_S
+        return self._polls()
 
-    async def _fall_asleep(self) -> Turn:
-        """Set the flag, look at who is in flight, read once more."""
+    async def _fall_asleep(self) -> BatchResult:
+        """Set the flag, capture the producers in flight, and read once more."""
         clock = asyncio.get_running_loop().time
-        self._bell.clear()
+        self._wake_event.clear()
         if self._stopping:
-            self._bell.ring()
-        turn = await self.cursor.turn(asleep_s=ASLEEP_S)
-        if turn is Turn.IDLE:
+            self._wake_event.set()
+        result = await self.cursor.sequence_batch(asleep_s=ASLEEP_S)
+        if result is BatchResult.EMPTY:
             self._asleep_until = clock() + ASLEEP_S
-        return turn
+        return result
 
     async def _sleep(self) -> None:
-        """Wait for a ring, the end of a watched producer, or the next look."""
+        """Wait for a wake event, the end of a watched producer, or the next poll."""
         clock = asyncio.get_running_loop().time
         renew_at = self._asleep_until - ASLEEP_S / 2
-        look_at = self._by(min(clock() + self._settings.poll_s, renew_at))
+        poll_at = self._next_poll_at(min(clock() + self._settings.poll_s, renew_at))
         watched = self.cursor.watched
-        while (left_s := look_at - clock()) > 0:
+        while (left_s := poll_at - clock()) > 0:
             watched_s = clock() - (self._asleep_until - ASLEEP_S)
             step_s = min(max(WATCH_SHARE * watched_s, WATCH_MIN_S), WATCH_MAX_S)
-            if await self._bell.wait(min(step_s, left_s) if watched else left_s):
+            if await self._wake_event.wait(min(step_s, left_s) if watched else left_s):
                 break
             if not watched:
                 break
             remaining = watched & await self._store.holders()
             if remaining != watched:
-                # It stays asleep; who began since then notifies.
+                # It stays asleep; producers that started since then notify.
                 self.cursor.watched = remaining
                 break
         if clock() >= renew_at:
-            self._asleep_until = 0.0  # The flag is about to run out: set it anew.
+            self._asleep_until = 0.0  # The flag expires soon: set it again.
 
     # ------------------------------------------------------------ standing by
 
-    async def _may_lead(self) -> bool:
-        """Whether this replica may take the lead, or still has it.
+    async def _may_take_leadership(self) -> bool:
+        """Whether this replica may take the leadership.
 
-        A leader that leaves events lying over two looks is taken for stuck.
-        Nothing depends on that being right: who leads is decided by the row, and
-        whoever takes over does one batch under its lock.
+        A leader that leaves pending events over two polls is suspected to be stuck.
+        Correctness does not depend on that: the cursor row decides who leads, and a
+        new leader writes its first batch under the row's lock.
         """
-        standing = await self._store.standing(self._me)
+        standing = await self._store.leader_status(self._me)
         now = asyncio.get_running_loop().time()
         if standing.free:
-            self._suspect = None
+            self._suspected_leader = None
             return True
         if not standing.behind:
-            self._suspect = None
-        elif self._suspect is None or self._suspect[0] != standing:
-            self._suspect = (standing, now)
-        elif now - self._suspect[1] >= self._patience_s(now):
-            log.warning("the sequencing replica does not move", replica=standing.leader)
-            self._suspect = None
+            self._suspected_leader = None
+        elif self._suspected_leader is None or self._suspected_leader[0] != standing:
+            self._suspected_leader = (standing, now)
+        elif now - self._suspected_leader[1] >= self._patience_s(now):
+            log.warning("leader makes no progress; taking over", replica=standing.leader)
+            self._suspected_leader = None
             self._take_overs += 1
             self._took_over_at = now
             return True
         return False
 
     def _patience_s(self, now: float) -> float:
-        """How long a leader may leave events lying.
+        """How long a leader may leave events pending, in seconds.
 
-        Half a tick, since the looks are so far apart; without notifications it may
-        be about to look itself.  Twice as long after each take-over: replicas whose
-        batches take long must not overthrow each other again and again.
+        Half a polling interval, the interval of standby polls; longer without notifications,
+        since the leader polls as well.  Exponential backoff after each take-over: replicas
+        with slow batches must not take over from each other again and again.
         """
-        if now - self._took_over_at > CALM_S:
+        if now - self._took_over_at > TAKEOVER_RESET_S:
             self._take_overs = 0
         patience_s = self._settings.poll_s * (0.5 if self._notified else 1.5)
-        return min(patience_s * 2.0**self._take_overs, CALM_S / 2)
+        return min(patience_s * 2.0**self._take_overs, TAKEOVER_RESET_S / 2)
 
     async def _stand_by(self) -> None:
-        """Wait until the next look at the leader.
+        """Wait until the next poll of the leader.
 
-        Producers may ring as they like: that is the leader's business, and whoever
-        stands by would look again and again at one that is quick.
+        Producers' notifications are ignored: with a fast leader, standby replicas would poll
+        for each of them.
         """
         self._asleep_until = 0.0
         await asyncio.sleep(STAND_BY_MIN_S)
         if not self._stopping:
-            await self._changes.wait(max(self._settings.poll_s / 2 - STAND_BY_MIN_S, 0.0))
+            await self._standby_event.wait(max(self._settings.poll_s / 2 - STAND_BY_MIN_S, 0.0))

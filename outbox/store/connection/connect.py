@@ -1,4 +1,4 @@
-"""Connections to the database, and its failures in words of ours."""
+"""Database connections, and mapping of database errors to outbox errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import asyncpg
 from outbox.core.model.schema_name import schema_missing
 from outbox.core.model.sql_names import search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
-from outbox.store.connection.type_cache import KnowingConnection
+from outbox.store.connection.type_cache import TypeCachingConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from outbox.store.connection.dsn import Dsn
 
 SERVER_VERSION_MIN = 14
-"""Multiranges, which the cursor's state is written in."""
+"""PostgreSQL 14 introduced multiranges, in which gaps are stored."""
 
-# A dead peer is noticed after some 25 s, on both sides.
+# Both sides detect a dead peer after about 25 s.
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
 
-# A proxy's words for "I pass no settings on" (PgBouncer, Odyssey, pgcat).
+# Messages of proxies that reject startup parameters (PgBouncer, Odyssey, pgcat).
 _PROXY_REFUSALS = ("unsupported startup parameter", "startup parameter")
 
-TROUBLE = (
+CONNECTION_ERRORS = (
     OSError,  # A TimeoutError is one.
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
-    # What asyncpg says when the server closed the connection while it was answering.
+    # Raised by asyncpg when the server closed the connection while sending a result.
     asyncpg.InternalClientError,
 )
-"""Everything that a connection may raise: the server refused, or it was lost."""
+"""Every error that a statement may raise: the server rejected it, or the connection was lost."""
 
 _LOST = (
     asyncpg.PostgresConnectionError,
@@ -63,31 +63,30 @@ async def connect(
     application_name: str = "outbox",
     server_settings: Mapping[str, str] | None = None,
     pooled: bool = False,
-    connection_class: type[Connection[Any]] = KnowingConnection,
+    connection_class: type[Connection[Any]] = TypeCachingConnection,
 ) -> Connection[Any]:
     """Open a connection whose search path is the schema alone.
 
-    Hosts are tried in order, each with the whole connect time-out, as libpq
-    does it.  The schema need not exist: see `migrate.require_current`.
+    Hosts are tried in order, each with the full connect time-out, as in libpq.  The schema need
+    not exist: see `migrate.require_current`.
 
     Args:
-        dsn: where to.
-        schema: name of our schema.
-        application_name: shown in pg_stat_activity, unless the DSN names one.
-        server_settings: settings of the session on top of ours.
-        pooled: the DSN leads to a proxy that pools transactions.  Nothing is
-            set then, because it would leak into other clients' sessions: the
-            role itself must have the search path.
-        connection_class: what to make of it.
+        dsn: address of the database.
+        schema: name of the outbox schema.
+        application_name: shown in pg_stat_activity, unless the DSN sets one.
+        server_settings: further session settings.
+        pooled: the DSN leads to a transaction-pooling proxy.  No setting is sent then, because it
+            would leak into other clients' sessions: the role itself must have the search path.
+        connection_class: class of the connection.
 
     Raises:
-        DatabaseUnavailable: no server, no login, no such database.
-        CannotRun: the server is too old, or the proxy's role is not set up.
-        UsageError: a setting in the DSN that the server does not take.
+        DatabaseUnavailable: no server responds, the login was refused, or the database is unknown.
+        CannotRun: the server is too old, or the proxy's role is not configured.
+        UsageError: the server rejects a setting in the DSN.
     """
     settings = {
         "search_path": search_path(schema),
-        # Compiling a plan costs more than any statement of ours.
+        # JIT compilation costs more than any of our statements.
         "jit": "off",
         "application_name": application_name,
         "tcp_keepalives_idle": str(_KEEPALIVES["keepalives_idle"]),
@@ -98,7 +97,7 @@ async def connect(
     }
     arguments = dsn.asyncpg_arguments()
     if pooled:
-        # Names of prepared statements would be unknown to the next server.
+        # The next server session would not have the named prepared statements.
         arguments["statement_cache_size"] = 0
         settings = {}
     arguments["connection_class"] = connection_class
@@ -138,25 +137,25 @@ async def _connect_first(
         ) as error:
             failures.append(_connect_failure(dsn, address, error))
         except (asyncpg.PostgresError, asyncpg.InterfaceError, ValueError) as error:
-            # A server that refuses the login speaks for all of them.
+            # A rejected login is final: the other hosts would reject it, too.
             failure = _connect_failure(dsn, address, error)
             if isinstance(failure, DatabaseUnavailable):
                 failure = DatabaseUnavailable(f"{failure} (from {dsn.source})")
             raise failure from error
-    # Each host's failure, but not the same sentence twice.
-    told = "; ".join(dict.fromkeys(str(failure) for failure in failures))
-    raise DatabaseUnavailable(f"{told} (from {dsn.source})")
+    # Each host's failure; identical messages once.
+    message = "; ".join(dict.fromkeys(str(failure) for failure in failures))
+    raise DatabaseUnavailable(f"{message} (from {dsn.source})")
 
 
 def _connect_failure(dsn: Dsn, address: tuple[str, int], error: Exception) -> OutboxError:
-    """What went wrong, in one line that says what to do."""
+    """The failure in one line, with the next step."""
     host, port = address
     local = host.startswith("/")
     where = f"{host}/.s.PGSQL.{port}" if local else f"{host}:{port}"
-    said = _first_line(error)
+    detail = _first_line(error)
     match error:
         case TimeoutError():
-            text = f"no answer from {where} within {dsn.connect_timeout_s:g} s; check the address"
+            text = f"no response from {where} within {dsn.connect_timeout_s:g} s; check the address"
         case socket.gaierror():
             text = f'the host name "{host}" is unknown; check the address'
         case ssl.SSLCertVerificationError():
@@ -165,49 +164,49 @@ def _connect_failure(dsn: Dsn, address: tuple[str, int], error: Exception) -> Ou
                 "check sslmode and sslrootcert"
             )
         case ssl.SSLError():
-            text = f"TLS with {where} failed ({error.reason or said}); check sslmode"
+            text = f"TLS with {where} failed ({error.reason or detail}); check sslmode"
         case FileNotFoundError() if not local:
             text = "a file named by sslrootcert, sslcert, sslkey or sslcrl is missing"
         case FileNotFoundError() | ConnectionRefusedError():
             text = f"no server listens at {where}; start it, or correct the address"
         case PermissionError():
             text = f"{where} may not be opened by this system user"
-        case ConnectionError() if "SSL upgrade" in said and not _wants_tls(dsn):
-            # PostgreSQL without TLS says so, and the login goes on.
-            text = f"what answers at {where} is not PostgreSQL; check the port"
-        case ConnectionError() if "SSL upgrade" in said:
-            text = f"the server at {where} does not offer TLS; it is asked for by sslmode"
+        case ConnectionError() if "SSL upgrade" in detail and not _wants_tls(dsn):
+            # PostgreSQL without TLS declines, and the login continues.
+            text = f"the server at {where} is not PostgreSQL; check the port"
+        case ConnectionError() if "SSL upgrade" in detail:
+            text = f"the server at {where} does not offer TLS, which sslmode requires"
         case ConnectionResetError() | asyncpg.ConnectionDoesNotExistError():
             text = f"{where} closed the connection at once"
-        case ConnectionError() if "connection_lost" in said:
+        case ConnectionError() if "connection_lost" in detail:
             text = f"{where} closed the connection at once"
         case asyncpg.InvalidPasswordError():
             text = f'the password of role "{dsn.user}" was not accepted at {where}'
         case asyncpg.InvalidCatalogNameError():
             text = f'database "{dsn.database}" does not exist at {where}; create it first'
         case asyncpg.InvalidAuthorizationSpecificationError():
-            text = f"{where} refused the login: {said}"
+            text = f"{where} refused the login: {detail}"
         case asyncpg.TooManyConnectionsError():
-            text = f"{where} has no connection left: {said}"
+            text = f"{where} has no connection left: {detail}"
         case asyncpg.TargetServerAttributeNotMatched():
             text = f"{where} is not a {dsn.target_session_attrs} server (target_session_attrs)"
         case asyncpg.ClientConfigurationError() | ValueError():
-            return UsageError(f"{dsn.source}: {said}")
-        case asyncpg.PostgresError() if any(word in said for word in _PROXY_REFUSALS):
+            return UsageError(f"{dsn.source}: {detail}")
+        case asyncpg.PostgresError() if any(word in detail for word in _PROXY_REFUSALS):
             text = f"{where} is a proxy that takes no session settings; set OUTBOX_POOLED=true"
         case asyncpg.UndefinedObjectError() | asyncpg.InvalidParameterValueError():
-            return UsageError(f"{dsn.source}: {where} does not take a setting: {said}")
+            return UsageError(f"{dsn.source}: {where} does not take a setting: {detail}")
         case _:
-            text = f"{where} cannot be used: {said or type(error).__name__}"
+            text = f"{where} cannot be used: {detail or type(error).__name__}"
     return DatabaseUnavailable(text)
 
 
 def in_one_line(error: BaseException) -> str:
-    """What was raised, in one line for the log."""
-    said = _first_line(error)
-    if isinstance(error, OutboxError) and said:
-        return said
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    """The error in one line, for the log."""
+    message = _first_line(error)
+    if isinstance(error, OutboxError) and message:
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _wants_tls(dsn: Dsn) -> bool:
@@ -230,13 +229,13 @@ async def _check_role(connection: Connection[Any], schema: str) -> None:
         )
 
 
-def _keep_alive(connection: Connection[Any], wanted: Mapping[str, int]) -> None:
-    """Let the kernel notice a peer that is gone without a word."""
+def _keep_alive(connection: Connection[Any], options: Mapping[str, int]) -> None:
+    """Set TCP keepalives, so that a dead peer is detected."""
     transport = getattr(connection, "_transport", None)
     sock = transport.get_extra_info("socket") if transport is not None else None
     if sock is None or sock.family == getattr(socket, "AF_UNIX", None):
         return
-    if wanted.get("keepalives", 1) == 0:
+    if options.get("keepalives", 1) == 0:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, option in (
@@ -245,31 +244,31 @@ def _keep_alive(connection: Connection[Any], wanted: Mapping[str, int]) -> None:
         ("keepalives_count", "TCP_KEEPCNT"),
         ("tcp_user_timeout", "TCP_USER_TIMEOUT"),
     ):
-        # Not every system has every option; zero stands for the system's default.
-        if wanted.get(name, 0) > 0 and hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), wanted[name])
+        # Not every system has every option; zero means the system's default.
+        if options.get(name, 0) > 0 and hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), options[name])
 
 
 def not_granted(error: BaseException, purpose: str | None = None) -> str:
-    """What a role may not do, and what gives it that; None: for one of several purposes."""
+    """The missing privilege, and the command that grants it; None: one of several purposes."""
     named = "--relay, --operator or --reader" if purpose is None else f"--{purpose}"
     return (
-        f"{_first_line(error)}; have it granted what it is for (outbox migrate {named} ROLE), "
+        f"{_first_line(error)}; grant the role its purpose (outbox migrate {named} ROLE), "
         "or connect as the role that ran outbox migrate"
     )
 
 
 @contextmanager
 def map_errors(schema: str, purpose: str | None = None) -> Iterator[None]:
-    """Turn the database's errors into ours where a user can do something.
+    """Map database errors to outbox errors that a user can act on.
 
     Args:
-        purpose: what a role has to be for that does this; None: there are several.
+        purpose: the purpose that a role needs for this operation; None: one of several.
 
     Raises:
-        SchemaMissing: a table or function of ours is not there.
+        SchemaMissing: a table or function of the schema does not exist.
         DatabaseUnavailable: the connection was lost.
-        CannotRun: the role may not do this, or the server takes no writes.
+        CannotRun: the role lacks a privilege, or the server is read-only.
     """
     try:
         yield
@@ -284,7 +283,7 @@ def map_errors(schema: str, purpose: str | None = None) -> Iterator[None]:
     except asyncpg.ReadOnlySQLTransactionError as error:
         raise CannotRun("this server takes no writes; connect to the primary") from error
     except asyncpg.InterfaceError as error:
-        # asyncpg says so when the connection was closed before the statement.
+        # Raised by asyncpg when the connection was closed before the statement.
         if "closed" not in str(error):
             raise
         raise DatabaseUnavailable(

@@ -1,8 +1,7 @@
-"""The three forms of a database address, read into libpq's parameter names.
+"""Parsing of connection strings: URLs, key=value pairs and service files, as libpq parameters.
 
-Grammar: PostgreSQL documentation, 34.1.1 Connection Strings, and 34.17 for
-service files.  No message here quotes the text: what cannot be parsed may be
-a password.
+Grammar: PostgreSQL documentation, 34.1.1 Connection Strings, and 34.17 for service files.  Error
+messages never quote the text: a part that cannot be parsed may be a password.
 """
 
 from __future__ import annotations
@@ -26,40 +25,40 @@ _PAIR = re.compile(
 
 
 def parameters(text: str, source: str) -> dict[str, str]:
-    """Parameters of a URL or of key=value pairs; empty ones are left out.
+    """Parse a URL or key=value pairs; empty parameters are omitted.
 
     Raises:
         UsageError: it is neither.
     """
     text = text.strip()
     if "\0" in text:
-        raise wrong(source, "it has a NUL byte in it")
+        raise invalid_address(source, "it has a NUL byte in it")
     if not is_text(text):
-        raise wrong(source, "it is not UTF-8 text")
+        raise invalid_address(source, "it is not UTF-8 text")
     scheme = _SCHEME.match(text)
     if scheme:
         return _parse_url(text, scheme[1], source)
     if "=" in text:
         return _parse_pairs(text, source)
     if text:
-        raise wrong(source, "it is neither postgresql://… nor key=value pairs")
+        raise invalid_address(source, "it is neither postgresql://… nor key=value pairs")
     return {}
 
 
 def _parse_url(text: str, scheme: str, source: str) -> dict[str, str]:
     dialect, _, _ = scheme.lower().partition("+")
     if dialect not in ("postgresql", "postgres"):
-        raise wrong(source, f'"{scheme[:20]}:" is not PostgreSQL; write postgresql://…')
+        raise invalid_address(source, f'"{scheme[:20]}:" is not PostgreSQL; write postgresql://…')
     rest = text[len(scheme) + 1 :]
     if not rest.startswith("//"):
-        raise wrong(source, f"write {scheme}://…, with two slashes")
+        raise invalid_address(source, f"write {scheme}://…, with two slashes")
     rest, _, query = rest[2:].partition("?")
     given: dict[str, str] = {}
     authority, _, path = rest.partition("/")
-    # A password with a bare "/" or "?" in it would otherwise be taken for a port, a path and
-    # parameters, and be shown as such.
+    # A password with an unescaped "/" or "?" would otherwise be parsed as a port, a path and
+    # parameters, and be shown in messages.
     if "@" in path or (":" in authority and "@" in query):
-        raise wrong(
+        raise invalid_address(
             source,
             'inside a password, a name or a value write "/" as %2F, "?" as %3F, "@" as %40',
         )
@@ -73,7 +72,7 @@ def _parse_url(text: str, scheme: str, source: str) -> dict[str, str]:
     for parameter in filter(None, query.split("&")):
         name, equals, value = parameter.partition("=")
         if not equals:
-            raise wrong(source, 'a parameter after "?" has no "="')
+            raise invalid_address(source, 'a parameter after "?" has no "="')
         given[_decode(name, source)] = _decode(value, source)
     return {name: value for name, value in given.items() if value}
 
@@ -83,7 +82,7 @@ def _parse_hosts(text: str, source: str) -> dict[str, str]:
     for spec in text.split(","):
         match = _HOST.fullmatch(spec)
         if not match:
-            raise wrong(
+            raise invalid_address(
                 source,
                 "the part after // is not host:port (IPv6 in [brackets]; inside a password "
                 "write @ : / # as %40 %3A %2F %23)",
@@ -96,14 +95,14 @@ def _parse_hosts(text: str, source: str) -> dict[str, str]:
 def _decode(text: str, source: str) -> str:
     """Percent-decoding as libpq does it: strict, UTF-8, and "+" is a plus."""
     if re.search(r"%(?![0-9A-Fa-f]{2})", text):
-        raise wrong(source, 'a "%" is not followed by two hex digits; write %25 for "%"')
+        raise invalid_address(source, 'a "%" is not followed by two hex digits; write %25 for "%"')
     raw = re.sub(rb"%([0-9A-Fa-f]{2})", lambda m: bytes([int(m[1], 16)]), text.encode())
     if b"\0" in raw:
-        raise wrong(source, "%00 cannot be in it")
+        raise invalid_address(source, "%00 cannot be in it")
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise wrong(source, "its percent-encoding is not UTF-8") from None
+        raise invalid_address(source, "its percent-encoding is not UTF-8") from None
 
 
 def _parse_pairs(text: str, source: str) -> dict[str, str]:
@@ -112,7 +111,7 @@ def _parse_pairs(text: str, source: str) -> dict[str, str]:
     while position < len(text):
         match = _PAIR.match(text, position)
         if not match:
-            raise wrong(
+            raise invalid_address(
                 source,
                 f"pair {len(given) + 1} is not key=value; quote a value with spaces or an "
                 "empty one as 'it\\'s'",
@@ -130,10 +129,10 @@ def _parse_pairs(text: str, source: str) -> dict[str, str]:
 def service_parameters(
     name: str, servicefile: str | None, env: Mapping[str, str], source: str
 ) -> dict[str, str]:
-    """Parameters of a service: `servicefile`, PGSERVICEFILE, ~, PGSYSCONFDIR.
+    """Read a service from `servicefile`, PGSERVICEFILE, the home directory or PGSYSCONFDIR.
 
     Raises:
-        UsageError: no file names it.
+        UsageError: no file defines it.
     """
     explicit = servicefile or env.get("PGSERVICEFILE")
     candidates = [Path(explicit)] if explicit else []
@@ -149,12 +148,12 @@ def service_parameters(
         try:
             services.read(path, encoding="utf-8")
         except (configparser.Error, OSError, UnicodeDecodeError):
-            raise wrong(source, f"{path} cannot be read as a service file") from None
+            raise invalid_address(source, f"{path} cannot be read as a service file") from None
         if services.has_section(name):
             return dict(services.items(name))
-    raise wrong(source, f'service "{name}" is in none of the service files')
+    raise invalid_address(source, f'service "{name}" is in none of the service files')
 
 
-def wrong(source: str, what: str) -> UsageError:
-    """The one form of these errors."""
+def invalid_address(source: str, what: str) -> UsageError:
+    """Build the error for an invalid address."""
     return UsageError(f"{source} is not a database address: {what}")

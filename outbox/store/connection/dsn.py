@@ -1,4 +1,4 @@
-"""Where the database is, in every form that people write it down.
+"""Database addresses (DSN), in the common forms.
 
     postgresql://user:secret@host:5432/db?sslmode=require     URL
     postgresql+asyncpg://…, postgresql+psycopg://…            SQLAlchemy's URLs
@@ -7,11 +7,10 @@
     host=h1,h2 port=5432 dbname=db password='it\\'s'           key=value
     service=orders                                            pg_service.conf
 
-All of them become parameters under libpq's names.  What a text leaves out
-comes from its service, then from libpq's `PG*` variables.  asyncpg's own
-parser is not used: it takes URLs only, sends parameters it does not know to
-the server as settings (which then refuses the login), and quotes what it
-cannot parse, which may be a password.
+All of them become parameters with libpq's names.  Missing parameters come from the service, then
+from libpq's `PG*` variables.  asyncpg's own parser is not used: it accepts URLs only, sends unknown
+parameters to the server as settings (which then refuses the login), and quotes text that it cannot
+parse, which may be a password.
 
 Grammar: PostgreSQL documentation, 34.1.1 Connection Strings.
 """
@@ -28,7 +27,7 @@ from urllib.parse import quote, urlencode
 
 from outbox.errors import CannotRun
 from outbox.store.connection import conninfo
-from outbox.store.connection.conninfo import wrong
+from outbox.store.connection.conninfo import invalid_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,7 +62,7 @@ ENVIRONMENT = {
     "PGGSSLIB": "gsslib",
 }
 
-# What asyncpg reads from the query of a URL and nowhere else.
+# Parameters that asyncpg accepts only in the query of a URL.
 _TLS = frozenset(
     {"sslcert", "sslkey", "sslpassword", "sslrootcert", "sslcrl", "sslnegotiation"}
     | {"ssl_min_protocol_version", "ssl_max_protocol_version"}
@@ -90,16 +89,16 @@ _ALIASES = {
     "prepared_statement_cache_size": "statement_cache_size",
     "pgbouncer": "statement_cache_size",
 }
-# Nothing is lost without these, so no word about them.
+# Ignored without a warning, because they do not matter here.
 _SILENT = frozenset({"client_encoding", "sslcompression", "gssencmode", "sslsni"})
 
 
 @dataclass(frozen=True, slots=True)
 class Dsn:
-    """A database's address, complete: nothing else is read when connecting."""
+    """A complete database address: connecting reads no other source."""
 
     source: str
-    """Where it was written, for error messages: `--dsn`, `OUTBOX_DSN` …"""
+    """Source of the address, for error messages: `--dsn`, `OUTBOX_DSN` …"""
     addresses: tuple[tuple[str, int], ...]
     """Hosts (or directories of unix sockets) and ports, in order of preference."""
     database: str
@@ -114,7 +113,7 @@ class Dsn:
     keepalives: Mapping[str, int] = field(default_factory=dict)
     """libpq's names and units (seconds; tcp_user_timeout: milliseconds)."""
     statement_cache: bool = True
-    """False behind a proxy that changes the server between transactions."""
+    """False behind a transaction-pooling proxy."""
     extra: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -140,7 +139,7 @@ class Dsn:
             **self.extra,
         }
         if tls.get("sslrootcert") == "system":
-            # libpq's word for the system's certificates; it means verify-full.
+            # In libpq "system" means the system's certificates, with verify-full.
             del tls["sslrootcert"]
             arguments["ssl"] = True
         elif self.sslmode is not None:
@@ -153,16 +152,15 @@ class Dsn:
 
 
 def parse(text: str, *, source: str, env: Mapping[str, str]) -> Dsn:
-    """Understand a database's address.
+    """Parse a database address.
 
     Args:
         text: URL or key=value; empty: everything comes from `env`.
-        source: where it was written, for messages.
-        env: libpq's variables are looked up here.
+        source: its source, for messages.
+        env: environment with libpq's variables.
 
     Raises:
-        UsageError: it cannot be understood.  Neither the text nor any part of
-            it that may belong to a password is in the message.
+        UsageError: it is invalid.  The message contains no text that may belong to a password.
     """
     given, warnings = _known(conninfo.parameters(text, source), source)
     environment = {
@@ -175,7 +173,7 @@ def parse(text: str, *, source: str, env: Mapping[str, str]) -> Dsn:
             conninfo.service_parameters(service, given.get("servicefile"), env, source), source
         )
         warnings += more
-    # A host of its own makes the address of a more distant origin void.
+    # A host from a nearer source replaces both host and hostaddr of a farther one.
     for near, far in ((given, from_service), (given, environment), (from_service, environment)):
         if "host" in near or "hostaddr" in near:
             for name in ("host", "hostaddr"):
@@ -183,11 +181,11 @@ def parse(text: str, *, source: str, env: Mapping[str, str]) -> Dsn:
     return _build({**environment, **from_service, **given}, source, warnings)
 
 
-def of(settings: Settings, env: Mapping[str, str] | None = None) -> Dsn:
-    """The database that the settings name.
+def from_settings(settings: Settings, env: Mapping[str, str] | None = None) -> Dsn:
+    """The database of the settings.
 
     Raises:
-        CannotRun: they name none.
+        CannotRun: the settings name no database.
         UsageError: as in `parse`.
     """
     if not settings.dsn_source:
@@ -203,7 +201,7 @@ def of(settings: Settings, env: Mapping[str, str] | None = None) -> Dsn:
 
 
 def _known(given: Mapping[str, str], source: str) -> tuple[dict[str, str], list[str]]:
-    """Rename aliases, and leave out what we cannot do, with a warning."""
+    """Resolve aliases, and drop unsupported parameters with a warning."""
     known: dict[str, str] = {}
     warnings: list[str] = []
     password_seen = False
@@ -216,7 +214,7 @@ def _known(given: Mapping[str, str], source: str) -> tuple[dict[str, str], list[
         if target in _TAKEN:
             known[target] = value
         elif name not in _SILENT:
-            # After a badly quoted password its rest would look like a name.
+            # After a badly quoted password, the rest of it would be shown as a name.
             shown = "a parameter it does not know" if password_seen else f'parameter "{name[:40]}"'
             warnings.append(f"{source}: ignored {shown}")
         password_seen |= target == "password"
@@ -227,7 +225,7 @@ def _build(given: dict[str, str], source: str, warnings: list[str]) -> Dsn:
     sslmode = given.get("sslmode")
     _one_of(source, "sslmode", sslmode, _SSLMODES)
     addresses = _addresses(given, source, warnings)
-    # Everything we do needs a server that accepts writes.
+    # Every operation needs a server that accepts writes.
     target = given.get("target_session_attrs", "primary" if len(addresses) > 1 else "any")
     _one_of(source, "target_session_attrs", target, _TARGETS)
     timeout = _number(source, "connect_timeout", given.get("connect_timeout"))
@@ -246,7 +244,7 @@ def _build(given: dict[str, str], source: str, warnings: list[str]) -> Dsn:
         passfile=given.get("passfile"),
         sslmode=sslmode,
         tls={name: given[name] for name in sorted(_TLS) if name in given},
-        # libpq: 0 or less waits for ever, which no command of ours should.
+        # In libpq 0 or less waits for ever, which no command should.
         connect_timeout_s=float(timeout) if timeout and timeout > 0 else CONNECT_TIMEOUT_S,
         target_session_attrs=target,
         server_settings=settings,
@@ -268,26 +266,28 @@ def _addresses(
     hosts = given.get("host", "").split(",")
     if "hostaddr" in given:
         if given.get("sslmode") == "verify-full" and "host" in given:
-            # The certificate carries the name, and asyncpg checks what it connects to.
+            # The certificate contains the name, and asyncpg verifies the connected address.
             warnings.append(f"{source}: ignored hostaddr, because sslmode=verify-full needs host")
         else:
             hosts = given["hostaddr"].split(",")
     if any("@" in host[1:] for host in hosts):
-        # Shown as a host, it would show the password.
-        raise wrong(source, 'a host has "@" in it; a URL is given as a whole, not as the host')
+        # It is probably part of a password; do not show it as a host.
+        raise invalid_address(
+            source, 'a host has "@" in it; a URL is given as a whole, not as the host'
+        )
     hosts = [host or _local_host() for host in hosts]
     ports = given.get("port", "").split(",")
     if len(ports) == 1:
         ports *= len(hosts)
     if len(ports) != len(hosts):
-        raise wrong(source, f"{len(ports)} ports for {len(hosts)} hosts")
+        raise invalid_address(source, f"{len(ports)} ports for {len(hosts)} hosts")
     if not all(re.fullmatch(r"[0-9]{1,5}", p) and 0 < int(p) < 65536 for p in ports if p):
-        raise wrong(source, "a port is not a number between 1 and 65535")
+        raise invalid_address(source, "a port is not a number between 1 and 65535")
     return tuple((host, int(port or PORT)) for host, port in zip(hosts, ports, strict=True))
 
 
 def _local_host() -> str:
-    """Where a local server listens when nobody says: Debian's directory, libpq's, TCP."""
+    """Default address of a local server: Debian's socket directory, libpq's, then TCP."""
     for directory in ("/run/postgresql", "/var/run/postgresql", "/tmp"):  # noqa: S108
         if any(Path(directory).glob(".s.PGSQL.*")):
             return directory
@@ -298,8 +298,8 @@ def _os_user(source: str) -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # A container's arbitrary user id has no name.
-        raise wrong(source, "it names no user, and the system user has no name") from None
+        # An arbitrary user id in a container has no name.
+        raise invalid_address(source, "it names no user, and the system user has no name") from None
 
 
 def _hostport(host: str, port: int) -> str:
@@ -310,10 +310,10 @@ def _number(source: str, name: str, value: str | None) -> int | None:
     if value is None:
         return None
     if not re.fullmatch(r"-?[0-9]{1,9}", value.strip()):
-        raise wrong(source, f"{name} is not a whole number")
+        raise invalid_address(source, f"{name} is not a whole number")
     return int(value)
 
 
 def _one_of(source: str, name: str, value: str | None, allowed: tuple[str, ...]) -> None:
     if value is not None and value not in allowed:
-        raise wrong(source, f"{name} must be one of {', '.join(allowed)}")
+        raise invalid_address(source, f"{name} must be one of {', '.join(allowed)}")

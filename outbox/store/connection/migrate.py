@@ -1,14 +1,12 @@
-"""Brings a schema to this version: numbered plain SQL, each file once.
+"""Schema migrations: numbered plain SQL files, each applied once.
 
-What was applied stands in the schema's own table `migration`.  An advisory
-lock of the transaction, keyed by the schema's name, makes one of several
-migrators do the work and the others find it done.
+Applied migrations are recorded in the schema's table `migration`.  A transaction-level advisory
+lock, keyed by the schema's name, serializes concurrent migrators; the others find the work done.
 
-A file whose first line is `-- Programs of version N go on working.` can be
-applied while older programs run: those whose own files end with N or later.
-They find a schema that is newer than they are, and work with it, so relays can
-be replaced one by one.  Without that line nobody older does; applying the file
-then ends the lease of every relay, and who comes back is refused.
+A file whose first line is `-- Compatible with programs of version N.` can be applied while older
+programs run: those whose last migration is N or later.  They accept the newer schema, so relays can
+be replaced one by one.  Without that line no older program is compatible; applying the file then
+expires the lease of every relay, and a relay that registers again is refused.
 """
 
 from __future__ import annotations
@@ -34,19 +32,20 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-_GO_ON_WORKING = re.compile(r"-- Programs of version ([0-9]+) go on working\.\n")
+_COMPATIBLE_FROM = re.compile(r"-- Compatible with programs of version ([0-9]+)\.\n")
 
 PAYLOAD_BYTES_RANGE = (1536, 67_108_864)
-"""What `set_payload_bytes_max` takes."""
+"""Range of `set_payload_bytes_max`."""
 
-# One migrator at a time for each schema; the lock goes with the transaction.
+# One migrator at a time per schema; the lock is released with the transaction.
 LOCK = "pg_advisory_xact_lock(hashtextextended('outbox migrate ' || {}, 0))"
 
+# Whether the schema exists.
 FIND_SCHEMA = "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
 
-WHO_AM_I = "SELECT current_user AS role, current_database() AS database"
+READ_CURRENT_ROLE = "SELECT current_user AS role, current_database() AS database"
 
-# The history table of exactly this schema, whatever the search path.
+# Whether this schema has a history table, independently of the search path.
 FIND_HISTORY = """
 SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
                 WHERE n.nspname = $1 AND c.relname = 'migration' AND c.relkind = 'r')
@@ -56,28 +55,29 @@ CREATE_HISTORY = """CREATE TABLE IF NOT EXISTS migration (
     version    integer     PRIMARY KEY,
     name       text        NOT NULL,
     checksum   text        NOT NULL,
-    works_from integer     NOT NULL,  -- the oldest programs that go on working
+    works_from integer     NOT NULL,  -- the oldest compatible program version
     applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
 )"""
 
+# Applied migrations.
 READ_HISTORY = "SELECT version, checksum, works_from FROM {schema}.migration ORDER BY version"
 
 WRITE_HISTORY = (
     "INSERT INTO migration (version, name, checksum, works_from) VALUES ({}, {}, {}, {})"
 )
 
-# No relay goes on as if nothing had happened: it has to register anew, and is
-# held to the version of the schema then.
+# Expires all leases: relays have to register again, and check the schema's version then.
 END_LEASES = """DO $$ BEGIN
     IF to_regclass('replica') IS NOT NULL THEN
         UPDATE replica SET expires_at = clock_timestamp();
     END IF;
 END $$"""
 
-# A script applied twice, or to another version, stops before it changes anything.
-GUARD = """DO $$ BEGIN
+# A script that was applied already, or that is for another version, stops before it changes
+# anything.
+CHECK_VERSION = """DO $$ BEGIN
     IF (SELECT coalesce(max(version), 0) FROM migration) <> {after} THEN
-        RAISE EXCEPTION 'this script is for a schema at version {after}, and this one is at %',
+        RAISE EXCEPTION 'this script requires schema version {after}, but the schema is at %',
             (SELECT coalesce(max(version), 0) FROM migration);
     END IF;
 END $$;"""
@@ -87,33 +87,33 @@ SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
 GRANT = "grant_{}({}::regrole)"
 REVOKE = "revoke_purposes({}::regrole)"
 
-# What a file added is granted to whom it is for, and to nobody else: before the file of
-# roles there is nobody yet.
-SETTLE_RIGHTS = """DO $$ BEGIN
-    IF to_regproc('settle_rights') IS NOT NULL THEN
-        PERFORM settle_rights();
+# Grants the privileges that a migration adds to the roles that require them.  Before the file
+# of roles exists, there are none.
+SYNC_GRANTS = """DO $$ BEGIN
+    IF to_regproc('sync_grants') IS NOT NULL THEN
+        PERFORM sync_grants();
     END IF;
 END $$"""
 
-# Changing the limit needs the table for itself for a moment.  Producers queue
-# behind whoever waits for that, so it does not wait long.
-BOUND_WAIT = "SET LOCAL lock_timeout = '2s'"
+# Changing the limit takes an ACCESS EXCLUSIVE lock for a moment.  Producers queue behind the
+# waiting lock request, so the wait is bounded.
+SET_LOCK_TIMEOUT = "SET LOCAL lock_timeout = '2s'"
 
 
 PURPOSES = ("producer", "relay", "operator", "reader")
-"""What a role can be granted: see schema/0007_roles.sql."""
+"""Purposes that a role can be granted: see schema/0007_roles.sql."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One file of `schema/`."""
+    """A migration file of `schema/`."""
 
     version: int
     name: str
     sql: str
     checksum: str
     works_from: int
-    """The oldest programs that go on working: the version of their own last file."""
+    """The oldest compatible program version (the version of its last migration)."""
 
     def __str__(self) -> str:
         """`0001_outbox`."""
@@ -121,23 +121,22 @@ class Migration:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """How far a schema is."""
+class SchemaStatus:
+    """The migration status of a schema."""
 
     schema: str
     version: int
-    """0: nothing is there.  Above that of the last file: a later program was here,
-    and this one goes on working."""
+    """0: no migration was applied.  Higher than the last file's: a newer, compatible program
+    migrated the schema."""
     applied: tuple[Migration, ...]
     pending: tuple[Migration, ...]
 
 
 @cache
 def migrations() -> tuple[Migration, ...]:
-    """The files of this version, in order.
+    """The migration files of this version, in order.
 
-    They are inside the package when it was installed, and beside it in a
-    checkout.
+    They are part of the installed package, or beside it in a checkout.
     """
     directory: Traversable = resources.files("outbox") / "schema"
     if not directory.is_dir():
@@ -146,63 +145,66 @@ def migrations() -> tuple[Migration, ...]:
     for entry in directory.iterdir():
         match = re.fullmatch(r"([0-9]{4})_(\w+)\.sql", entry.name)
         if match:
-            # A checkout with other line ends holds the same migration.
+            # A checkout with other line endings contains the same migration.
             text = entry.read_text(encoding="utf-8").replace("\r\n", "\n")
             checksum = hashlib.sha256(text.encode()).hexdigest()
             version = int(match[1])
             found.append(Migration(version, match[2], text, checksum, _works_from(text, version)))
     found.sort(key=lambda migration: migration.version)
     if [m.version for m in found] != list(range(1, len(found) + 1)) or not found:
-        raise CannotRun(f"the installation is damaged: {directory} has not all migrations")
+        raise CannotRun(
+            f"the installation is damaged: {directory} lacks migrations; reinstall outbox-relay"
+        )
     return tuple(found)
 
 
 def _works_from(text: str, version: int) -> int:
-    match = _GO_ON_WORKING.match(text)
+    match = _COMPATIBLE_FROM.match(text)
     return int(match[1]) if match else version
 
 
-async def status(connection: Connection[Any], schema: str) -> Status:
-    """What is applied and what is pending; changes nothing.
+async def status(connection: Connection[Any], schema: str) -> SchemaStatus:
+    """Read which migrations are applied and which are pending; changes nothing.
 
     Raises:
-        SchemaTooNew: a later version of this package migrated it, in a way that
-            this one cannot work with.
-        CannotRun: an applied file differs from ours, or the schema belongs to
-            something else.
+        SchemaTooNew: a newer, incompatible version of this package migrated the schema.
+        CannotRun: an applied file differs from this program's, or the schema belongs to another
+            application.
         DatabaseUnavailable: the connection was lost.
     """
     with map_errors(schema):
         history = await _read_history(connection, schema)
     known = migrations()
-    mine = known[-1].version
+    newest = known[-1].version
     version = max(history, default=0)
-    if any(row.version > mine and row.works_from > mine for row in history.values()):
+    if any(row.version > newest and row.works_from > newest for row in history.values()):
         raise SchemaTooNew(
             f'schema "{schema}" is at version {version}, this program knows '
-            f"{mine}; upgrade outbox-relay here"
+            f"{newest}; upgrade outbox-relay here"
         )
     applied = {row.version: row.checksum for row in history.values()}
     for migration in known:
         checksum = applied.get(migration.version)
         if checksum is not None and checksum != migration.checksum:
             raise CannotRun(
-                f'schema "{schema}" was made from another {migration} than this program has; '
-                "use the version of outbox-relay that made it, or an empty schema"
+                f'schema "{schema}" was created by a different {migration} than this program has; '
+                "use the version of outbox-relay that created it, or an empty schema"
             )
     done = tuple(m for m in known if m.version in applied)
     pending = tuple(m for m in known if m.version not in applied)
     if pending and version > pending[0].version:
-        raise CannotRun(f'the history of schema "{schema}" has no {pending[0]}, but later ones')
-    return Status(schema, version, done, pending)
+        raise CannotRun(
+            f'the history of schema "{schema}" lacks {pending[0]}, but has later migrations'
+        )
+    return SchemaStatus(schema, version, done, pending)
 
 
 async def require_current(connection: Connection[Any], schema: str) -> None:
-    """Refuse to work with a schema that this program does not fit.
+    """Check that the schema is compatible with this program.
 
     Raises:
-        SchemaMissing: it is absent, or older than this program.
-        SchemaTooNew: it is newer, and does not say that older programs go on working.
+        SchemaMissing: it does not exist, or is older than this program.
+        SchemaTooNew: it is newer and incompatible.
         CannotRun: as in `status`.
     """
     found = await status(connection, schema)
@@ -223,20 +225,20 @@ async def migrate(
     revoked: Sequence[str] = (),
     payload_bytes_max: int | None = None,
 ) -> list[Migration]:
-    """Apply what is pending, each file in a transaction of its own.
+    """Apply pending migrations, each file in its own transaction.
 
     Args:
         connection: outside of a transaction; its search path does not matter.
-        schema: created when it is missing.
-        roles: purposes, and existing roles that get what those need.
-        revoked: roles that lose all that they have here, before any gets something.
-        payload_bytes_max: the limit on payloads, as text; None leaves it.
+        schema: created if it does not exist.
+        roles: pairs of purpose and existing role to grant it to.
+        revoked: roles whose privileges in the schema are revoked first.
+        payload_bytes_max: maximum payload size in bytes, as text; None: unchanged.
 
     Returns:
-        What was applied by this call, so an empty list when all was there.
+        The migrations applied by this call.
 
     Raises:
-        UsageError: a bad name, limit or role.
+        UsageError: an invalid name, limit or role.
         SchemaTooNew, CannotRun, DatabaseUnavailable: as in `status`.
     """
     schema_name(schema)
@@ -244,8 +246,8 @@ async def migrate(
     done: list[Migration] = []
     with map_errors(schema):
         while True:
-            # READ COMMITTED, whatever the default here: the history has to be
-            # read in a snapshot that begins after the lock was granted.
+            # READ COMMITTED, whatever the server's default: the history must be read in a
+            # snapshot that begins after the lock was granted.
             async with connection.transaction(isolation="read_committed"):
                 await connection.execute(_perform(LOCK.format(quote_literal(schema))))
                 found = await status(connection, schema)
@@ -275,13 +277,13 @@ async def _read_history(connection: Connection[Any], schema: str) -> dict[int, _
 
 async def _apply(connection: Connection[Any], schema: str, migration: Migration) -> None:
     if not await connection.fetchval(FIND_SCHEMA, schema):
-        me = await connection.fetchrow(WHO_AM_I)
+        current = await connection.fetchrow(READ_CURRENT_ROLE)
         try:
             await connection.execute(f"CREATE SCHEMA {quote_ident(schema)}")
         except asyncpg.InsufficientPrivilegeError as error:
             raise CannotRun(
-                "this role may not create a schema here: GRANT CREATE ON DATABASE "
-                f"{quote_ident(me['database'])} TO {quote_ident(me['role'])}"
+                "this role may not create a schema; run: GRANT CREATE ON DATABASE "
+                f"{quote_ident(current['database'])} TO {quote_ident(current['role'])}"
             ) from error
     await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
     await connection.execute(CREATE_HISTORY)
@@ -310,18 +312,18 @@ async def _apply_settings(
     if payload_bytes_max is None:
         return
     if await connection.fetchval(READ_PAYLOAD_LIMIT) != payload_bytes_max:
-        await connection.execute(BOUND_WAIT)
+        await connection.execute(SET_LOCK_TIMEOUT)
         try:
             await connection.execute(_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max)))
         except asyncpg.LockNotAvailableError:
             raise CannotRun(
-                "the payload limit was not changed: a transaction holds the outbox table; "
+                "the payload limit was not changed: a transaction has locked the outbox table; "
                 "run it again"
             ) from None
         except asyncpg.CheckViolationError as error:
             raise CannotRun(
-                "the payload limit was not changed: a schedule or an event that waits for its "
-                f"time is larger than {payload_bytes_max} bytes ({error.table_name})"
+                "the payload limit was not changed: a schedule or a delayed event "
+                f"is larger than {payload_bytes_max} bytes ({error.table_name})"
             ) from None
 
 
@@ -333,13 +335,13 @@ def sql(
     revoked: Sequence[str] = (),
     payload_bytes_max: int | None = None,
 ) -> str:
-    """Everything that `migrate` would do, as one script to apply by hand.
+    """Everything that `migrate` would do, as one script to apply with psql.
 
-    One transaction, so it is applied whole or not at all, and it refuses a
-    schema that is not at version `after`.
+    One transaction: it is applied as a whole or not at all, and it fails if the schema is not
+    at version `after`.
 
     Raises:
-        UsageError: a bad name, limit or version.
+        UsageError: an invalid name, limit or version.
     """
     schema_name(schema)
     _check_payload_limit(payload_bytes_max)
@@ -357,7 +359,7 @@ def sql(
         f"CREATE SCHEMA IF NOT EXISTS {quote_ident(schema)};",
         f"SET LOCAL search_path = {search_path(schema)};",
         f"{CREATE_HISTORY};",
-        GUARD.format(after=after),
+        CHECK_VERSION.format(after=after),
     ]
     for migration in known[after:]:
         parts.append(f"\n-- {migration}.sql\n\n{migration.sql.strip()}")
@@ -370,14 +372,14 @@ def sql(
 
 
 def _afterwards(migration: Migration) -> list[str]:
-    """What follows a file, in its transaction."""
+    """Statements that follow a migration, in its transaction."""
     row = WRITE_HISTORY.format(
         migration.version,
         quote_literal(migration.name),
         quote_literal(migration.checksum),
         migration.works_from,
     )
-    rows = [row, SETTLE_RIGHTS]
+    rows = [row, SYNC_GRANTS]
     return [*rows, END_LEASES] if migration.works_from == migration.version else rows
 
 
@@ -390,7 +392,7 @@ def _revoke(role: str) -> str:
 
 
 def _perform(call: str) -> str:
-    # Not SELECT: psql would print an empty table for each.
+    # DO instead of SELECT: psql would print an empty table for each call.
     return f"DO {quote_literal(f'BEGIN PERFORM {call}; END')}"
 
 
@@ -402,5 +404,6 @@ def _check_payload_limit(bytes_max: int | None) -> None:
 
 def _not_ours(schema: str) -> CannotRun:
     return CannotRun(
-        f'schema "{schema}" has tables of something else in it; choose another name with --schema'
+        f'schema "{schema}" contains tables of another application; '
+        "choose another schema with --schema"
     )

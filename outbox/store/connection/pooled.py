@@ -1,10 +1,9 @@
-"""Working through a proxy that pools transactions, such as PgBouncer.
+"""Connections through a transaction-pooling proxy, such as PgBouncer.
 
-Every transaction may meet another session of the server, which other clients
-have used before and will use afterwards.  So nothing may be left in one: no
-setting, no prepared statement, no session lock.  What our work depends on is
-set in each transaction for as long as it lasts; a statement of its own has the
-settings of the role, which are therefore held to what it needs.
+Every transaction may run in another server session, which other clients have used before and will
+use afterwards.  So no state may be left in a session: no setting, no prepared statement, no session
+lock.  Required settings are set in each transaction with SET LOCAL; a single statement has the
+settings of the role, which are therefore checked.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# Settings of the session, and what they should be; others only cost time.  A
-# success, a give-up or a batch that a crash of the server takes back would turn
-# the order around; the rest makes statements fail again and again.
-NEEDED = {
+# Required session settings; other settings affect only speed.  A success, a dead letter or a batch
+# that is lost in a server crash would break the order of deliveries (synchronous_commit); the
+# others make statements fail repeatedly.
+REQUIRED_SETTINGS = {
     "synchronous_commit": "on",
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
 }
 
-READ_NEEDED = """
+READ_REQUIRED_SETTINGS = """
 SELECT current_user AS role, current_database() AS database, name, setting
   FROM pg_settings WHERE name = ANY ($1)
 """
 
-# Durable where it counts, on the primary.
-_AS_GOOD = {"synchronous_commit": {"on", "local", "remote_write", "remote_apply"}}
+# Equally safe values: commits are durable on the primary.
+_EQUIVALENT = {"synchronous_commit": {"on", "local", "remote_write", "remote_apply"}}
 
 
 class PooledWorker(Worker):
-    """A connection to such a proxy, whose transactions bring their settings with them."""
+    """A connection through such a proxy; each transaction sets its settings."""
 
     __slots__ = ("_settings",)
 
@@ -47,9 +46,9 @@ class PooledWorker(Worker):
         super().__init__(*args, **kwargs)
         self._settings = ""
 
-    def bring(self, schema: str, settings: Mapping[str, str]) -> None:
-        """What every transaction is to set from now on."""
-        # A list of names, so it is not quoted as a whole.
+    def set_transaction_settings(self, schema: str, settings: Mapping[str, str]) -> None:
+        """Set the settings that every transaction sets from now on."""
+        # search_path is a list of names, so it is not quoted as a whole.
         values = {"search_path": search_path(schema)}
         values |= {name: quote_literal(value) for name, value in settings.items()}
         self._settings = "".join(f" SET LOCAL {name} = {values[name]};" for name in values)
@@ -61,20 +60,20 @@ class PooledWorker(Worker):
 
 
 async def check_settings(connection: Connection[Any]) -> None:
-    """Hold the role to what single statements need.
+    """Check the role's settings, which apply to single statements.
 
     Raises:
-        CannotRun: something is set otherwise.
+        CannotRun: a setting has another value.
     """
-    rows = await connection.fetch(READ_NEEDED, list(NEEDED))
+    rows = await connection.fetch(READ_REQUIRED_SETTINGS, list(REQUIRED_SETTINGS))
     changes = [
         f"ALTER ROLE {quote_ident(row['role'])} IN DATABASE {quote_ident(row['database'])} "
-        f"SET {row['name']} = '{NEEDED[row['name']]}'"
+        f"SET {row['name']} = '{REQUIRED_SETTINGS[row['name']]}'"
         for row in sorted(rows, key=lambda row: str(row["name"]))
-        if row["setting"] not in _AS_GOOD.get(row["name"], {NEEDED[row["name"]]})
+        if row["setting"] not in _EQUIVALENT.get(row["name"], {REQUIRED_SETTINGS[row["name"]]})
     ]
     if changes:
         raise CannotRun(
-            "behind a proxy the role itself must be set up: "
-            f"{'; '.join(changes)}; then let the proxy connect anew (RECONNECT)"
+            "behind a proxy the role itself needs these settings: "
+            f"{'; '.join(changes)}; then reconnect the proxy (RECONNECT)"
         )

@@ -1,17 +1,15 @@
-"""Secrets at rest: encrypted where there is a key, and as they are where there is none.
+"""Secrets at rest: encrypted when a key is configured, otherwise stored as plain text.
 
-    sealed:KEY:DATA      what stands in the database; KEY is the key's id, DATA is
-                         base64 of 12 random bytes and what AES-256-GCM made of it
+    sealed:KEY:DATA      the stored form; KEY is the key's id, DATA is base64 of a 12-byte nonce
+                         and the AES-256-GCM ciphertext
 
-Encrypted are an endpoint's signing secrets, its client certificate with its key, and the
-values of its headers.  The endpoint's id and what the text is for are bound to it
-(associated data), so that whoever can write to the tables cannot give one endpoint the
-secret of another.
+Encrypted are an endpoint's signing secrets, its client certificate with the private key, and its
+header values.  The associated data contains the endpoint's id and the purpose of the text, so that
+a writer to the tables cannot assign one endpoint's secret to another.
 
-That tables hold encrypted secrets is never forgotten: a secret is written with a key
-that is in use already, and who has none of these is refused (`for_writing`).  Otherwise
-one command without its OUTBOX_KEY would leave secrets in clear that nobody looks for,
-or one that the relays cannot read.
+A secret is always written with a key that is already in use; a process without any of these keys
+is refused (`for_writing`).  Otherwise one command without its OUTBOX_KEY would silently store plain
+text, or a secret that the relays cannot read.
 """
 
 from __future__ import annotations
@@ -31,66 +29,64 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.core.model.encryption_keys import Key
+    from outbox.core.model.encryption_keys import EncryptionKey
 
 SETTING = "OUTBOX_KEY"
 SIGNING, IDENTITY = "signing secret", "client certificate"
-"""What a text is for; a header's value is for the header of that name."""
+"""Purposes of a text; the purpose of a header value includes the header's name."""
 
 _PREFIX = "sealed:"
 _NONCE_BYTES = 12
 
-# The keys that anything is encrypted with; every endpoint has a secret.
-KEYS_IN_USE = "SELECT DISTINCT key_id FROM endpoint_secret WHERE key_id IS NOT NULL ORDER BY 1"
+# The keys in use; every endpoint has a secret.
+READ_KEYS_IN_USE = "SELECT DISTINCT key_id FROM endpoint_secret WHERE key_id IS NOT NULL ORDER BY 1"
 
 
-# Relays that could not read what is written with a key; their lease is not over.
-WITHOUT_KEY = """
+# Running relays that do not have a key.
+READ_RELAYS_WITHOUT_KEY = """
 SELECT name FROM replica WHERE expires_at > clock_timestamp() AND NOT $1 = ANY (keys)
  ORDER BY name
 """
 
 
-class Locked(CannotRun):
-    """A secret cannot be read: its key is not here, or it is not what was written."""
+class UnreadableSecret(CannotRun):
+    """A secret cannot be decrypted: the key is missing, or the stored text was changed."""
 
 
 class Vault:
-    """Encrypts and decrypts with the keys of one process; without keys it leaves things as
-    they are.
-    """
+    """Encrypts and decrypts with the keys of this process; without keys, text stays plain."""
 
-    def __init__(self, keys: Sequence[Key] = (), *, encrypts: bool = True) -> None:
+    def __init__(self, keys: Sequence[EncryptionKey] = (), *, encrypts: bool = True) -> None:
         self._keys = {key.id: key for key in keys}
         self._first = keys[0] if keys and encrypts else None
 
     @classmethod
-    def of(cls, settings: Settings) -> Vault:
-        """With the keys of the settings."""
+    def from_settings(cls, settings: Settings) -> Vault:
+        """A vault with the configured keys."""
         return cls(parse_keys(settings.key.get_secret_value()) if settings.key else ())
 
     @property
     def key_id(self) -> str | None:
-        """The key that encrypts; None: nothing is encrypted."""
+        """Id of the key that encrypts; None: nothing is encrypted."""
         return None if self._first is None else self._first.id
 
     @property
     def key_ids(self) -> tuple[str, ...]:
-        """All that decrypt."""
+        """Ids of all keys that decrypt."""
         return tuple(self._keys)
 
     def in_clear(self) -> Vault:
-        """The same keys, with which nothing is encrypted any more."""
+        """A vault with the same keys that does not encrypt."""
         return Vault(tuple(self._keys.values()), encrypts=False)
 
     def is_current(self, stored: str) -> bool:
-        """Whether what is stored is as this vault would store it."""
+        """Whether a stored text has the form that this vault would store."""
         if self._first is None:
             return not is_sealed(stored)
         return stored.startswith(f"{_PREFIX}{self._first.id}:")
 
     def seal(self, text: str, endpoint_id: UUID, what: str) -> str:
-        """The text as it is to be stored."""
+        """Encrypt a text for storage."""
         if self._first is None:
             return text
         nonce = os.urandom(_NONCE_BYTES)
@@ -98,10 +94,10 @@ class Vault:
         return f"{_PREFIX}{self._first.id}:{base64.b64encode(nonce + sealed).decode()}"
 
     def open(self, stored: str, endpoint_id: UUID, what: str) -> str:
-        """The text of what is stored, encrypted or not.
+        """Decrypt a stored text; plain text is returned unchanged.
 
         Raises:
-            Locked: it cannot be read.
+            UnreadableSecret: it cannot be decrypted.
         """
         if not is_sealed(stored):
             return stored
@@ -110,31 +106,33 @@ class Vault:
         key_id, _, data = stored.removeprefix(_PREFIX).partition(":")
         key = self._keys.get(key_id)
         if key is None:
-            raise Locked(f"its {what} is encrypted with the key {key_id}; {_give(key_id)}")
+            raise UnreadableSecret(
+                f"its {what} is encrypted with the key {key_id}; {_set_key_hint(key_id)}"
+            )
         try:
             raw = base64.b64decode(data, validate=True)
             nonce, sealed = raw[:_NONCE_BYTES], raw[_NONCE_BYTES:]
             opened = _cipher(key).decrypt(nonce, sealed, _bound(endpoint_id, what))
         except (binascii.Error, ValueError, InvalidTag):
-            raise Locked(
-                f"its {what} is not what was encrypted for it with the key {key_id}: somebody "
-                "changed the table; write it anew"
+            raise UnreadableSecret(
+                f"its {what} is not what was encrypted for it with the key {key_id}: the "
+                "table was changed; set it again"
             ) from None
         return str(opened, "utf-8")
 
     def seal_headers(self, headers: Mapping[str, str], endpoint_id: UUID) -> dict[str, Any]:
-        """Headers as they are to be stored: encrypted values are objects."""
+        """Encrypt header values for storage; encrypted values are objects."""
         if self._first is None:
-            return {n: v.stored if isinstance(v, LockedText) else v for n, v in headers.items()}
+            return {n: v.stored if isinstance(v, UnreadableText) else v for n, v in headers.items()}
         return {
             name: value.stored
-            if isinstance(value, LockedText)
+            if isinstance(value, UnreadableText)
             else {"sealed": self.seal(value, endpoint_id, _header(name))}
             for name, value in headers.items()
         }
 
     def open_headers(self, stored: Mapping[str, Any], endpoint_id: UUID) -> dict[str, str]:
-        """Headers of what is stored; a value that cannot be read is a `LockedText`."""
+        """Decrypt stored headers; a value that cannot be decrypted is an `UnreadableText`."""
         headers: dict[str, str] = {}
         for name, value in stored.items():
             if isinstance(value, str):
@@ -143,91 +141,95 @@ class Vault:
             sealed = value.get("sealed") if isinstance(value, dict) else None
             try:
                 if not isinstance(sealed, str) or not is_sealed(sealed):
-                    raise Locked(f"its {_header(name)} is neither a text nor encrypted")
+                    raise UnreadableSecret(f"its {_header(name)} is neither a text nor encrypted")
                 headers[name] = self.open(sealed, endpoint_id, _header(name))
-            except Locked as locked:
-                headers[name] = LockedText(value, str(locked))
+            except UnreadableSecret as error:
+                headers[name] = UnreadableText(value, str(error))
         return headers
 
     async def for_writing(self, connection: Connection[Any]) -> Vault:
-        """The vault to write a secret with: its key is one that whoever reads it has.
+        """The vault to write a secret with; its key is one that all readers have.
 
-        That is a key with which something is encrypted already.  A new one comes into use
-        by `rekey`, or where nothing is encrypted yet and every running relay has it.
+        That is a key with which something is already encrypted.  A new key comes into use by
+        `rekey`, or when nothing is encrypted yet and every running relay has it.
 
         Raises:
-            Locked: secrets are encrypted here, and not with one of these keys.
-            Conflict: a running relay could not read what would be written.
+            UnreadableSecret: secrets are encrypted, and not with one of these keys.
+            Conflict: a running relay does not have the key.
         """
-        in_use = {row["key_id"] for row in await connection.fetch(KEYS_IN_USE)}
+        in_use = {row["key_id"] for row in await connection.fetch(READ_KEYS_IN_USE)}
         for key in self._keys.values():
             if key.id in in_use:
                 return Vault((key, *self._keys.values()))
         if in_use:
-            wanted = min(in_use)
-            raise Locked(f"secrets are encrypted here with the key {wanted}; {_give(wanted)}")
+            key_id = min(in_use)
+            raise UnreadableSecret(
+                f"secrets are encrypted with the key {key_id}; {_set_key_hint(key_id)}"
+            )
         if self._first is not None:
-            await self.hold_to_relays(connection)
+            await self.require_key_on_relays(connection)
         return self
 
-    async def hold_to_relays(self, connection: Connection[Any]) -> None:
-        """Refuse a key that a running relay has not.
+    async def require_key_on_relays(self, connection: Connection[Any]) -> None:
+        """Check that every running relay has the key.
 
         Raises:
-            Conflict: there is one.
+            Conflict: a relay does not have it.
         """
-        blind = [row["name"] for row in await connection.fetch(WITHOUT_KEY, self.key_id)]
-        if blind:
+        missing = [
+            row["name"] for row in await connection.fetch(READ_RELAYS_WITHOUT_KEY, self.key_id)
+        ]
+        if missing:
             raise Conflict(
-                f"the relay {blind[0]} has not the key {self.key_id}, and could not read it; "
-                "start every relay with this key in front, and the old one behind it, first"
+                f"the relay {missing[0]} does not have the key {self.key_id}; "
+                "first start every relay with this key in front of the old one"
             )
 
 
 CLEAR = Vault()
-"""Without a key."""
+"""A vault without keys."""
 
 
-class LockedText(str):
-    """Stands for a text that cannot be read, and is written back as it was."""
+class UnreadableText(str):
+    """Placeholder for a text that cannot be decrypted; it is written back unchanged."""
 
     __slots__ = ("stored", "why")
 
     stored: Any
     why: str
 
-    def __new__(cls, stored: Any, why: str) -> LockedText:
+    def __new__(cls, stored: Any, why: str) -> UnreadableText:
         text = super().__new__(cls, "(encrypted)")
         text.stored, text.why = stored, why
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Settings are copied, and strings are copied by their text.
-        return LockedText, (self.stored, self.why)
+        # copy.deepcopy would otherwise copy only the text.
+        return UnreadableText, (self.stored, self.why)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LockedText) and self.stored == other.stored
+        return isinstance(other, UnreadableText) and self.stored == other.stored
 
     def __hash__(self) -> int:
         return hash(str(self.stored))
 
 
 def is_sealed(stored: str) -> bool:
-    """Whether what is stored is encrypted."""
+    """Whether a stored text is encrypted."""
     return stored.startswith(_PREFIX)
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """Generate a random key."""
     return format_key(os.urandom(KEY_BYTES))
 
 
-def locked_values(headers: Mapping[str, str]) -> Iterable[LockedText]:
-    """The values that could not be read."""
-    return (value for value in headers.values() if isinstance(value, LockedText))
+def unreadable_values(headers: Mapping[str, str]) -> Iterable[UnreadableText]:
+    """The header values that could not be decrypted."""
+    return (value for value in headers.values() if isinstance(value, UnreadableText))
 
 
-def _give(key_id: str) -> str:
+def _set_key_hint(key_id: str) -> str:
     return f"set {SETTING} to that key"
 
 
@@ -239,8 +241,8 @@ def _bound(endpoint_id: UUID, what: str) -> bytes:
     return f"outbox {what} of {endpoint_id}".encode()
 
 
-def _cipher(key: Key) -> Any:
-    # Not before it is needed: nobody without a key should wait for it.
+def _cipher(key: EncryptionKey) -> Any:
+    # Imported lazily: processes without a key should not pay for it.
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     return AESGCM(key.value)

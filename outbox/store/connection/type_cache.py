@@ -1,8 +1,8 @@
-"""Built-in types of the server, asked about once by a process instead of by each connection.
+"""A cache of the server's built-in types, loaded once per process instead of per connection.
 
-asyncpg knows single values of built-in types, and asks the server about arrays and
-multiranges: on each connection, when it first meets one, and the answer takes the server
-15 ms.  That is half of what the connections of a relay cost it to begin.
+asyncpg knows built-in scalar types, and queries the server about arrays and multiranges: once per
+connection, when it first meets one; the query takes the server 15 ms.  That is half of the cost of
+opening a relay's connections.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 OID_MAX = 9999
-"""Up to here a type has the same number in every database of every version.
+"""Up to this OID, a type has the same OID in every database of every version.
 https://www.postgresql.org/docs/current/system-catalog-initial-data.html (OID Assignment)"""
 
-LEARN_TYPES = """
+LOAD_TYPES = """
 SELECT $1::bigint[], $2::integer[], $3::real[], $4::double precision[], $5::boolean[],
        $6::text[], $7::timestamptz[], $8::jsonb[], $9::uuid[], $10::int8multirange
 """
 
 
-class _NotAsked(NamedTuple):
-    """In place of the statement by which asyncpg asks: one that took nobody's place."""
+class _NoStatement(NamedTuple):
+    """Stands for the introspection statement: no statement was prepared, so none was evicted."""
 
-    name: str = "not asked"
+    name: str = "not prepared"
 
 
-class KnowingConnection(asyncpg.Connection):  # type: ignore[misc]
-    """A connection that asks about built-in types only if no other one did before."""
+class TypeCachingConnection(asyncpg.Connection):  # type: ignore[misc]
+    """A connection that introspects built-in types only if no other connection has."""
 
     __slots__ = ()
     _known: ClassVar[dict[frozenset[int], Any]] = {}
 
-    async def _introspect_types(self, typeoids: Iterable[int], *how: Any) -> Any:
-        # asyncpg has no public way to be told what a type is.  If it comes to ask by another
-        # name, each connection asks for itself again.
-        asked = frozenset(typeoids)
-        if asked in self._known:
-            return self._known[asked], _NotAsked()
-        types, statement = await super()._introspect_types(asked, *how)
-        if max(asked) <= OID_MAX:
-            self._known[asked] = types
+    async def _introspect_types(self, typeoids: Iterable[int], *args: Any) -> Any:
+        # asyncpg has no public API to declare types.  If it renames this method, each connection
+        # introspects for itself again.
+        oids = frozenset(typeoids)
+        if oids in self._known:
+            return self._known[oids], _NoStatement()
+        types, statement = await super()._introspect_types(oids, *args)
+        if max(oids) <= OID_MAX:
+            self._known[oids] = types
         return types, statement
 
 
-async def learn_types(connection: asyncpg.Connection) -> None:
-    """Meet every type of ours before there is something to deliver."""
-    # Not prepared: behind a proxy its name would stay with somebody else's session.
-    await connection.fetchrow(LEARN_TYPES, *[None] * 10)
+async def load_types(connection: asyncpg.Connection) -> None:
+    """Load every type that our statements use, before there is something to deliver."""
+    # Not prepared explicitly: behind a proxy the name would remain in another client's session.
+    await connection.fetchrow(LOAD_TYPES, *[None] * 10)

@@ -1,10 +1,10 @@
-"""Connections that know since when they wait, and what the server says of that.
+"""Connections that measure how long a statement has been running, and whether the server
+still executes it.
 
-A connection can hang although both ends believe in it: whatever stands between
-them takes the packets, and acknowledges them, and passes nothing on.  The
-client waits for ever then, and no time-out of TCP ends it.  How long an answer
-may take cannot be said either: some statements wait, rightly, for the longest
-transaction in the database.  But the server knows whether it works for us.
+A connection can hang although both ends consider it open: something between them accepts and
+acknowledges packets without forwarding them.  The client then waits for ever, and no TCP
+time-out ends it.  A statement time-out cannot help: some statements rightly wait for the longest
+transaction in the database.  But the server knows whether it is executing the statement.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncpg import InterfaceError
 
-from outbox.store.connection.type_cache import KnowingConnection
+from outbox.store.connection.type_cache import TypeCachingConnection
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 SENDING_MAX_S = 60
-"""A large answer may be on its way for so long, over a slow line."""
+"""Maximum time for sending a large result over a slow line."""
 
-# Who waits for a client to say more does not work for it.  A server that keeps no
-# track of its sessions (track_activities) says "disabled".
-READ_WORKING = f"""
+# The backends that are executing a statement; not those that wait for the client to send more.
+# A server that does not track sessions (track_activities) reports "disabled".
+READ_BUSY_BACKENDS = f"""
 SELECT pid FROM pg_stat_activity
  WHERE pid = ANY ($1)
    AND CASE WHEN state = 'disabled' THEN true
@@ -37,58 +37,58 @@ SELECT pid FROM pg_stat_activity
 """  # noqa: S608 (a constant only)
 
 
-class Worker(KnowingConnection):
-    """A connection that tells since when it has been waiting for an answer."""
+class Worker(TypeCachingConnection):
+    """A connection that measures how long its statement has been waiting for a result."""
 
-    __slots__ = ("_asked_at", "questions")
+    __slots__ = ("_started_at", "statements_started")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._asked_at: float | None = None
-        self.questions = 0
-        """How many statements were begun."""
+        self._started_at: float | None = None
+        self.statements_started = 0
+        """Number of statements started."""
 
     @property
     def waiting_s(self) -> float:
-        """How long the statement under way has had no answer, in seconds.
+        """How long the running statement has had no result, in seconds.
 
-        0 when there is none, and when the connection was cut: who asked hears of that.
+        0 when there is none, and when the connection was lost: the caller gets an error then.
         """
-        if self._asked_at is None or self.is_closed():
+        if self._started_at is None or self.is_closed():
             return 0.0
-        return asyncio.get_running_loop().time() - self._asked_at
+        return asyncio.get_running_loop().time() - self._started_at
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        with self._asking():
+        with self._timing():
             return await super().execute(*args, **kwargs)
 
     async def fetch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._asking():
+        with self._timing():
             return await super().fetch(*args, **kwargs)
 
     async def fetchval(self, *args: Any, **kwargs: Any) -> Any:
-        with self._asking():
+        with self._timing():
             return await super().fetchval(*args, **kwargs)
 
     async def fetchrow(self, *args: Any, **kwargs: Any) -> Any:
-        with self._asking():
+        with self._timing():
             return await super().fetchrow(*args, **kwargs)
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
-        self.questions += 1
-        self._asked_at = asyncio.get_running_loop().time()
+    def _timing(self) -> Iterator[None]:
+        self.statements_started += 1
+        self._started_at = asyncio.get_running_loop().time()
         try:
             yield
         except AttributeError as error:
-            # asyncpg has let go of the protocol, and does not look for that in between.
+            # asyncpg has dropped its protocol object, and does not check for that meanwhile.
             if self.is_closed():
-                raise InterfaceError("connection was cut in the middle of a question") from error
+                raise InterfaceError("connection was lost while a statement was running") from error
             raise
         finally:
-            self._asked_at = None
+            self._started_at = None
 
 
-async def working(connection: Connection[Any], pids: Collection[int]) -> set[int]:
-    """Those of the backends that are busy with a statement."""
-    return {r["pid"] for r in await connection.fetch(READ_WORKING, list(pids))}
+async def read_busy_backends(connection: Connection[Any], pids: Collection[int]) -> set[int]:
+    """Those of the backends that are executing a statement."""
+    return {r["pid"] for r in await connection.fetch(READ_BUSY_BACKENDS, list(pids))}

@@ -1,8 +1,7 @@
 """Grafana dashboard; regenerate it with
 `python -m outbox.telemetry.alerts.dashboard > outbox/telemetry/alerts/dashboard.json`.
 
-It is made by a program, because what makes it right is written once here and a thousand
-times there: where panels are, their ids, the source of their data.
+It is generated, because ids, positions and data sources are repeated in every panel.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ import json
 from itertools import count
 from typing import Any
 
-from outbox.telemetry.alerts.panel import SOURCE, Row
+from outbox.telemetry.alerts.panel import SOURCE, PanelRow
 from outbox.telemetry.alerts.rows import ROWS
 
 COLUMNS = 24
 SCHEMA_VERSION = 39
-"""Grafana 10.4's; later ones bring it up to date when they load it."""
+"""The schema of Grafana 10.4; later versions migrate it when they load it."""
 
 
-def dashboard(rows: tuple[Row, ...] = ROWS) -> dict[str, Any]:
-    """The dashboard, as Grafana's JSON."""
+def dashboard(rows: tuple[PanelRow, ...] = ROWS) -> dict[str, Any]:
+    """The dashboard in Grafana's JSON model."""
     return {
         "uid": "outbox-relay",
         "title": "outbox relay",
-        "description": "What outbox relay does, and whether it is fine.",
+        "description": "Health and performance of outbox relay.",
         "tags": ["outbox"],
         "schemaVersion": SCHEMA_VERSION,
         "version": 1,
@@ -56,7 +55,7 @@ def dashboard(rows: tuple[Row, ...] = ROWS) -> dict[str, Any]:
 
 
 def _variable(label: str, title: str, metric: str, *, several: bool = False) -> dict[str, Any]:
-    """The values that a label has."""
+    """A dashboard variable with the values of a label."""
     query = f"label_values({metric}, {label})"
     variable: dict[str, Any] = {
         "name": label,
@@ -65,7 +64,7 @@ def _variable(label: str, title: str, metric: str, *, several: bool = False) -> 
         "datasource": SOURCE,
         "definition": query,
         "query": {"query": query, "refId": "values"},
-        # When the time range changes, too: what was there then may be gone now.
+        # Also refresh when the time range changes, because values differ over time.
         "refresh": 2,
         "sort": 1,
         "multi": several,
@@ -73,17 +72,17 @@ def _variable(label: str, title: str, metric: str, *, several: bool = False) -> 
     }
     if several:
         everything = {"selected": True, "text": ["All"], "value": ["$__all"]}
-        # Instead of a list of all values, which may be too long for a request.
+        # A regex instead of the list of all values, which may be too long for a request.
         variable |= {"allValue": ".*", "current": everything}
     return variable
 
 
-def _panels(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
+def _panels(rows: tuple[PanelRow, ...]) -> list[dict[str, Any]]:
     ids = count(1)
-    made: list[dict[str, Any]] = []
+    panels: list[dict[str, Any]] = []
     y = 0
     for row in rows:
-        made.append(
+        panels.append(
             {
                 "id": next(ids),
                 "type": "row",
@@ -99,16 +98,16 @@ def _panels(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
             if x + panel.width > COLUMNS:
                 x, y, height = 0, y + height, 0
             placed = panel.as_json(next(ids), x, y)
-            made.append(placed)
+            panels.append(placed)
             x, height = x + panel.width, max(height, placed["gridPos"]["h"])
         y += height
-    return made
+    return panels
 
 
 def text() -> str:
-    """The file."""
+    """The content of `dashboard.json`."""
     return json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    print(text(), end="")  # noqa: T201 (that is what it is for)
+    print(text(), end="")  # noqa: T201 (a command-line script)

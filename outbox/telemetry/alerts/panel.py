@@ -1,16 +1,16 @@
-"""A panel of the dashboard, and what Grafana wants it to look like."""
+"""Panels of the dashboard, in Grafana's JSON model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-Kind: TypeAlias = Literal["stat", "timeseries", "bargauge", "state-timeline"]
+PanelKind: TypeAlias = Literal["stat", "timeseries", "bargauge", "state-timeline"]
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-HEIGHTS: dict[Kind, int] = {"stat": 4, "timeseries": 8, "bargauge": 8, "state-timeline": 8}
-NOW: tuple[Kind, ...] = ("stat", "bargauge")
-"""These show what is, and not what was."""
+HEIGHTS: dict[PanelKind, int] = {"stat": 4, "timeseries": 8, "bargauge": 8, "state-timeline": 8}
+NOW: tuple[PanelKind, ...] = ("stat", "bargauge")
+"""Panels that show the current value, not a time series."""
 
 _REDUCED = {"calcs": ["lastNotNull"], "fields": "", "values": False}
 _LEGEND = {"displayMode": "list", "placement": "bottom", "showLegend": True}
@@ -18,24 +18,24 @@ _LEGEND = {"displayMode": "list", "placement": "bottom", "showLegend": True}
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel."""
+    """A panel of the dashboard."""
 
     title: str
     unit: str
-    """One of Grafana's."""
+    """A Grafana unit."""
     description: str
     targets: tuple[tuple[str, str], ...]
-    """Expressions, each with its legend."""
-    kind: Kind = "timeseries"
+    """PromQL expressions with their legends."""
+    kind: PanelKind = "timeseries"
     width: int = 12
-    """Of 24."""
+    """Columns, of 24."""
     steps: tuple[tuple[float | None, str], ...] = ((None, "green"),)
-    """From which value on it has which colour; None: below all others."""
+    """Thresholds with their colours; None: the base colour."""
     stacked: bool = False
     decimals: int | None = None
 
     def as_json(self, panel_id: int, x: int, y: int) -> dict[str, Any]:
-        """The panel, at a place of the grid."""
+        """The panel as JSON, at a position in the grid."""
         defaults: dict[str, Any] = {
             "unit": self.unit,
             "noValue": "-",
@@ -104,8 +104,8 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Panels under one heading."""
+class PanelRow:
+    """Panels under one title."""
 
     title: str
     panels: tuple[Panel, ...]

@@ -1,12 +1,12 @@
-"""What the dashboard shows, row by row, in PromQL.
+"""Rows and panels of the dashboard, with their PromQL.
 
-`$job` is an installation.  What the replica that leads tells is asked of whoever leads
-now; what all of them count is added up, or narrowed to `$instance` and `$endpoint`.
+`$job` is an installation.  Metrics of the leader are taken from the current leader; counters
+of replicas are summed, limited to `$instance` and `$endpoint`.
 """
 
 from __future__ import annotations
 
-from outbox.telemetry.alerts.panel import Panel, Row
+from outbox.telemetry.alerts.panel import Panel, PanelRow
 
 _JOB = 'job="$job"'
 _HERE = f'{_JOB}, instance=~"$instance"'
@@ -28,10 +28,10 @@ def _quantiles(metric: str, labels: str) -> tuple[tuple[str, str], ...]:
 
 
 def _failed(metric: str, labels: str, window: str) -> str:
-    """The share of what failed.
+    """The share of failures.
 
-    Where nothing ever failed there may be no series of it: none of many is 0, and only none
-    of none is nothing.
+    Without a failure there may be no series for it: the share is then 0, and there is no value
+    only if the total is 0.
     """
     part = f"sum(increase({metric}{{{labels}, {_FAILED}}}[{window}]))"
     whole = f"sum(increase({metric}{{{labels}}}[{window}]))"
@@ -39,17 +39,17 @@ def _failed(metric: str, labels: str, window: str) -> str:
 
 
 def _leader(metric: str) -> str:
-    """What the replica that leads tells."""
+    """A metric that only the leader reports."""
     return f"{metric}{{{_JOB}}} and on (job, instance) outbox_replica_leads{{{_JOB}}} == 1"
 
 
 def _top(metric: str, by: str) -> str:
-    """The ten endpoints where it is most."""
+    """The ten endpoints with the highest value."""
     return f"topk(10, max by ({by}) ({metric}{{{_ENDPOINT}}}))"
 
 
-def _owed(endpoints: str) -> str:
-    """By endpoint; one that moves is told by two replicas for a moment, and owed once."""
+def _pending(endpoints: str) -> str:
+    """The backlog by endpoint; during a hand-over two replicas report the same endpoint."""
     return (
         f'max by (endpoint) (outbox_backlog{{{endpoints}, endpoint!="(other)"}}) or '
         f'sum by (endpoint) (outbox_backlog{{{endpoints}, endpoint="(other)"}})'
@@ -58,17 +58,17 @@ def _owed(endpoints: str) -> str:
 
 _SUCCESS = "1 - " + _failed("outbox_deliveries_total", _ENDPOINT, "1h")
 _P95 = _quantile(0.95, "outbox_delivery_latency_seconds", _ENDPOINT, "5m")
-_ALL_OWED = f"sum({_owed(_ENDPOINT)})"
+_ALL_PENDING = f"sum({_pending(_ENDPOINT)})"
 _DEAD = f"max({_leader('outbox_dead_letters')})"
 
-FINE = Row(
-    "Are we fine?",
+OVERVIEW = PanelRow(
+    "Overview",
     (
         Panel(
             "Success rate",
             "percentunit",
-            "Of the deliveries that ended in the last hour, how many were acknowledged. The "
-            "others were given up, and are dead letters.",
+            "Share of the deliveries completed in the last hour that were acknowledged. The "
+            "others were dead-lettered.",
             ((_SUCCESS, "delivered"),),
             kind="stat",
             width=6,
@@ -78,8 +78,8 @@ FINE = Row(
         Panel(
             "Commit to acknowledgement, p95",
             "s",
-            "95 of 100 deliveries of the last five minutes took up to so long, from the commit "
-            "of the event on. Replays and backfills are left out.",
+            "95th percentile of the last five minutes, from the commit of the event. Excludes "
+            "replays and backfills.",
             ((_P95, "p95"),),
             kind="stat",
             width=6,
@@ -88,8 +88,8 @@ FINE = Row(
         Panel(
             "Backlog",
             "short",
-            "Deliveries that are owed to all endpoints.",
-            ((_ALL_OWED, "owed"),),
+            "Pending deliveries of all endpoints.",
+            ((_ALL_PENDING, "pending"),),
             kind="stat",
             width=6,
             steps=((None, "green"), (1000, "orange")),
@@ -97,8 +97,8 @@ FINE = Row(
         Panel(
             "Dead letters",
             "short",
-            "Given up, and waiting for an operator: outbox dead count. More than 100,000 are not "
-            "counted; a range is one, however many deliveries it stands for.",
+            "Open dead letters, see outbox dead count. Counted up to 100,000; a range counts as "
+            "one.",
             ((_DEAD, "dead letters"),),
             kind="stat",
             width=6,
@@ -107,46 +107,46 @@ FINE = Row(
         Panel(
             "Commit to acknowledgement",
             "s",
-            "How long deliveries took, from the commit of the event on.",
+            "Latency of deliveries, from the commit of the event.",
             _quantiles("outbox_delivery_latency_seconds", _ENDPOINT),
         ),
         Panel(
             "Backlog and dead letters",
             "short",
-            "Deliveries that are owed, and those that were given up.",
-            ((_ALL_OWED, "owed"), (_DEAD, "dead letters")),
+            "Pending deliveries and open dead letters.",
+            ((_ALL_PENDING, "pending"), (_DEAD, "dead letters")),
         ),
     ),
 )
 
-DELIVERED = Row(
+DELIVERED = PanelRow(
     "Deliveries and attempts",
     (
         Panel(
-            "Deliveries that ended",
+            "Completed deliveries",
             "cps",
-            "By how they ended: delivered, or the reason why they were given up.",
+            "By outcome: delivered, or the reason of the dead letter.",
             ((_rate("outbox_deliveries_total", _ENDPOINT, "outcome"), "{{outcome}}"),),
             stacked=True,
         ),
         Panel(
             "Requests",
             "reqps",
-            "By how they were answered: delivered, to be tried again, or refused.",
+            "By outcome: delivered, retry or refused.",
             ((_rate("outbox_attempts_total", _ENDPOINT, "outcome"), "{{outcome}}"),),
             stacked=True,
         ),
         Panel(
-            "Requests that failed",
+            "Failed requests",
             "percentunit",
-            "Of all requests, those that were not answered with a success.",
+            "Share of all requests without a successful response.",
             ((_failed("outbox_attempts_total", _ENDPOINT, "$__rate_interval"), "failed"),),
             width=8,
         ),
         Panel(
-            "Why requests fail",
+            "Failed requests by cause",
             "reqps",
-            "By the class of the answer's status, or why there was no answer.",
+            "By the class of the status, or why there was no response.",
             (
                 (
                     _rate("outbox_attempts_total", f"{_ENDPOINT}, {_FAILED}", "error_type"),
@@ -157,75 +157,75 @@ DELIVERED = Row(
             stacked=True,
         ),
         Panel(
-            "How long requests take",
+            "Request duration",
             "s",
-            "From the look-up of the address to the answer.",
+            "From the DNS lookup to the response.",
             _quantiles("outbox_attempt_duration_seconds", _ENDPOINT),
             width=8,
         ),
     ),
 )
 
-RETRIED = Row(
+RETRIED = PanelRow(
     "Retries",
     (
         Panel(
             "Retries",
             "reqps",
-            "Second and further requests for a delivery, by how they were answered.",
+            "Second and further requests of a delivery, by outcome.",
             ((_rate("outbox_retries_total", _HERE, "outcome"), "{{outcome}}"),),
             width=6,
             stacked=True,
         ),
         Panel(
-            "Retries that failed",
+            "Failed retries",
             "percentunit",
-            "Of all retries of a quarter of an hour, those that failed again.",
+            "Share of the retries of the last 15 minutes that failed again.",
             ((_failed("outbox_retries_total", _HERE, "15m"), "failed"),),
             width=6,
         ),
         Panel(
-            "Time to the next try",
+            "Retry delay",
             "s",
-            "How long a delivery waits after a request that failed.",
+            "Delay before the next attempt after a failed one.",
             _quantiles("outbox_retry_delay_seconds", _HERE),
             width=6,
         ),
         Panel(
-            "Requests for a delivery",
+            "Requests per delivery",
             "short",
-            "How many it took until a delivery was acknowledged or given up.",
+            "Requests until a delivery was acknowledged or dead-lettered.",
             _quantiles("outbox_delivery_attempts", _HERE),
             width=6,
         ),
     ),
 )
 
-AT_ENDPOINTS = Row(
+AT_ENDPOINTS = PanelRow(
     "Endpoints",
     (
         Panel(
-            "Owed most",
+            "Largest backlogs",
             "short",
-            "The ten endpoints with the largest backlog, now.",
-            ((f"topk(10, {_owed(_ENDPOINT)})", "{{endpoint}}"),),
+            "The ten endpoints with the most pending deliveries, now.",
+            ((f"topk(10, {_pending(_ENDPOINT)})", "{{endpoint}}"),),
             kind="bargauge",
             width=8,
         ),
         Panel(
-            "Waiting longest",
+            "Oldest pending deliveries",
             "s",
-            "Age of the oldest event that is next in a lane, of the ten endpoints where it is "
-            "oldest, now.",
+            "Age of the oldest next delivery of a lane, for the ten endpoints with the oldest "
+            "ones, now.",
             ((_top("outbox_lane_head_age_seconds", "endpoint"), "{{endpoint}}"),),
             kind="bargauge",
             width=8,
             steps=((None, "green"), (1800, "orange")),
         ),
         Panel(
-            "In trouble longest",
+            "Unhealthy longest",
             "s",
-            "Since when endpoints have been failing, refusing or recovering, now.",
+            "Time since an endpoint was last healthy, now.",
             (
                 (
                     _top("outbox_endpoint_trouble_age_seconds", "endpoint, state"),
@@ -239,14 +239,14 @@ AT_ENDPOINTS = Row(
         Panel(
             "Deepest lanes",
             "short",
-            "What the deepest lane of an endpoint owes, of the ten endpoints where it is most.",
+            "Pending deliveries of an endpoint's deepest lane, for the ten highest.",
             ((_top("outbox_lane_depth", "endpoint"), "{{endpoint}}"),),
             width=8,
         ),
         Panel(
             "Endpoints",
             "short",
-            "By the state of their breaker.",
+            "By the state of the circuit breaker.",
             ((f"sum by (state) (outbox_endpoints{{{_HERE}}})", "{{state}}"),),
             width=8,
             stacked=True,
@@ -254,7 +254,7 @@ AT_ENDPOINTS = Row(
         Panel(
             "Lanes",
             "short",
-            "Idle, owing, failing (the head was tried), or blocked (an operator has to help).",
+            "Idle, pending, failing (the next delivery was attempted), or blocked.",
             ((f"sum by (state) (outbox_lanes{{{_HERE}}})", "{{state}}"),),
             width=8,
             stacked=True,
@@ -262,48 +262,48 @@ AT_ENDPOINTS = Row(
     ),
 )
 
-SEQUENCED = Row(
+SEQUENCED = PanelRow(
     "Sequencing",
     (
         Panel(
             "Events",
             "cps",
-            "Events that were sequenced.",
+            "Events that got sequence numbers.",
             ((f"sum(rate(outbox_events_total{{{_HERE}}}[$__rate_interval]))", "events"),),
             width=6,
         ),
         Panel(
             "Lag",
             "s",
-            "How long ago everything that was committed had last been read. Up to OUTBOX_POLL_S "
-            "while nothing is published.",
+            "Time since the sequencer had last read all committed events. Up to OUTBOX_POLL_S "
+            "while no events are published.",
             ((f"max({_leader('outbox_relay_lag_seconds')})", "lag"),),
             width=6,
         ),
         Panel(
             "Oldest gap",
             "s",
-            "Since when a transaction that publishes has been open. Its events wait; no others.",
+            "Age of the oldest open transaction that publishes. Only its own events wait.",
             ((f"max({_leader('outbox_gap_age_seconds')})", "age"),),
             width=6,
         ),
         Panel(
             "Horizon",
             "s",
-            "Age of the oldest transaction that keeps dead rows from being cleaned away.",
+            "Age of the oldest transaction that prevents vacuum from removing dead rows.",
             ((f"max({_leader('outbox_horizon_age_seconds')})", "age"),),
             width=6,
         ),
     ),
 )
 
-RUNNING = Row(
+RUNNING = PanelRow(
     "Replicas and process",
     (
         Panel(
-            "Who leads",
+            "Leader",
             "short",
-            "1: this replica sequences; 0: it stands by.",
+            "1: this replica is the leader; 0: it is not.",
             ((f"max by (instance) (outbox_replica_leads{{{_HERE}}})", "{{instance}}"),),
             kind="state-timeline",
             width=8,
@@ -312,19 +312,18 @@ RUNNING = Row(
         Panel(
             "Replicas",
             "short",
-            "Registered ones. A lapsed one did not renew its lease.",
+            "Registered replicas. The lease of a lapsed one has expired.",
             ((f"max by (state) ({_leader('outbox_replicas')})", "{{state}}"),),
             width=8,
         ),
         Panel(
             "Losses",
             "short",
-            "Replicas that were found dead, and sessions that were lost and begun anew, in five "
-            "minutes.",
+            "Replicas that were expired, and sessions that were lost, in five minutes.",
             (
                 (
                     f"sum(increase(outbox_replica_losses_total{{{_HERE}}}[5m]))",
-                    "replicas found dead",
+                    "expired replicas",
                 ),
                 (
                     f"sum by (instance) (increase(outbox_session_losses_total{{{_HERE}}}[5m]))",
@@ -334,9 +333,9 @@ RUNNING = Row(
             width=8,
         ),
         Panel(
-            "Requests that are out",
+            "Requests in flight",
             "short",
-            "At most OUTBOX_IN_FLIGHT_MAX of a replica, and those that wait for their turn.",
+            "In flight, at most OUTBOX_IN_FLIGHT_MAX per replica, and waiting for admission.",
             (
                 (f"sum by (instance) (outbox_requests_in_flight{{{_HERE}}})", "{{instance}}"),
                 (
@@ -349,7 +348,7 @@ RUNNING = Row(
         Panel(
             "CPU",
             "percentunit",
-            "Of one core; the relay uses one.",
+            "Share of one core; the relay uses one.",
             ((f"rate(process_cpu_seconds_total{{{_HERE}}}[$__rate_interval])", "{{instance}}"),),
             width=6,
         ),
@@ -370,4 +369,4 @@ RUNNING = Row(
     ),
 )
 
-ROWS = (FINE, DELIVERED, RETRIED, AT_ENDPOINTS, SEQUENCED, RUNNING)
+ROWS = (OVERVIEW, DELIVERED, RETRIED, AT_ENDPOINTS, SEQUENCED, RUNNING)

@@ -1,4 +1,4 @@
-"""A run small enough to be written by hand: good, until a test breaks one thing."""
+"""A small hand-written run: correct, until a test breaks one thing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from outbox.devtools.chaos.checker import Judgement, judge
-from outbox.devtools.chaos.facts import Dead, Facts, Hand, Incident, LaneCount
-from outbox.devtools.chaos.ledger import Arrival, Books, Outcome, Request
+from outbox.devtools.chaos.checker import CheckResult, check_run
+from outbox.devtools.chaos.facts import DeadRange, Incident, LaneCount, OwnershipEvent, RunFacts
+from outbox.devtools.chaos.ledger import Arrival, Ledger, ReceivedRequest, ResponseOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,18 +17,18 @@ LANE = "lane-0"
 
 
 def event(n: int) -> bytes:
-    """An event's id."""
+    """Return the id of an event."""
     return n.to_bytes(16, "big")
 
 
 class SmallRun:
     """One endpoint with one lane and one key; number n carries version n of it.
 
-    A tenth of a second passes from step to step.
+    Each step takes a tenth of a second.
     """
 
     def __init__(self) -> None:
-        self.books = Books()
+        self.ledger = Ledger()
         self.facts: dict[str, Any] = {}
         self._ticks = count(1)
         self.now = 0.0
@@ -39,17 +39,17 @@ class SmallRun:
         return self.now
 
     def commit(self, n: int, *, endpoint: int = 0, version: int | None = None) -> None:
-        """The application commits an event."""
-        self.books.commit(event(n), endpoint, 0, version or n, self.tick())
+        """Commit an event."""
+        self.ledger.record_commit(event(n), endpoint, 0, version or n, self.tick())
 
     def send(
         self,
         n: int,
-        outcome: Outcome | None = Outcome.GOOD,
+        outcome: ResponseOutcome | None = ResponseOutcome.GOOD,
         label: str = "ok",
         **differences: Any,
-    ) -> tuple[Request, Sequence[Request]]:
-        """The relay sends number n, and it is answered; None: not yet."""
+    ) -> tuple[ReceivedRequest, Sequence[ReceivedRequest]]:
+        """Send number n, and respond to it; None: no response yet."""
         arrival = Arrival(
             endpoint=0,
             lane=LANE,
@@ -64,29 +64,29 @@ class SmallRun:
         )
         arrival = replace(arrival, **differences)
         self.highest[arrival.lane] = max(self.highest.get(arrival.lane, 0), arrival.seq)
-        request, others = self.books.arrive(arrival)
+        request, others = self.ledger.record_arrival(arrival)
         if outcome is not None:
-            self.books.answer(request, outcome, label, self.tick())
+            self.ledger.record_response(request, outcome, label, self.tick())
         return request, others
 
     def deliver(self, *numbers: int) -> None:
-        """Commit and send, all well."""
+        """Commit and send an event successfully."""
         for n in numbers:
             self.commit(n)
             self.send(n)
 
     def dead(self, seq: int) -> None:
-        """The database says that a number was given up."""
-        self._add("dead", Dead(LANE, seq, seq, "refused"))
+        """Dead-letter a number in the database."""
+        self._add("dead", DeadRange(LANE, seq, seq, "refused"))
         self.highest[LANE] = max(self.highest.get(LANE, 0), seq)
 
-    def take_over(self, why: str = "lease ran out") -> None:
-        """The journal says that relay 1 took the endpoint from relay 0, just now."""
-        self._add("hands", Hand(0, self.tick(), 10, claimed=False, why=why))
-        self._add("hands", Hand(0, self.tick(), 11, claimed=True))
+    def take_over(self, why: str = "lease expired") -> None:
+        """Record in the journal that relay 1 has just taken the endpoint over from relay 0."""
+        self._add("ownership_events", OwnershipEvent(0, self.tick(), 10, claimed=False, why=why))
+        self._add("ownership_events", OwnershipEvent(0, self.tick(), 11, claimed=True))
 
     def fault(self, kind: str, *, relay: int | None = None) -> None:
-        """A fault that takes a tick."""
+        """Record a fault that takes one tick."""
         relays = frozenset() if relay is None else frozenset({relay})
         self._add("incidents", Incident(kind, self.tick(), self.tick(), relays))
 
@@ -97,13 +97,13 @@ class SmallRun:
     def _add(self, name: str, fact: object) -> None:
         self.facts[name] = (*self.facts.get(name, ()), fact)
 
-    def judge(self, **others: Any) -> Judgement:
-        """What comes of it."""
+    def judge(self, **others: Any) -> CheckResult:
+        """Return the result of the checker."""
         lanes = tuple(LaneCount(lane, 0, high) for lane, high in self.highest.items())
         facts = {"lanes": lanes, "relay_of": {10: 0, 11: 1}, **self.facts, **others}
-        return judge(self.books, Facts(**facts))
+        return check_run(self.ledger, RunFacts(**facts))
 
 
-def wrong(judgement: Judgement) -> dict[str, int]:
-    """The findings that there are."""
+def wrong(judgement: CheckResult) -> dict[str, int]:
+    """Return the findings."""
     return {name: note.count for name, note in judgement.findings.items() if note.count}

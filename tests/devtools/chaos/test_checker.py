@@ -1,12 +1,12 @@
-"""The judgement catches every kind of violation, and nothing that is right."""
+"""The checker finds every kind of violation, and reports nothing in a correct run."""
 
 from __future__ import annotations
 
 import pytest
 
 from outbox.devtools.chaos.checker import CHECKS
-from outbox.devtools.chaos.facts import Dead, Hand, Incident, LaneCount
-from outbox.devtools.chaos.ledger import Outcome
+from outbox.devtools.chaos.facts import DeadRange, Incident, LaneCount, OwnershipEvent
+from outbox.devtools.chaos.ledger import ResponseOutcome
 from tests.devtools.chaos.small_run import LANE, SmallRun, event, wrong
 
 
@@ -23,16 +23,16 @@ def test_a_run_without_faults_is_good(run: SmallRun) -> None:
     assert (judgement.committed, judgement.deliveries, judgement.copies) == (3, 3, {})
 
 
-def test_a_committed_event_that_never_came_is_lost(run: SmallRun) -> None:
+def test_a_committed_event_without_delivery_is_lost(run: SmallRun) -> None:
     run.deliver(1)
     run.commit(2)
     assert wrong(run.judge()) == {"lost": 1}
 
 
-def test_an_event_that_was_only_ever_answered_badly_is_lost(run: SmallRun) -> None:
+def test_an_event_without_a_successful_response_is_lost(run: SmallRun) -> None:
     run.deliver(1)
     run.commit(2)
-    run.send(2, Outcome.BAD, "error")
+    run.send(2, ResponseOutcome.BAD, "error")
     judgement = run.judge()
     assert wrong(judgement) == {"lost": 1, "holes": 1}
     assert "version 2" in judgement.findings["lost"].examples[0]
@@ -41,7 +41,7 @@ def test_an_event_that_was_only_ever_answered_badly_is_lost(run: SmallRun) -> No
 def test_a_dead_letter_is_not_lost(run: SmallRun) -> None:
     run.deliver(1)
     run.commit(2)
-    run.send(2, Outcome.BAD, "reject")
+    run.send(2, ResponseOutcome.BAD, "reject")
     run.dead(2)
     run.commit(3)
     run.send(3, previous_seq=1)
@@ -72,7 +72,7 @@ def test_an_endpoint_that_was_added_later_gets_its_source_s_events_and_may_have_
     assert wrong(run.judge(subscribers={7: 1})) == {"phantoms": 1}
 
 
-def test_an_older_version_behind_a_newer_one_is_an_inversion(run: SmallRun) -> None:
+def test_an_older_version_after_a_newer_one_is_an_inversion(run: SmallRun) -> None:
     for n in (1, 2):
         run.commit(n)
     run.send(1, event_id=event(2), version=2)
@@ -80,7 +80,7 @@ def test_an_older_version_behind_a_newer_one_is_an_inversion(run: SmallRun) -> N
     assert wrong(run.judge()) == {"inverted": 1}
 
 
-def test_a_lower_number_behind_a_higher_one_is_an_inversion(run: SmallRun) -> None:
+def test_a_lower_sequence_after_a_higher_one_is_an_inversion(run: SmallRun) -> None:
     for n in (1, 2, 3):
         run.commit(n)
     run.send(1)
@@ -91,10 +91,10 @@ def test_a_lower_number_behind_a_higher_one_is_an_inversion(run: SmallRun) -> No
     assert found["overtaken"] == 1
 
 
-def test_a_replay_may_come_behind_newer_versions(run: SmallRun) -> None:
+def test_a_replay_may_arrive_after_newer_versions(run: SmallRun) -> None:
     run.deliver(1)
     run.commit(2)
-    run.send(2, Outcome.BAD, "reject")
+    run.send(2, ResponseOutcome.BAD, "reject")
     run.dead(2)
     run.commit(3)
     run.send(3, previous_seq=1)
@@ -102,18 +102,18 @@ def test_a_replay_may_come_behind_newer_versions(run: SmallRun) -> None:
     assert wrong(run.judge()) == {}
 
 
-def test_a_number_that_was_given_out_and_came_to_nobody_is_a_hole(run: SmallRun) -> None:
+def test_an_assigned_sequence_without_delivery_is_a_hole(run: SmallRun) -> None:
     run.deliver(1)
     assert wrong(run.judge(lanes=(LaneCount(LANE, 0, 2),))) == {"holes": 1}
 
 
-def test_a_lane_that_nothing_came_from_has_holes(run: SmallRun) -> None:
+def test_a_lane_without_deliveries_has_holes(run: SmallRun) -> None:
     run.deliver(1)
     lanes = (LaneCount(LANE, 0, 1), LaneCount("lane-1", 0, 2))
     assert wrong(run.judge(lanes=lanes)) == {"holes": 2}
 
 
-def test_a_lane_or_a_number_that_the_database_does_not_know_is_told(run: SmallRun) -> None:
+def test_a_lane_or_sequence_unknown_to_the_database_is_reported(run: SmallRun) -> None:
     run.deliver(1)
     assert wrong(run.judge(lanes=(LaneCount(LANE, 0, 0),))) == {"holes": 1}
     assert wrong(run.judge(lanes=())) == {"holes": 1}
@@ -122,30 +122,30 @@ def test_a_lane_or_a_number_that_the_database_does_not_know_is_told(run: SmallRu
 @pytest.mark.parametrize(
     "difference", [{"delivery_id": "another"}, {"event_id": event(9)}, {"version": 9}]
 )
-def test_a_copy_that_is_not_the_same_is_told(run: SmallRun, difference: dict[str, object]) -> None:
+def test_a_changed_copy_is_reported(run: SmallRun, difference: dict[str, object]) -> None:
     run.commit(1)
-    run.send(1, Outcome.BAD, "error")
+    run.send(1, ResponseOutcome.BAD, "error")
     run.send(1, **difference)
     assert wrong(run.judge()) == {"changed": 1}
 
 
-def test_an_event_with_two_numbers_is_told(run: SmallRun) -> None:
+def test_an_event_with_two_sequences_is_reported(run: SmallRun) -> None:
     run.deliver(1)
     run.send(2, event_id=event(1), version=2, delivery_id="d1")
     assert wrong(run.judge()) == {"changed": 1}
 
 
-def test_a_wrong_previous_number_is_told(run: SmallRun) -> None:
+def test_a_wrong_previous_sequence_is_reported(run: SmallRun) -> None:
     run.deliver(1, 2)
     run.commit(3)
     run.send(3, previous_seq=1)
     assert wrong(run.judge()) == {"previous": 1}
 
 
-def test_a_previous_number_that_was_given_up_is_told(run: SmallRun) -> None:
+def test_a_dead_lettered_previous_sequence_is_reported(run: SmallRun) -> None:
     run.deliver(1)
     run.commit(2)
-    run.send(2, Outcome.BAD, "reject")
+    run.send(2, ResponseOutcome.BAD, "reject")
     run.dead(2)
     run.commit(3)
     run.send(3, previous_seq=2)
@@ -155,25 +155,25 @@ def test_a_previous_number_that_was_given_up_is_told(run: SmallRun) -> None:
 def test_an_acknowledgement_lost_in_a_crash_may_leave_two_previous_numbers(run: SmallRun) -> None:
     run.deliver(1, 2)
     run.commit(3)
-    run.send(3, Outcome.BAD, "hang")
+    run.send(3, ResponseOutcome.BAD, "hang")
     run.fault("kill", relay=0)
     run.take_over()
-    run.send(2, Outcome.BAD, "reject")
+    run.send(2, ResponseOutcome.BAD, "reject")
     run.dead(2)
     run.send(3, previous_seq=1)
     assert wrong(run.judge()) == {}
 
 
-def test_a_number_sent_before_the_one_before_it_was_done_is_told(run: SmallRun) -> None:
+def test_a_delivery_sent_before_its_predecessor_ended_is_reported(run: SmallRun) -> None:
     for n in (1, 2):
         run.commit(n)
-    first, _ = run.send(1, Outcome.BAD, "error")
+    first, _ = run.send(1, ResponseOutcome.BAD, "error")
     run.send(2)
-    run.books.answer(first, Outcome.GOOD, "ok", run.tick())
+    run.ledger.record_response(first, ResponseOutcome.GOOD, "ok", run.tick())
     assert wrong(run.judge()) == {"overtaken": 1}
 
 
-def test_a_second_open_request_is_told_unless_the_first_one_s_owner_was_hit(
+def test_a_second_open_request_is_reported_unless_a_fault_hit_the_owner(
     run: SmallRun,
 ) -> None:
     for n in (1, 2):
@@ -182,56 +182,56 @@ def test_a_second_open_request_is_told_unless_the_first_one_s_owner_was_hit(
     run.later(1.0)
     second, others = run.send(1, None)
     assert list(others) == [first]
-    run.books.overlap(first, second)
+    run.ledger.record_overlap(first, second)
     for each in (first, second):
-        run.books.answer(each, Outcome.GOOD, "ok", run.tick())
+        run.ledger.record_response(each, ResponseOutcome.GOOD, "ok", run.tick())
     run.send(2)
     assert wrong(run.judge()) == {"doubled": 1, "unexplained": 1}
     between = (first.at + second.at) / 2
-    hands = (Hand(0, between, 10, claimed=False, why="lease ran out"),)
+    events = (OwnershipEvent(0, between, 10, claimed=False, why="lease expired"),)
     faults = (Incident("freeze", first.at, between, frozenset({0})),)
-    assert wrong(run.judge(hands=hands, incidents=faults)) == {}
+    assert wrong(run.judge(ownership_events=events, incidents=faults)) == {}
 
 
-def test_a_request_whose_sender_left_is_not_open_any_more(run: SmallRun) -> None:
+def test_a_request_with_a_disconnected_sender_is_not_open(run: SmallRun) -> None:
     run.commit(1)
-    first, _ = run.send(1, Outcome.BAD, "hang")
+    first, _ = run.send(1, ResponseOutcome.BAD, "hang")
     assert not first.open
     hanging, _ = run.send(1, None)
-    run.books.answer(hanging, Outcome.BAD, "hang", run.tick(), ends=False)
+    run.ledger.record_response(hanging, ResponseOutcome.BAD, "hang", run.tick(), ends=False)
     assert hanging.open
-    run.books.leave(hanging, run.tick())
+    run.ledger.record_disconnect(hanging, run.tick())
     _, others = run.send(1)
     assert list(others) == []
 
 
-def test_what_verify_finds_and_who_died_and_what_is_owed_are_findings(run: SmallRun) -> None:
+def test_verify_findings_exited_relays_and_pending_deliveries_are_violations(run: SmallRun) -> None:
     run.deliver(1)
     judgement = run.judge(
-        audit=(("numbered", 2, ("lane 7",)),), died=("relay 0",), unsettled="1 delivery"
+        audit=(("contiguous", 2, ("lane 7",)),), died=("relay 0",), unsettled="1 delivery"
     )
     assert wrong(judgement) == {"verify": 2, "died": 1, "unsettled": 1}
     assert not judgement.good
 
 
-def test_a_request_that_is_not_ours_is_a_finding(run: SmallRun) -> None:
+def test_an_invalid_request_is_a_violation(run: SmallRun) -> None:
     run.deliver(1)
-    run.books.reject("no signature fits")
+    run.ledger.record_rejection("no signature matches")
     assert wrong(run.judge()) == {"rejected": 1}
 
 
-def test_the_longest_pause_is_of_what_was_owed(run: SmallRun) -> None:
+def test_the_longest_pause_counts_pending_deliveries_only(run: SmallRun) -> None:
     run.deliver(1)
-    run.later(50.0)  # Nothing is owed.
+    run.later(50.0)  # Nothing is pending.
     run.commit(2)
     run.later(3.0)
     run.send(2)
     assert run.judge().longest_pause_s == pytest.approx(3.0, abs=0.2)
 
 
-def test_judging_changes_nothing(run: SmallRun) -> None:
+def test_checking_twice_gives_the_same_result(run: SmallRun) -> None:
     run.commit(1)
-    run.send(1, Outcome.BAD, "error")
+    run.send(1, ResponseOutcome.BAD, "error")
     run.send(1, delivery_id="another")
     assert run.judge() == run.judge()
 
@@ -240,6 +240,6 @@ def test_ranges_of_dead_letters_count_by_number(run: SmallRun) -> None:
     run.deliver(1)
     for n in (2, 3, 4):
         run.commit(n)
-        run.send(n, Outcome.BAD, "reject", previous_seq=1)
-    assert run.judge(dead=(Dead(LANE, 2, 4, "disabled"),)).dead == 3
-    assert wrong(run.judge(dead=(Dead(LANE, 2, 4, "disabled"),))) == {}
+        run.send(n, ResponseOutcome.BAD, "reject", previous_seq=1)
+    assert run.judge(dead=(DeadRange(LANE, 2, 4, "disabled"),)).dead == 3
+    assert wrong(run.judge(dead=(DeadRange(LANE, 2, 4, "disabled"),))) == {}

@@ -1,11 +1,11 @@
-"""Every copy needs a cause, and only a fault is one."""
+"""Every duplicate needs a cause, and only a fault is one."""
 
 from __future__ import annotations
 
 import pytest
 
 from outbox.devtools.chaos.explanations import STALL
-from outbox.devtools.chaos.ledger import Outcome
+from outbox.devtools.chaos.ledger import ResponseOutcome
 from tests.devtools.chaos.small_run import SmallRun, wrong
 
 
@@ -16,27 +16,29 @@ def run() -> SmallRun:
     return run
 
 
-def test_a_copy_of_what_was_answered_well_needs_a_cause(run: SmallRun) -> None:
+def test_a_copy_after_a_2xx_needs_a_cause(run: SmallRun) -> None:
     run.send(1)
     run.later(5.0)
     run.send(1)
     judgement = run.judge()
     assert wrong(judgement) == {"unexplained": 1}
     assert judgement.copies == {"unexplained": 1}
-    assert 'answered "ok"' in judgement.findings["unexplained"].examples[0]
+    assert 'responded "ok"' in judgement.findings["unexplained"].examples[0]
 
 
-@pytest.mark.parametrize("outcome", [Outcome.BAD, Outcome.UNSURE])
-def test_a_bad_answer_explains_the_next_attempt(run: SmallRun, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [ResponseOutcome.BAD, ResponseOutcome.UNSURE])
+def test_a_failed_response_explains_the_next_attempt(
+    run: SmallRun, outcome: ResponseOutcome
+) -> None:
     run.send(1, outcome, "garbage")
     run.send(1)
     judgement = run.judge()
     assert wrong(judgement) == {}
-    assert judgement.copies == {"answer: garbage": 1}
+    assert judgement.copies == {"response: garbage": 1}
 
 
-def test_a_bad_answer_explains_only_the_next_attempt(run: SmallRun) -> None:
-    run.send(1, Outcome.BAD, "garbage")
+def test_a_failed_response_explains_only_the_next_attempt(run: SmallRun) -> None:
+    run.send(1, ResponseOutcome.BAD, "garbage")
     run.send(1)
     run.later(5.0)
     run.send(1)
@@ -59,15 +61,15 @@ def test_a_fault_of_another_relay_is_not_the_cause(run: SmallRun) -> None:
     run.fault("kill", relay=1)
     run.take_over()
     run.send(1)
-    assert run.judge().copies == {"take-over: lease ran out": 1}
+    assert run.judge().copies == {"take-over: lease expired": 1}
 
 
-def test_a_relay_that_was_told_to_leave_did_not_lose_its_lease_by_that(run: SmallRun) -> None:
+def test_a_clean_stop_does_not_explain_a_lost_lease(run: SmallRun) -> None:
     run.send(1)
     run.fault("stop", relay=0)
     run.take_over()
     run.send(1)
-    assert run.judge().copies == {"take-over: lease ran out": 1}
+    assert run.judge().copies == {"take-over: lease expired": 1}
 
 
 @pytest.mark.parametrize("why", ["clean stop", "moved to another replica, or ended"])
@@ -91,17 +93,17 @@ def test_a_take_over_long_before_explains_nothing(run: SmallRun) -> None:
     assert wrong(run.judge()) == {"unexplained": 1}
 
 
-def test_answers_that_were_late_because_the_run_had_no_time_explain_copies(run: SmallRun) -> None:
+def test_late_responses_during_a_stall_explain_copies(run: SmallRun) -> None:
     run.fault(STALL)
     run.send(1)
     run.later(5.0)
     run.send(1)
-    assert run.judge().copies == {"the run itself was held up": 1}
+    assert run.judge().copies == {"the chaos run stalled": 1}
 
 
-def test_an_answer_that_may_have_been_lost_on_its_way_explains_a_copy(run: SmallRun) -> None:
+def test_a_response_possibly_lost_in_transit_explains_a_copy(run: SmallRun) -> None:
     request, _ = run.send(1)
-    run.books.doubt(request, "refuse")
+    run.ledger.mark_unsure(request, "refuse")
     run.later(5.0)
     run.send(1)
-    assert run.judge().copies == {"answer: refuse": 1}
+    assert run.judge().copies == {"response: refuse": 1}

@@ -1,4 +1,4 @@
-"""The application knows exactly what it committed, whatever happens to the database."""
+"""The ledger records exactly what was committed, whatever happens to the database."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.devtools.chaos.control import Control
-from outbox.devtools.chaos.ledger import Books
-from outbox.devtools.chaos.plan import Plan
+from outbox.devtools.chaos.control import ControlConnection
+from outbox.devtools.chaos.ledger import Ledger
+from outbox.devtools.chaos.plan import ChaosPlan
 from outbox.devtools.chaos.producers import Producers
 from outbox.devtools.chaos.proxy import Link, Proxy
-from outbox.devtools.chaos.proxy_dsn import through
+from outbox.devtools.chaos.proxy_dsn import proxied_dsn
 from outbox.store.connection import dsn
 from tests.support.waiting import until
 
@@ -27,32 +27,34 @@ pytestmark = pytest.mark.one_major
 
 SECONDS = 2.0
 LOST_SHARE = 0.2
-"""So many commits reach the server, and their answers nobody."""
+"""This many commits reach the server, and their responses are lost."""
 
 
-class Patched(Plan):
-    """A plan in the schema that the test's database has."""
+class Patched(ChaosPlan):
+    """A plan that uses the schema of the test's database."""
 
     schema = "relay"
 
 
-async def test_its_books_are_what_the_outbox_holds_although_answers_to_commits_are_lost(
+async def test_the_ledger_equals_the_outbox_although_commit_responses_are_lost(
     private_database: Database, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = Patched(rate=300, endpoints=4)
     server = private_database.server.embedded
     proxy = Proxy(str(server.socket_dir), 5432)
-    await proxy.door.open()
-    true_way = dsn.parse(private_database.dsn, source="test", env={})
-    way = dsn.parse(through(true_way, "127.0.0.1", proxy.door.port), source="test", env={})
-    books, control = Books(), Control(true_way, plan.schema)
-    producers = Producers(plan, books, rng, Control(way, plan.schema).open)
+    await proxy.gate.open()
+    direct_dsn = dsn.parse(private_database.dsn, source="test", env={})
+    conninfo = dsn.parse(
+        proxied_dsn(direct_dsn, "127.0.0.1", proxy.gate.port), source="test", env={}
+    )
+    ledger, control = Ledger(), ControlConnection(direct_dsn, plan.schema)
+    producers = Producers(plan, ledger, rng, ControlConnection(conninfo, plan.schema).open)
     async with control.use() as connection:
         await producers.set_up(connection)
     lost = 0
     to_server = Link.to_server
 
-    def lose_the_answer(link: Link, data: bytes) -> None:
+    def lose_the_response(link: Link, data: bytes) -> None:
         nonlocal lost
         to_server(link, data)
         if b"COMMIT" in data and rng.random() < LOST_SHARE:
@@ -60,7 +62,7 @@ async def test_its_books_are_what_the_outbox_holds_although_answers_to_commits_a
             link.muted = True
             asyncio.get_running_loop().call_later(0.02, link.cut)
 
-    monkeypatch.setattr(Link, "to_server", lose_the_answer)
+    monkeypatch.setattr(Link, "to_server", lose_the_response)
     producing = asyncio.create_task(producers.run(time.monotonic() + SECONDS))
     try:
         await until(lambda: lost > 5, 30)
@@ -76,7 +78,7 @@ async def test_its_books_are_what_the_outbox_holds_although_answers_to_commits_a
         rows = await connection.fetch(
             "SELECT event_id, key, payload->'version' v FROM relay.outbox"
         )
-    assert {row["event_id"].bytes for row in rows} == set(books.committed)
+    assert {row["event_id"].bytes for row in rows} == set(ledger.committed)
     assert rows
     versions: dict[str, list[int]] = defaultdict(list)
     for row in rows:

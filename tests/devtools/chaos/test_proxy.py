@@ -1,4 +1,4 @@
-"""The way to the database can be cut, blocked and hung, and knows its sessions."""
+"""The proxy to the database can cut, block and stall connections, and knows their backends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from outbox.devtools.chaos.proxy import Proxy
-from outbox.devtools.chaos.proxy_dsn import through
+from outbox.devtools.chaos.proxy_dsn import proxied_dsn
 from outbox.store.connection import dsn
 from tests.support.waiting import until
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.one_major
 @pytest.fixture
 async def proxy(database: Database) -> AsyncIterator[Proxy]:
     proxy = Proxy(str(database.server.embedded.socket_dir), 5432)
-    await proxy.door.open()
+    await proxy.gate.open()
     yield proxy
     proxy.close()
 
@@ -33,7 +33,7 @@ async def proxy(database: Database) -> AsyncIterator[Proxy]:
 @asynccontextmanager
 async def connection(proxy: Proxy, database: Database) -> AsyncIterator[asyncpg.Connection]:
     connected = await asyncpg.connect(
-        host="127.0.0.1", port=proxy.door.port, user="postgres", database=database.name, timeout=5
+        host="127.0.0.1", port=proxy.gate.port, user="postgres", database=database.name, timeout=5
     )
     try:
         yield connected
@@ -46,14 +46,14 @@ async def works(proxy: Proxy, database: Database) -> bool:
         return await connected.fetchval("SELECT 1") == 1
 
 
-async def test_it_knows_the_backends_behind_it(proxy: Proxy, database: Database) -> None:
+async def test_the_proxy_knows_its_backend_pids(proxy: Proxy, database: Database) -> None:
     async with connection(proxy, database) as connected:
         await connected.fetchval("SELECT 1")
         assert [pid for pid, _ in proxy.sessions()] == [connected.get_server_pid()]
     await until(lambda: not proxy.links, what="the link to be forgotten")
 
 
-async def test_it_cuts_what_goes_through_it(proxy: Proxy, database: Database) -> None:
+async def test_cut_resets_all_connections(proxy: Proxy, database: Database) -> None:
     async with connection(proxy, database) as connected:
         proxy.cut()
         with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)):
@@ -62,10 +62,10 @@ async def test_it_cuts_what_goes_through_it(proxy: Proxy, database: Database) ->
 
 
 async def test_while_it_is_shut_connecting_is_refused(proxy: Proxy, database: Database) -> None:
-    proxy.door.shut()
+    proxy.gate.shut()
     with pytest.raises(ConnectionRefusedError):
         await works(proxy, database)
-    await proxy.door.open()
+    await proxy.gate.open()
     assert await works(proxy, database)
 
 
@@ -76,14 +76,14 @@ async def test_a_half_open_connection_never_works_again(proxy: Proxy, database: 
         with pytest.raises(TimeoutError):
             await connected.fetchval("SELECT 1", timeout=0.1)
         proxy.heal()
-    # The server has not heard of its end, as with a network that is gone.
+    # The server has not detected the end, as after a network failure.
     async with database.connection() as other:
         assert await other.fetchval("SELECT count(*) FROM pg_stat_activity WHERE pid = $1", pid)
     assert await works(proxy, database)
     assert pid not in [known for known, _ in proxy.sessions()]
 
 
-def test_a_dsn_is_led_through_it_with_all_that_belongs_to_it(tmp_path: Path) -> None:
+def test_a_proxied_dsn_keeps_all_other_parameters(tmp_path: Path) -> None:
     stored = tmp_path / "pass"
     stored.write_text("# mine\nother:5432:*:me:no\ndb.test:5433:*:me:it\\:s 'so'\n")
     address = dsn.parse(
@@ -91,7 +91,7 @@ def test_a_dsn_is_led_through_it_with_all_that_belongs_to_it(tmp_path: Path) -> 
         source="test",
         env={},
     )
-    text = through(address, "127.0.0.1", 7777, env={"PGPASSFILE": str(stored)})
+    text = proxied_dsn(address, "127.0.0.1", 7777, env={"PGPASSFILE": str(stored)})
     led = dsn.parse(text, source="test", env={})
     assert led.addresses == (("127.0.0.1", 7777),)
     assert (led.user, led.database, led.password) == ("me", "app", "it:s 'so'")

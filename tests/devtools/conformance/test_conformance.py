@@ -1,4 +1,4 @@
-"""Good receivers pass, and each mistake that receivers make fails the cases about it."""
+"""Correct receivers pass, and each mistake of a receiver fails its cases."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from aiohttp import web
 
 from outbox.core.delivery.signature import SignatureError
 from outbox.devtools.conformance import grading
-from outbox.devtools.conformance.cases import Case, Verdict, cases, vectors
+from outbox.devtools.conformance.cases import ConformanceCase, ExpectedResponse, cases, vectors
 from outbox.errors import CannotRun
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Message, Receiver, verify
 from outbox.receiver.adapters.aiohttp import handler
-from outbox.receiver.requests import Answer, Ended
+from outbox.receiver.requests import RequestOutcome, Response
 from outbox.receiver.verification import pairs_of
 from outbox.testing.sender import SECRET
 from outbox.web.address import Address
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
 OTHER = "whsec_" + "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg=="
 
 
-def all_cases(*, batches: bool = False) -> tuple[Case, ...]:
+def all_cases(*, batches: bool = False) -> tuple[ConformanceCase, ...]:
     return cases(
         SECRET, uuid.uuid4(), time.time, other_secret=OTHER, checkpoints=True, batches=batches
     )
 
 
 @contextlib.asynccontextmanager
-async def shop(answering: Any, processed: list[str]) -> AsyncIterator[str]:
-    async def told(_: web.Request) -> web.Response:
+async def shop(handler: Any, processed: list[str]) -> AsyncIterator[str]:
+    async def selected(_: web.Request) -> web.Response:
         return web.Response(body=orjson.dumps(processed))
 
     app = web.Application(client_max_size=30 * 1024 * 1024)
-    app.router.add_get("/processed", told)
-    app.router.add_route("*", "/hooks", answering)
+    app.router.add_get("/processed", selected)
+    app.router.add_route("*", "/hooks", handler)
     async with serving(app, Address("127.0.0.1", 0)) as at:
         yield at.url.rstrip("/")
 
 
 async def grades_of(
-    answering: Any, processed: list[str], *, batches: bool = False
+    handler: Any, processed: list[str], *, batches: bool = False
 ) -> dict[str, str | None]:
-    told = all_cases(batches=batches)
-    async with shop(answering, processed) as url:
+    selected = all_cases(batches=batches)
+    async with shop(handler, processed) as url:
         grades = await grading.grade(
-            f"{url}/hooks", told, processed_url=f"{url}/processed", timeout_s=5
+            f"{url}/hooks", selected, processed_url=f"{url}/processed", timeout_s=5
         )
     return {grade.case: grade.failure for grade in grades}
 
 
 @pytest.mark.parametrize("gaps", list(Gaps))
-async def test_receivers_of_ours_conform(gaps: Gaps) -> None:
+async def test_the_receivers_of_this_library_conform(gaps: Gaps) -> None:
     processed: list[str] = []
 
     if gaps is Gaps.CATCH_UP:
@@ -76,11 +76,11 @@ async def test_receivers_of_ours_conform(gaps: Gaps) -> None:
         processed.append(message.event_id)
 
     grades = await grades_of(handler(receiver), processed, batches=True)
-    assert "in other company" in grades
+    assert "a regrouped batch" in grades
     assert {k: v for k, v in grades.items() if v} == {}
 
 
-async def test_who_drops_batches_by_the_id_of_the_first_is_found_and_who_takes_parts() -> None:
+async def test_wrong_batch_deduplication_and_partial_acceptance_are_found() -> None:
     processed: list[str] = []
     receiver = AsyncReceiver(SECRET, MemoryDatabase())
 
@@ -90,17 +90,17 @@ async def test_who_drops_batches_by_the_id_of_the_first_is_found_and_who_takes_p
 
     seen: set[str] = set()
 
-    async def careless(request: Request) -> Answer:
-        """Copies of what it has had are dropped; of a batch, by its first delivery."""
+    async def careless(request: Request) -> Response:
+        """Deduplicates deliveries, and batches by their first delivery only."""
         body = orjson.loads(request.body) if request.body[:1] in b"{[" else None
         first = body[0] if isinstance(body, list) and body else None
         if isinstance(first, dict) and "id" in first:
             if first["id"] in seen:
-                return Answer(Ended.DUPLICATE, 200, "seen")
-            answer = await handle(request)
-            if answer.status == 200:
+                return Response(RequestOutcome.DUPLICATE, 200, "seen")
+            response = await handle(request)
+            if response.status == 200:
                 seen.add(first["id"])
-            return answer
+            return response
         return await handle(request)
 
     handle = receiver.handle
@@ -108,12 +108,12 @@ async def test_who_drops_batches_by_the_id_of_the_first_is_found_and_who_takes_p
     failed = {
         k for k, v in (await grades_of(handler(receiver), processed, batches=True)).items() if v
     }
-    assert "in other company" in failed
+    assert "a regrouped batch" in failed
 
-    async def partly(request: Request) -> Answer:
-        answer = await handle(request)
+    async def partly(request: Request) -> Response:
+        response = await handle(request)
         first = dict(pairs_of(request.headers)).get("X-Sequence", "1")
-        return replace(answer, headers=(("X-Accepted-Through", first),))
+        return replace(response, headers=(("X-Accepted-Through", first),))
 
     receiver.handle = partly  # type: ignore[method-assign]
     grades = await grades_of(handler(receiver), processed, batches=True)
@@ -121,7 +121,7 @@ async def test_who_drops_batches_by_the_id_of_the_first_is_found_and_who_takes_p
 
 
 class Careless:
-    """A receiver as many are written, with one mistake after the other to be made."""
+    """A typical receiver, with one mistake at a time."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Careless:
         self._seen: set[str] = set()
         self._highest: dict[str, int] = {}
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def response(self, request: web.Request) -> web.Response:
         body = await request.read()
         try:
             if self._verifies:
@@ -168,10 +168,10 @@ class Careless:
     [
         (
             {"verifies": False},
-            {"another secret", "no signature", "a changed body", "X-Lane is another one"},
+            {"another secret", "no signature", "a changed body", "a different X-Lane"},
         ),
         ({"tolerance_s": 1e9}, {"an old request", "a request of the future"}),
-        ({"dedupes": False}, {"a copy", "copies at once", "a replay of what it has"}),
+        ({"dedupes": False}, {"a copy", "copies at once", "a replay of a processed event"}),
         ({"slow": True}, {"copies at once"}),
         ({"bad_status": 500}, {"another secret"}),
         ({"bad_status": 410}, {"another secret"}),
@@ -179,38 +179,40 @@ class Careless:
         ({"bad_status": 200}, {"another secret"}),
         (
             {"needs_order": True},
-            {"a copy", "a number that was given up", "a lane joined in its middle"},
+            {"a copy", "a dead-lettered number", "a lane joined in its middle"},
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 async def test_each_mistake_is_found(mistake: dict[str, Any], caught_by: set[str]) -> None:
     careless = Careless(**mistake)
-    failed = {k for k, v in (await grades_of(careless.answer, careless.processed)).items() if v}
+    failed = {k for k, v in (await grades_of(careless.response, careless.processed)).items() if v}
     assert caught_by <= failed
 
 
-async def test_without_a_mistake_there_is_little_to_complain_of() -> None:
+async def test_a_correct_receiver_fails_only_optional_cases() -> None:
     careless = Careless()
-    failed = {k: v for k, v in (await grades_of(careless.answer, careless.processed)).items() if v}
-    # It knows no checkpoints, and need not.
-    assert set(failed) <= {"far too large", "a checkpoint", "a checkpoint before what it names"}
+    failed = {
+        k: v for k, v in (await grades_of(careless.response, careless.processed)).items() if v
+    }
+    # The receiver does not support checkpoints, which are optional.
+    assert set(failed) <= {"far too large", "a checkpoint", "a checkpoint before its deliveries"}
 
 
-@pytest.mark.parametrize(("status", "says"), [(404, "is the path right"), (401, "is the secret")])
-async def test_who_knows_neither_path_nor_secret_is_not_graded(status: int, says: str) -> None:
-    async def answer(_: web.Request) -> web.Response:
+@pytest.mark.parametrize(("status", "says"), [(404, "check the path"), (401, "check the secret")])
+async def test_a_wrong_path_or_secret_is_not_graded(status: int, says: str) -> None:
+    async def response(_: web.Request) -> web.Response:
         return web.Response(status=status)
 
-    with pytest.raises(CannotRun, match=f"answers {status} to a delivery: {says}"):
-        await grades_of(answer, [])
+    with pytest.raises(CannotRun, match=f"responded {status} to a delivery: {says}"):
+        await grades_of(response, [])
 
 
-async def test_who_does_not_answer_cannot_be_graded() -> None:
-    with pytest.raises(CannotRun, match="nobody answers"):
+async def test_an_unreachable_receiver_is_not_graded() -> None:
+    with pytest.raises(CannotRun, match="cannot be reached"):
         await grading.grade("http://127.0.0.1:9/", all_cases())
     careless = Careless()
-    async with shop(careless.answer, careless.processed) as url:
+    async with shop(careless.response, careless.processed) as url:
         with pytest.raises(CannotRun, match="cannot be read"):
             await grading.grade(f"{url}/hooks", all_cases(), processed_url=f"{url}/hooks")
         careless.processed.append(7)  # type: ignore[arg-type]
@@ -218,18 +220,21 @@ async def test_who_does_not_answer_cannot_be_graded() -> None:
             await grading.grade(f"{url}/hooks", all_cases(), processed_url=f"{url}/processed")
 
 
-def test_vectors_are_the_same_each_time_and_hold() -> None:
-    """What another language is tested with is what ours decides."""
+def test_vectors_are_deterministic_and_valid() -> None:
+    """The vectors for other languages are verified with our implementation."""
     at, endpoint_id = 1_770_000_000, uuid.UUID(int=7)
     made = [cases(SECRET, endpoint_id, lambda: at, other_secret=OTHER) for _ in range(2)]
     assert [*vectors(made[0])] == [*vectors(made[1])]
     for case in made[0]:
         for step in case.steps:
-            if step.request.method != "POST" or step.verdict in (Verdict.EITHER, Verdict.CUT):
+            if step.request.method != "POST" or step.expected in (
+                ExpectedResponse.EITHER,
+                ExpectedResponse.CUT,
+            ):
                 continue
             try:
                 verified = verify(step.request.headers, step.request.body, SECRET, now=at)
                 good = bool(verified.messages)
             except (SignatureError, ValueError):
                 good = False
-            assert good == (step.verdict is not Verdict.REFUSED), case.name
+            assert good == (step.expected is not ExpectedResponse.REFUSED), case.name

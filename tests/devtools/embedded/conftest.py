@@ -1,4 +1,4 @@
-"""Fixtures of these tests."""
+"""Fixtures for the embedded server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def open_directory() -> Iterator[Path]:
-    """A directory that every user reaches; pytest's own are private."""
+    """A directory that every user can access; pytest's own are private."""
     path = Path(tempfile.mkdtemp(prefix="outbox-test-", dir="/tmp"))
     path.chmod(0o755)
     yield path

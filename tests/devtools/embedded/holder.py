@@ -1,10 +1,10 @@
-"""A program that holds a server and says so; the tests end it in several ways.
+"""A program that runs a server and reports it; the tests end it in several ways.
 
     python -m tests.devtools.embedded.holder MAJOR [DIRECTORY]
 
-Prints one JSON line when the server runs, then waits for a line on stdin (or
-its end), says with another whether the server still answers, and stops it.
-Needs no package but ours, so that any Python can run it.
+Prints one JSON line when the server runs, then waits for a line on stdin (or its end), prints
+another line with the state of the server, and stops it. Needs no other package, so that any
+Python can run it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 PROTOCOL = 3 << 16  # PostgreSQL: Message Formats, StartupMessage
 
 
-def answers(socket_dir: Path) -> bool:
-    """Whether the server lets us in."""
+def responses(socket_dir: Path) -> bool:
+    """Return whether the server accepts a connection."""
     words = b"user\0postgres\0database\0postgres\0\0"
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(socket_dir / ".s.PGSQL.5432"))
@@ -46,16 +46,16 @@ def main() -> None:
     with EmbeddedPostgres(
         int(major), temporary_in=where[0] if where else None, settings={"fsync": False}
     ) as server:
-        told = {
+        server_state = {
             "pid": os.getpid(),
             "server_pid": server.pid,
             "data_dir": str(server.data_dir),
             "uid": os.geteuid(),
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(server_state), flush=True)
         sys.stdin.readline()
-        said = {"answers": answers(server.socket_dir), "interrupts": interrupts}
-        print(json.dumps(said), flush=True)
+        final_state = {"responses": responses(server.socket_dir), "interrupts": interrupts}
+        print(json.dumps(final_state), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""However the process that has a server ends, the server ends; and not before."""
+"""A server ends with the process that owns it, however that ends, and not earlier."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from outbox.devtools.embedded import find
+from outbox.devtools.embedded import find_binaries
 from outbox.devtools.embedded.run_as_user import Account
-from outbox.devtools.embedded.tempdir import PREFIX, reaches, sweep
+from outbox.devtools.embedded.tempdir import PREFIX, can_reach, remove_abandoned
 from tests.support.postgres import memory
 from tests.support.processes import family, running
 from tests.support.waiting import until_sync
@@ -34,7 +34,7 @@ ON_LINUX = pytest.mark.skipif(
 
 @contextmanager
 def holder(major: int, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """tests/devtools/embedded/holder.py in a process group of its own."""
+    """Start tests/devtools/embedded/holder.py in its own process group."""
     where = [str(memory())] if memory() else []
     started = subprocess.Popen(
         [
@@ -56,26 +56,25 @@ def holder(major: int, **options: Any) -> Iterator[subprocess.Popen[str]]:
             started.kill()
 
 
-def told(process: subprocess.Popen[str]) -> dict[str, Any]:
+def read_line(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
     line: dict[str, Any] = json.loads(process.stdout.readline())
     return line
 
 
 def swept(room: Path) -> bool:
-    """Whether a dead owner's room is gone, now that it was swept.
+    """Sweep, and return whether the directory of the dead owner is gone.
 
-    A server that another test starts sweeps as well, and whoever comes while that is under
-    way leaves the room to it.
+    A server that another test starts sweeps as well, and a concurrent sweep skips the directory.
     """
-    sweep(room.parent)
+    remove_abandoned(room.parent)
     return not room.exists()
 
 
 @ON_LINUX
 def test_kill_9_of_the_parent_leaves_no_process(pg_major: int) -> None:
     with holder(pg_major) as process:
-        server = told(process)
+        server = read_line(process)
         processes = family(server["server_pid"])
         assert len(processes) > 3
         process.kill()
@@ -99,17 +98,17 @@ def test_a_parent_killed_while_the_server_starts_leaves_no_process(pg_major: int
 
 def test_ctrl_c_does_not_reach_the_server(pg_major: int) -> None:
     with holder(pg_major) as process:
-        server = told(process)
+        server = read_line(process)
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate("\n", timeout=30)
-        assert json.loads(said) == {"answers": True, "interrupts": 1}
+        assert json.loads(said) == {"responses": True, "interrupts": 1}
         assert process.returncode == 0
     assert not psutil.pid_exists(server["server_pid"])
     assert not Path(server["data_dir"]).parent.exists()
 
 
 @pytest.mark.one_major
-def test_a_parent_that_forgets_to_stop_it_stops_it(pg_major: int) -> None:
+def test_a_parent_that_exits_without_stopping_stops_the_server(pg_major: int) -> None:
     program = (
         "from outbox.devtools.embedded import EmbeddedPostgres\n"
         f"server = EmbeddedPostgres({pg_major}, settings={{'fsync': False}})\n"
@@ -127,13 +126,13 @@ def test_a_parent_that_forgets_to_stop_it_stops_it(pg_major: int) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="everything runs as an ordinary user already")
-def test_it_runs_as_an_ordinary_user(pg_major: int, open_directory: Path) -> None:
+def test_the_server_runs_as_an_ordinary_user(pg_major: int, open_directory: Path) -> None:
     entry = pwd.getpwnam("nobody")
     user = Account(entry.pw_uid, entry.pw_gid, entry.pw_name)
-    programs = find(pg_major).bin_dir
-    if not reaches(programs, user):
+    programs = find_binaries(pg_major).bin_dir
+    if not can_reach(programs, user):
         pytest.skip(f"user nobody does not reach {programs}")
-    # Our files may be out of that user's reach too, so it gets a copy.
+    # The user may not be able to read our files either, so it gets a copy.
     shutil.copytree(ROOT / "outbox", open_directory / "outbox")
     helpers = Path("tests", "devtools", "embedded")
     shutil.copytree(ROOT / helpers, open_directory / helpers)
@@ -146,20 +145,20 @@ def test_it_runs_as_an_ordinary_user(pg_major: int, open_directory: Path) -> Non
         group=user.gid,
         extra_groups=[],
     ) as process:
-        server = told(process)
+        server = read_line(process)
         assert server["uid"] == user.uid
         processes = family(server["server_pid"])
         said, _ = process.communicate("\n", timeout=30)
-        assert json.loads(said)["answers"]
+        assert json.loads(said)["responses"]
     assert not running(processes)
     assert not Path(server["data_dir"]).parent.exists()
 
 
 def python_of(user: Account) -> str:
-    """A Python that this user can run."""
+    """Return a Python that this user can run."""
     for python in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         path = Path(python).resolve()
-        if path.exists() and reaches(path.parent, user):
+        if path.exists() and can_reach(path.parent, user):
             probe = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
             if subprocess.run(probe).returncode == 0:
                 return python

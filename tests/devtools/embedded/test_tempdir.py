@@ -1,4 +1,4 @@
-"""Abandoned directories are swept, and nothing else is."""
+"""The sweep removes abandoned directories, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.devtools.embedded.tempdir import PREFIX, Room, sweep
+from outbox.devtools.embedded.tempdir import PREFIX, ServerDirectory, remove_abandoned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A path that is short enough for a Unix socket, as pytest's own need not be."""
+    """A path that is short enough for a Unix socket, unlike pytest's own."""
     with tempfile.TemporaryDirectory(prefix="rooms-") as path:
         yield Path(path).resolve()
 
 
 def abandoned(base: Path) -> Path:
-    """What a process leaves behind that ends without removing its directory."""
+    """Create the directory that a process leaves behind when it does not clean up."""
     program = (
-        "import os, pathlib, sys; from outbox.devtools.embedded.tempdir import Room\n"
-        "room = Room(None, pathlib.Path(sys.argv[1]))\n"
+        "import os, pathlib, sys; from outbox.devtools.embedded.tempdir import ServerDirectory\n"
+        "room = ServerDirectory(None, pathlib.Path(sys.argv[1]))\n"
         "(room.path / 'data').mkdir(); (room.path / 'data' / 'file').touch()\n"
         "print(room.path, flush=True); os._exit(0)\n"
     )
@@ -41,37 +41,37 @@ def abandoned(base: Path) -> Path:
 def test_the_directory_of_a_dead_owner_is_swept(tmp_path: Path) -> None:
     path = abandoned(tmp_path)
     assert (path / "data" / "file").exists()
-    sweep(tmp_path)
+    remove_abandoned(tmp_path)
     assert not path.exists()
 
 
-def test_the_directory_of_a_living_owner_is_not(tmp_path: Path) -> None:
-    room = Room(None, tmp_path)
+def test_the_directory_of_a_running_owner_is_kept(tmp_path: Path) -> None:
+    room = ServerDirectory(None, tmp_path)
     (room.path / "data").mkdir()
-    sweep(tmp_path)
+    remove_abandoned(tmp_path)
     assert (room.path / "data").exists()
     room.remove()
     assert not room.path.exists()
 
 
-def test_what_only_looks_like_one_is_not(tmp_path: Path) -> None:
+def test_other_directories_are_kept(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "owner").touch()
     (tmp_path / f"{PREFIX}link").symlink_to(elsewhere)
     (tmp_path / f"{PREFIX}file").touch()
-    (tmp_path / f"{PREFIX}new").mkdir()  # Its owner is about to lock it.
-    sweep(tmp_path)
+    (tmp_path / f"{PREFIX}new").mkdir()  # The owner is about to lock it.
+    remove_abandoned(tmp_path)
     assert (elsewhere / "owner").exists()
     assert (tmp_path / f"{PREFIX}file").exists()
     assert (tmp_path / f"{PREFIX}new").exists()
 
 
-def test_an_old_one_that_was_never_locked_is_swept(tmp_path: Path) -> None:
+def test_an_old_directory_that_was_never_locked_is_swept(tmp_path: Path) -> None:
     path = tmp_path / f"{PREFIX}old"
     path.mkdir()
     os.utime(path, (0, 0))
-    sweep(tmp_path)
+    remove_abandoned(tmp_path)
     assert not path.exists()
 
 
@@ -82,6 +82,6 @@ def test_a_link_inside_is_removed_and_not_followed(tmp_path: Path) -> None:
     path = abandoned(tmp_path)
     (path / "data" / "link").symlink_to(precious)
     (path / "link").symlink_to(precious)
-    sweep(tmp_path)
+    remove_abandoned(tmp_path)
     assert not path.exists()
     assert (precious / "file").exists()

@@ -1,5 +1,5 @@
-"""All targets.  Their modules are imported when they are asked for: the fuzzer instruments
-what is imported while it looks, and a list of them need not import half of the product.
+"""All targets. Their modules are imported on demand: the fuzzer instruments modules at import, and
+a list of targets must not import half of the product.
 """
 
 from __future__ import annotations
@@ -11,37 +11,40 @@ if TYPE_CHECKING:
     from tests.fuzz.target import Target
 
 TARGETS = {
-    "answers": ("answers", "any bytes from a receiver: an answer in time, of this request alone"),
-    "requests": ("requests", "any URL, key and headers: one request on the wire, ours in it once"),
-    "signatures": ("receiving", "nothing is believed but what was signed, byte for byte"),
+    "responses": (
+        "answers",
+        "any bytes from a receiver: a timely result, made of this response only",
+    ),
+    "requests": ("requests", "any URL, key and headers: one request, each relay header once"),
+    "signatures": ("receiving", "only bytes that were signed are accepted"),
     "deliveries": (
         "receiving",
-        "of what is signed: a delivery that a database can keep, or why not",
+        "any signed body: a delivery that a database can store, or an error",
     ),
-    "adapters": ("receiving", "whatever a server hands on is answered with a 4xx, never believed"),
-    "fetched": ("receiving", "whatever answers in a relay's place: usable pages, or why not"),
-    "durations": ("values", "times, retry policies, statuses: refused, or read back the same"),
-    "cron": ("values", "cron expressions in zones: in order, as they say, however one asks"),
-    "patterns": ("values", "patterns of types match as a reader of their segments would"),
-    "texts": ("values", "names, types, keys, headers, payloads: refused, or fit to be kept"),
-    "secrets": ("values", "secrets and keys: read back the same, or refused and never shown"),
-    "filters": ("filters", "what is let through holds up nobody: no **, no filter inside, …"),
-    "urls": ("addresses", "none that is let through names an address that is refused"),
-    "databases": ("addresses", "addresses of databases: read or refused; no password is shown"),
-    "declarations": ("files", "files of endpoints: refused, or read back the same when written"),
-    "settings": ("files", "settings of variables and a file: read or refused; no secret is shown"),
+    "adapters": ("receiving", "any forged request gets a 4xx response"),
+    "fetched": ("receiving", "any response in place of a relay's: usable pages, or an error"),
+    "durations": ("values", "times, retry policies, statuses: rejected, or round-tripped"),
+    "cron": ("values", "cron expressions in zones: ordered, correct, for any start time"),
+    "patterns": ("values", "patterns of types match like a reference implementation"),
+    "texts": ("values", "names, types, keys, headers, payloads: rejected, or storable"),
+    "secrets": ("values", "secrets and keys: round-tripped, or rejected and never shown"),
+    "filters": ("filters", "an accepted filter delays no event: no **, no nested filter, …"),
+    "urls": ("addresses", "no accepted URL contains a denied address"),
+    "databases": ("addresses", "database addresses: parsed or rejected; no password is shown"),
+    "declarations": ("files", "files of endpoints: rejected, or round-tripped"),
+    "settings": ("files", "settings: parsed or rejected; no secret is shown"),
     "commands": ("commands", "any arguments: exit code 0, 2 or 3, and one line if it failed"),
-    "api": ("api", "any path, query and body: a problem, or the database is asked well"),
+    "api": ("api", "any path, query and body: a problem document, or a valid query"),
 }
-"""Each with the module that it is in, and what has to hold."""
+"""Targets by name, each with its module and its invariant."""
 NAMES = tuple(TARGETS)
 
 
 def load(name: str) -> Target:
-    """The target of this name.
+    """Return the target of this name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: There is no such target.
     """
     module, _ = TARGETS[name]
     found = importlib.import_module(f"tests.fuzz.targets.{module}").TARGETS

@@ -70,10 +70,10 @@ def databases(raw: bytes) -> None:
     try:
         read = dsn.parse(text, source="--dsn", env=_ENVIRONMENT)
     except UsageError as error:
-        told = str(error)
+        shown_text = str(error)
         refused(error, "dsn")
     else:
-        told = f"{read} {read.warnings}"
+        shown_text = f"{read} {read.warnings}"
         for warning in read.warnings:
             refused(UsageError(warning), "warning", 200)
         hold(SECRET not in repr(read) or not hidden, f"{text!r}: it shows the password: {read!r}")
@@ -84,7 +84,7 @@ def databases(raw: bytes) -> None:
         hold("\0" not in whole, "there is a NUL in it")
         whole.encode()
         read.asyncpg_arguments()
-    hold(SECRET not in told or not hidden, f"{text!r}: it shows the password: {told}")
+    hold(SECRET not in shown_text or not hidden, f"{text!r}: it shows the password: {shown_text}")
 
 
 TARGETS = (

@@ -1,4 +1,4 @@
-"""What a hostile receiver may answer."""
+"""Responses of a hostile receiver."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from outbox.core.model.response import (
     BODY_BYTES_MAX,
     DETAIL_CHARS_MAX,
     RETRY_AFTER_S_MAX,
-    Answer,
+    AttemptResult,
     Failure,
     Verdict,
     classify,
-    in_words,
-    receipt,
+    describe_response,
     retry_after_s,
-    summary,
+    stored_response,
+    stored_success,
 )
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.interface import Request
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
@@ -32,9 +32,9 @@ from tests.fuzz.wire import MemoryLoop, Wire, segments
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from outbox.destinations.http.router import Kind
+    from outbox.destinations.http.router import TransportKind
 
-KINDS: tuple[Kind, ...] = ("wire", "aiohttp")
+KINDS: tuple[TransportKind, ...] = ("wire", "aiohttp")
 REQUESTS_MAX = 3
 TIMEOUT_S = 15.0
 SUMMARY_BYTES_MAX = 32 * 1024
@@ -51,8 +51,8 @@ _REQUEST = Request(
 )
 
 
-def answers(raw: bytes) -> None:
-    """Whatever comes back there is an answer, made of what came for this request alone."""
+def responses(raw: bytes) -> None:
+    """Any bytes yield a result, made only of the bytes that arrived for this request."""
     data = Data(raw)
     drip = data.number(1) == 1
     scripts: list[list[bytes | int]] = []
@@ -62,11 +62,11 @@ def answers(raw: bytes) -> None:
         _LOOP.run(_judge(kind, scripts))
 
 
-async def _judge(kind: Kind, scripts: Sequence[list[bytes | int]]) -> None:
+async def _judge(kind: TransportKind, scripts: Sequence[list[bytes | int]]) -> None:
     together = [each async for each in _asked(kind, scripts)]
-    for answer in together:
-        _look(answer)
-    # Of each request by itself, over a connection on which nothing was said before.
+    for response in together:
+        _check(response)
+    # Each request by itself, over a connection without earlier bytes.
     for i, script in enumerate(scripts[1:], 1):
         (alone,) = [each async for each in _asked(kind, [script])]
         hold(
@@ -75,9 +75,11 @@ async def _judge(kind: Kind, scripts: Sequence[list[bytes | int]]) -> None:
         )
 
 
-async def _asked(kind: Kind, scripts: Sequence[list[bytes | int]]) -> AsyncIterator[Answer]:
-    """The answers to as many requests over one transport."""
-    transport = Outbound(_POLICY, tls=_TLS, kind=kind)
+async def _asked(
+    kind: TransportKind, scripts: Sequence[list[bytes | int]]
+) -> AsyncIterator[AttemptResult]:
+    """Return the responses to several requests over one transport."""
+    transport = TransportRouter(_POLICY, tls=_TLS, kind=kind)
     loop = asyncio.get_running_loop()
     assert isinstance(loop, MemoryLoop)
     playing: list[asyncio.Task[None]] = []
@@ -89,54 +91,54 @@ async def _asked(kind: Kind, scripts: Sequence[list[bytes | int]]) -> AsyncItera
                 playing.append(loop.create_task(wire.play(script)))
 
             loop.asked = asked
-            answer = await transport.send(_REQUEST)
+            response = await transport.send(_REQUEST)
             took_s = loop.time() - began_at
             hold(took_s <= TIMEOUT_S + 0.1, f"it took {took_s:.1f} s")
-            yield answer
-            # What is left comes before the next request, which it is not meant for.
+            yield response
+            # The remaining bytes arrive before the next request, and do not belong to it.
             while playing:
                 await playing.pop()
     finally:
         await transport.aclose()
 
 
-def _content(answer: Answer) -> tuple[object, ...]:
-    return answer.status, answer.failure, answer.detail, answer.headers, answer.body
+def _content(response: AttemptResult) -> tuple[object, ...]:
+    return response.status, response.failure, response.detail, response.headers, response.body
 
 
-def _look(answer: Answer) -> None:
-    hold(answer.failure is not Failure.INTERNAL, f"a fault of the transport: {answer.detail}")
-    hold(answer.status is None or 0 <= answer.status <= 999, f"status {answer.status}")
-    hold(len(answer.body) <= BODY_BYTES_MAX, f"{len(answer.body)} bytes of body")
-    size = sum(len(name) + len(value) for name, value in answer.headers)
+def _check(response: AttemptResult) -> None:
+    hold(response.failure is not Failure.INTERNAL, f"a fault of the transport: {response.detail}")
+    hold(response.status is None or 0 <= response.status <= 999, f"status {response.status}")
+    hold(len(response.body) <= BODY_BYTES_MAX, f"{len(response.body)} bytes of body")
+    size = sum(len(name) + len(value) for name, value in response.headers)
     hold(size <= HEADER_BYTES_MAX, f"{size} bytes of headers")
-    if answer.detail or answer.failure is not None:
-        one_line(answer.detail, "detail", DETAIL_CHARS_MAX)
-    for kept in (summary(answer), receipt(answer)):
+    if response.detail or response.failure is not None:
+        one_line(response.detail, "detail", DETAIL_CHARS_MAX)
+    for kept in (stored_response(response), stored_success(response)):
         if kept is not None:
             storable(kept, "kept")
             hold(len(orjson.dumps(kept)) <= SUMMARY_BYTES_MAX, "what is kept is too long")
-    one_line(in_words(summary(answer)), "in words", DETAIL_CHARS_MAX)
-    asked_s = retry_after_s(answer.headers, NOW)
-    hold(asked_s is None or 0 <= asked_s <= RETRY_AFTER_S_MAX, f"retry after {asked_s}")
-    verdict = classify(answer, maybe_sent_before=False)
-    is_success = answer.status is not None and 200 <= answer.status <= 299
-    is_status = answer.status is not None and 100 <= answer.status <= 599
-    hold(is_status or verdict is Verdict.RETRY, f"{answer.status} counts as {verdict}")
-    hold((verdict is Verdict.DELIVERED) == is_success, f"{answer.status} counts as {verdict}")
+    one_line(describe_response(stored_response(response)), "in words", DETAIL_CHARS_MAX)
+    delay_s = retry_after_s(response.headers, NOW)
+    hold(delay_s is None or 0 <= delay_s <= RETRY_AFTER_S_MAX, f"retry after {delay_s}")
+    verdict = classify(response, maybe_sent_before=False)
+    is_success = response.status is not None and 200 <= response.status <= 299
+    is_status = response.status is not None and 100 <= response.status <= 599
+    hold(is_status or verdict is Verdict.RETRY, f"{response.status} counts as {verdict}")
+    hold((verdict is Verdict.DELIVERED) == is_success, f"{response.status} counts as {verdict}")
 
 
 OK = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 TARGETS = (
     Target(
-        name="answers",
-        looks_into=(
+        name="responses",
+        short_run_modules=(
             "outbox.destinations.http.aiohttp",
             "outbox.destinations.http.http1",
             "outbox.core.model.response",
         ),
-        one=answers,
+        one=responses,
         seeds=(
             fields("0" + OK, OK, "HTTP/1.1 503 Busy\r\nRetry-After: 7\r\n\r\n\x1c"),
             fields("0HTTP/1.1 204 No Content\r\n\r\n", OK),

@@ -1,4 +1,4 @@
-"""The API as a whole, up to the first thing that it asks the database."""
+"""The whole API, up to its first database query."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ DETAIL_CHARS_MAX = 4000
 
 
 class Reached(web.HTTPException):
-    """The database was asked for something: everything before that held."""
+    """The database was queried: everything before the query held."""
 
     status_code = 218
 
 
 class _Database:
-    """Looks at what it is asked with, and answers nothing."""
+    """Checks the arguments of a query, and returns nothing."""
 
     schema = "relay"
 
@@ -71,7 +71,7 @@ class _Database:
         return True
 
     async def fetchval(self, query: str, *arguments: Any, **_: Any) -> Any:
-        _hold_to_sql(arguments)
+        _require_valid_sql(arguments)
         if query == READ_NOW:
             return _NOW
         if query in (tenancy.OWNS_ENDPOINT, tenancy.OWNS_SCHEDULE, tenancy.OWNS_JOB):
@@ -81,14 +81,14 @@ class _Database:
         raise Reached
 
     async def _asked(self, _: str, *arguments: Any, **__: Any) -> Any:
-        _hold_to_sql(arguments)
+        _require_valid_sql(arguments)
         raise Reached
 
     fetch = fetchrow = execute = executemany = _asked
 
 
-def _hold_to_sql(value: Any) -> None:
-    """What PostgreSQL could not be asked with is an error of ours, and not of the asker's."""
+def _require_valid_sql(value: Any) -> None:
+    """A value that PostgreSQL cannot accept must be rejected before the query."""
     if isinstance(value, str):
         value.encode()
         hold("\0" not in value, f"the database is asked with {value[:100]!r}")
@@ -98,7 +98,7 @@ def _hold_to_sql(value: Any) -> None:
         value.astimezone(UTC)
     elif isinstance(value, list | tuple | set):
         for each in value:
-            _hold_to_sql(each)
+            _require_valid_sql(each)
 
 
 def _row(name: str, tenant: str | None) -> Any:
@@ -116,8 +116,8 @@ def _broken(_: Any, error: Exception, *__: Any) -> Exception:
 
 
 def _prepare() -> None:
-    api_tokens.find = _find  # type: ignore[assignment]
-    # With its traceback an error says more than with an id for the log.
+    api_tokens.find_token = _find  # type: ignore[assignment]
+    # The traceback in an error contains more than an id for the log.
     app: Any = outbox.api.app
     app.unexpected = _broken
 
@@ -135,7 +135,7 @@ _PROTOCOL = mock.Mock(_reading_paused=False)
 
 
 def api(raw: bytes) -> None:
-    """Any path, query and body: a problem that says why, or the database is asked well."""
+    """Any path, query and body yields a problem document with the reason, or a valid query."""
     data = Data(raw)
     route = ROUTES[data.number(255) % len(ROUTES)]
     token, as_json = data.pick((_TOKEN, _TENANTS)), data.number(3) > 0
@@ -147,7 +147,7 @@ def api(raw: bytes) -> None:
         headers["Content-Length"] = str(len(body))
     if key is not None:
         headers["Idempotency-Key"] = key
-    _LOOP.run_until_complete(_ask(route.method, f"{path}?{_query(query)}", headers, body))
+    _LOOP.run_until_complete(_request(route.method, f"{path}?{_query(query)}", headers, body))
 
 
 def _path(route: Route, data: Data) -> str:
@@ -163,7 +163,7 @@ def _query(text: str) -> str:
     return quote(text.encode("utf-8", "surrogateescape"), safe="=&%+")
 
 
-async def _ask(method: str, target: str, headers: CIMultiDict[str], body: bytes) -> None:
+async def _request(method: str, target: str, headers: CIMultiDict[str], body: bytes) -> None:
     payload = StreamReader(_PROTOCOL, 2**20, loop=_LOOP)
     payload.feed_data(body)
     payload.feed_eof()
@@ -179,33 +179,33 @@ async def _ask(method: str, target: str, headers: CIMultiDict[str], body: bytes)
         client_max_size=BODY_BYTES_MAX,
     )  # fmt: skip
     try:
-        answer = await _APP._handle(request)
+        response = await _APP._handle(request)
     except Reached:
         return
     except web.HTTPException as error:
         hold(False, f"{method} {target} ends with {error.status}")
         return
-    hold(answer.status < 500, f"{method} {target} ends with {answer.status}")
-    assert isinstance(answer, web.Response)
-    if answer.status >= 400:
-        assert isinstance(answer.body, bytes)
-        told = orjson.loads(answer.body)
-        one_line(told["detail"], "detail", DETAIL_CHARS_MAX)
-        storable(told, "problem")
+    hold(response.status < 500, f"{method} {target} ends with {response.status}")
+    assert isinstance(response, web.Response)
+    if response.status >= 400:
+        assert isinstance(response.body, bytes)
+        problem = orjson.loads(response.body)
+        one_line(problem["detail"], "detail", DETAIL_CHARS_MAX)
+        storable(problem, "problem")
 
 
-_NUMBERS = {route.operation: chr((ord("0") + i) % 256) for i, route in enumerate(ROUTES)}
+_NUMBERS = {route.operation_id: chr((ord("0") + i) % 256) for i, route in enumerate(ROUTES)}
 
 
 def _to(operation: str, *parts: str, body: Any = None) -> bytes:
-    """A seed: a good request for this operation."""
+    """A seed: a valid request for this operation."""
     said = b"" if body is None else orjson.dumps(body)
     return _NUMBERS[operation].encode("latin-1") + b"01" + fields(*parts) + b"\x1f" + said
 
 
 _ENDPOINT = {
     "name": "shop", "url": "https://example.com/", "types": ["order.*"], "filter": "@.a == 1",
-    "headers": {"X-A": "b"}, "timeout": "5s", "retry": {"preset": "plane", "attempts": 3},
+    "headers": {"X-A": "b"}, "timeout": "5s", "retry": {"preset": "stepped", "attempts": 3},
     "retryable": [429, "5xx"], "lanes": 2, "checkpoint_every": 60, "backlog_max": 9,
 }  # fmt: skip
 _EVENT = {"type": "order.paid", "payload": {"a": 1}, "key": "k", "once": "o", "expires_in": "2h",
@@ -214,7 +214,7 @@ _EVENT = {"type": "order.paid", "payload": {"a": 1}, "key": "k", "once": "o", "e
 TARGETS = (
     Target(
         name="api",
-        looks_into=(
+        short_run_modules=(
             "outbox.api.request_parsing", "outbox.api.validation_errors", "outbox.api.tenancy",
             "outbox.core.model.endpoint_config", "outbox.core.model.endpoint",
             "outbox.core.model.event",
@@ -236,7 +236,7 @@ TARGETS = (
             _to("get_trace_id", "order-7", "limit=3&payload=1", ""),
             _to("get_dead_letters_id", "0" * 19 + "1" + "9" * 20, "", ""),
             _to("get_events", "after=" + "0" * 20 + "9" * 20, ""),
-            *(_to(route.operation, *["7"] * route.path.count("{"), "", "") for route in ROUTES),
+            *(_to(route.operation_id, *["7"] * route.path.count("{"), "", "") for route in ROUTES),
         ),
         words=(
             "limit=", "after=", "since=", "until=", "type=", "tenant=", "endpoint=", "state=",

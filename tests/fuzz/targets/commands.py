@@ -1,4 +1,4 @@
-"""The command line as a whole: any arguments, and no database."""
+"""The whole command line: any arguments, without a database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, storable
 
 _LIVELY = ("demo", "listen", "prove", "conform", "relay")
-"""What starts something is left to its own tests, but for its options."""
+"""Commands that start a process are covered by their own tests, except for their options."""
 _EXITS = (0, 2, 3)
 _FAULT = re.compile(r"unexpected \w+(Error|Exception|Exit)|Traceback")
 OUTPUT_CHARS_MAX = 1_000_000
@@ -29,7 +29,7 @@ async def _no_database(*_: Any, **__: Any) -> None:
 
 
 def _prepare() -> None:
-    """No database, no settings of whoever runs this, and an empty directory."""
+    """Use no database, no settings of the environment, and an empty directory."""
     for entry in COMMANDS:
         importlib.import_module(f"outbox.cli.{entry.name}")
     for name, module in list(sys.modules.items()):
@@ -45,16 +45,16 @@ def _prepare() -> None:
 
 
 def commands(raw: bytes) -> None:
-    """Whatever is typed ends with a code of ours and, if it failed, one line that says why."""
+    """Any arguments end with a documented exit code and, on failure, one line with the reason."""
     data = Data(raw)
     arguments: list[str] = []
     while not data.is_empty and len(arguments) < 12:
-        # The operating system lets no NUL through.
+        # The operating system does not accept NUL in arguments.
         arguments.append(data.text().replace("\0", ""))
     if arguments and arguments[0] in _LIVELY:
         arguments.append("--no-such-option")
     if any(each.startswith(("--dsn", "--config")) for each in arguments):
-        return  # They would lead to files and servers of this machine.
+        return  # They would refer to files and servers of this machine.
     out, err = io.StringIO(), io.StringIO()
     stdin = io.TextIOWrapper(io.BytesIO(b'{"a": 1}'), "utf-8")
     before = sys.stdin
@@ -71,7 +71,7 @@ def commands(raw: bytes) -> None:
     if code:
         lines = [line for line in said.splitlines() if not line.startswith("outbox: warning: ")]
         if lines and lines[0].startswith("Usage: "):
-            return  # A group without a command shows its help.
+            return  # A group without a command prints its help.
         hold(len(lines) == 1, f"{arguments}: not one line: {said!r}")
         hold(lines[0].startswith(f"{main.PROGRAM}: "), f"{arguments}: {said!r}")
         hold(len(lines[0]) < 4000, f"{arguments}: {len(lines[0])} characters")
@@ -83,7 +83,7 @@ _WORDS = [entry.name for entry in COMMANDS if entry.name not in _LIVELY]
 TARGETS = (
     Target(
         name="commands",
-        looks_into=(
+        short_run_modules=(
             "outbox.cli.main", "outbox.cli.common", "outbox.cli.endpoint", "outbox.cli.replay",
             "outbox.cli.moments",
         ),
@@ -94,7 +94,7 @@ TARGETS = (
             fields("endpoint", "add", "shop", "https://example.com/", "--type", "order.*",
             "--lanes", "4"),
             fields("endpoint", "add", "a", "https://a.example", "--header", "X-A: b", "--policy",
-            "plane,base=1s"),
+            "stepped,base=1s"),
             fields("endpoint", "update", "a", "--filter", "@.x == 1", "--timeout", "5s"),
             fields("publish", "order.paid", "--payload", '{"a":1}', "--key", "k", "--once", "o"),
             fields("publish", "order.paid", "--payload", "-", "--header", "a: b", "--expires-in",
@@ -107,7 +107,8 @@ TARGETS = (
             fields("token", "add", "ci", "--scope", "read", "--expires-in", "30d"),
             fields("erase", "--tenant", "t", "--yes"), fields("once", "reset", "a", "--json"),
             fields("trace", "order-7", "--json"), fields("status", "--watch", "--json"),
-            fields("apply", "-f", "-", "--dry-run"), fields("endpoint", "retries", "plane,cap=1h"),
+            fields("apply", "-f", "-", "--dry-run"),
+            fields("endpoint", "retries", "stepped,cap=1h"),
             fields("alerts", "--dashboard"), fields("doctor", "--json"), fields("verify", "--json"),
         ),
         words=(*_WORDS, "--json", "--help", "--limit", "--after", "--endpoint", "--all", "--tenant",

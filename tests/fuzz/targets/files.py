@@ -1,4 +1,4 @@
-"""What may stand in files: the declaration of endpoints, and the settings."""
+"""Configuration files: the declaration of endpoints, and the settings."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ SECRET = "Zq9vX2kPw"
 
 
 def declarations(raw: bytes) -> None:
-    """A file of endpoints is refused in a line, or read, and reads the same when written."""
+    """A file of endpoints is rejected in one line, or round-trips."""
     data = Data(raw)
     path = Path(_PLACE.name) / data.pick(("a.yaml", "a.json", "a.toml"))
     path.write_bytes(data.rest())
     try:
-        declared = endpoint_config.read(_document(str(path)))
+        declared = endpoint_config.parse_file(_document(str(path)))
     except UsageError as error:
         refused(error, "declaration")
         return
     for each in declared:
         hold(EndpointSettings.from_dict(each.settings.to_dict()) == each.settings, "kept otherwise")
         orjson.dumps(each.settings.to_dict())
-    written = [endpoint_config.write(each.settings) for each in declared]
-    again = endpoint_config.read({"endpoints": written})
+    written = [endpoint_config.to_file_values(each.settings) for each in declared]
+    again = endpoint_config.parse_file({"endpoints": written})
     for one, other in zip(declared, again, strict=True):
-        # Headers are written without their values, which stay.
-        settings = other.settings_over(one.settings)
+        # Headers are written without their values, which stay as stored.
+        settings = other.merge_over(one.settings)
         hold(settings == one.settings, "reads otherwise")
         hold(not endpoint_config.differences(one.settings, settings), "there is a difference")
 
 
 def settings(raw: bytes) -> None:
-    """Settings are refused in a line that shows no secret, or read."""
+    """Settings are rejected in one line that shows no secret, or are accepted."""
     data = Data(raw)
     env = {data.pick(_VARIABLES): data.text().replace("\0", "") for _ in range(data.number(3))}
     env = {name: value + SECRET if name in _SECRET else value for name, value in env.items()}
@@ -54,9 +54,11 @@ def settings(raw: bytes) -> None:
         read = load(config=path, env=env)
     except UsageError as error:
         refused(error, "settings")
-        told = str(error)
-        is_hidden = f'dsn = "{SECRET}' in path.read_text("utf-8", "replace") or SECRET not in told
-        hold(is_hidden or f'"{SECRET}' not in told, f"it shows a secret: {told}")
+        message = str(error)
+        is_hidden = (
+            f'dsn = "{SECRET}' in path.read_text("utf-8", "replace") or SECRET not in message
+        )
+        hold(is_hidden or f'"{SECRET}' not in message, f"it shows a secret: {message}")
     else:
         hold(SECRET not in f"{read!r}{read}", f"it shows a secret: {read!r}")
         hold(read.lease_s >= 1 and read.drain_s >= 0 and read.poll_s > 0, f"{read!r}")
@@ -74,7 +76,7 @@ endpoints:
   - &e {name: a, url: "https://a.example/", types: [order.*, refund.done], lanes: 4}
   - <<: *e
     name: b
-    retry: {preset: plane, attempts: 8, age: 2d}
+    retry: {preset: stepped, attempts: 8, age: 2d}
     headers: {X-Key: "v"}
     retryable: [429, 5xx]
     filter: "@.total > 100"
@@ -88,7 +90,7 @@ _ONE = {"name": "a", "url": "https://a.example/", "timeout": "5s", "tenant": Non
 TARGETS = (
     Target(
         name="declarations",
-        looks_into=(
+        short_run_modules=(
             "outbox.cli.apply", "outbox.core.model.endpoint_config", "outbox.core.model.endpoint",
             "outbox.core.model.retry_policy",
         ),
@@ -113,7 +115,7 @@ TARGETS = (
     ),
     Target(
         name="settings",
-        looks_into=("outbox.config", "outbox.web.address"),
+        short_run_modules=("outbox.config", "outbox.web.address"),
         one=settings,
         seeds=(
             fields("10postgresql://u:",

@@ -1,4 +1,4 @@
-"""What filters of endpoints may say; the database itself can be the judge."""
+"""Filters of endpoints, with the database as an optional oracle."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from outbox.core.model.filter import FILTER_BYTES_MAX, check
+from outbox.core.model.filter import FILTER_BYTES_MAX, validate_filter
 from outbox.errors import UsageError
 from tests.fuzz.target import Target, hold, refused
 
 JUDGE = "OUTBOX_FUZZ_DSN"
-"""A database that reads every filter that is let through, if this names one."""
+"""The DSN of a database that parses every accepted filter, if set."""
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BANNED = (
@@ -29,10 +29,10 @@ _REGEX = re.compile(r'like_regex ("(?:[^"\\]|\\.)*")')
 
 
 def filters(raw: bytes) -> None:
-    """What is let through has nothing in it that holds up or fails everybody's events."""
+    """An accepted filter contains nothing that delays or fails the events of all endpoints."""
     text = raw.decode("utf-8", "surrogateescape")
     try:
-        check(text)
+        validate_filter(text)
     except UsageError as error:
         refused(error, "filter")
         return
@@ -56,7 +56,7 @@ def _database() -> Any:
 
 
 def _judge(text: str) -> None:
-    """Hold what PostgreSQL made of a filter to the same, in PostgreSQL's own words."""
+    """Check PostgreSQL's own representation of a filter in the same way."""
     import psycopg
 
     connection = _database()
@@ -64,7 +64,7 @@ def _judge(text: str) -> None:
         (path,) = connection.execute("SELECT (%s)::jsonpath::text", [f"$ ? ({text})"]).fetchone()
         connection.execute('SELECT \'[1, {"a": "b"}]\'::jsonb @? %s::jsonpath', [f"$ ? ({text})"])
     except psycopg.errors.DataError:
-        return  # It says so itself when the endpoint is made.
+        return  # PostgreSQL reports this when the endpoint is created.
     except psycopg.errors.SyntaxError:
         return
     bare = _TEXT.sub('""', path)

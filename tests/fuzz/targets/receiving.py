@@ -1,4 +1,4 @@
-"""What anybody may send to a receiver, and what a relay may answer to one that fetches."""
+"""Requests to a receiver, and relay responses to a fetching receiver."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from outbox.core.delivery.ed25519 import parse_private_key
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.delivery.signature import SIGNATURES_MAX, SignatureError, format_secret, sign
-from outbox.core.model.headers import pairs
+from outbox.core.model.headers import parse_lines
 from outbox.errors import OutboxError
 from outbox.receiver.adapters.asgi import ASGI
 from outbox.receiver.adapters.wsgi import WSGI
 from outbox.receiver.asynchronous import AsyncReceiver
-from outbox.receiver.decisions import Rules
-from outbox.receiver.fetch import CannotFetch, Fetch, Page
+from outbox.receiver.decisions import ReceiverRules
+from outbox.receiver.fetch import CannotFetch, FetchClient, LanePage
 from outbox.receiver.message import BadMessage, Message
-from outbox.receiver.requests import Answer, Ended, Request
+from outbox.receiver.requests import Request, RequestOutcome, Response
 from outbox.receiver.synchronous import Receiver
 from outbox.receiver.verification import Verified, Verifier, verify
 from tests.fuzz.data import Data, fields
@@ -65,7 +65,7 @@ def _good() -> tuple[list[tuple[str, str]], bytes]:
         published_at=datetime(2026, 1, 31, tzinfo=UTC), payload=b'{"order":7}',
     )  # fmt: skip
     prepared = prepare(delivery, 6)
-    return list(pairs(prepared.attempt(1, NOW, [SECRET]))), prepared.body
+    return list(parse_lines(prepared.attempt(1, NOW, [SECRET]))), prepared.body
 
 
 GOOD_HEADERS, GOOD_BODY = _good()
@@ -75,7 +75,7 @@ GOOD_HEADERS, GOOD_BODY = _good()
 
 
 def signatures(raw: bytes) -> None:
-    """Nothing is believed but what was signed, byte for byte, by whoever has the secret."""
+    """Only bytes that were signed with the secret are accepted."""
     data = Data(raw)
     headers, body = list(GOOD_HEADERS), GOOD_BODY
     if data.number(1):
@@ -110,7 +110,7 @@ def signatures(raw: bytes) -> None:
 
 
 def _hold_signed(headers: Sequence[tuple[str, str]], body: bytes) -> None:
-    """What is signed must be what was signed, whatever stands around it."""
+    """Accepted bytes must be the signed ones, whatever the other headers are."""
     there = {name.lower(): value for name, value in headers}
     good = {name.lower(): value for name, value in GOOD_HEADERS}
     for name in ("webhook-id", "webhook-timestamp"):
@@ -124,7 +124,7 @@ def _hold_signed(headers: Sequence[tuple[str, str]], body: bytes) -> None:
 
 
 def deliveries(raw: bytes) -> None:
-    """Of whatever is signed a receiver makes a delivery that can be kept, or says why not."""
+    """A signed body becomes a delivery that can be stored, or a documented error."""
     data = Data(raw)
     message_id, timestamp = data.text(), str(NOW)
     agrees = data.number(1) == 0
@@ -133,7 +133,7 @@ def deliveries(raw: bytes) -> None:
     )
     body = data.rest()
     if agrees:
-        headers = [("X-Delivery", message_id), *_saying(body)]
+        headers = [("X-Delivery", message_id), *_matching_headers(body)]
     try:
         signed = sign(SECRET, message_id, NOW, body)
     except UnicodeEncodeError:
@@ -151,14 +151,14 @@ def deliveries(raw: bytes) -> None:
         return
     hold(verified.message_id == message_id and verified.timestamp == NOW, "another id or time")
     for message in verified.messages:
-        _keepable(message)
+        _require_storable(message)
     for mark in verified.checkpoint or ():
         hold("\0" not in mark.lane, f"{mark}")
         hold(0 <= mark.sequence < 2**63 and 0 <= mark.generation < 2**63, f"{mark}")
 
 
-def _saying(body: bytes) -> list[tuple[str, str]]:
-    """Headers that say what the body says."""
+def _matching_headers(body: bytes) -> list[tuple[str, str]]:
+    """Return headers that match the body."""
     try:
         content = orjson.loads(body)
         if isinstance(content, list):
@@ -169,8 +169,8 @@ def _saying(body: bytes) -> list[tuple[str, str]]:
         return []
 
 
-def _keepable(message: Message) -> None:
-    """An inbox in any database must be able to hold it."""
+def _require_storable(message: Message) -> None:
+    """Require that an inbox in any database can store it."""
     texts = (message.delivery_id, message.event_id, message.type, message.lane, message.copy_of)
     for text in (*texts, message.tenant, message.key, *(message.replay_of or ())[:1]):
         if text is not None:
@@ -185,46 +185,46 @@ def _keepable(message: Message) -> None:
 # --------------------------------------------------------------- adapters
 
 
-class _Taken(AsyncReceiver):
-    """Judges requests as a receiver does, and processes nothing."""
+class _ValidatingReceiver(AsyncReceiver):
+    """Validates requests like a receiver, and processes nothing."""
 
     def __init__(self) -> None:
-        self.rules = Rules(format_secret(SECRET), body_bytes_max=4096)
+        self.rules = ReceiverRules(format_secret(SECRET), body_bytes_max=4096)
         self.came: list[Request] = []
 
     @property
     def body_bytes_max(self) -> int:
         return self.rules.body_bytes_max
 
-    async def handle(self, request: Request) -> Answer:
+    async def handle(self, request: Request) -> Response:
         return self.take(request)
 
-    def take(self, request: Request) -> Answer:
+    def take(self, request: Request) -> Response:
         self.came.append(request)
         read = self.rules.read(request)
         hold(not isinstance(read, Verified), "somebody without the secret is believed")
-        assert isinstance(read, Answer)
+        assert isinstance(read, Response)
         return read
 
 
-class _TakenInThreads(Receiver):
-    def __init__(self, taken: _Taken) -> None:
+class _ThreadedValidatingReceiver(Receiver):
+    def __init__(self, taken: _ValidatingReceiver) -> None:
         self._taken = taken
 
     @property
     def body_bytes_max(self) -> int:
         return self._taken.body_bytes_max
 
-    def handle(self, request: Request) -> Answer:
+    def handle(self, request: Request) -> Response:
         return self._taken.take(request)
 
 
-_TAKEN = _Taken()
-_ASGI, _WSGI = ASGI(_TAKEN), WSGI(_TakenInThreads(_TAKEN))
+_TAKEN = _ValidatingReceiver()
+_ASGI, _WSGI = ASGI(_TAKEN), WSGI(_ThreadedValidatingReceiver(_TAKEN))
 
 
 def adapters(raw: bytes) -> None:
-    """Whatever a server hands on is answered, by ASGI and WSGI alike."""
+    """Any request gets a response, the same through ASGI and WSGI."""
     data = Data(raw)
     method = data.pick(("POST", "GET", "PUT"))
     headers = [(data.raw(), data.raw()) for _ in range(data.number(6))]
@@ -252,7 +252,7 @@ def _through_asgi(method: str, headers: list[tuple[bytes, bytes]], body: bytes) 
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": "/", "headers": headers}
-    # Nothing in it waits.
+    # No code in it waits.
     running = _ASGI(scope, receive, send)
     try:
         running.send(None)
@@ -262,7 +262,7 @@ def _through_asgi(method: str, headers: list[tuple[bytes, bytes]], body: bytes) 
         hold(False, "it waits for something")
     begin, end = sent
     hold(400 <= begin["status"] <= 499, f"status {begin['status']}")
-    one_line(end["body"].decode().strip() or "-", "answer")
+    one_line(end["body"].decode().strip() or "-", "response")
 
 
 def _through_wsgi(
@@ -278,24 +278,24 @@ def _through_wsgi(
             for name, value in headers
         },
     }
-    (answer,) = _WSGI(environ, lambda status, _: began.append(status))
+    (response,) = _WSGI(environ, lambda status, _: began.append(status))
     hold(began[0][:1] == "4", f"status {began[0]}")
-    one_line(answer.decode().strip() or "-", "answer")
+    one_line(response.decode().strip() or "-", "response")
 
 
-# ---------------------------------------------------------------- fetched
+# ---------------------------------------------------------- fetched pages
 
 
 class _Socket:
-    """What a relay, or whoever stands in its place, answers."""
+    """The response of a relay, or of a server in its place."""
 
-    answer: ClassVar[bytes] = b""
+    response: ClassVar[bytes] = b""
 
     def sendall(self, _: bytes) -> None:
         pass
 
     def makefile(self, *_: Any, **__: Any) -> io.BufferedIOBase:
-        return io.BytesIO(self.answer)
+        return io.BytesIO(self.response)
 
     def close(self) -> None:
         pass
@@ -313,26 +313,26 @@ def _connect(connection: http.client.HTTPConnection) -> None:
     connection.sock = _Socket()
 
 
-_FETCH = Fetch("http://127.0.0.1:1", "obf_" + "a" * 43)
+_FETCH = FetchClient("http://127.0.0.1:1", "obf_" + "a" * 43)
 
 
 def fetched(raw: bytes) -> None:
-    """Whatever answers in a relay's place, what is fetched can be used, or says why not."""
+    """With any response in place of a relay's, a fetched page is usable or a documented error."""
     data = Data(raw)
     what, whole = data.number(2), data.number(1)
-    _Socket.answer = data.rest()
+    _Socket.response = data.rest()
     if not whole:
-        body = _Socket.answer
-        _Socket.answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        body = _Socket.response
+        _Socket.response = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     try:
         if what == 0:
             for number, standing in enumerate(_FETCH.lanes()):
                 hold(isinstance(standing.lane, str), f"{standing}")
                 hold(type(standing.acknowledged) is int, f"{standing}")
-                if number > 50:  # It names itself as its next page.
+                if number > 50:  # The page names itself as its next page.
                     break
         elif what == 1:
-            _look(_FETCH.page("lane", 0))
+            _check_page(_FETCH.page("lane", 0))
         else:
             again = _FETCH.replay("lane", 0)
             hold(isinstance(again.lane, str) and type(again.acknowledged) is int, f"{again}")
@@ -340,7 +340,7 @@ def fetched(raw: bytes) -> None:
         refused(error, "fetch", 600)
 
 
-def _look(page: Page) -> None:
+def _check_page(page: LanePage) -> None:
     hold(type(page.kept_from) is int and type(page.acknowledged) is int, f"{page}")
     hold(page.next is None or type(page.next) is int, f"{page}")
     for item in page.items:
@@ -385,7 +385,7 @@ TARGETS = (
             b"0" + _RICH),
             fields(_SIGNED["webhook-id"], "110" + _SIGNED["X-Delivery"], "{}"),
             fields("id", '10{"type":"outbox.checkpoint","lanes":[{"lane":"a","generation":1,'
-                   '"sequence":3,"given_up":[[1,2]]}]}'),
+                   '"sequence":3,"dead_lettered":[[1,2]]}]}'),
             fields("id", '10{"a":1}'),
             fields(_SIGNED["webhook-id"], b"0" + _BATCH),
         ),
@@ -393,7 +393,7 @@ TARGETS = (
                '"sequence":', '"lane":', '"replay_of":{', '"copy_of":', '"backfill":',
                '"lane_ends":true', '"id":', '"type":', "null", "-1", "1e400",
                "9223372036854775808", "18446744073709551615", "\\u0000", "\\ud800", '"data":',
-               "outbox.checkpoint", '"given_up":[[', "true", "1.0", '"tenant":', '"key":'),
+               "outbox.checkpoint", '"dead_lettered":[[', "true", "1.0", '"tenant":', '"key":'),
         bytes_max=1500,
         runs=1750,
     ),
@@ -424,11 +424,11 @@ TARGETS = (
             b"11HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
         ),
         words=('"items":', '"next":', '"lane":', '"acknowledged":', '"generation":', '"kept_from":',
-               '"sequence":', '"headers":', '"body":', '"given_up":', "null", "[]", "{}", "1e5",
-               "\\ud800", "HTTP/1.1 ", "Content-Length: ", "Transfer-Encoding: chunked", "\r\n\r\n",
-               "HTTP/1.1 100 x\r\n\r\n", "detail", "-1", "HTTP/1.1 500 x"),
+               '"sequence":', '"headers":', '"body":', '"dead_lettered":', "null", "[]", "{}",
+               "1e5", "\\ud800", "HTTP/1.1 ", "Content-Length: ", "Transfer-Encoding: chunked",
+               "\r\n\r\n", "HTTP/1.1 100 x\r\n\r\n", "detail", "-1", "HTTP/1.1 500 x"),
         bytes_max=3000,
         runs=1250,
     ),
 )  # fmt: skip
-_ = Ended
+_ = RequestOutcome

@@ -1,4 +1,4 @@
-"""What endpoints, events and lanes may do to a request on the wire."""
+"""The influence of endpoints, events and lanes on a request on the wire."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import orjson
 
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model.event import encode_headers
-from outbox.core.model.headers import own, pairs
+from outbox.core.model.headers import parse_lines, valid_headers
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.interface import Request
 from outbox.errors import UsageError
 from tests.fuzz.data import Data, fields, is_text
@@ -33,7 +33,7 @@ _ONCE = (*_OURS, "host", "content-length", "content-type", "webhook-id", "webhoo
 
 
 class _Anywhere:
-    """Every name leads here."""
+    """Resolves every name."""
 
     async def resolve(self, host: str) -> list[str]:
         return ["127.0.0.1"]
@@ -43,7 +43,7 @@ class _Anywhere:
 
 
 def requests(raw: bytes) -> None:
-    """What is written is one request, with each header of ours in it once, as it was meant."""
+    """The written bytes are one request, with each relay header exactly once and unchanged."""
     data = Data(raw)
     method = data.pick(("POST", "PUT", "PATCH"))
     url = "http://127.0.0.1" + data.text()
@@ -51,7 +51,7 @@ def requests(raw: bytes) -> None:
     mine = {data.text(): data.text() for _ in range(data.number(3))}
     is_good = _POLICY.refusal_of_url(url) is None
     try:
-        # As they are held to when somebody sets them, and when somebody goes around that.
+        # Validated as for a setting, and without that validation.
         events = encode_headers(mine)
     except UsageError:
         events = (
@@ -67,19 +67,19 @@ def requests(raw: bytes) -> None:
         expires_at=None, payload=data.rest() or b"{}",
         headers=None if events is None else events.encode(),
     )  # fmt: skip
-    prepared = prepare(delivery, 6, endpoint_headers=own(mine))
+    prepared = prepare(delivery, 6, endpoint_headers=valid_headers(mine))
     lines = prepared.attempt(2, 1_780_000_000, [bytes(32)])
     wires: list[Wire] = []
-    answered = _send(Request(url, lines, prepared.body, method=method), wires)
-    hold(is_good == (answered is None), f"{url!r} is good: {is_good}, and ended as {answered!r}")
+    result = _send(Request(url, lines, prepared.body, method=method), wires)
+    hold(is_good == (result is None), f"{url!r} is good: {is_good}, and ended as {result!r}")
     hold(is_good == bool(wires), f"{url!r} is good: {is_good}, and was asked: {bool(wires)}")
     if not is_good:
         return
-    _judge(bytes(wires[0].written), method, pairs(lines), prepared.body)
+    _judge(bytes(wires[0].written), method, parse_lines(lines), prepared.body)
 
 
 def _send(request: Request, wires: list[Wire]) -> Failure | None:
-    """Why it was not sent; None: it was."""
+    """Return why the request was not sent; None: it was sent."""
     failures: list[Failure | None] = []
 
     def asked(wire: Wire) -> None:
@@ -87,7 +87,7 @@ def _send(request: Request, wires: list[Wire]) -> Failure | None:
         _LOOP.call_soon(wire.feed, b"HTTP/1.1 204 No Content\r\n\r\n")
 
     async def send() -> None:
-        transport = Outbound(_POLICY, tls=_TLS, resolver=_Anywhere())
+        transport = TransportRouter(_POLICY, tls=_TLS, resolver=_Anywhere())
         try:
             failures.append((await transport.send(request)).failure)
         finally:
@@ -124,7 +124,7 @@ def _judge(written: bytes, method: str, headers: tuple[tuple[str, str], ...], bo
 TARGETS = (
     Target(
         name="requests",
-        looks_into=("outbox.destinations", "outbox.core.model.headers"),
+        short_run_modules=("outbox.destinations", "outbox.core.model.headers"),
         one=requests,
         seeds=(
             fields("0/hook?a=%20b&c", "order-7", '1X-Api-Key', "secret", '{"a":1}'),

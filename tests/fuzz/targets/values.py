@@ -1,4 +1,4 @@
-"""What people write where one value is asked for."""
+"""Single values that users write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TICKS = 5
 
 
 def durations(raw: bytes) -> None:
-    """A length of time that is read is finite, and is written so that it reads the same."""
+    """A parsed duration is finite, and round-trips through its text form."""
     data = Data(raw)
     text = data.text()
     try:
@@ -62,7 +62,7 @@ def durations(raw: bytes) -> None:
 
 
 def cron(raw: bytes) -> None:
-    """What fires does so when the clock shows it, and however one asks."""
+    """A cron run is at the local time of the expression, regardless of the start time."""
     data = Data(raw)
     zone, expression = data.pick(("UTC", "Europe/Berlin", "Australia/Lord_Howe")), data.text()
     name = data.maybe() or zone
@@ -76,19 +76,19 @@ def cron(raw: bytes) -> None:
     halfway = START + (moments[-1] - START) / 2
     in_two = [*read.between(START, halfway), *read.between(halfway, moments[-1])]
     hold(in_two == moments, f"in one piece {moments}, in two {in_two}")
-    hold(read.latest(moments[0], moments[-1]) == moments[-1], "another one is the latest")
+    hold(read.latest_before(moments[0], moments[-1]) == moments[-1], "another one is the latest")
     minutes, hours = expression.split()[:2] if "@" not in expression else ("*", "*")
     for moment in moments:
         shown = moment.astimezone(read.zone)
         hold(shown.second == 0 and shown.microsecond == 0, f"{moment} is no whole minute")
-        # Plain numbers are told without a second reader of cron.
+        # Plain numbers are checked without a second cron parser.
         before = (moment - timedelta(hours=3)).astimezone(read.zone).utcoffset()
         if shown.utcoffset() == before and minutes.isdigit() and hours.isdigit():
             hold((shown.minute, shown.hour) == (int(minutes), int(hours)), f"{shown} is shown")
 
 
 def patterns(raw: bytes) -> None:
-    """A pattern matches what a reader of its segments would match, and no type of ours else."""
+    """A pattern matches what a reference matches by segments, and no other product type."""
     data = Data(raw)
     text, event_type = data.text(), data.text()
     try:
@@ -119,7 +119,7 @@ def _matches(text: str, event_type: str) -> bool:
 
 
 def texts(raw: bytes) -> None:
-    """Names, types, keys, headers and payloads: refused in one line, or fit to be kept."""
+    """Names, types, keys, headers and payloads are rejected in one line, or can be stored."""
     data = Data(raw)
     name, event_type, key, header, value = (data.text() for _ in range(5))
     with contextlib.suppress(UsageError):
@@ -164,7 +164,7 @@ def _payload(raw: bytes) -> None:
 
 
 def _jsonb(value: object) -> None:
-    """Hold a payload to what jsonb can hold."""
+    """Require that jsonb can store a payload."""
     if isinstance(value, str):
         hold("\0" not in value and is_text(value), "jsonb cannot hold it")
     elif isinstance(value, dict):
@@ -177,7 +177,7 @@ def _jsonb(value: object) -> None:
 
 
 def _unquoted(text: str, mark: str) -> str:
-    """What a reader of SQL makes of a quoted text: up to the mark that is not doubled."""
+    """Return what an SQL parser reads of a quoted text: up to the quote that is not doubled."""
     hold(text.startswith(mark), f"{text!r} does not begin with {mark}")
     found: list[str] = []
     i = 1
@@ -203,12 +203,12 @@ def _literal(text: str) -> str:
 
 
 def secrets(raw: bytes) -> None:
-    """A secret or a key is read and written back, or refused without being shown."""
+    """A secret or a key round-trips, or is rejected without being shown."""
     data = Data(raw)
     for prefix in ("whsec_", "whpk_", "whsk_"):
-        told = data.text()
-        # It has to begin as one in most cases, or nothing would be found behind that.
-        text = told.removeprefix("!") if told.startswith("!") else prefix + told
+        message = data.text()
+        # Most inputs must begin like a secret, or nothing behind the prefix would be tested.
+        text = message.removeprefix("!") if message.startswith("!") else prefix + message
         for parse in (parse_secret, parse_key, parse_public_key, parse_private_key):
             try:
                 read = parse(text)
@@ -234,7 +234,7 @@ TARGETS = (
         seeds=(
             fields("90s", "standard", "429,5xx,500-504"),
             fields("1.5d", "base=5s,factor=2,cap=1h,jitter=none", "404"),
-            fields("999999999d", "plane,attempts=8,ratio=0.5,age=3d", "1xx,3xx,410-499"),
+            fields("999999999d", "stepped,attempts=8,ratio=0.5,age=3d", "1xx,3xx,410-499"),
         ),
         words=(
             *retry_policy.KEYS, *retry_policy.PRESETS, "=", ",", "xx", "-", "inf", "nan", "1e9",

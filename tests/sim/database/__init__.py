@@ -1,1 +1,1 @@
-"""A simulated PostgreSQL: what it must be so that a relay can tell no difference."""
+"""The simulated server: tables, transactions, locks, sessions and connections."""

@@ -1,4 +1,4 @@
-"""Sessions of the simulated server: one statement at a time, step by step."""
+"""Sessions of the simulated server, each with one statement at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Where a backend's answers go."""
+    """Receives the results of a backend."""
 
-    def answer(self, result: Any, error: Exception | None) -> None:
+    def response(self, result: Any, error: Exception | None) -> None:
         raise NotImplementedError
 
     def notification(self, channel: str, pid: int, payload: str) -> None:
@@ -28,7 +28,7 @@ class Client:
 
 
 class Backend:
-    """One session: a statement at a time."""
+    """One session."""
 
     def __init__(self, engine: Engine, name: str, client: Client) -> None:
         self.engine = engine
@@ -38,25 +38,25 @@ class Backend:
         self.client = client
         self.alive = True
         self.idle_timeout_s = 0.0
-        # The server's process gets no further before, as with a disk that does not answer.
+        # The server's process makes no progress before this time, as when a disk hangs.
         self.stalled_until = 0.0
-        # Told of a statement, and not to run it: that is not idle, however long it lasts.
-        self.half_asked = False
+        # It has received the first half of a statement: such a session is not idle.
+        self.half_sent = False
         self._tx: Transaction | None = None
-        self._statement: Steps | None = None
+        self._statement: Steps[Any] | None = None
         self._own: Transaction | None = None
         self._number = 0
         self._token = 0
-        self._client_gone = False
+        self._client_closed = False
 
     @property
     def transaction(self) -> Transaction | None:
-        """The one that is open over several statements."""
+        """The open transaction of several statements."""
         return self._tx
 
     @property
     def at_work(self) -> bool:
-        """Whether a statement runs, or waits for a lock."""
+        """Whether a statement is executed, or waits for a lock."""
         return self.alive and self._statement is not None
 
     # ------------------------------------------------------------ statements
@@ -67,7 +67,7 @@ class Backend:
         return self._tx
 
     def execute(self, make: Callable[[Transaction], Any]) -> None:
-        """Run a statement; its answer goes to the client."""
+        """Execute a statement and send its result to the client."""
         if not self.alive:
             return
         self._token += 1
@@ -76,14 +76,16 @@ class Backend:
             self._number += 1
             tx = Transaction(self.engine, f"{self.pid}/{self._number}", explicit=False)
         elif tx.failed:
-            self._answer(None, asyncpg.InFailedSQLTransactionError("the transaction is aborted"))
+            self._send_result(
+                None, asyncpg.InFailedSQLTransactionError("the transaction is aborted")
+            )
             return
         self.engine.statements += 1
         self._own = tx
         self._statement = self._steps(tx, make)
         self._go_on(None)
 
-    def _steps(self, tx: Transaction, make: Callable[[Transaction], Any]) -> Steps:
+    def _steps(self, tx: Transaction, make: Callable[[Transaction], Any]) -> Steps[Any]:
         result = make(tx)
         if hasattr(result, "send"):
             result = yield from result
@@ -91,8 +93,8 @@ class Backend:
             yield from self.commit_steps(tx)
         return result
 
-    def commit_steps(self, tx: Transaction) -> Steps:
-        """Commit: the disk, then everybody sees it, then the locks go."""
+    def commit_steps(self, tx: Transaction) -> Steps[None]:
+        """Flush, make the writes visible, then release the locks."""
         if tx.written:
             tx.committing = True
             yield self.engine.pause_s()
@@ -101,11 +103,11 @@ class Backend:
         self.engine.release(tx)
 
     def end_transaction(self) -> None:
-        """There is none any more that is open over several statements."""
+        """Forget the open transaction of several statements."""
         self._tx = None
 
     def commit(self, tx: Transaction) -> None:
-        """COMMIT of one that was."""
+        """COMMIT of a transaction of several statements."""
         self._token += 1
         self._own = tx
         self._statement = self.commit_steps(tx)
@@ -147,7 +149,7 @@ class Backend:
         tx = self._own
         if token == self._token and self.alive and tx is not None:
             if not self.engine.waits(tx):
-                return  # It was granted just now.
+                return  # The lock was granted at the same moment.
             self.engine.stop_waiting(tx)
             self._go_on(asyncpg.LockNotAvailableError("canceling statement due to lock timeout"))
 
@@ -164,43 +166,43 @@ class Backend:
                 tx.failed = True
             else:
                 self.engine.abort(tx)
-        if self._client_gone:
+        if self._client_closed:
             self._leave()
             return
-        self._answer(result, error)
+        self._send_result(result, error)
 
-    def _answer(self, result: Any, error: Exception | None) -> None:
-        self.client.answer(result, error)
-        if self._tx is not None and self.idle_timeout_s and not self.half_asked:
+    def _send_result(self, result: Any, error: Exception | None) -> None:
+        self.client.response(result, error)
+        if self._tx is not None and self.idle_timeout_s and not self.half_sent:
             self._token += 1
             self.engine.world.after(self.idle_timeout_s, None, self._too_idle, self._token)
 
     def _too_idle(self, token: int) -> None:
-        if token == self._token and self.alive and not self.half_asked:
+        if token == self._token and self.alive and not self.half_sent:
             self.terminate()
 
-    def tell(self, channel: str, payload: str, sender: Transaction) -> None:
-        """A notification."""
+    def send_notification(self, channel: str, payload: str, sender: Transaction) -> None:
+        """Send a notification to the client."""
         if self.alive:
             self.client.notification(channel, int(sender.vxid.partition("/")[0]), payload)
 
     # ------------------------------------------------------------------- end
 
     def client_closed(self) -> None:
-        """The client is gone; a statement that runs is run to its end."""
+        """The client has closed; the current statement is executed to its end."""
         if not self.alive:
             return
-        self._client_gone = True
+        self._client_closed = True
         if self._statement is None:
             self._leave()
 
     def terminate(self) -> None:
-        """pg_terminate_backend: at once, unless it is just committing."""
+        """Terminate at once (pg_terminate_backend), unless a commit is under way."""
         if not self.alive:
             return
         tx = self._own
         if tx is not None and tx.committing:
-            self._client_gone = True
+            self._client_closed = True
             self.client.closed()
             return
         if self._statement is not None:
@@ -210,7 +212,7 @@ class Backend:
         self.client.closed()
 
     def vanish(self) -> None:
-        """The server crashed."""
+        """The server has crashed."""
         self.alive = False
         if self._statement is not None:
             self._statement.close()

@@ -1,37 +1,35 @@
-"""The client's side of a session, as asyncpg shows it to the stores.
+"""The client's side of a session, with asyncpg's transactions, listeners and errors.
 
-Every statement travels to the server and its answer back, each for a random time;
-the connection may be cut, or swallow everything from some moment on, without
-either side being told.
+Every statement takes a random time to the server, and so does its response.  The
+connection may be cut, or may lose all messages from some moment on, without an error on
+either side.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import asyncpg
 
 from tests.sim.database.backend import Backend, Client
-from tests.sim.database.statements import answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.sim.clockwork import Process
-    from tests.sim.database.engine import Row, Transaction
+    from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LOST = "connection was closed in the middle of operation"
 
 
 class Connection(Client):
-    """One connection of a process.
-
-    Args:
-        backend: its session on the server.
-    """
+    """One connection of a process."""
 
     def __init__(self, database: Database, process: Process, name: str) -> None:
         self._database = database
@@ -46,14 +44,14 @@ class Connection(Client):
         self._listeners: dict[str, list[Callable[..., None]]] = {}
         self._on_end: list[Callable[[Any], None]] = []
         self._transactions = 0
-        self._asked_at: float | None = None
-        self.questions = 0
-        """How many statements were begun."""
+        self._started_at: float | None = None
+        self.statements_started = 0
+        """Number of statements that were sent."""
 
     @property
     def waiting_s(self) -> float:
-        """How long the statement under way has had no answer; 0 when there is none."""
-        return 0.0 if self._asked_at is None else self._world.now - self._asked_at
+        """Seconds since the current statement was sent; 0 when there is none."""
+        return 0.0 if self._started_at is None else self._world.now - self._started_at
 
     # ------------------------------------------------------------- the wire
 
@@ -71,7 +69,7 @@ class Connection(Client):
     def _to_client(self, callback: Callable[..., None], *args: Any) -> None:
         if self.hangs or self.process.dead:
             return
-        trip_s = self._database.network_s(self.process.name, answers=True)
+        trip_s = self._database.network_s(self.process.name, responses=True)
         self._to_client_at = max(self._to_client_at, self._world.now + trip_s)
         self._world.at(self._to_client_at, self.process, self._at_client, callback, args)
 
@@ -80,7 +78,7 @@ class Connection(Client):
             callback(*args)
 
     async def open(self) -> None:
-        """Connect; raises what asyncpg raises when there is no server."""
+        """Connect; raises ConnectionRefusedError if there is no server."""
         loop = asyncio.get_running_loop()
         opened = loop.create_future()
 
@@ -105,33 +103,33 @@ class Connection(Client):
         await opened
 
     def abandon(self) -> None:
-        """The process is gone: the system closes its side."""
+        """Close the client's side after the process has died."""
         if self.backend is not None:
             self._to_server(self.backend.client_closed)
         self._closed = True
 
-    def hang(self, *, half_asked: bool = False) -> None:
-        """From now on nothing arrives, in either direction.
+    def hang(self, *, half_sent: bool = False) -> None:
+        """Deliver no message in either direction from now on.
 
         Args:
-            half_asked: of a question the first half did.
+            half_sent: the first half of a statement arrived.
         """
         self.hangs = True
         if self.backend is not None:
-            self.backend.half_asked |= half_asked
+            self.backend.half_sent |= half_sent
 
     def cut(self) -> None:
-        """Somebody on the way resets the connection: both sides see its end."""
+        """Reset the connection: both sides see its end."""
         if self.backend is not None:
             self._to_server(self.backend.client_closed)
         self._to_client(self._lost)
 
     # ------------------------------------------------------- from the server
 
-    def answer(self, result: Any, error: Exception | None) -> None:
-        self._to_client(self._answered, result, error)
+    def response(self, result: Any, error: Exception | None) -> None:
+        self._to_client(self._on_result, result, error)
 
-    def _answered(self, result: Any, error: Exception | None) -> None:
+    def _on_result(self, result: Any, error: Exception | None) -> None:
         pending, self._pending = self._pending, None
         if pending is None or pending.done():
             return
@@ -160,20 +158,20 @@ class Connection(Client):
         for callback in self._on_end:
             callback(self)
 
-    # ------------------------------------------------- what the stores call
+    # ------------------------------------------------------------- statements
 
-    async def ask(self, run: Callable[[Backend], None]) -> Any:
-        """Have the server do something, and wait for what it says."""
-        self.questions += 1
-        self._asked_at = self._world.now
+    async def run_on_server(self, run: Callable[[Backend], None]) -> Any:
+        """Execute a function on the server, and wait for its response."""
+        self.statements_started += 1
+        self._started_at = self._world.now
         try:
-            return await self._answered_to(run)
+            return await self._execute(run)
         finally:
-            self._asked_at = None
+            self._started_at = None
 
-    async def _answered_to(self, run: Callable[[Backend], None]) -> Any:
+    async def _execute(self, run: Callable[[Backend], None]) -> Any:
         if self._pending is not None and self._pending.cancelled():
-            # A statement that nobody waits for any more has to end first.
+            # A statement whose caller was cancelled has to end first.
             self._pending = asyncio.get_running_loop().create_future()
             with suppress(asyncpg.PostgresError):
                 await self._pending
@@ -186,34 +184,31 @@ class Connection(Client):
         self._to_server(_if_alive, run, self.backend)
         return await pending
 
-    async def run(self, make: Callable[[Transaction], Any]) -> Any:
-        """A statement that is not one of the stores'."""
-        return await self.ask(lambda backend: backend.execute(make))
+    @overload
+    async def call(
+        self,
+        step: Callable[Concatenate[Database, Transaction, P], Steps[R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R: ...
 
-    async def _statement(self, sql: str, args: tuple[Any, ...], within_s: float | None) -> Any:
-        make = answer(self._database, sql, args)
-        asked = self.ask(lambda backend: backend.execute(make))
-        if within_s is None:
-            return await asked
-        async with asyncio.timeout(within_s):
-            return await asked
+    @overload
+    async def call(
+        self,
+        step: Callable[Concatenate[Database, Transaction, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R: ...
 
-    async def fetch(self, sql: str, *args: Any, timeout: float | None = None) -> list[Row]:  # noqa: ASYNC109
-        rows: list[Row] = await self._statement(sql, args, timeout)
-        return rows
+    async def call(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Execute one statement on the server, a step of a store, and wait for its result."""
 
-    async def fetchrow(self, sql: str, *args: Any, timeout: float | None = None) -> Row | None:  # noqa: ASYNC109
-        rows = await self.fetch(sql, *args, timeout=timeout)
-        return rows[0] if rows else None
+        def begin(tx: Transaction) -> Any:
+            return step(self._database, tx, *args, **kwargs)
 
-    async def fetchval(self, sql: str, *args: Any, timeout: float | None = None) -> Any:  # noqa: ASYNC109
-        rows = await self.fetch(sql, *args, timeout=timeout)
-        return next(iter(rows[0].values())) if rows else None
+        return await self.run_on_server(lambda backend: backend.execute(begin))
 
-    async def execute(self, sql: str, *args: Any, timeout: float | None = None) -> str:  # noqa: ASYNC109
-        return str(await self._statement(sql, args, timeout))
-
-    def transaction(self, **_: Any) -> TransactionBlock:
+    def transaction(self) -> TransactionBlock:
         return TransactionBlock(self)
 
     def get_server_pid(self) -> int:
@@ -224,7 +219,7 @@ class Connection(Client):
         return self._closed
 
     def terminate(self) -> None:
-        """Close at once."""
+        """Close without waiting."""
         if self._closed or self.process.dead:
             return
         self._closed = True
@@ -244,24 +239,24 @@ class Connection(Client):
 
         def listen(backend: Backend) -> None:
             self._database.listen(backend, channel)
-            backend.client.answer("LISTEN", None)
+            backend.client.response("LISTEN", None)
 
-        await self.ask(listen)
+        await self.run_on_server(listen)
 
     async def remove_listener(self, channel: str, callback: Callable[..., None]) -> None:
         self._listeners[channel].remove(callback)
 
         def unlisten(backend: Backend) -> None:
             self._database.unlisten(backend, channel)
-            backend.client.answer("UNLISTEN", None)
+            backend.client.response("UNLISTEN", None)
 
-        await self.ask(unlisten)
+        await self.run_on_server(unlisten)
 
     # ---------------------------------------------------------- transactions
 
     async def control(self, what: str) -> None:
-        """BEGIN, COMMIT, ROLLBACK, and the same of a savepoint."""
-        await self.ask(lambda backend: _control(backend, what))
+        """Execute BEGIN, COMMIT or ROLLBACK, or one of the statements of a savepoint."""
+        await self.run_on_server(lambda backend: _control(backend, what))
 
 
 def _if_alive(run: Callable[[Backend], None], backend: Backend) -> None:
@@ -286,18 +281,30 @@ def _control(backend: Backend, what: str) -> None:
             tx.savepoints.pop()
         case "COMMIT" if tx is not None and not tx.failed:
             backend.end_transaction()
-            tx.explicit = False  # What fails from here on takes it back.
+            tx.explicit = False  # An error from here on rolls it back.
             backend.commit(tx)
             return
         case "COMMIT" | "ROLLBACK":
             if tx is not None:
                 backend.engine.abort(tx)
             backend.end_transaction()
-    backend.client.answer(what, None)
+    backend.client.response(what, None)
+
+
+class ListenerConnection(Connection):
+    """A connection for LISTEN, whose only other statement is a heartbeat."""
+
+    async def fetchval(self, _statement: str, *, timeout: float) -> None:  # noqa: ASYNC109
+        async with asyncio.timeout(timeout):
+            await self.call(_read_nothing)
+
+
+def _read_nothing(db: Database, tx: Transaction) -> None:
+    """A round trip."""
 
 
 class TransactionBlock:
-    """asyncpg's transaction: BEGIN … COMMIT, or a savepoint inside of one."""
+    """A transaction as asyncpg has it, or a savepoint inside of one."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,85 +1,86 @@
-"""Endpoints that are there from the beginning."""
+"""The rows of endpoints and lanes, and the endpoints that exist from the beginning."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
-import orjson
-
-from tests.sim.database.statements.operators import new_progress
+from outbox.core.delivery.commands import Progress
+from outbox.core.model.endpoint import EndpointSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from uuid import UUID
 
-    from outbox.core.model.endpoint import EndpointSettings
-    from tests.sim.database.engine import Row
+    from tests.sim.database.engine import Row, Table
     from tests.sim.database.tables import Database
+
+    Put = Callable[[Table, UUID | int, Row], None]
 
 SECRET = "whsec_c2ltdWxhdGVkIHNlY3JldCBvZiAzMiBieXRlcw=="
 
 
+def settings_columns(settings: EndpointSettings) -> Row:
+    """The columns of an endpoint that its settings determine."""
+    columns = {each.name: getattr(settings, each.name) for each in fields(EndpointSettings)}
+    return {**columns, "settings": settings}
+
+
+def add_lane(
+    db: Database,
+    put: Put,
+    endpoint_id: UUID,
+    generation: int,
+    slot: int,
+    from_batch: int,
+    epoch: int,
+) -> Row:
+    """Add a lane without deliveries."""
+    new = db.serial(db.lane)
+    lane = {"id": new, "endpoint_id": endpoint_id, "generation": generation, "slot": slot}
+    put(db.lane, new, lane)
+    put(db.lane_counter, new, {"lane_id": new, "last_seq": 0})
+    progress = Progress(floor_batch=from_batch)._asdict()
+    row = {"lane_id": new, "endpoint_id": endpoint_id, "epoch": epoch, **progress}
+    put(db.lane_progress, new, row)
+    return lane
+
+
 def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row]:
-    """What `outbox endpoint add` leaves, before the first batch; returns its lanes."""
-    subscription = {
-        "types": list(settings.types),
-        "tenant": settings.tenant,
-        "all_tenants": settings.all_tenants,
-        "filter": settings.filter,
-    }
+    """Add an endpoint before the first batch; returns its lanes."""
     db.endpoint.rows[endpoint_id] = {
+        **settings_columns(settings),
         "id": endpoint_id,
-        "name": settings.name,
         "state": "active",
         "state_by": None,
-        "state_why": None,
-        **subscription,
-        "url": settings.url,
-        "method": settings.method,
-        "headers": "{}",
-        "connect_timeout_s": settings.connect_timeout_s,
-        "total_timeout_s": settings.total_timeout_s,
-        "in_flight_max": settings.in_flight_max,
-        "rate_per_s": settings.rate_per_s,
-        "batch_max": settings.batch_max,
-        "allow_networks": list(settings.allow_networks),
-        "ca": settings.ca,
-        "identity": None,
-        "retry": orjson.dumps(settings.retry.to_dict()).decode(),
-        "retryable": None,
-        "on_dead_letter": settings.on_dead_letter,
-        "backlog_count_max": settings.backlog_count_max,
-        "backlog_age_max_s": settings.backlog_age_max_s,
-        "disable_after_s": settings.disable_after_s,
-        "checkpoint_every_s": settings.checkpoint_every_s,
+        "state_comment": None,
         "generation": 1,
         "resumes": 0,
-        "lanes": settings.lanes,
-        "secret": SECRET,
     }
     db.endpoint_health.rows[endpoint_id] = {
         "endpoint_id": endpoint_id,
         "epoch": 0,
         "state": "healthy",
-        "since": db.clock_timestamp(),
+        "since": db.wall(),
         "resumes": 0,
         "held_until": None,
-        "last_answer": None,
-        "told_held_since": None,
-        "told_stalled_at": None,
+        "last_response": None,
+        "reported_held_since": None,
+        "reported_stalled_at": None,
     }
     db.subscription.rows[endpoint_id, 1] = {
         "endpoint_id": endpoint_id,
         "from_batch": 1,
         "to_batch": None,
-        **subscription,
+        "types": settings.types,
+        "tenant": settings.tenant,
+        "all_tenants": settings.all_tenants,
+        "filter": settings.filter,
     }
     db.ownership.rows[endpoint_id] = {"endpoint_id": endpoint_id, "replica_id": None, "epoch": 0}
-    lanes = []
-    for slot in range(settings.lanes):
-        lane_id = db.serial(db.lane)
-        lane = {"id": lane_id, "endpoint_id": endpoint_id, "generation": 1, "slot": slot}
-        db.lane.rows[lane_id] = lane
-        db.lane_counter.rows[lane_id] = {"lane_id": lane_id, "last_seq": 0}
-        db.lane_progress.rows[lane_id] = new_progress(lane_id, endpoint_id, 1, 0)
-        lanes.append(lane)
-    return lanes
+
+    def put(table: Table, key: UUID | int, row: Row) -> None:
+        table.rows[key] = row
+
+    # Nothing before the first batch is searched.
+    return [add_lane(db, put, endpoint_id, 1, n, 1, 0) for n in range(settings.lanes)]

@@ -1,18 +1,18 @@
 """Transactions and row locks of the simulated server.
 
-A statement is a generator: it yields where time may pass or a lock is waited for,
-so that others get between.  Writes are kept with their transaction and seen by
-nobody else until it commits; when it does, they become visible at one moment, and
-the locks are let go only some time after that, as in PostgreSQL.
+A statement is a generator.  It yields where time may pass or where it waits for a lock,
+and other statements are executed meanwhile.  The writes of a transaction are visible to
+no other transaction until it commits.  The commit makes all of them visible at one moment, and
+releases the locks some time later, as in PostgreSQL.
 
-Reads see what is committed when they are made (READ COMMITTED; one step of a
-generator is one snapshot), and their own transaction's writes.
+A read sees what is committed at its time (READ COMMITTED; one step of a generator is
+one snapshot), and the writes of its own transaction.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import random
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from tests.sim.clockwork import World
     from tests.sim.database.backend import Backend
 
+    R = TypeVar("R")
+
     Row = dict[str, Any]
-    Steps = Generator[Any, Any, Any]
+    Steps = Generator[Any, Any, R]
+    """A statement that yields where time may pass, and returns its result."""
 
 SHARE, UPDATE, EXCLUSIVE = "share", "update", "exclusive"
 """FOR KEY SHARE; FOR NO KEY UPDATE and UPDATE; FOR UPDATE and DELETE."""
@@ -38,7 +41,7 @@ _CONFLICTS = {
 
 
 class Table:
-    """Committed rows by their key; a row is never changed, only replaced."""
+    """Committed rows by key; a row is replaced, and never changed in place."""
 
     __slots__ = ("name", "rows")
 
@@ -58,7 +61,7 @@ class Wait:
 
 
 class Transaction:
-    """One transaction; of a single statement, or of several."""
+    """One transaction, of one statement or of several."""
 
     __slots__ = (
         "appends",
@@ -85,7 +88,7 @@ class Transaction:
         self.explicit = explicit
         self.began_at = server.world.now
         self.writes: dict[Table, dict[Any, Row | None]] = {}
-        # Of append-only tables: done when it commits.
+        # Inserts into append-only tables, executed by the commit.
         self.appends: list[Callable[[], None]] = []
         self.locks: list[tuple[tuple[str, Any], str]] = []
         self.notifications: dict[tuple[str, str], None] = {}
@@ -93,24 +96,24 @@ class Transaction:
         self.lock_timeout_s = 0.0
         self.failed = False
         self.committing = False
-        # Whether it has an id of its own, because it wrote something.
+        # Whether it has an id, because it wrote something.
         self.written = False
-        # Under REPEATABLE READ: what it took with its first statement.
+        # Under REPEATABLE READ: the snapshot of its first statement.
         self.snapshot: Any = None
-        # Its session does not notify.
+        # Its session sends no notifications.
         self.quiet = False
-        # What a checker should know of it when it commits.
+        # Changes, for the checkers, when it commits.
         self.notes: list[tuple[str, Any]] = []
 
     def get(self, table: Table, key: Any) -> Row | None:
-        """A row as this transaction sees it."""
+        """A row that this transaction sees; None: there is none."""
         own = self.writes.get(table)
         if own is not None and key in own:
             return own[key]
         return table.rows.get(key)
 
     def rows(self, table: Table) -> Iterator[Row]:
-        """All rows as this transaction sees them."""
+        """All rows that this transaction sees."""
         own = self.writes.get(table)
         if not own:
             yield from list(table.rows.values())
@@ -123,12 +126,12 @@ class Transaction:
                 yield mine
 
     def put(self, table: Table, key: Any, row: Row | None) -> None:
-        """Insert, replace or (None) delete."""
+        """Insert, replace or (None) delete a row."""
         self.wrote()
         self.writes.setdefault(table, {})[key] = row
 
     def change(self, table: Table, key: Any, **values: Any) -> Row:
-        """Replace some values of a row that is there."""
+        """Replace some values of an existing row."""
         row = self.get(table, key)
         assert row is not None
         new = {**row, **values}
@@ -136,23 +139,23 @@ class Transaction:
         return new
 
     def append(self, what: Callable[[], None]) -> None:
-        """An insert into an append-only table, seen when it commits."""
+        """Insert into an append-only table when the transaction commits."""
         self.wrote()
         self.appends.append(what)
 
     def wrote(self) -> None:
-        """It has an id of its own from now on."""
+        """Give the transaction an id."""
         if not self.written:
             self.written = True
             self.server.running[self.vxid] = None
 
     def notify(self, channel: str, payload: str) -> None:
-        """Sent when it commits, once."""
+        """Send a notification, once, when the transaction commits."""
         self.wrote()
         self.notifications[channel, payload] = None
 
     def try_lock(self, table: Table | str, key: Any, mode: str) -> bool:
-        """SKIP LOCKED: a lock, or none."""
+        """Lock a row unless that has to wait (SKIP LOCKED)."""
         name = table if isinstance(table, str) else table.name
         return self.server.try_lock(self, (name, key), mode)
 
@@ -172,16 +175,16 @@ class Engine:
     """Transactions and locks, without any tables.
 
     Args:
-        rng: for how long things take.
+        rng: for the durations.
     """
 
     def __init__(self, world: World, rng: random.Random) -> None:
         self.world = world
         self.rng = rng
         self.up = True
-        # Transactions with an id whose rows are not visible yet, by vxid.
+        # The transactions with an id whose rows are not visible yet, by vxid.
         self.running: dict[str, None] = {}
-        # Who holds the lock of outbox.id's sequence.
+        # The transactions that hold the lock of the sequence of outbox.id.
         self.holders: dict[str, None] = {}
         self.prepared: dict[str, Transaction] = {}
         self.backends: dict[int, Backend] = {}
@@ -192,7 +195,7 @@ class Engine:
         self._pids = 1000
         self._listening: dict[str, dict[int, None]] = {}
         self.statements = 0
-        # Called right after each commit became visible.
+        # Called when a commit has become visible.
         self.on_commit: list[Callable[[Transaction], None]] = []
 
     # ------------------------------------------------------------------ time
@@ -202,7 +205,7 @@ class Engine:
         raise NotImplementedError
 
     def pause_s(self) -> float:
-        """How long a part of a statement takes."""
+        """The duration of a part of a statement."""
         u = self.rng.random()
         if u < 0.9:
             return u * 0.0005
@@ -216,7 +219,7 @@ class Engine:
             other is not tx and (theirs, mode) in _CONFLICTS for other, theirs in held
         ):
             return False
-        # Whoever came first goes first, apart from those that have it already.
+        # A transaction that waits goes first, unless this one holds the lock already.
         if self._waiting.get(key) and not any(other is tx for other, _ in held or ()):
             return False
         self._grant(tx, key, mode)
@@ -232,7 +235,7 @@ class Engine:
         self._waiting.setdefault(key, deque()).append((tx, mode, granted))
 
     def waits(self, tx: Transaction) -> bool:
-        """Whether it waits for a lock."""
+        """Whether the transaction waits for a lock."""
         return any(each[0] is tx for queue in self._waiting.values() for each in queue)
 
     def stop_waiting(self, tx: Transaction) -> None:
@@ -249,7 +252,7 @@ class Engine:
             self._waiting.pop(key, None)
 
     def release(self, tx: Transaction) -> None:
-        """Let all locks of a transaction go."""
+        """Release all locks of a transaction."""
         self.holders.pop(tx.vxid, None)
         keys = dict.fromkeys(key for key, _ in tx.locks)
         tx.locks = []
@@ -275,7 +278,7 @@ class Engine:
     # ---------------------------------------------------------- transactions
 
     def apply(self, tx: Transaction) -> None:
-        """The commit: everything is visible from this moment on."""
+        """Commit: make everything visible at this moment."""
         for table, own in tx.writes.items():
             rows = table.rows
             for key, row in own.items():
@@ -290,15 +293,15 @@ class Engine:
             watcher(tx)
         for channel, payload in tx.notifications:
             for pid in self._listening.get(channel, ()):
-                self.backends[pid].tell(channel, payload, tx)
+                self.backends[pid].send_notification(channel, payload, tx)
         if tx.written:
             self.flushed()
 
     def flushed(self) -> None:
-        """A commit reached the disk, and everything before it."""
+        """A commit, and everything before it, has reached the disk."""
 
     def abort(self, tx: Transaction) -> None:
-        """Nothing of it ever happened."""
+        """Roll back a transaction."""
         self.running.pop(tx.vxid, None)
         self.stop_waiting(tx)
         self.release(tx)
@@ -306,11 +309,11 @@ class Engine:
     # -------------------------------------------------------------- sessions
 
     def session_of(self, tx: Transaction) -> Backend:
-        """Whose transaction it is."""
+        """The session of a transaction."""
         return self.backends[int(tx.vxid.partition("/")[0])]
 
     def new_pid(self) -> int:
-        """For a session."""
+        """The id of a new session."""
         self._pids += 1
         return self._pids
 
@@ -327,7 +330,7 @@ class Engine:
             pids.pop(backend.pid, None)
 
     def crash(self) -> None:
-        """`pg_ctl stop -m immediate`: whatever is not committed is gone."""
+        """Crash as by `pg_ctl stop -m immediate`: what is not committed is lost."""
         self.up = False
         for backend in list(self.backends.values()):
             backend.vanish()
@@ -336,7 +339,7 @@ class Engine:
         self.running.clear()
         self.holders.clear()
         for number, tx in enumerate(self.prepared.values(), 700):
-            # What its transaction was called before is not known any more.
+            # A prepared transaction has another vxid after a restart.
             tx.vxid = f"-1/{number}"
             self.running[tx.vxid] = None
             self.holders[tx.vxid] = None

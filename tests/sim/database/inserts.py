@@ -1,4 +1,4 @@
-"""INSERT INTO outbox, whoever makes it."""
+"""INSERT INTO outbox."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def insert_event(
     key: str | None,
     payload: str,
     expires_at: datetime | None = None,
-) -> Steps:
-    """One row; returns it."""
-    db.holders[tx.vxid] = None  # Taken before the sequence gives a value.
+) -> Steps[Event]:
+    """Insert one row; returns it."""
+    db.holders[tx.vxid] = None  # Locked before the sequence assigns a value.
     if db.rng.random() < 0.3:
         yield db.pause_s()
     db.last_id += 1
@@ -38,7 +38,7 @@ def insert_event(
         payload,
         db.clock_timestamp(),
         expires_at,
-        new if key is None else db.spread_of(key),
+        new if key is None else db.hash_key(key),
     )
     tx.append(lambda: db.add_event(event))
     tx.notes.append(("event", (new, tx.quiet)))

@@ -1,6 +1,6 @@
-"""The tables and sequences of the schema, as the simulated server keeps them.
+"""The tables and sequences of the simulated server.
 
-What is only ever appended to is kept as lists, by lane where it is read by lane.
+Append-only tables are lists, by lane where they are read by lane.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from outbox.core.sequencing.partition_window import Kind
+    from outbox.core.sequencing.partition_window import WindowKind
     from tests.sim.clockwork import World
     from tests.sim.database.backend import Backend
     from tests.sim.database.connection import Connection
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "relay"
 AWAKE = 1
-KINDS: tuple[Kind, ...] = ("events", "log")
+KINDS: tuple[WindowKind, ...] = ("events", "log")
 LOGGED_AHEAD = 32
-"""Values of a sequence that a crash may skip."""
+"""Maximum number of values of a sequence that a crash skips."""
 
 
 class Event(NamedTuple):
@@ -44,7 +44,7 @@ class Event(NamedTuple):
     payload: str
     created_at: datetime
     expires_at: datetime | None
-    spread: int
+    key_hash: int
 
 
 class Given(NamedTuple):
@@ -61,7 +61,7 @@ class Given(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """It is not the event's first delivery to its endpoint."""
+        """Whether it is not the first delivery of its event to its endpoint."""
         return self.replay_id is not None or self.backfill_id is not None
 
 
@@ -73,7 +73,7 @@ class Tried(NamedTuple):
     attempt: int
     outcome: str
     replica_id: int
-    started_at: datetime
+    started_at: float
     elapsed_ms: float
 
 
@@ -93,21 +93,21 @@ class Batch(NamedTuple):
 
 @dataclass
 class Network:
-    """What lies between a process and the server."""
+    """The network between a process and the server."""
 
     usual_s: float = 0.0005
-    """A message is on its way for about so long."""
+    """The mean duration of a message."""
     stalled_until: float = 0.0
-    """Nothing gets through before; it is not lost, either."""
-    answers_stalled_until: float = 0.0
-    """The same, of what the server says."""
+    """No message arrives before; none is lost."""
+    responses_stalled_until: float = 0.0
+    """The same for the messages of the server."""
 
 
 class Database(Engine):
-    """The server with the schema in it, empty but for what a migration leaves.
+    """The server with the schema, and the rows of a migration.
 
     Args:
-        skew_s: how far its clock is from the true one.
+        skew_s: the error of its clock.
     """
 
     def __init__(self, world: World, rng: random.Random, skew_s: float = 0.0) -> None:
@@ -115,7 +115,7 @@ class Database(Engine):
         self.skew_s = skew_s
         self.connections: list[Connection] = []
         self.networks: dict[str, Network] = {}
-        # Whether sessions can be ended by others; behind a pooler they cannot.
+        # Whether a session can terminate others; behind a pooler it cannot.
         self.signals = True
         # ------------------------------------------------------- the outbox
         self.outbox: dict[int, Event] = {}
@@ -142,41 +142,39 @@ class Database(Engine):
         self.lane_block = Table("lane_block")
         self.dead_letter = Table("dead_letter")
         self.replay_job = Table("replay_job")
-        self.replay_part = Table("replay_part")
+        self.replay_job_endpoint = Table("replay_job_endpoint")
         self.replay = Table("replay")
         self.replica = Table("replica")
         self.ownership = Table("ownership")
         self.schedule = Table("schedule")
         self.future_event = Table("future_event")
-        # The application's own: a counter for each key.
+        # A table of the application, with a counter for each key.
         self.domain = Table("domain")
         self.batches: list[Batch] = [
             Batch(0, 0, (), (), (), (), None, datetime.fromtimestamp(world.EPOCH_S, UTC))
         ]
         # ---------------------------------------------------------- retention
-        # Whether anything is dropped in this run.
+        # Whether periods are dropped in this run.
         self.maintained = False
         self.period = Table("period")
         for kind in KINDS:
             self.period.rows[kind, 0] = self.new_period(kind, 0)
         # The lowest id whose event is kept.
         self.first_id = 0
-        # For the checkers, of a log that is gone: the numbers of lanes that were
-        # delivered, and what all of them were.
+        # For the checkers, of dropped periods: the sequence numbers of lanes that were
+        # delivered, and all deliveries.
         self.old_successes: dict[int, set[int]] = {}
         self.old_given: dict[tuple[int, int], Given] = {}
         self.deliveries: dict[int, list[Given]] = {}
         self.attempts: dict[int, list[Tried]] = {}
         self.journal: list[tuple[float, str, str, UUID | None, Any]] = []
-        # Called with the session that has found something due.
+        # Called with the name of a session that has found a schedule due.
         self.on_tick: list[Callable[[str], None]] = []
-        # Called with the session that has locked a replica, to free what that owns.
-        self.on_burial: list[Callable[[Backend], None]] = []
-        # Hashes of keys, where it matters which ones they are.
-        self.spreads: dict[str, int] = {}
+        # Called with a session that has locked the row of an expired replica.
+        self.on_expiry: list[Callable[[Backend], None]] = []
+        # Hashes of keys, where they must equal those of a real server.
+        self.key_hashes: dict[str, int] = {}
         self._serials: dict[str, int] = {}
-        # Answers that a mutant gives in place of ours.
-        self.changed: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ time
 
@@ -192,11 +190,11 @@ class Database(Engine):
     # ------------------------------------------------------------- sequences
 
     def flag_seen_by(self, tx: Transaction) -> int:
-        """The wake-up flag: a sequence, whose value no snapshot hides."""
+        """The wake-up flag, a sequence: every snapshot sees its newest value."""
         return self.wakeup
 
     def serial(self, table: Table) -> int:
-        """The next id of a table; never given back."""
+        """The next id of a table; no rollback returns it."""
         n = self._serials[table.name] = self._serials.get(table.name, 0) + 1
         return n
 
@@ -206,34 +204,34 @@ class Database(Engine):
     def crash(self) -> None:
         super().crash()
         self.last_id += self.rng.randrange(LOGGED_AHEAD)
-        # Set without waiting for the disk.
+        # Its write does not wait for the disk.
         if self.rng.random() < 0.5:
             self.wakeup = self.wakeup_on_disk
 
     # ------------------------------------------------------------- retention
 
-    def new_period(self, kind: Kind, number: int) -> dict[str, Any]:
-        """A row of period that begins now."""
+    def new_period(self, kind: WindowKind, number: int) -> dict[str, Any]:
+        """The row of a period that begins now."""
         row: dict[str, Any] = {"kind": kind, "number": number, "began_at": self.wall()}
         return {**row, "ended_at": None, "last_batch": None, "dropped": False}
 
-    def drop_below(self, kind: Kind, number: int) -> None:
-        """The partitions of all periods below that one are gone."""
+    def drop_below(self, kind: WindowKind, number: int) -> None:
+        """Drop the partitions of all periods below this one."""
         first = number * partition_window.WIDTH
         if kind == "events":
             self.first_id = first
             del self.outbox_ids[: bisect_left(self.outbox_ids, first)]
             return
         for lane_id, tried in self.attempts.items():
-            gone = {a.seq for a in tried if a.batch < first and a.outcome == "delivered"}
-            self.old_successes.setdefault(lane_id, set()).update(gone)
+            dropped = {a.seq for a in tried if a.batch < first and a.outcome == "delivered"}
+            self.old_successes.setdefault(lane_id, set()).update(dropped)
             self.attempts[lane_id] = [a for a in tried if a.batch >= first]
         for lane_id, given in self.deliveries.items():
             self.old_given |= {(lane_id, g.seq): g for g in given if g.batch < first}
             self.deliveries[lane_id] = [g for g in given if g.batch >= first]
 
     def given(self, lane_id: int, seq: int) -> Given:
-        """A number of a lane, whenever it was given."""
+        """The delivery with a sequence number of a lane, of a dropped period as well."""
         old = self.old_given.get((lane_id, seq))
         if old is not None:
             return old
@@ -241,7 +239,7 @@ class Database(Engine):
         return kept[bisect_left(kept, seq, key=lambda g: g.seq)]
 
     def batch(self, number: int) -> Batch:
-        """A batch by its number; there are holes where periods begin."""
+        """A batch by its number; the numbers have holes where periods begin."""
         return self.batches[bisect_left(self.batches, number, key=lambda b: b.batch)]
 
     # --------------------------------------------------------------- inserts
@@ -250,53 +248,53 @@ class Database(Engine):
         self.outbox[event.id] = event
         insort(self.outbox_ids, event.id)
 
-    def spread_of(self, key: str) -> int:
-        """A hash of a key; any will do that is always the same."""
-        return self.spreads.get(key) or crc32(key.encode())
+    def hash_key(self, key: str) -> int:
+        """The hash of a key."""
+        return self.key_hashes.get(key) or crc32(key.encode())
 
     # ------------------------------------------------------------- two phases
 
     def prepare(self, gid: str, backend: Backend) -> None:
-        """PREPARE TRANSACTION: it is nobody's session's any more, and survives a crash."""
+        """PREPARE TRANSACTION: it belongs to no session afterwards, and survives a crash."""
         tx = backend.transaction
         if tx is None or tx.failed:
-            backend.client.answer(None, InFailedSQLTransactionError("the transaction is aborted"))
+            backend.client.response(None, InFailedSQLTransactionError("the transaction is aborted"))
             return
         backend.end_transaction()
         self.prepared[gid] = tx
-        backend.client.answer("PREPARE TRANSACTION", None)
+        backend.client.response("PREPARE TRANSACTION", None)
 
     def end_prepared(self, gid: str, commit: bool, backend: Backend) -> None:
-        """COMMIT PREPARED or ROLLBACK PREPARED; done before is as good."""
+        """COMMIT PREPARED or ROLLBACK PREPARED; the second time it does nothing."""
         tx = self.prepared.pop(gid, None)
         if tx is None:
-            backend.client.answer("COMMIT PREPARED", None)
+            backend.client.response("COMMIT PREPARED", None)
         elif commit:
             tx.explicit = False
             backend.commit(tx)
         else:
             self.abort(tx)
-            backend.client.answer("ROLLBACK PREPARED", None)
+            backend.client.response("ROLLBACK PREPARED", None)
 
     # --------------------------------------------------------------- network
 
     def network_of(self, process: str) -> Network:
-        """The way from this process."""
+        """The network of this process."""
         return self.networks.setdefault(process, Network())
 
     def stalled_until(self, process: str) -> float:
-        """When all that this process has said is heard and done."""
+        """The time by which all messages of this process have been processed."""
         own = (c.backend for c in self.connections if c.process.name == process)
         stalls = [b.stalled_until for b in own if b is not None and b.alive]
         return max(self.world.now, self.network_of(process).stalled_until, *stalls)
 
-    def network_s(self, process: str, *, answers: bool = False) -> float:
-        """How long a message of this process, or to it, is on its way from now on."""
+    def network_s(self, process: str, *, responses: bool = False) -> float:
+        """The duration of a message from or to this process that is sent now."""
         network = self.network_of(process)
         u = self.rng.random()
         trip_s = 2 * network.usual_s * u if u < 0.98 else 0.05 * self.rng.random()
         until = network.stalled_until
-        if answers and network.answers_stalled_until > until:
-            until = network.answers_stalled_until
+        if responses and network.responses_stalled_until > until:
+            until = network.responses_stalled_until
         late_s = until - self.world.now
         return trip_s + late_s if late_s > 0 else trip_s

@@ -1,4 +1,4 @@
-"""Known mistakes, by the part of the relay that they are made in."""
+"""Known mistakes, by the part of the relay."""
 
 from tests.sim.mutants import (
     batches,

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @mutant
-def a_batch_acknowledged_whole_when_a_part_was_accepted(sim: Simulation) -> None:
-    """2xx is 2xx, whatever else the receiver says."""
+def whole_batch_acknowledged_after_partial_success(sim: Simulation) -> None:
+    """A response of 2xx acknowledges all deliveries of the request."""
 
     def patched(*args: Any, **rest: Any) -> Any:
         verdict, through = batch.classify_batch(*args, **rest)
@@ -25,36 +25,36 @@ def a_batch_acknowledged_whole_when_a_part_was_accepted(sim: Simulation) -> None
 
 
 @mutant
-def a_batch_called_by_its_first_delivery(sim: Simulation) -> None:
-    """The id stays the same while others join or leave."""
+def batch_id_ignores_later_deliveries(sim: Simulation) -> None:
+    """The id of a batch does not depend on its other deliveries."""
     swap(batch, "_batch_id", lambda first, first_id, last, last_id: first_id)
 
 
 @mutant
-def a_failed_batch_sent_together_again(sim: Simulation) -> None:
-    """Who is to blame is never found out."""
-    together = lane.Lane._together
+def failed_batch_not_split(sim: Simulation) -> None:
+    """A failed batch is never split."""
+    select_batch = lane.Lane._select_batch
 
     def patched(self: Any, *args: Any) -> Any:
-        attempts, self._head.attempts = self._head.attempts, 0
-        self._batch_size.now = BATCH_MAX
+        attempts, self._retry.attempts = self._retry.attempts, 0
+        self._batch_size.current = BATCH_MAX
         try:
-            return together(self, *args)
+            return select_batch(self, *args)
         finally:
-            self._head.attempts = attempts
+            self._retry.attempts = attempts
 
-    swap(lane.Lane, "_together", patched)
+    swap(lane.Lane, "_select_batch", patched)
 
 
 @mutant
-def what_a_failed_batch_held_given_up_with_its_first(sim: Simulation) -> None:
-    """A success of a part passes all of it."""
-    answered = lane.Lane.batch_answered
+def batch_advanced_past_accepted_part(sim: Simulation) -> None:
+    """A success of a part acknowledges the whole batch."""
+    record_batch = lane.Lane.record_batch_result
 
     def patched(self: Any, sent: Any, accepted_seq: int, *args: Any, **rest: Any) -> Any:
-        records = answered(self, sent, accepted_seq, *args, **rest)
+        records = record_batch(self, sent, accepted_seq, *args, **rest)
         if accepted_seq >= sent[0].seq:
-            self._pass(sent[-1].seq, sent[-1].batch, delivered=True)
+            self._advance(sent[-1].seq, sent[-1].batch, delivered=True)
         return records
 
-    swap(lane.Lane, "batch_answered", patched)
+    swap(lane.Lane, "record_batch_result", patched)

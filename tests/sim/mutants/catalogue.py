@@ -1,8 +1,7 @@
 """Known mistakes, each alone: the simulation must catch every one of them.
 
-A mutant changes the relay's own code, or the answer to one statement, as somebody
-could have written it who did not know better.  Each run has a process of its own,
-so nothing has to be put back.
+A mutant replaces a function of the relay, or a step of a simulated store, by a version
+with a plausible mistake.  Each run has a process of its own, so no mutant is undone.
 """
 
 from __future__ import annotations
@@ -18,11 +17,15 @@ MUTANTS: dict[str, Callable[[Simulation], None]] = {}
 
 
 def mutant(change: Callable[[Simulation], None]) -> Callable[[Simulation], None]:
-    """Registered under its name."""
+    """Register a mutant under its name."""
     MUTANTS[change.__name__.replace("_", "-")] = change
     return change
 
 
 def swap(owner: Any, name: str, new: Any) -> None:
-    """Put something else in the place of a method or function."""
+    """Replace a method or a function.
+
+    A step of a simulated store is looked up in its module whenever a method executes it.
+    """
+    assert hasattr(owner, name), name
     setattr(owner, name, new)

@@ -14,61 +14,61 @@ if TYPE_CHECKING:
 
 
 @mutant
-def next_number_sent_while_the_head_waits_to_be_retried(sim: Simulation) -> None:
-    """Who fails goes to the end of what is in hand."""
-    answered = lane.Lane.answered
+def next_delivery_sent_before_retry(sim: Simulation) -> None:
+    """A delivery that fails changes places with the next one."""
+    original = lane.Lane.record_result
 
     def patched(self: Any, verdict: Verdict, *args: Any, **rest: Any) -> Any:
-        record = answered(self, verdict, *args, **rest)
-        if verdict is Verdict.RETRY and record.dead is None and len(self._hand.queue) > 1:
-            queue = self._hand.queue
+        record = original(self, verdict, *args, **rest)
+        if verdict is Verdict.RETRY and record.dead is None and len(self._buffer.queue) > 1:
+            queue = self._buffer.queue
             queue[0], queue[1] = queue[1], queue[0]
-            self._head.next_attempt_at = None
+            self._retry.next_attempt_at = None
         return record
 
-    swap(lane.Lane, "answered", patched)
+    swap(lane.Lane, "record_result", patched)
 
 
 @mutant
 def retry_state_only_in_memory(sim: Simulation) -> None:
-    """A failure is not written down while there will be another attempt."""
+    """A failure is not written if there will be another attempt."""
     write = recorder.Recorder.write
 
-    async def patched(self: Any, machine: Any, epoch: int, record: Any) -> None:
+    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> None:
         if record.dead is None:
-            machine.recorded(record)
+            lane_state.confirm_recorded(record)
         else:
-            await write(self, machine, epoch, record)
+            await write(self, lane_state, epoch, record)
 
     swap(recorder.Recorder, "write", patched)
 
 
 @mutant
-def a_give_up_that_waits_for_the_next_group(sim: Simulation) -> None:
-    """The lane goes on before its dead letter is on disk."""
+def dead_letter_waits_for_next_group(sim: Simulation) -> None:
+    """The lane continues before its dead letter is durable."""
     write = recorder.Recorder.write
 
-    async def patched(self: Any, machine: Any, epoch: int, record: Any) -> None:
+    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> None:
         if record.dead is None:
-            await write(self, machine, epoch, record)
+            await write(self, lane_state, epoch, record)
         else:
-            self._append(recorder.Entry(machine, epoch, record))
-            machine._busy = None
+            self._append(recorder.PendingRecord(lane_state, epoch, record))
+            lane_state._busy = None
 
     swap(recorder.Recorder, "write", patched)
 
 
 @mutant
-def a_give_up_written_without_the_lanes_waiting_successes(sim: Simulation) -> None:
-    """A dead letter goes ahead of the acknowledgements before it."""
+def dead_letter_written_before_acknowledgements(sim: Simulation) -> None:
+    """A dead letter is written before the acknowledgements that precede it."""
     write = recorder.Recorder.write
 
-    async def patched(self: Any, machine: Any, epoch: int, record: Any) -> None:
+    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> None:
         if record.dead is None:
-            await write(self, machine, epoch, record)
+            await write(self, lane_state, epoch, record)
             return
         async with self._writing:
             await self._store.write([record], [epoch])
-        machine.recorded(record)
+        lane_state.confirm_recorded(record)
 
     swap(recorder.Recorder, "write", patched)

@@ -1,4 +1,4 @@
-"""Mistakes with who may send, and how often."""
+"""Mistakes with limits of requests."""
 
 from __future__ import annotations
 
@@ -13,41 +13,44 @@ if TYPE_CHECKING:
 
 
 @mutant
-def a_rate_that_is_asked_and_never_charged(sim: Simulation) -> None:
-    """What is begun does not weigh on it."""
-    swap(rate_limit.Rate, "take", lambda self, now: None)
+def rate_limit_never_charged(sim: Simulation) -> None:
+    """Requests do not use up the rate."""
+    swap(rate_limit.RateLimit, "consume", lambda self, now: None)
 
 
 @mutant
-def one_request_too_many_of_an_endpoint(sim: Simulation) -> None:
-    """A limit is taken for what it has to be passed by."""
+def concurrency_limit_exceeded_by_one(sim: Simulation) -> None:
+    """A limit counts as reached when it is exceeded."""
 
-    begin = request_scheduler.Turns.ask
+    admit = request_scheduler.RequestScheduler.admit
 
-    def patched(self: Any, turn: Any, now: float, **rest: Any) -> Any:
-        line = turn.line
-        most, line.in_flight_max = line.in_flight_max, line.in_flight_max and line.in_flight_max + 1
+    def patched(self: Any, slot: Any, now: float, **rest: Any) -> Any:
+        queue = slot.queue
+        limit, queue.in_flight_max = (
+            queue.in_flight_max,
+            queue.in_flight_max and queue.in_flight_max + 1,
+        )
         try:
-            return begin(self, turn, now, **rest)
+            return admit(self, slot, now, **rest)
         finally:
-            line.in_flight_max = most
+            queue.in_flight_max = limit
 
-    swap(request_scheduler.Turns, "ask", patched)
-
-
-@mutant
-def nobody_wakes_those_who_wait_for_a_time(sim: Simulation) -> None:
-    """A turn that comes with time alone never comes."""
-    swap(admission.Queueing, "_set_timer", lambda self: None)
+    swap(request_scheduler.RequestScheduler, "admit", patched)
 
 
 @mutant
-def a_turn_that_was_not_wanted_any_more_is_kept(sim: Simulation) -> None:
-    """Who finds that it would not be sent by now does not give it back."""
-    end = admission.Queueing.end
+def timed_wait_never_woken(sim: Simulation) -> None:
+    """A request that waits for a time alone is never sent."""
+    swap(admission.AdmissionQueue, "_set_timer", lambda self: None)
 
-    def patched(self: Any, turn: Any, *, answered: bool) -> None:
-        if answered:
-            end(self, turn, answered=answered)
 
-    swap(admission.Queueing, "end", patched)
+@mutant
+def unsent_slot_not_released(sim: Simulation) -> None:
+    """A request that is not sent after all does not release its slot."""
+    end = admission.AdmissionQueue.end
+
+    def patched(self: Any, slot: Any, *, responded: bool) -> None:
+        if responded:
+            end(self, slot, responded=responded)
+
+    swap(admission.AdmissionQueue, "end", patched)

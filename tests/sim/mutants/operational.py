@@ -1,55 +1,54 @@
-"""Mistakes with what the relay tells about itself."""
+"""Mistakes with operational events."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.operational_events import Told
+from outbox.core.delivery.operational_events import ReportedState
 from outbox.relay.delivery import dispatcher
-from outbox.store import endpoints
-from tests.sim.database.statements import operational, records, registry
 from tests.sim.mutants.catalogue import mutant, swap
+from tests.sim.stores import lanes, operational_events, records
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
 
 @mutant
-def dead_letters_of_operational_events_are_told_too(sim: Simulation) -> None:
-    """So each of them that is refused leads to another one."""
-    swap(operational, "is_ordinary", lambda *_: True)
+def dead_letters_of_operational_events_reported(sim: Simulation) -> None:
+    """Dead letters of operational events are reported, so each may cause another one."""
+    swap(operational_events, "is_ordinary", lambda *_: True)
 
 
 @mutant
-def a_range_that_grows_is_told_each_time(sim: Simulation) -> None:
-    """Whether it held ordinary events before is not asked."""
-    swap(records, "holds_ordinary", lambda *_: False)
+def growing_range_reported_each_time(sim: Simulation) -> None:
+    """It is not checked whether the range had ordinary events before."""
+    swap(records, "contains_ordinary_event", lambda *_: False)
 
 
 @mutant
-def the_next_owner_does_not_know_what_was_told_of_a_hold(sim: Simulation) -> None:
-    """It is only in memory."""
-    answer = registry.ANSWERS[endpoints.READ_ENDPOINTS]
+def reported_hold_only_in_memory(sim: Simulation) -> None:
+    """The report of a hold is only in the memory of the owner."""
+    read = lanes.read_endpoints
 
     def read_endpoints(*args: Any) -> Any:
-        return [{**row, "told_held_since": None} for row in answer(*args)]
+        return [replace(e, reported=replace(e.reported, held_since=None)) for e in read(*args)]
 
-    sim.database.changed[endpoints.READ_ENDPOINTS] = read_endpoints
+    swap(lanes, "read_endpoints", read_endpoints)
 
 
 @mutant
-def a_hold_is_told_whatever_failed(sim: Simulation) -> None:
-    """Also when nothing but operational events did."""
+def hold_reported_for_operational_failures(sim: Simulation) -> None:
+    """A hold is reported even if only operational events failed."""
     swap(dispatcher, "is_operational", lambda _: False)
 
 
 @mutant
-def a_hold_is_over_as_soon_as_something_succeeds(sim: Simulation) -> None:
-    """It is told to have recovered while it is still recovering."""
-    changed = Told.changed
+def recovery_reported_while_recovering(sim: Simulation) -> None:
+    """An endpoint is reported as recovered while it is still recovering."""
+    original = ReportedState.record_state
 
-    def too_early(self: Told, state: Any) -> Told:
-        return replace(changed(self, state), held_since=None)
+    def report_early(self: ReportedState, state: Any) -> ReportedState:
+        return replace(original(self, state), held_since=None)
 
-    swap(Told, "changed", too_early)
+    swap(ReportedState, "record_state", report_early)

@@ -5,44 +5,48 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.response import Answer
+from outbox.core.model.response import AttemptResult
 from outbox.relay.delivery import dispatcher
-from outbox.store import records, replicas
+from outbox.store.records import Fenced
 from tests.sim.database.engine import SHARE, UPDATE, Wait
-from tests.sim.database.statements import records as record_answers
-from tests.sim.database.statements import registry
 from tests.sim.mutants.catalogue import mutant, swap
+from tests.sim.stores import records, replicas
 
 if TYPE_CHECKING:
-    from tests.sim.database.engine import Row, Steps, Transaction
+    from collections.abc import Sequence
+
+    from outbox.core.delivery.commands import Progress, Record
+    from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
 
 
 @mutant
-def no_epoch_in_the_acknowledgement(sim: Simulation) -> None:
-    """A group is written whoever owns its lanes by now."""
+def acknowledgement_without_fence(sim: Simulation) -> None:
+    """A group is written without a check of the owner of its lanes."""
 
-    def write_group(db: Database, tx: Transaction, me: int, *columns: Any) -> str:
-        tried = record_answers.tried_of(columns, me)
-        record_answers.log(db, tx, tried)
-        return f"INSERT 0 {len(tried)}"
+    def write_acknowledgements(
+        db: Database, tx: Transaction, me: int, group: Sequence[Record]
+    ) -> int:
+        rows = records.attempt_rows(group, me)
+        records.log_attempts(db, tx, rows)
+        return len(rows)
 
-    sim.database.changed[records.WRITE_GROUP] = write_group
+    swap(records, "write_acknowledgements", write_acknowledgements)
 
 
 @mutant
-def acknowledge_before_the_answer(sim: Simulation) -> None:
+def acknowledgement_before_response(sim: Simulation) -> None:
     """A success is written when the request is sent."""
 
     class Eager:
         def __init__(self, transport: Any) -> None:
             self._transport = transport
 
-        async def send(self, request: Any) -> Answer:
+        async def send(self, request: Any) -> AttemptResult:
             sending = asyncio.get_running_loop().create_task(self._transport.send(request))
             sending.add_done_callback(lambda task: task.cancelled() or task.exception())
-            return Answer.of(200, 0.0)
+            return AttemptResult.completed(200, 0.0)
 
         async def aclose(self) -> None:
             """Nothing to close."""
@@ -58,46 +62,48 @@ def acknowledge_before_the_answer(sim: Simulation) -> None:
 
 
 @mutant
-def an_acknowledgement_group_that_can_be_frozen_while_it_holds_the_lock(sim: Simulation) -> None:
-    """A group is written in several steps, and nobody ends the sessions of a frozen owner."""
-    lock = "lock the fence"
+def acknowledgements_in_interruptible_transaction(sim: Simulation) -> None:
+    """A group is written in several steps, and the sessions of a frozen owner stay open."""
 
-    def lock_fence(db: Database, tx: Transaction, me: int) -> Steps:
+    def lock_fence(db: Database, tx: Transaction, me: int) -> Steps[bool]:
         yield Wait(db.replica, me, SHARE)
-        return [{"one": 1}] if tx.get(db.replica, me) is not None else []
+        return tx.get(db.replica, me) is not None
 
     async def write(self: Any, group: Any, epochs: Any) -> None:
         connection = self._db
         connection.backend.idle_timeout_s = 0.0
         async with connection.transaction():
-            if not await connection.fetch(lock, self._me):
-                raise records.Fenced
+            if not await connection.call(lock_fence, self._me):
+                raise Fenced
             await original(self, group, epochs)
 
     original = records.RecordStore.write
     swap(records.RecordStore, "write", write)
-    sim.database.changed[lock] = lock_fence
-    sim.database.changed[replicas.BACKENDS] = lambda db, tx, *_: [{"count": 0}]
+    swap(replicas, "terminate_backends", lambda db, tx, *_: None)
 
 
 @mutant
-def the_epoch_is_checked_by_joining_another_table(sim: Simulation) -> None:
-    """Who owns the endpoint is looked up in the statement's snapshot, and then it waits."""
+def owner_checked_in_statement_snapshot(sim: Simulation) -> None:
+    """The owner is read in the snapshot of the statement, which then waits."""
 
-    def write_group(db: Database, tx: Transaction, me: int, *columns: Any) -> Steps:
-        tried = record_answers.tried_of(columns, me)
-        lanes = [tx.get(db.lane, lane_id) for lane_id in dict.fromkeys(i for i, _ in tried)]
+    def write_acknowledgements(
+        db: Database, tx: Transaction, me: int, group: Sequence[Record]
+    ) -> Steps[int]:
+        rows = records.attempt_rows(group, me)
+        lanes = [tx.get(db.lane, lane_id) for lane_id in dict.fromkeys(i for i, _ in rows)]
         owners = [tx.get(db.ownership, row["endpoint_id"]) for row in lanes if row is not None]
         if any(owner is None or owner["replica_id"] != me for owner in owners):
-            return "INSERT 0 0"
+            return 0
         yield db.pause_s()
-        record_answers.log(db, tx, tried)
-        return f"INSERT 0 {len(tried)}"
+        records.log_attempts(db, tx, rows)
+        return len(rows)
 
-    def write_checkpoints(db: Database, tx: Transaction, me: int, *columns: Any) -> Steps:
+    def write_checkpoints(
+        db: Database, tx: Transaction, me: int, rows: Sequence[tuple[int, int, Progress]]
+    ) -> Steps[set[int]]:
         owners = {r["endpoint_id"]: r["replica_id"] for r in tx.rows(db.ownership)}
-        written: list[Row] = []
-        for lane_id, _, acked, delivered, floor, success_at in zip(*columns, strict=True):
+        written = set()
+        for lane_id, _, new in rows:
             p = tx.get(db.lane_progress, lane_id)
             assert p is not None
             if owners[p["endpoint_id"]] != me:
@@ -106,28 +112,30 @@ def the_epoch_is_checked_by_joining_another_table(sim: Simulation) -> None:
             yield Wait(db.lane_progress, lane_id, UPDATE)
             p = tx.get(db.lane_progress, lane_id)
             assert p is not None
-            if p["acked_seq"] < acked:
-                new = {"acked_seq": acked, "delivered_seq": delivered, "floor_batch": floor}
-                tx.change(db.lane_progress, lane_id, **new, success_at=success_at)
+            if p["acked_seq"] < new.acked_seq:
+                names = ("acked_seq", "delivered_seq", "floor_batch", "success_at")
+                values = {name: getattr(new, name) for name in names}
+                tx.change(db.lane_progress, lane_id, **values)
                 tx.notes.append(("checkpoint", (me, lane_id)))
-                written.append({"lane_id": lane_id})
+                written.add(lane_id)
         return written
 
-    sim.database.changed[records.WRITE_GROUP] = write_group
-    sim.database.changed[records.WRITE_CHECKPOINTS] = write_checkpoints
+    swap(records, "write_acknowledgements", write_acknowledgements)
+    swap(records, "write_checkpoints", write_checkpoints)
 
 
 @mutant
-def progress_may_go_back(sim: Simulation) -> None:
-    """A checkpoint is written, whatever stands there."""
-    answer = registry.ANSWERS[records.WRITE_CHECKPOINTS]
+def progress_moves_backwards(sim: Simulation) -> None:
+    """A checkpoint is written without a comparison with the previous one."""
+    write = records.write_checkpoints
 
-    def write_checkpoints(db: Database, tx: Transaction, me: int, *columns: Any) -> Steps:
-        lane_ids, epochs, acked, delivered, floors, at = columns
-        before = {i: tx.get(db.lane_progress, i) for i in lane_ids}
-        for i, row in before.items():
+    def write_checkpoints(
+        db: Database, tx: Transaction, me: int, rows: Sequence[tuple[int, int, Progress]]
+    ) -> Steps[set[int]]:
+        for i, _, _ in rows:
+            row = tx.get(db.lane_progress, i)
             assert row is not None
             tx.writes.setdefault(db.lane_progress, {})[i] = {**row, "acked_seq": -1}
-        return (yield from answer(db, tx, me, lane_ids, epochs, acked, delivered, floors, at))
+        return write(db, tx, me, rows)
 
-    sim.database.changed[records.WRITE_CHECKPOINTS] = write_checkpoints
+    swap(records, "write_checkpoints", write_checkpoints)

@@ -1,50 +1,51 @@
-"""Mistakes with what is sent again."""
+"""Mistakes with replays and backfills."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations import backfill
-from outbox.relay.sequencing.replay_feeder import Replaying
-from outbox.store import replay_feed, routing
-from tests.sim.database.statements import replays as answers
+from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from tests.sim.mutants.catalogue import mutant, swap
+from tests.sim.stores import backfill, replay_feed, replay_jobs, routing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from uuid import UUID
 
-    from outbox.core.sequencing.replay_throttle import Part
+    from outbox.core.sequencing.replay_throttle import JobPart
+    from outbox.store.replay_feed import PartProgress
     from tests.sim.database.engine import Row, Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
 
 
 @mutant
-def a_position_that_is_moved_outside_of_the_batch(sim: Simulation) -> None:
-    """How far a job is stands in the tables before its batch is durable."""
+def replay_position_advanced_outside_batch(sim: Simulation) -> None:
+    """The position of a job is in the tables before its batch is durable."""
 
-    def move_parts(db: Database, tx: Transaction, batch: int, *columns: Any) -> str:
-        for job_id, endpoint_id, next_id, taken, _, from_id in zip(*columns, strict=True):
-            part = db.replay_part.rows[job_id, endpoint_id]
-            moved = {"taken": part["taken"] + taken, "from_id": from_id}
-            if next_id is not None:
-                moved["next_id"] = next_id
-            if taken:
-                moved["batch"] = batch
-            db.replay_part.rows[job_id, endpoint_id] = {**part, **moved}
-        return "UPDATE 1"
+    def advance_positions(
+        db: Database, tx: Transaction, batch: int, moves: Sequence[PartProgress]
+    ) -> None:
+        for m in moves:
+            key = (m.share.part.job_id, m.share.part.endpoint_id)
+            part = db.replay_job_endpoint.rows[key]
+            db.replay_job_endpoint.rows[key] = {
+                **part,
+                **replay_feed.position_columns(part, batch, m),
+            }
 
-    sim.database.changed[replay_feed.MOVE_PARTS] = move_parts
+    swap(replay_feed, "advance_positions", advance_positions)
 
 
 @mutant
-def a_position_that_is_not_written_down(sim: Simulation) -> None:
-    """How far a job is, only its leader knows."""
+def replay_position_not_stored(sim: Simulation) -> None:
+    """The position of a job is only in the memory of the leader."""
     positions: dict[tuple[Any, int, UUID], int] = {}
-    read, move = replay_feed.ReplayingStore.history, replay_feed.ReplayingStore.move
+    read = replay_feed.ReplayFeedStore.read_history
+    advance = replay_feed.ReplayFeedStore.advance_parts
 
-    async def history(self: Any, part: Part) -> Any:
+    async def read_history(self: Any, part: JobPart) -> Any:
         found = await read(self, part)
         behind = positions.get((self, part.job_id, part.endpoint_id), 0)
         if found is not None:
@@ -52,95 +53,98 @@ def a_position_that_is_not_written_down(sim: Simulation) -> None:
             found = replace(found, events=events, more=found.more or bool(events))
         return found
 
-    async def moved(self: Any, batch: int, moves: Any) -> None:
+    async def advance_parts(self: Any, batch: int, moves: Any) -> None:
         for m in moves:
             if m.share.part.kind == "history":
                 positions[self, m.share.part.job_id, m.share.part.endpoint_id] = m.next_id
                 m.next_id = None
-        await move(self, batch, moves)
+        await advance(self, batch, moves)
 
-    swap(replay_feed.ReplayingStore, "history", history)
-    swap(replay_feed.ReplayingStore, "move", moved)
+    swap(replay_feed.ReplayFeedStore, "read_history", read_history)
+    swap(replay_feed.ReplayFeedStore, "advance_parts", advance_parts)
 
 
 @mutant
-def an_aborted_job_that_goes_on(sim: Simulation) -> None:
-    """Its leader is not told, and does not ask."""
+def aborted_job_continues(sim: Simulation) -> None:
+    """The leader does not read the state of the job."""
 
-    def read_parts(db: Database, tx: Transaction) -> list[Row]:
-        rows = answers.read_parts(db, tx)
-        return [{**r, "why": None if r["why"] == "aborted" else r["why"]} for r in rows]
+    read = replay_feed.read_parts
 
-    sim.database.changed[replay_feed.READ_PARTS] = read_parts
-    sim.database.changed[replay_feed.CANCEL_REPLAYS] = lambda db, tx, *_: "UPDATE 0"
-    for sql in (replay_feed.READ_LETTERS, replay_feed.READ_HISTORY):
-        sim.database.changed[sql] = _of_any_job(answers, sql)
+    def read_parts(db: Database, tx: Transaction) -> list[JobPart]:
+        parts = read(db, tx)
+        return [
+            replace(part, end_reason=None) if part.end_reason == "aborted" else part
+            for part in parts
+        ]
+
+    swap(replay_feed, "read_parts", read_parts)
+    swap(replay_jobs, "cancel_replays", lambda db, tx, *_: None)
+    for name in ("find_dead_letters", "read_history"):
+        swap(replay_feed, name, _of_any_job(getattr(replay_feed, name)))
 
 
-def _of_any_job(module: Any, sql: str) -> Any:
-    answer = {
-        replay_feed.READ_LETTERS: module.read_letters,
-        replay_feed.READ_HISTORY: module.read_history,
-    }[sql]
+def _of_any_job(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a step, so that it treats all jobs as running."""
 
     def of_any_job(db: Database, tx: Transaction, *arguments: Any) -> Any:
-        jobs_of = db.replay_job.rows
-        said = {i: job["state"] for i, job in jobs_of.items()}
-        for i in said:
-            jobs_of[i] = {**jobs_of[i], "state": "running"}
+        rows = db.replay_job.rows
+        states = {i: job["state"] for i, job in rows.items()}
+        for i in states:
+            rows[i] = {**rows[i], "state": "running"}
         try:
-            return answer(db, tx, *arguments)
+            return step(db, tx, *arguments)
         finally:
-            for i, state in said.items():
-                jobs_of[i] = {**jobs_of[i], "state": state}
+            for i, state in states.items():
+                rows[i] = {**rows[i], "state": state}
 
     return of_any_job
 
 
 @mutant
-def a_backfill_that_takes_what_came_late(sim: Simulation) -> None:
-    """Gaps that were open when it was asked for are looked at like everything else."""
+def backfill_includes_open_gaps(sim: Simulation) -> None:
+    """A backfill includes the gaps that were open when it was requested."""
 
-    def read_cursor(db: Database, tx: Transaction) -> list[Row]:
-        return [{**row, "gaps": []} for row in answers.read_cursor(db, tx)]
-
-    sim.database.changed[backfill.READ_CURSOR] = read_cursor
+    read = backfill.read_cursor
+    swap(backfill, "read_cursor", lambda db, tx: (read(db, tx)[0], ()))
 
 
 @mutant
-def a_helping_on_top_of_the_last(sim: Simulation) -> None:
-    """Nobody waits until what was taken is delivered."""
-    take = Replaying.look
+def next_chunk_before_last_is_delivered(sim: Simulation) -> None:
+    """The next chunk does not wait until the last one is delivered."""
+    original = ReplayFeeder.poll
 
-    async def look(self: Any) -> None:
-        looked = self._pacing.looked
-        self._pacing.looked = lambda e, seen, now: looked(e, replace(seen, done=True), now)
+    async def poll(self: Any) -> None:
+        report = self._throttle.report_progress
+        self._throttle.report_progress = lambda e, progress, now: report(
+            e, replace(progress, done=True), now
+        )
         try:
-            await take(self)
+            await original(self)
         finally:
-            del self._pacing.looked
+            del self._throttle.report_progress
 
-    swap(Replaying, "look", look)
-
-
-@mutant
-def a_lane_sent_again_with_its_copies(sim: Simulation) -> None:
-    """What was sent again because its receiver asked, and what was given up, is so once more."""
-
-    def read_replays(db: Database, tx: Transaction, *arguments: Any) -> list[Row]:
-        rows = answers.read_replays(db, tx, *arguments)
-        return [{**r, "wanted": r["wanted"] if r["seq"] is None else True} for r in rows]
-
-    sim.database.changed[routing.READ_REPLAYS] = read_replays
+    swap(ReplayFeeder, "poll", poll)
 
 
 @mutant
-def a_lane_sent_again_under_its_first_x_delivery(sim: Simulation) -> None:
-    """Its receiver would take all of it for duplicates."""
+def lane_replay_includes_copies(sim: Simulation) -> None:
+    """Copies and dead letters of the lane are sent again as well."""
 
-    def read_replays(db: Database, tx: Transaction, *arguments: Any) -> list[Row]:
-        rows = answers.read_replays(db, tx, *arguments)
-        resent = {i for i, r in db.replay.rows.items() if r["dead_id"] is None}
-        return [{**r, "backfill_id": None} if r["id"] in resent else r for r in rows]
+    swap(routing, "is_resendable", lambda db, lane_id, first, given: True)
 
-    sim.database.changed[routing.READ_REPLAYS] = read_replays
+
+@mutant
+def lane_replay_reuses_delivery_ids(sim: Simulation) -> None:
+    """The receiver would take all copies for duplicates."""
+
+    read = routing.candidates_of
+
+    def candidates_of(
+        db: Database, tx: Transaction, r: Row, e: Row, numbers: int
+    ) -> list[routing.Candidate]:
+        found = read(db, tx, r, e, numbers)
+        if r["dead_id"] is not None:
+            return found
+        return [c._replace(replay=replace(c.replay, backfill_id=None)) for c in found]
+
+    swap(routing, "candidates_of", candidates_of)

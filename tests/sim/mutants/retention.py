@@ -1,12 +1,11 @@
-"""Mistakes with what is kept, and for how long."""
+"""Mistakes with retention."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.store import cursor, retention
-from tests.sim.database.statements.retention import dropped, settled
-from tests.sim.mutants.catalogue import mutant
+from tests.sim.mutants.catalogue import mutant, swap
+from tests.sim.stores import cursor, retention
 
 if TYPE_CHECKING:
     from tests.sim.database.engine import Transaction
@@ -15,44 +14,41 @@ if TYPE_CHECKING:
 
 
 def _always(sim: Simulation) -> None:
-    """The mistake is for those who drop something."""
+    """Let the run drop periods."""
     sim.database.maintained = True
 
 
 @mutant
-def a_period_dropped_that_holds_an_open_gap(sim: Simulation) -> None:
-    """When a period has ended, all that is going to be in it is there."""
+def period_with_open_gap_dropped(sim: Simulation) -> None:
+    """A period that has ended counts as complete."""
     _always(sim)
-    sim.database.changed[retention.SETTLE_PERIOD] = settled
+    swap(retention, "settle_period", retention.mark_settled)
 
 
 @mutant
-def a_period_dropped_that_lanes_still_owe(sim: Simulation) -> None:
-    """What is old enough goes, whoever still waits for it."""
+def period_with_pending_deliveries_dropped(sim: Simulation) -> None:
+    """A period that is old enough is dropped, with deliveries that are pending."""
     _always(sim)
-    sim.database.changed[retention.OWING] = lambda db, tx, last_batch: [{"exists": False}]
-    sim.database.changed[retention.DROP_PERIOD] = dropped
+    swap(retention, "has_pending_lanes", lambda db, tx, last_batch: False)
+    swap(retention, "drop_period", retention.mark_dropped)
 
 
 @mutant
-def a_log_that_begins_behind_the_leader_s_back(sim: Simulation) -> None:
-    """Batches are moved on, and whoever leads may go on with the number it knows."""
+def log_period_begins_without_leader_change(sim: Simulation) -> None:
+    """When a period of the log begins, the leader may go on with the next batch it knows."""
     _always(sim)
 
-    def sign(db: Database, tx: Transaction, writer: int | None) -> str:
-        # Who takes the lead signs as ever.
+    def write_leader(db: Database, tx: Transaction, writer: int | None) -> None:
+        # A new leader signs as before.
         if writer is not None:
             tx.change(db.cursor, 1, writer=writer)
-        return "UPDATE 1"
 
-    sim.database.changed[cursor.SIGN_CURSOR] = sign
+    swap(cursor, "write_leader", write_leader)
 
 
 @mutant
-def a_replay_whose_events_are_dropped(sim: Simulation) -> None:
-    """Only what was never given up counts as owed."""
+def events_of_replay_dropped(sim: Simulation) -> None:
+    """Replays that are possible, or pending, do not keep a period."""
     _always(sim)
-    nothing = [{"exists": False}]
-    sim.database.changed[retention.PINNED_BY_RANGES] = lambda db, tx, *_: nothing
-    sim.database.changed[retention.PINNED_BY_REPLAYS] = lambda db, tx, *_: nothing
-    sim.database.changed[retention.PINNED_BY_JOBS] = lambda db, tx, *_: nothing
+    for name in ("pinned_by_ranges", "pinned_by_replays", "pinned_by_jobs"):
+        swap(retention, name, lambda db, tx, *_: False)

@@ -1,4 +1,4 @@
-"""Mistakes with ticks and future events."""
+"""Mistakes with runs of schedules."""
 
 from __future__ import annotations
 
@@ -6,85 +6,86 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.schedules import schedule
 from outbox.relay.sequencing import schedule_runner
-from outbox.store import schedule_runs
+from outbox.store import schedule_runs as decisions
 from tests.sim.mutants.catalogue import mutant, swap
+from tests.sim.stores import schedule_runs
 
 if TYPE_CHECKING:
+    from outbox.store.schedule_runs import ScheduleRunResult
     from tests.sim.database.engine import Row, Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
 
 
 @mutant
-def the_next_tick_set_in_a_transaction_of_its_own(sim: Simulation) -> None:
-    """The event is committed; then the schedule moves on."""
+def next_run_set_in_second_transaction(sim: Simulation) -> None:
+    """The event is committed before the next tick is set."""
 
-    tick = schedule_runs.TickStore.tick
+    original = schedule_runs.ScheduleRunStore.run_due_schedules
 
-    async def patched(self: Any) -> schedule_runs.Ticked:
+    async def patched(self: Any) -> ScheduleRunResult:
         later: list[Any] = []
-        inside, self._db = self._db, Postponing(self._db, schedule_runs.ADVANCE, later)
+        inside, self._db = self._db, Postponing(self._db, schedule_runs.advance_schedules, later)
         try:
-            ticked = await tick(self)
+            result = await original(self)
         finally:
             self._db = inside
         for arguments in later:
-            await self._db.execute(schedule_runs.ADVANCE, *arguments)
-        return ticked
+            await self._db.call(schedule_runs.advance_schedules, *arguments)
+        return result
 
-    swap(schedule_runs.TickStore, "tick", patched)
+    swap(schedule_runs.ScheduleRunStore, "run_due_schedules", patched)
 
 
 class Postponing:
-    """A connection that puts off one statement."""
+    """A connection that postpones one step."""
 
-    def __init__(self, connection: Any, sql: str, later: list[Any]) -> None:
+    def __init__(self, connection: Any, step: Any, later: list[Any]) -> None:
         self._connection = connection
-        self._sql = sql
+        self._step = step
         self._later = later
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
 
-    async def execute(self, sql: str, *arguments: Any) -> Any:
-        if sql == self._sql:
+    async def call(self, step: Any, *arguments: Any, **rest: Any) -> Any:
+        if step is self._step:
             self._later.append(arguments)
             return None
-        return await self._connection.execute(sql, *arguments)
+        return await self._connection.call(step, *arguments, **rest)
 
 
 @mutant
-def schedules_that_every_replica_looks_at_without_a_lock(sim: Simulation) -> None:
-    """What is due is read, and then published."""
+def due_schedules_not_locked(sim: Simulation) -> None:
+    """Due schedules are read without a lock, and then published."""
 
-    def lock_due(db: Database, tx: Transaction, limit: int) -> list[Row]:
-        now = db.clock_timestamp()
-        active = [row for row in tx.rows(db.schedule) if row["state"] == "active"]
-        return [{**row, "now": now} for row in active if row["look_at"] <= now][:limit]
+    def lock_due(db: Database, tx: Transaction) -> list[Row]:
+        now, active = db.clock_timestamp(), schedule_runs.active_schedules(db, tx)
+        return [{**row, "now": now} for row in active if row["due_at"] <= now]
 
-    sim.database.changed[schedule_runs.LOCK_DUE] = lock_due
-    lead = schedule_runner.Ticker.lead
-    swap(schedule_runner.Ticker, "lead", lambda self, leads: lead(self, True))
-
-
-@mutant
-def a_next_run_that_waits_for_the_sequencer_alone(sim: Simulation) -> None:
-    """What is sequenced is as good as delivered."""
-
-    def read_ended(db: Database, tx: Transaction, outbox_ids: Any) -> list[Row]:
-        return [{"outbox_id": i} for i in outbox_ids if i <= db.batches[-1].high]
-
-    sim.database.changed[schedule_runs.READ_ENDED] = read_ended
+    swap(schedule_runs, "lock_due", lock_due)
+    set_leader = schedule_runner.ScheduleRunner.set_leader
+    swap(schedule_runner.ScheduleRunner, "set_leader", lambda self, leads: set_leader(self, True))
 
 
 @mutant
-def missed_ticks_that_go_without_a_word(sim: Simulation) -> None:
-    """After a fail-over it begins with the next tick from now."""
-    due = schedule.due
+def sequenced_run_counts_as_delivered(sim: Simulation) -> None:
+    """An event that is sequenced counts as delivered."""
 
-    def patched(cron: Any, next_at: Any, now: Any, **rest: Any) -> schedule.Due:
+    def read_ended(db: Database, tx: Transaction, outbox_ids: Any) -> set[int]:
+        return {i for i in outbox_ids if i <= db.batches[-1].high}
+
+    swap(schedule_runs, "read_ended", read_ended)
+
+
+@mutant
+def missed_ticks_not_reported(sim: Simulation) -> None:
+    """After a fail-over the missed ticks are neither published nor reported."""
+    due_ticks = schedule.due_ticks
+
+    def patched(cron: Any, next_at: Any, now: Any, **rest: Any) -> schedule.DueTicks:
         if (now - next_at).total_seconds() > sim.settings.lease_s:
-            return schedule.Due((), cron.next(now))
-        return due(cron, next_at, now, **rest)
+            return schedule.DueTicks((), cron.next(now))
+        return due_ticks(cron, next_at, now, **rest)
 
-    swap(schedule_runs, "due", patched)
+    swap(decisions, "due_ticks", patched)

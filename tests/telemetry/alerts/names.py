@@ -1,20 +1,20 @@
-"""Which names rules and dashboard may use: those that a relay exports, and Prometheus's own."""
+"""The metric names that rules and dashboard may use: those of a relay and of Prometheus."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-from outbox.telemetry.catalogue import CATALOGUE, Kind
+from outbox.telemetry.catalogue import CATALOGUE, MetricKind
 from tests.support.promql import used
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 TARGET = frozenset({"job", "instance"})
-"""The labels of everything that is scraped."""
+"""The labels that every scraped series has."""
 
-# prometheus_client's ProcessCollector, as /metrics has it (see test_metrics.py).
+# prometheus_client's ProcessCollector, as exported by /metrics (see test_metrics.py).
 PROCESS = (
     "process_cpu_seconds_total",
     "process_open_fds",
@@ -24,11 +24,11 @@ PROCESS = (
 
 
 def exported() -> dict[str, frozenset[str]]:
-    """Every metric that Prometheus has of a relay, with its labels."""
+    """Return every metric that Prometheus scrapes from a relay, with its labels."""
     known = dict.fromkeys(("up", *PROCESS), TARGET)
     for metric in CATALOGUE:
         labels = TARGET | {name.replace(".", "_") for name in metric.attributes}
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             known[f"{metric.prometheus}_bucket"] = labels | {"le"}
             known[f"{metric.prometheus}_count"] = known[f"{metric.prometheus}_sum"] = labels
         else:
@@ -37,13 +37,13 @@ def exported() -> dict[str, frozenset[str]]:
 
 
 def words(metric: str) -> set[str]:
-    """What is said of a metric: the values of its labels are in there."""
+    """Return the label values of a metric."""
     said = next((m.description for m in CATALOGUE if m.prometheus == metric), "")
     return set(re.findall(r"[a-z]+", said))
 
 
 def wrong(expression: str, known: Mapping[str, frozenset[str]]) -> Iterator[str]:
-    """What an expression names that is not there."""
+    """Return the names in an expression that do not exist."""
     names = used(expression)
     assert names.metrics, expression
     for metric in sorted(names.metrics - known.keys()):

@@ -1,4 +1,4 @@
-"""The dashboard: it is the one that is made, complete, and asks for what is there."""
+"""The dashboard file is current, complete, and queries existing metrics."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ DASHBOARD: dict[str, Any] = json.loads(alerts.read("dashboard"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# Those of Grafana's units that are used.
+# The Grafana units in use.
 UNITS = {"percentunit", "s", "short", "cps", "reqps", "bytes"}
 
 
 def expressions() -> list[str]:
-    """As Prometheus gets them."""
+    """Return the expressions as Prometheus gets them."""
     found = [target["expr"] for panel in PANELS for target in panel["targets"]]
     return [expr.replace("$__rate_interval", "1m") for expr in found]
 
 
-def test_the_file_is_what_is_made() -> None:
+def test_the_file_matches_its_generator() -> None:
     assert alerts.read("dashboard").decode() == made.text(), (
         "run: python -m outbox.telemetry.alerts.dashboard > outbox/telemetry/alerts/dashboard.json"
     )
 
 
-def test_it_is_a_dashboard_of_grafana_10_or_later() -> None:
+def test_the_dashboard_requires_grafana_10_or_later() -> None:
     assert DASHBOARD["schemaVersion"] >= 36
     assert DASHBOARD["title"]
     assert DASHBOARD["uid"]
-    # Grafana gives it a number of its own.
+    # Grafana assigns its own id.
     assert "id" not in DASHBOARD
 
 
@@ -56,7 +56,7 @@ def test_panels_are_in_rows_side_by_side() -> None:
     assert DASHBOARD["panels"][0]["type"] == "row"
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
     assert rows == [
-        "Are we fine?",
+        "Overview",
         "Deliveries and attempts",
         "Retries",
         "Endpoints",
@@ -77,7 +77,7 @@ def test_panels_are_in_rows_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_panels_have_all_that_is_read(panel: dict[str, Any]) -> None:
+def test_panels_have_all_required_fields(panel: dict[str, Any]) -> None:
     assert panel["title"]
     assert panel["description"].endswith(".")
     assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
@@ -87,7 +87,7 @@ def test_panels_have_all_that_is_read(panel: dict[str, Any]) -> None:
         assert target["legendFormat"]
 
 
-def test_where_it_looks_is_chosen() -> None:
+def test_the_data_source_is_a_variable() -> None:
     assert list(VARIABLES) == ["datasource", "job", "instance", "endpoint"]
     assert VARIABLES["datasource"]["type"] == "datasource"
     for name in ("job", "instance", "endpoint"):
@@ -104,7 +104,7 @@ def test_where_it_looks_is_chosen() -> None:
         assert set(re.findall(r"\$(\w+)", expression)) <= VARIABLES.keys()
 
 
-def test_it_asks_for_what_is_there() -> None:
+def test_the_dashboard_queries_existing_metrics() -> None:
     for expression in expressions():
         assert list(wrong(expression, exported())) == [], expression
     legends = {t["legendFormat"] for p in PANELS for t in p["targets"]}

@@ -1,4 +1,4 @@
-"""The reader of names: it sees what an expression uses, and a typo in any of it."""
+"""The metric name parser finds the names in an expression, and any typo in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.promql import used
 from tests.telemetry.alerts.names import exported, wrong
 
 
-def test_names_are_told_from_words_and_values() -> None:
+def test_names_are_distinguished_from_words_and_values() -> None:
     names = used(
         'sum by (job, le) (rate(a_total{x="b{c}", y!~"d"}[5m] offset 1h)) / on (job) f:g:h > 1e3 '
         "and (up == 0 or time() - start < bool 90) unless ignoring (z) min_over_time(k[1d])"

@@ -1,4 +1,4 @@
-"""The rules: what they name is there, what they promise is tested, and what they say helps."""
+"""Alert rules use existing metrics, are tested, and have useful texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECORDED = {rule["record"]: rule for rule in ALL if "record" in rule}
 ALERTS = {(r["alert"], r["labels"]["severity"]): r for r in ALL if "alert" in r}
 QUERY = re.compile(r'printf "((?:[^"\\]|\\.)*)" \$labels\.job \| query')
 
-# What was asked for: an expression has this in it, and these numbers.
+# The required thresholds: the expression contains this text and these numbers.
 THRESHOLDS = [
     ("OutboxSuccessRateLow", "critical", "success:ratio1h < 0.999"),
     ("OutboxLatencyHigh", "warning", "p95_5m > 5"),
@@ -47,18 +47,18 @@ THRESHOLDS = [
     ("OutboxReplicaFoundDead", "warning", "outbox_replica_losses_total"),
     ("OutboxReplicaLapsed", "warning", 'state="lapsed"'),
     ("OutboxReplicaUnreachable", "warning", "up == 0"),
-    ("OutboxNobodyLeads", "critical", "outbox_replica_leads == 1"),
+    ("OutboxNoLeader", "critical", "outbox_replica_leads == 1"),
 ]
 
 
 def known() -> dict[str, frozenset[str]]:
-    """All metrics with their labels, the recorded ones, too, whose name says what they keep."""
+    """Return all metrics with their labels; the name of a recorded one lists its labels."""
     recorded = {"job": frozenset({"job"}), "job_endpoint": frozenset({"job", "endpoint"})}
     return exported() | {name: recorded[name.partition(":")[0]] for name in RECORDED}
 
 
 def queries(rule: Mapping[str, Any]) -> list[str]:
-    """The expressions that an alert's texts ask."""
+    """Return the queries in an alert's texts."""
     texts = "\n".join(rule.get("annotations", {}).values())
     found = [text.replace("%q", '"shop"') for text in QUERY.findall(texts)]
     assert len(found) == texts.count("| query"), texts
@@ -66,7 +66,7 @@ def queries(rule: Mapping[str, Any]) -> list[str]:
 
 
 @pytest.mark.promtool
-def test_promtool_is_content_with_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     content, said = judged("check", "rules", RULES)
     assert content, said
     assert f"SUCCESS: {len(ALL)} rules found" in said
@@ -79,7 +79,7 @@ def test_alerts_fire_when_they_should_and_only_then(path: Path) -> None:
     assert content, said
 
 
-def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_just_does_not() -> None:
+def test_every_alert_has_a_firing_case_and_a_case_just_below_its_threshold() -> None:
     fired, spared = set(), set()
     for case in yaml.safe_load(CASES[0].read_text())["tests"]:
         jobs = set(re.findall(r'job="(\w+)"', str(case["input_series"])))
@@ -96,7 +96,7 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_just_does_
                 if f'alertname="{name}", alertstate="firing"' in text
                 and f'severity="{severity}"' in text
             ]
-            # A case whose name says both an alert and its severity is for that one alone.
+            # A case that names both an alert and its severity counts for that severity only.
             if of_alert != name or ("," in case["name"] and severity not in case["name"]):
                 continue
             if any('job="bad"' in text for text in shown):
@@ -107,7 +107,7 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_just_does_
     assert spared == ALERTS.keys()
 
 
-def test_every_alert_that_waits_has_a_case_in_which_it_has_not_waited_long_enough() -> None:
+def test_every_alert_with_a_for_clause_has_a_case_that_is_too_short() -> None:
     cases = yaml.safe_load(CASES[0].read_text())["tests"]
     for (name, severity), rule in ALERTS.items():
         if "for" not in rule:
@@ -117,17 +117,17 @@ def test_every_alert_that_waits_has_a_case_in_which_it_has_not_waited_long_enoug
             a
             for a in asked
             if (f'"{name}", alertstate="pending"' in str(a) and severity in str(a))
-            # Or nothing fires yet, whatever waits.
+            # Until then nothing fires, whatever is pending.
             or ('alertstate="firing"' in a["expr"] and "exp_samples" not in a)
         ]
         assert waiting, name
 
 
 def test_alerts_do_not_flap() -> None:
-    # What these look at does not come and go: it happened, or is waited for.
+    # The conditions of these alerts do not flap: they are one-time events, or `for` covers them.
     steady = {
-        "OutboxDeliveriesGivenUpUnsent",
-        "OutboxNobodyLeads",
+        "OutboxDeliveriesDeadLetteredUnsent",
+        "OutboxNoLeader",
         "OutboxReplicaFoundDead",
         "OutboxReplicaUnreachable",
         "OutboxSessionsLost",
@@ -140,18 +140,18 @@ def test_alerts_do_not_flap() -> None:
 
 
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.get("alert") or rule["record"])
-def test_rules_name_what_is_there(rule: dict[str, Any]) -> None:
+def test_rules_use_existing_metrics(rule: dict[str, Any]) -> None:
     for expression in (rule["expr"], *queries(rule)):
         assert list(wrong(expression, known())) == [], expression
 
 
 @pytest.mark.promtool
-def test_what_the_texts_ask_is_promql(tmp_path: Path) -> None:
+def test_queries_in_alert_texts_are_valid_promql(tmp_path: Path) -> None:
     content, said = judged_expressions((q for r in ALL for q in queries(r)), tmp_path)
     assert content, said
 
 
-def test_what_is_recorded_says_what_it_keeps_and_is_used() -> None:
+def test_recorded_metrics_name_their_labels_and_are_used() -> None:
     uses = [used(e).metrics for rule in ALL for e in (rule["expr"], *queries(rule))]
     for name in RECORDED:
         assert re.fullmatch(r"job(_endpoint)?:outbox_[a-z_]+:[a-z0-9_]+", name)
@@ -159,21 +159,23 @@ def test_what_is_recorded_says_what_it_keeps_and_is_used() -> None:
 
 
 @pytest.mark.parametrize(("name", "severity", "part"), THRESHOLDS)
-def test_every_threshold_is_there(name: str, severity: str, part: str) -> None:
+def test_every_required_threshold_exists(name: str, severity: str, part: str) -> None:
     assert re.search(re.escape(part) + r"(?![0-9.])", ALERTS[name, severity]["expr"])
 
 
-def test_what_only_the_leader_tells_is_asked_of_whoever_leads() -> None:
-    told = {m.prometheus for m in CATALOGUE if "by the replica that leads" in m.description.lower()}
-    assert len(told) == 5
-    asked = {name: rule["expr"] for rule in ALL for name in used(rule["expr"]).metrics & told}
-    assert asked.keys() == told
+def test_metrics_of_the_leader_are_taken_from_the_current_leader() -> None:
+    expected = {
+        m.prometheus for m in CATALOGUE if "reported by the leader" in m.description.lower()
+    }
+    assert len(expected) == 5
+    asked = {name: rule["expr"] for rule in ALL for name in used(rule["expr"]).metrics & expected}
+    assert asked.keys() == expected
     for expression in asked.values():
         assert "and on (job, instance) outbox_replica_leads == 1)" in expression
 
 
 @pytest.mark.parametrize(("name", "severity"), ALERTS)
-def test_alerts_say_what_is_wrong_and_what_to_do(name: str, severity: str) -> None:
+def test_alert_texts_state_the_problem_and_the_action(name: str, severity: str) -> None:
     rule = ALERTS[name, severity]
     assert severity in ("warning", "critical")
     assert rule["labels"].keys() == {"severity"}
@@ -181,7 +183,7 @@ def test_alerts_say_what_is_wrong_and_what_to_do(name: str, severity: str) -> No
     assert texts.keys() == {"summary", "description", "runbook"}
     assert "$labels.job" in texts["summary"]
     assert "$value" in texts["description"] or "up == 0" in rule["expr"]
-    # Labels that the alert keeps are in its text.
+    # Labels that the alert keeps appear in its text.
     for label in ("endpoint", "instance"):
         if re.search(rf"^(sum|max) by \([^)]*\b{label}\b", rule["expr"]):
             assert f"$labels.{label}" in texts["description"]
@@ -192,7 +194,7 @@ def test_alerts_say_what_is_wrong_and_what_to_do(name: str, severity: str) -> No
 
 
 def _exists(line: str) -> None:
-    """There is such a command, and it takes such options and arguments."""
+    """Check that the command exists and accepts these options and arguments."""
     line = re.sub(r"\{\{.*?\}\}", "NAME", line)
     numbered = re.sub(r"\bID\b", "1", line)
     words = numbered.split()
@@ -201,14 +203,14 @@ def _exists(line: str) -> None:
         found = command.get_command(click.Context(command), words[0])
         assert found is not None, line
         command, words = found, words[1:]
-    # Values are read, too: "--since 1h" is a time; a reason of a template is one of them.
+    # Values are parsed, too: "--since 1h" is a duration; a reason from a template is one of them.
     words = ["backlog" if words[n - 1] == "--reason" else w for n, w in enumerate(words)]
     command.make_context(line, words)
 
 
 @pytest.mark.promtool
 def test_texts_are_complete(tmp_path: Path) -> None:
-    """promtool shows what an alert says where something else was expected."""
+    """promtool prints the actual alert where another one was expected."""
     document = yaml.safe_load(CASES[0].read_text())
     document["rule_files"] = [str(RULES)]
     for case in document["tests"]:
@@ -230,27 +232,27 @@ def test_texts_are_complete(tmp_path: Path) -> None:
         assert flaw not in said, said
     for name, _ in ALERTS:
         assert f'alertname="{name}"' in said
-    # Endpoints, values and further questions are told in words.
-    for told in (
+    # Endpoints, values and further queries are replaced with words.
+    for expected in (
         "99.8% of the deliveries succeed",
         'Most are of endpoint shop, with the reason \\"exhausted\\" (120).',
-        "50 deliveries to shop were given up, unsent",
+        "50 deliveries to shop were dead-lettered unsent",
         '`outbox endpoint enable \\"shop\\"`',
         "`outbox dead list --reason backlog --since 1h`",
         "The slowest endpoint is slow:",
         "Most failed at endpoint shop, by 5xx.",
-        "Most are owed to endpoint (other): 600.",
-        'endpoint the \\"shop\\" has been in trouble for 15m 1s',
+        "Most are pending to endpoint (other): 600.",
+        'endpoint the \\"shop\\" has been unhealthy for 15m 1s',
         "a gap has been open for 1m 1s",
         "11 more dead letters within an hour",
-        "Of the replicas that were seen in the last day (2) none leads",
+        "None of the replicas of the last day (2) is the leader",
     ):
-        assert told in said, said
+        assert expected in said, said
 
 
-def test_what_to_do_about_what_was_given_up_unsent_fits_why_it_was() -> None:
+def test_the_runbook_for_unsent_dead_letters_matches_the_reason() -> None:
     """Only a disabled endpoint can be enabled; one with a long backlog is active."""
-    rule = ALERTS["OutboxDeliveriesGivenUpUnsent", "critical"]
+    rule = ALERTS["OutboxDeliveriesDeadLetteredUnsent", "critical"]
     before, disabled, rest = re.split(
         r'{{ if eq \$labels.outcome "disabled" }}(.*?){{ else }}', rule["annotations"]["runbook"]
     )

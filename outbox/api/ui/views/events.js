@@ -1,54 +1,54 @@
-// Find an event.
+// Search for events.
 
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { filters, pages } from "../listing.js";
 import { once, permanent } from "../live.js";
-import { operator, row, table, when } from "../parts.js";
-import { link } from "../places.js";
-import { count, sentence, time } from "../say.js";
-import { field } from "../talk.js";
+import { isOperator, row, table, when } from "../components.js";
+import { link } from "../router.js";
+import { count, sentence, time } from "../format.js";
+import { field } from "../dialogs.js";
 
 const HEADS = ["When", "Type", "Key", "Tenant", "Event"];
 
-// Nothing there at all is not a search without a find.
-function none(values) {
-  if (Object.keys(values).length) return "There is no event like this.";
-  return ["No event was published yet.", session.may("publish")
-    ? [" Publish one: ", h("code", null, operator() ? "outbox publish order.paid '{\"order\": 7}'" : "POST /v1/events"), "."] : null];
+// An empty outbox and an empty search result have different texts.
+function emptyText(values) {
+  if (Object.keys(values).length) return "No events match the filter.";
+  return ["No events yet.", session.may("publish")
+    ? [" Publish one: ", h("code", null, isOperator() ? "outbox publish order.paid '{\"order\": 7}'" : "POST /v1/events"), "."] : null];
 }
 
-function finding() {
+function searchForm() {
   return h("form", {
     class: "find", role: "search",
     onsubmit: (event) => {
       event.preventDefault();
-      const wanted = new FormData(event.target).get("wanted").trim();
-      if (wanted) location.hash = link("trace", [wanted]);
+      const id = new FormData(event.target).get("id").trim();
+      if (id) location.hash = link("trace", [id]);
     },
-  }, field("What happened to", h("input", { name: "wanted", autocomplete: "off", spellcheck: "false",
-    placeholder: "an event id or a key", title: "An event id, an X-Delivery, a once key, or a key" })),
-  h("button", { type: "submit", class: "main" }, "Trace it"));
+  }, field("Event", h("input", { name: "id", autocomplete: "off", spellcheck: "false",
+    placeholder: "event id or key", title: "Event id, X-Delivery, idempotency key, or ordering key" })),
+  h("button", { type: "submit", class: "main" }, "Trace"));
 }
 
 export function view(place, _, values) {
-  const looked = h("p", { class: "hint" });
+  const extent = h("p", { class: "hint" });
   const filtered = Object.keys(values).length > 0;
   const list = pages((after) => get("/v1/events", { ...values, limit: 50, after }), (items, page) => {
-    show(looked, filtered && page.looked_at && page.next
-      ? `Looked at the newest ${count(page.looked_at)}, back to ${time(page.looked_back_to)}; “More” goes on.` : null);
+    show(extent, filtered && page.scanned && page.next
+      ? `Searched the newest ${count(page.scanned)} events, back to ${time(page.scanned_back_to)}. “Load more” continues the search.` : null);
     return table(HEADS, items.map((each) => row([
       when(each.published_at),
       each.type,
       each.key === null ? "–" : h("a", { href: link("events", [], { key: each.key }) }, each.key),
       each.tenant ?? "–",
       h("a", { href: link("trace", [each.id]) }, h("code", null, each.erased_at ? `${each.id} (erased)` : each.id)),
-    ], HEADS, each.id)), none(values));
+    ], HEADS, each.id)), emptyText(values));
   });
-  show(place, h("h1", null, "Events"), finding(),
+  show(place, h("h1", null, "Events"), searchForm(),
     filters([["key", "Key"], ["type", "Type"], ["since", "Since"], ["until", "Until"], ...(session.tenant === null ? [["tenant", "Tenant"]] : [])],
       values, (next) => { location.hash = link("events", [], next); }),
-    looked, list.place);
+    extent, list.place);
   return once(place, () => list.load().catch((error) => {
     if (!permanent(error)) throw error;
     show(list.place, h("p", { class: "bad" }, sentence(error.message)));

@@ -1,42 +1,42 @@
-// The relays, and what the doctor says.
+// Relay instances and diagnostics.
 
 import { get } from "../api.js";
 import { h, show } from "../dom.js";
 import { live } from "../live.js";
-import { badge, button, operator, row, table, when } from "../parts.js";
-import { count, duration, plural, sentence } from "../say.js";
-import { notice } from "../talk.js";
+import { badge, button, isOperator, row, table, when } from "../components.js";
+import { count, duration, plural, sentence } from "../format.js";
+import { notice } from "../dialogs.js";
 
-const HEADS = ["Relay", "State", "Does", "#Endpoints", "Version", "Since"];
-const FINDINGS = ["", "About", "What", "What to do"];
+const HEADS = ["Relay", "State", "Role", "#Endpoints", "Version", "Since"];
+const FINDINGS = ["", "Check", "Finding", "Action"];
 
-const listed = (found) => table(FINDINGS, found.map((each) => row([
-  badge(each.severity), each.check.replaceAll("_", " "), each.says, each.do ?? "",
+const findingsTable = (findings) => table(FINDINGS, findings.map((each) => row([
+  badge(each.severity), each.check.replaceAll("_", " "), each.message, each.action ?? "",
 ], FINDINGS)), "");
 
-// What needs somebody, the worst first; what is as it should be is folded.
-function diagnosed({ findings }) {
-  const of = (severity) => findings.filter((each) => each.severity === severity);
-  const [problems, warnings] = [of("problem"), of("warning")];
-  const fine = findings.filter((each) => !problems.includes(each) && !warnings.includes(each));
-  const wrong = [...problems, ...warnings];
-  const told = [problems.length && plural(problems.length, "problem"), warnings.length && plural(warnings.length, "warning")].filter(Boolean);
+// Problems first, then warnings; passed checks are collapsed.
+function drawFindings({ findings }) {
+  const bySeverity = (severity) => findings.filter((each) => each.severity === severity);
+  const [problems, warnings] = [bySeverity("problem"), bySeverity("warning")];
+  const passed = findings.filter((each) => !problems.includes(each) && !warnings.includes(each));
+  const failed = [...problems, ...warnings];
+  const counts = [problems.length && plural(problems.length, "problem"), warnings.length && plural(warnings.length, "warning")].filter(Boolean);
   return [
-    h("p", { class: "summary" }, h("b", null, told.length ? told.join(", ") : "Everything is fine.")),
-    wrong.length ? listed(wrong) : null,
-    fine.length ? h("details", null, h("summary", null, `${plural(fine.length, "check")} fine`), listed(fine)) : null,
+    h("p", { class: "summary" }, h("b", null, counts.length ? counts.join(", ") : "All checks passed.")),
+    failed.length ? findingsTable(failed) : null,
+    passed.length ? h("details", null, h("summary", null, `${plural(passed.length, "check")} passed`), findingsTable(passed)) : null,
   ];
 }
 
 export function view(place) {
   const findings = h("div");
-  const relays = h("div", null, h("p", { class: "empty" }, "Looking…"));
-  async function examine(event) {
+  const relays = h("div", null, h("p", { class: "empty" }, "Loading…"));
+  async function runChecks(event) {
     const { target } = event;
     target.disabled = true;
-    show(findings, h("p", { class: "empty" }, "The doctor is looking; it takes a few seconds."));
+    show(findings, h("p", { class: "empty" }, "Running checks. This takes a few seconds."));
     try {
-      show(findings, diagnosed(await get("/v1/doctor")));
+      show(findings, drawFindings(await get("/v1/doctor")));
     } catch (error) {
       show(findings, null);
       notice(sentence(error.message), "bad");
@@ -44,16 +44,16 @@ export function view(place) {
     target.disabled = false;
   }
   show(place, h("h1", null, "Replicas"), relays,
-    h("section", null, h("h2", null, "Doctor"), h("div", { class: "actions" }, button("Examine", examine, { scope: "read" })), findings));
+    h("section", null, h("h2", null, "Diagnostics"), h("div", { class: "actions" }, button("Run checks", runChecks, { scope: "read" })), findings));
   return live(place, async (signal) => {
-    const told = await get("/v1/status", { limit: 1 }, signal);
-    const { cursor } = told;
+    const status = await get("/v1/status", { limit: 1 }, signal);
+    const { cursor } = status;
     show(relays,
-      table(HEADS, told.replicas.map((each) => row([
-        each.name, badge(each.alive ? "alive" : "lapsed"), each.leads ? "sequences" : "stands by", count(each.endpoints), each.version, when(each.started_at),
-      ], HEADS, each.id)), ["No relay is running", operator() ? [": ", h("code", null, "outbox relay")] : null, "."]),
+      table(HEADS, status.replicas.map((each) => row([
+        each.name, badge(each.alive ? "alive" : "lapsed"), each.leads ? "sequencer" : "standby", count(each.endpoints), each.version, when(each.started_at),
+      ], HEADS, each.id)), ["No relay is running", isOperator() ? [": ", h("code", null, "outbox relay")] : null, "."]),
       h("p", { class: "hint" }, `Sequenced up to event ${count(cursor.high)} in batch ${count(cursor.batch)}, `, when(cursor.at), ". ",
-        cursor.waiting_s === null ? "Nothing waits." : `Events wait for ${duration(cursor.waiting_s)}.`,
-        told.open_gaps ? ` ${plural(told.open_gaps, "open gap")}: transactions that have an id and have not ended.` : ""));
+        cursor.waiting_s === null ? "No unsequenced events." : `The oldest unsequenced event is ${duration(cursor.waiting_s)} old.`,
+        status.open_gaps ? ` ${plural(status.open_gaps, "open gap")}: ids of transactions that have not ended.` : ""));
   });
 }

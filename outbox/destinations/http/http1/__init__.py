@@ -1,1 +1,1 @@
-"""The transport on protocols of asyncio's own and httptools' parser."""
+"""HTTP/1.1 client on asyncio protocols and the httptools parser."""

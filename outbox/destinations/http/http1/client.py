@@ -1,13 +1,11 @@
-"""The transport of the hot path: nothing between a delivery and its socket.
+"""HTTP/1.1 client of the hot path.
 
-No library does this: aiohttp's session takes five times the processor time for a request, and
-the quickest others (reqwest in Rust, as pyreqwest and wreq) half as much again or more, in
-threads besides.  None lets the guard have the last word about an address, or bounds what a
-receiver may say before its answer.
+aiohttp's session needs five times the CPU time per request, and the fastest alternatives
+(reqwest in Rust, as pyreqwest and wreq) 1.5 times or more, and additional threads.  None of
+them lets the egress policy check the final address, or bounds the bytes before a response.
 
-A request costs one future.  Its time is not a timer of its own: most time-outs are the same
-and none is reached, so one timer for all looks at the requests that are out when the first of
-them could have run out of time.
+A request costs one future.  Time-outs share one timer: most are equal and few expire, so the
+timer runs at the earliest deadline and checks all requests in flight.
 """
 
 from __future__ import annotations
@@ -16,118 +14,116 @@ import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from outbox.core.model.response import Answer, Failure
+from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.http1.connection import Connection
-from outbox.destinations.http.http1.pool import Pools
-from outbox.destinations.http.request_encoding import written
-from outbox.destinations.http.responses import CLOSED, out_of_time
+from outbox.destinations.http.http1.pool import ConnectionPools
+from outbox.destinations.http.request_encoding import encode_request
+from outbox.destinations.http.responses import TRANSPORT_CLOSED, timeout_detail
 from outbox.destinations.interface import NotConnected
 
 if TYPE_CHECKING:
-    from outbox.destinations.http.connector import Connecting, Target
-    from outbox.destinations.http.http1.response_parser import Known
+    from outbox.destinations.http.connector import ConnectionOpener, Target
+    from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
     from outbox.destinations.interface import Request
 
 
-class WireClient:
-    """A `Client`; use it in the event loop that it was made in.
+class Http1Client:
+    """A `Client`, bound to the event loop in which it was created.
 
     Args:
-        keep_alive_s: an unused connection is kept so long; None: not at all.
+        keep_alive_s: idle time-out of pooled connections; None: no pooling.
     """
 
-    def __init__(self, connecting: Connecting, keep_alive_s: float | None) -> None:
-        self._connecting = connecting
-        self._pools = Pools(keep_alive_s)
+    def __init__(self, opener: ConnectionOpener, keep_alive_s: float | None) -> None:
+        self._opener = opener
+        self._pools = ConnectionPools(keep_alive_s)
         self._loop = asyncio.get_running_loop()
-        # Those with a request on them.
-        self._asked: set[Connection] = set()
-        self._known: dict[bytes, Known] = {}
+        # Connections with a request in flight.
+        self._in_flight: set[Connection] = set()
+        self._cached_responses: dict[bytes, CachedResponse] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._closed = False
 
-    async def send(self, destination: Destination, request: Request) -> Answer:
-        """See `Client.send`."""
-        started_at, over_at = monotonic(), self._loop.time() + request.total_timeout_s
+    async def send(self, destination: Destination, request: Request) -> AttemptResult:
+        started_at, deadline = monotonic(), self._loop.time() + request.total_timeout_s
         connection: Connection | None = None
         try:
-            data = written(destination, request)
-            connection = self._pools.take(destination.target)
+            data = encode_request(destination, request)
+            connection = self._pools.acquire(destination.target)
             if connection is None:
-                connection = await self._connect(destination.target, request, over_at)
-            answering = connection.ask(data, started_at, over_at, request.total_timeout_s)
+                connection = await self._connect(destination.target, request, deadline)
+            pending = connection.send_request(data, started_at, deadline, request.total_timeout_s)
         except NotConnected as error:
-            return Answer.failed(error.failure, error.detail, monotonic() - started_at)
+            return AttemptResult.failed(error.failure, error.detail, monotonic() - started_at)
         except Exception as error:
             if connection is not None:
                 connection.close()
             why = f"{type(error).__name__}: {error}"
-            return Answer.failed(Failure.INTERNAL, why, monotonic() - started_at)
-        self._asked.add(connection)
-        if self._timer is None or over_at < self._timer_at:
-            self._look_at(over_at)
+            return AttemptResult.failed(Failure.INTERNAL, why, monotonic() - started_at)
+        self._in_flight.add(connection)
+        if self._timer is None or deadline < self._timer_at:
+            self._schedule_expiry(deadline)
         try:
-            answer = await answering
+            response = await pending
         except asyncio.CancelledError:
-            called_off = connection.call_off()
-            # It may have come in the very moment in which nobody wanted it any more.
-            if answering.done() and not answering.cancelled():
-                called_off = answering.result()
-            if called_off is None:
+            preempted = connection.cancel()
+            # The response may have completed in the same loop iteration as the cancellation.
+            if pending.done() and not pending.cancelled():
+                preempted = pending.result()
+            if preempted is None:
                 raise
-            # Not of a class of its own, which `asyncio.timeout` of Python 3.11 does not know.
-            raise asyncio.CancelledError(called_off) from None
+            # Not a subclass: `asyncio.timeout` of Python 3.11 does not handle one.
+            raise asyncio.CancelledError(preempted) from None
         finally:
-            self._asked.discard(connection)
+            self._in_flight.discard(connection)
         if connection.usable:
-            self._pools.keep(connection)
+            self._pools.release(connection)
         else:
             connection.close()
-        return answer
+        return response
 
     async def aclose(self) -> None:
-        """See `Client.aclose`."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for connection in list(self._asked):
-            connection.shut()
+        for connection in list(self._in_flight):
+            connection.shut_down()
         self._pools.close()
 
-    async def _connect(self, target: Target, request: Request, over_at: float) -> Connection:
+    async def _connect(self, target: Target, request: Request, deadline: float) -> Connection:
         if self._closed:
-            raise NotConnected(Failure.RESET, CLOSED)
+            raise NotConnected(Failure.RESET, TRANSPORT_CLOSED)
         try:
-            async with asyncio.timeout_at(over_at):
-                connection = await self._connecting.open(
+            async with asyncio.timeout_at(deadline):
+                connection = await self._opener.open(
                     target,
-                    lambda: Connection(target, self._loop, self._known),
+                    lambda: Connection(target, self._loop, self._cached_responses),
                     request.connect_timeout_s,
                 )
         except TimeoutError:
-            why = out_of_time(request.total_timeout_s)
+            why = timeout_detail(request.total_timeout_s)
             raise NotConnected(Failure.TIMEOUT, why) from None
-        if self._closed:  # Meanwhile.
+        if self._closed:  # The client was closed meanwhile.
             connection.close()
-            raise NotConnected(Failure.RESET, CLOSED)
+            raise NotConnected(Failure.RESET, TRANSPORT_CLOSED)
         return connection
 
     # ------------------------------------------------------------------ time
 
-    def _look_at(self, at: float) -> None:
+    def _schedule_expiry(self, at: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._timer_at = self._loop.call_at(at, self._look), at
+        self._timer, self._timer_at = self._loop.call_at(at, self._expire_requests), at
 
-    def _look(self) -> None:
-        """End what has run out of time."""
+    def _expire_requests(self) -> None:
+        """Expire requests whose deadline has passed."""
         now = self._timer_at
         self._timer = None
-        for connection in [each for each in self._asked if each.over_at <= now]:
+        for connection in [each for each in self._in_flight if each.deadline <= now]:
             connection.expire()
-            self._asked.discard(connection)
-        if self._asked:
-            self._look_at(min(each.over_at for each in self._asked))
+            self._in_flight.discard(connection)
+        if self._in_flight:
+            self._schedule_expiry(min(each.deadline for each in self._in_flight))

@@ -1,6 +1,6 @@
-"""One connection: a request goes out, and one answer comes back.
+"""One HTTP/1.1 connection: one request at a time, no pipelining.
 
-What comes while nobody has asked closes the connection: taken for the next answer, it would
+Unsolicited data closes the connection: treated as the response of the next request, it would
 acknowledge a delivery that never arrived.
 """
 
@@ -11,33 +11,33 @@ import ssl
 from time import monotonic
 from typing import TYPE_CHECKING, cast
 
-from outbox.core.model.response import Answer, Failure
-from outbox.destinations.http.http1.response_parser import AnswerReader
+from outbox.core.model.response import AttemptResult, Failure
+from outbox.destinations.http.http1.response_parser import ResponseReader
 from outbox.destinations.http.limits import HEAD_BYTES_MAX
 from outbox.destinations.http.responses import (
     CANCELLED,
-    CLOSED,
-    ENDED,
-    UNANSWERED,
-    answered,
-    out_of_time,
+    CONNECTION_CLOSED,
+    NO_RESPONSE,
+    TRANSPORT_CLOSED,
+    completed_result,
+    timeout_detail,
 )
-from outbox.destinations.http.tls import reason
+from outbox.destinations.http.tls import ssl_error_reason
 from outbox.destinations.interface import NotConnected
 
 if TYPE_CHECKING:
     from outbox.destinations.http.connector import Target
-    from outbox.destinations.http.http1.response_parser import Known
+    from outbox.destinations.http.http1.response_parser import CachedResponse
 
 
 class Connection(asyncio.Protocol):
-    """An `asyncio.Protocol`; see `ask`.
+    """Protocol of one connection; see `send_request`.
 
-    It is whoever took it's from the question until he has taken the answer in: only then may it
-    be asked again, if it is `usable` still.
+    A caller owns the connection from `send_request` until it has read the result.  Then the
+    connection can be reused, if it is still `usable`.
 
     Args:
-        known: see `AnswerReader`.
+        cached_responses: see `ResponseReader`.
     """
 
     __slots__ = (
@@ -49,86 +49,88 @@ class Connection(asyncio.Protocol):
         "_timeout_s",
         "_transport",
         "_waiting",
+        "deadline",
         "free_since",
-        "over_at",
         "target",
     )
 
     def __init__(
-        self, target: Target, loop: asyncio.AbstractEventLoop, known: dict[bytes, Known]
+        self,
+        target: Target,
+        loop: asyncio.AbstractEventLoop,
+        cached_responses: dict[bytes, CachedResponse],
     ) -> None:
         self.target = target
         self.free_since = 0.0
-        """Since when it is kept for the next one, by the loop's clock."""
-        self.over_at = 0.0
-        """When the request that is on it runs out of time."""
+        """Start of its idle time, by the loop's clock."""
+        self.deadline = 0.0
+        """Deadline of the request in flight, by the loop's clock."""
         self._loop = loop
-        self._reader = AnswerReader(known)
-        # What the receiver said before it was asked anything; None: it was asked.
+        self._reader = ResponseReader(cached_responses)
+        # Data received before the first request; None: a request was sent.
         self._early: bytes | None = b""
-        # No request can follow on it, although the loop has not closed it yet.
+        # Not reusable, although the loop has not closed it yet.
         self._ended = False
         self._transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[Answer] | None = None
-        # By a clock that counts finer than the loop's: uvloop's has milliseconds.
+        self._waiting: asyncio.Future[AttemptResult] | None = None
+        # time.monotonic: uvloop's clock has a resolution of milliseconds.
         self._started_at = 0.0
         self._timeout_s = 0.0
 
     @property
     def usable(self) -> bool:
-        """Whether a request may be sent on it."""
+        """Whether another request can be sent."""
         transport = self._transport
         return transport is not None and not self._ended and not transport.is_closing()
 
-    def ask(
-        self, data: bytes, started_at: float, over_at: float, timeout_s: float
-    ) -> asyncio.Future[Answer]:
-        """Send a request; what comes back, or what becomes of it.
+    def send_request(
+        self, data: bytes, started_at: float, deadline: float, timeout_s: float
+    ) -> asyncio.Future[AttemptResult]:
+        """Send a request; returns a future of its result.
 
         Args:
-            started_at: since when it has taken its time, by `time.monotonic`.
-            over_at: when somebody will call `expire`, by the loop's clock.
-            timeout_s: what it has in all.
+            started_at: start of the attempt, by `time.monotonic`.
+            deadline: when the client calls `expire`, by the loop's clock.
+            timeout_s: total time-out of the attempt.
 
         Raises:
-            NotConnected: it was closed meanwhile.
+            NotConnected: the connection was closed meanwhile.
         """
         transport = self._transport
         if transport is None or not self.usable:
-            raise NotConnected(Failure.RESET, ENDED)
+            raise NotConnected(Failure.RESET, CONNECTION_CLOSED)
         assert self._waiting is None
         self._started_at, self._timeout_s = started_at, timeout_s
-        self.over_at = over_at
+        self.deadline = deadline
         self._reader.begin()
         self._waiting = waiting = self._loop.create_future()
-        # In one piece: two writes would be two packets.  What does not fit waits in the
-        # transport, while an early answer can be read already.
+        # One write: two would be two packets.  The transport buffers the rest, and an early
+        # response can be read meanwhile.
         transport.write(data)
         early, self._early = self._early, None
         if early:
-            # Whoever speaks first may do so again, and then each answer would be taken for
-            # that of the next request.
+            # A peer that sends first may do so again, and every response would be attributed
+            # to the next request: do not reuse the connection.
             self._ended = True
             self.data_received(early)
         return waiting
 
     def expire(self) -> None:
-        """Its time is up."""
-        self._give_up(Failure.TIMEOUT, out_of_time(self._timeout_s))
+        self._fail(Failure.TIMEOUT, timeout_detail(self._timeout_s))
 
-    def call_off(self) -> Answer | None:
-        """Nobody waits for the answer any more; returns it, if its head was there.
+    def cancel(self) -> AttemptResult | None:
+        """Cancel the request; returns its result if the response head was complete.
 
-        The connection is closed: what still comes must not be taken for another's.
+        Closes the connection: a late response must not be attributed to another request.
         """
         waiting, self._waiting = self._waiting, None
         self.close()
         if waiting is None or self._reader.status is None:
             return None
-        return self._answer(None if self._reader.over else CANCELLED)
+        return self._result(None if self._reader.over else CANCELLED)
 
     def close(self) -> None:
-        """Close it, without waiting for a receiver that does not read."""
+        """Close; abort if unsent data remains, so that a stalled receiver cannot delay it."""
         self._ended = True
         transport = self._transport
         if transport is None:
@@ -138,79 +140,79 @@ class Connection(asyncio.Protocol):
         else:
             transport.close()
 
-    def shut(self) -> None:
-        """The client it belongs to is closed."""
+    def shut_down(self) -> None:
+        """Close the connection because its client is closed."""
         if self._waiting is not None:
-            self._give_up(Failure.RESET, CLOSED)
+            self._fail(Failure.RESET, TRANSPORT_CLOSED)
         else:
             self.close()
 
-    # ------------------------------------------------------ what the loop calls
+    # ------------------------------------------------------ asyncio callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None:
-            self._unasked(data)
+            self._on_unsolicited_data(data)
             return
         reader = self._reader
         if not reader.feed(data):
             return
         if reader.broken is not None:
-            self._give_up(Failure.PROTOCOL, reader.broken)
+            self._fail(Failure.PROTOCOL, reader.broken)
             return
         transport = self._transport
         if not reader.reusable or transport is None or transport.get_write_buffer_size():
             self.close()
-        self._settle(self._answer(None))
+        self._settle(self._result(None))
 
     def eof_received(self) -> None:
-        """The connection is closed by that."""
+        """Returning None lets asyncio close the connection."""
         self._ended = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._waiting is not None and not self._waiting.done():
             if exc is None and self._reader.end():
-                self._settle(self._answer(None))
+                self._settle(self._result(None))
             elif isinstance(exc, ssl.SSLError):
-                # In TLS 1.3 a refused handshake shows at the first read.
-                self._give_up(Failure.TLS, reason(exc))
+                # TLS 1.3 reports a rejected client certificate at the first read.
+                self._fail(Failure.TLS, ssl_error_reason(exc))
             elif exc is None:
                 in_body = self._reader.status is not None
-                self._give_up(Failure.RESET, ENDED if in_body else UNANSWERED)
+                self._fail(Failure.RESET, CONNECTION_CLOSED if in_body else NO_RESPONSE)
             else:
-                self._give_up(Failure.RESET, getattr(exc, "strerror", "") or str(exc))
+                self._fail(Failure.RESET, getattr(exc, "strerror", "") or str(exc))
         self._reader.close()
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internals
 
-    def _unasked(self, data: bytes) -> None:
+    def _on_unsolicited_data(self, data: bytes) -> None:
         if self._early is not None and len(self._early) < HEAD_BYTES_MAX:
-            # Overloaded servers say so as soon as somebody connects.
+            # Overloaded servers send a response immediately after the connect.
             self._early += data
         elif self._transport is not None:
             self._transport.abort()
 
-    def _give_up(self, failure: Failure, why: str) -> None:
-        """It is over: with the answer, if its head was there, and as a failure otherwise."""
+    def _fail(self, failure: Failure, why: str) -> None:
+        """Close, and settle with the response if its head is complete, otherwise with a failure."""
         self.close()
         if self._reader.status is None:
             elapsed_s = monotonic() - self._started_at
-            self._settle(Answer.failed(failure, why, elapsed_s))
+            self._settle(AttemptResult.failed(failure, why, elapsed_s))
         else:
-            self._settle(self._answer(why))
+            self._settle(self._result(why))
 
-    def _settle(self, answer: Answer) -> None:
+    def _settle(self, response: AttemptResult) -> None:
         waiting = self._waiting
-        # What was cancelled is for whoever calls it off.
+        # `cancel` handles a cancelled future.
         if waiting is not None and not waiting.done():
             self._waiting = None
-            waiting.set_result(answer)
+            waiting.set_result(response)
 
-    def _answer(self, cut_by: str | None) -> Answer:
+    def _result(self, cut_by: str | None) -> AttemptResult:
         reader = self._reader
         assert reader.status is not None
         elapsed_s = monotonic() - self._started_at
-        return answered(reader.status, elapsed_s, reader.headers(), reader.body, cut_by)
+        return completed_result(reader.status, elapsed_s, reader.headers(), reader.body, cut_by)

@@ -1,4 +1,4 @@
-"""Connections that wait for their next request, each for the target it was made for."""
+"""Connection pools: idle connections by target."""
 
 from __future__ import annotations
 
@@ -12,70 +12,70 @@ if TYPE_CHECKING:
     from outbox.destinations.http.http1.connection import Connection
 
 
-class Pools:
-    """Kept connections.
+class ConnectionPools:
+    """Idle connections by target.
 
     Args:
-        keep_alive_s: one that is not used is kept so long; None: not at all.
+        keep_alive_s: idle time-out; None: no pooling.
     """
 
     def __init__(self, keep_alive_s: float | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._keep_alive_s = keep_alive_s
-        # Of each target the one that was used longest ago comes first, and so do the targets.
-        self._kept: dict[Target, list[Connection]] = {}
+        # Targets, and connections of a target: least recently used first.
+        self._idle: dict[Target, list[Connection]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def take(self, target: Target) -> Connection | None:
-        """One that can be used, if there is one."""
-        kept = self._kept.get(target)
+    def acquire(self, target: Target) -> Connection | None:
+        """Take a usable connection from the pool; None: there is none."""
+        idle = self._idle.get(target)
         found = None
-        while kept and found is None:
-            # The one that was used last is the least likely to be gone.
-            connection = kept.pop()
+        while idle and found is None:
+            # LIFO: the most recently used one is least likely to be closed by the peer.
+            connection = idle.pop()
             if connection.usable:
                 found = connection
-        if kept is not None and not kept:
-            del self._kept[target]
+        if idle is not None and not idle:
+            del self._idle[target]
         return found
 
-    def keep(self, connection: Connection) -> None:
-        """Nothing is under way on it any more."""
+    def release(self, connection: Connection) -> None:
+        """Return a connection to the pool after its request."""
         if self._keep_alive_s is None:
             connection.close()
             return
         connection.free_since = self._loop.time()
-        kept = self._kept.pop(connection.target, [])
-        kept.append(connection)
-        self._kept[connection.target] = kept
-        if len(self._kept) > POOLS_MAX:
-            for each in self._kept.pop(next(iter(self._kept))):
+        idle = self._idle.pop(connection.target, [])
+        idle.append(connection)
+        self._idle[connection.target] = idle
+        if len(self._idle) > POOLS_MAX:
+            for each in self._idle.pop(next(iter(self._idle))):
                 each.close()
         if self._timer is None:
             self._timer = self._loop.call_later(self._keep_alive_s, self._sweep)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all idle connections."""
         if self._timer is not None:
             self._timer.cancel()
-        for kept in self._kept.values():
-            for each in kept:
+        for idle in self._idle.values():
+            for each in idle:
                 each.close()
-        self._kept.clear()
+        self._idle.clear()
 
     def _sweep(self) -> None:
-        """Close what has not been used for too long."""
+        """Close connections whose idle time-out has passed."""
         assert self._keep_alive_s is not None
-        long_ago = self._loop.time() - self._keep_alive_s
-        for target, kept in list(self._kept.items()):
+        idle_before = self._loop.time() - self._keep_alive_s
+        for target, idle in list(self._idle.items()):
             old = 0
-            while old < len(kept) and kept[old].free_since <= long_ago:
-                kept[old].close()
+            while old < len(idle) and idle[old].free_since <= idle_before:
+                idle[old].close()
                 old += 1
-            del kept[:old]
-            if not kept:
-                del self._kept[target]
+            del idle[:old]
+            if not idle:
+                del self._idle[target]
         self._timer = None
-        if self._kept:
-            oldest = min(kept[0].free_since for kept in self._kept.values())
+        if self._idle:
+            oldest = min(idle[0].free_since for idle in self._idle.values())
             self._timer = self._loop.call_at(oldest + self._keep_alive_s, self._sweep)

@@ -1,8 +1,8 @@
-"""Answers out of bytes, on httptools' parser; no connection is known here.
+"""Sans-IO response parser on httptools.
 
-The parser bounds nothing: neither how many heads come before the answer, nor how many headers
-there are, nor what a body is wrapped in.  That is done here, and so is the difference between
-an answer that is broken and one whose body is: as soon as the head is there, its status counts.
+httptools has no limits for interim responses, headers or body framing: they are enforced
+here.  A broken body does not invalidate the response: once the head is complete, its status
+counts.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from outbox.destinations.http.limits import (
     TOO_MANY_INTERIMS,
     is_interim,
 )
-from outbox.destinations.http.responses import kept
+from outbox.destinations.http.responses import kept_headers
 
 if TYPE_CHECKING:
     from outbox.core.model.response import Headers
 
 _HTTP = b"HTTP/"
-# llhttp takes these for answers, too: "RTSP/1.0 200 OK".
+# llhttp also accepts other protocols, such as "RTSP/1.0 200 OK".
 _VERSIONS = frozenset({"1.0", "1.1"})
 _SWITCHING = 101
-KNOWN_MAX, KNOWN_BYTES_MAX = 256, 1024
-"""So many answers are remembered that are no longer than that."""
+CACHED_MAX, CACHED_BYTES_MAX = 256, 1024
+"""Limits of the response cache: entries, and bytes of a response."""
 
-Known: TypeAlias = tuple[int, "Headers", bytes]
-"""Status, headers and body of an answer after which the connection can be used again."""
+CachedResponse: TypeAlias = tuple[int, "Headers", bytes]
+"""Status, headers and body of a response that allows reuse of the connection."""
 
 
-class AnswerReader:
-    """Reads the answers that come over one connection, one after the other.
+class ResponseReader:
+    """Parses the responses of one connection, one at a time.
 
-    `begin`, then `feed` until it is over; what it found then stays until the next `begin`.
+    Call `begin`, then `feed` until it returns True; the result is valid until the next `begin`.
 
     Args:
-        known: answers that came whole in one piece, by their bytes, shared by many readers.
-            Receivers give the same answer again and again, but for its date.
+        cached_responses: complete responses by their bytes, shared by all readers.  Receivers
+            repeat the same response, except for its Date header.
     """
 
     __slots__ = (
+        "_cached",
         "_count",
         "_head",
         "_headers",
         "_interims",
-        "_known",
         "_left",
         "_parser",
         "_raw",
@@ -65,11 +65,11 @@ class AnswerReader:
         "status",
     )
 
-    def __init__(self, known: dict[bytes, Known]) -> None:
-        self._known = known
+    def __init__(self, cached_responses: dict[bytes, CachedResponse]) -> None:
+        self._cached = cached_responses
         parser = HttpResponseParser(self)
-        # What other clients forgive their servers, and no more: it changes nothing about where
-        # an answer ends.
+        # Only leniencies that other clients have as well; none of them affects where a response
+        # ends.
         parser.set_dangerous_leniencies(
             lenient_headers=True,
             lenient_optional_cr_before_lf=True,
@@ -79,7 +79,7 @@ class AnswerReader:
         self.begin()
 
     def begin(self) -> None:
-        """An answer is expected now, to a request that is sent on this connection."""
+        """Start a new response."""
         self._raw: list[tuple[bytes, bytes]] = []
         self._headers: Headers | None = None
         self._count = 0
@@ -88,40 +88,40 @@ class AnswerReader:
         self._start = b""
         self._head = self._whole = False
         self.status: int | None = None
-        """Of the answer; None: its head is not there."""
+        """Status; None: the head is incomplete."""
         self.body: bytes | bytearray = b""
-        """As far as it has come, and is kept."""
+        """Body bytes received, up to `BODY_BYTES_MAX`."""
         self.broken: str | None = None
-        """What is wrong with it, or with its body; None: nothing so far."""
+        """Protocol error of head or body; None: no error."""
         self.reusable = False
-        """Whether it has ended so that another request may follow it."""
+        """Whether the connection can be reused after this response."""
 
     def feed(self, data: bytes) -> bool:
-        """More has come; returns whether the answer is over, in whatever way."""
+        """Parse received bytes; returns whether the response is complete, broken or long enough."""
         if self._whole:
-            self.reusable = False  # Nobody asked for what came behind it.
+            self.reusable = False  # Unsolicited data after the response.
             return True
-        if self._start or len(data) > KNOWN_BYTES_MAX:
+        if self._start or len(data) > CACHED_BYTES_MAX:
             return self._feed(data)
-        known = self._known.get(data)
-        if known is not None:
-            self.status, self._headers, self.body = known
+        cached = self._cached.get(data)
+        if cached is not None:
+            self.status, self._headers, self.body = cached
             self._head = self._whole = self.reusable = True
             return True
         over = self._feed(data)
         if self.reusable and self.status is not None:
-            if len(self._known) >= KNOWN_MAX:
-                self._known.clear()
-            self._known[data] = self.status, self.headers(), bytes(self.body)
+            if len(self._cached) >= CACHED_MAX:
+                self._cached.clear()
+            self._cached[data] = self.status, self.headers(), bytes(self.body)
         return over
 
     def _feed(self, data: bytes) -> bool:
         if not self._head and len(self._start) < len(_HTTP):
-            # So few bytes are hardly ever all that has come.
+            # Compare the protocol name once enough bytes have arrived.
             data = self._start + data
             self._start = data[: len(_HTTP)]
             if not _HTTP.startswith(self._start):
-                self.broken = "it does not begin like an answer"
+                self.broken = "not an HTTP response"
                 return True
             if len(self._start) < len(_HTTP):
                 return False
@@ -132,30 +132,29 @@ class AnswerReader:
             if had_head is self._head:
                 self._left -= len(piece)
                 if self._left <= 0:
-                    self._enough()
+                    self._fail_too_large()
             else:
                 self._left = BODY_RAW_BYTES_MAX
         if data:
-            self.reusable = False  # Nobody asked for what came behind it.
+            self.reusable = False  # Unsolicited data after the response.
         return self.over
 
     def end(self) -> bool:
-        """The receiver closed the connection; returns whether that ended the answer as it may."""
+        """Handle the end of the connection; returns whether it completes the response."""
         if self._head and not self._whole and self.broken is None and self._ends_with_connection():
             self._whole = True
         return self._whole
 
     def headers(self) -> Headers:
-        """Those of the answer, as far as they are kept."""
+        """Return the response headers up to `HEADER_BYTES_MAX`."""
         if self._headers is not None:
             return self._headers
-        return kept(self._raw)
+        return kept_headers(self._raw)
 
     def close(self) -> None:
-        """No more is read."""
-        self._parser = None  # It knows this reader.
+        self._parser = None  # Breaks the reference cycle with the parser.
 
-    # --------------------------------------------------- what the parser calls
+    # --------------------------------------------------- parser callbacks
 
     def on_message_begin(self) -> None:
         if self._whole:
@@ -171,7 +170,7 @@ class AnswerReader:
         if self._count > HEADER_COUNT_MAX:
             self.broken = f"more than {HEADER_COUNT_MAX} headers"
         elif b"\0" in value:
-            self.broken = "a NUL in a header"
+            self.broken = "a header contains NUL"
         else:
             self._raw.append((name, value))
 
@@ -182,7 +181,7 @@ class AnswerReader:
         assert parser is not None
         status = parser.get_status_code()
         if parser.get_http_version() not in _VERSIONS:
-            self.broken = "of another version of HTTP"
+            self.broken = "unsupported HTTP version"
         elif not is_interim(status):
             self.status = status
             self._head = True
@@ -192,7 +191,7 @@ class AnswerReader:
             self.broken = TOO_MANY_INTERIMS
 
     def on_body(self, data: bytes) -> None:
-        # Some before the answer may have one, too.
+        # Interim responses may have a body as well.
         if self._head and not self._whole and len(self.body) < BODY_BYTES_MAX:
             if not self.body:
                 self.body = bytearray()
@@ -205,11 +204,11 @@ class AnswerReader:
         assert self._parser is not None
         self.reusable = self.status != _SWITCHING and self._parser.should_keep_alive()
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internals
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, or as much of it as is wanted is there."""
+        """Whether the response is complete, broken, or has `BODY_BYTES_MAX` of body."""
         return self._whole or self.broken is not None or len(self.body) >= BODY_BYTES_MAX
 
     def _parse(self, data: bytes) -> None:
@@ -221,19 +220,19 @@ class AnswerReader:
         except HttpParserError as error:
             self.reusable = False
             if not self._whole and self.broken is None:
-                # What follows quotes what was received, and that may be what we sent.
+                # The rest of the message quotes received bytes, which may contain the request.
                 self.broken = str(error).partition(":")[0]
 
-    def _enough(self) -> None:
+    def _fail_too_large(self) -> None:
         if not self.over:
             self.broken = TOO_LARGE_WRAPPING if self._head else TOO_LARGE_HEAD
 
     def _ends_with_connection(self) -> bool:
-        """Whether its body has no other end (RFC 9112, 6.3)."""
+        """Whether the connection's end delimits the body (RFC 9112, 6.3)."""
         for name, value in self._raw:
-            which = name.lower()
-            if which == b"content-length":
+            lowered = name.lower()
+            if lowered == b"content-length":
                 return False
-            if which == b"transfer-encoding" and b"chunked" in value.lower():
+            if lowered == b"transfer-encoding" and b"chunked" in value.lower():
                 return False
         return True

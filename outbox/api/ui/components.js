@@ -1,30 +1,30 @@
-// What several views are made of: states, tables, times.
+// Shared components: badges, tables, times, buttons.
 
 import { session } from "./api.js";
 import { h } from "./dom.js";
-import { ago, time } from "./say.js";
+import { ago, time } from "./format.js";
 
-// The words for how something is, from best to worst.
+// Badge colour of each state.
 const TONE = {
   healthy: "good", delivered: "good", replayed: "good", active: "good", alive: "good", ok: "good", done: "good",
-  recovering: "fair", owed: "fair", replaying: "fair", running: "fair", waiting: "fair", held: "fair",
+  recovering: "fair", pending: "fair", replaying: "fair", running: "fair", waiting: "fair", held: "fair",
   paused: "off", disabled: "off", discarded: "off", lapsed: "off", expired: "off", aborted: "off", free: "off",
-  failing: "bad", refusing: "bad", dead: "bad", dead_again: "bad", blocked: "bad", problem: "bad", warning: "fair",
-  disabling: "off", removing: "off", given_up: "bad",
+  failing: "bad", rejecting: "bad", dead: "bad", dead_again: "bad", blocked: "bad", problem: "bad", warning: "fair",
+  disabling: "off", removing: "off", dead_lettered: "bad",
 };
 
-export const toneOf = (word) => TONE[word] ?? "fair";
+export const badgeTone = (word) => TONE[word] ?? "fair";
 
 export function badge(word, title) {
-  return h("span", { class: `badge ${toneOf(word)}`, title }, String(word).replaceAll("_", " "));
+  return h("span", { class: `badge ${badgeTone(word)}`, title }, String(word).replaceAll("_", " "));
 }
 
-// Who runs this outbox, and can run its commands: hints that name them are for nobody else.
-export const operator = () => session.tenant === null && session.may("operate");
+// Only operators can run commands: hints that name a command are for them.
+export const isOperator = () => session.tenant === null && session.may("operate");
 
 export function table(heads, rows, empty) {
   if (!rows.length) return h("p", { class: "empty" }, empty);
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table" },
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table" },
     h("table", null,
       h("thead", null, h("tr", null, heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "number" : null },
         head.replace(/^#/, ""))))),
@@ -35,7 +35,7 @@ export const row = (cells, heads, key) => h("tr", { "data-key": key }, cells.map
   class: heads?.[n]?.startsWith("#") ? "number" : null, "data-head": heads?.[n]?.replace(/^#/, ""),
 }, cell)));
 
-export function facts(pairs) {
+export function definitionList(pairs) {
   return h("dl", { class: "facts" }, pairs.filter(Boolean).map(([term, value]) => h("div", null,
     h("dt", null, term), h("dd", null, value ?? "–"))));
 }
@@ -43,7 +43,7 @@ export function facts(pairs) {
 export const code = (value) => h("pre", { tabindex: "0" },
   typeof value === "string" ? value : JSON.stringify(value, null, 2));
 
-// How long ago, and on a closer look when exactly.
+// Relative time, with the absolute time as its tooltip.
 export const when = (at) => (at ? h("time", { datetime: at, title: time(at) }, ago(at, session.now())) : "never");
 
 export function button(text, onclick, { kind = "", scope = "operate", title } = {}) {
@@ -51,9 +51,9 @@ export function button(text, onclick, { kind = "", scope = "operate", title } = 
   return may && h("button", { type: "button", class: kind, onclick, title }, text);
 }
 
-// What somebody answered, in a line: "400: user name too long".
-export function answerLine(answer) {
-  if (!answer) return null;
-  const said = (answer.detail ?? answer.body ?? "").trim().split("\n")[0].slice(0, 200);
-  return [answer.status ?? answer.failure?.replaceAll("_", " "), said].filter(Boolean).join(": ") || null;
+// A response in one line: "400: user name too long".
+export function responseLine(response) {
+  if (!response) return null;
+  const detail = (response.detail ?? response.body ?? "").trim().split("\n")[0].slice(0, 200);
+  return [response.status ?? response.failure?.replaceAll("_", " "), detail].filter(Boolean).join(": ") || null;
 }

@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Format numbers, durations, times and sentences.
 
 const round = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
@@ -13,8 +13,8 @@ export function rate(n) {
   return n > 0 && n < 10 ? n.toFixed(1) : count(n);
 }
 
-// Beside an axis there is little room.
-export function tick(n) {
+// Short form for axis labels.
+export function axisLabel(n) {
   return Math.abs(n) < 10000 ? rate(n) : short.format(n);
 }
 
@@ -36,7 +36,7 @@ export function duration(seconds) {
   return `${Math.round(s)} s`;
 }
 
-// "3 min ago", by the server's clock: `now` is what it last said.
+// Relative time, such as "3 min ago"; `now` is in ms by the server's clock.
 export function ago(at, now) {
   if (!at) return "never";
   const seconds = (now - Date.parse(at)) / 1000;
@@ -44,29 +44,29 @@ export function ago(at, now) {
   return seconds >= 0 ? `${duration(seconds)} ago` : `in ${duration(-seconds)}`;
 }
 
-const two = (n) => String(n).padStart(2, "0");
+const twoDigits = (n) => String(n).padStart(2, "0");
 
-// The time of day: 13:09:58.
+// Time of day: 13:09:58.
 export function clock(at) {
   const t = new Date(at);
-  return [t.getHours(), t.getMinutes(), t.getSeconds()].map(two).join(":");
+  return [t.getHours(), t.getMinutes(), t.getSeconds()].map(twoDigits).join(":");
 }
 
-// 2026-11-22 13:09:58 +00:00, in the zone of whoever reads.
+// 2026-11-22 13:09:58 +00:00, in the browser's time zone.
 export function time(at) {
   if (!at) return "–";
   const t = new Date(at);
-  const east = -t.getTimezoneOffset();
-  const zone = `${east < 0 ? "-" : "+"}${two(Math.trunc(Math.abs(east) / 60))}:${two(Math.abs(east) % 60)}`;
-  return `${t.getFullYear()}-${two(t.getMonth() + 1)}-${two(t.getDate())} ${clock(t)} ${zone}`;
+  const offset = -t.getTimezoneOffset();
+  const zone = `${offset < 0 ? "-" : "+"}${twoDigits(Math.trunc(Math.abs(offset) / 60))}:${twoDigits(Math.abs(offset) % 60)}`;
+  return `${t.getFullYear()}-${twoDigits(t.getMonth() + 1)}-${twoDigits(t.getDate())} ${clock(t)} ${zone}`;
 }
 
-// What lasts until the end of all calendars lasts for ever.
-export const end = (at) => (!at || new Date(at).getUTCFullYear() >= 9999 ? "never" : time(at));
+// Expiry; PostgreSQL's infinity arrives as the year 9999.
+export const expiry = (at) => (!at || new Date(at).getUTCFullYear() >= 9999 ? "never" : time(at));
 
 export const capital = (text) => `${text.slice(0, 1).toUpperCase()}${text.slice(1)}`;
 
-// A text of the API's as a sentence of the page.
+// An error text of the API as a sentence.
 export function sentence(text) {
   const whole = capital(text);
   return /[.!?…]$/.test(whole) ? whole : `${whole}.`;

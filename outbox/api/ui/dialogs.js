@@ -1,7 +1,7 @@
-// Talking with who is there: questions, notices, and what came of something.
+// Dialogs, notices and the result of actions.
 
 import { h, show } from "./dom.js";
-import { sentence } from "./say.js";
+import { sentence } from "./format.js";
 
 let noticeTimer = 0;
 
@@ -13,27 +13,27 @@ export function notice(text, kind = "good") {
   if (text && kind === "good") noticeTimer = setTimeout(() => notice(""), 8000);
 }
 
-// A question; resolves with the form's values, or with null.  One that is `sure` is only
-// answered by its button: what it shows is shown this once.
-export function ask(title, body, { yes = "Do it", kind = "main", no = "Leave it", sure = false } = {}) {
+// Open a modal dialog.  Resolves with the form's values, or with null when it is cancelled.
+// Only its button closes a `persistent` dialog: it shows a value that is not shown again.
+export function confirm(title, body, { yes = "Confirm", kind = "main", no = "Cancel", persistent = false } = {}) {
   const dialog = document.getElementById("dialog");
   return new Promise((resolve) => {
-    let answer = null;
+    let values = null;
     const form = h("form", {
       method: "dialog",
       onsubmit: (event) => {
         event.preventDefault();
-        answer = Object.fromEntries(new FormData(form));
+        values = Object.fromEntries(new FormData(form));
         dialog.close();
       },
-    }, h("h2", { id: "asked" }, title), body,
+    }, h("h2", { id: "dialog-title" }, title), body,
       h("div", { class: "actions" },
         no && h("button", { type: "button", onclick: () => dialog.close() }, no),
         h("button", { type: "submit", class: kind }, yes)));
-    // A browser lets Esc through the second time, whatever the page says.
-    dialog.onclose = () => (sure && !answer ? dialog.showModal() : resolve(answer));
-    dialog.oncancel = (event) => { if (sure && event.cancelable) event.preventDefault(); };
-    dialog.setAttribute("aria-labelledby", "asked");
+    // Browsers ignore preventDefault on a second Esc, so the dialog is reopened.
+    dialog.onclose = () => (persistent && !values ? dialog.showModal() : resolve(values));
+    dialog.oncancel = (event) => { if (persistent && event.cancelable) event.preventDefault(); };
+    dialog.setAttribute("aria-labelledby", "dialog-title");
     dialog.replaceChildren(form);
     dialog.showModal();
     (form.querySelector("input, select, textarea") ?? form.querySelector("[type=submit]")).focus();
@@ -43,36 +43,36 @@ export function ask(title, body, { yes = "Do it", kind = "main", no = "Leave it"
 export const field = (label, control, hint) => h("label", { class: "field" },
   h("span", null, label), control, hint && h("small", null, hint));
 
-export const why = (hint = "It stands in the journal.") => field("Why", h("input", { name: "why", maxlength: 200, autocomplete: "off" }), hint);
+export const comment = (hint = "Recorded in the journal.") => field("Comment", h("input", { name: "comment", maxlength: 200, autocomplete: "off" }), hint);
 
-// Ask something that changes nothing; what stands in the way is said.
-export async function attempt(asking, done = "") {
+// Run a request that changes nothing; show an error as a notice.
+export async function tryRequest(request, success = "") {
   try {
-    const told = await asking();
-    notice(typeof done === "function" ? done(told) : done);
-    return told;
+    const result = await request();
+    notice(typeof success === "function" ? success(result) : success);
+    return result;
   } catch (error) {
     notice(sentence(error.message), "bad");
     return undefined;
   }
 }
 
-// Do something, say what came of it, and have views look at it at once.
-export async function act(doing, done) {
-  const told = await attempt(doing, done);
+// Run a request that changes something, show its result, and refresh the view at once.
+export async function runAction(request, success) {
+  const result = await tryRequest(request, success);
   dispatchEvent(new Event("acted"));
-  return told;
+  return result;
 }
 
-// A text that is to be taken away.
-export function copied(label, text) {
+// A read-only text with a copy button.
+export function copyable(label, text) {
   const input = h("input", { readonly: true, value: text, "aria-label": label, onclick: (event) => event.target.select() });
   return h("div", { class: "copied" }, input, h("button", { type: "button", onclick: async (event) => {
     input.select();
     try {
       await navigator.clipboard.writeText(text);
     } catch {
-      // Only pages that came safely may use the clipboard; what is selected may be copied anyway.
+      // navigator.clipboard needs a secure context; execCommand copies the selection without one.
       document.execCommand("copy");
     }
     event.target.textContent = "Copied";

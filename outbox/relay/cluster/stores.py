@@ -1,0 +1,47 @@
+"""Stores of a session: one store for each connection.
+
+A session gets its stores from `Connections.stores` only, so that the simulation can stand in
+for the database by the methods of the stores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.store.channels import wake_all, wake_owners
+from outbox.store.connection.migrate import require_current
+from outbox.store.cursor import CursorStore
+from outbox.store.endpoint_state import EndpointStateStore
+from outbox.store.lanes import LaneStore
+from outbox.store.partitions import PartitionStore
+from outbox.store.receiver_checkpoints import CheckpointStore
+from outbox.store.records import RecordStore
+from outbox.store.replicas import ReplicaStore
+from outbox.store.retention import RetentionStore
+from outbox.store.schedule_runs import ScheduleRunStore
+from outbox.store.timeline import read_timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from asyncpg import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Classes of the stores, and the functions that a session calls besides."""
+
+    replicas: type[ReplicaStore] = ReplicaStore
+    records: type[RecordStore] = RecordStore
+    lanes: type[LaneStore] = LaneStore
+    cursor: type[CursorStore] = CursorStore
+    endpoint_state: type[EndpointStateStore] = EndpointStateStore
+    checkpoints: type[CheckpointStore] = CheckpointStore
+    schedule_runs: type[ScheduleRunStore] = ScheduleRunStore
+    partitions: type[PartitionStore] = PartitionStore
+    retention: type[RetentionStore] = RetentionStore
+    require_current: Callable[[Connection[Any], str], Awaitable[None]] = require_current
+    read_timeline: Callable[[Connection[Any]], Awaitable[int | None]] = read_timeline
+    wake_all: Callable[[Connection[Any]], Awaitable[None]] = wake_all
+    wake_owners: Callable[[Connection[Any], str], Awaitable[None]] = wake_owners

@@ -1,0 +1,43 @@
+"""Stand-ins for the stores: each module has the name of one of `outbox.store` or
+`outbox.operations`.
+
+A method or function here has the name and the signature of the real one, and the same
+round trips: each `Connection.call` executes one *step* on the simulated server, where
+the real one executes one statement.  A step is a function of the database, the
+transaction and typed arguments; it is a generator if time may pass in it, or if it
+waits for a lock.  The stand-ins contain no SQL, so a statement may be changed without a
+change of the simulation; `test_agreement` compares the results of both.
+
+The docstrings are those of the real ones.
+"""
+
+from __future__ import annotations
+
+from outbox.relay.cluster.stores import Stores
+from tests.sim.stores import channels, migrate, timeline
+from tests.sim.stores.cursor import CursorStore
+from tests.sim.stores.endpoint_state import EndpointStateStore
+from tests.sim.stores.lanes import LaneStore
+from tests.sim.stores.partitions import PartitionStore
+from tests.sim.stores.receiver_checkpoints import CheckpointStore
+from tests.sim.stores.records import RecordStore
+from tests.sim.stores.replicas import ReplicaStore
+from tests.sim.stores.retention import RetentionStore
+from tests.sim.stores.schedule_runs import ScheduleRunStore
+
+STORES = Stores(
+    replicas=ReplicaStore,
+    records=RecordStore,
+    lanes=LaneStore,
+    cursor=CursorStore,
+    endpoint_state=EndpointStateStore,
+    checkpoints=CheckpointStore,
+    schedule_runs=ScheduleRunStore,
+    partitions=PartitionStore,
+    retention=RetentionStore,
+    require_current=migrate.require_current,
+    read_timeline=timeline.read_timeline,
+    wake_all=channels.wake_all,
+    wake_owners=channels.wake_owners,
+)
+"""The stores of simulated relays."""

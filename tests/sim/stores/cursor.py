@@ -1,0 +1,383 @@
+"""The cursor row, events, gaps and batches, as the sequencer reads and writes them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S, RELAY_LAGGING
+from outbox.core.sequencing.gaps import CursorState
+from outbox.core.sequencing.router import RoutableEvent
+from outbox.store import cursor as real
+from outbox.store.cursor import CursorLock, LeaderStatus
+from outbox.store.event_reads import Reading
+from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
+from tests.sim.database.tables import AWAKE, Batch, Given
+from tests.sim.stores.channels import OWNERS
+from tests.sim.stores.filters import FilterStore
+from tests.sim.stores.lanes import build_delivery, is_dropped, read_counters
+from tests.sim.stores.operational_events import RESERVED, publish_operational_event
+from tests.sim.stores.replay_feed import ReplayFeedStore
+from tests.sim.stores.routing import RoutingStore
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+    from datetime import datetime
+
+    from outbox.core.delivery.message import Delivery
+    from outbox.core.sequencing.gaps import CursorChange, LockHolders, Range
+    from outbox.core.sequencing.router import Deliveries
+    from outbox.store.lanes import LoadedLane
+    from tests.sim.database.connection import Connection
+    from tests.sim.database.engine import Steps, Transaction
+    from tests.sim.database.tables import Database
+
+
+class CursorStore(real.CursorStore):
+    """Stands in for `outbox.store.cursor.CursorStore`."""
+
+    routing: RoutingStore
+    replay_feed: ReplayFeedStore
+    filters: FilterStore
+
+    def __init__(self, connection: Any, timeline: int | None = None) -> None:
+        assert timeline is None
+        self._db: Connection = connection
+        self.routing = RoutingStore(connection)
+        self.replay_feed = ReplayFeedStore(connection)
+        self.filters = FilterStore(connection)
+
+    async def check(self) -> None:
+        await self._db.call(check_sequence)
+
+    def transaction(self) -> Any:
+        return self._db.transaction()
+
+    async def lock(self) -> CursorLock | None:
+        return await self._db.call(lock_cursor)
+
+    async def state(self) -> CursorState:
+        state = await self._db.call(read_state)
+        return replace(state, old=await self._db.call(read_old_gaps))
+
+    async def holders(self) -> LockHolders:
+        return await self._db.call(read_holders)
+
+    async def read(
+        self, high: int, gaps: Sequence[Range], limit: int, *, more_gaps: bool
+    ) -> Reading:
+        return await self._db.call(read_events, high, gaps, limit, more_gaps=more_gaps)
+
+    async def running(self) -> LockHolders:
+        return await self._db.call(read_running)
+
+    async def counters(self, lane_ids: Collection[int]) -> dict[int, int]:
+        return await self._db.call(read_counters, set(lane_ids))
+
+    async def leader_status(self, me: int) -> LeaderStatus:
+        return await self._db.call(read_leader_status, me)
+
+    async def write(
+        self,
+        batch: int,
+        step: CursorChange,
+        events: int,
+        deliveries: Deliveries,
+        writer: int,
+        version: int,
+        *,
+        committed_after: datetime | None,
+        awake: bool,
+        inline_lanes: Mapping[int, LoadedLane],
+        notification: str | None,
+    ) -> dict[int, list[Delivery]] | None:
+        return await self._db.call(
+            write_batch,
+            batch,
+            step,
+            deliveries,
+            writer,
+            version,
+            committed_after=committed_after,
+            awake=awake,
+            inline_lanes=inline_lanes,
+            notification=notification,
+        )
+
+    async def write_old_gaps(self, step: CursorChange) -> None:
+        await self._db.call(close_old_gaps, step.old_closed)
+        await self._db.call(open_old_gaps, step.old_opened)
+
+    async def set_leader(self, writer: int | None) -> None:
+        await self._db.call(write_leader, writer)
+
+    async def begin_timeline(self, lock: CursorLock, actor: str) -> CursorLock:
+        if lock.timeline is not None:
+            raise NotImplementedError("the timeline of the simulated server never changes")
+        await self._db.call(set_first_timeline)
+        return replace(lock, timeline=lock.server_timeline)
+
+    async def publish_lagging(self, leader: int) -> bool:
+        return await self._db.call(report_lagging, leader)
+
+    async def end_lagging(self, leader: int) -> bool:
+        return await self._db.call(clear_lagging, leader)
+
+    async def set_wakeup(self, value: int) -> None:
+        await self._db.call(write_wakeup, value)
+
+    async def set_asleep(self, for_s: int) -> int:
+        until = await self._db.call(read_sleep_end, for_s)
+        await self.set_wakeup(until)
+        return until
+
+
+# --------------------------------------------------------------- the cursor row
+
+
+def check_sequence(db: Database, tx: Transaction) -> None:
+    """The sequence of outbox.id has the options that the cursor requires."""
+
+
+def lock_cursor(db: Database, tx: Transaction) -> CursorLock | None:
+    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return None
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    return CursorLock(row["writer"], row["version"], None, None, db.batches[-1].batch)
+
+
+def set_first_timeline(db: Database, tx: Transaction) -> Steps[None]:
+    yield Wait(db.cursor, 1, EXCLUSIVE)
+
+
+def write_leader(db: Database, tx: Transaction, writer: int | None) -> Steps[None]:
+    yield Wait(db.cursor, 1, EXCLUSIVE)
+    tx.change(db.cursor, 1, writer=writer)
+
+
+def read_state(db: Database, tx: Transaction) -> CursorState:
+    newest = db.batches[-1]
+    return CursorState(newest.batch, newest.high, newest.young)
+
+
+def read_old_gaps(db: Database, tx: Transaction) -> tuple[Range, ...]:
+    return tuple((row["lo"], row["hi"]) for row in tx.rows(db.gap))
+
+
+def read_leader_status(db: Database, tx: Transaction, me: int) -> LeaderStatus:
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    leader, newest = row["writer"], db.batches[-1]
+    alive = tx.get(db.replica, leader) if leader is not None else None
+    free = leader is None or leader == me or alive is None or alive["expires_at"] <= db.wall()
+    behind = bool(db.outbox_ids) and db.outbox_ids[-1] > newest.high
+    behind = behind or any(_ids_between(db, lo, hi) for lo, hi in newest.young)
+    return LeaderStatus(leader, newest.batch, free, behind)
+
+
+def write_wakeup(db: Database, tx: Transaction, value: int) -> None:
+    db.wakeup = value
+
+
+def read_sleep_end(db: Database, tx: Transaction, for_s: int) -> int:
+    return int(db.wall()) + for_s
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _ids_between(db: Database, lo: int, hi: int) -> list[int]:
+    return db.outbox_ids[bisect_left(db.outbox_ids, lo) : bisect_right(db.outbox_ids, hi)]
+
+
+def read_holders(db: Database, tx: Transaction) -> LockHolders:
+    return frozenset(db.holders)
+
+
+def read_running(db: Database, tx: Transaction) -> LockHolders:
+    return frozenset(db.running)
+
+
+def read_events(
+    db: Database,
+    tx: Transaction,
+    high: int,
+    gaps: Sequence[Range],
+    limit: int,
+    *,
+    more_gaps: bool,
+) -> Steps[Reading]:
+    began_at = db.clock_timestamp()
+    # The snapshot: the events and the cursor row.
+    ids: list[int] = []
+    for lo, hi in gaps:
+        ids += _ids_between(db, lo, hi)[:limit]
+    start = bisect_right(db.outbox_ids, high)
+    ids += db.outbox_ids[start : start + limit]
+    ids = sorted(ids)[:limit]
+    events = [db.outbox[i] for i in ids]
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if db.rng.random() < 0.3:
+        yield db.pause_s()
+    # No snapshot covers sequences and locks.
+    newer = [i for i in ids if i > high]
+    missing = bool(gaps) or more_gaps or (bool(newer) and len(newer) < newer[-1] - high)
+    return Reading(
+        [RoutableEvent(event.id, None, event.type, event.key_hash) for event in events],
+        db.last_id,
+        db.wakeup,
+        0,
+        frozenset(db.holders) if missing else None,
+        row["writer"],
+        row["version"],
+        None,
+        began_at,
+    )
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def write_batch(
+    db: Database,
+    tx: Transaction,
+    batch: int,
+    step: CursorChange,
+    deliveries: Deliveries,
+    writer: int,
+    version: int,
+    *,
+    committed_after: datetime | None,
+    awake: bool,
+    inline_lanes: Mapping[int, LoadedLane],
+    notification: str | None,
+) -> Steps[dict[int, list[Delivery]] | None]:
+    # The snapshot of the statement; the row is checked again after it was locked.
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if (row["writer"], row["version"]) != (writer, version):
+        return None
+    others = any(r["id"] != writer for r in tx.rows(db.replica))
+    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return None
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if (row["writer"], row["version"]) != (writer, version):
+        return None
+    if batch > db.batches[-1].batch + 1:
+        return None
+    tx.wrote()
+    if db.rng.random() < 0.2:
+        yield db.pause_s()
+    if batch <= db.batches[-1].batch:
+        raise asyncpg.UniqueViolationError(f"batch {batch} exists")
+    new = Batch(
+        batch,
+        step.high,
+        step.young,
+        step.found,
+        step.dead,
+        tuple(deliveries.counters),
+        writer,
+        db.clock_timestamp(),
+        committed_after,
+    )
+    tx.append(lambda: db.batches.append(new))
+    for lane_id, last_seq in deliveries.counters.items():
+        yield Wait(db.lane_counter, lane_id, UPDATE)
+        tx.change(db.lane_counter, lane_id, last_seq=last_seq)
+    given = _given(batch, deliveries)
+
+    def deliver() -> None:
+        for lane_id, each in given:
+            db.deliveries.setdefault(lane_id, []).append(each)
+
+    tx.append(deliver)
+    tx.notes.append(("batch", (new, given)))
+    if awake:
+        db.wakeup = AWAKE
+    if given and others and notification is not None:
+        tx.notify(OWNERS, notification)
+    found: dict[int, list[Delivery]] = {}
+    for lane_id, each in sorted(each for each in given if each[0] in inline_lanes):
+        if not is_dropped(db, each):
+            delivery = build_delivery(db, tx, inline_lanes[lane_id], each, committed_after)
+            found.setdefault(lane_id, []).append(delivery)
+    return found
+
+
+def _given(batch: int, deliveries: Deliveries) -> list[tuple[int, Given]]:
+    """The rows of delivery, each with its lane."""
+    columns = (
+        deliveries.lane_ids,
+        deliveries.seqs,
+        deliveries.outbox_ids,
+        deliveries.replay_ids,
+        deliveries.replay_seqs,
+        deliveries.backfill_ids,
+        deliveries.copy_ids,
+        deliveries.was_backfill_ids,
+    )
+    return [(lane_id, Given(batch, *rest)) for lane_id, *rest in zip(*columns, strict=True)]
+
+
+def close_old_gaps(db: Database, tx: Transaction, gaps: Sequence[Range]) -> None:
+    for lo, _ in gaps:
+        tx.put(db.gap, lo, None)
+
+
+def open_old_gaps(db: Database, tx: Transaction, gaps: Sequence[Range]) -> None:
+    for lo, hi in gaps:
+        tx.put(db.gap, lo, {"lo": lo, "hi": hi})
+
+
+# -------------------------------------------------------------------------- lag
+
+
+def report_lagging(db: Database, tx: Transaction, leader: int) -> Steps[bool]:
+    """Report that events wait too long; returns whether it was reported."""
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if row["writer"] != leader or row["lagging"]:
+        return False
+    if row["lagging_at"] is not None and row["lagging_at"] >= db.wall() - LAGGING_EVERY_S:
+        return False
+    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return False
+    if tx.get(db.cursor, 1) is not row:
+        return False
+    high = db.batches[-1].high
+    oldest = next((i for i in db.outbox_ids if i > high), None)
+    if oldest is None or db.outbox[oldest].type.startswith(RESERVED):
+        return False
+    waiting_s = (db.clock_timestamp() - db.outbox[oldest].created_at).total_seconds()
+    if waiting_s <= LAGGING_S:
+        return False
+    if not (
+        yield from publish_operational_event(
+            db, tx, RELAY_LAGGING, None, {"waiting_s": round(waiting_s, 1)}
+        )
+    ):
+        return False
+    tx.change(db.cursor, 1, lagging=True, lagging_at=db.wall())
+    return True
+
+
+def clear_lagging(db: Database, tx: Transaction, leader: int) -> bool:
+    """Returns False if the cursor row is locked by another session."""
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if row["writer"] != leader or not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return False
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if row["writer"] != leader:
+        return False
+    if row["lagging"]:
+        tx.change(db.cursor, 1, lagging=False)
+    return True

@@ -1,0 +1,170 @@
+"""State that an owner writes about a whole endpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.store import endpoint_state
+from outbox.store.database_stats import DatabaseStats
+from tests.sim.database.engine import SHARE, UPDATE, Wait
+from tests.sim.stores import endpoint_changes
+from tests.sim.stores.operational_events import (
+    contains_ordinary_event,
+    publish_endpoint_disabled,
+    publish_health,
+)
+from tests.sim.stores.replicas import fence
+from tests.sim.stores.routing_change import add_to_journal, routing_transaction, write_journal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from uuid import UUID
+
+    from outbox.store.endpoint_state import EndpointState, LanePositions
+    from tests.sim.database.connection import Connection
+    from tests.sim.database.engine import Steps, Transaction
+    from tests.sim.database.tables import Database
+
+
+class EndpointStateStore(endpoint_state.EndpointStateStore):
+    """Stands in for `outbox.store.endpoint_state.EndpointStateStore`."""
+
+    def __init__(
+        self, connection: Any, schema: str, replica_id: int, timeline: int | None = None
+    ) -> None:
+        assert timeline is None
+        self._db: Connection = connection
+        self._schema = schema
+        self._me = replica_id
+        self._actor = f"replica {replica_id}"
+
+    async def write_health(self, rows: Sequence[EndpointState]) -> None:
+        await self._db.call(write_health, self._me, rows)
+
+    async def disable(self, endpoint_id: UUID, why: str, details: Mapping[str, Any]) -> bool:
+        db, actor = self._db, self._actor
+        async with routing_transaction(db, self._schema) as from_batch:
+            if not await db.call(lock_ownership, self._me, endpoint_id):
+                return False
+            if not await db.call(begin_disabling, endpoint_id, actor, why):
+                return False
+            await db.call(endpoint_changes.end_subscription, endpoint_id, from_batch)
+            data = {"why": why, "to_batch": from_batch, **details}
+            await write_journal(db, "endpoint_disabling", actor, endpoint_id, data)
+            await db.call(publish_endpoint_disabled, endpoint_id, details.get("last_response"))
+        return True
+
+    async def read_database_stats(self) -> DatabaseStats:
+        return await self._db.call(count_database_stats)
+
+    async def has_pending_ordinary(self, lanes: LanePositions) -> bool:
+        return await self._db.call(find_pending_ordinary, lanes)
+
+    async def read_over_count(self, lanes: LanePositions, excess: int) -> dict[int, int]:
+        return await self._db.call(find_over_count, lanes, excess)
+
+    async def read_over_age(self, lanes: LanePositions, age_max_s: float) -> dict[int, int]:
+        return await self._db.call(find_over_age, lanes, age_max_s)
+
+
+# ----------------------------------------------------------------------- health
+
+
+def write_health(
+    db: Database, tx: Transaction, me: int, rows: Sequence[EndpointState]
+) -> Steps[None]:
+    if not (yield from fence(db, tx, me)):
+        return
+    for state in rows:
+        endpoint, record = state.endpoint, state.health
+        yield Wait(db.endpoint_health, endpoint.id, UPDATE)
+        old = tx.get(db.endpoint_health, endpoint.id)
+        assert old is not None
+        if old["epoch"] != state.epoch:
+            continue
+        since = state.stalled_since
+        new = {
+            "resumes": endpoint.resumes,
+            "state": record.state.value,
+            "since": record.since,
+            "held_until": record.held_until,
+            "last_response": record.last_response,
+            "reported_held_since": state.reported.held_since,
+            "reported_stalled_at": state.reported.stalled_at,
+            "stalled_since": since,
+        }
+        disabled_at = None if since is None else since + endpoint.disable_after_s
+        held_since = yield from publish_health(db, tx, old, new, disabled_at)
+        tx.change(db.endpoint_health, endpoint.id, **{**new, "reported_held_since": held_since})
+        if new["state"] != "recovering":
+            add_to_journal(db, tx, "endpoint_health", f"replica {me}", endpoint.id, {})
+
+
+def lock_ownership(db: Database, tx: Transaction, me: int, endpoint_id: UUID) -> Steps[bool]:
+    """Whether the replica owns the endpoint and its lease runs."""
+    yield Wait(db.ownership, endpoint_id, SHARE)
+    row, replica = tx.get(db.ownership, endpoint_id), tx.get(db.replica, me)
+    if row is None or row["replica_id"] != me or replica is None:
+        return False
+    return bool(replica["expires_at"] > db.wall())
+
+
+def begin_disabling(
+    db: Database, tx: Transaction, endpoint_id: UUID, by: str, why: str
+) -> Steps[bool]:
+    yield Wait(db.endpoint, endpoint_id, UPDATE)
+    e = tx.get(db.endpoint, endpoint_id)
+    assert e is not None
+    if e["state"] not in ("active", "paused"):
+        return False
+    tx.change(db.endpoint, endpoint_id, state="disabling", state_by=by, state_comment=why)
+    return True
+
+
+# --------------------------------------------------------------------- backlogs
+
+
+def count_database_stats(db: Database, tx: Transaction) -> DatabaseStats:
+    """Statistics; no decision depends on them."""
+    dead = sum(row["state"] == "dead" for row in tx.rows(db.dead_letter))
+    alive = sum(row["expires_at"] > db.wall() for row in tx.rows(db.replica))
+    lapsed = sum(row["expires_at"] <= db.wall() for row in tx.rows(db.replica))
+    return DatabaseStats(dead, None, None, alive, lapsed)
+
+
+def find_pending_ordinary(db: Database, tx: Transaction, lanes: LanePositions) -> bool:
+    return any(
+        contains_ordinary_event(db, lane_id, seq + 1, db.lane_counter.rows[lane_id]["last_seq"])
+        for lane_id, _, seq in lanes
+    )
+
+
+def find_over_count(
+    db: Database, tx: Transaction, lanes: LanePositions, excess: int
+) -> dict[int, int]:
+    pending = sorted(
+        (g.batch, g.seq, lane_id)
+        for lane_id, _, seq in lanes
+        for g in db.deliveries.get(lane_id, ())
+        if g.seq > seq
+    )[:excess]
+    last: dict[int, int] = {}
+    for _, seq, lane_id in pending:
+        last[lane_id] = max(seq, last.get(lane_id, 0))
+    return last
+
+
+def find_over_age(
+    db: Database, tx: Transaction, lanes: LanePositions, age_max_s: float
+) -> dict[int, int]:
+    limit = db.wall() - age_max_s
+    last: dict[int, int] = {}
+    for lane_id, _, seq in lanes:
+        old = [
+            g.seq
+            for g in db.deliveries.get(lane_id, ())
+            if g.seq > seq and db.batch(g.batch).at.timestamp() < limit
+        ]
+        if old:
+            last[lane_id] = max(old)
+    return last

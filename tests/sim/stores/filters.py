@@ -1,0 +1,73 @@
+"""Filters; only the filter that matches every payload can be evaluated here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.store import filters
+from outbox.store.filters import MATCH_ALL, FilterFailure, StoppedFilter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from outbox.core.sequencing.router import TenantFilter
+    from tests.sim.database.connection import Connection
+    from tests.sim.database.engine import Transaction
+    from tests.sim.database.tables import Database
+
+
+class FilterStore(filters.FilterStore):
+    """Stands in for `outbox.store.filters.FilterStore`."""
+
+    def __init__(self, connection: Any) -> None:
+        self._db: Connection = connection
+        self._limit_s = 0.0
+
+    async def begin(self) -> None:
+        await self._db.control("SAVEPOINT")
+        self._limit_s = 0.0
+
+    async def evaluate(
+        self, requests: Sequence[tuple[str, Sequence[int]]], limit_s: float
+    ) -> list[set[int]] | FilterFailure:
+        if limit_s != self._limit_s:
+            await self._db.call(set_statement_timeout)
+            self._limit_s = limit_s
+        return await self._db.call(evaluate_filters, requests)
+
+    async def end(self) -> None:
+        await self._db.control("ROLLBACK TO")
+
+    async def stop(
+        self,
+        stopped: Mapping[TenantFilter, StoppedFilter],
+        batch: int,
+        actor: str,
+        again_after_s: float,
+    ) -> None:
+        await self._db.call(stop_filters, stopped)
+        await self._db.call(publish_filter_stopped)
+
+
+def set_statement_timeout(db: Database, tx: Transaction) -> None:
+    """Every evaluation here is fast enough."""
+
+
+def evaluate_filters(
+    db: Database, tx: Transaction, requests: Sequence[tuple[str, Sequence[int]]]
+) -> list[set[int]]:
+    if any(text != MATCH_ALL for text, _ in requests):
+        raise NotImplementedError(f"the simulated server cannot evaluate {requests}")
+    return [{i for i in ids if i in db.outbox and i >= db.first_id} for _, ids in requests]
+
+
+def stop_filters(
+    db: Database, tx: Transaction, stopped: Mapping[TenantFilter, StoppedFilter]
+) -> None:
+    filters_of = [(s["tenant"], s["filter"]) for s in tx.rows(db.subscription)]
+    if any(tenant_filter in filters_of for tenant_filter in stopped):
+        raise NotImplementedError("no endpoint of the simulation has a filter")
+
+
+def publish_filter_stopped(db: Database, tx: Transaction) -> None:
+    """No filter was stopped."""

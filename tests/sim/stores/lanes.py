@@ -1,0 +1,270 @@
+"""Endpoints, lanes and their pending deliveries, as the dispatcher reads them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
+from outbox.core.delivery.commands import ErasedEvent, Progress
+from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.operational_events import ReportedState
+from outbox.core.delivery.signature import parse_signing_key
+from outbox.core.model import http_status
+from outbox.core.model.ids import lane_name
+from outbox.core.model.response import RETRYABLE
+from outbox.store import lanes as real
+from outbox.store.connection.secrets import CLEAR
+from outbox.store.endpoints import Endpoint
+from outbox.store.lanes import NEW_BATCHES_MAX, LoadedLane, NewBatches
+from tests.sim.database.endpoints import SECRET
+from tests.sim.stores.routing_change import read_last_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from datetime import datetime
+    from uuid import UUID
+
+    from outbox.store.connection.secrets import Vault
+    from tests.sim.database.connection import Connection
+    from tests.sim.database.engine import Row, Transaction
+    from tests.sim.database.tables import Database, Given
+
+    DeliveriesRequest = tuple[LoadedLane, int, int, int]
+    """A lane, its floor batch, a sequence number, and the maximum number of deliveries after it."""
+
+
+class LaneStore(real.LaneStore):
+    """Stands in for `outbox.store.lanes.LaneStore`."""
+
+    def __init__(self, connection: Any, vault: Vault = CLEAR) -> None:
+        self._db: Connection = connection
+
+    async def endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
+        return await self._db.call(read_endpoints, list(endpoint_ids))
+
+    async def last_batch(self) -> int:
+        return await self._db.call(read_last_batch)
+
+    async def lanes(self, endpoint_ids: Collection[UUID]) -> list[LoadedLane]:
+        found = await self._db.call(read_lanes, set(endpoint_ids))
+        tails = await self._db.call(read_acknowledged, found)
+        return [replace(lane, tail=tails[lane.id]) for lane in found]
+
+    async def deliveries(
+        self,
+        lanes: Sequence[LoadedLane],
+        floor_batches: Sequence[int],
+        after_seqs: Sequence[int],
+        rows_max: Sequence[int],
+        bytes_max: int,
+    ) -> dict[int, list[Delivery | ErasedEvent]]:
+        requests = list(zip(lanes, floor_batches, after_seqs, rows_max, strict=True))
+        return await self._db.call(read_deliveries, requests)
+
+    async def new_batches(self, after_batch: int) -> NewBatches | None:
+        return await self._db.call(read_new_batches, after_batch)
+
+    async def counters(self, lane_ids: Collection[int]) -> dict[int, int]:
+        return await self._db.call(read_counters, set(lane_ids))
+
+    async def blocked(self, lane_ids: Collection[int]) -> set[int]:
+        return await self._db.call(read_blocked, set(lane_ids))
+
+
+# -------------------------------------------------------------------- endpoints
+
+
+def read_endpoints(db: Database, tx: Transaction, endpoint_ids: list[UUID]) -> list[Endpoint]:
+    found = []
+    for each in endpoint_ids:
+        e, h = tx.get(db.endpoint, each), tx.get(db.endpoint_health, each)
+        if e is not None and h is not None:
+            found.append(_endpoint(e, h))
+    return found
+
+
+def _endpoint(e: Row, h: Row) -> Endpoint:
+    settings = e["settings"]
+    kept = ("connect_timeout_s", "total_timeout_s", "in_flight_max", "rate_per_s", "batch_max",
+            "ca", "retry", "backlog_count_max", "backlog_age_max_s", "disable_after_s",
+            "checkpoint_every_s")  # fmt: skip
+    retryable = settings.retryable
+    return Endpoint(
+        id=e["id"],
+        name=settings.name,
+        tenant=settings.tenant,
+        state=e["state"],
+        url=settings.url,
+        method=settings.method,
+        headers=(),
+        secrets=((parse_signing_key(SECRET), None),),
+        networks=(),
+        identity=None,
+        retryable=RETRYABLE if retryable is None else http_status.parse(retryable),
+        blocks=settings.on_dead_letter == "block",
+        generation=e["generation"],
+        resumes=e["resumes"],
+        applied_resumes=h["resumes"],
+        health=BreakerRecord(
+            BreakerState(h["state"]), h["since"], h["held_until"], h["last_response"]
+        ),
+        reported=ReportedState(h["reported_held_since"], h["reported_stalled_at"]),
+        **{name: getattr(settings, name) for name in kept},
+    )
+
+
+# ------------------------------------------------------------------------ lanes
+
+
+def read_lanes(db: Database, tx: Transaction, endpoint_ids: set[UUID]) -> list[LoadedLane]:
+    """Lanes that are of the newest generation, pending or blocked, without acknowledged
+    deliveries.
+    """
+    found = []
+    for lane in tx.rows(db.lane):
+        if lane["endpoint_id"] not in endpoint_ids:
+            continue
+        e = tx.get(db.endpoint, lane["endpoint_id"])
+        p = tx.get(db.lane_progress, lane["id"])
+        c = tx.get(db.lane_counter, lane["id"])
+        assert e is not None
+        assert p is not None
+        assert c is not None
+        blocked = tx.get(db.lane_block, lane["id"]) is not None
+        pending = c["last_seq"] > p["acked_seq"]
+        ended = lane["generation"] < e["generation"]
+        if ended and not pending and not blocked:
+            continue
+        first = _given_after(db, lane["id"], p["floor_batch"], p["acked_seq"]) if pending else []
+        found.append(
+            LoadedLane(
+                lane["id"],
+                lane["endpoint_id"],
+                lane_name(lane["endpoint_id"], lane["generation"], lane["slot"]),
+                lane["generation"],
+                ended,
+                blocked,
+                c["last_seq"],
+                db.batch(first[0].batch).at.timestamp() if first else None,
+                Progress(**{name: p[name] for name in Progress._fields}),
+                (),
+            )
+        )
+    return found
+
+
+def _given_after(db: Database, lane_id: int, floor_batch: int, seq: int) -> list[Given]:
+    return [g for g in db.deliveries.get(lane_id, ()) if g.seq > seq and g.batch >= floor_batch]
+
+
+def read_acknowledged(
+    db: Database, tx: Transaction, lanes: list[LoadedLane]
+) -> dict[int, tuple[tuple[int, int, float], ...]]:
+    """The deliveries of each lane that were acknowledged after its checkpoint."""
+    return {
+        lane.id: tuple(
+            (a.seq, a.batch, a.started_at)
+            for a in db.attempts.get(lane.id, ())
+            if a.outcome == "delivered"
+            and a.batch >= lane.progress.floor_batch
+            and a.seq > lane.progress.acked_seq
+        )
+        for lane in lanes
+    }
+
+
+def read_new_batches(db: Database, tx: Transaction, after: int) -> NewBatches | None:
+    first = bisect_right(db.batches, after, key=lambda b: b.batch)
+    newer = db.batches[first : first + NEW_BATCHES_MAX]
+    if not newer:
+        return None
+    last_seqs = read_counters(db, tx, {lane_id for b in newer for lane_id in b.lanes})
+    return NewBatches(newer[-1].batch, last_seqs, more=len(newer) == NEW_BATCHES_MAX)
+
+
+def read_counters(db: Database, tx: Transaction, lane_ids: set[int]) -> dict[int, int]:
+    return {
+        row["lane_id"]: row["last_seq"]
+        for row in tx.rows(db.lane_counter)
+        if row["lane_id"] in lane_ids
+    }
+
+
+def read_blocked(db: Database, tx: Transaction, lane_ids: set[int]) -> set[int]:
+    return {i for i in lane_ids if tx.get(db.lane_block, i) is not None}
+
+
+# ------------------------------------------------------------------- deliveries
+
+
+def read_deliveries(
+    db: Database, tx: Transaction, requests: list[DeliveriesRequest]
+) -> dict[int, list[Delivery | ErasedEvent]]:
+    return {
+        lane.id: [
+            _erased_event(lane, g)
+            if is_dropped(db, g)
+            else build_delivery(db, tx, lane, g, db.batch(g.batch).committed_after)
+            for g in _given_after(db, lane.id, floor, after)[:limit]
+        ]
+        for lane, floor, after, limit in requests
+    }
+
+
+def is_dropped(db: Database, given: Given) -> bool:
+    """Whether the event of a delivery was dropped, and no dead letter has a copy."""
+    return given.outbox_id < db.first_id and given.copy_id is None
+
+
+def is_copy(db: Database, given: Given) -> bool:
+    """Whether a delivery is a copy that the receiver requested."""
+    job = None if given.backfill_id is None else db.replay_job.rows[given.backfill_id]
+    return job is not None and job["kind"] == "lane"
+
+
+def _erased_event(lane: LoadedLane, given: Given) -> ErasedEvent:
+    return ErasedEvent(lane.endpoint_id, given.seq, given.batch, given.outbox_id, given.backfill_id)
+
+
+def build_delivery(
+    db: Database, tx: Transaction, lane: LoadedLane, given: Given, committed_after: datetime | None
+) -> Delivery:
+    event = db.outbox[given.outbox_id]
+    return Delivery(
+        lane.endpoint_id,
+        lane.name,
+        given.seq,
+        given.batch,
+        event.id,
+        event.event_id,
+        event.type,
+        None,
+        event.key,
+        event.created_at,
+        None if given.again else event.expires_at,
+        event.payload.encode(),
+        None,
+        _replay_of(db, tx, given),
+        given.backfill_id,
+        is_copy(db, given),
+        given.was_backfill_id,
+        committed_after,
+    )
+
+
+def _replay_of(db: Database, tx: Transaction, given: Given) -> tuple[str, int] | None:
+    """The lane and the sequence number of the replayed delivery."""
+    if given.replay_id is None or given.replay_seq is None:
+        return None
+    replay = tx.get(db.replay, given.replay_id)
+    assert replay is not None
+    if replay["dead_id"] is None:
+        source = tx.get(db.replay_job, replay["job_id"])
+    else:
+        source = tx.get(db.dead_letter, replay["dead_id"])
+    assert source is not None
+    was = tx.get(db.lane, source["lane_id"])
+    assert was is not None
+    return lane_name(was["endpoint_id"], was["generation"], was["slot"]), given.replay_seq

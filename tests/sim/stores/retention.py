@@ -1,0 +1,306 @@
+"""Periods that begin, settle and are dropped."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.sequencing import partition_window
+from outbox.core.sequencing.partition_window import (
+    PartitionWindow,
+    Retention,
+    due_windows,
+    window_length_s,
+)
+from outbox.store import retention
+from outbox.store.retention import ACTOR
+from tests.sim.database.engine import UPDATE, Wait
+from tests.sim.database.tables import KINDS, Batch
+from tests.sim.stores import channels, cursor, routing_change
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from outbox.core.sequencing.gaps import LockHolders
+    from outbox.core.sequencing.partition_window import WindowKind
+    from tests.sim.database.connection import Connection
+    from tests.sim.database.engine import Row, Steps, Transaction
+    from tests.sim.database.tables import Database
+
+
+class RetentionStore(retention.RetentionStore):
+    """Stands in for `outbox.store.retention.RetentionStore`."""
+
+    def __init__(self, connection: Any, keep: Retention, *, period_s: float | None = None) -> None:
+        self._db: Connection = connection
+        self._keep = keep
+        self._period_s = period_s
+
+    async def advance_periods(self) -> list[PartitionWindow]:
+        dropped = []
+        periods = await self._db.call(read_periods)
+        for kind in KINDS:
+            keep_s, period_s = self._keep.retention_s(kind), self._period_s
+            found = due_windows(
+                kind, periods, keep_s, window_length_s(keep_s) if period_s is None else period_s
+            )
+            if found.ends is not None:
+                await self._begin_after(found.ends)
+            for period in found.unsettled:
+                async with self._holding():
+                    await self._db.call(settle_period, period.number)
+            if found.oldest is not None and await self._drop_if_unused(found.oldest):
+                dropped.append(found.oldest)
+        return dropped
+
+    async def delete_expired(self) -> int:
+        await self._db.call(delete_none)
+        for keep_s in (self._keep.dead_letters_s, self._keep.log_s, self._keep.events_s):
+            if keep_s is not None:
+                await self._db.call(delete_none)
+        return 0
+
+    @asynccontextmanager
+    async def _holding(self) -> AsyncIterator[None]:
+        async with self._db.transaction():
+            await self._db.call(routing_change.lock_cursor)
+            yield
+
+    async def _begin_after(self, period: PartitionWindow) -> None:
+        db = self._db
+        if not await db.call(was_written, period):
+            return
+        if period.kind == "events":
+            # The partition of the next period must exist, and be known to every writer.
+            await db.call(has_partition)
+            await db.call(read_writers)
+        async with self._holding():
+            if await db.call(end_period, period.kind, period.number) and period.kind == "log":
+                await db.call(cursor.write_leader, None)
+                await db.call(channels.notify_all)
+
+    async def _drop_if_unused(self, period: PartitionWindow) -> bool:
+        db, keep_s, events = self._db, self._keep.dead_letters_s, period.kind == "events"
+        last_batch = period.last_batch if events else period.end - 1
+        assert last_batch is not None
+        state = await db.call(read_replay_progress)
+        if await db.call(has_pending_lanes, last_batch):
+            return False
+        if events and await db.call(pinned_by_replays, keep_s, period):
+            return False
+        async with self._holding():
+            if await db.call(pinned_by_ranges, keep_s, last_batch):
+                return False
+            if events and await db.call(read_replay_progress) != state:
+                return False
+            if events and await db.call(pinned_by_jobs, period.end):
+                return False
+            if not await db.call(drop_period, period.kind, period.number):
+                return False
+            discarded = await db.call(discard_ranges, keep_s)
+            data = {"kind": period.kind, "number": period.number, "ranges_discarded": discarded}
+            await routing_change.write_journal(db, "period_dropped", ACTOR, None, data)
+        return True
+
+
+def delete_none(db: Database, tx: Transaction) -> None:
+    """The simulation keeps all dead letters and has no idempotency keys."""
+
+
+# -------------------------------------------------------------- begin and settle
+
+
+def read_periods(db: Database, tx: Transaction) -> list[PartitionWindow]:
+    now = db.wall()
+    return [
+        PartitionWindow(
+            row["kind"],
+            row["number"],
+            now - row["began_at"],
+            None if row["ended_at"] is None else now - row["ended_at"],
+            row["last_batch"],
+        )
+        for row in tx.rows(db.period)
+        if not row["dropped"]
+    ]
+
+
+def was_written(db: Database, tx: Transaction, period: PartitionWindow) -> bool:
+    """Whether a period has rows besides the batch that begins it."""
+    if period.kind == "events":
+        return bool(db.outbox_ids) and db.outbox_ids[-1] >= period.first
+    return db.batches[-1].batch > period.first
+
+
+def has_partition(db: Database, tx: Transaction) -> bool:
+    return True
+
+
+def read_writers(db: Database, tx: Transaction) -> LockHolders:
+    return frozenset()
+
+
+def end_period(db: Database, tx: Transaction, kind: WindowKind, number: int) -> bool:
+    """End the newest period; returns False if another session has ended it."""
+    row = tx.get(db.period, (kind, number))
+    if row is None or row["ended_at"] is not None:
+        return False
+    tx.change(db.period, (kind, number), ended_at=db.wall())
+    tx.put(db.period, (kind, number + 1), db.new_period(kind, number + 1))
+    begins_at = (number + 1) * partition_window.WIDTH
+    if kind == "log":
+        newest = db.batches[-1]
+        batch = Batch(begins_at, newest.high, newest.young, (), (), (), None, db.clock_timestamp())
+        tx.append(lambda: db.batches.append(batch))
+    # A sequence: no rollback undoes it, and its lock is held to the end.
+    elif db.last_id < begins_at - 1:
+        db.last_id = begins_at - 1
+        db.holders[tx.vxid] = None
+    return True
+
+
+def settle_period(db: Database, tx: Transaction, number: int) -> bool:
+    """Settle a period if all its events are sequenced, now and later; returns whether it did."""
+    first, end = number * partition_window.WIDTH, (number + 1) * partition_window.WIDTH
+    newest = db.batches[-1]
+    gaps = [*newest.young, *((row["lo"], row["hi"]) for row in tx.rows(db.gap))]
+    if db.last_id < end - 1 or any(lo < end and hi >= first for lo, hi in gaps):
+        return False
+    above = bisect_left(db.outbox_ids, newest.high + 1) < bisect_left(db.outbox_ids, end)
+    if newest.high < end - 1 and (db.holders or above):
+        return False
+    return mark_settled(db, tx, number)
+
+
+def mark_settled(db: Database, tx: Transaction, number: int) -> bool:
+    """Write that the newest batch is the last one that can have events of the period."""
+    tx.change(db.period, ("events", number), last_batch=db.batches[-1].batch)
+    return True
+
+
+# ------------------------------------------------------------------------- drop
+
+
+def has_pending_lanes(db: Database, tx: Transaction, last_batch: int) -> bool:
+    """Whether a lane may have a pending delivery of a batch up to this one."""
+    for p in tx.rows(db.lane_progress):
+        c = tx.get(db.lane_counter, p["lane_id"])
+        assert c is not None
+        if c["last_seq"] > p["acked_seq"] and p["floor_batch"] <= last_batch:
+            return True
+    return False
+
+
+def _open_ranges(db: Database, tx: Transaction, keep_s: float | None) -> list[Row]:
+    """Ranges that an operator or a job may send again."""
+    parts = [
+        part
+        for part in tx.rows(db.replay_job_endpoint)
+        if part["ended_at"] is None and db.replay_job.rows[part["job_id"]]["kind"] == "dead"
+    ]
+
+    def is_ahead(row: Row) -> bool:
+        return any(
+            part["endpoint_id"] == row["endpoint_id"]
+            and part["next_id"] <= row["id"] <= part["last_id"]
+            for part in parts
+        )
+
+    return [
+        row
+        for row in tx.rows(db.dead_letter)
+        if row["outbox_id"] is None
+        and row["state"] == "dead"
+        and (keep_s is None or row["began_at"] > db.wall() - keep_s or is_ahead(row))
+    ]
+
+
+def pinned_by_ranges(db: Database, tx: Transaction, keep_s: float | None, last_batch: int) -> bool:
+    """Whether ranges, or pending replays of ranges and lanes, need these batches."""
+    ranges = {row["id"] for row in tx.rows(db.dead_letter) if row["outbox_id"] is None}
+    return any(row["batch"] <= last_batch for row in _open_ranges(db, tx, keep_s)) or any(
+        r["next_seq"] <= r["to_seq"]
+        and (r["dead_id"] is None or r["dead_id"] in ranges)
+        and r["next_batch"] <= last_batch
+        for r in tx.rows(db.replay)
+    )
+
+
+def pinned_by_replays(
+    db: Database, tx: Transaction, keep_s: float | None, period: PartitionWindow
+) -> bool:
+    """Whether deliveries of replays need events of the period."""
+    needed = [(r["lane_id"], r["seq"], r["to_seq"]) for r in _open_ranges(db, tx, keep_s)]
+    for r in tx.rows(db.replay):
+        if r["dead_id"] is None:
+            source = db.replay_job.rows[r["job_id"]]
+        elif (source := db.dead_letter.rows[r["dead_id"]])["outbox_id"] is not None:
+            continue
+        needed.append((source["lane_id"], r["next_seq"], r["to_seq"]))
+    for lane_id, given in db.deliveries.items():
+        p = tx.get(db.lane_progress, lane_id)
+        assert p is not None
+        for g in given:
+            of_period = period.first <= g.outbox_id < period.end
+            if not g.again or g.copy_id is not None or not of_period:
+                continue
+            if g.seq > p["acked_seq"] or any(
+                each == lane_id and first <= g.seq <= last for each, first, last in needed
+            ):
+                return True
+    return False
+
+
+def read_replay_progress(db: Database, tx: Transaction) -> tuple[int | None, int, int]:
+    """A value that changes when a replay job is added or advances."""
+    parts = [part for part in tx.rows(db.replay_job_endpoint) if part["ended_at"] is None]
+    newest = max((row["id"] for row in tx.rows(db.replay_job)), default=None)
+    return newest, len(parts), sum(part["batch"] or 0 for part in parts)
+
+
+def pinned_by_jobs(db: Database, tx: Transaction, end: int) -> bool:
+    """Whether a backfill may have to read events below this id."""
+    return any(
+        part["ended_at"] is None and part["from_id"] is not None and part["from_id"] < end
+        for part in tx.rows(db.replay_job_endpoint)
+    )
+
+
+def drop_period(db: Database, tx: Transaction, kind: WindowKind, number: int) -> bool:
+    row = tx.get(db.period, (kind, number))
+    if row is None or row["dropped"] or row["ended_at"] is None:
+        return False
+    if any(
+        older["kind"] == kind and older["number"] < number and not older["dropped"]
+        for older in tx.rows(db.period)
+    ):
+        return False
+    last_batch = (
+        row["last_batch"] if kind == "events" else (number + 1) * partition_window.WIDTH - 1
+    )
+    if last_batch is None or has_pending_lanes(db, tx, last_batch):
+        return False
+    return mark_dropped(db, tx, kind, number)
+
+
+def mark_dropped(db: Database, tx: Transaction, kind: WindowKind, number: int) -> bool:
+    tx.change(db.period, (kind, number), dropped=True)
+    tx.append(lambda: db.drop_below(kind, number + 1))
+    return True
+
+
+def discard_ranges(db: Database, tx: Transaction, keep_s: float | None) -> Steps[int]:
+    """Discard the ranges that are too old to keep a period; returns how many."""
+    kept = {row["id"] for row in _open_ranges(db, tx, keep_s)}
+    found = [
+        row["id"]
+        for row in tx.rows(db.dead_letter)
+        if row["outbox_id"] is None and row["state"] == "dead" and row["id"] not in kept
+    ]
+    for dead_id in found:
+        yield Wait(db.dead_letter, dead_id, UPDATE)
+        row = tx.get(db.dead_letter, dead_id)
+        if row is not None and row["state"] == "dead":
+            tx.change(db.dead_letter, dead_id, state="discarded")
+    return len(found)

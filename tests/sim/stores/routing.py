@@ -1,0 +1,209 @@
+"""Subscriptions and replays, as the sequencer reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
+from outbox.store import routing
+from outbox.store.routing import RESEND_SCAN_EXTRA
+from tests.sim.stores.lanes import is_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from uuid import UUID
+
+    from outbox.core.sequencing.replay_throttle import Share
+    from tests.sim.database.connection import Connection
+    from tests.sim.database.engine import Row, Transaction
+    from tests.sim.database.tables import Database, Given
+
+
+class Candidate(NamedTuple):
+    """A sequence number of a replay that the next batch may take."""
+
+    replay: Replay
+    seq: int
+    batch: int
+    selected: bool
+
+
+class Pending(NamedTuple):
+    """A replay with its next candidates."""
+
+    row: Row
+    numbers: int
+    """Maximum number of sequence numbers of the next chunk."""
+    candidates: list[Candidate]
+
+
+class RoutingStore(routing.RoutingStore):
+    """Stands in for `outbox.store.routing.RoutingStore`."""
+
+    def __init__(self, connection: Any) -> None:
+        self._db: Connection = connection
+
+    async def routes(self, stopped_for_s: float) -> list[Route]:
+        return await self._db.call(read_routes)
+
+    async def replays(self, shares: Sequence[Share]) -> list[ReplayChunk]:
+        chunks = []
+        for share, pending in await self._db.call(read_replays, shares):
+            lanes = [c.replay.lane_id for each in pending for c in each.candidates if c.selected]
+            left = count_fitting(lanes, share.per_lane, share.numbers)
+            for each in pending:
+                chunk, left = _take_chunk(each, left)
+                if chunk is None:
+                    break
+                chunks.append(chunk)
+        return chunks
+
+    async def advance(self, chunks: Sequence[ReplayChunk]) -> None:
+        await self._db.call(advance_replays, chunks)
+
+
+def _take_chunk(pending: Pending, left: int) -> tuple[ReplayChunk | None, int]:
+    """Take up to `left` sequence numbers of a replay; returns the chunk and how many are left."""
+    row, numbers, candidates = pending
+    selected = [c for c in candidates if c.selected]
+    taken = selected[:left]
+    if selected and not taken:
+        return None, 0
+    all_taken = len(taken) == len(selected)
+    next_seq = row["next_seq"] + numbers if all_taken else selected[left].seq
+    passed = [c for c in candidates if c.seq < next_seq]
+    chunk = ReplayChunk(
+        row["id"],
+        row["job_id"],
+        row["endpoint_id"],
+        tuple(c.replay for c in taken),
+        next_seq=next_seq,
+        next_batch=passed[-1].batch if passed else row["next_batch"],
+        missing=next_seq - row["next_seq"] - len(passed),
+    )
+    # Nothing of the replays behind one that was cut short may be taken.
+    return chunk, left - len(taken) if all_taken else 0
+
+
+# ------------------------------------------------------------------------ steps
+
+
+def read_routes(db: Database, tx: Transaction) -> list[Route]:
+    found = []
+    for s in tx.rows(db.subscription):
+        e = tx.get(db.endpoint, s["endpoint_id"])
+        assert e is not None
+        if s["to_batch"] is not None or e["state"] not in ("active", "paused"):
+            continue
+        lanes = [
+            lane
+            for lane in tx.rows(db.lane)
+            if lane["endpoint_id"] == e["id"] and lane["generation"] == e["generation"]
+        ]
+        lanes.sort(key=lambda lane: int(lane["slot"]))
+        lane_ids = tuple(lane["id"] for lane in lanes)
+        types = tuple(s["types"])
+        found.append(Route(e["id"], types, s["tenant"], s["all_tenants"], lane_ids, s["filter"]))
+    return found
+
+
+def pending_of(db: Database, tx: Transaction, job_id: int, endpoint_id: UUID) -> list[Row]:
+    """The replays of a part that have numbers left."""
+    return sorted(
+        (
+            r
+            for r in tx.rows(db.replay)
+            if (r["job_id"], r["endpoint_id"]) == (job_id, endpoint_id)
+            and r["next_seq"] <= r["to_seq"]
+        ),
+        key=lambda r: int(r["id"]),
+    )
+
+
+def read_replays(
+    db: Database, tx: Transaction, shares: Sequence[Share]
+) -> list[tuple[Share, list[Pending]]]:
+    found = []
+    for share in sorted(shares, key=lambda s: (s.part.job_id, s.part.endpoint_id)):
+        part, limit, pending = share.part, share.numbers, []
+        e = tx.get(db.endpoint, part.endpoint_id)
+        assert e is not None
+        if e["state"] not in ("active", "paused"):
+            continue
+        before = 0
+        for r in pending_of(db, tx, part.job_id, part.endpoint_id):
+            if before >= limit:
+                break
+            extra = limit + RESEND_SCAN_EXTRA if r["dead_id"] is None else limit - before
+            numbers = min(r["to_seq"] - r["next_seq"] + 1, extra)
+            before += r["to_seq"] - r["next_seq"] + 1
+            pending.append(Pending(r, numbers, candidates_of(db, tx, r, e, numbers)))
+        found.append((share, pending))
+    return found
+
+
+def candidates_of(db: Database, tx: Transaction, r: Row, e: Row, numbers: int) -> list[Candidate]:
+    """The next numbers of a replay, each in the lane that its key has now."""
+    dead_letter = None if r["dead_id"] is None else tx.get(db.dead_letter, r["dead_id"])
+    found: list[tuple[Any, ...]]
+    if dead_letter is None:
+        job = tx.get(db.replay_job, r["job_id"])
+        part = tx.get(db.replay_job_endpoint, (r["job_id"], r["endpoint_id"]))
+        assert job is not None
+        assert part is not None
+        found = []
+        for g in _numbered(db, job["lane_id"], r["next_seq"], numbers):
+            selected = is_resendable(db, job["lane_id"], part["first_id"], g)
+            was_backfill_id = g.was_backfill_id if is_copy(db, g) else g.backfill_id
+            found.append(
+                (g.seq, g.batch, g.outbox_id, job["id"], g.copy_id, was_backfill_id, selected)
+            )
+    elif dead_letter["outbox_id"] is None:
+        found = [
+            (g.seq, g.batch, g.outbox_id, g.backfill_id, g.copy_id, g.was_backfill_id, True)
+            for g in _numbered(db, dead_letter["lane_id"], r["next_seq"], numbers)
+        ]
+    else:
+        was_backfill_id = db.given(dead_letter["lane_id"], dead_letter["seq"]).was_backfill_id
+        event = (
+            dead_letter["outbox_id"],
+            dead_letter["backfill_id"],
+            dead_letter["id"],
+            was_backfill_id,
+        )
+        found = [(r["next_seq"], r["next_batch"], *event, True)]
+    lane_ids = {
+        lane["slot"]: lane["id"]
+        for lane in tx.rows(db.lane)
+        if (lane["endpoint_id"], lane["generation"]) == (e["id"], e["generation"])
+    }
+    candidates = []
+    for seq, batch, outbox_id, backfill_id, copy_id, was_backfill_id, selected in found:
+        lane_id = lane_ids[db.outbox[outbox_id].key_hash % e["lanes"]]
+        replay = Replay(lane_id, outbox_id, r["id"], seq, backfill_id, copy_id, was_backfill_id)
+        candidates.append(Candidate(replay, seq, batch, selected))
+    return candidates
+
+
+def _numbered(db: Database, lane_id: int, seq: int, numbers: int) -> list[Given]:
+    return [g for g in db.deliveries.get(lane_id, []) if seq <= g.seq < seq + numbers]
+
+
+def is_resendable(db: Database, lane_id: int, first: int, given: Given) -> bool:
+    """Whether a delivery is sent again when the receiver requests those of its lane."""
+    if given.copy_id is None and given.outbox_id < db.first_id:
+        return False
+    if is_copy(db, given):
+        assert given.backfill_id is not None
+        of_lane = db.replay_job.rows[given.backfill_id]["lane_id"]
+        if of_lane == lane_id and (given.replay_seq or 0) >= first:
+            return False
+    return not any(
+        d["lane_id"] == lane_id and d["seq"] <= given.seq <= d["to_seq"]
+        for d in db.dead_letter.rows.values()
+    )
+
+
+def advance_replays(db: Database, tx: Transaction, chunks: Sequence[ReplayChunk]) -> None:
+    for each in chunks:
+        tx.change(db.replay, each.id, next_seq=each.next_seq, next_batch=each.next_batch)

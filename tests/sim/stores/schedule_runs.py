@@ -1,0 +1,181 @@
+"""Runs of schedules, and delayed events."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Any
+
+from outbox.store import schedule_runs
+from outbox.store.schedule_runs import EVENTS_MAX, SCHEDULES_MAX, ScheduleRunResult, decide_run
+from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
+from tests.sim.database.inserts import insert_event
+from tests.sim.stores.routing_change import write_journal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from datetime import datetime
+    from uuid import UUID
+
+    from outbox.store.schedule_runs import ScheduleDecision
+    from tests.sim.database.connection import Connection
+    from tests.sim.database.engine import Row, Steps, Transaction
+    from tests.sim.database.tables import Database
+
+
+class ScheduleRunStore(schedule_runs.ScheduleRunStore):
+    """Stands in for `outbox.store.schedule_runs.ScheduleRunStore`, with the same decisions."""
+
+    def __init__(self, connection: Any, replica_id: int) -> None:
+        self._db: Connection = connection
+        self._actor = f"replica {replica_id}"
+
+    async def due_in_s(self) -> float | None:
+        return await self._db.call(read_due_in)
+
+    async def run_due_schedules(self) -> ScheduleRunResult:
+        db = self._db
+        async with db.transaction():
+            rows = await db.call(lock_due)
+            if not rows:
+                return ScheduleRunResult(0)
+            waited_for = [r["last_outbox_id"] for r in rows if r["overlap"] == "wait"]
+            waited_for = [each for each in waited_for if each is not None]
+            ended = await db.call(read_ended, waited_for) if waited_for else set()
+            decided: list[ScheduleDecision] = [decide_run(row, ended) for row in rows]
+            ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
+            if ticks:
+                await db.call(publish_runs, ticks, by_hand=False)
+            await db.call(advance_schedules, decided)
+            for each in decided:
+                if each.due.missed is not None:
+                    name, missed = each.schedule["name"], each.due.missed
+                    data = dict(zip(("from", "before"), missed, strict=True))
+                    data |= {"name": name, "misfire": each.schedule["misfire"]}
+                    await write_journal(db, "schedule_skipped", self._actor, None, data)
+        return ScheduleRunResult(len(rows))
+
+    async def move_future_events(self) -> int:
+        async with self._db.transaction():
+            if not await self._db.call(lock_future):
+                return 0
+            return await self._db.call(move_due_events)
+
+
+# -------------------------------------------------------------------- schedules
+
+
+def active_schedules(db: Database, tx: Transaction) -> Iterator[Row]:
+    return (row for row in tx.rows(db.schedule) if row["state"] == "active")
+
+
+def read_due_in(db: Database, tx: Transaction) -> float | None:
+    times = [row["due_at"] for row in active_schedules(db, tx)]
+    times += [row["deliver_at"] for row in tx.rows(db.future_event)]
+    return min(times).timestamp() - db.wall() if times else None
+
+
+def lock_due(db: Database, tx: Transaction) -> Steps[list[Row]]:
+    now = db.clock_timestamp()
+    # The snapshot; each row is checked again after it was locked.
+    found = [row for row in active_schedules(db, tx) if row["due_at"] <= now]
+    found.sort(key=lambda row: (row["due_at"], row["id"]))
+    if found:
+        session = db.session_of(tx).name
+        for call in db.on_tick:
+            call(session)
+        if db.rng.random() < 0.3:
+            yield db.pause_s()
+    locked: list[Row] = []
+    for row in found:
+        if len(locked) == SCHEDULES_MAX:
+            break
+        if tx.try_lock(db.schedule, row["id"], EXCLUSIVE):
+            new = tx.get(db.schedule, row["id"])
+            if new is not None and new["state"] == "active" and new["due_at"] <= now:
+                locked.append({**new, "now": now})
+    return locked
+
+
+def read_ended(db: Database, tx: Transaction, outbox_ids: Sequence[int]) -> set[int]:
+    """The events that are delivered or dead-lettered in every lane."""
+    return {i for i in outbox_ids if _has_ended(db, tx, i)}
+
+
+def _has_ended(db: Database, tx: Transaction, outbox_id: int) -> bool:
+    def holds(ranges: tuple[tuple[int, int], ...]) -> bool:
+        return any(lo <= outbox_id <= hi for lo, hi in ranges)
+
+    n = bisect_left(db.batches, outbox_id, key=lambda batch: batch.high)
+    if n == len(db.batches):
+        return False
+    batch = db.batches[n]
+    if holds(batch.young):
+        late = [b for b in db.batches[n + 1 :] if holds(b.found)]
+        if not late:
+            return False
+        batch = late[0]
+    for lane_id in batch.lanes:
+        progress = tx.get(db.lane_progress, lane_id)
+        assert progress is not None
+        delivered = {a.seq for a in db.attempts.get(lane_id, ()) if a.outcome == "delivered"}
+        for g in db.deliveries.get(lane_id, ()):
+            if (g.batch, g.outbox_id, g.replay_id) != (batch.batch, outbox_id, None):
+                continue
+            if progress["acked_seq"] < g.seq and g.seq not in delivered:
+                return False
+    return True
+
+
+def publish_runs(
+    db: Database, tx: Transaction, ticks: Sequence[tuple[datetime, int]], *, by_hand: bool
+) -> Steps[UUID | None]:
+    """Insert the event of each run of a schedule; returns the id of the last event."""
+    event_id = None
+    for at, i in ticks:
+        row = tx.get(db.schedule, i)
+        assert row is not None
+        event = yield from insert_event(db, tx, row["type"], row["key"], row["payload_json"])
+        event_id = event.event_id
+        tx.notes.append(("tick", (i, at, by_hand, event.id, row["last_outbox_id"])))
+        yield Wait(db.schedule, i, UPDATE)
+        tx.change(
+            db.schedule,
+            i,
+            last_at=at,
+            last_run_at=db.clock_timestamp(),
+            last_outbox_id=event.id,
+            last_event_id=event_id,
+        )
+    return event_id
+
+
+def advance_schedules(
+    db: Database, tx: Transaction, decided: Sequence[ScheduleDecision]
+) -> Steps[None]:
+    for each in decided:
+        i = each.schedule["id"]
+        yield Wait(db.schedule, i, UPDATE)
+        tx.change(db.schedule, i, next_at=each.due.next_at, due_at=each.due_at)
+
+
+# ---------------------------------------------------------------- future events
+
+
+def lock_future(db: Database, tx: Transaction) -> bool:
+    return tx.try_lock("advisory lock", "future events", EXCLUSIVE)
+
+
+def move_due_events(db: Database, tx: Transaction) -> Steps[int]:
+    now = db.clock_timestamp()
+    due = [row for row in tx.rows(db.future_event) if row["deliver_at"] <= now]
+    due.sort(key=lambda row: (row["deliver_at"], row["id"]))
+    moved = 0
+    for row in due[:EVENTS_MAX]:
+        yield Wait(db.future_event, row["id"], EXCLUSIVE)
+        if tx.get(db.future_event, row["id"]) is None:
+            continue
+        tx.put(db.future_event, row["id"], None)
+        event = yield from insert_event(db, tx, row["type"], None, row["payload"])
+        tx.notes.append(("moved", (row["id"], event.id)))
+        moved += 1
+    return moved

@@ -1,0 +1,174 @@
+"""Identifiers and messages use the field's terms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "outbox").rglob("*.py"))
+
+DENIED_PARTS = {
+    "answer": "response",
+    "answered": "responded, completed",
+    "answers": "responses",
+    "aside": "run in a thread, discard",
+    "bell": "wake event",
+    "burial": "expiry of a replica",
+    "buried": "expired",
+    "bury": "expire a replica",
+    "felt": "observed",
+    "hands": "ownership history",
+    "hear": "receive",
+    "heard": "received",
+    "helping": "chunk",
+    "helpings": "chunks",
+    "look": "poll, snapshot",
+    "looked": "polled, examined",
+    "looking": "polling",
+    "looks": "polls",
+    "mend": "repair",
+    "mended": "repaired",
+    "mends": "repairs",
+    "mind": "check",
+    "news": "notification",
+    "nobody": "none",
+    "owed": "pending",
+    "owes": "pending",
+    "owing": "pending",
+    "penance": "slow class factor",
+    "somebody": "one of them",
+    "stories": "traces",
+    "story": "trace",
+    "tell": "report",
+    "teller": "redactor, throttle",
+    "telling": "reporting",
+    "tells": "reports",
+    "told": "reported",
+    "whoever": "the one that",
+    "whose": "owner",
+    "wish": "request",
+}
+"""Part of an identifier, and what to say instead."""
+
+DENIED_COMPOUNDS = {
+    "call_off": "preempt, cancel",
+    "called_off": "preempted, cancelled",
+    "give_up": "dead-letter",
+    "given_up": "dead-lettered",
+    "hold_to": "clamp, validate, restrict to",
+    "in_hand": "buffered",
+}
+
+DENIED_FUNCTIONS = {"ask", "go", "hear", "look", "of", "take", "tell"}
+"""Verbs without an object."""
+
+DENIED_WORDS = re.compile(
+    r"\b(whoever|somebody|nobody|helpings?|bur(y|ied|ials?)|owe[ds]?|mend(s|ed)?"
+    r"|g[ia]ven? up|so (many|long) (as|that)?|what becomes|looks? again)\b",
+    re.IGNORECASE,
+)
+"""Words that messages do not use."""
+
+SYSTEM_NAMES = {"nobody", "user nobody"}
+"""The Unix account, and how a message names it."""
+
+PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every name that the source defines, with its line."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+            case ast.alias(asname=str(name)):
+                yield node.lineno, name
+
+
+def denied(source: str) -> Iterator[tuple[int, str]]:
+    """The identifiers that the list denies, with what to say instead."""
+    tree = ast.parse(source)
+    for line, name in identifiers(tree):
+        parts = [part.lower() for part in PARTS.findall(name)]
+        joined = "_".join(parts)
+        for word, better in DENIED_PARTS.items():
+            if word in parts:
+                yield line, f"{name}: {better}"
+        for compound, better in DENIED_COMPOUNDS.items():
+            if re.search(rf"(^|_){compound}(_|$)", joined):
+                yield line, f"{name}: {better}"
+    for node in ast.walk(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function and node.name.lstrip("_") in DENIED_FUNCTIONS:
+            yield node.lineno, f"{node.name}: a verb with its object"
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """String literals with their lines. Of docstrings, those of commands: `--help` prints them."""
+    tree = ast.parse(source)
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.decorator_list:
+            yield node.lineno, ast.get_docstring(node) or ""
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare
+        ):
+            yield node.lineno, node.value
+
+
+def test_identifiers_use_the_fields_terms() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {what}"
+        for path in SOURCES
+        for line, what in denied(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_messages_use_the_fields_terms() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {word[0]!r} in {text.strip()[:80]!r}"
+        for path in SOURCES
+        for line, text in messages(path.read_text())
+        if (word := DENIED_WORDS.search(text)) and text not in SYSTEM_NAMES
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def told() -> None: ...",
+        "class Teller: ...",
+        "async def go() -> None: ...",
+        "def clamp(called_off): ...",
+        "is_owed = True",
+        "import outbox as story",
+    ],
+)
+def test_a_denied_identifier_is_found(source: str) -> None:
+    assert list(denied(source))
+
+
+@pytest.mark.parametrize("source", ["lookup = 1", "def overtaken(): ...", "goal = ofset = 0"])
+def test_a_word_that_contains_a_denied_one_is_allowed(source: str) -> None:
+    assert not list(denied(source))
+
+
+def test_a_denied_message_is_found() -> None:
+    source = '@command\ndef stop():\n    """Wait until nobody waits."""\n    echo("given up")'
+    assert [bool(DENIED_WORDS.search(text)) for _, text in messages(source)] == [True, True]
