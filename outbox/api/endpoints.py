@@ -54,8 +54,8 @@ from outbox.operations.endpoints import (
     SecretRow,
 )
 from outbox.operations.views import endpoints as views
-from outbox.store import endpoints as destinations
 from outbox.store.connection.secrets import Vault
+from outbox.store.endpoints import find_endpoint
 
 NAME = "/v1/endpoints/{name}"
 TEST_TIMEOUT_S = TEST_S + 10.0
@@ -334,9 +334,7 @@ async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
 
 
 async def _test(call: Call[NoQuery, None]) -> DeferredReply:
-    endpoint = await destinations.find_endpoint(
-        call.db, call.schema, call.path["name"], _vault(call)
-    )
+    endpoint = await find_endpoint(call.db, call.schema, call.path["name"], _vault(call))
     redactor = await redactor_for(call)
 
     async def send_test() -> dict[str, Any]:

@@ -32,8 +32,8 @@ from outbox.core.model.api_token import digest, is_fetch_token
 from outbox.core.model.headers import parse_lines
 from outbox.errors import CannotRun, NotFound
 from outbox.operations import fetch_tokens, lane_history, receiver_replays
-from outbox.store import endpoints as destinations
 from outbox.store.connection.secrets import CLEAR, Vault
+from outbox.store.endpoints import read_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -159,9 +159,7 @@ class _Receivers:
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
         found = await lane_history.page(connection, schema, lane, after, limit)
-        endpoints = await destinations.read_endpoints(
-            connection, [fetcher.endpoint_id], self._vault
-        )
+        endpoints = await read_endpoints(connection, [fetcher.endpoint_id], self._vault)
         if not endpoints:
             raise NotFound("the endpoint is removed")
         now = self._clock()

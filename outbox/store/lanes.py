@@ -12,8 +12,8 @@ import orjson
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.message import Delivery
 from outbox.core.model.ids import lane_name
-from outbox.store import endpoints as destinations
 from outbox.store.connection.secrets import CLEAR
+from outbox.store.endpoints import read_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -194,7 +194,7 @@ class LaneStore:
 
     async def endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
         """The current configuration and state of endpoints."""
-        return await destinations.read_endpoints(self._db, endpoint_ids, self._vault)
+        return await read_endpoints(self._db, endpoint_ids, self._vault)
 
     async def last_batch(self) -> int:
         """The newest batch."""

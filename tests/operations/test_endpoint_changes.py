@@ -20,8 +20,8 @@ from outbox.operations import (
     endpoint_states,
     endpoints,
 )
-from outbox.store import endpoints as destinations
 from outbox.store.connection.secrets import CLEAR
+from outbox.store.endpoints import read_endpoints
 from outbox.store.replicas import ReplicaStore
 from outbox.store.routing_change import routing_transaction
 from tests.support.relay import (
@@ -373,7 +373,7 @@ async def test_what_cannot_be_done_says_what_to_do(
 
 
 async def live(db: Connection[Any], endpoint_id: UUID) -> list[Any]:
-    (found,) = await destinations.read_endpoints(db, [endpoint_id], CLEAR)
+    (found,) = await read_endpoints(db, [endpoint_id], CLEAR)
     return found.secrets_at(time.time())
 
 

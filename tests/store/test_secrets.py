@@ -16,8 +16,8 @@ from outbox.core.model.endpoint import EndpointSettings
 from outbox.errors import CannotRun, Conflict
 from outbox.operations import endpoint_changes, endpoint_secrets, endpoints, rotate_key
 from outbox.operations.apply import apply_file
-from outbox.store import endpoints as destinations
 from outbox.store.connection.secrets import CLEAR, SIGNING, UnreadableSecret, UnreadableText, Vault
+from outbox.store.endpoints import find_endpoint, read_endpoints
 from outbox.store.replicas import ReplicaStore
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ async def test_no_secret_is_in_the_tables(db: Connection[Any]) -> None:
     for secret in (made.secret, rotated.secret, CREDENTIAL, "hunter", "whsec_", "whsk_"):
         assert secret not in text
     assert private.secret.startswith("whpk_")
-    (found,) = await destinations.read_endpoints(db, [made.id], OLD)
+    (found,) = await read_endpoints(db, [made.id], OLD)
     assert dict(found.headers) == {"X-Key": "hunter3", "Authorization": CREDENTIAL}
     newest, *older = found.secrets_at(0)
     assert newest.public_text == private.secret
@@ -143,15 +143,15 @@ async def test_who_cannot_read_an_endpoint_says_why_and_the_others_go_on(
     await add(db, CLEAR, "clear")
     made = await add(db, OLD, "shop")
     ids = [r["id"] for r in await db.fetch("SELECT id FROM endpoint ORDER BY name")]
-    clear, shop = await destinations.read_endpoints(db, ids, NEW)
+    clear, shop = await read_endpoints(db, ids, NEW)
     assert clear.usable
     assert not shop.usable
     assert shop.problem == (
         f"its signing secret is encrypted with the key {OLD.key_id}; set OUTBOX_KEY to that key"
     )
     with pytest.raises(CannotRun, match='endpoint "shop": its signing secret is encrypted'):
-        await destinations.find_endpoint(db, "relay", "shop", CLEAR)
-    assert (await destinations.find_endpoint(db, "relay", "shop", BOTH)).id == made.id
+        await find_endpoint(db, "relay", "shop", CLEAR)
+    assert (await find_endpoint(db, "relay", "shop", BOTH)).id == made.id
 
 
 async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection[Any]) -> None:
@@ -207,7 +207,7 @@ async def test_a_row_that_nobody_can_read_keeps_no_other_waiting(
     await add(db, OLD, "good")
     await db.execute("UPDATE endpoint SET headers = $1::text::jsonb WHERE name = 'broken'", headers)
     ids = [r["id"] for r in await db.fetch("SELECT id FROM endpoint ORDER BY name")]
-    broken, good = await destinations.read_endpoints(db, ids, OLD)
+    broken, good = await read_endpoints(db, ids, OLD)
     assert good.usable
     assert broken.problem is not None
     assert "its header x is neither a text nor encrypted" in broken.problem
@@ -231,7 +231,7 @@ async def test_without_the_key_everything_else_can_be_changed(db: Connection[Any
             vault=vault,
         )
         assert [d.setting for d in done.differences] == ["lanes"]
-    (there,) = await destinations.read_endpoints(db, [made.id], OLD)
+    (there,) = await read_endpoints(db, [made.id], OLD)
     assert dict(there.headers)["Authorization"] == CREDENTIAL
 
 
@@ -254,7 +254,7 @@ async def test_everything_is_encrypted_anew(db: Connection[Any]) -> None:
     assert (await rotate_key.rekey(db, "relay", NEW, actor="ann")).secrets == 0
     clear = await rotate_key.rekey(db, "relay", NEW.in_clear(), actor="ann")
     assert (clear.key, clear.secrets) == (None, 10)
-    found = await destinations.read_endpoints(db, [m.id for m in made], CLEAR)
+    found = await read_endpoints(db, [m.id for m in made], CLEAR)
     assert all(dict(f.headers)["Authorization"] == CREDENTIAL for f in found)
     told = await db.fetch("SELECT actor, data FROM journal WHERE kind = 'secrets_rekeyed'")
     assert [r["actor"] for r in told] == ["ann"] * 3
@@ -276,7 +276,7 @@ async def test_a_header_that_only_looks_encrypted_is_encrypted(db: Connection[An
     text = orjson.dumps({"X-Env": looks}).decode()
     await db.execute("UPDATE endpoint SET headers = $1::text::jsonb", text)
     await rotate_key.rekey(db, "relay", OLD, actor="ann")
-    (found,) = await destinations.read_endpoints(db, [made.id], OLD)
+    (found,) = await read_endpoints(db, [made.id], OLD)
     assert dict(found.headers) == {"X-Env": looks}
 
 

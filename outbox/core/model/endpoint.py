@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model import duration, http_status, pattern
 from outbox.core.model.event import TENANT_BYTES_MAX, check_text, encode_headers
-from outbox.core.model.filter import validate_filter as check_filter
+from outbox.core.model.filter import validate_filter
 from outbox.core.model.headers import header_problem
 from outbox.core.model.response import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
@@ -107,7 +107,7 @@ class EndpointSettings:
         if self.all_tenants and self.tenant is not None:
             raise UsageError("tenant: an endpoint is for one tenant or for all, not both")
         if self.filter is not None:
-            check_filter(_text("filter", self.filter))
+            validate_filter(_text("filter", self.filter))
         _choice("method", self.method, get_args(Method))
         if not isinstance(self.headers, dict):
             raise UsageError("headers: must be a mapping of names to values")

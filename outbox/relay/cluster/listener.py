@@ -38,7 +38,7 @@ class Listener:
         connect: opens the connection.
         producers: set when events were published or endpoints changed.
         on_change: called when endpoints changed, or a notification may have been missed.
-        on_news: called with the payload of another replica's notification, and its backend.
+        on_notification: called with the payload of another replica's notification, and its backend.
         own_pids: the backends that send this replica's notifications; they are ignored.
         poll_s: events without a notification are found after this time; so the
             connection is checked no more often, within bounds.

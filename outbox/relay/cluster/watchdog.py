@@ -68,7 +68,7 @@ class Watchdog:
 
     Args:
         watched: connections by purpose.
-        working: finds the busy ones among some backends; None: unknown (proxy).
+        find_busy_backends: finds the busy ones among some backends; None: unknown (proxy).
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class AdmissionQueue:
         """Release the slot of a completed request, which may admit others.
 
         Args:
-            answered: the receiver responded, so that the duration classifies its endpoint.
+            responded: the receiver responded, so that the duration classifies its endpoint.
         """
         granted = self.scheduler.end(slot, self._loop.time(), responded=responded)
         if granted or self._has_waiting_or_preempted:

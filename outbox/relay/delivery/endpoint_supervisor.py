@@ -45,7 +45,7 @@ class EndpointSupervisor:
     """Supervises the endpoints of a dispatcher until cancelled.
 
     Args:
-        bell: set when the state of an endpoint changed.
+        wake_event: set when the state of an endpoint changed.
         now: epoch seconds.
         leads: whether this replica leads, and also samples the database statistics.
         checkpoints: sends receivers' checkpoints; it reads on the same connection.
