@@ -28,6 +28,7 @@ import sys
 from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -50,7 +51,6 @@ hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, deran
 hypothesis.settings.register_profile(
     "long", parent=hypothesis.settings.get_profile("ci"), max_examples=5000, stateful_step_count=200
 )
-hypothesis.settings.load_profile("ci")  # --hypothesis-profile=long comes later and wins.
 
 LONG = (
     "tests/test_benchmarks.py",
@@ -68,9 +68,11 @@ FULL = (
     "tests/api/test_schemathesis.py",
     "tests/cli/test_watch.py::test_a_server_that_froze_is_told",
     "tests/destinations/test_router.py::TestAiohttp",
+    "tests/destinations/test_router.py::TestWireOnAsyncio",
     "tests/e2e/test_canary.py",
     "tests/e2e/test_ledger.py",
     "tests/e2e/test_prove.py::test_nothing_is_lost_under_any_fault",
+    "tests/e2e/test_replicas.py::test_a_membership_change_moves_the_fewest_endpoints",
     "tests/e2e/test_telemetry.py",
     "tests/e2e/test_upgrade.py",
     "tests/fuzz/test_fuzz.py",
@@ -96,6 +98,9 @@ FULL = (
 )
 """Tests that take longest for what they cover: they run with --full and --soak only."""
 
+TRUSTED = Path(__file__).parent / "support" / "trusted.pem"
+"""The trust store of all tests: one authority, without a key. No test has a public receiver."""
+
 _seed_key = pytest.StashKey[int]()
 _majors_key = pytest.StashKey[list[int]]()
 
@@ -118,7 +123,7 @@ class Tier:
 
 
 TIERS = {
-    "default": Tier(False, "newest", 2, 0.2, 4.0, 4.0, 20, 1, 1),
+    "default": Tier(False, "newest", 2, 0.2, 4.0, 4.0, 8, 1, 1),
     "full": Tier(True, "installed", 3, 0.2, 6.0, 6.0, 20, 2, 1),
     "soak": Tier(True, "all", 100, 10.0, 300.0, 120.0, 2000, 20, 3),
 }
@@ -147,11 +152,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(f"--{option}", type=kind, metavar="N", help=f"{text}; default: {values}")
 
 
+EXAMPLES_MAX = {"default": 25, "full": 100, "soak": 1000}
+"""Examples of a property test, by tier. The number of random walks is a multiple of it."""
+for name, examples_max in EXAMPLES_MAX.items():
+    hypothesis.settings.register_profile(
+        name, parent=hypothesis.settings.get_profile("ci"), max_examples=examples_max
+    )
+
+
+def _tier_name(config: pytest.Config) -> str:
+    if config.getoption("--soak"):
+        return "soak"
+    return "full" if config.getoption("--full") else "default"
+
+
 def tier_of(config: pytest.Config) -> Tier:
     """The tier of this run."""
-    if config.getoption("--soak"):
-        return TIERS["soak"]
-    return TIERS["full" if config.getoption("--full") else "default"]
+    return TIERS[_tier_name(config)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -164,6 +181,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "mounts: left out where no file system can be mounted")
     config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
     config.addinivalue_line("markers", "full: runs with --full and --soak only")
+    # Hypothesis's plugin loads --hypothesis-profile after this, so that it overrides the tier.
+    hypothesis.settings.load_profile(_tier_name(config))
     for name, value in asdict(tier_of(config)).items():
         if name not in ("full", "pg") and getattr(config.option, name) is None:
             setattr(config.option, name, value)
@@ -181,6 +200,10 @@ def pytest_configure(config: pytest.Config) -> None:
             provide(majors)
         except CannotRun as error:
             raise pytest.UsageError(str(error)) from error
+    # Last, because majors are fetched over TLS. Every transport loads the trust store, here and in
+    # child processes, and the system's takes 50 times as long.
+    os.environ["SSL_CERT_FILE"] = str(TRUSTED)
+    os.environ["SSL_CERT_DIR"] = str(TRUSTED.parent)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,9 +84,15 @@ SYSTEM_NAMES = {"nobody", "user nobody"}
 PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
-def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """The syntax tree's nodes."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def identifiers(source: str) -> Iterator[tuple[int, str]]:
     """Every name that the source defines, with its line."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.lineno, node.name
@@ -101,17 +108,15 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def denied(source: str) -> Iterator[tuple[int, str]]:
     """The identifiers that the list denies, with what to say instead."""
-    tree = ast.parse(source)
-    for line, name in identifiers(tree):
+    for line, name in identifiers(source):
         parts = [part.lower() for part in PARTS.findall(name)]
-        joined = "_".join(parts)
-        for word, better in DENIED_PARTS.items():
-            if word in parts:
-                yield line, f"{name}: {better}"
+        for word in DENIED_PARTS.keys() & parts:
+            yield line, f"{name}: {DENIED_PARTS[word]}"
+        joined = f"_{'_'.join(parts)}_"
         for compound, better in DENIED_COMPOUNDS.items():
-            if re.search(rf"(^|_){compound}(_|$)", joined):
+            if f"_{compound}_" in joined:
                 yield line, f"{name}: {better}"
-    for node in ast.walk(tree):
+    for node in nodes(source):
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function and node.name.lstrip("_") in DENIED_FUNCTIONS:
             yield node.lineno, f"{node.name}: a verb with its object"
@@ -119,9 +124,8 @@ def denied(source: str) -> Iterator[tuple[int, str]]:
 
 def messages(source: str) -> Iterator[tuple[int, str]]:
     """String literals with their lines. Of docstrings, those of commands: `--help` prints them."""
-    tree = ast.parse(source)
-    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    bare = {id(node.value) for node in nodes(source) if isinstance(node, ast.Expr)}
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef) and node.decorator_list:
             yield node.lineno, ast.get_docstring(node) or ""
         elif (

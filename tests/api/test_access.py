@@ -37,24 +37,23 @@ pytestmark = pytest.mark.one_major
 NOBODYS = "obx_" + "A" * 43
 
 
-@pytest.mark.parametrize(
-    ("header", "says"),
-    [
-        (None, "send Authorization: Bearer TOKEN"),
-        ("Basic dXNlcjpwYXNz", "malformed token"),
-        ("Bearer secret", "malformed token"),
-        ("Bearer " + NOBODYS + "A", "malformed token"),
-        ("Bearer " + NOBODYS, "the token is unknown"),
-    ],
+BAD_TOKENS = (
+    (None, "send Authorization: Bearer TOKEN"),
+    ("Basic dXNlcjpwYXNz", "malformed token"),
+    ("Bearer secret", "malformed token"),
+    ("Bearer " + NOBODYS + "A", "malformed token"),
+    ("Bearer " + NOBODYS, "the token is unknown"),
 )
-async def test_without_a_good_token_nobody_gets_in(
-    anybody: Api, header: str | None, says: str
-) -> None:
-    headers = {} if header is None else {"Authorization": header}
-    response = await anybody.request("GET", "/v1/me", headers=headers)
-    assert response.status == 401
-    assert says in response.detail
-    assert response.headers["WWW-Authenticate"].startswith('Bearer realm="outbox"')
+
+
+async def test_without_a_good_token_nobody_gets_in(anybody: Api, subtests: pytest.Subtests) -> None:
+    for header, says in BAD_TOKENS:
+        with subtests.test(header=header, says=says):
+            headers = {} if header is None else {"Authorization": header}
+            response = await anybody.request("GET", "/v1/me", headers=headers)
+            assert response.status == 401
+            assert says in response.detail
+            assert response.headers["WWW-Authenticate"].startswith('Bearer realm="outbox"')
 
 
 async def test_every_route_but_the_document_needs_a_token(anybody: Api) -> None:
@@ -64,17 +63,22 @@ async def test_every_route_but_the_document_needs_a_token(anybody: Api) -> None:
     assert (await anybody.get("/openapi.json")).status == 200
 
 
-@pytest.mark.parametrize("scope", ALL)
-async def test_scopes_are_exact(database: Database, anybody: Api, scope: Any) -> None:
-    api = anybody.with_token(await make_token(database, scopes=(scope,)))
-    for route in ROUTES:
-        response = await api.request(route.method, route.path.replace("{", "").replace("}", ""))
-        if route.scope in (None, scope):
-            assert response.status != 403 or "scope" not in response.detail, route
-        else:
-            assert response.status == 403, route
-            assert response.json["type"] == "urn:outbox:problem:scope-missing"
-            assert f'scope="{route.scope}"' in response.headers["WWW-Authenticate"]
+async def test_scopes_are_exact(
+    database: Database, anybody: Api, subtests: pytest.Subtests
+) -> None:
+    for scope in ALL:
+        with subtests.test(scope=scope):
+            api = anybody.with_token(await make_token(database, scope, (scope,)))
+            for route in ROUTES:
+                response = await api.request(
+                    route.method, route.path.replace("{", "").replace("}", "")
+                )
+                if route.scope in (None, scope):
+                    assert response.status != 403 or "scope" not in response.detail, route
+                else:
+                    assert response.status == 403, route
+                    assert response.json["type"] == "urn:outbox:problem:scope-missing"
+                    assert f'scope="{route.scope}"' in response.headers["WWW-Authenticate"]
 
 
 async def test_a_token_says_what_it_may_do(database: Database, anybody: Api) -> None:
@@ -206,23 +210,24 @@ async def test_paths_and_methods_that_are_none(api: Api) -> None:
     assert response.headers["Allow"] == "GET, HEAD, POST"
 
 
-@pytest.mark.parametrize(
-    ("body", "content_type", "status", "says"),
-    [
-        (b'{"type": "a.b",', "application/json", 400, "line 1, column 16"),
-        (b"[]", "application/json", 422, "must be a JSON object"),
-        (b'{"xyz": 1}', "application/json", 422, 'unknown field "xyz"; known: type'),
-        (b'{"type": 7}', "application/json", 422, "type: must be a string"),
-        (b"{}", "application/json", 422, "type: is required"),
-        (b"{}", "text/plain", 415, "Content-Type: application/json"),
-    ],
+UNREADABLE_BODIES = (
+    (b'{"type": "a.b",', "application/json", 400, "line 1, column 16"),
+    (b"[]", "application/json", 422, "must be a JSON object"),
+    (b'{"xyz": 1}', "application/json", 422, 'unknown field "xyz"; known: type'),
+    (b'{"type": 7}', "application/json", 422, "type: must be a string"),
+    (b"{}", "application/json", 422, "type: is required"),
+    (b"{}", "text/plain", 415, "Content-Type: application/json"),
 )
-async def test_bodies_that_cannot_be_read(
-    api: Api, body: bytes, content_type: str, status: int, says: str
-) -> None:
-    response = await api.post("/v1/events", data=body, headers={"Content-Type": content_type})
-    assert response.status == status
-    assert says in response.detail
+
+
+async def test_bodies_that_cannot_be_read(api: Api, subtests: pytest.Subtests) -> None:
+    for body, content_type, expected, says in UNREADABLE_BODIES:
+        with subtests.test(body=body, content_type=content_type):
+            response = await api.post(
+                "/v1/events", data=body, headers={"Content-Type": content_type}
+            )
+            assert response.status == expected
+            assert says in response.detail
 
 
 async def test_a_compressed_body_is_refused(api: Api) -> None:
@@ -251,37 +256,62 @@ async def test_a_body_as_large_as_may_be_is_read(api: Api) -> None:
     assert (response.status, len(response.json["events"])) == (201, 16)
 
 
-@pytest.mark.parametrize(
-    ("query", "says"),
-    [
-        ({"limit": 0}, "limit: must be at least 1"),
-        ({"limit": 1001}, "limit: must be at most 1000"),
-        ({"limit": [1, 2]}, "limit: given 2 times; give it once"),
-        ({"depth": 1}, 'unknown field "depth"; known: limit, after'),
-    ],
+WRONG_QUERIES = (
+    ({"limit": 0}, "limit: must be at least 1"),
+    ({"limit": 1001}, "limit: must be at most 1000"),
+    ({"limit": [1, 2]}, "limit: given 2 times; give it once"),
+    ({"depth": 1}, 'unknown field "depth"; known: limit, after'),
 )
-async def test_queries_that_are_wrong(api: Api, query: dict[str, Any], says: str) -> None:
-    response = await api.get("/v1/endpoints", **query)
-    assert response.status == 422
-    assert says in response.detail
 
 
-@pytest.mark.parametrize(
-    "cursor", ["x", "-1", "9" * 30, "0" * 19 + "9" * 20, "0" * 20 + "9" * 5000, "1.5", "\u0661"]
+async def test_queries_that_are_wrong(api: Api, subtests: pytest.Subtests) -> None:
+    for query, says in WRONG_QUERIES:
+        with subtests.test(query=query, says=says):
+            response = await api.get("/v1/endpoints", **query)
+            assert response.status == 422
+            assert says in response.detail
+
+
+WRONG_CURSORS = (
+    "x",
+    "-1",
+    "9" * 30,
+    "0" * 19 + "9" * 20,
+    "0" * 20 + "9" * 5000,
+    "1.5",
+    "\u0661",
 )
-async def test_a_cursor_that_no_page_ended_with(api: Api, cursor: str) -> None:
-    for path in ("/v1/dead-letters", "/v1/events", "/v1/replays", "/v1/journal", "/v1/tokens"):
-        response = await api.get(path, after=cursor)
-        assert (response.status, response.json["type"]) == (
-            400,
-            "urn:outbox:problem:bad-request",
-        ), path
 
 
-@pytest.mark.parametrize("number", ["0" * 19 + "1" + "9" * 20, "0" * 20 + "9" * 5000, "%C2%B2"])
-async def test_a_number_that_nothing_has(api: Api, number: str) -> None:
-    for path in ("/v1/dead-letters", "/v1/replays"):
-        assert (await api.get(f"{path}/{number}")).status == 404, path
+async def test_a_cursor_that_no_page_ended_with(api: Api, subtests: pytest.Subtests) -> None:
+    for cursor in WRONG_CURSORS:
+        with subtests.test(cursor=cursor):
+            for path in (
+                "/v1/dead-letters",
+                "/v1/events",
+                "/v1/replays",
+                "/v1/journal",
+                "/v1/tokens",
+            ):
+                response = await api.get(path, after=cursor)
+                assert (response.status, response.json["type"]) == (
+                    400,
+                    "urn:outbox:problem:bad-request",
+                ), path
+
+
+WRONG_NUMBERS = (
+    "0" * 19 + "1" + "9" * 20,
+    "0" * 20 + "9" * 5000,
+    "%C2%B2",
+)
+
+
+async def test_a_number_that_nothing_has(api: Api, subtests: pytest.Subtests) -> None:
+    for number in WRONG_NUMBERS:
+        with subtests.test(number=number):
+            for path in ("/v1/dead-letters", "/v1/replays"):
+                assert (await api.get(f"{path}/{number}")).status == 404, path
 
 
 async def test_text_that_no_column_holds(api: Api) -> None:
@@ -310,25 +340,26 @@ async def test_an_error_of_ours_is_logged_and_never_shown(
 # -------------------------------------------------------------------- hosts
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost", 200),
-        ("LOCALHOST:80", 200),
-        ("127.0.0.1:8080", 200),
-        ("[::1]:8080", 200),
-        ("evil.example", 421),
-        ("localhost.evil.example", 421),
-        ("10.0.0.1", 421),
-        ("", 421),
-        ("a:b:c", 421),
-    ],
+HOSTS = (
+    ("localhost", 200),
+    ("LOCALHOST:80", 200),
+    ("127.0.0.1:8080", 200),
+    ("[::1]:8080", 200),
+    ("evil.example", 421),
+    ("localhost.evil.example", 421),
+    ("10.0.0.1", 421),
+    ("", 421),
+    ("a:b:c", 421),
 )
+
+
 async def test_on_loopback_only_its_own_names_are_heard(
-    anybody: Api, host: str, status: int
+    anybody: Api, subtests: pytest.Subtests
 ) -> None:
-    response = await anybody.request("GET", "/openapi.json", headers={"Host": host})
-    assert response.status == status
+    for host, expected in HOSTS:
+        with subtests.test(host=host):
+            response = await anybody.request("GET", "/openapi.json", headers={"Host": host})
+            assert response.status == expected
 
 
 async def test_elsewhere_any_name_is_heard_and_the_log_warns_once(

@@ -79,29 +79,30 @@ async def test_an_endpoint_is_added_with_its_settings(database: Database, api: A
     assert response.json["secret"] not in str(shown)
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
-        ({"url": URL}, 422, "name: is required"),
-        ({"name": "x"}, 422, "url: is required"),
-        ({"name": "x", "url": "ftp://a/"}, 422, "url: "),
-        ({"name": "x", "url": "http://10.0.0.1/"}, 422, "url: "),
-        ({"name": "x", "url": URL, "lanes": 0}, 422, "lanes: must be between 1 and 1024"),
-        ({"name": "x", "url": URL, "types": ["a..b"]}, 422, "types: "),
-        ({"name": "x", "url": URL, "retry": {"base": "never"}}, 422, "retry"),
-        ({"name": "x", "url": URL, "filter": "@.a ="}, 422, "filter: "),
-        ({"name": "x", "url": URL, "tenant": "t", "all_tenants": True}, 422, "tenant: "),
-        ({"name": "taken", "url": URL}, 409, 'endpoint "taken" exists already'),
-    ],
+INVALID_ENDPOINTS = (
+    ({"url": URL}, 422, "name: is required"),
+    ({"name": "x"}, 422, "url: is required"),
+    ({"name": "x", "url": "ftp://a/"}, 422, "url: "),
+    ({"name": "x", "url": "http://10.0.0.1/"}, 422, "url: "),
+    ({"name": "x", "url": URL, "lanes": 0}, 422, "lanes: must be between 1 and 1024"),
+    ({"name": "x", "url": URL, "types": ["a..b"]}, 422, "types: "),
+    ({"name": "x", "url": URL, "retry": {"base": "never"}}, 422, "retry"),
+    ({"name": "x", "url": URL, "filter": "@.a ="}, 422, "filter: "),
+    ({"name": "x", "url": URL, "tenant": "t", "all_tenants": True}, 422, "tenant: "),
+    ({"name": "taken", "url": URL}, 409, 'endpoint "taken" exists already'),
 )
+
+
 async def test_endpoints_that_cannot_be(
-    database: Database, api: Api, body: dict[str, Any], status: int, says: str
+    database: Database, api: Api, subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "taken")
-    response = await api.post("/v1/endpoints", body)
-    assert response.status == status
-    assert says in response.detail
-    assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
+    for body, status, says in INVALID_ENDPOINTS:
+        with subtests.test(body=body, status=status, says=says):
+            response = await api.post("/v1/endpoints", body)
+            assert response.status == status
+            assert says in response.detail
+            assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
 
 
 async def test_an_update_changes_what_is_said_and_null_is_the_default(
@@ -132,22 +133,23 @@ async def test_an_update_changes_what_is_said_and_null_is_the_default(
     assert await exceptions(database) == {}
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ({"url": None}, 422),
-        ({"url": "http://10.0.0.1/"}, 422),
-        ({"lanes": 5000}, 422),
-        ({"name": "other"}, 409),
-    ],
+INVALID_UPDATES = (
+    ({"url": None}, 422),
+    ({"url": "http://10.0.0.1/"}, 422),
+    ({"lanes": 5000}, 422),
+    ({"name": "other"}, 409),
 )
+
+
 async def test_updates_that_cannot_be(
-    database: Database, api: Api, body: dict[str, Any], status: int
+    database: Database, api: Api, subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "shop")
     await add_endpoint(database, "other")
-    assert (await api.request("PATCH", "/v1/endpoints/shop", body)).status == status
-    assert await actors(database, "endpoint_updated") == []
+    for body, status in INVALID_UPDATES:
+        with subtests.test(body=body, status=status):
+            assert (await api.request("PATCH", "/v1/endpoints/shop", body)).status == status
+            assert await actors(database, "endpoint_updated") == []
 
 
 async def test_pausing_and_resuming(database: Database, api: Api) -> None:
@@ -356,28 +358,29 @@ async def test_certificates_are_looked_at_beside_the_event_loop(
     assert threading.main_thread() not in threads
 
 
-@pytest.mark.parametrize(
-    ("method", "rest"),
-    [
-        ("GET", ""),
-        ("PATCH", ""),
-        ("DELETE", ""),
-        ("POST", "/pause"),
-        ("POST", "/resume"),
-        ("POST", "/enable"),
-        ("POST", "/rotate-secret"),
-        ("POST", "/test"),
-    ],
+ENDPOINT_ROUTES = (
+    ("GET", ""),
+    ("PATCH", ""),
+    ("DELETE", ""),
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("POST", "/enable"),
+    ("POST", "/rotate-secret"),
+    ("POST", "/test"),
 )
+
+
 async def test_an_endpoint_that_is_none(
-    database: Database, api: Api, method: str, rest: str
+    database: Database, api: Api, subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "shop")
-    response = await api.request(
-        method, f"/v1/endpoints/shopp{rest}", {} if method == "PATCH" else None
-    )
-    assert response.status == 404
-    assert 'did you mean "shop"?' in response.detail
+    for method, rest in ENDPOINT_ROUTES:
+        with subtests.test(method=method, rest=rest):
+            response = await api.request(
+                method, f"/v1/endpoints/shopp{rest}", {} if method == "PATCH" else None
+            )
+            assert response.status == 404
+            assert 'did you mean "shop"?' in response.detail
 
 
 async def test_a_listing_of_endpoints_is_whole_while_some_are_added(
@@ -423,21 +426,20 @@ async def test_all_endpoints_are_declared_at_once(database: Database, api: Api) 
     assert again.json["changes"] == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "query", "says"),
-    [
-        ({"endpoints": [{"name": "a"}]}, {}, "endpoints[0].url: is missing"),
-        ({"endpoints": [{"name": "a", "url": "http://10.0.0.1/"}]}, {}, "endpoints[0].url: "),
-        ({"endpoints": [], "more": 1}, {}, 'unknown field "more"'),
-        ({"endpoints": []}, {"dead_letter": True}, "prune"),
-    ],
+INVALID_DECLARATIONS = (
+    ({"endpoints": [{"name": "a"}]}, {}, "endpoints[0].url: is missing"),
+    ({"endpoints": [{"name": "a", "url": "http://10.0.0.1/"}]}, {}, "endpoints[0].url: "),
+    ({"endpoints": [], "more": 1}, {}, 'unknown field "more"'),
+    ({"endpoints": []}, {"dead_letter": True}, "prune"),
 )
-async def test_declarations_that_cannot_be(
-    api: Api, body: dict[str, Any], query: dict[str, Any], says: str
-) -> None:
-    response = await api.request("PUT", "/v1/declaration", body, **query)
-    assert response.status == 422
-    assert says in response.detail
+
+
+async def test_declarations_that_cannot_be(api: Api, subtests: pytest.Subtests) -> None:
+    for body, query, says in INVALID_DECLARATIONS:
+        with subtests.test(body=body, query=query, says=says):
+            response = await api.request("PUT", "/v1/declaration", body, **query)
+            assert response.status == 422
+            assert says in response.detail
 
 
 # ------------------------------------------------- secrets, networks, certificates

@@ -86,38 +86,38 @@ def test_what_is_quoted_in_a_problem_is_cut_and_steers_no_terminal() -> None:
     assert detail.isprintable()
 
 
-@pytest.mark.one_major
-@pytest.mark.parametrize(
-    ("method", "path", "body", "query", "status", "says"),
-    [
-        ("POST", "/v1/events", [{"type": "a.b"}], {}, 422,
-         'the body: must be a JSON object; send several as {"events": [...]}'),
-        ("GET", "/v1/dead-letters", None, {"state": "foo"}, 422,
-         "state: must be dead or replaying or replayed or dead_again or discarded or all"),
-        ("POST", "/v1/endpoints", {"name": "x", "url": URL, "policy": "patient"}, {}, 422,
-         'the body: unknown field "policy"; did you mean "retry"?'),
-        ("PUT", "/v1/declaration", {"endpoints": [{"name": "x", "url": URL, "type": "a"}]}, {},
-         422, 'endpoints[0]: there is no setting "type"; did you mean "types"?'),
-        ("GET", "/v1/events", None, {"since": "1h", "until": "2h"}, 422,
-         "until must be later than since"),
-        ("POST", "/v1/erase", {}, {}, 422, "specify either tenant or key"),
-        ("POST", "/v1/schedules", {"name": "nightly", "cron": "@daily", "type": "a.b"}, {}, 409,
-         'schedule "nightly" exists already; use replace to change it'),
-        ("DELETE", "/v1/endpoints/shop", None, {}, 409,
-         'endpoint "shop" has 3 deliveries pending: wait until they are delivered, or '
-         "dead-letter them (use drain or dead_letter)"),
-        ("POST", "/v1/dead-letters/replay", {}, {}, 422,
-         "select dead letters: by ids, all, or by endpoint, type, tenant, "
-         "reason, since, until"),
-    ],
+MISTAKES = (
+    ("POST", "/v1/events", [{"type": "a.b"}], {}, 422,
+     'the body: must be a JSON object; send several as {"events": [...]}'),
+    ("GET", "/v1/dead-letters", None, {"state": "foo"}, 422,
+     "state: must be dead or replaying or replayed or dead_again or discarded or all"),
+    ("POST", "/v1/endpoints", {"name": "x", "url": URL, "policy": "patient"}, {}, 422,
+     'the body: unknown field "policy"; did you mean "retry"?'),
+    ("PUT", "/v1/declaration", {"endpoints": [{"name": "x", "url": URL, "type": "a"}]}, {},
+     422, 'endpoints[0]: there is no setting "type"; did you mean "types"?'),
+    ("GET", "/v1/events", None, {"since": "1h", "until": "2h"}, 422,
+     "until must be later than since"),
+    ("POST", "/v1/erase", {}, {}, 422, "specify either tenant or key"),
+    ("POST", "/v1/schedules", {"name": "nightly", "cron": "@daily", "type": "a.b"}, {}, 409,
+     'schedule "nightly" exists already; use replace to change it'),
+    ("DELETE", "/v1/endpoints/shop", None, {}, 409,
+     'endpoint "shop" has 3 deliveries pending: wait until they are delivered, or '
+     "dead-letter them (use drain or dead_letter)"),
+    ("POST", "/v1/dead-letters/replay", {}, {}, 422,
+     "select dead letters: by ids, all, or by endpoint, type, tenant, "
+     "reason, since, until"),
 )  # fmt: skip
+
+
+@pytest.mark.one_major
 async def test_what_is_said_of_the_mistakes_that_are_made_most(
-    api: Api, database: Database, method: str, path: str, body: Any, query: Any, status: int,
-    says: str,
-) -> None:  # fmt: skip
+    api: Api, database: Database, subtests: pytest.Subtests
+) -> None:
     await _furnish(api, database)
-    response = await api.request(method, path, body, **query)
-    assert (response.status, response.detail) == (status, says)
+    for method, path, body, query, status, says in MISTAKES:
+        with subtests.test(method=method, path=path, body=body, query=query):
+            response = await api.request(method, path, body, **query)
+            assert (response.status, response.detail) == (status, says)
 
 
 async def _furnish(api: Api, database: Database) -> None:

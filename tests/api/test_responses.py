@@ -114,46 +114,55 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
     return said
 
 
-@pytest.mark.parametrize(
-    ("tenant", "scopes"),
-    [
-        (None, ("read",)),
-        (None, ("read", "publish")),
-        ("acme", ("read",)),
-        ("acme", ("read", "operate")),
-    ],
+READERS = (
+    (None, ("read",)),
+    (None, ("read", "publish")),
+    ("acme", ("read",)),
+    ("acme", ("read", "operate")),
 )
+
+
 async def test_no_route_tells_others_what_a_receiver_said(
-    database: Database, anybody: Api, tenant: str | None, scopes: Any
+    database: Database, anybody: Api, subtests: pytest.Subtests
 ) -> None:
     await live_through(database)
-    api = anybody.with_token(await make_token(database, "reader", scopes, tenant=tenant))
-    for path, said in (await asked(api, tenant)).items():
-        assert CANARY.encode() not in said, path
-        assert tenant is None or b"egress_refused" not in said, path
-    own = tenant or "our"
-    shown = (await api.get(f"/v1/endpoints/{own}-garbled")).json
-    assert shown["health"]["last_response"]["failure"] == "protocol"
-    assert shown["lanes"][0]["last_response"].keys() <= SHOWN
-    # Which names lead inside is not for customers to find out.
-    shown = (await api.get(f"/v1/endpoints/{own}-inside")).json
-    failure = "egress_refused" if tenant is None else "connect"
-    assert shown["health"]["last_response"]["failure"] == failure
-    assert shown["lanes"][0]["last_response"]["failure"] == failure
-    shown = (await api.get(f"/v1/endpoints/{own}-busy")).json
-    assert shown["health"]["last_response"]["status"] == 503
-    events = (await api.get("/v1/trace/k")).json["events"]
-    attempts = {
-        delivery["endpoint"]: delivery["attempts"][0]
-        for event in events
-        for delivery in event["deliveries"]
-        if delivery["attempts"]
-    }
-    garbled = attempts[f"{own}-garbled"]
-    assert (garbled["status"], garbled["error"], garbled["response"]) == (None, "protocol", None)
-    assert attempts[f"{own}-inside"]["error"] == failure
-    assert attempts[f"{own}-busy"]["status"] == 503
-    assert any("it responded with 503" in why for event in events for why in event["diagnosis"])
+    for n, (tenant, scopes) in enumerate(READERS):
+        with subtests.test(tenant=tenant, scopes=scopes):
+            api = anybody.with_token(
+                await make_token(database, f"reader-{n}", scopes, tenant=tenant)
+            )
+            for path, said in (await asked(api, tenant)).items():
+                assert CANARY.encode() not in said, path
+                assert tenant is None or b"egress_refused" not in said, path
+            own = tenant or "our"
+            shown = (await api.get(f"/v1/endpoints/{own}-garbled")).json
+            assert shown["health"]["last_response"]["failure"] == "protocol"
+            assert shown["lanes"][0]["last_response"].keys() <= SHOWN
+            # Which names lead inside is not for customers to find out.
+            shown = (await api.get(f"/v1/endpoints/{own}-inside")).json
+            failure = "egress_refused" if tenant is None else "connect"
+            assert shown["health"]["last_response"]["failure"] == failure
+            assert shown["lanes"][0]["last_response"]["failure"] == failure
+            shown = (await api.get(f"/v1/endpoints/{own}-busy")).json
+            assert shown["health"]["last_response"]["status"] == 503
+            events = (await api.get("/v1/trace/k")).json["events"]
+            attempts = {
+                delivery["endpoint"]: delivery["attempts"][0]
+                for event in events
+                for delivery in event["deliveries"]
+                if delivery["attempts"]
+            }
+            garbled = attempts[f"{own}-garbled"]
+            assert (garbled["status"], garbled["error"], garbled["response"]) == (
+                None,
+                "protocol",
+                None,
+            )
+            assert attempts[f"{own}-inside"]["error"] == failure
+            assert attempts[f"{own}-busy"]["status"] == 503
+            assert any(
+                "it responded with 503" in why for event in events for why in event["diagnosis"]
+            )
 
 
 async def test_an_operator_is_told_everything(database: Database, anybody: Api) -> None:

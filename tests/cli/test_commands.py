@@ -200,33 +200,34 @@ def test_a_taken_once_key_is_no_failure(here: Command, database: Database) -> No
     assert execute(database, "SELECT count(*) FROM outbox") == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "stdin", "says"),
-    [
-        (["a", "--payload", "{"], b"", "payload: not JSON: unexpected end of data"),
-        (["a", "--payload", "-"], b"", "payload: not JSON"),
-        (["a", "--payload", "-"], b"\xff", "payload: not JSON"),
-        (["a", "--payload", "NaN"], b"", "payload: not JSON"),
-        (["a", "--payload", '"\\u0000"'], b"", "payload: PostgreSQL cannot store a NUL"),
-        (
-            ["a", "--payload", "-"],
-            b'"' + b"x" * 262_144 + b'"',
-            "payload: 262146 bytes as JSON, the limit is 262144",
-        ),
-        (["a b"], b"", "type: 'a b' is not dot-separated segments"),
-        (["outbox.x"], b"", 'type: "outbox." is reserved'),
-        (["a", "--key", "é" * 257], b"", "key: 514 bytes, must be 1 to 512"),
-        (["a", "--once", ""], b"", "once: 0 bytes, must be 1 to 512"),
-        (["a", "--key", "\udcff"], b"", "key: not Unicode text"),
-        (["a", "--header", "X-A"], b"", '--header: "X-A" is not NAME=VALUE'),
-        (["a", "--header", "X-Lane=1"], b"", "headers: 'X-Lane' is set by the relay"),
-        (["a", "--header", "X-A=1", "--header", "X-A=2"], b"", '"X-A" is given twice'),
-    ],
+INVALID_EVENTS = (
+    (["a", "--payload", "{"], b"", "payload: not JSON: unexpected end of data"),
+    (["a", "--payload", "-"], b"", "payload: not JSON"),
+    (["a", "--payload", "-"], b"\xff", "payload: not JSON"),
+    (["a", "--payload", "NaN"], b"", "payload: not JSON"),
+    (["a", "--payload", '"\\u0000"'], b"", "payload: PostgreSQL cannot store a NUL"),
+    (
+        ["a", "--payload", "-"],
+        b'"' + b"x" * 262_144 + b'"',
+        "payload: 262146 bytes as JSON, the limit is 262144",
+    ),
+    (["a b"], b"", "type: 'a b' is not dot-separated segments"),
+    (["outbox.x"], b"", 'type: "outbox." is reserved'),
+    (["a", "--key", "é" * 257], b"", "key: 514 bytes, must be 1 to 512"),
+    (["a", "--once", ""], b"", "once: 0 bytes, must be 1 to 512"),
+    (["a", "--key", "\udcff"], b"", "key: not Unicode text"),
+    (["a", "--header", "X-A"], b"", '--header: "X-A" is not NAME=VALUE'),
+    (["a", "--header", "X-Lane=1"], b"", "headers: 'X-Lane' is set by the relay"),
+    (["a", "--header", "X-A=1", "--header", "X-A=2"], b"", '"X-A" is given twice'),
 )
-def test_a_bad_event(here: Command, args: list[str], stdin: bytes, says: str) -> None:
-    result = here("publish", *args, stdin=stdin)
-    assert result.code == 2
-    assert says in result.error
+
+
+def test_a_bad_event(here: Command, subtests: pytest.Subtests) -> None:
+    for args, stdin, says in INVALID_EVENTS:
+        with subtests.test(args=args, stdin=stdin, says=says):
+            result = here("publish", *args, stdin=stdin)
+            assert result.code == 2
+            assert says in result.error
 
 
 # ----------------------------------------------------------------- endpoint
@@ -285,26 +286,27 @@ def test_endpoint_list_and_show(here: Command) -> None:
     assert "LANE" in here("endpoint", "show", "a").out
 
 
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("example.com/hooks", "url: must start with https://"),
-        ("ftp://example.com/", "url: must start with https://"),
-        ("https://", "url: "),
-        ("https://user:hunter2@example.com/", "url: must not contain a user or password"),
-        ("http://example.com/", "url: plain http is not encrypted"),
-        ("https://127.0.0.1/", "url: 127.0.0.1 is loopback"),
-        ("https://localhost/", "url: localhost is loopback"),
-        ("https://10.0.0.5/", "OUTBOX_ALLOW_NETWORKS"),
-        ("https://example.com:22/", "url: port 22"),
-        ("https://exa mple.com/", "url: "),
-    ],
+INVALID_URLS = (
+    ("example.com/hooks", "url: must start with https://"),
+    ("ftp://example.com/", "url: must start with https://"),
+    ("https://", "url: "),
+    ("https://user:hunter2@example.com/", "url: must not contain a user or password"),
+    ("http://example.com/", "url: plain http is not encrypted"),
+    ("https://127.0.0.1/", "url: 127.0.0.1 is loopback"),
+    ("https://localhost/", "url: localhost is loopback"),
+    ("https://10.0.0.5/", "OUTBOX_ALLOW_NETWORKS"),
+    ("https://example.com:22/", "url: port 22"),
+    ("https://exa mple.com/", "url: "),
 )
-def test_a_bad_url(here: Command, url: str, says: str) -> None:
-    result = here("endpoint", "add", "a", url)
-    assert result.code == 2
-    assert says in result.error
-    assert "hunter2" not in result.error
+
+
+def test_a_bad_url(here: Command, subtests: pytest.Subtests) -> None:
+    for url, says in INVALID_URLS:
+        with subtests.test(url=url, says=says):
+            result = here("endpoint", "add", "a", url)
+            assert result.code == 2
+            assert says in result.error
+            assert "hunter2" not in result.error
 
 
 def test_open_networks_take_any_url(here: Command) -> None:
@@ -317,22 +319,23 @@ def test_open_networks_take_any_url(here: Command) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["a", URL], 'endpoint "a" exists already; choose another name, or remove it first'),
-        (["b", URL, "--type", "order."], "types: 'order.' is invalid"),
-        (["b", URL, "--lanes", "0"], "lanes: must be between 1 and 1024, not 0"),
-        (["b", URL, "--lanes", "x"], "'x' is not a valid integer"),
-        (["b", URL, "--tenant", "t", "--all-tenants"], "for one tenant or for all, not both"),
-        ([" ", URL], "name: must be printable text"),
-    ],
+INVALID_ENDPOINTS = (
+    (["a", URL], 'endpoint "a" exists already; choose another name, or remove it first'),
+    (["b", URL, "--type", "order."], "types: 'order.' is invalid"),
+    (["b", URL, "--lanes", "0"], "lanes: must be between 1 and 1024, not 0"),
+    (["b", URL, "--lanes", "x"], "'x' is not a valid integer"),
+    (["b", URL, "--tenant", "t", "--all-tenants"], "for one tenant or for all, not both"),
+    ([" ", URL], "name: must be printable text"),
 )
-def test_a_bad_endpoint(here: Command, args: list[str], says: str) -> None:
+
+
+def test_a_bad_endpoint(here: Command, subtests: pytest.Subtests) -> None:
     assert here("endpoint", "add", "a", URL).code == 0
-    result = here("endpoint", "add", *args)
-    assert result.code == 2
-    assert says in result.error
+    for args, says in INVALID_ENDPOINTS:
+        with subtests.test(args=args, says=says):
+            result = here("endpoint", "add", *args)
+            assert result.code == 2
+            assert says in result.error
 
 
 def test_endpoint_remove(here: Command, database: Database) -> None:

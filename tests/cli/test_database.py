@@ -131,25 +131,28 @@ def test_an_unreachable_server(outbox: Command, command: list[str]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["status"],
-        ["publish", "a"],
-        ["publish", "a", "--once", "k"],
-        ["endpoint", "list"],
-        ["endpoint", "add", "a", "https://example.com/"],
-        ["endpoint", "remove", "a"],
-        ["dead", "list"],
-        ["dead", "show", "1"],
-        ["dead", "discard", "--all"],
-        ["verify"],
-    ],
+COMMANDS = (
+    ["status"],
+    ["publish", "a"],
+    ["publish", "a", "--once", "k"],
+    ["endpoint", "list"],
+    ["endpoint", "add", "a", "https://example.com/"],
+    ["endpoint", "remove", "a"],
+    ["dead", "list"],
+    ["dead", "show", "1"],
+    ["dead", "discard", "--all"],
+    ["verify"],
 )
-def test_a_missing_schema(here: Command, command: list[str]) -> None:
-    result = here(*command, "--schema", "my own")
-    assert result.code == 3
-    assert result.error == ("schema \"my own\" is not there; run: outbox migrate --schema 'my own'")
+
+
+def test_a_missing_schema(here: Command, subtests: pytest.Subtests) -> None:
+    for command in COMMANDS:
+        with subtests.test(command=command):
+            result = here(*command, "--schema", "my own")
+            assert result.code == 3
+            assert result.error == (
+                "schema \"my own\" is not there; run: outbox migrate --schema 'my own'"
+            )
 
 
 def test_a_missing_database_and_role(outbox: Command, database: Database) -> None:

@@ -33,28 +33,29 @@ def test_adding_shows_the_next_runs_in_their_zone(here: Command) -> None:
     assert changed["payload"] == {}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("x", "30 2 30 2 *", "--type", "a"), 'cron: "30 2 30 2 *": bad day-of-month'),
-        (("x", "@often", "--type", "a"), 'cron: "@often" is not a nickname; use one of: @yearly'),
-        (("x", "@daily", "--type", "a", "--timezone", "Berlin"), 'did you mean "Europe/Berlin"?'),
-        (("x y", "@daily", "--type", "a"), "name: 'x y' is not 1 to 100 letters"),
-        (("x", "@daily", "--type", "a b"), "type: 'a b' is not dot-separated"),
-        (("x", "@daily", "--type", "a", "--payload", "{"), "payload: not JSON"),
-        (
-            ("x", "@daily", "--type", "a", "--header", "X-Schedule=1"),
-            "is reserved for the schedule",
-        ),
-        (("x", "@daily"), "missing option '--type'"),
-        (("x", "@daily", "--type", "a", "--misfire", "never"), "'never' is not one of"),
-    ],
+INVALID_SCHEDULES = (
+    (("x", "30 2 30 2 *", "--type", "a"), 'cron: "30 2 30 2 *": bad day-of-month'),
+    (("x", "@often", "--type", "a"), 'cron: "@often" is not a nickname; use one of: @yearly'),
+    (("x", "@daily", "--type", "a", "--timezone", "Berlin"), 'did you mean "Europe/Berlin"?'),
+    (("x y", "@daily", "--type", "a"), "name: 'x y' is not 1 to 100 letters"),
+    (("x", "@daily", "--type", "a b"), "type: 'a b' is not dot-separated"),
+    (("x", "@daily", "--type", "a", "--payload", "{"), "payload: not JSON"),
+    (
+        ("x", "@daily", "--type", "a", "--header", "X-Schedule=1"),
+        "is reserved for the schedule",
+    ),
+    (("x", "@daily"), "missing option '--type'"),
+    (("x", "@daily", "--type", "a", "--misfire", "never"), "'never' is not one of"),
 )
-def test_what_is_wrong_is_one_line(here: Command, arguments: tuple[str, ...], says: str) -> None:
-    result = here("schedule", "add", *arguments)
-    assert result.code == 2
-    assert says in result.error
-    assert here("schedule", "list", "--json").json["schedules"] == []
+
+
+def test_what_is_wrong_is_one_line(here: Command, subtests: pytest.Subtests) -> None:
+    for arguments, says in INVALID_SCHEDULES:
+        with subtests.test(arguments=arguments, says=says):
+            result = here("schedule", "add", *arguments)
+            assert result.code == 2
+            assert says in result.error
+            assert here("schedule", "list", "--json").json["schedules"] == []
 
 
 def test_looking_at_them(here: Command) -> None:

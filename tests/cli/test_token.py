@@ -81,21 +81,22 @@ def test_a_name_is_unique_among_those_that_live(here: Command, database: Databas
     assert [row["state"] for row in rows] == ["revoked", "revoked", "live"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["ci"], "--scope"),
-        (["ci", "--scope", "all"], "'all' is not one of 'read', 'publish', 'operate'"),
-        (["two words", "--scope", "read"], "name: 'two words' is not 1 to 100 letters"),
-        (["ci", "--scope", "read", "--expires", "soon"], '"soon" is not a time'),
-        (["ci", "--scope", "read", "--expires", "4000d"], "expires: "),
-        (["ci", "--scope", "read", "--tenant", ""], "tenant: 0 bytes, must be 1 to 255"),
-    ],
+INVALID_TOKENS = (
+    (["ci"], "--scope"),
+    (["ci", "--scope", "all"], "'all' is not one of 'read', 'publish', 'operate'"),
+    (["two words", "--scope", "read"], "name: 'two words' is not 1 to 100 letters"),
+    (["ci", "--scope", "read", "--expires", "soon"], '"soon" is not a time'),
+    (["ci", "--scope", "read", "--expires", "4000d"], "expires: "),
+    (["ci", "--scope", "read", "--tenant", ""], "tenant: 0 bytes, must be 1 to 255"),
 )
-def test_tokens_that_cannot_be(here: Command, arguments: list[str], says: str) -> None:
-    result = here("token", "add", *arguments)
-    assert result.code == 2
-    assert says in result.error
+
+
+def test_tokens_that_cannot_be(here: Command, subtests: pytest.Subtests) -> None:
+    for arguments, says in INVALID_TOKENS:
+        with subtests.test(arguments=arguments, says=says):
+            result = here("token", "add", *arguments)
+            assert result.code == 2
+            assert says in result.error
 
 
 def test_a_token_that_is_none_cannot_be_revoked(here: Command) -> None:

@@ -101,7 +101,6 @@ class CircuitBreakerMachine(RuleBasedStateMachine):
 
 
 TestHealth = CircuitBreakerMachine.TestCase
-TestHealth.settings = settings(max_examples=40)
 
 
 def test_a_success_in_flight_does_not_delay_a_probe() -> None:
@@ -136,7 +135,7 @@ def test_unhealthy_since_is_reset_by_health_or_resume() -> None:
 
 
 def test_random_histories(seed: int) -> None:
-    hunt_health(150, first_seed=seed)
+    hunt_health(2 * settings().max_examples, first_seed=seed)
 
 
 # --------------------------------------------------------------------- mutants

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.core.sequencing.filter_budget import (
@@ -66,7 +66,6 @@ def test_a_cheap_filter_is_never_stopped_because_of_others() -> None:
     assert time.exhausted(0.0) == []
 
 
-@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(

@@ -122,7 +122,13 @@ class IgnoresPreparedTransactions(GapTracker):
 
 
 # The seed range in which the walk finds the rarest faults without a long search.
-FOUND_SOON_FROM = {ResolvesGapsBeyondCut: 470, AgesGapsTooEarly: 460}
+FOUND_SOON_FROM: dict[type[GapTracker], int] = {
+    ResolvesGapsBeyondCut: 470,
+    AgesGapsTooEarly: 460,
+    CapturesNewGapsBeforeRead: 90,
+    CapturesKnownGapsAfterRead: 130,
+    SkipsOldGapsAfterTakeover: 240,
+}
 
 LOST = "is declared dead"
 OVERTAKEN = "overtakes"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -137,7 +138,7 @@ TestCursor = CursorMachine.TestCase
 
 
 def test_random_histories(seed: int) -> None:
-    hunt_cursor(500, first_seed=seed)
+    hunt_cursor(5 * settings().max_examples, first_seed=seed)
 
 
 # -------------------------------------------------------------- single cases

@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -150,7 +151,7 @@ TestLane = LaneMachine.TestCase
 
 
 def test_random_histories(seed: int) -> None:
-    hunt_lane(300, first_seed=seed)
+    hunt_lane(3 * settings().max_examples, first_seed=seed)
 
 
 # -------------------------------------------------------------- single cases

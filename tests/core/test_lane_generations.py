@@ -97,7 +97,7 @@ TestGenerations.settings = settings(max_examples=settings().max_examples // 4)
 
 
 def test_random_histories(seed: int) -> None:
-    hunt_generations(100, first_seed=seed)
+    hunt_generations(settings().max_examples, first_seed=seed)
 
 
 # -------------------------------------------------------------- single cases

@@ -66,13 +66,19 @@ class _Making:
         return make
 
 
-class TestWire(_Making, TransportConformance, Guarding, HostileReceivers):
+class TestWireOnUvloop(_Making, TransportConformance, HostileReceivers):
+    """The production event loop."""
+
     kind = "wire"
 
 
-class TestWireOnUvloop(_Making, TransportConformance, HostileReceivers):
-    """The production event loop; the guarantees do not depend on it."""
+class TestWireOnAsyncio(_Making, TransportConformance, HostileReceivers):
+    """The guarantees do not depend on the event loop."""
 
+    kind = "wire"
+
+
+class TestWireEgress(_Making, Guarding):
     kind = "wire"
 
 

@@ -25,7 +25,14 @@ async def test_the_demo_passes_and_prints_json() -> None:
     assert len(ended.stdout.splitlines()) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        signal.SIGKILL,
+    ],
+)
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux signals a parent's death to its children"
 )

@@ -312,7 +312,7 @@ async def test_a_replayed_backfill_dead_letter_keeps_its_x_delivery(
 
 
 async def test_a_backfill_has_a_bounded_number_of_pending_deliveries(
-    database: Database, db: Connection[Any]
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A paused endpoint delivers nothing, so the first chunk is the last."""
     await add_endpoint(database)
@@ -329,6 +329,9 @@ async def test_a_backfill_has_a_bounded_number_of_pending_deliveries(
             await publish(database, f"live {n}")
             await until(lambda: db.fetchval(PASSED))
         assert 0 < await db.fetchval(taken, job) <= replay_throttle.PER_LANE_MAX
+        # The rest is delivered faster than beside live events in production.
+        monkeypatch.setattr(replay_throttle, "LIVE_MS", 1e9)
+        monkeypatch.setattr(replay_throttle, "LIVE_BATCH_MAX", 50)
         await endpoint_states.resume(db, "relay", ["shop"], actor="test")
         await all_ended(database, timeout_s=60)
     assert backfilled(network.accepted) == list(range(200))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tests.support.sequencers import Variant
 
 CAUGHT_WITHIN_S = 60
+FULL = pytest.mark.full
+"""For variants that test_cursor_scripts.py detects in every tier."""
 
 
 async def test_nothing_is_lost_or_reordered(
@@ -97,14 +99,20 @@ LEFT_OUT = Workload(
     ("variant", "workload", "kind"),
     [
         pytest.param(variants.NAIVE, EVERYTHING, "lost", id="naive"),
-        pytest.param(variants.TIME_OUT, EVERYTHING, "lost", id="time-out"),
-        pytest.param(variants.XMAX, XIDLESS, "lost", id="xmax at sighting"),
+        pytest.param(variants.TIME_OUT, EVERYTHING, "lost", id="time-out", marks=FULL),
+        pytest.param(variants.XMAX, XIDLESS, "lost", id="xmax at sighting", marks=FULL),
         pytest.param(variants.HORIZON, COUNTED, "inverted", id="xid8 horizon"),
-        pytest.param(variants.FULL_BATCH, CUT, "lost", id="a full batch decides about every gap"),
-        pytest.param(variants.REPEATABLE_READ, FEW, "lost", id="repeatable read"),
+        pytest.param(
+            variants.FULL_BATCH, CUT, "lost", id="a full batch decides about every gap", marks=FULL
+        ),
+        pytest.param(variants.REPEATABLE_READ, FEW, "lost", id="repeatable read", marks=FULL),
         pytest.param(variants.UNFENCED, RIVALS, "duplicated", id="written by a former leader"),
         pytest.param(
-            variants.NO_RECHECK, LEFT_OUT, "inverted", id="old gaps omitted without a recheck"
+            variants.NO_RECHECK,
+            LEFT_OUT,
+            "inverted",
+            id="old gaps omitted without a recheck",
+            marks=FULL,
         ),
     ],
 )

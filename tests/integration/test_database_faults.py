@@ -43,6 +43,12 @@ def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
 
 
+@pytest.fixture
+def _reconnects_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause before a new session does not grow with the faults of one test."""
+    monkeypatch.setattr("outbox.relay.relay.RETRY_MAX_S", 0.1)
+
+
 def reasons(logs: Logs, event: str = LOST) -> list[str]:
     """The reason of each event, in one line. A busy machine also loses a lease of one second."""
     found = [str(each["reason"]) for each in logs if each["event"] == event]
@@ -53,16 +59,15 @@ def reasons(logs: Logs, event: str = LOST) -> list[str]:
 # --------------------------------------------------------- lost connections
 
 
-@pytest.mark.parametrize("immediate", [True, False])
-async def test_a_server_restart_under_load(
-    private_database: Database, logs: Logs, immediate: bool
-) -> None:
+@pytest.mark.usefixtures("_reconnects_soon")
+async def test_server_restarts_under_load(private_database: Database, logs: Logs) -> None:
     database = private_database
     async with under_load(database) as load:
-        for _ in range(2):
+        for immediate in (True, True, False, False):
             await load.arrives()
+            earlier = len(reasons(logs))
             await asyncio.to_thread(database.server.embedded.restart, immediate=immediate)
-    assert reasons(logs)
+            await until(lambda n=earlier: len(reasons(logs)) > n, 20, f"the loss ({immediate=})")
 
 
 # By their position among the connections of a replica, in the order of opening.
@@ -73,7 +78,8 @@ KINDS = (
 END_ONE = """
 SELECT pg_terminate_backend(pid) FROM (
     SELECT pid FROM pg_stat_activity
-     WHERE application_name ~ '^outbox-relay:[0-9]+$' AND datname = current_database()
+     WHERE application_name = 'outbox-relay:' || (SELECT max(id) FROM replica)
+       AND datname = current_database()
      ORDER BY backend_start OFFSET $1 LIMIT 1) one
 """
 END_NAMED = """
@@ -82,15 +88,21 @@ SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 """
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "all"])
-async def test_a_terminated_backend_under_load(database: Database, logs: Logs, kind: str) -> None:
-    async with under_load(database):
-        if kind in KINDS:
-            assert await fetchval(database, END_ONE, KINDS.index(kind))
-        else:
-            assert await fetchval(database, END_NAMED, "^outbox-relay")
-        await until(lambda: reasons(logs), 10, "the loss to be noticed")
-    assert len(reasons(logs)) == 1
+@pytest.mark.usefixtures("_reconnects_soon")
+async def test_a_terminated_backend_under_load(database: Database, logs: Logs) -> None:
+    async with under_load(database, pause_s=0.03) as load:
+        for losses, kind in enumerate((*KINDS, "all"), 1):
+            # By the session that began after the last loss.
+            await load.arrives()
+            if kind in KINDS:
+                assert await fetchval(database, END_ONE, KINDS.index(kind)), kind
+            else:
+                assert await fetchval(database, END_NAMED, "^outbox-relay")
+            await until(
+                lambda n=losses: len(reasons(logs)) >= n, 10, f"the loss of {kind} to be noticed"
+            )
+            assert len(reasons(logs)) == losses, kind
+    assert len(reasons(logs)) == len(KINDS) + 1
 
 
 LISTENING = """
@@ -189,8 +201,9 @@ async def test_an_unreachable_database(
     sockets = database.server.embedded.socket_dir
     async with through_lines(sockets, database.name) as (lines, dsn):
         outage = Outage(lines, monkeypatch)
-        dsn = dsn.replace("127.0.0.1", "database.test") + "?connect_timeout=2"
-        async with under_load(database, dsn=dsn) as load:
+        dsn = dsn.replace("127.0.0.1", "database.test") + "?connect_timeout=1"
+        # Few events, because all of them are delivered after the outage.
+        async with under_load(database, pause_s=0.05, dsn=dsn) as load:
             usual = load.network.script
 
             async def never(sent: Sent) -> AttemptResult:
@@ -211,7 +224,7 @@ async def test_an_unreachable_database(
             in_flight = load.network.in_flight
             await until(lambda: not any(in_flight.values()), 10, "the requests to be closed")
             closed_at = loop.time()
-            tried = 3 if kind == "swallowed" else 5
+            tried = 3 if kind == "swallowed" else 4
             await until(lambda: len(reasons(logs)) >= tried, 60, "attempts to reconnect")
             # ... and no request began later, and no retries accumulated.
             assert not [at for at in times if at > closed_at]
@@ -237,17 +250,23 @@ async def _role(database: Database, name: str) -> str:
     return database.server.embedded.dsn(database.name, user=name)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 4])
-async def test_too_few_connections_are_waited_for(
-    database: Database, logs: Logs, limit: int
-) -> None:
+@pytest.mark.usefixtures("_reconnects_soon")
+async def test_too_few_connections_are_waited_for(database: Database, logs: Logs) -> None:
     dsn = await _role(database, "limited")
-    async with under_load(database, dsn=dsn):
-        await fetchval(database, f"ALTER ROLE limited CONNECTION LIMIT {limit}")
-        assert await fetchval(database, END_NAMED, "^outbox-relay")
-        await until(lambda: len(reasons(logs)) >= 4, 20, "some attempts to reconnect")
-        await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
-    assert any("no connection left" in each for each in reasons(logs)), reasons(logs)
+    async with under_load(database, pause_s=0.03, dsn=dsn) as load:
+        for limit in (0, 1, 4):
+            await load.arrives()
+            earlier = len(reasons(logs))
+            await fetchval(database, f"ALTER ROLE limited CONNECTION LIMIT {limit}")
+            assert await fetchval(database, END_NAMED, "^outbox-relay")
+            await until(
+                lambda n=earlier: len(reasons(logs)) >= n + 4,
+                20,
+                f"some attempts to reconnect with a limit of {limit}",
+            )
+            await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
+            found = reasons(logs)[earlier:]
+            assert any("no connection left" in each for each in found), (limit, found)
     # Sessions that got only some of their connections released them.
     assert await fetchval(database, "SELECT count(*) FROM replica") == 0
 
@@ -282,9 +301,8 @@ RIGHTS: Mapping[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("family", RIGHTS)
-async def test_a_temporarily_missing_privilege(database: Database, logs: Logs, family: str) -> None:
-    table, right = RIGHTS[family]
+@pytest.mark.usefixtures("_reconnects_soon")
+async def test_a_temporarily_missing_privilege(database: Database, logs: Logs) -> None:
     async with database.connection() as admin:
         await admin.execute(
             """DROP ROLE IF EXISTS plain; CREATE ROLE plain LOGIN;
@@ -294,14 +312,21 @@ async def test_a_temporarily_missing_privilege(database: Database, logs: Logs, f
                GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA relay TO plain"""
         )
     dsn = database.server.embedded.dsn(database.name, user="plain")
-    denied = f"permission denied for table {table}"
-    async with under_load(database, dsn=dsn):
-        await fetchval(database, f"REVOKE {right} ON relay.{table} FROM plain")
-        if family in ("owning", "supervision", "the journal"):
-            # Give the relay work.
-            await fetchval(database, END_NAMED, "^outbox-relay")
-        await until(lambda: any(denied in each for each in reasons(logs)), 20, denied)
-        await fetchval(database, f"GRANT {right} ON relay.{table} TO plain")
+    async with under_load(database, pause_s=0.03, dsn=dsn) as load:
+        for family, (table, right) in RIGHTS.items():
+            await load.arrives()
+            denied = f"permission denied for table {table}"
+            assert not any(denied in each for each in reasons(logs)), family
+            await fetchval(database, f"REVOKE {right} ON relay.{table} FROM plain")
+            if family in ("owning", "supervision", "the journal"):
+                # Give the relay work.
+                await fetchval(database, END_NAMED, "^outbox-relay")
+            await until(
+                lambda text=denied: any(text in each for each in reasons(logs)),
+                20,
+                f"{family}: {denied}",
+            )
+            await fetchval(database, f"GRANT {right} ON relay.{table} TO plain")
     async with database.connection() as admin:
         await admin.execute("DROP OWNED BY plain; DROP ROLE plain")
 

@@ -16,6 +16,7 @@ from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.watchdog import RECHECK_MAX_S, Watchdog
 from outbox.store import partitions, replicas
 from outbox.store.connection.worker import Worker
+from tests.support.concurrent_cases import run_concurrently
 from tests.support.load import under_load
 from tests.support.relay import (
     Network,
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-    from tests.support.postgres import Database
+    from tests.support.concurrent_cases import Logs
+    from tests.support.postgres import Database, Server
 
 pytestmark = pytest.mark.one_major
 
@@ -75,141 +77,152 @@ def dead_lettered(logs: list[Any]) -> bool:
     return any("hangs" in each.get("reason", "") for each in logs)
 
 
-@pytest.mark.parametrize("which", OPENED)
+@pytest.mark.parametrize("kinds", [OPENED[:3], OPENED[3:6], OPENED[6:]], ids=" ".join)
 async def test_a_hanging_connection_is_closed_within_two_leases(
-    database: Database, which: str
+    server: Server, kinds: tuple[str, ...]
 ) -> None:
-    event, says = "the session was lost", f"the connection for {which} hangs"
-    if which == "listen":
-        event, says = "listening was interrupted", "TimeoutError"
-    elif which == "renewal":
-        says = "the lease ran out"
-    loop = asyncio.get_running_loop()
-    with capture_logs() as logs:
+    async def hang(which: str, database: Database, logs: Logs) -> None:
+        event, says = "the session was lost", f"the connection for {which} hangs"
+        if which == "listen":
+            event, says = "listening was interrupted", "TimeoutError"
+        elif which == "renewal":
+            says = "the lease ran out"
 
         def noticed() -> bool:
             return any(each["event"] == event and says in each["reason"] for each in logs)
 
+        loop = asyncio.get_running_loop()
         async with (
             through_lines(sockets(database), database.name) as (lines, dsn),
             # A busy machine may lose a lease of one second; these are then the connections of a
             # session that has ended.
-            under_load(database, dsn=dsn, lease_s=LEASE_S),
+            under_load(database, pause_s=0.03, dsn=dsn, lease_s=LEASE_S),
         ):
             await until(lambda: len(lines.opened) >= len(OPENED))
             lines.opened[OPENED.index(which)].hangs = True
             hung_at = loop.time()
             await until(noticed, 30, "the hanging connection to be noticed")
             took_s = loop.time() - hung_at
-    assert dead_lettered(logs) == (which not in ("listen", "renewal"))
-    print(f"{which}: noticed after {took_s:.2f} s with a lease of {LEASE_S:g} s")
+        assert dead_lettered(logs) == (which not in ("listen", "renewal"))
+        print(f"{which}: noticed after {took_s:.2f} s with a lease of {LEASE_S:g} s")
+
+    await run_concurrently(server, kinds, hang)
 
 
-@pytest.mark.parametrize("which", ["sequencing", "recording"])
-async def test_a_write_without_a_confirmation_is_not_repeated(
-    database: Database, which: str
-) -> None:
+async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) -> None:
     """Only the responses are dropped: the statements are executed."""
-    await add_endpoint(database)
-    network = Network()
-    async with (
-        through_lines(sockets(database), database.name) as (lines, dsn),
-        running(database, network, dsn=dsn),
-    ):
-        await publish(database, 0)
-        acknowledged = "SELECT count(*) = $1 FROM attempt WHERE outcome = 'delivered'"
-        await until(lambda: fetchval(database, acknowledged, 1))
-        await until(lambda: len(lines.opened) >= len(OPENED))
-        lines.opened[OPENED.index(which)].mute = True
-        await publish(database, 1)
-        done = "SELECT max(last_seq) = 2 FROM lane_counter"
+
+    async def mute(which: str, database: Database, _: Logs) -> None:
+        await add_endpoint(database)
+        network = Network()
+        async with (
+            through_lines(sockets(database), database.name) as (lines, dsn),
+            running(database, network, dsn=dsn),
+        ):
+            await publish(database, 0)
+            delivered = "SELECT count(*)::int FROM attempt WHERE outcome = 'delivered'"
+            await until(lambda: fetchval(database, f"SELECT ({delivered}) = 1"))
+            await until(lambda: len(lines.opened) >= len(OPENED))
+            lines.opened[OPENED.index(which)].mute = True
+            await publish(database, 1)
+            done = "SELECT max(last_seq) = 2 FROM lane_counter"
+            if which == "recording":
+                done = f"SELECT ({delivered}) = 2"
+            await until(lambda: fetchval(database, done), 10, "the server to do it")
+            await publish(database, 2)
+            await until(lambda: 2 in network.data(), 20, "the relay to go on")
+            await all_ended(database)
         if which == "recording":
-            done = "SELECT count(*) = 2 FROM attempt WHERE outcome = 'delivered'"
-        await until(lambda: fetchval(database, done), 10, "the server to do it")
-        await publish(database, 2)
-        await until(lambda: 2 in network.data(), 20, "the relay to go on")
-        await all_ended(database)
-    if which == "recording":
-        # The event was acknowledged, so nothing of it is sent again.
-        assert network.data()[:3] == [0, 1, 2]
-    assert [s.seq for s in network.accepted] == sorted(s.seq for s in network.accepted)
-    assert await fetchval(database, "SELECT count(*) FROM delivery") == 3
-    assert await fetchval(database, "SELECT count(*) FROM attempt WHERE outcome = 'delivered'") == 3
-    assert await exceptions(database) == {}
+            # The event was acknowledged, so nothing of it is sent again.
+            assert network.data()[:3] == [0, 1, 2]
+        assert [s.seq for s in network.accepted] == sorted(s.seq for s in network.accepted)
+        assert await fetchval(database, "SELECT count(*) FROM delivery") == 3
+        assert await fetchval(database, delivered) == 3
+        assert await exceptions(database) == {}
+
+    await run_concurrently(server, ("sequencing", "recording"), mute)
 
 
-@pytest.mark.parametrize("opened", [0, 1, 6])
 async def test_a_connection_that_hangs_at_session_start_does_not_block_the_session(
-    database: Database, opened: int, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.session.REGISTER_S", 2.0)
-    await add_endpoint(database)
-    network = Network()
-    async with through_lines(sockets(database), database.name) as (lines, dsn):
-        limited = f"{dsn}?connect_timeout=2"
-        async with running(database, network, dsn=limited):
-            await publish(database, 1)
-            await until(lambda: network.accepted)
-            await until(lambda: len(lines.opened) >= len(OPENED))
-            # All connections are lost; one connection of the next session hangs once it is open.
-            begun = len(lines.opened)
 
-            async def hang_one() -> None:
-                await until(lambda: len(lines.opened) > begun + opened, 20)
-                lines.opened[begun + opened].hangs = True
+    async def hang(which: str, database: Database, _: Logs) -> None:
+        opened = OPENED.index(which)
+        await add_endpoint(database)
+        network = Network()
+        async with through_lines(sockets(database), database.name) as (lines, dsn):
+            limited = f"{dsn}?connect_timeout=2"
+            async with running(database, network, dsn=limited):
+                await publish(database, 1)
+                await until(lambda: network.accepted)
+                await until(lambda: len(lines.opened) >= len(OPENED))
+                # All connections are lost; one connection of the next session hangs once it is
+                # open.
+                begun = len(lines.opened)
 
-            hanging = asyncio.create_task(hang_one())
-            for line in lines.opened[:begun]:
-                line.cut()
-            await hanging
-            await publish(database, 2)
-            await until(lambda: 2 in network.data(), 30, "the relay to go on")
-    await all_ended(database)
+                async def hang_one() -> None:
+                    await until(lambda: len(lines.opened) > begun + opened, 20)
+                    lines.opened[begun + opened].hangs = True
+
+                hanging = asyncio.create_task(hang_one())
+                for line in lines.opened[:begun]:
+                    line.cut()
+                await hanging
+                await publish(database, 2)
+                await until(lambda: 2 in network.data(), 30, "the relay to go on")
+        await all_ended(database)
+
+    await run_concurrently(server, ("ownership", "sequencing", "schedules"), hang)
 
 
-@pytest.mark.parametrize("name", ["TERMINATE_BACKENDS", "RELEASE_ALL", "WRITE_EPOCHS"])
-async def test_the_locks_of_a_hanging_connection_are_released(
-    database: Database, name: str, logs: list[Any]
-) -> None:
+async def test_the_locks_of_a_hanging_connection_are_released(server: Server) -> None:
     """The server has parsed the statement and waits for the execute message. That is no idle
     transaction, so no server timeout ends it.
     """
-    await add_endpoint(database)
-    network = Network()
-    async with through_lines(sockets(database), database.name) as (lines, dsn):
-        async with running(database, network, dsn=dsn):
-            await publish(database, 1)
-            await until(lambda: network.accepted)
-            await until(lambda: len(lines.opened) >= len(OPENED))
-            # The next session takes over from this one and hangs during the takeover.
-            lines.last_words = getattr(replicas, name).encode()
-            for line in list(lines.opened):
-                line.cut()
-            await until(lambda: lines.last_words is None, 20, "the next session to hang")
-            await publish(database, 2)
-            await until(lambda: 2 in network.data(), 30, "the relay to go on")
-        assert network.data()[-1] == 2
-    assert not any("lease ran out" in each["event"] for each in logs), "it was waited for"
-    assert await exceptions(database) == {}
+
+    async def hang(name: str, database: Database, logs: Logs) -> None:
+        await add_endpoint(database)
+        network = Network()
+        async with through_lines(sockets(database), database.name) as (lines, dsn):
+            async with running(database, network, dsn=dsn):
+                await publish(database, 1)
+                await until(lambda: network.accepted)
+                await until(lambda: len(lines.opened) >= len(OPENED))
+                # The next session takes over from this one and hangs during the takeover.
+                lines.last_words = getattr(replicas, name).encode()
+                for line in list(lines.opened):
+                    line.cut()
+                await until(lambda: lines.last_words is None, 20, "the next session to hang")
+                await publish(database, 2)
+                await until(lambda: 2 in network.data(), 30, "the relay to go on")
+            assert network.data()[-1] == 2
+        assert not any("lease ran out" in each["event"] for each in logs), "it was waited for"
+        assert await exceptions(database) == {}
+
+    await run_concurrently(server, ("TERMINATE_BACKENDS", "RELEASE_ALL", "WRITE_EPOCHS"), hang)
 
 
-@pytest.mark.parametrize("asked", ["half", "nothing"])
-async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(
-    database: Database, asked: str
-) -> None:
+async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: Server) -> None:
     """A replica that left is not expired, so its sessions are not terminated either."""
-    async with through_lines(sockets(database), database.name) as (lines, dsn):
-        async with running(database, Network(), dsn=dsn):
-            # The maintaining replica holds a lock until its session ends.
-            lines.forward_last_data = asked == "half"
-            last = partitions.READ_MISSING if asked == "half" else partitions.UNLOCK
-            lines.last_words = last.encode()
-            await until(lambda: lines.last_words is None, 20, "the connection to hang")
-        assert await fetchval(database, "SELECT count(*) FROM replica") == 0
-        locks = """
-            SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
-             WHERE l.locktype = 'advisory' AND a.application_name LIKE 'outbox-relay:%'"""
-        await until(lambda: fetchval(database, locks), 10, "the lock to be free")
+
+    async def stop(forwarded: str, database: Database, _: Logs) -> None:
+        async with through_lines(sockets(database), database.name) as (lines, dsn):
+            async with running(database, Network(), dsn=dsn):
+                # The maintaining replica holds a lock until its session ends.
+                lines.forward_last_data = forwarded == "half"
+                last = partitions.READ_MISSING if forwarded == "half" else partitions.UNLOCK
+                lines.last_words = last.encode()
+                await until(lambda: lines.last_words is None, 20, "the connection to hang")
+            assert await fetchval(database, "SELECT count(*) FROM replica") == 0
+            locks = """
+                SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
+                 WHERE l.locktype = 'advisory' AND a.application_name LIKE 'outbox-relay:%'
+                   AND a.datname = current_database()"""
+            await until(lambda: fetchval(database, locks), 10, "the lock to be free")
+
+    await run_concurrently(server, ("half", "nothing"), stop)
 
 
 async def test_a_lock_wait_is_not_taken_for_a_hanging_connection(
@@ -272,6 +285,11 @@ async def test_a_failed_registration_is_retried(
             await until(lambda: network.accepted)
             async with operator.transaction():
                 await operator.execute("LOCK relay.replica IN ACCESS EXCLUSIVE MODE")
+                # Otherwise the session ends with its lease.
+                await operator.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE application_name ~ '^outbox-relay' AND datname = current_database()"
+                )
 
                 def refused() -> bool:
                     return any("to register a replica" in each.get("reason", "") for each in logs)
@@ -281,25 +299,28 @@ async def test_a_failed_registration_is_retried(
             await until(lambda: 2 in network.data(), 20, "the relay to go on")
 
 
-@pytest.mark.parametrize("table", ["lane_progress", "cursor"])
-async def test_a_stop_does_not_wait_for_a_blocked_statement(database: Database, table: str) -> None:
+async def test_a_stop_does_not_wait_for_a_blocked_statement(server: Server) -> None:
     """The server reports the backend as active all the time."""
-    await add_endpoint(database)
-    network = Network()
-    async with (
-        database.connection() as operator,
-        operator.transaction(),
-        asyncio.timeout(30),
-        running(database, network, drain_s=1.0),
-    ):
-        await publish(database, 1)
-        await until(lambda: network.accepted)
-        await operator.execute(f"LOCK relay.{table} IN ACCESS EXCLUSIVE MODE")
-    async with running(database, network):
-        await publish(database, 2)
-        await until(lambda: 2 in network.data(), 20, "another relay to take over")
-        await all_ended(database)
-    assert await exceptions(database) == {}
+
+    async def block(table: str, database: Database, _: Logs) -> None:
+        await add_endpoint(database)
+        network = Network()
+        async with (
+            database.connection() as operator,
+            operator.transaction(),
+            asyncio.timeout(30),
+            running(database, network, drain_s=1.0),
+        ):
+            await publish(database, 1)
+            await until(lambda: network.accepted)
+            await operator.execute(f"LOCK relay.{table} IN ACCESS EXCLUSIVE MODE")
+        async with running(database, network):
+            await publish(database, 2)
+            await until(lambda: 2 in network.data(), 20, "another relay to take over")
+            await all_ended(database)
+        assert await exceptions(database) == {}
+
+    await run_concurrently(server, ("lane_progress", "cursor"), block)
 
 
 async def test_a_stop_does_not_wait_for_a_blocked_registration(

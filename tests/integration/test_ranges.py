@@ -104,6 +104,8 @@ async def test_each_sequence_number_of_a_range_is_replayed_once_while_relays_are
     # Faster than in production, in chunks of twenty.
     monkeypatch.setattr(replay_throttle, "LIVE_MS", 1e9)
     monkeypatch.setattr(replay_throttle, "ENDPOINT_MAX", 20)
+    monkeypatch.setattr(replay_throttle, "LIVE_BATCH_MAX", 20)
+    monkeypatch.setattr(replay_throttle, "LIVE_POLL_EVERY_S", 0.01)
     monkeypatch.setattr(replay_throttle, "POLL_FIRST_S", 0.001)
     monkeypatch.setattr(replay_throttle, "POLL_EVERY_S", 0.001)
     endpoint_id, letters = await a_range(database, db, NUMBERS, lanes=3)

@@ -21,6 +21,7 @@ from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
 from outbox.store.routing_change import routing_transaction
+from tests.support.concurrent_cases import run_concurrently
 from tests.support.relay import (
     BUSY,
     OK,
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.model.response import AttemptResult
-    from tests.support.postgres import Database
+    from tests.support.concurrent_cases import Logs
+    from tests.support.postgres import Database, Server
 
 pytestmark = pytest.mark.one_major
 SESSION = {"server_settings": {"search_path": "relay"}}
@@ -157,24 +159,26 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize("what", UNUSABLE)
-async def test_an_unusable_endpoint_does_not_block_others(database: Database, what: str) -> None:
-    broken, repaired = UNUSABLE[what]
-    bad = await add_endpoint(database, "bad")
-    await add_endpoint(database, "good")
-    await fetchval(database, broken, bad.id)
-    held = HoldingNetwork()
-    await publish(database, "a")
-    async with running(database, held.network):
-        await until(lambda: held.got("good") == ["a"])
-        assert held.got("bad") == []
-        await _change(database, repaired, bad.id)
-        await until(lambda: held.got("bad") == ["a"])
-        # A row may also become unusable at run time.
-        await _change(database, broken, bad.id)
-        await publish(database, "b")
-        await until(lambda: held.got("good") == ["a", "b"])
-    assert await exceptions(database) == {}
+async def test_an_unusable_endpoint_does_not_block_others(server: Server) -> None:
+    async def break_one(what: str, database: Database, _: Logs) -> None:
+        broken, repaired = UNUSABLE[what]
+        bad = await add_endpoint(database, "bad")
+        await add_endpoint(database, "good")
+        await fetchval(database, broken, bad.id)
+        held = HoldingNetwork()
+        await publish(database, "a")
+        async with running(database, held.network):
+            await until(lambda: held.got("good") == ["a"])
+            assert held.got("bad") == []
+            await _change(database, repaired, bad.id)
+            await until(lambda: held.got("bad") == ["a"])
+            # A row may also become unusable at run time.
+            await _change(database, broken, bad.id)
+            await publish(database, "b")
+            await until(lambda: held.got("good") == ["a", "b"])
+        assert await exceptions(database) == {}
+
+    await run_concurrently(server, UNUSABLE, break_one)
 
 
 async def test_an_unusable_endpoint_can_be_removed(database: Database) -> None:
@@ -591,41 +595,47 @@ REFUSALS = {
 REFUSED_CALLS = {"cursor": "1, 2, 4", "endpoint_health": "1, 2, 4"}
 
 
-@pytest.mark.parametrize("table", REFUSALS)
+@pytest.mark.parametrize("first", range(3))
 async def test_a_statement_that_fails_intermittently_is_retried(
-    database: Database, table: str
+    server: Server, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    await add_endpoint(database, lanes=2)
-    # A sequence counts the calls, because the failing transaction rolls back everything else.
-    async with database.connection(**SESSION) as connection:
-        await connection.execute(f"""
-            CREATE SEQUENCE calls;
-            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
-            DECLARE n bigint := nextval('relay.calls');
-            BEGIN
-                IF n = ANY ('{{{REFUSED_CALLS.get(table, "2, 3, 5, 9")}}}'::bigint[]) THEN
-                    RAISE EXCEPTION 'no' USING ERRCODE = '{REFUSALS[table]}';
-                END IF;
-                RETURN NULL;
-            END $$;
-            CREATE TRIGGER refuse AFTER INSERT OR UPDATE ON {table}
-                FOR EACH STATEMENT EXECUTE FUNCTION refuse()""")
-    network = Network(lambda s: REFUSED if s.seq == 3 else BUSY if s.attempt < 2 else OK)
-    # The lease is renewed often enough that some renewals fail.
-    async with running(database, network, lease_s=1.0):
-        for n in range(16):
-            await publish(database, n, key=f"k{n}")
-        await all_ended(database)
-        for n in range(16, 20):
-            await publish(database, n, key=f"k{n}")
-        await all_ended(database)
-    for lane in {s.lane for s in network.accepted}:
-        first_arrivals = list(dict.fromkeys(s.seq for s in network.accepted if s.lane == lane))
-        assert first_arrivals == sorted(first_arrivals)
-        for s in network.accepted:
-            assert s.previous_seq == s.seq - 1 - (s.seq == 4)
-    assert await fetchval(database, "SELECT last_value FROM calls") > 1
-    assert await exceptions(database) == {}
+    # The pause before a new session does not grow with the number of failures.
+    monkeypatch.setattr("outbox.relay.relay.RETRY_MAX_S", 0.1)
+
+    async def fail(table: str, database: Database, _: Logs) -> None:
+        await add_endpoint(database, lanes=2)
+        # A sequence counts the calls, because the failing transaction rolls back everything else.
+        async with database.connection(**SESSION) as connection:
+            await connection.execute(f"""
+                CREATE SEQUENCE calls;
+                CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+                DECLARE n bigint := nextval('relay.calls');
+                BEGIN
+                    IF n = ANY ('{{{REFUSED_CALLS.get(table, "2, 3, 5, 9")}}}'::bigint[]) THEN
+                        RAISE EXCEPTION 'no' USING ERRCODE = '{REFUSALS[table]}';
+                    END IF;
+                    RETURN NULL;
+                END $$;
+                CREATE TRIGGER refuse AFTER INSERT OR UPDATE ON {table}
+                    FOR EACH STATEMENT EXECUTE FUNCTION refuse()""")
+        network = Network(lambda s: REFUSED if s.seq == 3 else BUSY if s.attempt < 2 else OK)
+        # The lease is renewed often enough that some renewals fail.
+        async with running(database, network, lease_s=1.0):
+            for n in range(16):
+                await publish(database, n, key=f"k{n}")
+            await all_ended(database)
+            for n in range(16, 20):
+                await publish(database, n, key=f"k{n}")
+            await all_ended(database)
+        for lane in {s.lane for s in network.accepted}:
+            first_arrivals = list(dict.fromkeys(s.seq for s in network.accepted if s.lane == lane))
+            assert first_arrivals == sorted(first_arrivals)
+            for s in network.accepted:
+                assert s.previous_seq == s.seq - 1 - (s.seq == 4)
+        assert await fetchval(database, "SELECT last_value FROM calls") > 1
+        assert await exceptions(database) == {}
+
+    await run_concurrently(server, [*REFUSALS][first::3], fail)
 
 
 async def test_the_session_overrides_asynchronous_commit_and_isolation(

@@ -257,7 +257,10 @@ async def test_a_takeover_from_a_dead_replica_is_counted(database: Database) -> 
         await until(seen, 20, "the loss to be counted")
 
 
-async def test_a_relay_is_not_ready_after_a_sequence_went_back(database: Database) -> None:
+async def test_a_relay_is_not_ready_after_a_sequence_went_back(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.sequencing.sequencer.BROKEN_RETRY_S", 0.5)
     async with running(database, Network()) as worker:
         await publish(database, 1)
         await until(lambda: worker.readiness().ready)

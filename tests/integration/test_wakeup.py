@@ -17,6 +17,7 @@ from outbox.errors import UsageError
 from outbox.relay.sequencing import sequencer
 from outbox.store.routing_change import routing_transaction
 from tests.support import wakeup_variants as variants
+from tests.support.concurrent_cases import run_concurrently
 from tests.support.sequencers import REAL, Variant, add_endpoints, session
 from tests.support.sleeper import POINTS, SOON_S, Sleeper, sleeper
 from tests.support.waiting import until
@@ -24,7 +25,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from tests.support.postgres import Database
+    from tests.support.concurrent_cases import Logs
+    from tests.support.postgres import Database, Server
 
 INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.woke', '{}') RETURNING id"
 ISOLATIONS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -99,33 +101,32 @@ async def test_no_interleaving_loses_a_wake_up(database: Database) -> None:
     await _try_all(database, REAL, SOON_S)
 
 
+FIRST_MISSED = {
+    "the flag is a row": (
+        variants.FLAG_IS_A_ROW,
+        "REPEATABLE READ, inserted before the read, committed after the read",
+    ),
+    "producers in flight are not read": (
+        variants.WITHOUT_HOLDERS,
+        "READ COMMITTED, inserted before the flag, committed after the read",
+    ),
+    "the flag is set after the last read": (
+        variants.LATE_FLAG,
+        "READ COMMITTED, inserted before the read, committed after the read",
+    ),
+}
+
+
 @pytest.mark.one_major
-@pytest.mark.parametrize(
-    ("variant", "missed"),
-    [
-        pytest.param(
-            variants.FLAG_IS_A_ROW,
-            "REPEATABLE READ, inserted before the read, committed after the read",
-            id="the flag is a row",
-        ),
-        pytest.param(
-            variants.WITHOUT_HOLDERS,
-            "READ COMMITTED, inserted before the flag, committed after the read",
-            id="producers in flight are not read",
-        ),
-        pytest.param(
-            variants.LATE_FLAG,
-            "READ COMMITTED, inserted before the read, committed after the read",
-            id="the flag is set after the last read",
-        ),
-    ],
-)
-async def test_an_incorrect_sleep_protocol_is_detected(
-    variant: Variant, missed: str, database: Database
-) -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        await _try_all(database, variant, SOON_S / 2)
-    assert caught.group_contains(Missed, match=f"^{missed}$")
+async def test_an_incorrect_sleep_protocol_is_detected(server: Server) -> None:
+    async def detect(name: str, database: Database, _: Logs) -> None:
+        variant, missed = FIRST_MISSED[name]
+        await add_endpoints(database, 1)
+        with pytest.raises(ExceptionGroup) as caught:
+            await _try_all(database, variant, SOON_S / 2)
+        assert caught.group_contains(Missed, match=f"^{missed}$")
+
+    await run_concurrently(server, FIRST_MISSED, detect)
 
 
 # ------------------------------------------------------------ while asleep

@@ -26,7 +26,7 @@ from outbox.store.connection import dsn
 from outbox.store.connection.migrate import migrations
 from outbox.store.connection.secrets import CLEAR, Vault
 from outbox.store.replicas import ReplicaStore
-from tests.support.doctor import PATH, findings, reported_findings, sql_of, the_one
+from tests.support.doctor import PATH, findings, findings_of, reported_findings, sql_of, the_one
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, running
 from tests.support.schedules import add as add_schedule
 from tests.support.schedules import let_be_due
@@ -242,7 +242,7 @@ async def test_a_timeline_that_changed_or_is_not_said(db: Connection[Any]) -> No
     await db.execute(
         "UPDATE cursor SET timeline = 1, timeline_at = clock_timestamp() - interval '3 hours'"
     )
-    (found,) = [f for f in await findings(db) if f.check == "timeline"]
+    (found,) = await findings_of(db, "timeline")
     assert found.message == "timeline 1; new lanes started with it 3 h ago"
     await db.execute(
         "CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint "
@@ -265,7 +265,7 @@ async def test_commits_that_a_crash_takes_back(db: Connection[Any]) -> None:
 @pytest.mark.one_major
 async def test_secrets_in_clear_are_told(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
-    (found,) = [f for f in await findings(db) if f.check == "secrets"]
+    (found,) = await findings_of(db, "secrets")
     assert found.severity is Severity.WARNING
     assert found.message.startswith("1 secret of endpoints is stored in clear")
     assert str(found.action).endswith("then run outbox rekey")
@@ -304,7 +304,7 @@ async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connect
 async def test_a_certificate_that_ends_is_told_in_time(
     database: Database, db: Connection[Any]
 ) -> None:
-    (none,) = [f for f in await findings(db) if f.check == "certificates"]
+    (none,) = await findings_of(db, "certificates")
     assert none.message == "no endpoint has a client certificate"
     await add_endpoint(database, "shop")
     for days, severity in ((30, Severity.OK), (13, Severity.WARNING), (-1, Severity.PROBLEM)):
@@ -313,7 +313,7 @@ async def test_a_certificate_that_ends_is_told_in_time(
             "jsonb_build_object('not_after', now() + make_interval(days => $1))",
             days,
         )
-        (found,) = [f for f in await findings(db) if f.check == "certificates"]
+        (found,) = await findings_of(db, "certificates")
         assert found.severity is severity, found
     assert found.action == "renew it: outbox endpoint certificate shop FILE"
 
@@ -324,9 +324,7 @@ async def test_an_endpoints_own_network_is_no_reason_to_complain(
 ) -> None:
     await add_endpoint(database, "a", url="http://10.1.2.3/", allow_networks=["10.1.2.3/32"])
     refusal = EgressPolicy().refusal_of_url
-    (found,) = [
-        f for f in await findings(db, explain_url_rejection=refusal) if f.check == "networks"
-    ]
+    (found,) = await findings_of(db, "networks", explain_url_rejection=refusal)
     assert found.severity is Severity.OK
 
 

@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from outbox.operations.doctor import DoctorFinding, DoctorLimits, Severity
-from tests.support.doctor import PATH, findings
+from tests.support.doctor import PATH, findings_of
 from tests.support.relay import Network, add_endpoint, all_ended, exceptions, fetchval, running
 from tests.support.waiting import until
 
@@ -31,7 +31,7 @@ async def db(database: Database) -> Connection[Any]:
 
 
 async def probed(db: Connection[Any], **options: Any) -> DoctorFinding:
-    (found,) = [f for f in await findings(db, probing=True, **options) if f.check == "probe"]
+    (found,) = await findings_of(db, "probe", probing=True, **options)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.operations.doctor import DoctorLimits, Severity
-from tests.support.doctor import PATH, findings, reported_findings, sql_of, the_one
+from tests.support.doctor import PATH, findings_of, reported_findings, sql_of, the_one
 from tests.support.failover import pair
 from tests.support.postgres import Server
 from tests.support.waiting import until
@@ -56,7 +56,7 @@ async def test_what_keeps_dead_rows(database: Database, db: Connection[Any]) -> 
     finally:
         await db.execute(f"SELECT pg_drop_replication_slot('{slot}')")
     assert await reported_findings(db, "horizon") == []
-    (fine,) = [f for f in await findings(db) if f.check == "horizon"]
+    (fine,) = await findings_of(db, "horizon")
     assert fine.message.startswith("no old transaction holds back VACUUM; the oldest is ")
 
 
@@ -169,7 +169,7 @@ async def test_rows_that_are_not_frozen_in_time(db: Connection[Any]) -> None:
 
 @pytest.mark.one_major
 async def test_sizes_are_told_by_parent(db: Connection[Any]) -> None:
-    (found,) = [f for f in await findings(db) if f.check == "size"]
+    (found,) = await findings_of(db, "size")
     assert found.severity is Severity.OK
     assert "KiB in all: " in found.message
     assert "all: outbox " in found.message

@@ -206,24 +206,25 @@ async def test_a_change_of_hands_waits_for_a_change_of_lanes(
     assert [row["epoch"] for row in rows] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"name": "other"}, 'endpoint "other" exists already'),
-        ({"filter": "@.a =="}, "filter: invalid SQL/JSON path"),
-        ({"lanes": 0}, "lanes: must be between"),
-    ],
+INVALID_CHANGES = (
+    ({"name": "other"}, 'endpoint "other" exists already'),
+    ({"filter": "@.a =="}, "filter: invalid SQL/JSON path"),
+    ({"lanes": 0}, "lanes: must be between"),
 )
+
+
 async def test_a_wrong_change_changes_nothing(
-    database: Database, db: Connection[Any], values: dict[str, Any], says: str
+    database: Database, db: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "other")
     await add_endpoint(database)
     before = (await endpoints.get(db, "relay", "shop")).settings
-    with pytest.raises(UsageError, match=says):
-        await update(db, **{"url": "https://example.com/new", **values})
-    assert (await endpoints.get(db, "relay", "shop")).settings == before
-    assert await journal(db, "endpoint_updated") == []
+    for values, says in INVALID_CHANGES:
+        with subtests.test(values=values, says=says):
+            with pytest.raises(UsageError, match=says):
+                await update(db, **{"url": "https://example.com/new", **values})
+            assert (await endpoints.get(db, "relay", "shop")).settings == before
+            assert await journal(db, "endpoint_updated") == []
 
 
 async def test_a_change_holds_for_events_that_come_after_it(
@@ -343,30 +344,31 @@ async def test_enabling_before_any_batch_went_by(database: Database, db: Connect
     assert await subscriptions(db) == [(1, None, ["**"], None, False, None)]
 
 
-@pytest.mark.parametrize(
-    ("state", "word", "says"),
-    [
-        ("disabled", "pause", "is disabled and cannot be paused; enable it first"),
-        ("disabled", "resume", "is disabled and cannot be resumed; enable it first"),
-        ("disabling", "resume", "is being disabled and cannot be resumed; wait"),
-        ("removing", "pause", "is being removed and cannot be paused"),
-        ("active", "enable", "is active; only a disabled endpoint can be enabled"),
-        ("paused", "enable", "is paused; resume it"),
-        ("disabling", "enable", "is disabling; wait until that is complete"),
-        ("removing", "enable", "is removing; wait until that is complete"),
-    ],
+REFUSED_CHANGES = (
+    ("disabled", "pause", "is disabled and cannot be paused; enable it first"),
+    ("disabled", "resume", "is disabled and cannot be resumed; enable it first"),
+    ("disabling", "resume", "is being disabled and cannot be resumed; wait"),
+    ("removing", "pause", "is being removed and cannot be paused"),
+    ("active", "enable", "is active; only a disabled endpoint can be enabled"),
+    ("paused", "enable", "is paused; resume it"),
+    ("disabling", "enable", "is disabling; wait until that is complete"),
+    ("removing", "enable", "is removing; wait until that is complete"),
 )
+
+
 async def test_what_cannot_be_done_says_what_to_do(
-    database: Database, db: Connection[Any], state: str, word: str, says: str
+    database: Database, db: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database)
-    await db.execute("UPDATE endpoint SET state = $1", state)
-    if state in ("disabling", "removing"):
-        await db.execute("UPDATE subscription SET to_batch = 1")
-    name: Any = "shop" if word == "enable" else ["shop"]
-    with pytest.raises(UsageError, match=says):
-        await getattr(endpoint_states, word)(db, "relay", name, actor="test")
-    assert await db.fetchval("SELECT state FROM endpoint") == state
+    for state, word, says in REFUSED_CHANGES:
+        with subtests.test(state=state, word=word, says=says):
+            await db.execute("UPDATE endpoint SET state = $1", state)
+            to_batch = 1 if state in ("disabling", "removing") else None
+            await db.execute("UPDATE subscription SET to_batch = $1", to_batch)
+            name: Any = "shop" if word == "enable" else ["shop"]
+            with pytest.raises(UsageError, match=says):
+                await getattr(endpoint_states, word)(db, "relay", name, actor="test")
+            assert await db.fetchval("SELECT state FROM endpoint") == state
 
 
 # ------------------------------------------------------------------ secrets

@@ -156,14 +156,16 @@ async def test_a_whole_database_has_no_exceptions(database: Database) -> None:
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("what", DAMAGE)
-async def test_damage_is_found(database: Database, what: str) -> None:
-    damage, expected = DAMAGE[what]
+async def test_damage_is_found(database: Database, subtests: pytest.Subtests) -> None:
     await _a_life(database)
-    async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await connection.execute(damage)
-    found = await exceptions(database)
-    assert expected <= found.keys(), found
+    await database.close()
+    for what, (damage, expected) in DAMAGE.items():
+        with subtests.test(what):
+            async with database.server.database(template=database.name) as damaged:
+                async with damaged.at_hand() as connection:
+                    await connection.execute(damage)
+                found = await exceptions(damaged)
+            assert expected <= found.keys(), found
 
 
 # Event 3 was found late, 8 is not sequenced yet, and 100 was forgotten.

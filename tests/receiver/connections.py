@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import sqlite3
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox.receiver.inbox.memory import MemoryDatabase
@@ -132,45 +133,49 @@ class Psycopg(Opener):
 
 
 class SQLAlchemyAsync(Opener):
+    @cached_property
+    def engine(self) -> Any:
+        from sqlalchemy import NullPool
+        from sqlalchemy.ext.asyncio import create_async_engine
+
+        dsn = self.dsn.replace("postgresql:", "postgresql+asyncpg:")
+        return create_async_engine(dsn, poolclass=NullPool)
+
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
         from sqlalchemy import text
-        from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+        from sqlalchemy.ext.asyncio import AsyncSession
 
-        engine = create_async_engine(self.dsn.replace("postgresql:", "postgresql+asyncpg:"))
-        try:
-            async with AsyncSession(engine) as session, session.begin():
-                yield AsyncTransaction(self.inbox, session, lambda sql: session.execute(text(sql)))
-        finally:
-            await engine.dispose()
+        async with AsyncSession(self.engine) as session, session.begin():
+            yield AsyncTransaction(self.inbox, session, lambda sql: session.execute(text(sql)))
 
 
 class SQLAlchemyConnection(Opener):
+    @cached_property
     def engine(self) -> Any:
-        from sqlalchemy import create_engine
+        """Without a pool: no connection remains open after a transaction."""
+        from sqlalchemy import NullPool, create_engine
 
-        return create_engine(self.dsn.replace("postgresql:", "postgresql+psycopg:"))
+        dsn = self.dsn.replace("postgresql:", "postgresql+psycopg:")
+        return create_engine(dsn, poolclass=NullPool)
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
         from sqlalchemy import text
 
-        engine = self.engine()
-        try:
-            with engine.begin() as connection:
-                yield ThreadedTransaction(
-                    self.inbox, connection, lambda sql: connection.execute(text(sql))
-                )
-        finally:
-            engine.dispose()
+        with self.engine.begin() as connection:
+            yield ThreadedTransaction(
+                self.inbox, connection, lambda sql: connection.execute(text(sql))
+            )
 
 
 class SQLAlchemySQLite(SQLAlchemyConnection):
+    @cached_property
     def engine(self) -> Any:
-        from sqlalchemy import create_engine
+        from sqlalchemy import NullPool, create_engine
 
         arguments = {"check_same_thread": False}
-        return create_engine(f"sqlite:///{self.file}", connect_args=arguments)
+        return create_engine(f"sqlite:///{self.file}", connect_args=arguments, poolclass=NullPool)
 
 
 class SQLAlchemySession(SQLAlchemyConnection):
@@ -179,14 +184,8 @@ class SQLAlchemySession(SQLAlchemyConnection):
         from sqlalchemy import text
         from sqlalchemy.orm import Session
 
-        engine = self.engine()
-        try:
-            with Session(engine) as session, session.begin():
-                yield ThreadedTransaction(
-                    self.inbox, session, lambda sql: session.execute(text(sql))
-                )
-        finally:
-            engine.dispose()
+        with Session(self.engine) as session, session.begin():
+            yield ThreadedTransaction(self.inbox, session, lambda sql: session.execute(text(sql)))
 
 
 class SQLite(Opener):

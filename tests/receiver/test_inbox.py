@@ -14,7 +14,16 @@ from outbox.receiver.inbox.inbox import Inbox
 from outbox.receiver.inbox.process import CheckpointComparison, DeliveryOutcome
 from outbox.receiver.lane_order import OrderKind, SequenceState
 from outbox.receiver.message import Message, parse
-from tests.receiver.connections import OPENERS, AsyncMemory, Opener, SQLAlchemySQLite, SQLite
+from tests.receiver.connections import (
+    OPENERS,
+    AsyncMemory,
+    Asyncpg,
+    Memory,
+    Opener,
+    Psycopg,
+    SQLAlchemySQLite,
+    SQLite,
+)
 from tests.receiver.deliveries import delivery, signed
 
 if TYPE_CHECKING:
@@ -32,10 +41,22 @@ def message(seq: int, previous: int | None = None, **changes: Any) -> Message:
     return parse(*signed(delivery(seq, **changes), previous=previous, lane_ends=lane_ends))[0]
 
 
+DIRECT = (AsyncMemory, Memory, Asyncpg, Psycopg, SQLite)
+"""Drivers that run every test by default; the others wrap one of them."""
+on_every_driver_if_full = pytest.mark.parametrize(
+    "opener",
+    [kind if kind in DIRECT else pytest.param(kind, marks=pytest.mark.full) for kind in OPENERS],
+    indirect=True,
+    ids=lambda kind: kind.__name__,
+)
+
+
 @pytest.fixture(params=OPENERS, ids=lambda kind: kind.__name__)
-async def opener(request: pytest.FixtureRequest, database: Database, tmp_path: Path) -> Opener:
+async def opener(
+    request: pytest.FixtureRequest, empty_database: Database, tmp_path: Path
+) -> Opener:
     kind: type[Opener] = request.param
-    opened = kind(Inbox(), database.dsn, tmp_path / "inbox.sqlite")
+    opened = kind(Inbox(), empty_database.dsn, tmp_path / "inbox.sqlite")
     await opened.prepare()
     return opened
 
@@ -58,7 +79,7 @@ async def effects(opener: Opener, database: Database) -> list[int]:
         return [row["number"] for row in await db.fetch("SELECT * FROM effect ORDER BY 1")]
 
 
-async def test_each_event_is_recorded_once(opener: Opener, database: Database) -> None:
+async def test_each_event_is_recorded_once(opener: Opener, empty_database: Database) -> None:
     came = []
     for what in (
         message(1),
@@ -96,7 +117,7 @@ async def test_each_event_is_recorded_once(opener: Opener, database: Database) -
         (7, again, OrderKind.IN_ORDER),
         (8, fresh, OrderKind.IN_ORDER),
     ]
-    assert await effects(opener, database) == [1, 2, 3, 5, 6, 8]
+    assert await effects(opener, empty_database) == [1, 2, 3, 5, 6, 8]
     async with opener.transaction() as transaction:
         lane = (await transaction.call("lanes"))["a-1-0"]
     assert (lane.state.high, lane.state.ended) == (8, True)
@@ -104,6 +125,7 @@ async def test_each_event_is_recorded_once(opener: Opener, database: Database) -
     assert not lane.state.holes
 
 
+@on_every_driver_if_full
 async def test_a_requested_replay_is_recorded_only_if_it_was_lost(opener: Opener) -> None:
     """The replay has its own X-Delivery, and names the delivery that it replays."""
 
@@ -179,7 +201,9 @@ async def test_a_checkpoint_reveals_deliveries_missing_at_the_end(opener: Opener
     assert lanes["a-1-1"].state.missing == ((1, 2),)
 
 
-async def test_a_rolled_back_delivery_is_new_again(opener: Opener, database: Database) -> None:
+async def test_a_rolled_back_delivery_is_new_again(
+    opener: Opener, empty_database: Database
+) -> None:
     class Crash(Exception):
         pass
 
@@ -192,10 +216,13 @@ async def test_a_rolled_back_delivery_is_new_again(opener: Opener, database: Dat
     async with opener.transaction() as transaction:
         assert (await transaction.take(message(1))).fresh
         await transaction.execute(effect(1))
-    assert await effects(opener, database) == [1]
+    assert await effects(opener, empty_database) == [1]
 
 
-async def test_concurrent_copies_wait_for_each_other(opener: Opener, database: Database) -> None:
+@on_every_driver_if_full
+async def test_concurrent_copies_wait_for_each_other(
+    opener: Opener, empty_database: Database
+) -> None:
     """For a number whose lane is known, and for the first number of a lane."""
     for number in (1, 2):
 
@@ -208,9 +235,10 @@ async def test_concurrent_copies_wait_for_each_other(opener: Opener, database: D
 
         outcomes = await asyncio.gather(*(one() for _ in range(5)))
         assert sorted(outcomes) == [DeliveryOutcome.DUPLICATE] * 4 + [DeliveryOutcome.FRESH]
-    assert await effects(opener, database) == [1, 2]
+    assert await effects(opener, empty_database) == [1, 2]
 
 
+@on_every_driver_if_full
 async def test_a_sequence_used_by_another_delivery_is_a_conflict(opener: Opener) -> None:
     async with opener.transaction() as transaction:
         await transaction.take(message(1))
@@ -223,6 +251,7 @@ async def test_a_sequence_used_by_another_delivery_is_a_conflict(opener: Opener)
         assert (await transaction.take(message(2))).outcome is DeliveryOutcome.DUPLICATE
 
 
+@on_every_driver_if_full
 async def test_an_early_delivery_reports_the_missing_ones(opener: Opener) -> None:
     async with opener.transaction() as transaction:
         await transaction.take(message(1))
@@ -261,7 +290,7 @@ async def test_an_older_event_never_overwrites_a_newer_state(opener: Opener) -> 
 
 
 async def test_expired_deliveries_are_deleted_and_their_copies_stay_duplicates(
-    opener: Opener, database: Database
+    opener: Opener, empty_database: Database
 ) -> None:
     if isinstance(opener, AsyncMemory):
         pytest.skip("it forgets by itself, see test_memory")
@@ -270,7 +299,7 @@ async def test_expired_deliveries_are_deleted_and_their_copies_stay_duplicates(
             await transaction.take(message(number))
     async with opener.transaction() as transaction:
         assert await transaction.call("expire") == 0
-    await _age(opener, database, 8, "sequence < 3")
+    await _age(opener, empty_database, 8, "sequence < 3")
     async with opener.transaction() as transaction:
         assert await transaction.call("expire") == 2
     async with opener.transaction() as transaction:

@@ -168,15 +168,47 @@ class Faults:
 
     def hang_in_transaction(self, victim: Process) -> None:
         """Make a connection with an open transaction half-open, after half a statement."""
-        found = [
+        found = self._in_transaction(victim)
+        if found and not self._sim.settling:
+            self._log(self._hang(self._rng.choice(found), half_sent=True))
+
+    def terminate_transaction(self, victim: Process) -> None:
+        """Terminate a session with an open transaction (pg_terminate_backend)."""
+        found = self._in_transaction(victim)
+        if found and not self._sim.settling:
+            connection = self._rng.choice(found)
+            assert connection.backend is not None
+            self._trouble(victim)
+            connection.backend.terminate()
+            self._log(f"a transaction of {connection.name} is ended")
+
+    def _in_transaction(self, victim: Process) -> list[Connection]:
+        return [
             each
             for each in self._sim.database.connections
             if each.process is victim
             and each.backend is not None
             and each.backend.transaction is not None
         ]
-        if found and not self._sim.settling:
-            self._log(self._hang(self._rng.choice(found), half_sent=True))
+
+    def orphan_statement(self, connection: Connection) -> None:
+        """Stall a session in a statement, and kill or freeze its relay.
+
+        The server executes a statement to its end after its client has died, so it may
+        continue after another relay has claimed the endpoints.
+        """
+        relay, backend = connection.process, connection.backend
+        if self._sim.settling or relay.dead or relay.frozen or backend is None:
+            return
+        for_s = self._sim.settings.lease_s * self._rng.uniform(1.2, 3.0)
+        self._trouble(None, for_s)
+        backend.stalled_until = self._sim.world.now + for_s
+        if self._rng.random() < 0.5:
+            self._sim.fleet.kill(relay, self._rng.choice((0.0, for_s)))
+        else:
+            self._sim.fleet.freeze(relay, for_s * self._rng.choice((0.9, 1.2)))
+        what = "is killed" if relay.dead else "is frozen"
+        self._log(f"{relay.name} {what}, and its statement stalls for {for_s:.1f} s")
 
     def _hang(self, connection: Connection, *, half_sent: bool) -> str:
         self._trouble(connection.process)
@@ -214,16 +246,27 @@ class Faults:
         return f"the network of {relay.name} stalls for {for_s:.1f} s"
 
     def isolate_relay(self) -> str | None:
+        """Isolate a relay while it may have open requests."""
+        relay = self._relay()
+        return None if relay is None else self._isolate(relay)
+
+    def isolate_sender(self, victim: Process) -> None:
+        """Isolate a relay that has just sent a request, which gets no response."""
+        if not self._sim.settling and not victim.dead:
+            self._log(self._isolate(victim))
+
+    def _isolate(self, relay: Process) -> str:
         """Delay the database's results, then all messages, while the receivers hang.
 
         So the result of a renewal may arrive long after the renewal, and the lease expires
         while requests are open.
         """
-        relay = self._relay()
-        if relay is None:
-            return None
-        sim, now = self._sim, self._sim.world.now
-        late_s, outage_s = self._lasts_s(), 1.5 * sim.settings.lease_s
+        sim, rng, now = self._sim, self._rng, self._sim.world.now
+        lease_s = sim.settings.lease_s
+        # A shorter delay is hidden by the time between two polls of the other relays; after a
+        # longer one the lease has expired.
+        late_s = lease_s * rng.uniform(0.3, 0.8) if rng.random() < 0.8 else self._lasts_s()
+        outage_s = 1.5 * lease_s
         self._trouble(None, late_s + outage_s)
         network = sim.database.network_of(relay.name)
         network.responses_stalled_until = now + late_s

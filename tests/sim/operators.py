@@ -60,6 +60,15 @@ class Operator:
         """Request a command at a moment at which it may interfere."""
         self._sim.operator_process.loop.call_soon(self._requested.release)
 
+    async def backfill_soon(self) -> None:
+        """Request a backfill while a gap is open."""
+        rng, db = self._rng, self._sim.database
+        await asyncio.sleep(rng.choice((0.1, 1.0)) * rng.random())
+        name = rng.choice(list(db.endpoint.rows.values()))["name"]
+        rate_per_s = rng.choice((None, 20.0, 0.5))
+        wanted = Backfill(name, db.later(-60.0))
+        await self._try(backfill.request_backfill, wanted, rate_per_s=rate_per_s)
+
     async def settle(self) -> None:
         """Enable, resume and unblock everything, until cancelled."""
         db = self._sim.database

@@ -21,6 +21,8 @@ from tests.sim.database.engine import EXCLUSIVE, Wait
 from tests.sim.database.inserts import insert_event
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.sim.clockwork import Process
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
@@ -74,11 +76,32 @@ def take_snapshot(db: Database, tx: Transaction) -> None:
     tx.snapshot = {"wakeup": db.wakeup}
 
 
-class Producer:
-    """One connection of the application, one transaction after another."""
+async def publish_one(database: Database, process: Process) -> None:
+    """Publish an event without a key on a connection of its own, if the database allows it."""
+    connection = Connection(database, process, "application")
+    with suppress(*TROUBLE):
+        await connection.open()
+        await connection.call(insert, None, "t0.changed", None)
+    connection.terminate()
 
-    def __init__(self, database: Database, process: Process, load: Load, seed: int) -> None:
+
+class Producer:
+    """One connection of the application, one transaction after another.
+
+    Args:
+        on_open: called when a transaction stays open after it has published an event.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        process: Process,
+        load: Load,
+        seed: int,
+        on_open: Callable[[], None],
+    ) -> None:
         self._db = database
+        self._on_open = on_open
         self._process = process
         self._load = load
         self._rng = random.Random(seed)
@@ -123,7 +146,7 @@ class Producer:
                 if rng.random() < load.future:
                     in_s = rng.random() * rng.choice((5, 300))
                     await connection.call(insert_future, kind, in_s)
-                await self._dwell()
+                await self._dwell(published=True)
             rolled_back = rng.random() < load.rollback
             if two_phase:
                 await self._two_phases(connection, rolled_back)
@@ -146,12 +169,14 @@ class Producer:
             else:
                 return
 
-    async def _dwell(self) -> None:
+    async def _dwell(self, *, published: bool = False) -> None:
         """Hold the transaction open: mostly not at all, at times for long."""
         u = self._rng.random()
         if u < 0.7:
             return
         scale_s = 0.02 if u < 0.93 else 2.0 if u < 0.99 else 60.0
+        if published and scale_s > 1:
+            self._on_open()
         await asyncio.sleep(self._rng.random() * scale_s)
 
     def _key(self) -> str | None:

@@ -23,8 +23,9 @@ from tests.sim.database.tables import Database
 from tests.sim.faults import Faults
 from tests.sim.fleet import Fleet
 from tests.sim.operators import Operator
-from tests.sim.producers import Load, Producer
+from tests.sim.producers import Load, Producer, publish_one
 from tests.sim.receivers import Receiver
+from tests.sim.stores import records, replay_feed
 
 if TYPE_CHECKING:
     import asyncio
@@ -97,6 +98,11 @@ class Simulation:
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
         self.database.signals = rng.random() < 0.5
         self.database.on_expiry.append(self._on_expiry)
+        self.database.before_step = {
+            records.write_acknowledgements.__name__: self._on_record,
+            replay_feed.advance_positions.__name__: self._on_advance,
+        }
+        self._recorder: Connection | None = None
         lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
         notify = rng.random() < 0.9
         # Without notifications each chunk of a replay waits for the next poll.
@@ -124,6 +130,7 @@ class Simulation:
         late_s = 2 * poll_s
         self.checker = Checker(self.world, self.database, latency_s, late_s, self.log)
         self.operator_process = Process(self.world, "operators")
+        self._operator = Operator(self, random.Random(rng.random()))
         self._application = Process(self.world, "application")
         self._producing: list[asyncio.Task[Any]] = []
         self.receivers: dict[str, Receiver] = {}
@@ -233,14 +240,18 @@ class Simulation:
             world.at(rng.random() * 5, None, self.fleet.start, f"relay-{n}")
         share = self._load.events // self._load.producers or 1
         for _ in range(self._load.producers):
-            producer = Producer(self.database, self._application, self._load, rng.getrandbits(32))
+            producer = Producer(
+                self.database, self._application, self._load, rng.getrandbits(32), self._on_open
+            )
             self._producing.append(self._application.run(producer.run(share)))
-        operator = Operator(self, random.Random(rng.random()))
+        operator = self._operator
         self.operator_process.run(operator.add_schedules(rng.choice((0, 1, 2))))
         acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
         acting = self.operator_process.run(operator.run())
         for act in acts:
             self.checker.moments.at(moments.EVENT, int(act) + 1, operator.act_soon)
+        for _ in range(rng.choice((0, 2, 4))):
+            self.checker.moments.at(moments.OPEN, rng.randrange(1, 8), self._backfill_with_gap)
         self._plan_faults()
 
         world.run(self._peace_at, self._over)
@@ -273,6 +284,15 @@ class Simulation:
         quiet = calm and all(task.done() for task in self._producing)
         return self._over() or (quiet and rest.at_rest(self.checker))
 
+    def _on_open(self) -> None:
+        self.checker.moments.come(moments.OPEN)
+
+    def _backfill_with_gap(self, _: str) -> None:
+        """Publish an event with a higher id than the open transaction, and request a backfill."""
+        if not self.settling:
+            self._application.run(publish_one(self.database, self._application))
+            self.operator_process.run(self._operator.backfill_soon())
+
     def _plan_faults(self) -> None:
         """Plan faults: by time, by step, and most of them while a request or a gap is open."""
         rng, world = self._rng, self.world
@@ -281,6 +301,12 @@ class Simulation:
         faults = rng.choice((0, 5, 20, 40))
         for _ in range(rng.choice((0, 4, 8)) if faults else 0):
             at(moments.EXPIRY, rng.randrange(1, 8), self._hang_soon)
+        for _ in range(rng.choice((0, 1, 2)) if faults else 0):
+            at(moments.RECORD, rng.randrange(1, requests), self._orphan_recording)
+        for _ in range(rng.choice((0, 0, 1, 2)) if faults else 0):
+            at(moments.REQUEST, rng.randrange(1, requests), self._isolate_at_once)
+        for _ in range(rng.choice((0, 1, 2)) if faults else 0):
+            at(moments.ADVANCE, rng.randrange(1, 10), self._terminate_soon)
         for _ in range(faults):
             u = rng.random()
             if u < 0.1:
@@ -304,6 +330,27 @@ class Simulation:
         delay_s = self.world.rng.expovariate(1000)
         relay = self.fleet.relays[name]
         self.world.after(delay_s, None, self.faults.hang_in_transaction, relay)
+
+    def _on_record(self, connection: Connection) -> None:
+        self._recorder = connection
+        self.checker.moments.come(moments.RECORD, connection.process.name)
+
+    def _orphan_recording(self, _: str) -> None:
+        """Stall the statement that is about to be executed, and stop its relay."""
+        assert self._recorder is not None
+        self.faults.orphan_statement(self._recorder)
+
+    def _isolate_at_once(self, name: str) -> None:
+        self.faults.isolate_sender(self.fleet.relays[name])
+
+    def _on_advance(self, connection: Connection) -> None:
+        self.checker.moments.come(moments.ADVANCE, connection.process.name)
+
+    def _terminate_soon(self, name: str) -> None:
+        """Roll back a transaction between any two of its statements."""
+        delay_s = self.world.rng.expovariate(300)
+        relay = self.fleet.relays[name]
+        self.world.after(delay_s, None, self.faults.terminate_transaction, relay)
 
     def _strike_soon(self, name: str) -> None:
         """Inject a fault soon: before the response or the next batch, or while one is written."""

@@ -7,7 +7,6 @@ import random
 import re
 import sys
 from dataclasses import fields
-from itertools import count
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -27,6 +26,8 @@ REAL, SIMULATED = modules_of(*REAL_PACKAGES), modules_of("tests.sim.stores")
 NOT_SIMULATED = {"PartitionStore.drop_owned", "PartitionStore.partitions"}
 """Methods that no relay calls."""
 SCRIPTS_MAX = 30
+COVERING_SEEDS = (29, 19, 33, 12)
+"""Scripts that call everything, as of now; if they no longer do, more are played."""
 
 
 def store_classes() -> Iterator[tuple[type, type]]:
@@ -115,8 +116,8 @@ def test_the_scripts_of_the_agreement_call_everything_that_is_simulated() -> Non
             called.add(codes[frame.f_code])
 
     missing = set(wanted)
-    for seed in count():
-        if not missing or seed == SCRIPTS_MAX:
+    for seed in dict.fromkeys((*COVERING_SEEDS, *range(SCRIPTS_MAX))):
+        if not missing:
             break
         rng = random.Random(seed)
         endpoint_ids = [UUID(int=rng.getrandbits(128)) for _ in SETTINGS]

@@ -223,27 +223,28 @@ async def test_an_old_server(database: Database, monkeypatch: pytest.MonkeyPatch
         await connect(address(database.dsn), schema="relay")
 
 
-@pytest.mark.parametrize(
-    ("statement", "error", "says"),
-    [
-        ("SELECT * FROM nix.outbox", SchemaMissing, "run: outbox migrate"),
-        ("SELECT * FROM nix", SchemaMissing, "run: outbox migrate"),
-        ("SELECT nix()", SchemaMissing, "run: outbox migrate"),
-        ("SET ROLE app; SELECT * FROM relay.outbox", CannotRun, "permission denied for"),
-        ("SELECT pg_terminate_backend(pg_backend_pid())", DatabaseUnavailable, "was lost"),
-        ("BEGIN READ ONLY; DELETE FROM relay.gap", CannotRun, "takes no writes"),
-    ],
+FAILING_STATEMENTS = (
+    ("SELECT * FROM nix.outbox", SchemaMissing, "run: outbox migrate"),
+    ("SELECT * FROM nix", SchemaMissing, "run: outbox migrate"),
+    ("SELECT nix()", SchemaMissing, "run: outbox migrate"),
+    ("SET ROLE app; SELECT * FROM relay.outbox", CannotRun, "permission denied for"),
+    ("SELECT pg_terminate_backend(pg_backend_pid())", DatabaseUnavailable, "was lost"),
+    ("BEGIN READ ONLY; DELETE FROM relay.gap", CannotRun, "takes no writes"),
 )
+
+
 async def test_statements_fail_in_words_of_ours(
-    database: Database, statement: str, error: type[Exception], says: str
+    database: Database, subtests: pytest.Subtests
 ) -> None:
-    connection = await database.connect()
-    await connection.execute("DROP ROLE IF EXISTS app; CREATE ROLE app")
-    with pytest.raises(error, match=says), map_errors("relay"):
-        await connection.execute(statement)
-    if error is DatabaseUnavailable:
-        with pytest.raises(DatabaseUnavailable), map_errors("relay"):
-            await connection.execute("SELECT 1")
+    for statement, error, says in FAILING_STATEMENTS:
+        with subtests.test(statement=statement, error=error, says=says):
+            connection = await database.connect()
+            await connection.execute("DROP ROLE IF EXISTS app; CREATE ROLE app")
+            with pytest.raises(error, match=says), map_errors("relay"):
+                await connection.execute(statement)
+            if error is DatabaseUnavailable:
+                with pytest.raises(DatabaseUnavailable), map_errors("relay"):
+                    await connection.execute("SELECT 1")
 
 
 async def test_other_errors_stay_as_they_are(database: Database) -> None:

@@ -38,13 +38,19 @@ async def announced(db: Connection, kind: str = KIND, about: object = None) -> b
     return bool(await db.fetchval("SELECT publish_operational_event($1, $2, '{}')", kind, about))
 
 
-@pytest.mark.parametrize("text", PATTERNS)
-async def test_it_is_written_for_the_patterns_that_match_it(database: Database, text: str) -> None:
-    await add_endpoint(database, types=["order.paid", text])
+async def test_it_is_written_for_the_patterns_that_match_it(
+    database: Database, subtests: pytest.Subtests
+) -> None:
     async with database.connection(**PATH) as db:
-        wanted = pattern.parse(text).fullmatch(KIND) is not None
-        assert await announced(db) is wanted
-        assert await db.fetchval("SELECT count(*) FROM outbox WHERE type = $1", KIND) == wanted
+        for n, text in enumerate(PATTERNS):
+            with subtests.test(text):
+                await add_endpoint(database, f"e{n}", types=["order.paid", text])
+                wanted = pattern.parse(text).fullmatch(KIND) is not None
+                assert await announced(db) is wanted
+                written = "SELECT count(*) FROM outbox WHERE type = $1"
+                assert await db.fetchval(written, KIND) == wanted
+            # The next pattern has its own subscription and its own event.
+            await db.execute("UPDATE subscription SET to_batch = 1; DELETE FROM outbox")
 
 
 async def test_whether_anybody_wants_any_is_asked_of_a_small_index(database: Database) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from outbox.store.connection import migrate as module
 from outbox.store.connection.migrate import PURPOSES, Migration, migrate, migrations
 from outbox.store.partitions import PartitionStore
 from tests.support import ranges
-from tests.support.doctor import PATH, findings
+from tests.support.doctor import PATH, findings_of
 from tests.support.relay import add_endpoint, fetchval, publish
 from tests.support.roles import role
 
@@ -272,20 +273,21 @@ async def test_functions_with_the_owners_rights_do_one_thing_to_our_own_tables(
 # ------------------------------------------------------------------- rights
 
 
-@pytest.mark.parametrize("purpose", PURPOSES)
 async def test_a_role_may_do_nothing_else(
-    database: Database, owner: Connection[Any], purpose: str
+    database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database)
-    async with role(database, purpose) as name:
-        connection = await _as(database, name)
-        for statement in MAY_NOT[purpose]:
-            try:
-                async with connection.transaction():
-                    await connection.execute(statement)
-                    raise AssertionError(f"a {purpose} may {statement}")
-            except DENIED:
-                pass
+    for purpose in PURPOSES:
+        with subtests.test(purpose=purpose):
+            async with role(database, purpose) as name:
+                connection = await _as(database, name)
+                for statement in MAY_NOT[purpose]:
+                    try:
+                        async with connection.transaction():
+                            await connection.execute(statement)
+                            raise AssertionError(f"a {purpose} may {statement}")
+                    except DENIED:
+                        pass
 
 
 @pytest.mark.one_major
@@ -504,20 +506,23 @@ async def test_a_row_of_the_journal_names_the_role_that_wrote_it(
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("headers", ["[]", '"a"', "null"])
 async def test_headers_of_an_endpoint_are_an_object(
-    database: Database, owner: Connection[Any], headers: str
+    database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, headers={"X-Ours": "1"})
-    with pytest.raises(asyncpg.CheckViolationError, match="endpoint_headers"):
-        await owner.execute("UPDATE endpoint SET headers = $1::text::jsonb", headers)
+    for headers in ("[]", '"a"', "null"):
+        with (
+            subtests.test(headers=headers),
+            pytest.raises(asyncpg.CheckViolationError, match="endpoint_headers"),
+        ):
+            await owner.execute("UPDATE endpoint SET headers = $1::text::jsonb", headers)
 
 
 # ------------------------------------------------------------------- the doctor
 
 
 async def _says(connection: Connection[Any], check: str = "roles") -> list[DoctorFinding]:
-    return [f for f in await findings(connection) if f.check == check]
+    return await findings_of(connection, check)
 
 
 @pytest.mark.one_major
@@ -534,31 +539,33 @@ async def test_the_doctor_tells_of_relays_that_are_superusers(owner: Connection[
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("purpose", ["relay", "operator", "reader"])
 async def test_the_doctor_tells_which_right_is_missing(
-    database: Database, owner: Connection[Any], purpose: str
+    database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
-    async with role(database, purpose) as name:
-        connection = await _as(database, name)
-        (found,) = await _says(connection)
-        assert (found.severity, found.message) == (
-            "ok",
-            f'"{name}" has the privileges of {"an" if purpose == "operator" else "a"} {purpose}, '
-            "and does not own the tables",
-        )
-        await owner.execute(f'REVOKE SELECT ON lane_block FROM "{name}"')
-        await owner.execute(f'REVOKE EXECUTE ON FUNCTION matches_filter FROM "{name}"')
-        await owner.execute(f'REVOKE SELECT (name) ON token FROM "{name}"')
-        await owner.execute(f'REVOKE SELECT ON token FROM "{name}"')
-        (found,) = await _says(connection)
-        assert found.severity == "problem"
-        assert '"SELECT on lane_block"' in found.message
-        assert '"SELECT on token"' in found.message
-        assert '"EXECUTE on matches_filter"' in found.message
-        assert found.action == f"as their owner: outbox migrate --{purpose} {name}"
-        await migrate(owner, "relay", roles=[(purpose, name)])
-        (found,) = await _says(connection)
-        assert found.severity == "ok"
+    for purpose in ("relay", "operator", "reader"):
+        with subtests.test(purpose=purpose):
+            async with role(database, purpose) as name:
+                connection = await _as(database, name)
+                (found,) = await _says(connection)
+                assert (found.severity, found.message) == (
+                    "ok",
+                    f'"{name}" has the privileges of '
+                    f"{'an' if purpose == 'operator' else 'a'} {purpose}, "
+                    "and does not own the tables",
+                )
+                await owner.execute(f'REVOKE SELECT ON lane_block FROM "{name}"')
+                await owner.execute(f'REVOKE EXECUTE ON FUNCTION matches_filter FROM "{name}"')
+                await owner.execute(f'REVOKE SELECT (name) ON token FROM "{name}"')
+                await owner.execute(f'REVOKE SELECT ON token FROM "{name}"')
+                (found,) = await _says(connection)
+                assert found.severity == "problem"
+                assert '"SELECT on lane_block"' in found.message
+                assert '"SELECT on token"' in found.message
+                assert '"EXECUTE on matches_filter"' in found.message
+                assert found.action == f"as their owner: outbox migrate --{purpose} {name}"
+                await migrate(owner, "relay", roles=[(purpose, name)])
+                (found,) = await _says(connection)
+                assert found.severity == "ok"
 
 
 @pytest.mark.one_major
@@ -572,36 +579,40 @@ async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
     assert [f for f in await _says(owner) if f.severity == "problem"] == []
 
 
-@pytest.mark.one_major
-@pytest.mark.parametrize("purposes", [[], ["reader"], ["producer"], ["producer", "reader"]])
-@pytest.mark.parametrize(
-    ("granted", "tables"),
-    [
-        ("SELECT ON ALL TABLES IN SCHEMA relay", "endpoint endpoint_secret fetch_token token"),
-        ("SELECT (id, hash) ON relay.token", "token"),
-    ],
+UNENTITLED = ((), ("reader",), ("producer",), ("producer", "reader"))
+SECRET_GRANTS = (
+    ("SELECT ON ALL TABLES IN SCHEMA relay", "endpoint endpoint_secret fetch_token token"),
+    ("SELECT (id, hash) ON relay.token", "token"),
 )
+
+
+@pytest.mark.one_major
 async def test_the_doctor_tells_who_can_read_secrets_without_being_meant_to(
-    database: Database, owner: Connection[Any], purposes: list[str], granted: str, tables: str
+    database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     async def told() -> list[DoctorFinding]:
         return [f for f in await _says(owner) if "can read the secrets" in f.message]
 
-    async with role(database, *purposes) as given, role(database, "relay", "operator"):
-        await owner.execute(f'GRANT {granted} TO "{given}"')
-        assert purposes or await told() == [], "without USAGE on the schema there is no way to it"
-        await owner.execute(f'GRANT USAGE ON SCHEMA relay TO "{given}"')
-        (found,) = await told()
-        what = "which has no purpose here"
-        if purposes:
-            what = f"a {' and a '.join(purposes)}"
-        names = ", ".join(f"relay.{table}" for table in tables.split())
-        assert found.severity == "warning"
-        assert found.message == f'"{given}", {what}, can read the secrets in {names}'
-        wanted = purposes[0] if purposes else "reader"
-        assert str(found.action).endswith(f"outbox migrate --{wanted} {shlex.quote(given)}")
-        await migrate(owner, "relay", roles=[(wanted, given)])
-        assert await told() == []
+    async with role(database, "relay", "operator"):
+        for purposes, (granted, tables) in itertools.product(UNENTITLED, SECRET_GRANTS):
+            with subtests.test(purposes=purposes, granted=granted):
+                async with role(database, *purposes) as given:
+                    await owner.execute(f'GRANT {granted} TO "{given}"')
+                    # Without USAGE on the schema there is no way to it.
+                    assert purposes or await told() == []
+                    await owner.execute(f'GRANT USAGE ON SCHEMA relay TO "{given}"')
+                    (found,) = await told()
+                    what = "which has no purpose here"
+                    if purposes:
+                        what = f"a {' and a '.join(purposes)}"
+                    names = ", ".join(f"relay.{table}" for table in tables.split())
+                    assert found.severity == "warning"
+                    assert found.message == f'"{given}", {what}, can read the secrets in {names}'
+                    wanted = purposes[0] if purposes else "reader"
+                    command = f"outbox migrate --{wanted} {shlex.quote(given)}"
+                    assert str(found.action).endswith(command)
+                    await migrate(owner, "relay", roles=[(wanted, given)])
+                    assert await told() == []
 
 
 @pytest.mark.one_major

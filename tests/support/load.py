@@ -163,21 +163,23 @@ class Sickly:
         await publish(database, 0, type="sick.event")
 
 
-async def loaded(database: Database) -> tuple[Load, Sickly]:
+async def loaded(database: Database, pause_s: float = 0.01) -> tuple[Load, Sickly]:
     """A load and its partly failing receivers."""
-    load, sickly = Load(database), Sickly()
+    load, sickly = Load(database, pause_s=pause_s), Sickly()
     load.network.script = sickly
     await sickly.add(database, lanes=3)
     return load, sickly
 
 
 @asynccontextmanager
-async def under_load(database: Database, **settings: Any) -> AsyncIterator[Load]:
+async def under_load(
+    database: Database, *, pause_s: float = 0.01, **settings: Any
+) -> AsyncIterator[Load]:
     """A running relay, for a block that injects a fault into it or its database.
 
     Events arrive before and after the block; in the end nothing is lost, reordered or duplicated.
     """
-    load, sickly = await loaded(database)
+    load, sickly = await loaded(database, pause_s)
     async with running(database, load.network, **settings):
         async with load.running():
             await load.arrives()

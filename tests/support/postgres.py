@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+import weakref
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
+import psycopg
 
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.type_cache import TypeCachingConnection
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from outbox.devtools.embedded import Setting
 
@@ -35,7 +37,7 @@ TEST_SETTINGS: Mapping[str, Setting] = {
 _MEMORY = Path("/dev/shm")  # noqa: S108 (only looked at for its room)
 _MEMORY_BYTES_MIN = 2 << 30  # Containers often have 64 MiB of it: too little.
 
-_PREPARED = "SELECT quote_literal(gid) AS gid FROM pg_prepared_xacts WHERE database = $1"
+_PREPARED = "SELECT quote_literal(gid) AS gid FROM pg_prepared_xacts WHERE database = %s"
 _numbers = itertools.count(1)
 
 
@@ -114,12 +116,6 @@ class Database:
             self._connections.append(connection)
         return connection
 
-    async def forget(self, prepared: Iterable[str]) -> None:
-        """Roll back prepared transactions that a test left behind."""
-        async with self.connection() as connection:
-            for gid in prepared:
-                await connection.execute(f"ROLLBACK PREPARED {gid}")
-
     async def close(self) -> None:
         """Close the connections of `connect`."""
         for connection in self._connections:
@@ -139,6 +135,7 @@ class Server:
     home = "postgres"
     """The template database."""
     prefix, template = "test_", "template_relay"
+    _home: psycopg.Connection[Any] | None = None
 
     def __init__(
         self,
@@ -170,38 +167,65 @@ class Server:
 
     async def execute(self, *statements: str) -> None:
         """Run statements in the database `home`."""
-        async with self._connection() as connection:
-            for statement in statements:
-                await connection.execute(statement)
+        for statement in statements:
+            self._maintenance().execute(statement.encode())
 
     @asynccontextmanager
-    async def database(self, *, migrated: bool = True) -> AsyncIterator[Database]:
-        """A new database, dropped at the end; the schema is there if `migrated`."""
-        if migrated and not self._has_template:
-            await self._make_template()
-        name = f"{self.prefix}{next(_numbers)}"
-        # Copying files is the faster way; before version 15 it was the only one.
-        strategy = "STRATEGY FILE_COPY" if self.major >= 15 else ""
-        template = self.template if migrated else "template0"
-        await self.execute(f"CREATE DATABASE {name} TEMPLATE {template} {strategy}")
-        database = Database(self, name)
+    async def database(
+        self, *, migrated: bool = True, template: str | None = None
+    ) -> AsyncIterator[Database]:
+        """A new database, dropped at the end.
+
+        Args:
+            migrated: the schema is there.
+            template: the database to copy, which no session may be connected to.
+        """
+        database = Database(self, await self._create(migrated, template))
         try:
             yield database
         finally:
             await database.close()
-            self.up()  # A fault test may have left it stopped.
-            await self._drop(database)
+            await self._drop(database.name)
 
-    async def _drop(self, database: Database) -> None:
-        async with self._connection() as connection:
-            prepared = await connection.fetch(_PREPARED, database.name)
-            if prepared:  # Prepared transactions would prevent the drop.
-                await database.forget(row["gid"] for row in prepared)
-            await connection.execute(f"DROP DATABASE {database.name} WITH (FORCE)")
+    async def _create(self, migrated: bool, template: str | None) -> str:
+        if template is None:
+            template = self.template if migrated else "template0"
+        if template == self.template and not self._has_template:
+            await self._make_template()
+        name = f"{self.prefix}{next(_numbers)}"
+        # Copying files is the faster way; before version 15 it was the only one.
+        strategy = "STRATEGY FILE_COPY" if self.major >= 15 else ""
+        await self.execute(f"CREATE DATABASE {name} TEMPLATE {template} {strategy}")
+        return name
+
+    async def _drop(self, name: str) -> None:
+        self.up()  # A fault test may have left it stopped.
+        prepared = self._maintenance().execute(_PREPARED, [name]).fetchall()
+        if prepared:  # Prepared transactions would prevent the drop.
+            async with self._connection(name) as connection:
+                for (gid,) in prepared:
+                    await connection.execute(f"ROLLBACK PREPARED {gid}")
+        await self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+    def _maintenance(self) -> psycopg.Connection[Any]:
+        """The connection to `home`, reopened if it was lost.
+
+        It blocks, because an asyncpg connection is bound to the event loop of one test.
+        """
+        if self._home is not None:
+            try:
+                self._home.execute("SELECT")  # The server may have been restarted meanwhile.
+            except psycopg.OperationalError:
+                self._home.close()
+            else:
+                return self._home
+        self._home = psycopg.connect(self.dsn(self.home), autocommit=True)
+        weakref.finalize(self, self._home.close)
+        return self._home
 
     @asynccontextmanager
-    async def _connection(self, name: str | None = None) -> AsyncIterator[asyncpg.Connection]:
-        connection = await _connect(self.dsn(name or self.home))
+    async def _connection(self, name: str) -> AsyncIterator[asyncpg.Connection]:
+        connection = await _connect(self.dsn(name))
         try:
             yield connection
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -134,8 +135,12 @@ def settings_for(database: Database, **settings: Any) -> Settings:
 def relay(database: Database, transport: Transport, **settings: Any) -> Relay:
     """A relay that is not started."""
     values = settings_for(database, **settings)
+    return Relay(values, transport, _connections(values))
+
+
+def _connections(values: Settings) -> Connections:
     address = dsn.parse(values.dsn.get_secret_value(), source="test", env={})
-    return Relay(values, transport, Connections(address, values))
+    return Connections(address, values)
 
 
 async def register(
@@ -163,18 +168,32 @@ async def running(
         await task
 
 
+_names = itertools.count(1)
+
+LAPSE = "UPDATE replica SET lease_s = 0.01, renewals = renewals + 1 WHERE name = $1"
+"""Ends a lease in the view of every other replica: each measures it from the last renewal."""
+
+
 @asynccontextmanager
 async def killed_at_the_end(
-    database: Database, network: Network, **settings: Any
+    database: Database, network: Network, *, lapse: bool = True, **settings: Any
 ) -> AsyncIterator[Relay]:
-    """A relay that ends without clean-up, as by kill -9."""
-    worker = relay(database, network, **settings)
+    """A relay that ends without clean-up, as by kill -9.
+
+    Args:
+        lapse: let its lease end at once, so that its successor does not wait for it.
+    """
+    values = settings_for(database, **settings)
+    name = f"killed-{next(_names)}"
+    worker = Relay(values, network, _connections(values), name=name)
     task = asyncio.create_task(worker.run())
     try:
         yield worker
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        if lapse:
+            await fetchval(database, LAPSE, name)
 
 
 async def exceptions(database: Database) -> dict[str, tuple[str, ...]]:

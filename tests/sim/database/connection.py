@@ -204,6 +204,9 @@ class Connection(Client):
         """Execute one statement on the server, a step of a store, and wait for its result."""
 
         def begin(tx: Transaction) -> Any:
+            watcher = self._database.before_step.get(step.__name__)
+            if watcher is not None:
+                watcher(self)
             return step(self._database, tx, *args, **kwargs)
 
         return await self.run_on_server(lambda backend: backend.execute(begin))

@@ -269,12 +269,12 @@ def write_batch(
     assert row is not None
     if (row["writer"], row["version"]) != (writer, version):
         return None
-    if batch > db.batches[-1].batch + 1:
+    if not _has_batch(db, batch - 1):
         return None
     tx.wrote()
     if db.rng.random() < 0.2:
         yield db.pause_s()
-    if batch <= db.batches[-1].batch:
+    if _has_batch(db, batch):
         raise asyncpg.UniqueViolationError(f"batch {batch} exists")
     new = Batch(
         batch,
@@ -309,6 +309,11 @@ def write_batch(
             delivery = build_delivery(db, tx, inline_lanes[lane_id], each, committed_after)
             found.setdefault(lane_id, []).append(delivery)
     return found
+
+
+def _has_batch(db: Database, batch: int) -> bool:
+    n = bisect_left(db.batches, batch, key=lambda b: b.batch)
+    return n < len(db.batches) and db.batches[n].batch == batch
 
 
 def _given(batch: int, deliveries: Deliveries) -> list[tuple[int, Given]]:
