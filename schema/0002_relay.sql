@@ -23,6 +23,18 @@ EXCEPTION WHEN others THEN
 END $$;
 REVOKE ALL ON FUNCTION server_timeline FROM PUBLIC;
 
+-- Aborts the message of which it is a part, unless the condition holds: its other statements
+-- then do nothing, either.
+CREATE FUNCTION abort_unless(condition boolean) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    IF condition IS NOT TRUE THEN
+        RAISE EXCEPTION 'the change was planned for an earlier state'
+              USING ERRCODE = 'OB001', HINT = 'Nothing was changed; plan it again.';
+    END IF;
+END $$;
+REVOKE ALL ON FUNCTION abort_unless FROM PUBLIC;
+
 -- Returns the number of an endpoint's next generation of lanes.  The generation is
 -- part of each lane name, and a name must never be reused, although a lane change
 -- may be lost together with its timeline.  Each timeline therefore has its own range
@@ -435,15 +447,16 @@ CREATE INDEX replay_dead ON replay (dead_id, id);
 -- statement that writes.  Expiring a replica deletes the row; any statement of that replica
 -- that is still in transit then writes nothing.
 CREATE TABLE replica (
-    id         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    name       text        NOT NULL,
-    version    text        NOT NULL,
-    pids       integer[]   NOT NULL,           -- its backends, terminated on expiry
-    keys       text[]      NOT NULL DEFAULT '{}', -- ids of its decryption keys
-    renewals   bigint      NOT NULL DEFAULT 0, -- peers watch this counter, not clocks
-    lease_s    double precision NOT NULL,
-    started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    expires_at timestamptz NOT NULL
+    id            bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    label         text        NOT NULL UNIQUE,    -- application_name of its sessions
+    name          text        NOT NULL,
+    version       text        NOT NULL,
+    sequencer_pid integer,                        -- the backend that writes its batches
+    keys          text[]      NOT NULL DEFAULT '{}', -- ids of its decryption keys
+    renewals      bigint      NOT NULL DEFAULT 0, -- peers watch this counter, not clocks
+    lease_s       double precision NOT NULL,
+    started_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    expires_at    timestamptz NOT NULL
 );
 
 -- The owner of each endpoint.  The epoch increases with every change of ownership.

@@ -113,6 +113,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'fetch_token', 'DELETE', NULL, NULL),
         ('function', 'publish_operational_event', 'EXECUTE', NULL, NULL),
         ('function', 'publish_operational_events', 'EXECUTE', NULL, NULL),
+        ('function', 'abort_unless', 'EXECUTE', NULL, NULL),
         ('function', 'next_generation', 'EXECUTE', NULL, NULL)
 $$;
 
@@ -173,6 +174,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'fetch_token', 'SELECT', NULL, NULL),
         ('table', 'fetch_token', 'UPDATE', '{last_used_at}', NULL),
         ('sequence', 'wakeup', 'UPDATE', NULL, NULL),
+        ('function', 'abort_unless', 'EXECUTE', NULL, NULL),
         ('sequence', 'replica_id_seq', 'USAGE', NULL, NULL)
     UNION ALL
     SELECT 'function', f.name, 'EXECUTE', NULL, NULL

@@ -108,7 +108,7 @@ class Relay:
             OutboxError: the database cannot be used at the first attempt;
                 after the first registration, errors are retried.
         """
-        former: list[int] = []
+        former: list[str] = []
         delay_s = RETRY_MIN_S
         while not self._stop.is_set():
             session = Session(

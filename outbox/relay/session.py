@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -34,7 +33,7 @@ from outbox.relay.session_state import RunningSession
 from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.secrets import Vault
 from outbox.store.records import Fenced
-from outbox.store.replicas import WORKERS, application_name
+from outbox.store.replicas import WORKERS, session_label
 
 if TYPE_CHECKING:
     import random
@@ -69,20 +68,22 @@ class _Registered:
     """The server's timeline; None: unknown."""
     control: Worker
     others: tuple[Worker, ...]
-    pids: list[int]
-    """Backends that may be terminated; none behind a proxy, which shares them."""
-    server_time: float
-    """The database's clock at registration, in epoch seconds."""
+    label: str
+    """The application_name of its sessions."""
     started_at: float
     """The replica's steady clock before the registration was sent."""
+    server_time: float
+    """The database's clock after the registration, in epoch seconds."""
+    asked_at: float
+    """The replica's steady clock before that time was asked for."""
 
 
 class Session:
     """A registered replica.
 
     Args:
-        former: replicas of earlier sessions of this process that may still be registered;
-            their endpoints are released at once. This session's replica is added.
+        former: labels of this process's earlier replicas, which may still be registered;
+            their endpoints are released at once. This session's label is added.
         clock: steady seconds for the lease; wall-clock time comes from the database.
         rng: for the jitter of retries and probes.
         telemetry: receives logs, metrics and traces of deliveries.
@@ -96,7 +97,7 @@ class Session:
         connections: Connections,
         name: str,
         version: str,
-        former: list[int],
+        former: list[str],
         clock: Callable[[], float],
         rng: random.Random,
         telemetry: DeliveryTelemetry,
@@ -161,7 +162,7 @@ class Session:
         ) = registered.others
         replicas = stores.replicas(control, here)
         lease.renewed(registered.started_at)
-        time = DatabaseClock(registered.server_time, registered.started_at, clock())
+        time = DatabaseClock(registered.server_time, registered.asked_at, clock())
 
         def now() -> float:
             return time.now(clock())
@@ -230,7 +231,7 @@ class Session:
             sequencer.wake_standby()
 
         listener = Listener(
-            lambda: self._connections.listener(me),
+            lambda: self._connections.listener(registered.label),
             settings.schema_name,
             events,
             poll_changes,
@@ -320,7 +321,7 @@ class Session:
             left_s = (stopped_by - loop.time()) / 2
             await asyncio.wait(background, timeout=min(left_s, CANCEL_MAX_S))
             # A COMMIT that hangs keeps its locks after its task has ended.
-            await replicas.terminate_busy_sessions(me, registered.pids)
+            await replicas.terminate_busy_sessions(registered.label)
             too_late.cancel()
             cut.cancel()
 
@@ -346,55 +347,49 @@ class Session:
 
     async def _register(self) -> _Registered:
         settings, clock, stores = self._settings, self._clock, self._stores
-        control = await self._connect("outbox-relay")
+        # Before the first connection: whatever hangs from now on can be found and terminated.
+        label = session_label(self._rng.getrandbits(32))
+        control = await self._connect(label)
         with response_deadline(control, REGISTER_S, "register a replica"):
             await stores.require_current(control, settings.schema_name)
             # Before the first write: if a proxy switches to another server after this,
             # the fence rejects the write.
             here = await stores.read_timeline(control)
-            replicas = stores.replicas(control, here)
-            me = await replicas.reserve_id()
-            if not settings.pooled:
-                await replicas.name_session(me)
-        own_name = application_name(me)
-        others = [await self._connect(own_name) for _ in range(WORKERS - 1)]
-        # A proxy shares its backends.  Otherwise all of them: any session that hangs may
-        # hold a lock, such as the maintenance lock or one on a replica that it expires.
-        ours = () if settings.pooled else (*others, control)
-        pids = [each.get_server_pid() for each in ours]
-        self._former.append(me)
+        others = [await self._connect(label) for _ in range(WORKERS - 1)]
+        # A proxy shares its backends.
+        sequencer_pid = None if settings.pooled else others[0].get_server_pid()
+        replicas = stores.replicas(control, here)
+        self._former.append(label)
         with response_deadline(control, settings.lease_s, "register a replica"):
             # Last, so that all connections for renewing the lease are open.
             started_at = clock()
-            said = await replicas.register(
-                me, self._name, self._version, settings.lease_s, pids, self._vault.key_ids
+            me = await replicas.register(
+                label,
+                self._name,
+                self._version,
+                settings.lease_s,
+                sequencer_pid,
+                self._vault.key_ids,
             )
-        if self._former != [me]:
-            with response_deadline(control, settings.lease_s, "expire a replica"):
-                await self._expire_former(replicas, me)
+        with response_deadline(control, settings.lease_s, "expire a replica"):
+            if self._former != [label]:
+                await self._expire_former(replicas, label)
                 started_at = clock()
-                renewed = await replicas.renew(me)
-            if renewed is None:
-                raise Fenced
-            said = renewed
-        return _Registered(me, here, control, tuple(others), pids, said, started_at)
+                if not await replicas.renew(me):
+                    raise Fenced
+            asked_at = clock()
+            said = await replicas.read_clock()
+        return _Registered(me, here, control, tuple(others), label, started_at, said, asked_at)
 
-    async def _expire_former(self, replicas: ReplicaStore, me: int) -> None:
-        """Release the endpoints of this process's former replicas, whose sessions have ended.
-
-        If this hangs while it holds locks, the replica is already registered, so that its
-        successor terminates its sessions.
-        """
+    async def _expire_former(self, replicas: ReplicaStore, label: str) -> None:
+        """Release the endpoints of this process's former replicas, whose sessions have ended."""
         lock_timeout_s = self._settings.lease_s / 2
         # The newest first: it may have hung while it expired the older ones.
-        for was in reversed([was for was in self._former if was != me]):
-            expire = partial(
-                replicas.expire_replica, was, f"replica {was}", lock_timeout_s, name=self._name
-            )
-            if not await expire():
+        for former in reversed([former for former in self._former if former != label]):
+            if not await replicas.expire_former(former, lock_timeout_s):
                 # One of its sessions may have held a lock, and has been terminated.
-                await expire()
-        self._former[:] = [me]
+                await replicas.expire_former(former, lock_timeout_s)
+        self._former[:] = [label]
 
     async def _connect(self, name: str) -> Worker:
         connection = await self._connections.worker(name)

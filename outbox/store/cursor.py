@@ -1,14 +1,14 @@
 """SQL of the sequencer: the cursor row, the gaps and the batch.
 
 All of it runs on one connection as separate statements: each needs a snapshot of its own,
-and their order is the argument of `outbox.core.sequencing.gaps`.  A READ COMMITTED
-transaction holds the cursor row over several of them.
+and their order is the argument of `outbox.core.sequencing.gaps`.  What is read is not locked;
+the message that writes a batch checks that nothing has changed since.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncpg import Range as PgRange
@@ -19,31 +19,32 @@ from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store import timeline
 from outbox.store.array_params import as_text, sparse
 from outbox.store.channels import WAKE_OWNERS
+from outbox.store.connection.message import WriteStatement
 from outbox.store.event_reads import (
     AWAKE,
+    READ_CONTENT_AND_STATE,
     READ_EVENTS_AND_STATE,
     READ_LOCK_HOLDERS,
     READ_RUNNING,
     parse_reading,
 )
 from outbox.store.filters import FilterStore
-from outbox.store.lanes import EVENT_COLUMNS, READ_COUNTERS, build_delivery
+from outbox.store.lanes import READ_COUNTERS
 from outbox.store.operational_events import END_LAGGING, PUBLISH_LAGGING
 from outbox.store.records import Fenced
 from outbox.store.replay_feed import ReplayFeedStore
 from outbox.store.routing import RoutingStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from datetime import datetime
 
-    from asyncpg import Connection
     from asyncpg.transaction import Transaction
 
-    from outbox.core.delivery.message import Delivery
     from outbox.core.sequencing.router import Deliveries
+    from outbox.store.connection.message import WriteCall
+    from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.event_reads import Reading
-    from outbox.store.lanes import LoadedLane
 
 # The sequence of outbox.id, and whether it assigns ids one by one in ascending order, on
 # which the cursor's argument depends.
@@ -56,12 +57,58 @@ SELECT s.seqrelid AS oid,
  WHERE s.seqrelid = pg_get_serial_sequence('outbox', 'id')::regclass
 """
 
-# Locks the cursor row.  SKIP LOCKED: another replica that is sequencing does the same work.
-LOCK_CURSOR = """
+READ_CURSOR = """
 SELECT writer, version, timeline, server_timeline() AS server_timeline,
        (SELECT max(batch) FROM batch) AS batch
-  FROM cursor FOR UPDATE SKIP LOCKED
+  FROM cursor
 """
+
+# Locks the cursor row, for a batch that takes more than one message.  SKIP LOCKED: another
+# replica that is sequencing does the same work.
+LOCK_CURSOR = f"{READ_CURSOR} FOR UPDATE SKIP LOCKED"
+
+# Takes the leadership, on the server at which this replica registered.  One row, unless the
+# cursor row is locked.
+TAKE_LEADERSHIP = WriteStatement(
+    "take_leadership",
+    """
+WITH locked AS MATERIALIZED (
+    SELECT FROM cursor WHERE $2::bigint IS NULL OR server_timeline() = $2
+       FOR UPDATE SKIP LOCKED)
+UPDATE cursor SET writer = $1 FROM locked
+""",
+)
+
+# Releases the leadership, and lets producers not notify until the next leader sleeps.
+RELEASE_LEADERSHIP = WriteStatement(
+    "release_leadership",
+    f"""
+WITH locked AS MATERIALIZED (
+    SELECT setval('wakeup', {AWAKE}) FROM (
+        SELECT FROM cursor WHERE writer = $1 AND ($2::bigint IS NULL OR server_timeline() = $2)
+           FOR UPDATE SKIP LOCKED) held)
+UPDATE cursor SET writer = NULL FROM locked
+""",  # noqa: S608 (constants only)
+)
+
+# Ends the leadership, whoever has it; the caller holds the cursor row.
+CLEAR_LEADER = "UPDATE cursor SET writer = NULL"
+
+# The leader announces that it may be asleep for the next $2 seconds.  The wake-up flag is a
+# sequence, because reading one ignores snapshots.  One row, unless another replica leads or the
+# cursor row is locked.
+FALL_ASLEEP = WriteStatement(
+    "fall_asleep",
+    """
+WITH locked AS MATERIALIZED (
+    SELECT FROM cursor WHERE writer = $1 AND ($3::bigint IS NULL OR server_timeline() = $3)
+       FOR UPDATE SKIP LOCKED),
+asleep AS MATERIALIZED (
+    SELECT setval('wakeup', extract(epoch FROM clock_timestamp())::bigint + $2::bigint)
+      FROM locked)
+SELECT FROM asleep
+""",
+)
 
 # The newest batch is the cursor's position.
 READ_STATE = "SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1"
@@ -84,13 +131,10 @@ SELECT c.writer AS leader, b.batch,
   FROM cursor c, (SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1) b
 """
 
-INLINE_BYTES_MAX = 32 << 10
-"""Maximum size of the payloads and headers that WRITE_BATCH returns."""
-
 # Writes a whole batch: its row, its deliveries and the lane counters.  Optimistic concurrency:
 # it is written only while this replica leads, no routing change was made, and the server is
 # the one from which everything was read (a proxy may have switched to a server that does not
-# have the last batch).  No row in the result means that nothing was written.
+# have the last batch).  One row, or none if nothing was written.
 #   locked: the cursor row, if all of that holds; FOR UPDATE until the batch commits.
 #     SKIP LOCKED: a routing change that holds the row raises the version anyway.
 #   row: the batch itself.
@@ -99,19 +143,20 @@ INLINE_BYTES_MAX = 32 << 10
 #   delivered: the deliveries.
 #   awake: sets the wake-up flag, if $16.
 #   notified: NOTIFY to other replicas at commit, if there are any and lanes have deliveries.
-# The deliveries of the lanes in $17 are returned with their events, so that these need not be
-# read again; limited to what the connection's buffers hold, because the row stays locked
-# until the result is sent, and a frozen relay must not hold it.
-WRITE_BATCH = f"""
+# $17: the number of erasures, if payloads that were read before are delivered with this batch.
+WRITE_BATCH = WriteStatement(
+    "write_batch",
+    f"""
 WITH locked AS MATERIALIZED (
     SELECT FROM cursor
      WHERE writer = $12 AND version = $15 AND ($25::bigint IS NULL OR server_timeline() = $25)
+       AND ($17::bigint IS NULL OR erasures = $17)
        AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer,
                        committed_after)
-    SELECT $1, $2, $3, $4, $5, $6, $24::bigint, $7, $12, $22 FROM locked),
+    SELECT $1, $2, $3, $4, $5, $6, $24::bigint, $7, $12, $22::timestamptz FROM locked),
 advanced AS MATERIALIZED (
     SELECT n.*
       FROM locked, unnest($7::bigint[], $23::bigint[], $8::bigint[])
@@ -126,57 +171,42 @@ delivered AS (
       FROM locked, unnest($9::text::bigint[], $10::text::bigint[], $11::text::bigint[],
                         $13::bigint[], $14::bigint[], $19::bigint[], $20::bigint[], $21::bigint[])
            AS d(lane_id, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id,
-                was_backfill_id)
-    RETURNING lane_id, batch, seq, outbox_id),
+                was_backfill_id)),
 awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM locked WHERE $16),
 notified AS MATERIALIZED (
     {WAKE_OWNERS.replace("$1", "$18")} FROM locked
      WHERE $18::text IS NOT NULL AND $24 > 0
        AND EXISTS (SELECT FROM replica WHERE id <> $12))
-SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
-       NULL::bigint AS backfill_id, false AS is_copy, NULL::bigint AS was_backfill_id,
-       date_part('epoch', $22::timestamptz) AS committed_after, NULL::uuid AS was_endpoint_id,
-       NULL::bigint AS was_generation, NULL::bigint AS was_slot, NULL::bigint AS was_seq,
-       (SELECT count(*) FROM awake) + (SELECT count(*) FROM notified)
-           + (SELECT count(*) FROM counted) AS done
-  FROM locked
-  LEFT JOIN LATERAL (
-       SELECT delivered.*, o.*,
-              sum(octet_length(o.payload::text) + coalesce(octet_length(o.headers::text), 0))
-                  OVER (ORDER BY delivered.lane_id, delivered.seq
-                        ROWS UNBOUNDED PRECEDING) AS bytes
-         FROM delivered
-        CROSS JOIN LATERAL (
-              SELECT event_id, tenant, type, key, payload, headers,
-                     created_at AS published_at, expires_at
-                FROM outbox WHERE id = delivered.outbox_id LIMIT 1) o
-        WHERE delivered.lane_id = ANY ($17::bigint[])) found
-       ON bytes <= {INLINE_BYTES_MAX} AND payload IS NOT NULL
- ORDER BY lane_id, seq
-"""  # noqa: S608 (constants only)
+SELECT FROM locked
+ WHERE (SELECT count(*) FROM awake) + (SELECT count(*) FROM notified)
+           + (SELECT count(*) FROM counted) >= 0
+""",  # noqa: S608 (constants only)
+)
 
-CLOSE_OLD_GAPS = "DELETE FROM gap WHERE lo = ANY ($1)"
-OPEN_OLD_GAPS = "INSERT INTO gap (lo, hi) SELECT * FROM unnest($1::bigint[], $2::bigint[])"
-SET_LEADER = "UPDATE cursor SET writer = $1"
+# Aborts the message of a batch that was not written, so that its other statements do nothing.
+REQUIRE_BATCH = WriteStatement(
+    "require_batch",
+    "SELECT abort_unless(EXISTS (SELECT FROM batch WHERE batch = $1 AND writer = $2))",
+)
 
-# The wake-up flag is a sequence, because reading one ignores snapshots.  Setting it is not
-# undone by a rollback, and does not wait for WAL to be flushed.
-SET_WAKEUP = "SELECT setval('wakeup', $1)"
-SLEEP_UNTIL = "SELECT extract(epoch FROM clock_timestamp())::bigint + $1::bigint"
+CLOSE_OLD_GAPS = WriteStatement("close_old_gaps", "DELETE FROM gap WHERE lo = ANY ($1::bigint[])")
+OPEN_OLD_GAPS = WriteStatement(
+    "open_old_gaps",
+    "INSERT INTO gap (lo, hi) SELECT * FROM unnest($1::bigint[], $2::bigint[])",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class CursorLock:
-    """The locked cursor row; the lock lasts until the transaction ends."""
+class CursorRow:
+    """The cursor row, and the newest batch."""
 
-    writer: int | None
+    leader: int | None
     version: int
     timeline: int | None
     """The server's timeline at the last batch; None: not known."""
     server_timeline: int | None
     """The server's timeline now; None: the server does not report it."""
     batch: int
-    """The newest batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +230,13 @@ class CursorStore:
         timeline: the server's timeline when this replica registered; None: not known.
 
     Raises:
-        Fenced: (from `lock` and `read`) this server is on another timeline, on which this
-            replica is not registered.
+        Fenced: (from `cursor_row`, `lock` and `read`) this server is on another timeline, on
+            which this replica is not registered.
     """
 
     ISOLATION: Literal["read_committed"] = "read_committed"
 
-    def __init__(self, connection: Connection[Any], timeline: int | None = None) -> None:
+    def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
         self._db = connection
         self._timeline = timeline
         self._sequence_oid: int | None = None
@@ -233,7 +263,7 @@ class CursorStore:
             )
 
     def transaction(self) -> Transaction:
-        """A transaction that may hold the cursor row.
+        """A transaction for a batch that takes more than one message.
 
         Its isolation is set here, whatever the server's default: under REPEATABLE READ all
         statements would share the first one's snapshot and events would be lost.  (A single
@@ -241,13 +271,35 @@ class CursorStore:
         """
         return self._db.transaction(isolation=self.ISOLATION)
 
-    async def lock(self) -> CursorLock | None:
-        """Lock the cursor row; None when another replica holds it."""
+    async def cursor_row(self) -> CursorRow:
+        """Read the cursor row, without a lock."""
+        return self._checked_row(await self._db.fetchrow(READ_CURSOR))
+
+    async def lock(self) -> CursorRow | None:
+        """Lock the cursor row in a transaction; None when another session holds it."""
         row = await self._db.fetchrow(LOCK_CURSOR)
-        if row is None:
-            return None
-        self._check_timeline(row["server_timeline"])
-        return CursorLock(**dict(row))
+        return None if row is None else self._checked_row(row)
+
+    async def take_leadership(self, replica_id: int) -> bool:
+        """Take the leadership; returns False while another session holds the cursor row."""
+        return bool(await self._db.write(TAKE_LEADERSHIP, replica_id, self._timeline))
+
+    async def release_leadership(self, replica_id: int) -> bool:
+        """Let another replica lead at once.
+
+        Returns False if this one does not lead, or another session holds the cursor row.
+        """
+        return bool(await self._db.write(RELEASE_LEADERSHIP, replica_id, self._timeline))
+
+    async def fall_asleep(self, replica_id: int, for_s: int) -> bool:
+        """Announce that the leader may be asleep for the next seconds.
+
+        Returns False if another replica leads, or another session holds the cursor row.
+        """
+        # It changes no row, so no crash can undo it: it need not wait for the disk.
+        return bool(
+            await self._db.write(FALL_ASLEEP, replica_id, for_s, self._timeline, durable=False)
+        )
 
     async def state(self) -> CursorState:
         """Read the cursor's position and its gaps."""
@@ -266,15 +318,22 @@ class CursorStore:
         return frozenset(r["virtualtransaction"] for r in rows)
 
     async def read(
-        self, high: int, gaps: Sequence[Range], limit: int, *, more_gaps: bool
+        self,
+        high: int,
+        gaps: Sequence[Range],
+        limit: int,
+        *,
+        more_gaps: bool,
+        with_content: bool = False,
     ) -> Reading:
         """Read committed events in the gaps and above `high`, by id, at most `limit`.
 
         Args:
             more_gaps: there are further gaps, which are not read.
+            with_content: also read the content of the first small events.
         """
         rows = await self._db.fetch(
-            READ_EVENTS_AND_STATE,
+            READ_CONTENT_AND_STATE if with_content else READ_EVENTS_AND_STATE,
             high,
             [lo for lo, _ in gaps],
             [hi for _, hi in gaps],
@@ -282,7 +341,7 @@ class CursorStore:
             self._sequence_oid,
             more_gaps,
         )
-        reading = parse_reading(rows)
+        reading = parse_reading(rows, with_content=with_content)
         self._check_timeline(reading.server_timeline)
         return reading
 
@@ -312,25 +371,24 @@ class CursorStore:
         *,
         committed_after: datetime | None,
         awake: bool,
-        inline_lanes: Mapping[int, LoadedLane],
+        erasures: int | None,
         notification: str | None,
-    ) -> dict[int, list[Delivery]] | None:
-        """Write one batch: its row, its deliveries and the lane counters.
+    ) -> bool:
+        """Write one batch: its row, its deliveries, the lane counters and the old gaps.
 
         Args:
             writer: nothing is written unless this replica leads.
             version: nothing is written unless this is still the routing version.
             committed_after: lower bound of the commit time of the batch's events.
             awake: set the wake-up flag to "awake".
-            inline_lanes: lanes whose new deliveries are returned.
+            erasures: nothing is written unless payloads were erased this often.
             notification: payload for other replicas, sent at commit if lanes have deliveries.
 
         Returns:
-            The new deliveries of `inline_lanes`, up to `INLINE_BYTES_MAX`; None: nothing was
-            written.
+            Whether the batch was written.
         """
         new = Counter(deliveries.lane_ids)
-        rows = await self._db.fetch(
+        call = (
             WRITE_BATCH,
             batch,
             step.high,
@@ -348,7 +406,7 @@ class CursorStore:
             sparse(deliveries.replay_seqs),
             version,
             awake,
-            list(inline_lanes),
+            erasures,
             notification,
             sparse(deliveries.backfill_ids),
             sparse(deliveries.copy_ids),
@@ -358,65 +416,46 @@ class CursorStore:
             len(deliveries),
             self._timeline,
         )
-        if not rows:
-            return None
-        inline: dict[int, list[Delivery]] = {}
-        for row in rows:
-            if row["lane_id"] is not None:
-                delivery = build_delivery(inline_lanes[row["lane_id"]], row)
-                inline.setdefault(row["lane_id"], []).append(delivery)
-        return inline
+        calls: list[WriteCall] = [call]
+        if step.old_closed or step.old_opened:
+            lows, highs = zip(*step.old_opened, strict=True) if step.old_opened else ((), ())
+            calls = [
+                call,
+                (CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed]),
+                (OPEN_OLD_GAPS, lows, highs),
+                (REQUIRE_BATCH, batch, writer),
+            ]
+        return bool(await self._db.write_unless_aborted(*calls))
 
-    async def write_old_gaps(self, step: CursorChange) -> None:
-        """Update the table of old gaps, in the transaction of the batch."""
-        await self._db.execute(CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed])
-        await self._db.execute(
-            OPEN_OLD_GAPS,
-            [lo for lo, _ in step.old_opened],
-            [hi for _, hi in step.old_opened],
-        )
-
-    async def set_leader(self, writer: int | None) -> None:
-        """Set the leader in the cursor row."""
-        await self._db.execute(SET_LEADER, writer)
-
-    async def begin_timeline(self, lock: CursorLock, actor: str) -> CursorLock:
+    async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
         """Continue on the server's timeline, with new lanes if the timeline changed.
 
-        The caller holds the cursor row.
+        Has no effect unless this replica leads and the cursor row is unchanged.
         """
-        assert lock.server_timeline is not None
-        if lock.timeline is None:
-            await timeline.set_first_timeline(self._db, lock.server_timeline)
-            return replace(lock, timeline=lock.server_timeline)
-        await timeline.begin_timeline(
-            self._db, lock.batch + 1, lock.timeline, lock.server_timeline, actor
+        assert row.server_timeline is not None
+        await self._db.write_unless_aborted(
+            *timeline.begin_timeline(
+                replica_id, row.batch + 1, row.version, row.timeline, row.server_timeline, actor
+            )
         )
-        return replace(lock, timeline=lock.server_timeline, version=lock.version + 1)
 
     async def publish_lagging(self, leader: int) -> bool:
         """Publish outbox.relay.lagging if events wait too long; returns whether it did.
 
         Not if another replica leads, or soon after the last report.
         """
-        published = await self._db.fetchval(
+        published = await self._db.write(
             PUBLISH_LAGGING, leader, LAGGING_S, LAGGING_EVERY_S, self._timeline
         )
-        return published is not None
+        return bool(published)
 
     async def end_lagging(self, leader: int) -> bool:
         """Clear the lagging state; returns False when the cursor row is locked."""
-        return await self._db.fetchval(END_LAGGING, leader) is not None
+        return bool(await self._db.write(END_LAGGING, leader))
 
-    async def set_wakeup(self, value: int) -> None:
-        """Set the wake-up flag; the caller holds the cursor row."""
-        await self._db.execute(SET_WAKEUP, value)
-
-    async def set_asleep(self, for_s: int) -> int:
-        """Announce that the relay may be asleep for the next seconds; returns the flag."""
-        until: int = await self._db.fetchval(SLEEP_UNTIL, for_s)
-        await self.set_wakeup(until)
-        return until
+    def _checked_row(self, row: Any) -> CursorRow:
+        self._check_timeline(row["server_timeline"])
+        return CursorRow(*row.values())
 
     def _check_timeline(self, server_timeline: int | None) -> None:
         if self._timeline is not None and server_timeline != self._timeline:

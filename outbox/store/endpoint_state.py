@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
+from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import WriteStatement
 from outbox.store.database_stats import read_database_stats
 from outbox.store.operational_events import (
     HAS_OPERATIONAL_SUBSCRIBER,
@@ -17,16 +19,16 @@ from outbox.store.operational_events import (
     PUBLISH_ENDPOINT_STALLED,
 )
 from outbox.store.replicas import OWN_ROW, fence
-from outbox.store.routing_change import END_SUBSCRIPTION, routing_transaction, write_journal
+from outbox.store.routing_change import BEGIN_CHANGE
+from outbox.store.timeline import NOTIFY_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from asyncpg import Connection
-
     from outbox.core.delivery.circuit_breaker import BreakerRecord
     from outbox.core.delivery.operational_events import ReportedState
+    from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.database_stats import DatabaseStats
     from outbox.store.endpoints import Endpoint
 
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
 #   reported: publishes the operational events; MATERIALIZED, so that each is published once.
 #   written: updates the rows.  outbox.endpoint.held is remembered only if it was published,
 #     because only then its end is reported.
-WRITE_HEALTH = f"""{fence("$13")},
+WRITE_HEALTH = WriteStatement(
+    "write_health",
+    f"""{fence("$13")},
 health AS MATERIALIZED (
     SELECT v.*, h.reported_held_since AS was_held_since, h.reported_stalled_at AS was_stalled_at
       FROM fence, unnest($2::uuid[], $3::bigint[], $4::integer[], $5::text[], $6::timestamptz[],
@@ -71,7 +75,8 @@ SELECT 'endpoint_health', 'replica ' || $1::bigint, endpoint_id,
        jsonb_strip_nulls(jsonb_build_object(
            'state', state, 'last_response', last_response - 'body' - 'headers'))
   FROM written WHERE state <> 'recovering'
-"""  # noqa: S608 (constants only)
+""",  # noqa: S608 (constants only)
+)
 
 # Whether one of these lanes has a pending ordinary event.
 READ_HAS_PENDING_ORDINARY = """
@@ -82,22 +87,35 @@ SELECT bool_or(contains_ordinary_event(lane.id, lane.floor_batch, lane.acked_seq
         WHERE lane_id = lane.id ORDER BY last_seq DESC LIMIT 1) c
 """
 
-# Locks the ownership row while this replica owns the endpoint and its lease runs.
-LOCK_OWNERSHIP = f"""
-SELECT 1
-  FROM ownership o JOIN (SELECT id FROM replica WHERE {OWN_ROW.format("$3")}) r
-    ON r.id = o.replica_id
- WHERE o.endpoint_id = $2 AND o.replica_id = $1
-   FOR KEY SHARE
-"""  # noqa: S608 (constants only)
-
-# Begins to disable an endpoint.
-BEGIN_DISABLING = """
-UPDATE endpoint
-   SET state = 'disabling', state_at = clock_timestamp(), state_by = $2, state_comment = $3
- WHERE id = $1 AND state IN ('active', 'paused')
-RETURNING name
-"""
+# Begins to disable an endpoint, in a message that changes routing.
+#   owned: locks the ownership row, while this replica owns the endpoint and its lease runs.
+#   disabling: the new state.  ended: its subscription ends with the batches so far.
+# Aborts if its state or its owner has changed.
+BEGIN_DISABLING = WriteStatement(
+    "begin_disabling",
+    f"""
+WITH owned AS MATERIALIZED (
+    SELECT o.endpoint_id
+      FROM ownership o JOIN (SELECT id FROM replica WHERE {OWN_ROW.format("$3")}) r
+        ON r.id = o.replica_id
+     WHERE o.endpoint_id = $2 AND o.replica_id = $1
+       FOR KEY SHARE),
+disabling AS (
+    UPDATE endpoint e
+       SET state = 'disabling', state_at = clock_timestamp(), state_by = $4, state_comment = $5
+      FROM owned WHERE e.id = owned.endpoint_id AND e.state IN ('active', 'paused')
+    RETURNING e.id),
+ended AS (
+    UPDATE subscription s SET to_batch = (SELECT max(batch) + 1 FROM batch)
+      FROM disabling WHERE s.endpoint_id = disabling.id AND s.to_batch IS NULL),
+journalled AS (
+    INSERT INTO journal (kind, actor, endpoint_id, data)
+    SELECT 'endpoint_disabling', $4, id,
+           $6::text::jsonb || jsonb_build_object('to_batch', (SELECT max(batch) + 1 FROM batch))
+      FROM disabling)
+SELECT abort_unless(EXISTS (SELECT FROM disabling))
+""",  # noqa: S608 (constants only)
+)
 
 # Up to which sequence number each lane must be dead-lettered to reduce the backlog by $4
 # deliveries: the oldest of all lanes first.
@@ -158,7 +176,7 @@ class EndpointStateStore:
 
     def __init__(
         self,
-        connection: Connection[Any],
+        connection: StoreConnection,
         schema: str,
         replica_id: int,
         timeline: int | None = None,
@@ -171,7 +189,7 @@ class EndpointStateStore:
 
     async def write_health(self, rows: Sequence[EndpointState]) -> None:
         """Write and report the state of endpoints; skips those that this replica lost."""
-        await self._db.execute(
+        await self._db.write(
             WRITE_HEALTH,
             self._replica_id,
             [row.endpoint.id for row in rows],
@@ -205,27 +223,24 @@ class EndpointStateStore:
             False when its state or its owner has changed.
 
         Raises:
-            OutboxError: as in `routing_transaction`.
+            SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
         """
-        async with routing_transaction(self._db, self._schema) as from_batch:
-            if not await self._db.fetchval(
-                LOCK_OWNERSHIP, self._replica_id, endpoint_id, self._timeline
-            ):
-                return False
-            name = await self._db.fetchval(BEGIN_DISABLING, endpoint_id, self._actor, why)
-            if name is None:
-                return False
-            await self._db.execute(END_SUBSCRIPTION, endpoint_id, from_batch)
-            data = {"why": why, "to_batch": from_batch, **details}
-            await write_journal(self._db, "endpoint_disabling", self._actor, endpoint_id, data)
-            response = details.get("last_response") or {}
-            await self._db.execute(
-                PUBLISH_ENDPOINT_DISABLED,
-                endpoint_id,
-                response.get("status"),
-                response.get("failure"),
+        response = details.get("last_response") or {}
+        data = orjson.dumps({"why": why, **details}).decode()
+        with map_errors(self._schema, "operator"):
+            disabled = await self._db.write_unless_aborted(
+                (BEGIN_CHANGE,),
+                (
+                    *(BEGIN_DISABLING, self._replica_id, endpoint_id, self._timeline),
+                    *(self._actor, why, data),
+                ),
+                (
+                    *(PUBLISH_ENDPOINT_DISABLED, endpoint_id),
+                    *(response.get("status"), response.get("failure")),
+                ),
+                (NOTIFY_ALL,),
             )
-        return True
+        return bool(disabled)
 
     async def read_database_stats(self) -> DatabaseStats:
         """Statistics of the database as a whole."""

@@ -7,16 +7,17 @@ read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.delivery.message import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
+    from collections.abc import Mapping, Sequence
 
     from outbox.core.sequencing.gaps import LockHolders
 
@@ -53,20 +54,39 @@ SELECT DISTINCT l.virtualtransaction
 
 # Events in the gaps and above the highest id, in id order.  Ranges as rows: an OR over a
 # multirange would scan the whole table.
-READ_EVENTS = """
+_EVENTS = """
 SELECT id, tenant, type,
        CASE WHEN key IS NULL THEN id
-            ELSE hashtextextended(key, 0) & 9223372036854775807 END AS spread
-  FROM (SELECT o.id, o.tenant, o.type, o.key
+            ELSE hashtextextended(key, 0) & 9223372036854775807 END AS spread{content}
+  FROM (SELECT o.id, o.tenant, o.type, o.key{columns}
           FROM unnest($2::bigint[], $3::bigint[]) AS gap(lo, hi)
          CROSS JOIN LATERAL (
-               SELECT id, tenant, type, key FROM outbox
+               SELECT id, tenant, type, key{columns} FROM outbox
                 WHERE id BETWEEN gap.lo AND gap.hi ORDER BY id LIMIT $4) o
          UNION ALL
-        (SELECT id, tenant, type, key FROM outbox
+        (SELECT id, tenant, type, key{columns} FROM outbox
           WHERE id > $1 ORDER BY id LIMIT $4)) event
  ORDER BY id LIMIT $4
 """
+READ_EVENTS = _EVENTS.format(content="", columns="")
+
+CONTENT_EVENTS_MAX, CONTENT_STORED_MAX_BYTES = 64, 2000
+"""Events whose content is read along, and the stored size of payload and headers of one.  Up to
+that size they are stored in the row itself, so reading them costs hardly anything."""
+
+# The same with the content of the first events, for lanes that have no other pending deliveries.
+_HAS_CONTENT = f"""id > $1 AND id <= $1 + {CONTENT_EVENTS_MAX}
+            AND pg_column_size(payload) + coalesce(pg_column_size(headers), 0)
+                <= {CONTENT_STORED_MAX_BYTES}"""
+READ_EVENTS_WITH_CONTENT = _EVENTS.format(
+    content=f""",
+       event_id, key,
+       date_part('epoch', greatest(least(created_at, '9999-12-30'), '0001-01-02')) AS published_at,
+       date_part('epoch', greatest(least(expires_at, '9999-12-30'), '0001-01-02')) AS expires_at,
+       CASE WHEN {_HAS_CONTENT} THEN payload::text END AS payload,
+       CASE WHEN {_HAS_CONTENT} THEN headers::text END AS headers""",
+    columns=", event_id, created_at, expires_at, payload, headers",
+)
 
 # The number of producers that wait for another one's NOTIFY: a transaction that notifies holds
 # this lock from before its commit is written until it is flushed to disk.
@@ -77,6 +97,7 @@ SELECT count(*) FROM pg_locks
 IN_FLIGHT_MIN = 3
 """Minimum number of allocated but uncommitted ids at which waiting producers are counted."""
 
+
 # Reads events and, in the same statement, the transactions that may still insert one of the
 # missing ids.
 #   event: MATERIALIZED, so that the locks are read after the events, when the snapshot exists:
@@ -84,11 +105,13 @@ IN_FLIGHT_MIN = 3
 #     that ended in between is seen by the next read.
 # The locks are read only while an id is missing, because that costs as much as everything else.
 # The row without an id carries the values that occur once.
-READ_EVENTS_AND_STATE = f"""
-WITH event AS MATERIALIZED ({READ_EVENTS})
+def _with_state(events: str, content: str = "", no_content: str = "") -> str:
+    return f"""
+WITH event AS MATERIALIZED ({events})
 SELECT id, tenant, type, spread, NULL::bigint AS last_id, NULL::bigint AS wakeup,
        NULL::bigint AS waiting, NULL::text[] AS holders, NULL::bigint AS leader,
-       NULL::bigint AS version, NULL::bigint AS server_timeline, NULL::timestamptz AS began_at
+       NULL::bigint AS version, NULL::bigint AS erasures, NULL::bigint AS server_timeline,
+       NULL::timestamptz AS began_at{content}
   FROM event
  UNION ALL
 SELECT NULL, NULL, NULL, NULL,
@@ -101,9 +124,17 @@ SELECT NULL, NULL, NULL, NULL,
        CASE WHEN cardinality($2) > 0 OR $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
             THEN array({READ_LOCK_HOLDERS.replace("$1", "$5")}) END,
-       writer, version, server_timeline(), statement_timestamp()
+       writer, version, erasures, server_timeline(), statement_timestamp(){no_content}
   FROM cursor
 """  # noqa: S608 (constants only)
+
+
+READ_EVENTS_AND_STATE = _with_state(READ_EVENTS)
+READ_CONTENT_AND_STATE = _with_state(
+    READ_EVENTS_WITH_CONTENT,
+    ", event_id, key, published_at, expires_at, payload, headers",
+    ", NULL, NULL, NULL, NULL, NULL, NULL",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +152,14 @@ class Reading:
     """The transactions that may still insert a missing id; None: no id is missing."""
     leader: int | None
     version: int
+    erasures: int = 0
+    """Increases when payloads are erased."""
     server_timeline: int | None = None
     """None: the server does not report it."""
     began_at: datetime | None = None
     """The database's time before the read: what it did not see was committed later."""
+    contents: Mapping[int, EventContent] = field(default_factory=dict)
+    """By id, the content of events that was read along."""
 
     def check(self, high: int) -> None:
         """Check the result against the sequence.
@@ -148,8 +183,8 @@ class Reading:
             )
 
 
-def parse_reading(rows: Sequence[Any]) -> Reading:
-    """Parse the rows of `READ_EVENTS_AND_STATE`."""
+def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading:
+    """Parse the rows of `READ_EVENTS_AND_STATE`, or of `READ_CONTENT_AND_STATE`."""
     events: list[RoutableEvent] = []
     status: Any = None
     for row in rows:
@@ -168,6 +203,22 @@ def parse_reading(rows: Sequence[Any]) -> Reading:
         None if holders is None else frozenset(holders),
         status["leader"],
         status["version"],
+        status["erasures"],
         status["server_timeline"],
         status["began_at"],
+        {r["id"]: _content(r) for r in rows if r["payload"] is not None} if with_content else {},
+    )
+
+
+def _content(row: Any) -> EventContent:
+    expires_at, headers = row["expires_at"], row["headers"]
+    return EventContent(
+        row["event_id"],
+        row["type"],
+        row["tenant"],
+        row["key"],
+        datetime.fromtimestamp(row["published_at"], UTC),
+        None if expires_at is None else datetime.fromtimestamp(expires_at, UTC),
+        row["payload"].encode(),
+        None if headers is None else headers.encode(),
     )

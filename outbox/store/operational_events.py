@@ -18,6 +18,7 @@ from outbox.core.delivery.operational_events import (
     LANE_BLOCKED,
     RELAY_LAGGING,
 )
+from outbox.store.connection.message import WriteStatement
 
 # An uncorrelated subquery: evaluated once per statement, not per row.
 HAS_OPERATIONAL_SUBSCRIBER = """(
@@ -71,18 +72,23 @@ PUBLISH_ENDPOINT_STALLED = f"""publish_operational_event('{ENDPOINT_STALLED}', h
 
 # Publishes outbox.endpoint.disabled, in the transaction that disables the endpoint, after its
 # own subscription has ended.
-PUBLISH_ENDPOINT_DISABLED = f"""
+PUBLISH_ENDPOINT_DISABLED = WriteStatement(
+    "publish_endpoint_disabled",
+    f"""
 SELECT publish_operational_event('{ENDPOINT_DISABLED}', id, jsonb_build_object(
            'why', state_comment, 'by', state_by, 'status', $2::integer, 'failure', $3::text))
   FROM endpoint WHERE id = $1
-"""  # noqa: S608 (constants only)
+""",  # noqa: S608 (constants only)
+)
 
 # Publishes outbox.relay.lagging when events wait too long for sequencing.
 #   leader: the cursor row, while this replica leads.  The report is stored there, so that the
 #     next leader does not repeat it.  SKIP LOCKED: it never waits for a batch.
 #   late: the oldest unsequenced event, if it has waited longer than $2 seconds.
 #   reported: publishes the event; MATERIALIZED, so that it is published exactly once.
-PUBLISH_LAGGING = f"""
+PUBLISH_LAGGING = WriteStatement(
+    "publish_lagging",
+    f"""
 WITH leader AS MATERIALIZED (
     SELECT FROM cursor
      WHERE writer = $1 AND ($4::bigint IS NULL OR server_timeline() = $4) AND NOT lagging
@@ -100,14 +106,17 @@ reported AS MATERIALIZED (
                     jsonb_build_object('waiting_s', round(waiting_s::numeric, 1))) AS published
       FROM late WHERE {HAS_OPERATIONAL_SUBSCRIBER})
 UPDATE cursor SET lagging = true, lagging_at = clock_timestamp() FROM reported WHERE published
-RETURNING 1
-"""  # noqa: S608 (constants only)
+""",  # noqa: S608 (constants only)
+)
 
 # Clears the lagging state, whichever replica reported it; SKIP LOCKED as above.
-END_LAGGING = """
+END_LAGGING = WriteStatement(
+    "end_lagging",
+    """
 WITH leader AS MATERIALIZED (
     SELECT lagging FROM cursor WHERE writer = $1 FOR NO KEY UPDATE SKIP LOCKED),
 ended AS (
     UPDATE cursor SET lagging = false FROM leader WHERE leader.lagging)
-SELECT 1 FROM leader
-"""
+SELECT FROM leader
+""",
+)

@@ -20,13 +20,13 @@ import asyncpg
 
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import AHEAD
+from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from asyncpg import Connection
-
     from outbox.core.sequencing.partition_window import WindowKind
+    from outbox.store.connection.store_connection import StoreConnection
 
 PARENTS: Mapping[WindowKind, tuple[str, ...]] = {
     "events": ("outbox",),
@@ -56,7 +56,7 @@ SELECT n AS number
  WHERE to_regclass(quote_ident($1 || '_' || n)) IS NULL
  ORDER BY n
 """
-ADD_PARTITION = "SELECT add_partition($1::text::regclass, $2)"
+ADD_PARTITION = WriteStatement("add_partition", "SELECT add_partition($1::text::regclass, $2)")
 
 # Tables of dropped periods, oldest first.  detaching: true if a DETACH was interrupted, NULL if
 # it is already detached.  owned: this role may drop the table; others are listed while they have
@@ -77,15 +77,19 @@ READ_OWNS_TABLES = (
     "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'outbox'::regclass"
 )
 
-EMPTY_PARTITION = "SELECT empty_partition($1::text::regclass, $2)"
+# One row if it was emptied.
+EMPTY_PARTITION = WriteStatement(
+    "empty_partition",
+    "SELECT FROM empty_partition($1::text::regclass, $2) AS emptied WHERE emptied",
+)
 
 # The BRIN indexes that producers do not summarize, one per partition.
 READ_SUMMARIES = """
 SELECT inhrelid::bigint AS id FROM pg_inherits WHERE inhparent = 'outbox_lookup'::regclass
 """
-SUMMARIZE = "SELECT summarize($1::bigint::oid::regclass)"
+SUMMARIZE = WriteStatement("summarize", "SELECT summarize($1::bigint::oid::regclass)")
 
-ANALYZE = "SELECT analyze_parent($1::text::regclass)"
+ANALYZE = WriteStatement("analyze_parent", "SELECT analyze_parent($1::text::regclass)")
 
 _BOUND = re.compile(r"FROM \('?(\d+)'?\) TO \('?(\d+)'?\)")
 
@@ -110,7 +114,7 @@ class PartitionStore:
             repeated later.
     """
 
-    def __init__(self, connection: Connection[Any], *, pooled: bool = False) -> None:
+    def __init__(self, connection: StoreConnection, *, pooled: bool = False) -> None:
         self._db = connection
         self._pooled = pooled
 
@@ -137,7 +141,7 @@ class PartitionStore:
         for kind, parents in PARENTS.items():
             for parent in parents:
                 for row in await self._db.fetch(READ_MISSING, parent, kind, AHEAD):
-                    await self._db.execute(ADD_PARTITION, parent, row["number"])
+                    await self._db.write(ADD_PARTITION, parent, row["number"])
                     made += 1
         return made
 
@@ -154,7 +158,7 @@ class PartitionStore:
             if row["owned"]:
                 await self._drop(row)
                 dropped += 1
-            elif await self._db.fetchval(EMPTY_PARTITION, row["parent"], row["number"]):
+            elif await self._db.write(EMPTY_PARTITION, row["parent"], row["number"]):
                 emptied += 1
         return dropped, emptied
 
@@ -183,13 +187,13 @@ class PartitionStore:
     async def summarize(self) -> None:
         """Summarize the lookup index, so that new events are found by their id and key."""
         for row in await self._db.fetch(READ_SUMMARIES):
-            await self._db.execute(SUMMARIZE, row["id"])
+            await self._db.write(SUMMARIZE, row["id"])
 
     async def analyze(self) -> None:
         """Analyze the partitioned tables, which autovacuum does not do."""
         for parents in PARENTS.values():
             for parent in parents:
-                await self._db.execute(ANALYZE, parent)
+                await self._db.write(ANALYZE, parent)
 
     async def partitions(self, parent: str) -> list[Partition]:
         """All partitions of a table, in order."""

@@ -3,7 +3,7 @@
 Everything written for a lane is one statement that begins with the *fence*: the replica's
 own row, locked FOR KEY SHARE while its lease runs (see `fence`).  A replica that takes over
 deletes that row first, so a stale statement finds no fence and writes nothing.  Because it
-is a single statement, no lock is held while the database waits for this process.
+is sent as one message, no lock is held while the database waits for this process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.delivery.commands import DeadRange
-from outbox.core.delivery.message import Delivery
 from outbox.store.array_params import as_text, sparse
+from outbox.store.connection.message import WriteStatement
 from outbox.store.operational_events import (
     DEAD_LETTER_COLUMNS,
     DEAD_LETTER_CREATED_EVENT,
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from asyncpg import Connection
-
     from outbox.core.delivery.commands import AttemptRow, DeadLetter, Progress, Record
+    from outbox.store.connection.store_connection import StoreConnection
 
 RANGE_GROWTH_MAX_S = 3600
 """Maximum time for which a dead-letter range is extended; it bounds how much too early the
@@ -50,18 +49,22 @@ _ATTEMPTS = """
                         elapsed_us, response)) AS a
 """
 
-# Writes a group of acknowledgements: successful attempts only.
-WRITE_ACKNOWLEDGEMENTS = f"""{fence("$12")}
+# Writes a group of acknowledgements: successful attempts only.  One row for each.
+WRITE_ACKNOWLEDGEMENTS = WriteStatement(
+    "write_acknowledgements",
+    f"""{fence("$12")}
 INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
                      elapsed_ms, response, replica_id)
-SELECT a.*, $1 FROM fence, {_ATTEMPTS}
-"""  # noqa: S608 (constants only)
+SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
+""",  # noqa: S608 (constants only)
+)
 
 # Writes a group of attempts with lane progress and dead letters.
 #   moved: advances the progress of the lanes.  Fencing by epoch: for a lane that this
 #     replica no longer owns, nothing at all is written.
 #   logged: the attempts, except those of lanes that were not moved.
-#   dead_lettered: the dead letters of moved lanes.
+#   dead_lettered: the dead letters of moved lanes.  The event's content is copied from where
+#     the delivery was read, because arguments appear in the server's log if the message fails.
 #   preceding: the range directly before a new range of the same reason, because a backlog is
 #     trimmed repeatedly.  Only a recent one: a range is as old as its beginning, and one that
 #     never aged would keep its events for ever.  SKIP LOCKED: acknowledgements must not wait
@@ -73,7 +76,10 @@ SELECT a.*, $1 FROM fence, {_ATTEMPTS}
 #   new: the dead letters to report: the created ones, and an extended range when it
 #     receives its first ordinary event.  MATERIALIZED: evaluated once for two readers.
 #   reported: the operational events for them.
-WRITE_RECORDS = f"""{fence("$42")},
+# One row for each lane that was moved.
+WRITE_RECORDS = WriteStatement(
+    "write_records",
+    f"""{fence("$34")},
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
@@ -95,15 +101,26 @@ logged AS (
     SELECT a.*, $1 FROM fence, {_ATTEMPTS}
      WHERE a.lane_id <> ALL ($12) OR a.lane_id IN (SELECT lane_id FROM moved)),
 dead_lettered AS (
-    SELECT d.*, moved.endpoint_id
+    SELECT d.*, moved.endpoint_id, event.*
       FROM moved JOIN unnest($24::bigint[], $25::bigint[], $26::bigint[], $27::bigint[],
-           $28::text[], $29::int[], $30::jsonb[], $31::boolean[], $32::bigint[], $33::uuid[],
-           $34::text[], $35::text[], $36::text[], $37::jsonb[], $38::jsonb[],
-           $39::timestamptz[], $40::timestamptz[], $41::bigint[])
+           $28::text[], $29::int[], $30::jsonb[], $31::boolean[], $32::bigint[], $33::bigint[])
            AS d(lane_id, batch, seq, to_seq, reason, attempts, last_response, blocks, outbox_id,
-                event_id, tenant, type, key, payload, headers, published_at, expires_at,
                 backfill_id)
-           USING (lane_id)),
+           USING (lane_id)
+      LEFT JOIN LATERAL (
+           SELECT coalesce(o.event_id, x.event_id) AS event_id,
+                  coalesce(o.tenant, x.tenant) AS tenant, coalesce(o.type, x.type) AS type,
+                  coalesce(o.key, x.key) AS key, coalesce(o.payload, x.payload) AS payload,
+                  coalesce(o.headers, x.headers) AS headers,
+                  coalesce(o.created_at, x.published_at) AS published_at,
+                  CASE WHEN coalesce(n.replay_id, n.backfill_id) IS NULL THEN o.expires_at END
+                      AS expires_at
+             FROM delivery n
+             LEFT JOIN LATERAL (SELECT * FROM outbox WHERE id = n.outbox_id LIMIT 1) o ON true
+             LEFT JOIN LATERAL (SELECT * FROM dead_letter WHERE id = n.copy_id LIMIT 1) x ON true
+            WHERE d.outbox_id IS NOT NULL AND n.lane_id = d.lane_id AND n.batch = d.batch
+              AND n.seq = d.seq AND coalesce(o.payload, x.payload) IS NOT NULL LIMIT 1) event
+           ON true),
 preceding AS MATERIALIZED (
     SELECT x.id, x.lane_id, x.batch, x.seq, x.to_seq AS was_to_seq, g.to_seq
       FROM dead_lettered g CROSS JOIN LATERAL (
@@ -151,11 +168,14 @@ reported(type, endpoint_id, details) AS (
      UNION ALL
     SELECT {LANE_BLOCKED_EVENT}
       FROM new x JOIN blocked USING (lane_id) JOIN lane l ON l.id = x.lane_id)
-SELECT lane_id, ({PUBLISH_REPORTED_EVENTS}) AS published FROM moved
-"""  # noqa: S608 (constants only)
+SELECT FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
+""",  # noqa: S608 (constants only)
+)
 
 # Writes checkpoints; they only move forward, and only in the owner's epoch (fencing).
-WRITE_CHECKPOINTS = f"""{fence("$8")}
+WRITE_CHECKPOINTS = WriteStatement(
+    "write_checkpoints",
+    f"""{fence("$8")}
 UPDATE lane_progress p
    SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
        retry_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
@@ -165,8 +185,15 @@ UPDATE lane_progress p
               $7::timestamptz[])
        AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, success_at)
  WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq < v.acked_seq
-RETURNING p.lane_id
-"""  # noqa: S608 (constants only)
+""",  # noqa: S608 (constants only)
+)
+
+# Which checkpoints were written, when not all were.
+READ_CHECKPOINTS = """
+SELECT lane_id FROM lane_progress
+  JOIN unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS v(lane_id, epoch, acked_seq)
+       USING (lane_id, epoch, acked_seq)
+"""
 
 # Finishes an endpoint that is being removed or disabled.
 #   ended: sets the final state.
@@ -175,7 +202,10 @@ RETURNING p.lane_id
 #     statement locks them.
 #   unblocked, deleted_secrets: removes lane blocks, and the secrets of a removed endpoint.
 #   journalled, reported: journal entry and operational events.
-FINISH_ENDPOINT = f"""{fence("$5")},
+# One row, unless this replica is fenced.
+FINISH_ENDPOINT = WriteStatement(
+    "finish_endpoint",
+    f"""{fence("$5")},
 ended AS (
     UPDATE endpoint e
        SET state = CASE e.state WHEN 'removing' THEN 'removed' ELSE 'disabled' END
@@ -210,8 +240,9 @@ reported(type, endpoint_id, details) AS (
     SELECT {DEAD_LETTER_CREATED_EVENT}
       FROM created x JOIN lane l ON l.id = x.lane_id
      WHERE {HAS_OPERATIONAL_SUBSCRIBER} AND {IS_ORDINARY})
-SELECT count(*) AS fenced, ({PUBLISH_REPORTED_EVENTS}) AS published FROM fence
-"""  # noqa: S608 (constants only)
+SELECT FROM fence WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
+""",  # noqa: S608 (constants only)
+)
 
 
 class Fenced(Exception):
@@ -230,7 +261,7 @@ class RecordStore:
     """
 
     def __init__(
-        self, connection: Connection[Any], replica_id: int, timeline: int | None = None
+        self, connection: StoreConnection, replica_id: int, timeline: int | None = None
     ) -> None:
         self._db = connection
         self._replica_id = replica_id
@@ -241,10 +272,10 @@ class RecordStore:
         attempts = _attempts([(r.lane_id, r.attempt) for r in records if r.attempt is not None])
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
-            written = await self._db.execute(
+            written = await self._db.write(
                 WRITE_ACKNOWLEDGEMENTS, self._replica_id, *attempts, self._timeline
             )
-            if written != f"INSERT 0 {len(records)}":
+            if written != len(records):
                 raise Fenced
             return
         progress = _columns(
@@ -268,27 +299,33 @@ class RecordStore:
                 if r.progress is not None
             ),
         )
-        dead = _columns(18, (_dead_row(r, r.dead) for r, _ in urgent if r.dead is not None))
-        moved = await self._db.fetch(
+        dead = _columns(10, (_dead_row(r, r.dead) for r, _ in urgent if r.dead is not None))
+        moved = await self._db.write(
             WRITE_RECORDS, self._replica_id, *attempts, *progress, *dead, self._timeline
         )
-        if len(moved) != len(urgent):
+        if moved != len(urgent):
             raise Fenced
 
     async def checkpoint(self, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
         """Write checkpoints (lane, epoch, progress); returns the lanes that were accepted."""
-        written = await self._db.fetch(
+        lane_ids = [lane_id for lane_id, _, _ in rows]
+        epochs = [epoch for _, epoch, _ in rows]
+        acked = [p.acked_seq for _, _, p in rows]
+        written = await self._db.write(
             WRITE_CHECKPOINTS,
             self._replica_id,
-            [lane_id for lane_id, _, _ in rows],
-            [epoch for _, epoch, _ in rows],
-            [p.acked_seq for _, _, p in rows],
+            lane_ids,
+            epochs,
+            acked,
             [p.delivered_seq for _, _, p in rows],
             [p.floor_batch for _, _, p in rows],
             [_time(p.success_at) for _, _, p in rows],
             self._timeline,
         )
-        return {r["lane_id"] for r in written}
+        if written == len(rows):
+            return set(lane_ids)
+        found = await self._db.fetch(READ_CHECKPOINTS, lane_ids, epochs, acked)
+        return {r["lane_id"] for r in found}
 
     async def finish_endpoint(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
         """Dead-letter the pending deliveries of an endpoint that ends.
@@ -296,7 +333,7 @@ class RecordStore:
         Args:
             lanes: pairs of lane id and acknowledged sequence number.
         """
-        fenced = await self._db.fetchval(
+        finished = await self._db.write(
             FINISH_ENDPOINT,
             self._replica_id,
             endpoint_id,
@@ -304,7 +341,7 @@ class RecordStore:
             [acked for _, acked in lanes],
             self._timeline,
         )
-        if not fenced:
+        if not finished:
             raise Fenced
 
 
@@ -325,26 +362,12 @@ def _attempts(rows: Sequence[tuple[int, AttemptRow]]) -> list[Any]:
 
 
 def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> tuple[Any, ...]:
-    event: tuple[Any, ...] = (None,) * 10
+    event: tuple[int | None, int | None] = (None, None)
     if isinstance(dead, DeadRange):
         numbers = (dead.batch, dead.seq, dead.to_seq)
     else:
         d = dead.delivery
-        numbers = (d.batch, d.seq, d.seq)
-        event = (d.outbox_id, *event[1:9], d.backfill_id)
-        if isinstance(d, Delivery):
-            event = (
-                d.outbox_id,
-                d.event_id,
-                d.tenant,
-                d.type,
-                d.key,
-                d.payload.decode(),
-                None if d.headers is None else d.headers.decode(),
-                d.published_at,
-                d.expires_at,
-                d.backfill_id,
-            )
+        numbers, event = (d.batch, d.seq, d.seq), (d.outbox_id, d.backfill_id)
     return (
         record.lane_id,
         *numbers,

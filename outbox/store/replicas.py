@@ -1,23 +1,24 @@
 """Replicas, leases and ownership of endpoints.
 
-Every change of ownership is one transaction, and is journalled in it.
+Every change of ownership is one message, and is journalled in it.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import asyncpg
 
 from outbox.core.cluster.lease import Peer
+from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from asyncpg import Connection
+    from outbox.store.connection.store_connection import StoreConnection
 
 # A replica's own row, while its lease runs ($1 is the replica), on the server at which it
 # registered: after a failover behind a proxy, its id may belong to another replica, and its
@@ -31,6 +32,15 @@ WORKERS = 8
 CONNECTIONS_MAX = WORKERS + 2
 """Plus one to LISTEN, and now and then one to check that the server processes the others'
 statements."""
+
+
+SESSION_NAME = "outbox-relay:"
+LISTENER_SUFFIX = ":listen"
+
+
+def session_label(random_bits: int) -> str:
+    """A label for a replica, the `application_name` of all its sessions from their start."""
+    return f"{SESSION_NAME}{random_bits & 0xFFFFFFFF:08x}"
 
 
 def fence(timeline: str) -> str:
@@ -47,77 +57,93 @@ WITH fence AS MATERIALIZED (
     SELECT 1 FROM replica WHERE {OWN_ROW.format(timeline)} FOR KEY SHARE)"""  # noqa: S608
 
 
-# Reserves a replica id before registration, because sessions are named after it.
-RESERVE_REPLICA_ID = "SELECT nextval(pg_get_serial_sequence('replica', 'id'))"
-
-# Sets application_name of the current session.
-NAME_SESSION = "SELECT set_config('application_name', $1, false)"
-
-# Registers a replica; returns the database's time.  `pids`: the backends to terminate when it
-# is expired, the sequencer's first.
-REGISTER = """
-INSERT INTO replica (id, name, version, pids, lease_s, keys, expires_at) OVERRIDING SYSTEM VALUE
+# Registers a replica under the label that its sessions have had from their start.
+REGISTER = WriteStatement(
+    "register_replica",
+    """
+INSERT INTO replica (label, name, version, sequencer_pid, lease_s, keys, expires_at)
 VALUES ($1, $2, $3, $4, $5, $6, clock_timestamp() + make_interval(secs => $5))
-RETURNING extract(epoch FROM clock_timestamp())::float8 AS now
-"""
+""",
+)
+
+READ_REGISTERED = "SELECT id FROM replica WHERE label = $1"
 
 # Renews the lease; not one that has expired: the replica has to register again.
-RENEW = f"""
+RENEW = WriteStatement(
+    "renew_lease",
+    f"""
 UPDATE replica
    SET renewals = renewals + 1,
        expires_at = clock_timestamp() + make_interval(secs => lease_s)
  WHERE {OWN_ROW.format("$2")}
-RETURNING extract(epoch FROM clock_timestamp())::float8
-"""  # noqa: S608 (constants only)
+""",  # noqa: S608 (constants only)
+)
 
-# Locks the row of a replica that is to be expired.  FOR UPDATE waits for acknowledgements that
-# are being written, and fences off all later writes.  $2 is the renewal counter by which the
-# replica was considered dead: if it has advanced, the replica is alive.
-LOCK_REPLICA = """
-SELECT name FROM replica
- WHERE id = $1 AND renewals = coalesce($2, renewals) AND name = coalesce($3, name) FOR UPDATE
-"""
+READ_CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
-# Terminates the backends of a replica that is being expired, by pid and session name, because
-# a pid may have been reused.
-TERMINATE_BACKENDS = """
+# The row of a replica that is to be expired, by its id ($1) or label ($3).  $2 is the renewal
+# counter by which it was considered dead: if it has advanced, the replica is alive.
+_EXPIRABLE = "(id = $1 OR label = $3) AND renewals = coalesce($2, renewals)"
+
+# Locks that row.  FOR UPDATE waits for acknowledgements that are being written, and fences off all
+# later writes.
+LOCK_REPLICA = WriteStatement(
+    "lock_replica",
+    f"SELECT FROM replica WHERE {_EXPIRABLE} FOR UPDATE",
+)
+
+# Terminates the sessions of a replica that is being expired.  Behind a proxy an idle backend has
+# the label of its last client, so it is left alone.
+TERMINATE_SESSIONS = f"""
 SELECT count(pg_terminate_backend(a.pid))
-  FROM replica r JOIN pg_stat_activity a ON a.pid = ANY (r.pids)
- WHERE r.id = $1 AND a.application_name = $2 AND r.renewals = coalesce($3, r.renewals)
-"""
+  FROM (SELECT label, sequencer_pid FROM replica WHERE {_EXPIRABLE}) r
+  JOIN pg_stat_activity a ON a.application_name IN (r.label, r.label || '{LISTENER_SUFFIX}')
+ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
+   AND (r.sequencer_pid IS NOT NULL OR a.state <> 'idle')
+"""  # noqa: S608 (constants only)
 
 # Terminates sessions of a replica after its clean stop, when its row is already gone.  A
 # session that is not idle, or holds a lock, belongs to a connection that hangs.
 TERMINATE_BUSY_SESSIONS = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity a
- WHERE pid = ANY ($1) AND application_name = $2 AND pid <> pg_backend_pid()
+ WHERE application_name = $1 AND datname = current_database() AND pid <> pg_backend_pid()
    AND (state <> 'idle' OR EXISTS (SELECT FROM pg_locks l WHERE l.pid = a.pid))
 """
 
 # Releases all endpoints of a replica.
 #   owned: its ownership rows, locked in endpoint order, as in every statement that locks
 #     several (a change of several endpoints does, too), to avoid deadlocks.
+#   leaving: the replica, whose row the same message has locked.
 #   released: clears the owner and increments the epoch.
-RELEASE_ALL = """
-WITH owned AS MATERIALIZED (
-    SELECT endpoint_id FROM ownership WHERE replica_id = $1
-     ORDER BY endpoint_id FOR NO KEY UPDATE),
+RELEASE_ALL = WriteStatement(
+    "release_all_endpoints",
+    f"""
+WITH leaving AS MATERIALIZED (SELECT id, name FROM replica WHERE {_EXPIRABLE}),
+owned AS MATERIALIZED (
+    SELECT endpoint_id FROM leaving JOIN ownership ON replica_id = leaving.id
+     ORDER BY endpoint_id FOR NO KEY UPDATE OF ownership),
 released AS (
     UPDATE ownership o SET replica_id = NULL, epoch = epoch + 1
       FROM owned WHERE o.endpoint_id = owned.endpoint_id
     RETURNING o.endpoint_id, epoch)
 INSERT INTO journal (kind, actor, endpoint_id, data)
-SELECT 'endpoint_released', $2, endpoint_id,
-       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $3::text,
-                          'relay', (SELECT name FROM replica WHERE id = $1))
-  FROM released
-"""
+SELECT 'endpoint_released', coalesce($4, 'replica ' || leaving.id), endpoint_id,
+       jsonb_build_object('epoch', epoch, 'replica', leaving.id, 'why', $5::text,
+                          'relay', leaving.name)
+  FROM released, leaving
+""",  # noqa: S608 (constants only)
+)
 
 # Deletes the row, which fences the replica off.
-REMOVE_REPLICA = "DELETE FROM replica WHERE id = $1"
+REMOVE_REPLICA = WriteStatement(
+    "remove_replica",
+    f"DELETE FROM replica WHERE {_EXPIRABLE}",  # noqa: S608 (constants only)
+)
 
 # Releases some endpoints, while the lease runs; CTEs as in RELEASE_ALL.
-RELEASE_ENDPOINTS = f"""{fence("$5")},
+RELEASE_ENDPOINTS = WriteStatement(
+    "release_endpoints",
+    f"""{fence("$5")},
 owned AS MATERIALIZED (
     SELECT endpoint_id FROM ownership WHERE replica_id = $1 AND endpoint_id = ANY ($2)
      ORDER BY endpoint_id FOR NO KEY UPDATE),
@@ -130,69 +156,84 @@ SELECT 'endpoint_released', $3, endpoint_id,
        jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $4::text,
                           'relay', (SELECT name FROM replica WHERE id = $1))
   FROM released
-"""  # noqa: S608 (constants only)
+""",  # noqa: S608 (constants only)
+)
 
 # Reads the cluster's state in one statement: all replicas, the unowned endpoints, and the
 # routing version.  Only unowned endpoints: the cost of polling must not grow with the number
 # of endpoints.
 READ_CLUSTER = """
-SELECT c.version, c.erasures, r.ids, r.renewals, r.leases_s, r.cursor_pids,
+SELECT c.version, c.erasures, r.ids, r.renewals, r.leases_s, r.sequencer_pids,
        array(SELECT o.endpoint_id
                FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
                 AND e.state NOT IN ('removed', 'disabled')
               WHERE o.replica_id IS NULL) AS free
   FROM cursor c,
        (SELECT array_agg(id) AS ids, array_agg(renewals) AS renewals,
-               array_agg(lease_s) AS leases_s, array_agg(pids[1]) AS cursor_pids
+               array_agg(lease_s) AS leases_s, array_agg(sequencer_pid) AS sequencer_pids
           FROM replica) r
 """
 
 # Claims unowned endpoints and increments their epoch.
-#   unowned: their ownership rows, locked in endpoint order to avoid deadlocks.
-#   claimed, journalled: the new owner, and the journal entries.
-CLAIM_ENDPOINTS = f"""{fence("$4")},
+#   unowned, lanes, health: the rows that an owner writes, locked in one order in every statement,
+#     to avoid deadlocks.  SKIP LOCKED: one row that a hanging session holds must not keep this
+#     replica from claiming the other endpoints.
+#   claimable: the endpoints of which all rows were locked.  The next attempt finds the others.
+#   claimed, and the final INSERT: the new owner, and the journal entries.
+CLAIM_ENDPOINTS = WriteStatement(
+    "claim_endpoints",
+    f"""{fence("$4")},
 unowned AS MATERIALIZED (
     SELECT endpoint_id FROM ownership WHERE replica_id IS NULL AND endpoint_id = ANY ($2)
-     ORDER BY endpoint_id FOR NO KEY UPDATE),
+     ORDER BY endpoint_id FOR NO KEY UPDATE SKIP LOCKED),
+lanes AS MATERIALIZED (
+    SELECT lane_id, endpoint_id FROM lane_progress
+     WHERE endpoint_id IN (SELECT endpoint_id FROM unowned)
+     ORDER BY lane_id FOR NO KEY UPDATE SKIP LOCKED),
+health AS MATERIALIZED (
+    SELECT endpoint_id FROM endpoint_health
+     WHERE endpoint_id IN (SELECT endpoint_id FROM unowned)
+     ORDER BY endpoint_id FOR NO KEY UPDATE SKIP LOCKED),
+claimable AS MATERIALIZED (
+    SELECT endpoint_id FROM unowned JOIN health USING (endpoint_id)
+     WHERE (SELECT count(*) FROM lanes l WHERE l.endpoint_id = unowned.endpoint_id)
+         = (SELECT count(*) FROM lane_progress p WHERE p.endpoint_id = unowned.endpoint_id)),
 claimed AS (
     UPDATE ownership o SET replica_id = $1, epoch = epoch + 1
-      FROM fence, unowned u WHERE o.endpoint_id = u.endpoint_id AND o.replica_id IS NULL
-    RETURNING o.endpoint_id, epoch),
-journalled AS (
-    INSERT INTO journal (kind, actor, endpoint_id, data)
-    SELECT 'endpoint_claimed', $3, endpoint_id,
-           jsonb_build_object('epoch', epoch, 'replica', $1::bigint,
-                              'relay', (SELECT name FROM replica WHERE id = $1))
-      FROM claimed)
-SELECT endpoint_id, epoch FROM claimed
-"""  # noqa: S608 (constants only)
+      FROM fence, claimable c WHERE o.endpoint_id = c.endpoint_id AND o.replica_id IS NULL
+    RETURNING o.endpoint_id, epoch)
+INSERT INTO journal (kind, actor, endpoint_id, data)
+SELECT 'endpoint_claimed', $3, endpoint_id,
+       jsonb_build_object('epoch', epoch, 'replica', $1::bigint,
+                          'relay', (SELECT name FROM replica WHERE id = $1))
+  FROM claimed
+""",  # noqa: S608 (constants only)
+)
 
 # Writes the epoch of claimed endpoints to every row that an owner writes, before anything is
 # read, so that a checkpoint of the previous owner that is still in transit is rejected.  A
-# separate statement: the claim may have waited for a change of lanes, and only a later
-# snapshot contains the new ones.
-WRITE_EPOCHS = """
-WITH claimed AS (SELECT * FROM unnest($1::uuid[], $2::bigint[]) AS c(endpoint_id, epoch)),
+# separate statement of the same message: a change of lanes may have been committed just before
+# the claim got its locks, and only a later snapshot contains the new ones.
+WRITE_EPOCHS = WriteStatement(
+    "write_epochs",
+    f"""{fence("$3")},
+claimed AS MATERIALIZED (
+    SELECT endpoint_id, epoch FROM fence, ownership
+     WHERE replica_id = $1 AND endpoint_id = ANY ($2)),
 health AS (
     UPDATE endpoint_health h SET epoch = c.epoch
       FROM claimed c WHERE h.endpoint_id = c.endpoint_id)
 UPDATE lane_progress p SET epoch = c.epoch
   FROM claimed c WHERE p.endpoint_id = c.endpoint_id
+""",  # noqa: S608 (constants only)
+)
+
+READ_EPOCHS = """
+SELECT endpoint_id, epoch FROM ownership WHERE replica_id = $1 AND endpoint_id = ANY ($2)
 """
 
-
-SESSION_NAME = "outbox-relay:"
-LISTENER_SUFFIX = ":listen"
-
-
-def application_name(replica_id: int) -> str:
-    """application_name of a replica's database sessions."""
-    return f"{SESSION_NAME}{replica_id}"
-
-
-def listener_name(replica_id: int) -> str:
-    """application_name of its LISTEN connection, so that a dead one can be detected."""
-    return application_name(replica_id) + LISTENER_SUFFIX
+CLAIM_LOCK_TIMEOUT_S = 1.0
+"""Limit for the locks of a claim that are not skipped; the next poll claims again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +248,8 @@ class ClusterSnapshot:
     """Every registered replica, including this one."""
     free: list[UUID]
     """Unowned endpoints."""
-    cursor_pids: set[int | None]
-    """The backends of the replicas' sequencers."""
+    sequencer_pids: set[int | None]
+    """The backends of the replicas' sequencers; None: behind a proxy."""
 
 
 class ReplicaStore:
@@ -220,48 +261,40 @@ class ReplicaStore:
         timeline: the server's timeline when the replica registered; None: not known.
     """
 
-    def __init__(self, connection: Connection[Any], timeline: int | None = None) -> None:
+    def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
         self._db = connection
         self._timeline = timeline
 
-    async def reserve_id(self) -> int:
-        """Reserve an id for a replica that is not registered yet."""
-        replica_id: int = await self._db.fetchval(RESERVE_REPLICA_ID)
-        return replica_id
-
-    async def name_session(self, replica_id: int) -> None:
-        """Name this session after the replica: only sessions of that name are terminated."""
-        await self._db.execute(NAME_SESSION, application_name(replica_id))
-
     async def register(
         self,
-        replica_id: int,
+        label: str,
         name: str,
         version: str,
         lease_s: float,
-        pids: Sequence[int] = (),
+        sequencer_pid: int | None = None,
         keys: Sequence[str] = (),
-    ) -> float:
-        """Register a replica under a reserved id; its lease begins now.
+    ) -> int:
+        """Register a replica; its lease begins now.
 
         Args:
-            pids: its backends that write.
+            label: the application_name of its sessions (`session_label`).
+            sequencer_pid: the backend that writes its batches; None behind a proxy.
             keys: ids of its decryption keys.
 
         Returns:
-            The database's time in epoch seconds.
+            The replica's id.
         """
-        row = (replica_id, name, version, pids, lease_s, keys)
-        now: float = await self._db.fetchval(REGISTER, *row)
-        return now
+        await self._db.write(REGISTER, label, name, version, sequencer_pid, lease_s, keys)
+        replica_id: int = await self._db.fetchval(READ_REGISTERED, label)
+        return replica_id
 
-    async def renew(self, replica_id: int) -> float | None:
-        """Renew the lease, unless it has expired.
+    async def renew(self, replica_id: int) -> bool:
+        """Renew the lease; returns False if it has expired."""
+        return bool(await self._db.write(RENEW, replica_id, self._timeline))
 
-        Returns:
-            The database's time in epoch seconds; None: the lease had expired.
-        """
-        now: float | None = await self._db.fetchval(RENEW, replica_id, self._timeline)
+    async def read_clock(self) -> float:
+        """The database's time in epoch seconds."""
+        now: float = await self._db.fetchval(READ_CLOCK)
         return now
 
     async def read_cluster(self) -> ClusterSnapshot:
@@ -274,7 +307,7 @@ class ReplicaStore:
             row["erasures"],
             peers,
             row["free"],
-            set(row["cursor_pids"] or ()),
+            set(row["sequencer_pids"] or ()),
         )
 
     async def expire_replica(
@@ -283,71 +316,83 @@ class ReplicaStore:
         actor: str,
         lock_timeout_s: float,
         renewals: int | None = None,
-        *,
-        name: str | None = None,
     ) -> bool:
         """Expire a replica: release everything that it owns, and fence it off.
 
         Args:
             renewals: the renewal counter by which it was considered dead; None: it is known
                 to have ended.
-            name: expire it only if this is its name; after a failover its id may have been
-                assigned to another replica.
 
         Returns:
-            False when it is already gone, when it has renewed its lease, or when one of its
-            sessions held a lock and was terminated: poll again.
+            False when it is already gone, when it has renewed its lease, or when a lock was not
+            granted in time: poll again.
         """
-        session_name = application_name(replica_id)
+        return await self._expire((replica_id, renewals, None), actor, lock_timeout_s)
+
+    async def expire_former(self, label: str, lock_timeout_s: float) -> bool:
+        """Expire a former replica of this process, whose sessions were closed; see above."""
+        return await self._expire((None, None, label), None, lock_timeout_s)
+
+    async def _expire(
+        self,
+        expirable: tuple[int | None, int | None, str | None],
+        actor: str | None,
+        lock_timeout_s: float,
+    ) -> bool:
+        # A replica that hangs may hold any lock.  It is dead already, so nothing is lost if it
+        # renews its lease now.
+        with suppress(asyncpg.InsufficientPrivilegeError):
+            await self._db.execute(TERMINATE_SESSIONS, *expirable)
         try:
-            async with self._db.transaction():
-                await self._db.execute(f"SET LOCAL lock_timeout = {int(lock_timeout_s * 1000)}")
-                locked = await self._db.fetchval(LOCK_REPLICA, replica_id, renewals, name)
-                if locked is None:
-                    return False
-                # A frozen replica may also block elsewhere, where this lock does not show it:
-                # while sending a result that is not read, it may hold the cursor row.
-                with suppress(asyncpg.InsufficientPrivilegeError):
-                    async with self._db.transaction():
-                        await self._db.execute(
-                            TERMINATE_BACKENDS, replica_id, session_name, renewals
-                        )
-                await self._db.execute(RELEASE_ALL, replica_id, actor, "lease expired")
-                await self._db.execute(REMOVE_REPLICA, replica_id)
+            return await self._remove(expirable, actor, "lease expired", lock_timeout_s)
         except asyncpg.LockNotAvailableError:
-            await self._db.execute(TERMINATE_BACKENDS, replica_id, session_name, renewals)
             return False
-        return True
 
     async def release_all(self, replica_id: int, actor: str) -> None:
         """Release everything on a clean stop."""
-        async with self._db.transaction():
-            await self._db.execute(LOCK_REPLICA, replica_id, None, None)
-            await self._db.execute(RELEASE_ALL, replica_id, actor, "clean stop")
-            await self._db.execute(REMOVE_REPLICA, replica_id)
+        await self._remove((replica_id, None, None), actor, "clean stop", None)
 
-    async def terminate_busy_sessions(self, replica_id: int, pids: Sequence[int]) -> None:
-        """After a clean stop, terminate backends that may still hold a lock."""
-        if pids:
-            with suppress(asyncpg.InsufficientPrivilegeError):
-                await self._db.execute(TERMINATE_BUSY_SESSIONS, pids, application_name(replica_id))
+    async def _remove(
+        self,
+        expirable: tuple[int | None, int | None, str | None],
+        actor: str | None,
+        why: str,
+        lock_timeout_s: float | None,
+    ) -> bool:
+        removed = await self._db.write_together(
+            (LOCK_REPLICA, *expirable),
+            (RELEASE_ALL, *expirable, actor, why),
+            (REMOVE_REPLICA, *expirable),
+            lock_timeout_s=lock_timeout_s,
+        )
+        return bool(removed)
+
+    async def terminate_busy_sessions(self, label: str) -> None:
+        """After a clean stop, terminate sessions that may still hold a lock."""
+        with suppress(asyncpg.InsufficientPrivilegeError):
+            await self._db.execute(TERMINATE_BUSY_SESSIONS, label)
 
     async def claim(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str
     ) -> dict[UUID, int]:
         """Claim unowned endpoints; returns the epochs of those that were claimed."""
-        async with self._db.transaction(isolation="read_committed"):
-            rows = await self._db.fetch(
-                CLAIM_ENDPOINTS, replica_id, endpoint_ids, actor, self._timeline
+        try:
+            written = await self._db.write_together(
+                (CLAIM_ENDPOINTS, replica_id, endpoint_ids, actor, self._timeline),
+                (WRITE_EPOCHS, replica_id, endpoint_ids, self._timeline),
+                lock_timeout_s=CLAIM_LOCK_TIMEOUT_S,
             )
-            epochs: dict[UUID, int] = {r["endpoint_id"]: r["epoch"] for r in rows}
-            await self._db.execute(WRITE_EPOCHS, list(epochs), list(epochs.values()))
-        return epochs
+        except asyncpg.LockNotAvailableError:
+            return {}
+        if not written:
+            return {}
+        rows = await self._db.fetch(READ_EPOCHS, replica_id, endpoint_ids)
+        return {r["endpoint_id"]: r["epoch"] for r in rows}
 
     async def release(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, why: str
     ) -> None:
         """Release endpoints, after everything in their lanes is written."""
-        await self._db.execute(
+        await self._db.write(
             RELEASE_ENDPOINTS, replica_id, endpoint_ids, actor, why, self._timeline
         )

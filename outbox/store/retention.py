@@ -22,8 +22,7 @@ has ended that had written to the outbox when its partition was known to exist.
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outbox.core.sequencing.partition_window import (
     WIDTH,
@@ -32,18 +31,16 @@ from outbox.core.sequencing.partition_window import (
     due_windows,
     window_length_s,
 )
-from outbox.store.channels import WAKE_ALL
-from outbox.store.cursor import SET_LEADER
+from outbox.store.connection.message import WriteCall, WriteStatement
+from outbox.store.cursor import CLEAR_LEADER
 from outbox.store.erasure import erase_leftovers
-from outbox.store.routing_change import LOCK_CURSOR, write_journal
+from outbox.store.routing_change import LOCK_CURSOR
+from outbox.store.timeline import NOTIFY_ALL
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from asyncpg import Connection
-
     from outbox.core.sequencing.gaps import LockHolders
     from outbox.core.sequencing.partition_window import WindowKind
+    from outbox.store.connection.store_connection import StoreConnection
 
 ACTOR = "retention"
 
@@ -79,10 +76,18 @@ SELECT EXISTS (
 
 # Ends the newest period and advances the numbers to the next one: ids by `setval`, which is not
 # undone by a rollback, batches by an empty one.
-END_PERIOD = "SELECT end_period($1, $2)"
+END_PERIOD = WriteStatement("end_period", "SELECT abort_unless(end_period($1, $2))")
 # Settles an ended period, once everything in it is sequenced: the newest batch is the last one
 # that can contain any of it.
-SETTLE_PERIOD = "SELECT settle_period($1)"
+SETTLE_PERIOD = WriteStatement("settle_period", "SELECT settle_period($1)")
+
+# Everything that a batch must not cross holds the cursor row, and reads in later statements.
+HOLD_CURSOR = WriteStatement("hold_cursor", LOCK_CURSOR)
+
+# The leader must not write the batch after the one it knows.  Clearing its name ensures that, and
+# the newest batch would not: a statement that waits for the row lock sees the row's new version,
+# and everything else in its old snapshot.
+END_LEADERSHIP = WriteStatement("end_leadership", CLEAR_LEADER)
 
 # Whether a lane may have pending deliveries in batches up to $1, by its checkpoint.  New
 # deliveries are in later batches, so the result never changes from false to true.
@@ -117,6 +122,10 @@ SELECT EXISTS (SELECT FROM dead_letter d WHERE d.batch <= $2 AND {_OPEN_RANGE})
     SELECT FROM replay r LEFT JOIN dead_letter d ON d.id = r.dead_id
      WHERE r.next_seq <= r.to_seq AND d.outbox_id IS NULL AND r.next_batch <= $2)
 """  # noqa: S608
+REQUIRE_NO_RANGES = WriteStatement(
+    "require_no_ranges",
+    f"SELECT abort_unless(NOT ({PINNED_BY_RANGES}))",
+)
 
 # Whether deliveries created by replays need events in [$2, $3); their batch does not show the
 # event's age.  They do if they are pending, or in a range that may be replayed or is being
@@ -147,27 +156,46 @@ READ_REPLAY_PROGRESS = """
 SELECT concat_ws(' ', (SELECT max(id) FROM replay_job), count(*), sum(batch))
   FROM replay_job_endpoint WHERE ended_at IS NULL
 """
-# Whether a running backfill may still read events below $1.
-PINNED_BY_JOBS = """
-SELECT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL AND from_id < $1)
-"""
+REQUIRE_REPLAY_PROGRESS = WriteStatement(
+    "require_replay_progress",
+    f"SELECT abort_unless(({READ_REPLAY_PROGRESS}) = $1)",
+)
 
-# Decides to drop a period; checks pending deliveries resend.  No row: it may not be dropped.
-DROP_PERIOD = "SELECT began_at, ended_at FROM drop_period($1, $2)"
+# No running backfill may still read events below $1.
+REQUIRE_NO_JOBS = WriteStatement(
+    "require_no_jobs",
+    """
+SELECT abort_unless(NOT EXISTS (
+    SELECT FROM replay_job_endpoint WHERE ended_at IS NULL AND from_id < $1))
+""",
+)
 
-# Discards ranges that are too old to pin a period: they can no longer be replayed.  This includes
-# those of newer batches, which may contain replays of events of any age.
-#   old: locked in id order, as in every statement that locks several, to avoid deadlocks.
-DISCARD_RANGES = f"""
-WITH old AS MATERIALIZED (
-    SELECT d.id FROM dead_letter d
-     WHERE d.outbox_id IS NULL AND d.state = 'dead' AND NOT ({_OPEN_RANGE})
+# Decides to drop a period, and journals it; aborts if pending deliveries prevent it.
+#   old, discarded: discards ranges that are too old to pin a period, because they can no longer be
+#     replayed.  This includes those of newer batches, which may contain replays of events of any
+#     age.  Locked in id order, as in every statement that locks several, to avoid deadlocks.
+DROP_PERIOD = WriteStatement(
+    "drop_period",
+    f"""
+WITH decided AS MATERIALIZED (SELECT began_at, ended_at FROM drop_period($1, $2)),
+old AS MATERIALIZED (
+    SELECT d.id FROM decided, dead_letter d
+     WHERE d.outbox_id IS NULL AND d.state = 'dead' AND NOT ({_OPEN_RANGE.replace("$1", "$4")})
      ORDER BY d.id FOR UPDATE OF d),
 discarded AS (
     UPDATE dead_letter d SET state = 'discarded' FROM old WHERE d.id = old.id
+    RETURNING 1),
+journalled AS (
+    INSERT INTO journal (kind, actor, data)
+    SELECT 'period_dropped', $3,
+           jsonb_build_object('kind', $1::text, 'number', $2::bigint, 'began_at', began_at,
+                              'ended_at', ended_at,
+                              'ranges_discarded', (SELECT count(*) FROM discarded))
+      FROM decided
     RETURNING 1)
-SELECT count(*) FROM discarded
-"""  # noqa: S608
+SELECT abort_unless(EXISTS (SELECT FROM journalled))
+""",  # noqa: S608
+)
 
 ERASED_WITHIN_S = 3 * 3600.0
 """A request takes an hour at most, and this runs hourly."""
@@ -248,7 +276,7 @@ class RetentionStore:
     """
 
     def __init__(
-        self, connection: Connection[Any], keep: Retention, *, period_s: float | None = None
+        self, connection: StoreConnection, keep: Retention, *, period_s: float | None = None
     ) -> None:
         self._db = connection
         self._keep = keep
@@ -290,13 +318,6 @@ class RetentionStore:
             return self._period_s
         return window_length_s(self._keep.retention_s(kind))
 
-    @asynccontextmanager
-    async def _holding(self) -> AsyncIterator[None]:
-        """A transaction that holds the cursor row; each statement has its own snapshot."""
-        async with self._db.transaction(isolation="read_committed"):
-            await self._db.execute(LOCK_CURSOR)
-            yield
-
     # ----------------------------------------------------------------- begin
 
     async def _begin(self, period: PartitionWindow) -> None:
@@ -305,15 +326,10 @@ class RetentionStore:
             return
         if period.kind == "events" and not await self._known_to_all(period.number + 1):
             return
-        async with self._holding():
-            if not await self._db.fetchval(END_PERIOD, period.kind, period.number):
-                return
-            if period.kind == "log":
-                # The leader must not write the batch after the one it knows.  Clearing its name
-                # ensures that, and the newest batch would not: a statement that waits for the
-                # row lock sees the row's new version, and everything else in its old snapshot.
-                await self._db.execute(SET_LEADER, None)
-                await self._db.execute(WAKE_ALL)
+        calls: list[WriteCall] = [(HOLD_CURSOR,), (END_PERIOD, period.kind, period.number)]
+        if period.kind == "log":
+            calls += [(END_LEADERSHIP,), (NOTIFY_ALL,)]
+        await self._db.write_unless_aborted(*calls)
 
     async def _known_to_all(self, number: int) -> bool:
         """Whether every transaction that writes to the outbox sees that period's partition."""
@@ -329,8 +345,7 @@ class RetentionStore:
     # ---------------------------------------------------------------- settle
 
     async def _settle(self, period: PartitionWindow) -> None:
-        async with self._holding():
-            await self._db.execute(SETTLE_PERIOD, period.number)
+        await self._db.write_together((HOLD_CURSOR,), (SETTLE_PERIOD, period.number))
 
     # ---------------------------------------------------------------- decide
 
@@ -345,22 +360,8 @@ class RetentionStore:
         events = period.kind == "events"
         if events and await self._db.fetchval(PINNED_BY_REPLAYS, keep_s, period.first, period.end):
             return False
-        async with self._holding():
-            if await self._db.fetchval(PINNED_BY_RANGES, keep_s, last_batch):
-                return False
-            if events and await self._db.fetchval(READ_REPLAY_PROGRESS) != progress:
-                return False
-            if events and await self._db.fetchval(PINNED_BY_JOBS, period.end):
-                return False
-            row = await self._db.fetchrow(DROP_PERIOD, period.kind, period.number)
-            if row is None:
-                return False
-            data = {
-                "kind": period.kind,
-                "number": period.number,
-                "began_at": row["began_at"].isoformat(),
-                "ended_at": row["ended_at"].isoformat(),
-                "ranges_discarded": await self._db.fetchval(DISCARD_RANGES, keep_s),
-            }
-            await write_journal(self._db, "period_dropped", ACTOR, None, data)
-        return True
+        calls: list[WriteCall] = [(HOLD_CURSOR,), (REQUIRE_NO_RANGES, keep_s, last_batch)]
+        if events:
+            calls += [(REQUIRE_REPLAY_PROGRESS, progress), (REQUIRE_NO_JOBS, period.end)]
+        calls.append((DROP_PERIOD, period.kind, period.number, ACTOR, keep_s))
+        return bool(await self._db.write_unless_aborted(*calls))

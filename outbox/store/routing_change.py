@@ -16,6 +16,7 @@ import orjson
 
 from outbox.store.channels import WAKE_ALL
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -42,6 +43,12 @@ UPDATE subscription SET to_batch = $2 WHERE endpoint_id = $1 AND to_batch IS NUL
 WRITE_JOURNAL = """
 INSERT INTO journal (kind, actor, endpoint_id, data) VALUES ($1, $2, $3, $4::text::jsonb)
 """
+
+# The first statement of a message that changes routing: it locks the cursor row, so in the
+# statements after it the next batch is `(SELECT max(batch) + 1 FROM batch)`.
+BEGIN_CHANGE = WriteStatement("begin_change", RAISE_VERSION)
+
+ADD_TO_JOURNAL = WriteStatement("add_to_journal", WRITE_JOURNAL)
 
 
 @asynccontextmanager

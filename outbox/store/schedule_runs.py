@@ -1,8 +1,9 @@
 """Runs of schedules, and delayed events: both are due by the database's clock.
 
-Any number of replicas may do this concurrently.  A run is decided in one transaction, which locks
-its schedule, writes the event and advances `next_at`, so it is published exactly once; if the
-transaction fails, it is still due.  A delayed event is moved by one statement.
+Any number of replicas may do this concurrently.  A run is decided from what was read, and written
+in one message, which locks its schedule, checks that it is unchanged, writes the event and
+advances `next_at`.  So it is published exactly once; if the message fails, it is still due.  A
+delayed event is moved by one message, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from outbox.core.schedules.cron import Cron
 from outbox.core.schedules.schedule import (
@@ -22,13 +25,17 @@ from outbox.core.schedules.schedule import (
     overlap_poll_s,
 )
 from outbox.errors import UsageError
-from outbox.store.routing_change import write_journal
+from outbox.store.connection.message import WriteStatement
+from outbox.store.routing_change import ADD_TO_JOURNAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from asyncpg import Connection, Record
+    from asyncpg import Record
+
+    from outbox.store.connection.message import WriteCall
+    from outbox.store.connection.store_connection import StoreConnection
 
 SCHEDULES_MAX = 100
 """Maximum number of schedules per transaction."""
@@ -47,18 +54,28 @@ SELECT extract(epoch FROM least(
        ) - clock_timestamp())::float8
 """
 
-# Locks due schedules.  SKIP LOCKED: other replicas process other schedules.  PostgreSQL rechecks
-# the condition on the latest version when it grants the lock, so a schedule that another replica
-# has just advanced is not returned.  statement_timestamp(), because clock_timestamp() is volatile
-# and cannot use an index.
-LOCK_DUE = """
+# Due schedules.  statement_timestamp(), because clock_timestamp() is volatile and cannot use an
+# index.  revision: it changes with every change of the row.
+READ_DUE = """
 SELECT id, name, cron, timezone, misfire, grace_s, overlap, next_at, last_outbox_id,
-       last_run_at, statement_timestamp() AS now
+       last_run_at, statement_timestamp() AS now, xmin::text AS revision
   FROM schedule
  WHERE state = 'active' AND due_at <= statement_timestamp()
  ORDER BY due_at, id LIMIT $1
-   FOR UPDATE SKIP LOCKED
 """
+
+# Locks schedules, and aborts if one was changed since it was read, or is locked by another
+# session, which changes it.  PostgreSQL rechecks the revision when it grants the lock.
+LOCK_SCHEDULES = WriteStatement(
+    "lock_schedules",
+    """
+WITH unchanged AS MATERIALIZED (
+    SELECT FROM schedule s JOIN unnest($1::bigint[], $2::text[]) AS v(id, revision)
+      ON s.id = v.id AND s.xmin::text = v.revision
+       FOR UPDATE OF s SKIP LOCKED)
+SELECT abort_unless((SELECT count(*) FROM unchanged) = cardinality($1::bigint[]))
+""",
+)
 
 # Which of some events are delivered or dead-lettered in every lane: they are sequenced, and no
 # lane of their batch has them pending.
@@ -126,25 +143,34 @@ UPDATE schedule s
   FROM newest n WHERE s.id = n.schedule_id
 RETURNING s.last_event_id
 """  # noqa: S608 (constants only)
+PUBLISH_DUE_RUNS = WriteStatement("publish_due_runs", PUBLISH_RUNS)
 
 # Advances schedules to their next run.
-ADVANCE_SCHEDULES = """
+ADVANCE_SCHEDULES = WriteStatement(
+    "advance_schedules",
+    """
 UPDATE schedule s SET next_at = v.next_at, due_at = v.due_at
   FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[]) AS v(id, next_at, due_at)
  WHERE s.id = v.id
-"""
+""",
+)
 
 # Takes the lock for moving delayed events.  One session at a time: a second one would wait for the
 # first, row by row, or deadlock, and then find no rows left.
-LOCK_FUTURE = """
-SELECT pg_try_advisory_xact_lock(
-           hashtextextended('outbox-relay moves future events ' || current_schema(), 0))
-"""
+LOCK_FUTURE = WriteStatement(
+    "lock_future",
+    """
+SELECT abort_unless(pg_try_advisory_xact_lock(
+           hashtextextended('outbox-relay moves future events ' || current_schema(), 0)))
+""",
+)
 
 # Moves due delayed events to the outbox.  A separate statement: its snapshot begins after the lock
 # was granted.  An array of ids is looked up in the index, whatever row count the planner estimates;
 # a join may read the whole table for one row.
-MOVE_FUTURE = """
+MOVE_FUTURE = WriteStatement(
+    "move_future",
+    """
 WITH moved AS (
     DELETE FROM future_event WHERE id = ANY(ARRAY(
         SELECT id FROM future_event WHERE deliver_at <= statement_timestamp()
@@ -154,8 +180,9 @@ written AS (
     INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
     SELECT event_id, tenant, type, key, payload, headers, expires_at
       FROM moved ORDER BY deliver_at, id)
-SELECT count(*) FROM moved
-"""
+SELECT FROM moved
+""",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +212,7 @@ class ScheduleRunStore:
     Not safe for concurrent use; asyncpg's errors propagate.
     """
 
-    def __init__(self, connection: Connection[Any], replica_id: int) -> None:
+    def __init__(self, connection: StoreConnection, replica_id: int) -> None:
         self._db = connection
         self._actor = f"replica {replica_id}"
 
@@ -196,49 +223,44 @@ class ScheduleRunStore:
 
     async def run_due_schedules(self) -> ScheduleRunResult:
         """Run due schedules, up to `SCHEDULES_MAX`."""
-        async with self._db.transaction(isolation="read_committed"):
-            rows = await self._db.fetch(LOCK_DUE, SCHEDULES_MAX)
-            if not rows:
-                return ScheduleRunResult(0)
-            waited_for = [
-                row["last_outbox_id"]
-                for row in rows
-                if row["overlap"] == "wait" and row["last_outbox_id"] is not None
-            ]
-            ended: set[int] = set()
-            if waited_for:
-                found = await self._db.fetch(READ_ENDED, waited_for)
-                ended = {row["outbox_id"] for row in found}
-            decided = [decide_run(row, ended) for row in rows]
-            await self._write(decided)
+        rows = await self._db.fetch(READ_DUE, SCHEDULES_MAX)
+        if not rows:
+            return ScheduleRunResult(0)
+        waited_for = [
+            row["last_outbox_id"]
+            for row in rows
+            if row["overlap"] == "wait" and row["last_outbox_id"] is not None
+        ]
+        ended: set[int] = set()
+        if waited_for:
+            found = await self._db.fetch(READ_ENDED, waited_for)
+            ended = {row["outbox_id"] for row in found}
+        decided = [decide_run(row, ended) for row in rows]
+        if not await self._write(decided):
+            return ScheduleRunResult(0)
         broken = tuple((d.schedule["name"], d.problem) for d in decided if d.problem is not None)
         return ScheduleRunResult(len(rows), broken)
 
     async def move_future_events(self) -> int:
         """Move due delayed events, up to `EVENTS_MAX`; returns their number."""
-        async with self._db.transaction(isolation="read_committed"):
-            if not await self._db.fetchval(LOCK_FUTURE):
-                return 0
-            moved: int = await self._db.fetchval(MOVE_FUTURE, EVENTS_MAX)
-        return moved
+        return await self._db.write_unless_aborted((LOCK_FUTURE,), (MOVE_FUTURE, EVENTS_MAX))
 
-    async def _write(self, decided: Sequence[ScheduleDecision]) -> None:
+    async def _write(self, decided: Sequence[ScheduleDecision]) -> bool:
+        """Write the decisions; returns False if a schedule was changed meanwhile."""
+        ids = [d.schedule["id"] for d in decided]
+        calls: list[WriteCall] = [(LOCK_SCHEDULES, ids, [d.schedule["revision"] for d in decided])]
         # In chronological order over all schedules.
         ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
         if ticks:
-            await self._db.execute(
-                PUBLISH_RUNS, [i for _, i in ticks], [at for at, _ in ticks], False
-            )
-        await self._db.execute(
-            ADVANCE_SCHEDULES,
-            [d.schedule["id"] for d in decided],
-            [d.due.next_at for d in decided],
-            [d.due_at for d in decided],
+            calls.append((PUBLISH_DUE_RUNS, [i for _, i in ticks], [at for at, _ in ticks], False))
+        calls.append(
+            (ADVANCE_SCHEDULES, ids, [d.due.next_at for d in decided], [d.due_at for d in decided])
         )
         for each in decided:
             if each.due.missed is not None:
-                data = _skipped(each.schedule, *each.due.missed)
-                await write_journal(self._db, "schedule_skipped", self._actor, None, data)
+                data = orjson.dumps(_skipped(each.schedule, *each.due.missed)).decode()
+                calls.append((ADD_TO_JOURNAL, "schedule_skipped", self._actor, None, data))
+        return bool(await self._db.write_unless_aborted(*calls))
 
 
 def decide_run(row: Record, ended: set[int]) -> ScheduleDecision:

@@ -17,26 +17,43 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.channels import WAKE_ALL
-from outbox.store.routing_change import RAISE_VERSION
+from outbox.store.connection.message import WriteCall, WriteStatement
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
 READ_TIMELINE = "SELECT server_timeline()"
 
-SET_FIRST_TIMELINE = "UPDATE cursor SET timeline = $1"
+SET_FIRST_TIMELINE = WriteStatement(
+    "set_first_timeline",
+    "UPDATE cursor SET timeline = $1 WHERE writer = $2 AND version = $3 AND timeline IS NULL",
+)
 
-CHANGE_TIMELINE = "UPDATE cursor SET timeline = $1, timeline_at = clock_timestamp()"
+# Like every routing change it raises the version, and it locks the cursor row.
+CHANGE_TIMELINE = WriteStatement(
+    "change_timeline",
+    """
+WITH changed AS (
+    UPDATE cursor SET timeline = $1, timeline_at = clock_timestamp(), version = version + 1
+     WHERE writer = $2 AND version = $3 AND timeline = $4 AND server_timeline() = $1
+    RETURNING 1)
+SELECT abort_unless(EXISTS (SELECT FROM changed))
+""",
+)
 
 # Locks all ownership rows: claims wait for the change, as for a change of lanes.  In endpoint
 # order, as every statement that locks several, to avoid deadlocks.
-LOCK_EPOCHS = "SELECT FROM ownership ORDER BY endpoint_id FOR NO KEY UPDATE"
+LOCK_EPOCHS = WriteStatement(
+    "lock_epochs", "SELECT FROM ownership ORDER BY endpoint_id FOR NO KEY UPDATE"
+)
 
 # Begins a new generation of lanes for every endpoint, including paused and disabled ones, which
 # may be resumed.  An endpoint that is being removed gets no new lanes.
 #   renewed, added, counted, begun: the generation, its lanes, their counters and progress.
 #   changed, and the final INSERT: journal entries.
-BEGIN_GENERATIONS = """
+BEGIN_GENERATIONS = WriteStatement(
+    "begin_generations",
+    """
 WITH renewed AS (
     UPDATE endpoint SET generation = next_generation(generation)
      WHERE state NOT IN ('removing', 'removed')
@@ -49,7 +66,7 @@ counted AS (
     INSERT INTO lane_counter (lane_id) SELECT id FROM added),
 begun AS (
     INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch, epoch)
-    SELECT a.id, a.endpoint_id, $1, o.epoch
+    SELECT a.id, a.endpoint_id, $1::bigint, o.epoch
       FROM added a JOIN ownership o ON o.endpoint_id = a.endpoint_id),
 changed AS (
     INSERT INTO journal (kind, actor, data)
@@ -61,7 +78,11 @@ SELECT 'endpoint_lanes_renewed', $2, id,
        jsonb_build_object('generation', generation, 'lanes', lanes, 'from_batch', $1::bigint,
                           'timeline', $4::bigint)
   FROM renewed
-"""
+""",
+)
+
+
+NOTIFY_ALL = WriteStatement("notify_all", WAKE_ALL)
 
 
 async def read_timeline(connection: Connection[Any]) -> int | None:
@@ -70,20 +91,22 @@ async def read_timeline(connection: Connection[Any]) -> int | None:
     return timeline
 
 
-async def set_first_timeline(connection: Connection[Any], timeline: int) -> None:
-    """Record the first known timeline; the caller holds the cursor row."""
-    await connection.execute(SET_FIRST_TIMELINE, timeline)
+def begin_timeline(
+    replica_id: int, from_batch: int, version: int, old: int | None, new: int, actor: str
+) -> list[WriteCall]:
+    """The message by which the leader begins new lanes on a new timeline, journalled.
 
+    It does nothing if the leader or the routing version has changed.  The first timeline that
+    becomes known begins no lanes.
 
-async def begin_timeline(
-    connection: Connection[Any], from_batch: int, old: int, new: int, actor: str
-) -> None:
-    """Begin new lanes on a new timeline, journalled; the caller holds the cursor row.
-
-    Like every routing change it raises the version and notifies the owners.
+    Args:
+        old: the timeline of the last batch; None: not known.
     """
-    await connection.execute(LOCK_EPOCHS)
-    await connection.execute(BEGIN_GENERATIONS, from_batch, actor, old, new)
-    await connection.execute(CHANGE_TIMELINE, new)
-    await connection.execute(RAISE_VERSION)
-    await connection.execute(WAKE_ALL)
+    if old is None:
+        return [(SET_FIRST_TIMELINE, new, replica_id, version)]
+    return [
+        (CHANGE_TIMELINE, new, replica_id, version, old),
+        (LOCK_EPOCHS,),
+        (BEGIN_GENERATIONS, from_batch, actor, old, new),
+        (NOTIFY_ALL,),
+    ]

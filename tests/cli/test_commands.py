@@ -616,8 +616,8 @@ def test_status(here: Command, database: Database) -> None:
         UPDATE lane_counter SET last_seq = 2;
         UPDATE lane_progress SET retry_seq = 1, attempts = 3, spent = 3, next_attempt_at = now(),
                last_response = '{"failure": "timeout"}';
-        INSERT INTO replica (name, version, pids, lease_s, expires_at)
-        VALUES ('r1', '1', '{}', 5, now() + interval '1 hour') RETURNING id
+        INSERT INTO replica (name, version, label, lease_s, expires_at)
+        VALUES ('r1', '1', 'outbox-relay:r1', 5, now() + interval '1 hour') RETURNING id
         """,
     )
     text = here("status").out
@@ -714,9 +714,9 @@ def test_status_names_problems_and_the_commands_that_resolve_them(
         UPDATE lane_counter c SET last_seq = 9 FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
          WHERE l.id = c.lane_id AND e.name = 'sick';
         UPDATE endpoint SET generation = 2 WHERE name = 'sick';
-        INSERT INTO replica (name, version, pids, lease_s, expires_at)
-        VALUES ('r1', '1', '{}', 5, now() + interval '1 h'),
-               ('r2', '1', '{}', 5, now() - interval '1 h') RETURNING id;
+        INSERT INTO replica (name, version, label, lease_s, expires_at)
+        VALUES ('r1', '1', 'outbox-relay:r1', 5, now() + interval '1 h'),
+               ('r2', '1', 'outbox-relay:r2', 5, now() - interval '1 h') RETURNING id;
         UPDATE cursor SET writer = (SELECT id FROM replica WHERE name = 'r1')
         """,
     )

@@ -51,9 +51,12 @@ class Renewals:
         self.took_s = took_s
         self.begun = 0
 
-    async def renew(self, _: int) -> float:
+    async def renew(self, _: int) -> bool:
         self.begun += 1
         await asyncio.sleep(self.took_s)
+        return True
+
+    async def read_clock(self) -> float:
         return 0.0
 
 
@@ -134,7 +137,7 @@ async def test_nothing_is_sent_between_resume_and_a_new_lease(
     network = Network(response)
     register = ReplicaStore.register
 
-    async def registering(self: ReplicaStore, *given: object) -> tuple[int, float]:
+    async def registering(self: ReplicaStore, *given: object) -> int:
         sent_before_registering.append(len(network.sent))
         return await register(self, *given)
 
@@ -169,17 +172,16 @@ async def test_nothing_is_sent_between_resume_and_a_new_lease(
 def shift_database_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Shifts the database's clock, as relays read it, by some seconds."""
     ahead_s = 0.0
-    renew = ReplicaStore.renew
+    read_clock = ReplicaStore.read_clock
 
-    async def shifted_renew(self: ReplicaStore, replica_id: int) -> float | None:
-        lease_left_s = await renew(self, replica_id)
-        return lease_left_s and lease_left_s + ahead_s
+    async def shifted_clock(self: ReplicaStore) -> float:
+        return await read_clock(self) + ahead_s
 
     def be_ahead(by_s: float) -> None:
         nonlocal ahead_s
         ahead_s = by_s
 
-    monkeypatch.setattr(ReplicaStore, "renew", shifted_renew)
+    monkeypatch.setattr(ReplicaStore, "read_clock", shifted_clock)
     return be_ahead
 
 

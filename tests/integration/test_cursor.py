@@ -70,13 +70,6 @@ async def test_nothing_is_lost_or_reordered_when_the_server_crashes(
 # Few transactions hold an xid for long, so the horizon is always near.
 XIDLESS = Workload({"autocommit": 4, "early_id": 4, "slow_payload": 2})
 # A few short transactions, so that all holders of a gap end at once.
-FEW = Workload(
-    {"autocommit": 4, "savepoint": 2, "exception": 4, "slow_payload": 2},
-    producers=4,
-    replicas=1,
-    dawdle={"holders": 0.3},
-    dawdle_s=0.02,
-)
 # One commit closes more gaps than fit into a batch, beside shorter ones.
 CUT = Workload({"spread": 1, "time_out": 6}, producers=3, replicas=1, events_max=(2,))
 # Transactions that wait for a row lock of another one, for longer than a gap is young.
@@ -105,7 +98,6 @@ LEFT_OUT = Workload(
         pytest.param(
             variants.FULL_BATCH, CUT, "lost", id="a full batch decides about every gap", marks=FULL
         ),
-        pytest.param(variants.REPEATABLE_READ, FEW, "lost", id="repeatable read", marks=FULL),
         pytest.param(variants.UNFENCED, RIVALS, "duplicated", id="written by a former leader"),
         pytest.param(
             variants.NO_RECHECK,

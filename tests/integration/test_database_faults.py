@@ -78,7 +78,7 @@ KINDS = (
 END_ONE = """
 SELECT pg_terminate_backend(pid) FROM (
     SELECT pid FROM pg_stat_activity
-     WHERE application_name = 'outbox-relay:' || (SELECT max(id) FROM replica)
+     WHERE application_name = (SELECT label FROM replica ORDER BY id DESC LIMIT 1)
        AND datname = current_database()
      ORDER BY backend_start OFFSET $1 LIMIT 1) one
 """

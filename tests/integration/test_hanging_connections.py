@@ -177,10 +177,8 @@ async def test_a_connection_that_hangs_at_session_start_does_not_block_the_sessi
     await run_concurrently(server, ("ownership", "sequencing", "schedules"), hang)
 
 
-async def test_the_locks_of_a_hanging_connection_are_released(server: Server) -> None:
-    """The server has parsed the statement and waits for the execute message. That is no idle
-    transaction, so no server timeout ends it.
-    """
+async def test_a_session_that_hangs_during_a_takeover_delays_nothing(server: Server) -> None:
+    """The server executes the message, and the response does not arrive."""
 
     async def hang(name: str, database: Database, logs: Logs) -> None:
         await add_endpoint(database)
@@ -191,7 +189,7 @@ async def test_the_locks_of_a_hanging_connection_are_released(server: Server) ->
                 await until(lambda: network.accepted)
                 await until(lambda: len(lines.opened) >= len(OPENED))
                 # The next session takes over from this one and hangs during the takeover.
-                lines.last_words = getattr(replicas, name).encode()
+                lines.last_words = words[name]
                 for line in list(lines.opened):
                     line.cut()
                 await until(lambda: lines.last_words is None, 20, "the next session to hang")
@@ -201,7 +199,12 @@ async def test_the_locks_of_a_hanging_connection_are_released(server: Server) ->
         assert not any("lease ran out" in each["event"] for each in logs), "it was waited for"
         assert await exceptions(database) == {}
 
-    await run_concurrently(server, ("TERMINATE_BACKENDS", "RELEASE_ALL", "WRITE_EPOCHS"), hang)
+    words = {
+        "terminate": replicas.TERMINATE_SESSIONS.encode(),
+        "expire": b"EXECUTE release_all_endpoints",
+        "claim": b"EXECUTE claim_endpoints",
+    }
+    await run_concurrently(server, words, hang)
 
 
 async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: Server) -> None:

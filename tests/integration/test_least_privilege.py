@@ -230,6 +230,6 @@ async def test_a_role_without_relay_privileges_gets_an_error_that_names_them(
         (event_types, *_) = logs
     assert event_types["event"] == "the session was lost"
     assert event_types["reason"] == (
-        "permission denied for sequence replica_id_seq; grant the role its purpose "
+        "permission denied for table replica; grant the role its purpose "
         "(outbox migrate --relay ROLE), or connect as the role that ran outbox migrate"
     )

@@ -88,7 +88,7 @@ async def test_no_state_leaks_into_pooled_sessions(
             for n in range(20):
                 await publish(database, n)
             await until(lambda: len(network.accepted) == 20)
-            assert await fetchval(database, "SELECT bool_and(pids = '{}') FROM replica")
+            assert await fetchval(database, "SELECT bool_and(sequencer_pid IS NULL) FROM replica")
         # The next client gets the sessions as they were opened.
         locks = """SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'
                       AND database = (SELECT oid FROM pg_database

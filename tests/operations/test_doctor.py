@@ -27,7 +27,7 @@ from outbox.store.connection.migrate import migrations
 from outbox.store.connection.secrets import CLEAR, Vault
 from outbox.store.replicas import ReplicaStore
 from tests.support.doctor import PATH, findings, findings_of, reported_findings, sql_of, the_one
-from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, running
+from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, register, running
 from tests.support.schedules import add as add_schedule
 from tests.support.schedules import let_be_due
 from tests.support.waiting import until
@@ -41,8 +41,8 @@ AT_ONCE = DoctorLimits(
     lag_warning_s=0, listener_s=0, unfinished_s=0, failing_s=0, holder_s=0, transaction_s=0
 )
 REPLICA = """
-INSERT INTO replica (name, version, pids, lease_s, started_at, expires_at)
-VALUES ('r1', '1', '{}', 5, now() - interval '1 h', clock_timestamp() + interval '1 h')
+INSERT INTO replica (name, version, label, lease_s, started_at, expires_at)
+VALUES ('r1', '1', 'outbox-relay:r1', 5, now() - interval '1 h', clock_timestamp() + interval '1 h')
 RETURNING id
 """
 
@@ -289,7 +289,7 @@ async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connect
     ]
     await rotate_key.rekey(db, "relay", one, actor="t")
     store = ReplicaStore(db, None)
-    await store.register(await store.reserve_id(), "blind", "0", 30.0, (), two.key_ids)
+    await register(store, name="blind", keys=two.key_ids)
     none_is_clear, blind = await told_of_secrets()
     assert none_is_clear == (Severity.OK, "no secret is stored in clear")
     assert blind == (
@@ -380,7 +380,7 @@ async def test_a_relay_that_is_deaf(database: Database, db: Connection[Any]) -> 
     found = await the_one(db, "listeners")
     assert "r1 (replica 1) has no LISTEN connection" in found.message
     assert await reported_findings(db, "listeners", listening=False) == []
-    name = {"application_name": "outbox-relay:1:listen"}
+    name = {"application_name": "outbox-relay:r1:listen"}
     async with database.connection(server_settings=name):
         assert await reported_findings(db, "listeners") == []
 

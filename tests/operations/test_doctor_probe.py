@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 ALIVE = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())"
 REPLICA = """
-INSERT INTO replica (name, version, pids, lease_s, expires_at)
-VALUES ('r1', '1', '{}', 5, clock_timestamp() + interval '1 h')
+INSERT INTO replica (name, version, label, lease_s, expires_at)
+VALUES ('r1', '1', 'outbox-relay:r1', 5, clock_timestamp() + interval '1 h')
 """
 
 

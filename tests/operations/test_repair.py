@@ -260,8 +260,8 @@ async def test_a_replica_that_cannot_be_ended_keeps_everything_as_it_is(
     await damage(
         database,
         """UPDATE lane_counter SET last_seq = 3 WHERE lane_id = 1;
-           INSERT INTO replica (name, version, pids, lease_s, expires_at)
-           VALUES ('frozen', '1', '{}', 5, now())""",
+           INSERT INTO replica (name, version, label, lease_s, expires_at)
+           VALUES ('frozen', '1', 'outbox-relay:frozen', 5, now())""",
     )
     holder: Connection[Any] = await database.connect(**PATH)
     await holder.execute("BEGIN; SELECT FROM replica FOR KEY SHARE")

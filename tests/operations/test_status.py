@@ -135,8 +135,8 @@ async def test_what_is_owed_by_all_does_not_depend_on_what_is_shown(
 @pytest.mark.one_major
 async def test_a_lapsed_replica_is_not_alive(db: Connection[Any]) -> None:
     await db.execute(
-        "INSERT INTO replica (name, version, pids, lease_s, expires_at) "
-        "VALUES ('gone', '1', '{}', 5, now() - interval '1 s')"
+        "INSERT INTO replica (name, version, label, lease_s, expires_at) "
+        "VALUES ('gone', '1', 'outbox-relay:gone', 5, now() - interval '1 s')"
     )
     (replica,) = (await status.read_overview(db, "relay")).replicas
     assert (replica.name, replica.alive) == ("gone", False)

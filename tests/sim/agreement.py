@@ -27,6 +27,7 @@ from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import Retention
+from outbox.core.sequencing.router import Deliveries
 from outbox.errors import OutboxError
 from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterSelection
@@ -35,6 +36,7 @@ from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.endpoint_state import EndpointState
 from outbox.store.filters import MATCH_ALL, FilterStopReason, StoppedFilter
 from outbox.store.records import Fenced
+from outbox.store.replicas import session_label
 from tests.sim import stores as simulated
 
 if TYPE_CHECKING:
@@ -117,6 +119,7 @@ class Script:
         self._lanes = stores.lanes.LaneStore(db)
         self._store = stores.cursor.CursorStore(db)
         await self._store.check()
+        self._labels: dict[int, str] = {}
         self._ids = [await self._register() for _ in range(2)]
         self._epochs: dict[UUID, int] = {}
         self._owner: dict[UUID, int] = {}
@@ -161,8 +164,9 @@ class Script:
         return self._stores.endpoint_state.EndpointStateStore(self._db, SCHEMA, replica_id)
 
     async def _register(self) -> int:
-        new: int = await self._replicas.reserve_id()
-        await self._replicas.register(new, "a replica", "0", LEASE_S)
+        label = session_label(self._rng.getrandbits(32))
+        new: int = await self._replicas.register(label, "a replica", "0", LEASE_S)
+        self._labels[new] = label
         return new
 
     # ----------------------------------------------------------- the sequencer
@@ -176,7 +180,8 @@ class Script:
         await self._side.publish(events, commit=self._rng.random() < 0.8)
 
     async def _sequence(self) -> Any:
-        cursor = self._cursors[self._rng.choice(self._ids)]
+        # A new leader takes replays only after its first batch.
+        cursor = self._cursors[self._ids[self._rng.random() < 0.2]]
         asleep_s = 60 if self._rng.random() < 0.2 else None
         result = await cursor.sequence_batch(asleep_s=asleep_s)
         state = await self._store.state()
@@ -314,7 +319,10 @@ class Script:
 
     async def _expire(self) -> Any:
         n = self._rng.randrange(2)
-        expired = await self._replicas.expire_replica(self._ids[n], "test", 1.0)
+        if self._rng.random() < 0.3:
+            expired = await self._replicas.expire_former(self._labels[self._ids[n]], 1.0)
+        else:
+            expired = await self._replicas.expire_replica(self._ids[n], "test", 1.0)
         self._ids[n] = await self._register()
         self._cursors[self._ids[n]] = self._cursor(self._ids[n])
         return expired, self._ids
@@ -326,7 +334,7 @@ class Script:
         renewed = await self._replicas.renew(me)
         snapshot = await self._replicas.read_cluster()
         peers = sorted((peer.id, peer.renewals, peer.lease_s) for peer in snapshot.peers)
-        return renewed is not None, peers, snapshot.version, snapshot.cursor_pids
+        return renewed, peers, snapshot.version, snapshot.sequencer_pids
 
     async def _health(self) -> Any:
         # A server returns rows in any order.
@@ -381,14 +389,15 @@ class Script:
 
     async def _register_and_release(self) -> Any:
         """Register a replica with this session, and stop it; its own session is not terminated."""
-        new, pids = await self._replicas.reserve_id(), [self._db.get_server_pid()]
-        await self._replicas.name_session(new)
-        now = await self._replicas.register(new, "another", "0", LEASE_S, pids, ["key"])
+        label = session_label(self._rng.getrandbits(32))
+        pid = self._db.get_server_pid()
+        new = await self._replicas.register(label, "another", "0", LEASE_S, pid, ["key"])
+        now = await self._replicas.read_clock()
         epochs = await self._replicas.claim(new, await self._free(), "test")
         await self._stores.channels.wake_all(self._db)
         await self._stores.channels.wake_owners(self._db, "no payload")
         await self._replicas.release_all(new, "test")
-        await self._replicas.terminate_busy_sessions(new, pids)
+        await self._replicas.terminate_busy_sessions(label)
         return now > 0, sorted((self._n(e), epoch) for e, epoch in epochs.items())
 
     async def _hold_cursor(self) -> Any:
@@ -397,17 +406,31 @@ class Script:
         transaction = store.transaction()
         await transaction.start()
         lock = await store.lock()
+        if lock.leader is None:
+            # A batch that is not written aborts the transaction.
+            await transaction.rollback()
+            return lock.version, lock.batch
         locked = replace(lock, timeline=None, server_timeline=lock.server_timeline or 1)
-        changed = await store.begin_timeline(locked, "test")
+        await store.begin_timeline(lock.leader, locked, "test")
         gaps = tuple((n, n) for n in self._rng.sample(range(1, 20), 2))
-        for opened, closed in ((gaps, ()), ((), gaps[:1])):
-            await store.write_old_gaps(CursorChange(0, (), (), (), closed, opened, True, {}))
+        written = await store.write(
+            lock.batch + 1,
+            CursorChange(0, (), (), (), gaps[:1], gaps, True, {}),
+            0,
+            Deliveries(),
+            lock.leader,
+            lock.version,
+            committed_after=None,
+            awake=False,
+            erasures=None,
+            notification=None,
+        )
         state = await store.state()
         # Other databases of the server may have some.
         await store.holders()
         await store.running()
         await transaction.rollback()
-        return changed.version, lock.writer, lock.batch, changed.timeline is None, sorted(state.old)
+        return written, lock.version, lock.leader, lock.batch, sorted(state.old)
 
     async def _filter(self) -> Any:
         filters = self._store.filters

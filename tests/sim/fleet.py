@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
 from outbox.relay.session import HAND_OVER_MIN_S
-from outbox.store.replicas import listener_name
+from outbox.store.replicas import LISTENER_SUFFIX
 from tests.sim.books import Violation
 from tests.sim.clockwork import Process
 from tests.sim.database.connection import Connection, ListenerConnection
@@ -65,8 +65,8 @@ class SimulatedConnections:
         finally:
             connection.terminate()
 
-    async def listener(self, replica_id: int) -> Connection:
-        name = listener_name(replica_id)
+    async def listener(self, label: str) -> Connection:
+        name = label + LISTENER_SUFFIX
         listener = ListenerConnection(self._fleet.database, self._process, name)
         return await self._open(listener, 0.0)
 

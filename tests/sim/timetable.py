@@ -112,8 +112,8 @@ class Timetable:
 
     def _ticking(self, session: str) -> None:
         self._decided_at = max(self._decided_at, self._db.wall())
-        replica_id = int(session.rpartition(":")[2])
-        self._checker.moments.come(moments.TICK, self._checker.name_of(replica_id))
+        labels = {row["label"]: row["id"] for row in self._db.replica.rows.values()}
+        self._checker.moments.come(moments.TICK, self._checker.name_of(labels[session]))
 
     def committed(self, tx: Transaction) -> None:
         """Check a committed transaction.

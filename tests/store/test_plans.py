@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
+    from outbox.store.connection.message import WriteCall, WriteStatement
     from tests.support.postgres import Database
 
 ANY = (None,) * 5
@@ -135,6 +136,17 @@ async def _events_when_idle(log: LongLog) -> Case:
         await _events(log, NEXT),
         SAID,
         20 + SAID_PAGES,
+        {"outbox": NEWEST},
+    )
+
+
+async def _events_with_their_content(log: LongLog) -> Case:
+    rows, pages = UNSEQUENCED + SAID, FOUR + UNSEQUENCED + SAID_PAGES
+    return Case(
+        event_reads.READ_CONTENT_AND_STATE,
+        await _events(log, HIGH),
+        rows,
+        pages,
         {"outbox": NEWEST},
     )
 
@@ -294,7 +306,6 @@ async def _batch(log: LongLog) -> Case:
         deliveries.counters[lane] = NUMBERS + 1
     step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
     heard = Heard()
-    wanted: dict[int, Any] = dict.fromkeys(log.lanes[:20])
     await cursor.CursorStore(heard, timeline=1).write(
         BATCHES,
         step,
@@ -304,12 +315,12 @@ async def _batch(log: LongLog) -> Case:
         1,
         committed_after=None,
         awake=True,
-        inline_lanes=wanted,
+        erasures=0,
         notification="",
     )
     ((sql, arguments),) = heard.asked
     leads = "UPDATE cursor SET writer = 1, version = 1"
-    return Case(sql, arguments, LANES + len(wanted) + 4, 2000, before=(leads,))
+    return Case(sql, arguments, LANES + 4, 2000, before=(leads,))
 
 
 async def _standing(log: LongLog) -> Case:
@@ -487,9 +498,8 @@ async def _lag(log: LongLog) -> Case:
     leads = "UPDATE cursor SET writer = 1"
     # Everything is late.
     arguments = (1, -1e6, 600.0, None)
-    return Case(
-        operational_events.PUBLISH_LAGGING, arguments, 10, 150, partitions, (leads, ASKED_BEFORE)
-    )
+    statement = operational_events.PUBLISH_LAGGING.sql
+    return Case(statement, arguments, 10, 150, partitions, (leads, ASKED_BEFORE))
 
 
 async def _checkpoints(log: LongLog) -> Case:
@@ -497,8 +507,12 @@ async def _checkpoints(log: LongLog) -> Case:
     store = records.RecordStore(heard, log.replica, timeline=1)
     progress = Progress(acked_seq=ACKED, floor_batch=batch_of(ACKED + 1))
     await store.checkpoint([(lane, 0, progress) for lane in log.lanes[:100]])
-    ((sql, arguments),) = heard.asked
-    return Case(sql, arguments, LANES, 20 * 100)
+    return Case(*heard.asked[0], LANES, 20 * 100)
+
+
+async def _checkpoints_that_were_written(log: LongLog) -> Case:
+    ids = log.lanes[:100]
+    return Case(records.READ_CHECKPOINTS, (ids, [0] * 100, [ACKED] * 100), LANES, 20 * 100)
 
 
 async def _endpoints_of_an_owner(log: LongLog) -> Case:
@@ -525,7 +539,7 @@ async def _backlog_over_its_age(log: LongLog) -> Case:
 
 
 async def _renewal(log: LongLog) -> Case:
-    return Case(replicas.RENEW, (log.replica, 1), 1, 10)
+    return Case(replicas.RENEW.sql, (log.replica, 1), 1, 10)
 
 
 async def _look(log: LongLog) -> Case:
@@ -541,6 +555,7 @@ RELAY = {
     for case in (
         _state,
         _events_when_idle,
+        _events_with_their_content,
         _events_and_young_gaps,
         _events_of_a_backlog,
         _events_and_every_old_gap,
@@ -574,6 +589,7 @@ RELAY = {
         _whether_lanes_owe_ordinary_events,
         _lag,
         _checkpoints,
+        _checkpoints_that_were_written,
         _endpoints_of_an_owner,
         _backlog_over_its_count,
         _backlog_over_its_age,
@@ -762,3 +778,11 @@ class Heard:
     async def fetch(self, sql: str, *arguments: Any) -> list[Any]:
         self.asked.append((sql, arguments))
         return []
+
+    async def write(self, statement: WriteStatement, *arguments: Any) -> int:
+        self.asked.append((statement.sql, arguments))
+        return 0
+
+    async def write_unless_aborted(self, *calls: WriteCall) -> int:
+        self.asked += [(statement.sql, tuple(arguments)) for statement, *arguments in calls]
+        return 0

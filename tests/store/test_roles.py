@@ -151,8 +151,8 @@ MAY_NOT = {
         " elapsed_ms) VALUES (1, 1, 1, 1, 1, 'delivered', now(), 1)",
         "INSERT INTO delivery (lane_id, batch, seq, outbox_id) VALUES (1, 1, 1, 1)",
         "INSERT INTO batch (batch, high) VALUES (7, 7)",
-        "INSERT INTO replica (name, version, pids, lease_s, expires_at)"
-        " VALUES ('a', 'b', '{}', 1, now())",
+        "INSERT INTO replica (name, version, label, lease_s, expires_at)"
+        " VALUES ('a', 'b', 'outbox-relay:a', 1, now())",
         "SELECT end_period('events', 0)",
         "SELECT settle_period(0)",
         "SELECT drop_period('events', 0)",
@@ -528,8 +528,9 @@ async def _says(connection: Connection[Any], check: str = "roles") -> list[Docto
 @pytest.mark.one_major
 async def test_the_doctor_tells_of_relays_that_are_superusers(owner: Connection[Any]) -> None:
     await owner.execute("""
-        INSERT INTO replica (name, version, pids, lease_s, expires_at)
-        VALUES ('r1', '1', ARRAY[pg_backend_pid()], 5, clock_timestamp() + interval '1 h')
+        SET application_name = 'outbox-relay:r1';
+        INSERT INTO replica (name, version, label, lease_s, expires_at)
+        VALUES ('r1', '1', 'outbox-relay:r1', 5, clock_timestamp() + interval '1 h')
     """)
     (found,) = await _says(owner)
     assert found.severity == "warning"

@@ -94,7 +94,8 @@ async def test_what_was_not_committed_never_was(
     dying = await database.connect(**PATH)
     transaction = dying.transaction()
     await transaction.start()
-    (row,) = await dying.fetch(schedule_runs.LOCK_DUE, 10)
+    (row,) = await dying.fetch(schedule_runs.READ_DUE, 10)
+    await dying.write(schedule_runs.LOCK_SCHEDULES, [row["id"]], [row["revision"]])
     await dying.execute(schedule_runs.PUBLISH_RUNS, [row["id"]], [row["next_at"]], False)
     assert (await store.run_due_schedules()).schedules == 0  # It is locked, and nobody waits.
     dying.terminate()
@@ -253,8 +254,8 @@ async def test_nobody_waits_for_another_one_that_moves_them(
     moving = await database.connect(**PATH)
     transaction = moving.transaction()
     await transaction.start()
-    assert await moving.fetchval(schedule_runs.LOCK_FUTURE)
-    assert await moving.fetchval(schedule_runs.MOVE_FUTURE, 2) == 2
+    await moving.write(schedule_runs.LOCK_FUTURE)
+    assert await moving.write(schedule_runs.MOVE_FUTURE, 2) == 2
     async with asyncio.timeout(10):
         assert await store.move_future_events() == 0
     await transaction.rollback()
@@ -285,8 +286,8 @@ async def test_looks_are_cheap_when_a_lot_waits(
         await _future(db, 0, 1, 2, ago_s=10)
         for sql, *arguments in (
             (schedule_runs.READ_DUE_IN,),
-            (schedule_runs.LOCK_DUE, 100),
-            (schedule_runs.MOVE_FUTURE, 200),
+            (schedule_runs.READ_DUE, 100),
+            (schedule_runs.MOVE_FUTURE.sql, 200),
         ):
             plan = await explain(db, sql, *arguments, generic=generic)
             # Rows that are dead, and not cleaned away yet, are met on the way.

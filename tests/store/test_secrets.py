@@ -19,6 +19,7 @@ from outbox.operations.apply import apply_file
 from outbox.store.connection.secrets import CLEAR, SIGNING, UnreadableSecret, UnreadableText, Vault
 from outbox.store.endpoints import find_endpoint, read_endpoints
 from outbox.store.replicas import ReplicaStore
+from tests.support.relay import register
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -182,11 +183,11 @@ async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection
 
 async def test_the_first_key_comes_into_use_when_every_relay_has_it(db: Connection[Any]) -> None:
     store = ReplicaStore(db, None)
-    await store.register(await store.reserve_id(), "old", "0", 30.0)
+    await register(store, name="old")
     with pytest.raises(Conflict, match=f"the relay old does not have the key {OLD.key_id}"):
         await add(db, OLD)
     await db.execute("DELETE FROM replica")
-    await store.register(await store.reserve_id(), "new", "0", 30.0, (), BOTH.key_ids)
+    await register(store, name="new", keys=BOTH.key_ids)
     await add(db, OLD)
     assert await keys_in_use(db) == [OLD.key_id]
 
@@ -284,8 +285,7 @@ async def test_a_running_relay_without_the_key_is_not_left_behind(db: Connection
     await add(db, OLD)
     store = ReplicaStore(db, None)
     for name, vault in (("old", OLD), ("both", BOTH)):
-        number = await store.reserve_id()
-        await store.register(number, name, "0", 30.0, (), vault.key_ids)
+        await register(store, name=name, keys=vault.key_ids)
     with pytest.raises(Conflict, match=f"the relay old does not have the key {NEW.key_id}"):
         await rotate_key.rekey(db, "relay", BOTH, actor="ann")
     assert await rotate_key.count_secrets(db, "relay") == [rotate_key.SecretCount(OLD.key_id, 3)]

@@ -9,7 +9,7 @@ import asyncpg
 
 from outbox.core.sequencing.gaps import CursorChange, GapTracker, LockHolders
 from outbox.core.sequencing.router import RoutableEvent
-from outbox.relay.sequencing.cursor import BatchResult, Cursor
+from outbox.relay.sequencing.cursor import Cursor
 from outbox.store.cursor import CursorStore
 from tests.support.sequencers import Slow, Variant
 
@@ -124,20 +124,6 @@ class FullBatchTracker(GapTracker):
         return super().close_batch(ids, False, after, now)
 
 
-class RepeatableReadStore(Slow):
-    """Reads everything in the snapshot of the first statement."""
-
-    ISOLATION = "repeatable_read"  # type: ignore[assignment]
-
-
-class OneSnapshotCursor(Cursor):
-    """Locks the row during every batch, and reads the holders in its snapshot."""
-
-    async def sequence_batch(self, *, asleep_s: int | None = None) -> BatchResult:
-        self.leads, self._holders = False, None
-        return await super().sequence_batch(asleep_s=asleep_s)
-
-
 class ModestStore(Slow):
     """Excludes its own backend from the holders.
 
@@ -174,7 +160,7 @@ class UnfencedStore(Slow):
             return await super().write(newest[0], step, events, deliveries, *newest[1:], **options)
         except asyncpg.UniqueViolationError:
             # Another replica took the sequence number meanwhile: the primary key rejects that much.
-            return None
+            return False
 
 
 class FreshBeforeTracker(GapTracker):
@@ -284,7 +270,6 @@ HORIZON = Variant(
     prepare="ALTER TABLE relay.outbox ADD COLUMN x xid8 DEFAULT pg_current_xact_id();",
 )
 FULL_BATCH = Variant(tracker=FullBatchTracker)
-REPEATABLE_READ = Variant(store=RepeatableReadStore, cursor=OneSnapshotCursor)
 FRESH_BEFORE = Variant(tracker=FreshBeforeTracker)
 PROOF_AFTER = Variant(tracker=ProofAfterTracker)
 KNOWN_AFTER = Variant(store=ModestStore, tracker=KnownAfterTracker)
@@ -292,7 +277,7 @@ NO_RECHECK = Variant(tracker=NoRecheckTracker)
 UNFENCED = Variant(store=UnfencedStore)
 LOCK_RECHECK = Variant(store=LockStore)
 EARLY_MOVE = Variant(store=ModestStore, tracker=EarlyMoveTracker)
-UNREACHED = Variant(tracker=UnreachedTracker)
+UNREACHED = Variant(store=ModestStore, tracker=UnreachedTracker)
 DEAF = Variant(tracker=DeafTracker)
 REMEMBERING = Variant(cursor=RememberingCursor, tracker=RememberingTracker)
 REMEMBERING_DEAF = Variant(cursor=RememberingCursor, tracker=RememberingDeafTracker)

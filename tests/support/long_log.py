@@ -97,8 +97,8 @@ class LongLog:
             await _write_log(db, self.lanes, f"i % {LANES} <> 0")
             await _write_rest(db, self.lanes)
             self.replica = await db.fetchval(
-                "INSERT INTO replica (name, version, pids, lease_s, expires_at) "
-                "VALUES ('r', '0', '{}', 5, 'infinity') RETURNING id"
+                "INSERT INTO replica (name, version, label, lease_s, expires_at) "
+                "VALUES ('r', '0', 'outbox-relay:r', 5, 'infinity') RETURNING id"
             )
             await db.execute("UPDATE ownership SET replica_id = $1", self.replica)
 

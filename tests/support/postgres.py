@@ -16,7 +16,7 @@ import psycopg
 
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.store.connection.migrate import migrate
-from outbox.store.connection.type_cache import TypeCachingConnection
+from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -42,7 +42,7 @@ _numbers = itertools.count(1)
 
 
 async def _connect(dsn: str, **options: Any) -> asyncpg.Connection:
-    return await asyncpg.connect(dsn, **{"connection_class": TypeCachingConnection, **options})
+    return await asyncpg.connect(dsn, **{"connection_class": StoreConnection, **options})
 
 
 class Database:

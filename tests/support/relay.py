@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections import defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from outbox.operations.verify.promises import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
+from outbox.store.replicas import session_label
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -144,12 +146,17 @@ def _connections(values: Settings) -> Connections:
 
 
 async def register(
-    store: ReplicaStore, lease_s: float = 60.0, *, name: str = "test", pids: Sequence[int] = ()
+    store: ReplicaStore,
+    lease_s: float = 60.0,
+    *,
+    name: str = "test",
+    label: str | None = None,
+    sequencer_pid: int | None = None,
+    keys: Sequence[str] = (),
 ) -> int:
     """Register a replica without a relay."""
-    replica_id = await store.reserve_id()
-    await store.register(replica_id, name, "0", lease_s, pids)
-    return replica_id
+    label = label or session_label(int.from_bytes(os.urandom(4)))
+    return await store.register(label, name, "0", lease_s, sequencer_pid, keys)
 
 
 @asynccontextmanager

@@ -145,7 +145,13 @@ class Slow(CursorStore):
     """
 
     async def read(
-        self, high: int, gaps: Sequence[Range], limit: int, *, more_gaps: bool
+        self,
+        high: int,
+        gaps: Sequence[Range],
+        limit: int,
+        *,
+        more_gaps: bool,
+        with_content: bool = False,
     ) -> Reading:
         events = await self.events(high, gaps, limit)
         last_id, wakeup, *cursor = await self._db.fetchrow(
@@ -274,10 +280,6 @@ class Replica:
         self._hasty_share = hasty_share
         self._take_chance = take_chance
         self._hasty = replace(variant, tracker=on_clock(variant.tracker, lambda now: 19 * now))
-        # Other errors fail the test: a new life would hide a wrong state.
-        self._survives = LOST
-        if variant.store.ISOLATION != "read_committed":
-            self._survives += (asyncpg.PostgresError,)
         values = {"rng": rng, "chances": dawdle, "longest_s": dawdle_s}
         self._mixins = [
             type(f"My{each.__name__}", (each,), values) for each in (Dawdling, DawdlingInReads)
@@ -292,7 +294,7 @@ class Replica:
         while not stop.is_set():
             try:
                 turn = await self._turn()
-            except self._survives:
+            except LOST:  # Other errors fail the test: a new life would hide a wrong state.
                 self.close()
                 turn = BatchResult.EMPTY
             if turn is not BatchResult.WRITTEN:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.router import RoutableEvent
     from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.sequencing.sequencer import Sequencer
-    from outbox.store.cursor import CursorLock, CursorStore, LeaderStatus
+    from outbox.store.cursor import CursorStore, LeaderStatus
     from outbox.store.event_reads import Reading
     from tests.support.postgres import Database
 
@@ -55,27 +55,28 @@ class Drowsy(Slow):
         if self._falling and (action := self.actions.pop(point, None)):
             await action()
 
-    async def lock(self) -> CursorLock | None:
-        lock = await super().lock()
-        self.refusals += lock is None
-        return lock
+    async def take_leadership(self, replica_id: int) -> bool:
+        leads = await super().take_leadership(replica_id)
+        self.refusals += not leads
+        return leads
 
     async def leader_status(self, me: int) -> LeaderStatus:
         standing = await super().leader_status(me)
         self.polls += 1
         return standing
 
-    async def set_asleep(self, for_s: int) -> int:
+    async def fall_asleep(self, replica_id: int, for_s: int) -> bool:
         self.flags["asleep"] += 1
         self._falling = bool(self.actions)
         await self._reach("before the flag")
-        until_s = await super().set_asleep(for_s)
+        leads = await super().fall_asleep(replica_id, for_s)
         await self._reach("before the holders")
-        return until_s
+        return leads
 
-    async def set_wakeup(self, value: int) -> None:
-        self.flags["set"] += 1
-        await super().set_wakeup(value)
+    async def release_leadership(self, replica_id: int) -> bool:
+        released = await super().release_leadership(replica_id)
+        self.flags["set"] += released
+        return released
 
     async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
         await self._reach("before the read")
@@ -92,7 +93,9 @@ class Drowsy(Slow):
     async def write(self, *batch: Any, awake: bool, **options: Any) -> Any:
         if awake:
             self.flags["set"] += 1
-        return await super().write(*batch, awake=awake, **options)
+        written = await super().write(*batch, awake=awake, **options)
+        self.refusals += not written
+        return written
 
 
 class Sleeper:

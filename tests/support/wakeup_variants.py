@@ -40,11 +40,20 @@ class RowStore(Slow):
     database: Database
     _flag: Connection | None = None
 
-    async def set_wakeup(self, value: int) -> None:
+    async def _set_flag(self, value: int) -> None:
         # Written at once, like a sequence, and not at the end of the batch.
         if self._flag is None:
             self._flag = await session(self.database)
         await self._flag.execute("UPDATE flag SET until = $1", value)
+
+    async def fall_asleep(self, replica_id: int, for_s: int) -> bool:
+        now = "SELECT extract(epoch FROM clock_timestamp())::bigint"
+        await self._set_flag(await self._db.fetchval(now) + for_s)
+        return True
+
+    async def release_leadership(self, replica_id: int) -> bool:
+        await self._set_flag(AWAKE)
+        return await super().release_leadership(replica_id)
 
     async def read(self, *cursor: Any, **options: Any) -> Reading:
         reading = await super().read(*cursor, **options)
@@ -52,7 +61,7 @@ class RowStore(Slow):
 
     async def write(self, *batch: Any, awake: bool, **options: Any) -> Any:
         if awake:
-            await self.set_wakeup(AWAKE)
+            await self._set_flag(AWAKE)
         return await super().write(*batch, awake=False, **options)
 
 
@@ -68,17 +77,17 @@ class BlindSequencer(Sequencer):
 class LateStore(Slow):
     """Sets the flag after the last read."""
 
-    _late_s: int | None = None
+    _late: tuple[int, int] | None = None
 
-    async def set_asleep(self, for_s: int) -> int:
-        self._late_s = for_s
-        return 0
+    async def fall_asleep(self, replica_id: int, for_s: int) -> bool:
+        self._late = (replica_id, for_s)
+        return True
 
     async def read(self, *cursor: Any, **options: Any) -> Reading:
         reading = await super().read(*cursor, **options)
-        if self._late_s is not None:
-            await super().set_asleep(self._late_s)
-            self._late_s = None
+        if self._late is not None:
+            await super().fall_asleep(*self._late)
+            self._late = None
         return reading
 
 

@@ -111,6 +111,24 @@ class Delivery(NamedTuple):
         ).timestamp()
 
 
+class EventContent(NamedTuple):
+    """What the first delivery of an event takes from it; the fields are those of `Delivery`."""
+
+    event_id: UUID
+    type: str
+    tenant: str | None
+    key: str | None
+    published_at: datetime
+    expires_at: datetime | None
+    payload: bytes
+    headers: bytes | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of payload and headers."""
+        return len(self.payload) + len(self.headers or b"")
+
+
 class Prepared(NamedTuple):
     """The parts of a message that are the same for all attempts of a delivery."""
 

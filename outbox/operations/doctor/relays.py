@@ -14,7 +14,7 @@ from outbox.operations.doctor.finding import (
     report_remaining,
     warning,
 )
-from outbox.store.replicas import LISTENER_SUFFIX, SESSION_NAME
+from outbox.store.replicas import LISTENER_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ SELECT r.id, r.name, count(*) OVER () AS total
    AND r.started_at < clock_timestamp() - make_interval(secs => $1)
    AND NOT EXISTS (SELECT FROM pg_stat_activity a
                     WHERE a.datname = current_database()
-                      AND a.application_name = '{SESSION_NAME}' || r.id || '{LISTENER_SUFFIX}')
+                      AND a.application_name = r.label || '{LISTENER_SUFFIX}')
  ORDER BY r.id LIMIT $2
 """  # noqa: S608 (constants only)
 

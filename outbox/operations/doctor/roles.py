@@ -20,7 +20,7 @@ RELAYS = """
 WITH seen AS (
     SELECT DISTINCT r.rolname, r.rolsuper
       FROM replica p
-      JOIN pg_stat_activity a ON a.pid = ANY (p.pids)
+      JOIN pg_stat_activity a ON a.application_name = p.label
       JOIN pg_roles r ON r.oid = a.usesysid
      WHERE p.expires_at > clock_timestamp())
 SELECT rolname AS role, rolsuper AS superuser, true AS runs FROM seen

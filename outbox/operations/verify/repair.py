@@ -18,7 +18,7 @@ from outbox.core.model.sql_names import quote_ident
 from outbox.errors import CannotRun
 from outbox.operations.verify.repair_rules import DETACHED_PARTITIONS, REPAIRS
 from outbox.store.connection.connect import map_errors
-from outbox.store.cursor import SET_LEADER
+from outbox.store.cursor import CLEAR_LEADER
 from outbox.store.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
 from outbox.store.routing_change import routing_transaction, write_journal
 
@@ -138,10 +138,13 @@ async def apply_repairs(
 async def _expire_replicas(connection: Connection[Any], actor: str) -> None:
     """Expire all registered replicas, which fences them, and end the leader's term."""
     for row in await connection.fetch(READ_REPLICAS):
-        await connection.fetchval(LOCK_REPLICA, row["id"], None, None)
-        await connection.execute(RELEASE_ALL, row["id"], actor, "repaired")
-        await connection.execute(REMOVE_REPLICA, row["id"])
-    await connection.execute(SET_LEADER, None)
+        expirable = (row["id"], None, None)
+        await connection.write_together(
+            (LOCK_REPLICA, *expirable),
+            (RELEASE_ALL, *expirable, actor, "repaired"),
+            (REMOVE_REPLICA, *expirable),
+        )
+    await connection.execute(CLEAR_LEADER)
 
 
 async def _find_detached_partitions(connection: Connection[Any]) -> list[str]:

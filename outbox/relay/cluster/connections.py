@@ -11,7 +11,7 @@ from outbox.store.connection.connect import connect
 from outbox.store.connection.pooled import PooledWorker, check_settings
 from outbox.store.connection.type_cache import load_types
 from outbox.store.connection.worker import Worker, read_busy_backends
-from outbox.store.replicas import listener_name
+from outbox.store.replicas import LISTENER_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
@@ -104,9 +104,9 @@ class Connections:
         finally:
             connection.terminate()
 
-    async def listener(self, replica_id: int) -> Connection[Any]:
-        """Open a connection for LISTEN."""
-        name = listener_name(replica_id)
+    async def listener(self, label: str) -> Connection[Any]:
+        """Open a connection for LISTEN, for the replica with that label."""
+        name = label + LISTENER_SUFFIX
         return await connect(
             self._dsn,
             schema=self._settings.schema_name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -19,7 +19,7 @@ from outbox.relay.wake_event import WakeEvent
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
     from uuid import UUID
 
     from outbox.core.cluster.lease import Lease, Peer
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from outbox.store.replicas import ReplicaStore
 
 log = structlog.get_logger("outbox.ownership")
+
+T = TypeVar("T")
 
 RELEASE_LOCK_TIMEOUT_S = 1.0
 ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 500, 4_000
@@ -67,21 +69,25 @@ async def keep_lease(
             raise Fenced
         return min(left_s, lease.renew_every_s)
 
+    async def within_lease(statement: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(statement)
+        try:
+            # `wait_s` also runs before it starts: an expired lease is not renewed.
+            while not (await asyncio.wait([task], timeout=wait_s()))[0]:
+                pass
+        finally:
+            task.cancel()
+        return task.result()
+
     while True:
         await asyncio.sleep(wait_s())
         started_at = clock()
-        renewal = asyncio.ensure_future(store.renew(replica_id))
-        try:
-            # `wait_s` also runs before the renewal starts: an expired lease is not renewed.
-            while not (await asyncio.wait([renewal], timeout=wait_s()))[0]:
-                pass
-        finally:
-            renewal.cancel()
-        said = renewal.result()
-        if said is None:
+        if not await within_lease(store.renew(replica_id)):
             raise Fenced
         lease.renewed(started_at)
-        on_time(said, started_at, clock())
+        # A message that writes returns no time.
+        asked_at = clock()
+        on_time(await within_lease(store.read_clock()), asked_at, clock())
 
 
 class Ownership:
@@ -214,7 +220,7 @@ class Ownership:
         seen = await self._replicas.read_cluster()
         alive, dead = self._watch.observe(seen.peers, self._clock())
         alive.add(self._me)
-        self._leaders = seen.cursor_pids
+        self._leaders = seen.sequencer_pids
         self._throttle.alone = alive == {self._me}
         if await self._expire_replicas(peer for peer in seen.peers if peer.id in dead - {self._me}):
             seen = await self._replicas.read_cluster()

@@ -1,15 +1,13 @@
 """The cursor of one replica: reads committed events and writes them as a batch.
 
-The last writer is recorded in the cursor row and *leads*.  The leader uses optimistic
-concurrency: it reads in one statement without a lock, computes the batch, and writes it
-in a second statement that locks the cursor row and does nothing unless leader and routing
-version are unchanged.  All inputs of a batch change only together with one of the two, or
-by a fail-over that loses commits, which the statement checks as well (server timeline).
-So this is equivalent to holding the row, in two round trips instead of seven.
+The replica that is named in the cursor row *leads*.  It uses optimistic concurrency: it reads
+without a lock, computes the batch, and writes it in one message that locks the cursor row and
+does nothing unless leader and routing version are unchanged.  All inputs of a batch change only
+together with one of the two, or by a fail-over that loses commits, which the message checks as
+well (server timeline).  So this is equivalent to holding the row, and a replica that hangs
+between two messages holds nothing that others wait for.
 
-Everything that needs more than the one statement runs in a transaction that holds the
-row: taking the leadership, going to sleep, replays, old gaps, a filter that fails, and
-new lanes after the server's timeline changed (see `outbox.store.timeline`).
+Replays, and a filter that fails, take a transaction that holds the row.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from outbox.core.delivery.message import Delivery
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker, LockHolders
@@ -36,17 +35,17 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.core.delivery.message import Delivery
     from outbox.core.sequencing.router import TenantFilter
-    from outbox.store.cursor import CursorLock, CursorStore
+    from outbox.store.cursor import CursorStore
+    from outbox.store.event_reads import Reading
     from outbox.store.filters import StoppedFilter
     from outbox.store.lanes import LoadedLane
 
 log = structlog.get_logger("outbox.sequencer")
 
-INLINE_DELIVERIES_MAX = 64
-"""Deliveries of a batch that the write returns with their payloads; larger batches are read
-by the delivery fetcher, in chunks of bounded size."""
+INLINE_DELIVERIES_MAX, INLINE_BYTES_MAX = 64, 32 << 10
+"""Deliveries of a batch whose content is read together with the event, and its size; those of
+larger batches are read by the delivery fetcher, in chunks of bounded size."""
 
 
 class BatchResult(Enum):
@@ -88,15 +87,16 @@ class _Draft:
     """When its read started, by the database's clock and by the loop's."""
     cut: bool
     """Whether the read reached its limit."""
+    reading: Reading
 
     @property
     def has_changes(self) -> bool:
         return self.change.changed or bool(self.replay)
 
     @property
-    def is_single_statement(self) -> bool:
-        """Whether a single statement can write the batch."""
-        return not (self.change.old_opened or self.change.old_closed or self.replay or self.failed)
+    def is_single_message(self) -> bool:
+        """Whether a single message can write the batch."""
+        return not (self.replay or self.failed)
 
 
 def always_notify(_: int, __: Mapping[int, int]) -> str | None:
@@ -105,7 +105,7 @@ def always_notify(_: int, __: Mapping[int, int]) -> str | None:
 
 
 def no_inline_payloads(_: Collection[int]) -> Mapping[int, LoadedLane]:
-    """Return no payloads with the write; all deliveries are read later."""
+    """Read no payloads with the events; all deliveries are read later."""
     return {}
 
 
@@ -144,6 +144,8 @@ class Cursor:
         self._needs_inline_payloads = needs_inline_payloads
         self._notification_payload = notification_payload
         self._notified = False
+        # Whether lanes may need the content of the next events.
+        self._reads_content = True
         self._tracker = self.tracker_type()
         # Cached from the tables; valid while no other replica has written.
         self._state: CursorState | None = None
@@ -169,16 +171,18 @@ class Cursor:
 
     def forget(self) -> None:
         """Drop all cached state."""
+        self._forget_position()
+        self._router = None
+        self._replays.forget()
+        self._filters.forget()
+        self.leads = False
+
+    def _forget_position(self) -> None:
         self._tracker.forget()
         self._state = None
         self._counters.clear()
         self._holders = None
         self._complete_at = self.complete_at = None
-        self._version = 0
-        self._router = None
-        self._replays.forget()
-        self._filters.forget()
-        self.leads = False
 
     @property
     def replay_at(self) -> float | None:
@@ -197,12 +201,24 @@ class Cursor:
             Fenced: the connection leads to another server than at registration.
         """
         try:
-            if self.leads and asleep_s is None:
+            watch = asleep_s is not None
+            if not self.leads:
+                if watch:
+                    return BatchResult.LOST_LEADERSHIP
+                if not await self._take_leadership():
+                    return BatchResult.LOCKED
+            elif asleep_s is not None:
+                if not await self._store.fall_asleep(self._me, asleep_s):
+                    return await self._refused()
+            elif self._router is not None:
                 await self._replays.poll()
-                result = None if self._replays.ready else await self._sequence_optimistically()
+            if self._router is None and not await self._load_state():
+                return BatchResult.LOST_LEADERSHIP
+            if not self._replays.ready or watch:
+                result = await self._sequence_optimistically(watch=watch)
                 if result is not None:
                     return result
-            return await self._sequence_locked(asleep_s)
+            return await self._sequence_locked(watch=watch)
         except BaseException:
             # Whether it was committed is unknown: start from the tables again.
             self.forget()
@@ -210,41 +226,85 @@ class Cursor:
 
     async def release_leadership(self) -> None:
         """Let another replica lead at once, and stop producers from notifying."""
-        async with self._store.transaction():
-            lock = await self._store.lock()
-            if lock is not None and lock.writer == self._me:
-                await self._store.set_wakeup(AWAKE)
-                await self._store.set_leader(None)
+        if not await self._store.release_leadership(self._me):
+            await self._store.cursor_row()  # Raises Fenced on another timeline.
         self.forget()
+
+    # -------------------------------------------------------- leadership
+
+    async def _take_leadership(self) -> bool:
+        """Take the leadership; returns False while another session holds the cursor row."""
+        if not await self._store.take_leadership(self._me):
+            await self._store.cursor_row()  # Raises Fenced on another timeline.
+            return False
+        # Whatever was read before may have changed meanwhile.
+        self.forget()
+        self.leads = True
+        return True
+
+    async def _load_state(self) -> bool:
+        """Load state and routes if they are not current; returns False if another leads."""
+        row = await self._store.cursor_row()
+        if row.leader == self._me and row.server_timeline not in (None, row.timeline):
+            # Start new lanes, since a fail-over may have lost batches of the old ones.
+            old, new = row.timeline, row.server_timeline
+            if old is not None:
+                log.warning("server timeline changed; starting new lanes", old=old, new=new)
+            await self._store.begin_timeline(self._me, row, f"replica {self._me}")
+            self._forget_position()
+            row = await self._store.cursor_row()
+        if row.leader != self._me:
+            self.leads = False
+            return False
+        if self._state is None or self._state.batch != row.batch:
+            self._forget_position()
+            self._state = await self._store.state()
+            self._replays.forget()
+        # If it changes while the routes are read, the batch is not written.
+        self._version = row.version
+        self._router = Router(await self._store.routing.routes(AGAIN_AFTER_S))
+        self._filters.load_routes(self._router)
+        await self._replays.load_jobs()
+        if self.complete_at is None:
+            # The age of older events is unknown; the lag counts from now on.
+            self.complete_at = asyncio.get_running_loop().time()
+        return True
+
+    def _lose_routes(self) -> BatchResult:
+        """Load the state before the next batch: nothing was written."""
+        self._router = None
+        return BatchResult.LOST_LEADERSHIP
+
+    async def _refused(self) -> BatchResult:
+        """Why a message of the leader did nothing."""
+        row, batch = await self._store.cursor_row(), self._state and self._state.batch
+        if (row.leader, row.version, row.batch) == (self._me, self._version, batch):
+            return BatchResult.LOCKED
+        self.leads = row.leader == self._me
+        return self._lose_routes()
 
     # ---------------------------------------------- optimistic and locked
 
-    async def _sequence_optimistically(self) -> BatchResult | None:
-        """Sequence a batch as the leader, with optimistic concurrency.
-
-        None: the batch needs the lock.
-        """
-        state, router = self._state, self._router
-        assert state is not None
-        assert router is not None
-        draft = await self._draft(state, router, ReplayBatch(), watch=False)
+    async def _sequence_optimistically(self, *, watch: bool) -> BatchResult | None:
+        """Sequence a batch with optimistic concurrency; None: the batch needs the lock."""
+        state, router = self._current()
+        draft = await self._draft(state, router, ReplayBatch(), watch=watch)
         if draft is None:
-            self.leads = False
-            return BatchResult.LOST_LEADERSHIP
+            return self._lose_routes()
         if not draft.has_changes:
             self._remember_read(draft)
             return BatchResult.EMPTY
-        if not draft.is_single_statement:
+        if not draft.is_single_message:
             return None
-        inline_deliveries = await self._write(state, draft)
-        if inline_deliveries is None:
-            self.leads = False
-            return BatchResult.LOST_LEADERSHIP
-        self._batch_committed(state, draft, inline_deliveries)
+        inline_lanes = self._needed_content(draft)
+        if not await self._write(state, draft, inline_lanes):
+            return await self._refused()
+        self._batch_committed(state, draft, inline_lanes)
         return BatchResult.WRITTEN
 
-    async def _sequence_locked(self, asleep_s: int | None) -> BatchResult:
+    async def _sequence_locked(self, *, watch: bool) -> BatchResult:
         """Sequence a batch in a transaction that holds the cursor row."""
+        state, router = self._current()
         transaction = self._store.transaction()
         await transaction.start()
         try:
@@ -252,35 +312,21 @@ class Cursor:
             if lock is None:
                 await transaction.rollback()
                 return BatchResult.LOCKED
-            takes_over = lock.writer != self._me
-            if takes_over:
-                if asleep_s is not None:
-                    self.forget()
-                    await transaction.rollback()
-                    return BatchResult.LOST_LEADERSHIP
-                await self._store.set_leader(self._me)
-            elif asleep_s is not None:
-                await self._store.set_asleep(asleep_s)
-            if lock.server_timeline not in (None, lock.timeline):
-                takes_over = True
-                lock = await self._begin_timeline(lock)
-            state, router = await self._load_state(lock, takes_over=takes_over)
-            if self.complete_at is None:
-                # The age of older events is unknown; the lag counts from now on.
-                self.complete_at = asyncio.get_running_loop().time()
+            if (lock.leader, lock.version, lock.batch) != (self._me, self._version, state.batch):
+                await transaction.rollback()
+                self.leads = lock.leader == self._me
+                return self._lose_routes()
             taken = ReplayBatch()
-            if asleep_s is None and self._replays.ready:
+            if not watch and self._replays.ready:
                 # Before live events are read, so that events committed meanwhile are included.
                 actor = f"replica {self._me}"
                 taken = await self._replays.next_batch(router, state.batch + 1, actor)
-            draft = await self._draft(state, router, taken, watch=asleep_s is not None)
+            draft = await self._draft(state, router, taken, watch=watch)
             assert draft is not None, "the row is held"
-            inline_deliveries: dict[int, list[Delivery]] | None = None
             if draft.has_changes:
-                inline_deliveries = await self._write(state, draft)
-                assert inline_deliveries is not None, "the row is held"
+                written = await self._write(state, draft, {})
+                assert written, "the row is held"
                 await self._write_rest(state, draft)
-            if draft.has_changes or takes_over:
                 await transaction.commit()
             else:
                 # Unlike a commit, a rollback does not wait for a WAL flush.
@@ -288,38 +334,15 @@ class Cursor:
         except (CursorBroken, Fenced):
             await transaction.rollback()
             raise
-        self.leads = True
-        if inline_deliveries is None:
+        if not draft.has_changes:
             self._remember_read(draft)
             return BatchResult.EMPTY
-        self._batch_committed(state, draft, inline_deliveries)
+        self._batch_committed(state, draft, {})
         return BatchResult.WRITTEN
 
-    async def _begin_timeline(self, lock: CursorLock) -> CursorLock:
-        """Start new lanes, since a fail-over may have lost batches of the old ones."""
-        was, now = lock.timeline, lock.server_timeline
-        if was is not None:
-            log.warning("server timeline changed; starting new lanes", old=was, new=now)
-        return await self._store.begin_timeline(lock, f"replica {self._me}")
-
-    async def _load_state(
-        self, lock: CursorLock, *, takes_over: bool
-    ) -> tuple[CursorState, Router]:
-        """Return state and routes, loading them if they are not current."""
-        if takes_over or (self._state is not None and self._state.batch != lock.batch):
-            self._tracker.forget()
-            self._holders = self._complete_at = self.complete_at = None
-            self._state = None
-        if self._state is None:
-            self._counters.clear()
-            self._state = await self._store.state()
-            self._replays.forget()
-            self._router = None
-        if self._router is None or lock.version != self._version:
-            self._version = lock.version
-            self._router = Router(await self._store.routing.routes(AGAIN_AFTER_S))
-            self._filters.load_routes(self._router)
-            await self._replays.load_jobs()
+    def _current(self) -> tuple[CursorState, Router]:
+        assert self._state is not None
+        assert self._router is not None
         return self._state, self._router
 
     # ------------------------------------------------------------ one batch
@@ -341,9 +364,14 @@ class Cursor:
             began_at = clock()
             limit = self._settings.batch_events_max
             reading = await store.read(
-                state.high, tracker.ranges(), limit, more_gaps=tracker.left_out
+                state.high,
+                tracker.ranges(),
+                limit,
+                more_gaps=tracker.left_out,
+                with_content=self._reads_content,
             )
             if (reading.leader, reading.version) != (self._me, self._version):
+                self.leads = reading.leader == self._me
                 return None
             reading.check(state.high)
             self._holders = reading.holders
@@ -366,15 +394,22 @@ class Cursor:
         awake = bool(events) and self._keep_polling(len(events), reading.waiting)
         failed = {**failed, **taken.failed}
         at = (reading.began_at, began_at)
-        return _Draft(step, len(events), deliveries, taken, failed, awake, at, cut)
+        return _Draft(step, len(events), deliveries, taken, failed, awake, at, cut, reading)
 
-    async def _write(self, state: CursorState, draft: _Draft) -> dict[int, list[Delivery]] | None:
-        """Write the batch in one statement; None: the statement did nothing."""
+    def _needed_content(self, draft: _Draft) -> Mapping[int, LoadedLane]:
+        """The lanes that need the content of their new deliveries now."""
+        few = len(draft.deliveries) <= INLINE_DELIVERIES_MAX
+        lanes = draft.deliveries.counters.keys()
+        needing = self._needs_inline_payloads(lanes) if few else {}
+        self._reads_content = bool(needing) or (few and not lanes and self._reads_content)
+        return needing
+
+    async def _write(
+        self, state: CursorState, draft: _Draft, inline_lanes: Mapping[int, LoadedLane]
+    ) -> bool:
+        """Write the batch in one message; returns False if that did nothing."""
         payload = self._notification_payload(state.batch + 1, draft.deliveries.counters)
         self._notified = payload is not None
-        few = len(draft.deliveries) <= INLINE_DELIVERIES_MAX
-        # Not lanes with replays, whose events may be stored with a dead letter.
-        lanes = draft.deliveries.counters.keys() - {r.lane_id for r in draft.replay.replays}
         return await self._store.write(
             state.batch + 1,
             draft.change,
@@ -384,14 +419,12 @@ class Cursor:
             self._version,
             committed_after=self._complete_at,
             awake=draft.awake and not self.awake,
-            inline_lanes=self._needs_inline_payloads(lanes) if few else {},
+            erasures=draft.reading.erasures if inline_lanes else None,
             notification=payload,
         )
 
     async def _write_rest(self, state: CursorState, draft: _Draft) -> None:
         """Write the rest of the batch in the same transaction."""
-        if draft.change.old_opened or draft.change.old_closed:
-            await self._store.write_old_gaps(draft.change)
         if draft.replay.unblocked:
             await self._replays.wake_owners()
         if draft.failed:
@@ -411,10 +444,10 @@ class Cursor:
             self._complete_at, self.complete_at = draft.began_at
 
     def _batch_committed(
-        self, state: CursorState, draft: _Draft, inline_deliveries: Mapping[int, Sequence[Delivery]]
+        self, state: CursorState, draft: _Draft, inline_lanes: Mapping[int, LoadedLane]
     ) -> None:
         """Apply a durable batch to the cached state, and report it."""
-        step = draft.change
+        step, committed_after = draft.change, self._complete_at
         self._remember_read(draft)
         self._filters.mark_stored(draft.failed)
         self._replays.committed(draft.replay)
@@ -427,6 +460,44 @@ class Cursor:
         self._state = CursorState(batch, step.high, step.young, old)
         self._counters |= draft.deliveries.counters
         self.awake = self.awake or draft.awake
+        inline = _inline_deliveries(batch, draft, inline_lanes, committed_after)
         self._on_batch(
-            SequencedBatch(batch, draft.events, draft.deliveries, inline_deliveries, self._notified)
+            SequencedBatch(batch, draft.events, draft.deliveries, inline, self._notified)
         )
+
+
+def _inline_deliveries(
+    batch: int,
+    draft: _Draft,
+    lanes: Mapping[int, LoadedLane],
+    committed_after: datetime | None,
+) -> Mapping[int, Sequence[Delivery]]:
+    """The deliveries of these lanes whose content was read, up to the first other one."""
+    found: dict[int, list[Delivery]] = {}
+    contents = draft.reading.contents
+    if not (lanes and contents):
+        return found
+    complete, left = set(lanes), INLINE_BYTES_MAX
+    deliveries = draft.deliveries
+    columns = (deliveries.lane_ids, deliveries.seqs, deliveries.outbox_ids)
+    for lane_id, seq, outbox_id in zip(*columns, strict=True):
+        if lane_id not in complete:
+            continue
+        content = contents.get(outbox_id)
+        if content is None or content.size_bytes > left:
+            complete.discard(lane_id)
+            continue
+        left -= content.size_bytes
+        lane = lanes[lane_id]
+        found.setdefault(lane_id, []).append(
+            Delivery(
+                lane.endpoint_id,
+                lane.name,
+                seq,
+                batch,
+                outbox_id,
+                *content,
+                committed_after=committed_after,
+            )
+        )
+    return found

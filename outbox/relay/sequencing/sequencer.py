@@ -144,7 +144,6 @@ class Sequencer:
                     continue
                 self._on_lead(True)
                 result = await self.sequence_batch()
-                self._mark_polled()
                 if result is BatchResult.EMPTY and not (self._asleep_until or self._polls()):
                     result = await self._fall_asleep()
             except CursorBroken as broken:
@@ -206,6 +205,7 @@ class Sequencer:
             CursorBroken: the sequence's state is inconsistent; nothing was written.
         """
         result = await self.cursor.sequence_batch()
+        self._mark_polled()
         if self.cursor.awake:
             self._asleep_until = 0.0
         if not self.cursor.leads:

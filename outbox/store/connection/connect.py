@@ -12,7 +12,7 @@ import asyncpg
 from outbox.core.model.schema_name import schema_missing
 from outbox.core.model.sql_names import search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
-from outbox.store.connection.type_cache import TypeCachingConnection
+from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,7 +63,7 @@ async def connect(
     application_name: str = "outbox",
     server_settings: Mapping[str, str] | None = None,
     pooled: bool = False,
-    connection_class: type[Connection[Any]] = TypeCachingConnection,
+    connection_class: type[Connection[Any]] = StoreConnection,
 ) -> Connection[Any]:
     """Open a connection whose search path is the schema alone.
 

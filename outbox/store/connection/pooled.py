@@ -15,9 +15,11 @@ from outbox.errors import CannotRun
 from outbox.store.connection.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from asyncpg import Connection
+
+    from outbox.store.connection.message import WriteStatement
 
 # Required session settings; other settings affect only speed.  A success, a dead letter or a batch
 # that is lost in a server crash would break the order of deliveries (synchronous_commit); the
@@ -57,6 +59,10 @@ class PooledWorker(Worker):
         if query.startswith("BEGIN"):  # asyncpg's way to start a transaction.
             query += self._settings
         return await super().execute(query, *args, **kwargs)
+
+    async def _call(self, statement: WriteStatement, arguments: Sequence[object]) -> str:
+        """The statement itself: the next message may go to another session."""
+        return statement.inline(arguments)
 
 
 async def check_settings(connection: Connection[Any]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncpg import InterfaceError
 
-from outbox.store.connection.type_cache import TypeCachingConnection
+from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -37,7 +37,7 @@ SELECT pid FROM pg_stat_activity
 """  # noqa: S608 (a constant only)
 
 
-class Worker(TypeCachingConnection):
+class Worker(StoreConnection):
     """A connection that measures how long its statement has been waiting for a result."""
 
     __slots__ = ("_started_at", "statements_started")

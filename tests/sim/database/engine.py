@@ -12,11 +12,12 @@ one snapshot), and the writes of its own transaction.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.sim.clockwork import World
     from tests.sim.database.backend import Backend
@@ -38,6 +39,13 @@ _CONFLICTS = {
     (EXCLUSIVE, UPDATE),
     (EXCLUSIVE, EXCLUSIVE),
 }
+
+
+def perform(result: Any) -> Steps[Any]:
+    """The steps of one of several statements in a message, which may be none."""
+    if isinstance(result, Generator):
+        result = yield from result
+    return result
 
 
 class Table:

@@ -41,10 +41,9 @@ def gaps_not_stored(sim: Simulation) -> None:
     def write_batch(
         db: Database, tx: Transaction, batch: int, step: CursorChange, *args: Any, **rest: Any
     ) -> Steps[Any]:
-        return write(db, tx, batch, replace(step, young=()), *args, **rest)
+        return write(db, tx, batch, replace(step, young=(), old_opened=()), *args, **rest)
 
     swap(cursor_store, "write_batch", write_batch)
-    swap(cursor_store, "open_old_gaps", lambda db, tx, gaps: None)
 
 
 @mutant
@@ -89,12 +88,9 @@ def no_recheck_before_sleep(sim: Simulation) -> None:
 
     async def fall_asleep(self: Any) -> cursor.BatchResult:
         self._wake_event.clear()
-        async with self._store.transaction():
-            lock = await self._store.lock()
-            if lock is None or lock.writer != self._me:
-                return cursor.BatchResult.LOCKED
-            await self._store.set_asleep(sequencer.ASLEEP_S)
-            self.cursor.awake = False
+        if not await self._store.fall_asleep(self._me, sequencer.ASLEEP_S):
+            return cursor.BatchResult.LOCKED
+        self.cursor.awake = False
         self._asleep_until = asyncio.get_running_loop().time() + sequencer.ASLEEP_S
         return cursor.BatchResult.EMPTY
 

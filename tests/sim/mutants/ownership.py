@@ -35,14 +35,14 @@ def lease_counted_from_renewal_response(sim: Simulation) -> None:
 def lapsed_lease_renewed(sim: Simulation) -> None:
     """Neither the database nor the replica checks whether the lease has expired."""
 
-    def renew(db: Database, tx: Transaction, me: int) -> Steps[float | None]:
+    def renew(db: Database, tx: Transaction, me: int) -> Steps[bool]:
         yield Wait(db.replica, me, UPDATE)
         row = tx.get(db.replica, me)
         if row is None:
-            return None
+            return False
         expires_at = db.wall() + row["lease_s"]
         tx.change(db.replica, me, renewals=row["renewals"] + 1, expires_at=expires_at)
-        return db.wall()
+        return True
 
     swap(replicas, "renew_lease", renew)
     swap(lease.Lease, "left_s", lambda self, now: max(self._until - now, 1.0))
@@ -85,19 +85,6 @@ def expired_replica_row_not_written(sim: Simulation) -> None:
 def takeover_leaves_lane_epochs(sim: Simulation) -> None:
     """The epoch is increased, and not written to the lanes."""
     swap(replicas, "write_epochs", lambda db, tx, epochs: None)
-
-
-@mutant
-def claiming_session_not_terminated(sim: Simulation) -> None:
-    """Expiring a replica does not terminate its session that claims and expires."""
-    register = replicas.insert_replica
-
-    def register_some(
-        db: Database, tx: Transaction, new: int, name: str, lease_s: float, pids: Any
-    ) -> float:
-        return register(db, tx, new, name, lease_s, pids[:-1])
-
-    swap(replicas, "insert_replica", register_some)
 
 
 @mutant

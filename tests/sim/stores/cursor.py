@@ -12,25 +12,23 @@ from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S, 
 from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store import cursor as real
-from outbox.store.cursor import CursorLock, LeaderStatus
-from outbox.store.event_reads import Reading
+from outbox.store.cursor import CursorRow, LeaderStatus
+from outbox.store.event_reads import CONTENT_EVENTS_MAX, Reading
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores.channels import OWNERS
 from tests.sim.stores.filters import FilterStore
-from tests.sim.stores.lanes import build_delivery, is_dropped, read_counters
+from tests.sim.stores.lanes import content_of, read_counters
 from tests.sim.stores.operational_events import RESERVED, publish_operational_event
 from tests.sim.stores.replay_feed import ReplayFeedStore
 from tests.sim.stores.routing import RoutingStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
     from datetime import datetime
 
-    from outbox.core.delivery.message import Delivery
     from outbox.core.sequencing.gaps import CursorChange, LockHolders, Range
     from outbox.core.sequencing.router import Deliveries
-    from outbox.store.lanes import LoadedLane
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
@@ -45,7 +43,7 @@ class CursorStore(real.CursorStore):
 
     def __init__(self, connection: Any, timeline: int | None = None) -> None:
         assert timeline is None
-        self._db: Connection = connection
+        self._db: Connection = connection  # type: ignore[assignment]
         self.routing = RoutingStore(connection)
         self.replay_feed = ReplayFeedStore(connection)
         self.filters = FilterStore(connection)
@@ -56,8 +54,20 @@ class CursorStore(real.CursorStore):
     def transaction(self) -> Any:
         return self._db.transaction()
 
-    async def lock(self) -> CursorLock | None:
+    async def cursor_row(self) -> CursorRow:
+        return await self._db.call(read_cursor)
+
+    async def lock(self) -> CursorRow | None:
         return await self._db.call(lock_cursor)
+
+    async def take_leadership(self, replica_id: int) -> bool:
+        return await self._db.call(take_leadership, replica_id)
+
+    async def release_leadership(self, replica_id: int) -> bool:
+        return await self._db.call(release_leadership, replica_id)
+
+    async def fall_asleep(self, replica_id: int, for_s: int) -> bool:
+        return await self._db.call(fall_asleep, replica_id, for_s)
 
     async def state(self) -> CursorState:
         state = await self._db.call(read_state)
@@ -67,9 +77,17 @@ class CursorStore(real.CursorStore):
         return await self._db.call(read_holders)
 
     async def read(
-        self, high: int, gaps: Sequence[Range], limit: int, *, more_gaps: bool
+        self,
+        high: int,
+        gaps: Sequence[Range],
+        limit: int,
+        *,
+        more_gaps: bool,
+        with_content: bool = False,
     ) -> Reading:
-        return await self._db.call(read_events, high, gaps, limit, more_gaps=more_gaps)
+        return await self._db.call(
+            read_events, high, gaps, limit, more_gaps=more_gaps, with_content=with_content
+        )
 
     async def running(self) -> LockHolders:
         return await self._db.call(read_running)
@@ -91,9 +109,9 @@ class CursorStore(real.CursorStore):
         *,
         committed_after: datetime | None,
         awake: bool,
-        inline_lanes: Mapping[int, LoadedLane],
+        erasures: int | None,
         notification: str | None,
-    ) -> dict[int, list[Delivery]] | None:
+    ) -> bool:
         return await self._db.call(
             write_batch,
             batch,
@@ -103,36 +121,20 @@ class CursorStore(real.CursorStore):
             version,
             committed_after=committed_after,
             awake=awake,
-            inline_lanes=inline_lanes,
+            erasures=erasures,
             notification=notification,
         )
 
-    async def write_old_gaps(self, step: CursorChange) -> None:
-        await self._db.call(close_old_gaps, step.old_closed)
-        await self._db.call(open_old_gaps, step.old_opened)
-
-    async def set_leader(self, writer: int | None) -> None:
-        await self._db.call(write_leader, writer)
-
-    async def begin_timeline(self, lock: CursorLock, actor: str) -> CursorLock:
-        if lock.timeline is not None:
+    async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
+        if row.timeline is not None:
             raise NotImplementedError("the timeline of the simulated server never changes")
         await self._db.call(set_first_timeline)
-        return replace(lock, timeline=lock.server_timeline)
 
     async def publish_lagging(self, leader: int) -> bool:
         return await self._db.call(report_lagging, leader)
 
     async def end_lagging(self, leader: int) -> bool:
         return await self._db.call(clear_lagging, leader)
-
-    async def set_wakeup(self, value: int) -> None:
-        await self._db.call(write_wakeup, value)
-
-    async def set_asleep(self, for_s: int) -> int:
-        until = await self._db.call(read_sleep_end, for_s)
-        await self.set_wakeup(until)
-        return until
 
 
 # --------------------------------------------------------------- the cursor row
@@ -142,21 +144,57 @@ def check_sequence(db: Database, tx: Transaction) -> None:
     """The sequence of outbox.id has the options that the cursor requires."""
 
 
-def lock_cursor(db: Database, tx: Transaction) -> CursorLock | None:
-    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
-        return None
+def read_cursor(db: Database, tx: Transaction) -> CursorRow:
     row = tx.get(db.cursor, 1)
     assert row is not None
-    return CursorLock(row["writer"], row["version"], None, None, db.batches[-1].batch)
+    return CursorRow(row["writer"], row["version"], None, None, db.batches[-1].batch)
+
+
+def lock_cursor(db: Database, tx: Transaction) -> CursorRow | None:
+    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return None
+    return read_cursor(db, tx)
 
 
 def set_first_timeline(db: Database, tx: Transaction) -> Steps[None]:
     yield Wait(db.cursor, 1, EXCLUSIVE)
 
 
-def write_leader(db: Database, tx: Transaction, writer: int | None) -> Steps[None]:
+def clear_leader(db: Database, tx: Transaction) -> Steps[None]:
     yield Wait(db.cursor, 1, EXCLUSIVE)
-    tx.change(db.cursor, 1, writer=writer)
+    tx.change(db.cursor, 1, writer=None)
+
+
+def take_leadership(db: Database, tx: Transaction, me: int) -> bool:
+    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return False
+    tx.change(db.cursor, 1, writer=me)
+    return True
+
+
+def _try_lock_as_leader(db: Database, tx: Transaction, me: int) -> bool:
+    """Lock the cursor row if this replica leads, also after waiting for nothing."""
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if row["writer"] != me or not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return False
+    row = tx.get(db.cursor, 1)
+    return row is not None and row["writer"] == me
+
+
+def release_leadership(db: Database, tx: Transaction, me: int) -> bool:
+    if not _try_lock_as_leader(db, tx, me):
+        return False
+    db.wakeup = AWAKE
+    tx.change(db.cursor, 1, writer=None)
+    return True
+
+
+def fall_asleep(db: Database, tx: Transaction, me: int, for_s: int) -> bool:
+    if not _try_lock_as_leader(db, tx, me):
+        return False
+    db.wakeup = int(db.wall()) + for_s
+    return True
 
 
 def read_state(db: Database, tx: Transaction) -> CursorState:
@@ -177,14 +215,6 @@ def read_leader_status(db: Database, tx: Transaction, me: int) -> LeaderStatus:
     behind = bool(db.outbox_ids) and db.outbox_ids[-1] > newest.high
     behind = behind or any(_ids_between(db, lo, hi) for lo, hi in newest.young)
     return LeaderStatus(leader, newest.batch, free, behind)
-
-
-def write_wakeup(db: Database, tx: Transaction, value: int) -> None:
-    db.wakeup = value
-
-
-def read_sleep_end(db: Database, tx: Transaction, for_s: int) -> int:
-    return int(db.wall()) + for_s
 
 
 # ---------------------------------------------------------------------- reading
@@ -210,6 +240,7 @@ def read_events(
     limit: int,
     *,
     more_gaps: bool,
+    with_content: bool,
 ) -> Steps[Reading]:
     began_at = db.clock_timestamp()
     # The snapshot: the events and the cursor row.
@@ -220,6 +251,11 @@ def read_events(
     ids += db.outbox_ids[start : start + limit]
     ids = sorted(ids)[:limit]
     events = [db.outbox[i] for i in ids]
+    contents = {
+        event.id: content_of(event)
+        for event in events
+        if with_content and high < event.id <= high + CONTENT_EVENTS_MAX
+    }
     row = tx.get(db.cursor, 1)
     assert row is not None
     if db.rng.random() < 0.3:
@@ -235,8 +271,10 @@ def read_events(
         frozenset(db.holders) if missing else None,
         row["writer"],
         row["version"],
+        row["erasures"],
         None,
         began_at,
+        contents,
     )
 
 
@@ -254,23 +292,23 @@ def write_batch(
     *,
     committed_after: datetime | None,
     awake: bool,
-    inline_lanes: Mapping[int, LoadedLane],
+    erasures: int | None,
     notification: str | None,
-) -> Steps[dict[int, list[Delivery]] | None]:
+) -> Steps[bool]:
+    def unchanged() -> bool:
+        row = tx.get(db.cursor, 1)
+        assert row is not None
+        fence = (row["writer"], row["version"]) == (writer, version)
+        return fence and erasures in (None, row["erasures"])
+
     # The snapshot of the statement; the row is checked again after it was locked.
-    row = tx.get(db.cursor, 1)
-    assert row is not None
-    if (row["writer"], row["version"]) != (writer, version):
-        return None
+    if not unchanged():
+        return False
     others = any(r["id"] != writer for r in tx.rows(db.replica))
-    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
-        return None
-    row = tx.get(db.cursor, 1)
-    assert row is not None
-    if (row["writer"], row["version"]) != (writer, version):
-        return None
+    if not tx.try_lock(db.cursor, 1, EXCLUSIVE) or not unchanged():
+        return False
     if not _has_batch(db, batch - 1):
-        return None
+        return False
     tx.wrote()
     if db.rng.random() < 0.2:
         yield db.pause_s()
@@ -303,12 +341,11 @@ def write_batch(
         db.wakeup = AWAKE
     if given and others and notification is not None:
         tx.notify(OWNERS, notification)
-    found: dict[int, list[Delivery]] = {}
-    for lane_id, each in sorted(each for each in given if each[0] in inline_lanes):
-        if not is_dropped(db, each):
-            delivery = build_delivery(db, tx, inline_lanes[lane_id], each, committed_after)
-            found.setdefault(lane_id, []).append(delivery)
-    return found
+    for lo, _ in step.old_closed:
+        tx.put(db.gap, lo, None)
+    for lo, hi in step.old_opened:
+        tx.put(db.gap, lo, {"lo": lo, "hi": hi})
+    return True
 
 
 def _has_batch(db: Database, batch: int) -> bool:
@@ -329,16 +366,6 @@ def _given(batch: int, deliveries: Deliveries) -> list[tuple[int, Given]]:
         deliveries.was_backfill_ids,
     )
     return [(lane_id, Given(batch, *rest)) for lane_id, *rest in zip(*columns, strict=True)]
-
-
-def close_old_gaps(db: Database, tx: Transaction, gaps: Sequence[Range]) -> None:
-    for lo, _ in gaps:
-        tx.put(db.gap, lo, None)
-
-
-def open_old_gaps(db: Database, tx: Transaction, gaps: Sequence[Range]) -> None:
-    for lo, hi in gaps:
-        tx.put(db.gap, lo, {"lo": lo, "hi": hi})
 
 
 # -------------------------------------------------------------------------- lag

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.store import endpoint_state
+from outbox.store.connection.connect import map_errors
 from outbox.store.database_stats import DatabaseStats
-from tests.sim.database.engine import SHARE, UPDATE, Wait
-from tests.sim.stores import endpoint_changes
+from tests.sim.database.engine import SHARE, UPDATE, Wait, perform
+from tests.sim.stores import channels, endpoint_changes, routing_change
 from tests.sim.stores.operational_events import (
     contains_ordinary_event,
     publish_endpoint_disabled,
     publish_health,
 )
 from tests.sim.stores.replicas import fence
-from tests.sim.stores.routing_change import add_to_journal, routing_transaction, write_journal
+from tests.sim.stores.routing_change import add_to_journal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ class EndpointStateStore(endpoint_state.EndpointStateStore):
         self, connection: Any, schema: str, replica_id: int, timeline: int | None = None
     ) -> None:
         assert timeline is None
-        self._db: Connection = connection
+        self._db: Connection = connection  # type: ignore[assignment]
         self._schema = schema
         self._me = replica_id
         self._actor = f"replica {replica_id}"
@@ -42,17 +43,10 @@ class EndpointStateStore(endpoint_state.EndpointStateStore):
         await self._db.call(write_health, self._me, rows)
 
     async def disable(self, endpoint_id: UUID, why: str, details: Mapping[str, Any]) -> bool:
-        db, actor = self._db, self._actor
-        async with routing_transaction(db, self._schema) as from_batch:
-            if not await db.call(lock_ownership, self._me, endpoint_id):
-                return False
-            if not await db.call(begin_disabling, endpoint_id, actor, why):
-                return False
-            await db.call(endpoint_changes.end_subscription, endpoint_id, from_batch)
-            data = {"why": why, "to_batch": from_batch, **details}
-            await write_journal(db, "endpoint_disabling", actor, endpoint_id, data)
-            await db.call(publish_endpoint_disabled, endpoint_id, details.get("last_response"))
-        return True
+        with map_errors(self._schema, "operator"):
+            return await self._db.call(
+                disable, self._me, endpoint_id, self._actor, {"why": why, **details}
+            )
 
     async def read_database_stats(self) -> DatabaseStats:
         return await self._db.call(count_database_stats)
@@ -98,6 +92,30 @@ def write_health(
         tx.change(db.endpoint_health, endpoint.id, **{**new, "reported_held_since": held_since})
         if new["state"] != "recovering":
             add_to_journal(db, tx, "endpoint_health", f"replica {me}", endpoint.id, {})
+
+
+def disable(
+    db: Database,
+    tx: Transaction,
+    me: int,
+    endpoint_id: UUID,
+    actor: str,
+    data: Mapping[str, Any],
+) -> Steps[bool]:
+    """The statements of one message, which is aborted if the state or the owner has changed."""
+    yield from perform(routing_change.lock_cursor(db, tx))
+    if not (yield from lock_ownership(db, tx, me, endpoint_id)):
+        return False
+    if not (yield from begin_disabling(db, tx, endpoint_id, actor, data["why"])):
+        return False
+    yield from perform(routing_change.raise_version(db, tx))
+    from_batch = routing_change.read_last_batch(db, tx) + 1
+    endpoint_changes.end_subscription(db, tx, endpoint_id, from_batch)
+    journalled = {**data, "to_batch": from_batch}
+    add_to_journal(db, tx, "endpoint_disabling", actor, endpoint_id, journalled)
+    yield from publish_endpoint_disabled(db, tx, endpoint_id, data.get("last_response"))
+    channels.notify_all(db, tx)
+    return True
 
 
 def lock_ownership(db: Database, tx: Transaction, me: int, endpoint_id: UUID) -> Steps[bool]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import ErasedEvent, Progress
-from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.message import Delivery, EventContent
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import http_status
@@ -226,6 +226,20 @@ def is_copy(db: Database, given: Given) -> bool:
 
 def _erased_event(lane: LoadedLane, given: Given) -> ErasedEvent:
     return ErasedEvent(lane.endpoint_id, given.seq, given.batch, given.outbox_id, given.backfill_id)
+
+
+def content_of(event: Any) -> EventContent:
+    """What a delivery takes from its event."""
+    return EventContent(
+        event.event_id,
+        event.type,
+        None,
+        event.key,
+        event.created_at,
+        event.expires_at,
+        event.payload.encode(),
+        None,
+    )
 
 
 def build_delivery(

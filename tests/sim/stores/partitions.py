@@ -22,7 +22,7 @@ class PartitionStore(partitions.PartitionStore):
     """Stands in for `outbox.store.partitions.PartitionStore`, as far as a relay calls it."""
 
     def __init__(self, connection: Any, *, pooled: bool = False) -> None:
-        self._db: Connection = connection
+        self._db: Connection = connection  # type: ignore[assignment]
         self._pooled = pooled
 
     @asynccontextmanager

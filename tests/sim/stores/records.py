@@ -29,7 +29,7 @@ class RecordStore(real.RecordStore):
 
     def __init__(self, connection: Any, replica_id: int, timeline: int | None = None) -> None:
         assert timeline is None
-        self._db: Connection = connection
+        self._db: Connection = connection  # type: ignore[assignment]
         self._me = replica_id
 
     async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
@@ -204,13 +204,15 @@ def write_checkpoints(
     db: Database, tx: Transaction, me: int, rows: Sequence[tuple[int, int, Progress]]
 ) -> Steps[set[int]]:
     written: set[int] = set()
-    if not (yield from fence(db, tx, me)):
-        return written
+    fenced = not (yield from fence(db, tx, me))
     for lane_id, epoch, new in rows:
-        yield Wait(db.lane_progress, lane_id, UPDATE)
+        if not fenced:
+            yield Wait(db.lane_progress, lane_id, UPDATE)
         p = tx.get(db.lane_progress, lane_id)
         assert p is not None
-        if p["epoch"] != epoch or p["acked_seq"] >= new.acked_seq:
+        if p["epoch"] == epoch and p["acked_seq"] == new.acked_seq:
+            written.add(lane_id)  # It is there already.
+        if fenced or p["epoch"] != epoch or p["acked_seq"] >= new.acked_seq:
             continue
         progress = Progress(
             new.acked_seq, new.delivered_seq, new.floor_batch, success_at=new.success_at

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import asyncpg
 
 from outbox.core.cluster.lease import Peer
 from outbox.store import replicas
-from outbox.store.replicas import ClusterSnapshot, application_name
-from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait
+from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, LISTENER_SUFFIX, ClusterSnapshot
+from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait, perform
 from tests.sim.stores.routing_change import add_to_journal
 
 if TYPE_CHECKING:
@@ -23,78 +23,71 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
 
+Expirable: TypeAlias = "tuple[int | None, int | None, str | None]"
+"""Id, renewals and label of a replica that is expired."""
+
+
 class ReplicaStore(replicas.ReplicaStore):
     """Stands in for `outbox.store.replicas.ReplicaStore`."""
 
     def __init__(self, connection: Any, timeline: int | None = None) -> None:
         assert timeline is None
-        self._db: Connection = connection
-
-    async def reserve_id(self) -> int:
-        return await self._db.call(next_replica_id)
-
-    async def name_session(self, replica_id: int) -> None:
-        await self._db.call(name_session, application_name(replica_id))
+        self._db: Connection = connection  # type: ignore[assignment]
 
     async def register(
         self,
-        replica_id: int,
+        label: str,
         name: str,
         version: str,
         lease_s: float,
-        pids: Sequence[int] = (),
+        sequencer_pid: int | None = None,
         keys: Sequence[str] = (),
-    ) -> float:
-        return await self._db.call(insert_replica, replica_id, name, lease_s, pids)
+    ) -> int:
+        await self._db.call(insert_replica, label, name, lease_s, sequencer_pid)
+        return await self._db.call(read_registered, label)
 
-    async def renew(self, replica_id: int) -> float | None:
+    async def renew(self, replica_id: int) -> bool:
         return await self._db.call(renew_lease, replica_id)
+
+    async def read_clock(self) -> float:
+        return await self._db.call(read_clock)
 
     async def read_cluster(self) -> ClusterSnapshot:
         return await self._db.call(read_ownership)
 
     async def expire_replica(
-        self,
-        replica_id: int,
-        actor: str,
-        lock_timeout_s: float,
-        renewals: int | None = None,
-        *,
-        name: str | None = None,
+        self, replica_id: int, actor: str, lock_timeout_s: float, renewals: int | None = None
     ) -> bool:
-        db, session = self._db, application_name(replica_id)
+        return await self._end((replica_id, renewals, None), actor, lock_timeout_s)
+
+    async def expire_former(self, label: str, lock_timeout_s: float) -> bool:
+        return await self._end((None, None, label), None, lock_timeout_s)
+
+    async def _end(self, expirable: Expirable, actor: str | None, lock_timeout_s: float) -> bool:
+        await self._db.call(terminate_sessions, *expirable)
         try:
-            async with db.transaction():
-                await db.call(set_lock_timeout, lock_timeout_s)
-                if not await db.call(lock_replica, replica_id, renewals, name):
-                    return False
-                async with db.transaction():
-                    await db.call(terminate_backends, replica_id, session, renewals)
-                await db.call(release_owned, replica_id, actor, "lease ran out")
-                await db.call(remove_replica, replica_id)
+            return await self._db.call(
+                expire_row, expirable, actor, "lease ran out", lock_timeout_s
+            )
         except asyncpg.LockNotAvailableError:
-            await db.call(terminate_backends, replica_id, session, renewals)
             return False
-        return True
 
     async def release_all(self, replica_id: int, actor: str) -> None:
-        async with self._db.transaction():
-            await self._db.call(lock_replica, replica_id, None, None)
-            await self._db.call(release_owned, replica_id, actor, "clean stop")
-            await self._db.call(remove_replica, replica_id)
+        await self._db.call(expire_row, (replica_id, None, None), actor, "clean stop", None)
 
-    async def terminate_busy_sessions(self, replica_id: int, pids: Sequence[int]) -> None:
-        if pids:
-            with suppress(asyncpg.InsufficientPrivilegeError):
-                await self._db.call(terminate_busy_sessions, pids, application_name(replica_id))
+    async def terminate_busy_sessions(self, label: str) -> None:
+        with suppress(asyncpg.InsufficientPrivilegeError):
+            await self._db.call(terminate_busy_sessions, label)
 
     async def claim(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str
     ) -> dict[UUID, int]:
-        async with self._db.transaction():
-            epochs = await self._db.call(claim_endpoints, replica_id, endpoint_ids, actor)
-            await self._db.call(write_epochs, epochs)
-        return epochs
+        try:
+            if not await self._db.call(claim, replica_id, endpoint_ids, actor):
+                return {}
+        except asyncpg.LockNotAvailableError:
+            return {}
+        return await self._db.call(read_epochs, replica_id, endpoint_ids)
 
     async def release(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, why: str
@@ -122,80 +115,101 @@ def fence(db: Database, tx: Transaction, me: int) -> Steps[bool]:
     return new is not None and bool(new["expires_at"] > db.wall())
 
 
-def next_replica_id(db: Database, tx: Transaction) -> int:
-    return db.serial(db.replica)
-
-
-def name_session(db: Database, tx: Transaction, session: str) -> None:
-    db.session_of(tx).name = session
-
-
 def insert_replica(
-    db: Database, tx: Transaction, new: int, name: str, lease_s: float, pids: Sequence[int]
-) -> float:
-    row = {"id": new, "name": name, "pids": list(pids), "renewals": 0, "lease_s": lease_s}
+    db: Database,
+    tx: Transaction,
+    label: str,
+    name: str,
+    lease_s: float,
+    sequencer_pid: int | None,
+) -> None:
+    new = db.serial(db.replica)
+    row = {"id": new, "label": label, "name": name, "renewals": 0, "lease_s": lease_s}
+    row["sequencer_pid"] = sequencer_pid
     tx.put(db.replica, new, {**row, "expires_at": db.wall() + lease_s})
-    return db.wall()
 
 
-def renew_lease(db: Database, tx: Transaction, me: int) -> Steps[float | None]:
+def read_registered(db: Database, tx: Transaction, label: str) -> int:
+    return next(int(row["id"]) for row in tx.rows(db.replica) if row["label"] == label)
+
+
+def renew_lease(db: Database, tx: Transaction, me: int) -> Steps[bool]:
     row = tx.get(db.replica, me)
     if row is None or row["expires_at"] <= db.wall():
-        return None
+        return False
     yield Wait(db.replica, me, UPDATE)
     row = tx.get(db.replica, me)
     if row is None or row["expires_at"] <= db.wall():
-        return None
+        return False
     expires_at = db.wall() + row["lease_s"]
     tx.change(db.replica, me, renewals=row["renewals"] + 1, expires_at=expires_at)
+    return True
+
+
+def read_clock(db: Database, tx: Transaction) -> float:
     return db.wall()
 
 
 # ------------------------------------------------------------- ends of replicas
 
 
-def set_lock_timeout(db: Database, tx: Transaction, seconds: float) -> None:
-    tx.lock_timeout_s = int(seconds * 1000) / 1000
+def expirable_row(
+    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
+) -> Row | None:
+    """The row of a replica that may be expired."""
+    for row in tx.rows(db.replica):
+        if (row["id"] == replica_id or row["label"] == label) and renewals in (
+            None,
+            row["renewals"],
+        ):
+            return row
+    return None
 
 
-def lock_replica(
-    db: Database, tx: Transaction, replica_id: int, renewals: int | None, name: str | None
+def expire_row(
+    db: Database,
+    tx: Transaction,
+    expirable: Expirable,
+    actor: str | None,
+    why: str,
+    lock_timeout_s: float | None,
 ) -> Steps[bool]:
-    def matches() -> bool:
-        row = tx.get(db.replica, replica_id)
-        return (
-            row is not None and renewals in (None, row["renewals"]) and name in (None, row["name"])
-        )
-
-    if not matches():
+    """Three statements in one message."""
+    if lock_timeout_s is not None:
+        tx.lock_timeout_s = int(lock_timeout_s * 1000) / 1000
+    row = expirable_row(db, tx, *expirable)
+    if row is None:
         return False
-    yield Wait(db.replica, replica_id, EXCLUSIVE)
-    if not matches():
+    yield Wait(db.replica, row["id"], EXCLUSIVE)
+    row = expirable_row(db, tx, *expirable)
+    if row is None:
         return False
-    if _owned(db, tx, replica_id):
+    if _owned(db, tx, row["id"]):
         for watcher in db.on_expiry:
             watcher(db.session_of(tx))
+    yield from release_owned(db, tx, row["id"], actor or f"replica {row['id']}", why)
+    yield from remove_replica(db, tx, row["id"])
     return True
 
 
-def terminate_backends(
-    db: Database, tx: Transaction, replica_id: int, session: str, renewals: int | None
+def terminate_sessions(
+    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
 ) -> None:
-    row = tx.get(db.replica, replica_id)
-    if row is not None and db.signals and renewals in (None, row["renewals"]):
-        _terminate(db, _find_backends(db, row["pids"], session))
+    row = expirable_row(db, tx, replica_id, renewals, label)
+    if row is not None and db.signals:
+        names = (row["label"], row["label"] + LISTENER_SUFFIX)
+        _terminate(db, _find_backends(db, tx, *names))
 
 
-def terminate_busy_sessions(
-    db: Database, tx: Transaction, pids: Sequence[int], session: str
-) -> None:
-    others = [b for b in _find_backends(db, pids, session) if b is not db.session_of(tx)]
+def terminate_busy_sessions(db: Database, tx: Transaction, label: str) -> None:
     if db.signals:
-        _terminate(db, [b for b in others if b.at_work or b.transaction is not None])
+        found = _find_backends(db, tx, label)
+        _terminate(db, [b for b in found if b.at_work or b.transaction is not None])
 
 
-def _find_backends(db: Database, pids: Sequence[int], session: str) -> list[Backend]:
-    return [b for pid in pids if (b := db.backends.get(pid)) is not None and b.name == session]
+def _find_backends(db: Database, tx: Transaction, *names: str) -> list[Backend]:
+    mine = db.session_of(tx)
+    return [b for b in db.backends.values() if b.name in names and b is not mine]
 
 
 def _terminate(db: Database, backends: Iterable[Backend]) -> None:
@@ -234,8 +248,19 @@ def read_ownership(db: Database, tx: Transaction) -> ClusterSnapshot:
         cursor["erasures"],
         [Peer(r["id"], r["renewals"], r["lease_s"]) for r in rows],
         free,
-        {r["pids"][0] if r["pids"] else None for r in rows},
+        {r["sequencer_pid"] for r in rows},
     )
+
+
+def claim(db: Database, tx: Transaction, me: int, ids: Sequence[UUID], actor: str) -> Steps[bool]:
+    """Two statements in one message; returns whether the replica owns one of them."""
+    tx.lock_timeout_s = CLAIM_LOCK_TIMEOUT_S
+    yield from claim_endpoints(db, tx, me, ids, actor)
+    if not (yield from fence(db, tx, me)):
+        return False
+    epochs = read_epochs(db, tx, me, ids)
+    yield from perform(write_epochs(db, tx, epochs))
+    return bool(epochs)
 
 
 def claim_endpoints(
@@ -248,9 +273,15 @@ def claim_endpoints(
         row = tx.get(db.ownership, endpoint_id)
         if row is None or row["replica_id"] is not None:
             continue
-        yield Wait(db.ownership, endpoint_id, UPDATE)
+        if not tx.try_lock(db.ownership, endpoint_id, UPDATE):
+            continue
         row = tx.get(db.ownership, endpoint_id)
         if row is None or row["replica_id"] is not None:
+            continue
+        lanes = [r["lane_id"] for r in tx.rows(db.lane_progress) if r["endpoint_id"] == endpoint_id]
+        if not all(tx.try_lock(db.lane_progress, lane_id, UPDATE) for lane_id in lanes):
+            continue
+        if not tx.try_lock(db.endpoint_health, endpoint_id, UPDATE):
             continue
         epoch = claimed[endpoint_id] = row["epoch"] + 1
         tx.change(db.ownership, endpoint_id, replica_id=me, epoch=epoch)
@@ -268,6 +299,11 @@ def write_epochs(db: Database, tx: Transaction, epochs: dict[UUID, int]) -> Step
         if row["endpoint_id"] in epochs:
             yield Wait(db.lane_progress, row["lane_id"], UPDATE)
             tx.change(db.lane_progress, row["lane_id"], epoch=epochs[row["endpoint_id"]])
+
+
+def read_epochs(db: Database, tx: Transaction, me: int, ids: Sequence[UUID]) -> dict[UUID, int]:
+    rows = [tx.get(db.ownership, endpoint_id) for endpoint_id in ids]
+    return {r["endpoint_id"]: r["epoch"] for r in rows if r is not None and r["replica_id"] == me}
 
 
 def release_endpoints(

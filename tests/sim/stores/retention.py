@@ -33,7 +33,7 @@ class RetentionStore(retention.RetentionStore):
     """Stands in for `outbox.store.retention.RetentionStore`."""
 
     def __init__(self, connection: Any, keep: Retention, *, period_s: float | None = None) -> None:
-        self._db: Connection = connection
+        self._db: Connection = connection  # type: ignore[assignment]
         self._keep = keep
         self._period_s = period_s
 
@@ -77,7 +77,7 @@ class RetentionStore(retention.RetentionStore):
             await db.call(read_writers)
         async with self._holding():
             if await db.call(end_period, period.kind, period.number) and period.kind == "log":
-                await db.call(cursor.write_leader, None)
+                await db.call(cursor.clear_leader)
                 await db.call(channels.notify_all)
 
     async def _drop_if_unused(self, period: PartitionWindow) -> bool:

@@ -26,7 +26,7 @@ class ScheduleRunStore(schedule_runs.ScheduleRunStore):
     """Stands in for `outbox.store.schedule_runs.ScheduleRunStore`, with the same decisions."""
 
     def __init__(self, connection: Any, replica_id: int) -> None:
-        self._db: Connection = connection
+        self._db: Connection = connection  # type: ignore[assignment]
         self._actor = f"replica {replica_id}"
 
     async def due_in_s(self) -> float | None:
