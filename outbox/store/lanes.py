@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.delivery.inline_deliveries import LaneIdentity
     from outbox.store.connection.secrets import Vault
     from outbox.store.endpoints import Endpoint
 
@@ -299,15 +300,6 @@ def _delivery(lane: LoadedLane, row: Any) -> Delivery | ErasedEvent:
             lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"], row["backfill_id"]
         )
     return build_delivery(lane, row)
-
-
-class LaneIdentity(Protocol):
-    """The identity of a lane, as receivers see it."""
-
-    @property
-    def endpoint_id(self) -> UUID: ...
-    @property
-    def name(self) -> str: ...
 
 
 def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:

@@ -32,8 +32,8 @@ from outbox.core.sequencing.partition_window import (
     window_length_s,
 )
 from outbox.store.connection.message import WriteCall, WriteStatement
-from outbox.store.cursor import CLEAR_LEADER
 from outbox.store.erasure import erase_leftovers
+from outbox.store.leadership import CLEAR_LEADER
 from outbox.store.routing_change import LOCK_CURSOR
 from outbox.store.timeline import NOTIFY_ALL
 

@@ -44,6 +44,7 @@ from outbox.store import (
     endpoint_state,
     event_reads,
     lanes,
+    leadership,
     operational_events,
     receiver_checkpoints,
     records,
@@ -324,7 +325,7 @@ async def _batch(log: LongLog) -> Case:
 
 
 async def _standing(log: LongLog) -> Case:
-    return Case(cursor.READ_LEADER_STATUS, (2,), 5, 40, {"batch": NEWEST, "outbox": NEWEST})
+    return Case(leadership.READ_LEADER_STATUS, (2,), 5, 40, {"batch": NEWEST, "outbox": NEWEST})
 
 
 async def _runs_that_have_ended(log: LongLog) -> Case:

@@ -18,7 +18,7 @@ from outbox.core.model.sql_names import quote_ident
 from outbox.errors import CannotRun
 from outbox.operations.verify.repair_rules import DETACHED_PARTITIONS, REPAIRS
 from outbox.store.connection.connect import map_errors
-from outbox.store.cursor import CLEAR_LEADER
+from outbox.store.leadership import CLEAR_LEADER
 from outbox.store.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
 from outbox.store.routing_change import routing_transaction, write_journal
 

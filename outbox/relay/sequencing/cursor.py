@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.inline_deliveries import INLINE_DELIVERIES_MAX, inline_deliveries
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker, LockHolders
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from outbox.config import Settings
+    from outbox.core.delivery.message import Delivery
     from outbox.core.sequencing.router import TenantFilter
     from outbox.store.cursor import CursorStore
     from outbox.store.event_reads import Reading
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
     from outbox.store.lanes import LoadedLane
 
 log = structlog.get_logger("outbox.sequencer")
-
-INLINE_DELIVERIES_MAX, INLINE_BYTES_MAX = 64, 32 << 10
-"""Deliveries of a batch whose content is read together with the event, and its size; those of
-larger batches are read by the delivery fetcher, in chunks of bounded size."""
 
 
 class BatchResult(Enum):
@@ -460,44 +457,10 @@ class Cursor:
         self._state = CursorState(batch, step.high, step.young, old)
         self._counters |= draft.deliveries.counters
         self.awake = self.awake or draft.awake
-        inline = _inline_deliveries(batch, draft, inline_lanes, committed_after)
+        given = draft.deliveries
+        rows = zip(given.lane_ids, given.seqs, given.outbox_ids, strict=True)
+        contents = draft.reading.contents
+        inline = inline_deliveries(batch, rows, contents, inline_lanes, committed_after)
         self._on_batch(
             SequencedBatch(batch, draft.events, draft.deliveries, inline, self._notified)
         )
-
-
-def _inline_deliveries(
-    batch: int,
-    draft: _Draft,
-    lanes: Mapping[int, LoadedLane],
-    committed_after: datetime | None,
-) -> Mapping[int, Sequence[Delivery]]:
-    """The deliveries of these lanes whose content was read, up to the first other one."""
-    found: dict[int, list[Delivery]] = {}
-    contents = draft.reading.contents
-    if not (lanes and contents):
-        return found
-    complete, left = set(lanes), INLINE_BYTES_MAX
-    deliveries = draft.deliveries
-    columns = (deliveries.lane_ids, deliveries.seqs, deliveries.outbox_ids)
-    for lane_id, seq, outbox_id in zip(*columns, strict=True):
-        if lane_id not in complete:
-            continue
-        content = contents.get(outbox_id)
-        if content is None or content.size_bytes > left:
-            complete.discard(lane_id)
-            continue
-        left -= content.size_bytes
-        lane = lanes[lane_id]
-        found.setdefault(lane_id, []).append(
-            Delivery(
-                lane.endpoint_id,
-                lane.name,
-                seq,
-                batch,
-                outbox_id,
-                *content,
-                committed_after=committed_after,
-            )
-        )
-    return found

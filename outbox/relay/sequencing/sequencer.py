@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.relay.sequencing.cursor import SequencedBatch
-    from outbox.store.cursor import CursorStore, LeaderStatus
+    from outbox.store.cursor import CursorStore
     from outbox.store.lanes import LoadedLane
+    from outbox.store.leadership import LeaderStatus
 
 log = structlog.get_logger("outbox.sequencer")
 

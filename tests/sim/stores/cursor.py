@@ -12,8 +12,9 @@ from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S, 
 from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store import cursor as real
-from outbox.store.cursor import CursorRow, LeaderStatus
+from outbox.store.cursor import CursorRow
 from outbox.store.event_reads import CONTENT_EVENTS_MAX, Reading
+from outbox.store.leadership import LeaderStatus
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores.channels import OWNERS

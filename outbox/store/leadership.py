@@ -1,0 +1,79 @@
+"""SQL of the leadership: which replica sequences, and when it sleeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outbox.store.connection.message import WriteStatement
+from outbox.store.event_reads import AWAKE
+
+# Takes the leadership, on the server at which this replica registered.  One row, unless the
+# cursor row is locked.
+TAKE_LEADERSHIP = WriteStatement(
+    "take_leadership",
+    """
+WITH locked AS MATERIALIZED (
+    SELECT FROM cursor WHERE $2::bigint IS NULL OR server_timeline() = $2
+       FOR UPDATE SKIP LOCKED)
+UPDATE cursor SET writer = $1 FROM locked
+""",
+)
+
+# Releases the leadership, and lets producers not notify until the next leader sleeps.
+RELEASE_LEADERSHIP = WriteStatement(
+    "release_leadership",
+    f"""
+WITH locked AS MATERIALIZED (
+    SELECT setval('wakeup', {AWAKE}) FROM (
+        SELECT FROM cursor WHERE writer = $1 AND ($2::bigint IS NULL OR server_timeline() = $2)
+           FOR UPDATE SKIP LOCKED) held)
+UPDATE cursor SET writer = NULL FROM locked
+""",  # noqa: S608 (constants only)
+)
+
+# Ends the leadership, whoever has it; the caller holds the cursor row.
+CLEAR_LEADER = "UPDATE cursor SET writer = NULL"
+
+# The leader announces that it may be asleep for the next $2 seconds.  The wake-up flag is a
+# sequence, because reading one ignores snapshots.  One row, unless another replica leads or the
+# cursor row is locked.
+FALL_ASLEEP = WriteStatement(
+    "fall_asleep",
+    """
+WITH locked AS MATERIALIZED (
+    SELECT FROM cursor WHERE writer = $1 AND ($3::bigint IS NULL OR server_timeline() = $3)
+       FOR UPDATE SKIP LOCKED),
+asleep AS MATERIALIZED (
+    SELECT setval('wakeup', extract(epoch FROM clock_timestamp())::bigint + $2::bigint)
+      FROM locked)
+SELECT FROM asleep
+""",
+)
+
+# The leader, whether it may be replaced, and whether events are left unsequenced.  Late
+# events in old gaps are not checked, because there may be very many old gaps.
+READ_LEADER_STATUS = """
+SELECT c.writer AS leader, b.batch,
+       c.writer IS NULL OR c.writer = $1
+           OR NOT EXISTS (SELECT FROM replica r
+                           WHERE r.id = c.writer AND r.expires_at > clock_timestamp()) AS free,
+       EXISTS (SELECT FROM outbox WHERE id > b.high)
+           OR EXISTS (SELECT FROM unnest(b.young) AS gap(ids)
+                       CROSS JOIN LATERAL (
+                             SELECT FROM outbox
+                              WHERE id >= lower(gap.ids) AND id < upper(gap.ids) LIMIT 1) o)
+           AS behind
+  FROM cursor c, (SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1) b
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderStatus:
+    """Status of the replica that leads."""
+
+    leader: int | None
+    batch: int
+    free: bool
+    """There is no leader, its lease has expired, or it is this replica."""
+    behind: bool
+    """There are events that are not sequenced."""
