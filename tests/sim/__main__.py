@@ -106,6 +106,8 @@ def _mutants(seeds: range, jobs: int) -> int:
         else:
             missed += 1
             print(f"{name}: NOT CAUGHT in {found.seeds} seeds", flush=True)
+            if found.bad:  # It does not fit the code any more.
+                print(found.bad[-1].violations[-1], file=sys.stderr, flush=True)
     return bool(missed)
 
 

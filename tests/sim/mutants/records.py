@@ -79,7 +79,7 @@ def acknowledgements_in_interruptible_transaction(sim: Simulation) -> None:
 
     original = records.RecordStore.write
     swap(records.RecordStore, "write", write)
-    swap(replicas, "terminate_backends", lambda db, tx, *_: None)
+    swap(replicas, "terminate_sessions", lambda db, tx, *_: None)
 
 
 @mutant

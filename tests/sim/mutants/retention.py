@@ -8,8 +8,6 @@ from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import cursor, retention
 
 if TYPE_CHECKING:
-    from tests.sim.database.engine import Transaction
-    from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
 
 
@@ -38,12 +36,7 @@ def log_period_begins_without_leader_change(sim: Simulation) -> None:
     """When a period of the log begins, the leader may go on with the next batch it knows."""
     _always(sim)
 
-    def write_leader(db: Database, tx: Transaction, writer: int | None) -> None:
-        # A new leader signs as before.
-        if writer is not None:
-            tx.change(db.cursor, 1, writer=writer)
-
-    swap(cursor, "write_leader", write_leader)
+    swap(cursor, "clear_leader", lambda db, tx: None)
 
 
 @mutant

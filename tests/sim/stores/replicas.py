@@ -188,7 +188,7 @@ def expire_row(
         for watcher in db.on_expiry:
             watcher(db.session_of(tx))
     yield from release_owned(db, tx, row["id"], actor or f"replica {row['id']}", why)
-    yield from remove_replica(db, tx, row["id"])
+    yield from perform(remove_replica(db, tx, row["id"]))
     return True
 
 
