@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 REQUEST, EVENT, GAP = "a request begins", "an event is visible", "a batch leaves gaps open"
 TICK = "the runs of a schedule are decided"
-EXPIRY = "the row of a replica is locked, to release its endpoints"
 OPEN = "a transaction that has published stays open"
 RECORD = "acknowledgements are written"
 ADVANCE = "the position of a replay job is written, before its batch"

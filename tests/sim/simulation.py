@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from tests.sim.database.backend import Backend
     from tests.sim.database.connection import Connection
 
 HOUR_S = 3600.0
@@ -97,7 +96,6 @@ class Simulation:
             self.world.EPOCH_S = self.occasion.at[1] - rng.uniform(60, 1500)
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
         self.database.signals = rng.random() < 0.5
-        self.database.on_expiry.append(self._on_expiry)
         self.database.before_step = {
             records.write_acknowledgements.__name__: self._on_record,
             replay_feed.advance_positions.__name__: self._on_advance,
@@ -299,8 +297,8 @@ class Simulation:
         requests = self._load.events * len(self.receivers) * 2 // 3 + 2
         at = self.checker.moments.at
         faults = rng.choice((0, 5, 20, 40))
-        for _ in range(rng.choice((0, 4, 8)) if faults else 0):
-            at(moments.EXPIRY, rng.randrange(1, 8), self._hang_soon)
+        for _ in range(rng.choice((0, 2, 4)) if faults else 0):
+            at(moments.RECORD, rng.randrange(1, requests), self._hang_soon)
         for _ in range(rng.choice((0, 1, 2)) if faults else 0):
             at(moments.RECORD, rng.randrange(1, requests), self._orphan_recording)
         for _ in range(rng.choice((0, 0, 1, 2)) if faults else 0):
@@ -320,13 +318,8 @@ class Simulation:
             else:
                 world.at(rng.random() * self._peace_at, None, self.faults.strike)
 
-    def _on_expiry(self, session: Backend) -> None:
-        for each in self.database.connections:
-            if each.backend is session:
-                self.checker.moments.come(moments.EXPIRY, each.process.name)
-
     def _hang_soon(self, name: str) -> None:
-        """Hang a connection between any two statements, or halves, of the expiry of a replica."""
+        """Hang a connection whose relay has a transaction of several messages open."""
         delay_s = self.world.rng.expovariate(1000)
         relay = self.fleet.relays[name]
         self.world.after(delay_s, None, self.faults.hang_in_transaction, relay)

@@ -170,8 +170,6 @@ class Database(Engine):
         self.journal: list[tuple[float, str, str, UUID | None, Any]] = []
         # Called with the name of a session that has found a schedule due.
         self.on_tick: list[Callable[[str], None]] = []
-        # Called with a session that has locked the row of an expired replica.
-        self.on_expiry: list[Callable[[Backend], None]] = []
         # By the name of a step of a store: called with the connection before each execution.
         self.before_step: dict[str, Callable[[Connection], None]] = {}
         # Hashes of keys, where they must equal those of a real server.

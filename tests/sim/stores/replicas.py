@@ -184,9 +184,6 @@ def expire_row(
     row = expirable_row(db, tx, *expirable)
     if row is None:
         return False
-    if _owned(db, tx, row["id"]):
-        for watcher in db.on_expiry:
-            watcher(db.session_of(tx))
     yield from release_owned(db, tx, row["id"], actor or f"replica {row['id']}", why)
     yield from perform(remove_replica(db, tx, row["id"]))
     return True
