@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.errors import CannotRun
+from outbox.store.connection.pooled import PooledWorker
 from tests.support.load import loaded
 from tests.support.pgbouncer import PgBouncer, find_the_schema, pgbouncer
 from tests.support.process import outbox as command
@@ -23,6 +24,7 @@ from tests.support.relay import (
     relay,
     running,
 )
+from tests.support.tcp import through_lines
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -109,6 +111,21 @@ async def test_no_state_leaks_into_pooled_sessions(
             assert tuple(settings) == ("0", "on", "0")
         for client in clients:
             client.terminate()
+
+
+async def test_a_cancelled_statement_sends_no_cancel_request(database: Database) -> None:
+    """PgBouncer 1.18 may exit when it gets one."""
+    socket_dir = database.server.embedded.socket_dir
+    async with through_lines(socket_dir, database.name) as (lines, dsn):
+        connection = await asyncpg.connect(dsn, connection_class=PooledWorker)
+        sleeping = asyncio.create_task(connection.execute("SELECT pg_sleep(60)"))
+        running_it = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep')"
+        await until(lambda: fetchval(database, running_it), 10, "the statement to run")
+        sleeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeping
+        assert connection.is_closed()
+        assert lines.attempts == 1
 
 
 async def test_periods_rotate_without_session_locks(

@@ -60,6 +60,17 @@ class PooledWorker(Worker):
             query += self._settings
         return await super().execute(query, *args, **kwargs)
 
+    def _cancel_current_command(self, waiter: Any, *args: Any) -> None:
+        """Close the connection instead of requesting that its statement be cancelled.
+
+        PgBouncer 1.18 and 1.19 may exit on a cancel request that meets the end of its statement
+        (its issues 801 and 822), and with it every client is disconnected.  asyncpg has no public
+        API for this; if it renames the method, it requests the cancellation again.
+        """
+        self.terminate()
+        if not waiter.done():
+            waiter.set_result(None)
+
     async def _call(self, statement: WriteStatement, arguments: Sequence[object]) -> str:
         """The statement itself: the next message may go to another session."""
         return statement.inline(arguments)
