@@ -2,8 +2,8 @@
 
 A client may fall silent after any message: frozen, cut off, or gone with its machine.  A backend
 that has a transaction id then keeps it, and what it has locked, for as long as the client is
-silent, and before PostgreSQL 17 no server setting ends that.  Replays are not covered: they still
-take a transaction of several messages.
+silent, and before PostgreSQL 17 no server setting ends that.  Not covered are replays and the
+deletion of expired rows, which still take several messages.
 """
 
 from __future__ import annotations
