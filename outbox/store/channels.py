@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from outbox.store.connection.message import WriteStatement
+
 if TYPE_CHECKING:
     from asyncpg import Connection
 
@@ -19,6 +21,7 @@ WAKE_ALL = f"""
 SELECT pg_notify(current_schema(), '{RECONFIGURED}'),
        pg_notify(current_schema() || '{OWNERS_SUFFIX}', '{RECONFIGURED}')
 """
+NOTIFY_ALL = WriteStatement("notify_all", WAKE_ALL)
 
 
 async def wake_all(connection: Connection[Any]) -> None:

@@ -354,11 +354,10 @@ class CursorStore:
         )
         calls: list[WriteCall] = [call]
         if step.old_closed or step.old_opened:
-            lows, highs = zip(*step.old_opened, strict=True) if step.old_opened else ((), ())
-            calls = [
-                call,
+            opened = [lo for lo, _ in step.old_opened], [hi for _, hi in step.old_opened]
+            calls += [
                 (CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed]),
-                (OPEN_OLD_GAPS, lows, highs),
+                (OPEN_OLD_GAPS, *opened),
                 (REQUIRE_BATCH, batch, writer),
             ]
         return bool(await self._db.write_unless_aborted(*calls))

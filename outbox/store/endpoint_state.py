@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
+from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
 from outbox.store.database_stats import read_database_stats
@@ -20,7 +21,6 @@ from outbox.store.operational_events import (
 )
 from outbox.store.replicas import OWN_ROW, fence
 from outbox.store.routing_change import BEGIN_CHANGE
-from outbox.store.timeline import NOTIFY_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,16 +8,17 @@ read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.message import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
+from outbox.store.lanes import utc_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from datetime import datetime
 
     from outbox.core.sequencing.gaps import LockHolders
 
@@ -217,8 +218,8 @@ def _content(row: Any) -> EventContent:
         row["type"],
         row["tenant"],
         row["key"],
-        datetime.fromtimestamp(row["published_at"], UTC),
-        None if expires_at is None else datetime.fromtimestamp(expires_at, UTC),
+        utc_time(row["published_at"]),
+        None if expires_at is None else utc_time(expires_at),
         row["payload"].encode(),
         None if headers is None else headers.encode(),
     )

@@ -319,18 +319,18 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
             lane.endpoint_id,
             lane.name,
             *found[1:8],
-            _time(published_at),
-            None if expires_at is None else _time(expires_at),
+            utc_time(published_at),
+            None if expires_at is None else utc_time(expires_at),
             payload.encode(),
             None if headers is None else headers.encode(),
             replay_of,
             *found[12:15],
-            None if committed_after is None else _time(committed_after),
+            None if committed_after is None else utc_time(committed_after),
         )
     )
 
 
 @lru_cache(1024)
-def _time(epoch_s: float) -> datetime:
+def utc_time(epoch_s: float) -> datetime:
     """Cached: events of one transaction share a timestamp, and so do those of a batch."""
     return datetime.fromtimestamp(epoch_s, UTC)

@@ -31,11 +31,11 @@ from outbox.core.sequencing.partition_window import (
     due_windows,
     window_length_s,
 )
+from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.message import WriteCall, WriteStatement
 from outbox.store.erasure import erase_leftovers
 from outbox.store.leadership import CLEAR_LEADER
 from outbox.store.routing_change import LOCK_CURSOR
-from outbox.store.timeline import NOTIFY_ALL
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders

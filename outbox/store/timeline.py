@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.channels import WAKE_ALL
+from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.message import WriteCall, WriteStatement
 
 if TYPE_CHECKING:
@@ -80,9 +80,6 @@ SELECT 'endpoint_lanes_renewed', $2, id,
   FROM renewed
 """,
 )
-
-
-NOTIFY_ALL = WriteStatement("notify_all", WAKE_ALL)
 
 
 async def read_timeline(connection: Connection[Any]) -> int | None:

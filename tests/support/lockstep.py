@@ -2,7 +2,7 @@
 
 After each message it asks the server whether the backend waits for the client although it
 has a transaction id: what it has written or locked would then be held for as long as the
-client is silent.  That is a *hold point*.  It tells the cause, so no client has to fall silent.
+client is silent.  That is a *hold point*.  It shows the cause, so no client has to fall silent.
 """
 
 from __future__ import annotations

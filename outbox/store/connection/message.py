@@ -33,9 +33,9 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.:+-]+")
 class WriteStatement:
     """A statement that writes and returns no columns.
 
-    Its command tag tells what it did, so its last part must be what is asked about: `SELECT FROM
-    moved HAVING count(*) = $2` counts one row or none.  Its arguments appear in the server's
-    log if it fails, so it must not contain secrets that are not encrypted.
+    Its command tag is the result, so its last part selects or writes the rows to be counted:
+    `SELECT FROM moved`.  Its arguments appear in the server's log if it fails, so it must not
+    contain secrets that are not encrypted.
 
     Args:
         name: the name under which a session prepares it.
@@ -57,7 +57,8 @@ class WriteStatement:
 
     def inline(self, arguments: Sequence[object]) -> str:
         """The statement with its arguments in place of the parameters."""
-        return with_literals(self.sql, arguments)
+        literals = [literal(value) for value in arguments]
+        return _PARAMETER.sub(lambda match: literals[int(match[1]) - 1], self.sql)
 
 
 WriteCall: TypeAlias = "tuple[WriteStatement, *tuple[object, ...]]"
@@ -70,12 +71,6 @@ ABORTED = "OB001"
 def is_aborted(error: PostgresError) -> bool:
     """Whether a message undid itself by `abort_unless`, because its condition did not hold."""
     return bool(error.sqlstate == ABORTED)
-
-
-def with_literals(sql: str, arguments: Sequence[object]) -> str:
-    """A statement with its arguments in place of the parameters."""
-    literals = [literal(value) for value in arguments]
-    return _PARAMETER.sub(lambda match: literals[int(match[1]) - 1], sql).strip().rstrip(";")
 
 
 def literal(value: object) -> str:
@@ -120,10 +115,11 @@ def _element(value: object) -> str:
 
 def _checked(text: str) -> str:
     # asyncpg encodes a simple query while it sends it, and closes the connection if it cannot.
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"text that is not Unicode: {error}") from error
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"text that is not Unicode: {error}") from error
     if "\0" in text:
         raise CharacterNotInRepertoireError("text with the character U+0000")
     return text
