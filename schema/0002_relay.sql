@@ -376,7 +376,7 @@ CREATE INDEX dead_letter_range ON dead_letter (batch) WHERE outbox_id IS NULL AN
 
 -- Replay jobs: dead letters or an endpoint's history, requested by an operator, or a lane's
 -- deliveries, requested by its receiver.  Creating a job takes constant time: the leader
--- processes it in chunks, within the transactions of its batches
+-- processes it in chunks, each written together with its batch
 -- (see outbox/core/sequencing/replay_throttle.py).
 CREATE TABLE replay_job (
     id         bigint           GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from asyncpg import Range as PgRange
 
@@ -28,7 +28,7 @@ from outbox.store.event_reads import (
     READ_RUNNING,
     parse_reading,
 )
-from outbox.store.filters import FilterStore
+from outbox.store.filters import FilterStore, stop_filters
 from outbox.store.lanes import READ_COUNTERS
 from outbox.store.leadership import (
     FALL_ASLEEP,
@@ -40,18 +40,19 @@ from outbox.store.leadership import (
 from outbox.store.operational_events import END_LAGGING, PUBLISH_LAGGING
 from outbox.store.records import Fenced
 from outbox.store.replay_feed import ReplayFeedStore
+from outbox.store.replay_progress import write_progress
 from outbox.store.routing import RoutingStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from datetime import datetime
 
-    from asyncpg.transaction import Transaction
-
-    from outbox.core.sequencing.router import Deliveries
+    from outbox.core.sequencing.router import Deliveries, TenantFilter
     from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.event_reads import Reading
+    from outbox.store.filters import StoppedFilter
+    from outbox.store.replay_progress import ReplayBatch
 
 # The sequence of outbox.id, and whether it assigns ids one by one in ascending order, on
 # which the cursor's argument depends.
@@ -69,10 +70,6 @@ SELECT writer, version, timeline, server_timeline() AS server_timeline,
        (SELECT max(batch) FROM batch) AS batch
   FROM cursor
 """
-
-# Locks the cursor row, for a batch that takes more than one message.  SKIP LOCKED: another
-# replica that is sequencing does the same work.
-LOCK_CURSOR = f"{READ_CURSOR} FOR UPDATE SKIP LOCKED"
 
 # The newest batch is the cursor's position.
 READ_STATE = "SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1"
@@ -131,7 +128,7 @@ SELECT FROM locked
 """,  # noqa: S608 (constants only)
 )
 
-# Aborts the message of a batch that was not written, so that its other statements do nothing.
+# Aborts the message of a batch that was not written, before its other statements.
 REQUIRE_BATCH = WriteStatement(
     "require_batch",
     "SELECT abort_unless(EXISTS (SELECT FROM batch WHERE batch = $1 AND writer = $2))",
@@ -166,18 +163,16 @@ class CursorStore:
         timeline: the server's timeline when this replica registered; None: not known.
 
     Raises:
-        Fenced: (from `cursor_row`, `lock` and `read`) this server is on another timeline, on
+        Fenced: (from `cursor_row` and `read`) this server is on another timeline, on
             which this replica is not registered.
     """
-
-    ISOLATION: Literal["read_committed"] = "read_committed"
 
     def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
         self._db = connection
         self._timeline = timeline
         self._sequence_oid: int | None = None
         self.routing = RoutingStore(connection)
-        self.replay_feed = ReplayFeedStore(connection)
+        self.replay_feed = ReplayFeedStore(connection, timeline)
         self.filters = FilterStore(connection)
 
     async def check(self) -> None:
@@ -198,23 +193,9 @@ class CursorStore:
                 "restore that with ALTER SEQUENCE"
             )
 
-    def transaction(self) -> Transaction:
-        """A transaction for a batch that takes more than one message.
-
-        Its isolation is set here, whatever the server's default: under REPEATABLE READ all
-        statements would share the first one's snapshot and events would be lost.  (A single
-        statement has one snapshot under any isolation.)
-        """
-        return self._db.transaction(isolation=self.ISOLATION)
-
     async def cursor_row(self) -> CursorRow:
         """Read the cursor row, without a lock."""
         return self._checked_row(await self._db.fetchrow(READ_CURSOR))
-
-    async def lock(self) -> CursorRow | None:
-        """Lock the cursor row in a transaction; None when another session holds it."""
-        row = await self._db.fetchrow(LOCK_CURSOR)
-        return None if row is None else self._checked_row(row)
 
     async def take_leadership(self, replica_id: int) -> bool:
         """Take the leadership; returns False while another session holds the cursor row."""
@@ -309,8 +290,10 @@ class CursorStore:
         awake: bool,
         erasures: int | None,
         notification: str | None,
+        replays: ReplayBatch,
+        stopped: Mapping[TenantFilter, StoppedFilter],
     ) -> bool:
-        """Write one batch: its row, its deliveries, the lane counters and the old gaps.
+        """Write one batch: its row, its deliveries, the lane counters, and all that comes with it.
 
         Args:
             writer: nothing is written unless this replica leads.
@@ -319,6 +302,8 @@ class CursorStore:
             awake: set the wake-up flag to "awake".
             erasures: nothing is written unless payloads were erased this often.
             notification: payload for other replicas, sent at commit if lanes have deliveries.
+            replays: the progress of replay jobs.
+            stopped: filters that count as matching from this batch on.
 
         Returns:
             Whether the batch was written.
@@ -352,15 +337,19 @@ class CursorStore:
             len(deliveries),
             self._timeline,
         )
-        calls: list[WriteCall] = [call]
+        actor = f"replica {writer}"
+        further = write_progress(batch, replays, actor)
         if step.old_closed or step.old_opened:
             opened = [lo for lo, _ in step.old_opened], [hi for _, hi in step.old_opened]
-            calls += [
-                (CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed]),
-                (OPEN_OLD_GAPS, *opened),
-                (REQUIRE_BATCH, batch, writer),
-            ]
-        return bool(await self._db.write_unless_aborted(*calls))
+            further.append((CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed]))
+            further.append((OPEN_OLD_GAPS, *opened))
+        if stopped:
+            further.append(stop_filters(batch, stopped, actor))
+        if further:
+            # Also at the end, because the rows of the last statement are the result.
+            required: WriteCall = (REQUIRE_BATCH, batch, writer)
+            further = [required, *further, required]
+        return bool(await self._db.write_unless_aborted(call, *further))
 
     async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
         """Continue on the server's timeline, with new lanes if the timeline changed.

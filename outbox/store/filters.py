@@ -8,6 +8,7 @@ evaluated matches every event: over-delivery is preferred to loss.  The journal 
 from __future__ import annotations
 
 import math
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -15,22 +16,23 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.delivery.operational_events import FILTER_STOPPED
+from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
+from outbox.store.connection.message import WriteStatement
 from outbox.store.operational_events import HAS_OPERATIONAL_SUBSCRIBER
-from outbox.store.routing_change import write_journal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from asyncpg import Connection
 
     from outbox.core.sequencing.router import TenantFilter
+    from outbox.store.connection.message import WriteCall
 
-# A savepoint, so that a failing filter does not abort the batch's transaction; rolling back to it
-# also restores statement_timeout.
+# A savepoint, so that a failing filter does not abort the transaction; rolling back to it also
+# restores statement_timeout.
 CREATE_SAVEPOINT = "SAVEPOINT filters"
 SET_STATEMENT_TIMEOUT = "SET LOCAL statement_timeout = {}"
 ROLLBACK_SAVEPOINT = "ROLLBACK TO SAVEPOINT filters"
-RELEASE_SAVEPOINT = "ROLLBACK TO SAVEPOINT filters; RELEASE SAVEPOINT filters"
 
 # The events that match each filter; the ids of each filter come as an array literal.  `@?`
 # treats a missing member, or one of another type, as no match.
@@ -48,25 +50,36 @@ SELECT requested.n, e.id
 MATCH_ALL = "1 == 1"
 """A filter that matches every event: it measures the cost of reading the payloads."""
 
-# Stops filters; the leader does so while it holds the cursor row.  Stored with the subscription,
-# which a change of the filter replaces; so the next leader does not evaluate it again at once.
-STOP_FILTERS = """
-UPDATE subscription SET filter_stopped_at = clock_timestamp(), filter_stopped_reason = f.why
-  FROM unnest($1::text[], $2::text[], $3::text[], $4::text[]) AS f(tenant, filter, why, reason)
- WHERE to_batch IS NULL AND subscription.filter = f.filter
-   AND subscription.tenant IS NOT DISTINCT FROM f.tenant
-   AND (filter_stopped_at IS NULL
-        OR filter_stopped_at < clock_timestamp() - make_interval(secs => $5))
-RETURNING endpoint_id, f.filter, f.why, f.reason
-"""
-
-# Publishes outbox.filter.stopped for each endpoint, if one subscribes to operational events.
-PUBLISH_FILTER_STOPPED = f"""
-SELECT publish_operational_events(array_agg('{FILTER_STOPPED}'::text), array_agg(t.endpoint_id),
-                    array_agg(jsonb_build_object('filter', t.filter, 'reason', t.reason)))
-  FROM unnest($1::uuid[], $2::text[], $3::text[]) AS t(endpoint_id, filter, reason)
-HAVING count(*) > 0 AND {HAS_OPERATIONAL_SUBSCRIBER}
-"""  # noqa: S608 (constants only)
+# Stops filters from batch $7 on, in the message that writes the batch.  Stored with the
+# subscription, which a change of the filter replaces; so the next leader does not evaluate it
+# again at once.
+#   stopped: filters that were stopped more than $5 seconds ago are reported again.
+#   journalled: journal entries of actor $6.
+#   The final SELECT publishes outbox.filter.stopped for each endpoint, if one subscribes to
+#     operational events.  These do not contain the database's message, which may quote a payload.
+STOP_FILTERS = WriteStatement(
+    "stop_filters",
+    f"""
+WITH stopped AS (
+    UPDATE subscription SET filter_stopped_at = clock_timestamp(), filter_stopped_reason = f.why
+      FROM unnest($1::text[], $2::text[], $3::text[], $4::text[])
+           AS f(tenant, filter, why, reason)
+     WHERE to_batch IS NULL AND subscription.filter = f.filter
+       AND subscription.tenant IS NOT DISTINCT FROM f.tenant
+       AND (filter_stopped_at IS NULL
+            OR filter_stopped_at < clock_timestamp() - make_interval(secs => $5))
+    RETURNING endpoint_id, f.filter, f.why, f.reason),
+journalled AS (
+    INSERT INTO journal (kind, actor, endpoint_id, data)
+    SELECT 'filter_stopped', $6, endpoint_id,
+           jsonb_build_object('filter', filter, 'why', why, 'from_batch', $7::bigint)
+      FROM stopped)
+SELECT publish_operational_events(
+           array_agg('{FILTER_STOPPED}'::text), array_agg(endpoint_id),
+           array_agg(jsonb_build_object('filter', filter, 'reason', reason)))
+  FROM stopped HAVING count(*) > 0 AND {HAS_OPERATIONAL_SUBSCRIBER}
+""",  # noqa: S608 (constants only)
+)
 
 
 class FilterStopReason(StrEnum):
@@ -95,7 +108,7 @@ class FilterFailure:
 
 
 class FilterStore:
-    """Evaluates filters on the sequencer's connection, in a transaction.
+    """Evaluates filters on the sequencer's connection.
 
     asyncpg's errors propagate, apart from those of a filter itself.
     """
@@ -104,15 +117,18 @@ class FilterStore:
         self._db = connection
         self._limit_ms = 0
 
-    async def begin(self) -> None:
-        """Create the savepoint; call it before the first evaluation in a transaction."""
-        await self._db.execute(CREATE_SAVEPOINT)
-        self._limit_ms = 0
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[None]:
+        """A transaction for evaluations; as it is read-only, it never holds anything."""
+        async with self._db.transaction(isolation="read_committed", readonly=True):
+            await self._db.execute(CREATE_SAVEPOINT)
+            self._limit_ms = 0
+            yield
 
     async def evaluate(
         self, requests: Sequence[tuple[str, Sequence[int]]], limit_s: float
     ) -> list[set[int]] | FilterFailure:
-        """Evaluate filters; returns the matching events of each.
+        """Evaluate filters, in a `transaction`; returns the matching events of each.
 
         Args:
             requests: filters, each with the ids of its events.
@@ -140,37 +156,18 @@ class FilterStore:
             matches[row["n"] - 1].add(row["id"])
         return matches
 
-    async def end(self) -> None:
-        """Release the savepoint; call it after the last evaluation."""
-        await self._db.execute(RELEASE_SAVEPOINT)
 
-    async def stop(
-        self,
-        stopped: Mapping[TenantFilter, StoppedFilter],
-        batch: int,
-        actor: str,
-        again_after_s: float,
-    ) -> None:
-        """Store which filters are stopped from this batch on, and report it.
-
-        Args:
-            again_after_s: filters stopped longer ago are reported again.
-        """
-        rows = await self._db.fetch(
-            STOP_FILTERS,
-            [tenant for tenant, _ in stopped],
-            [text for _, text in stopped],
-            [each.why for each in stopped.values()],
-            [each.reason.value for each in stopped.values()],
-            again_after_s,
-        )
-        for row in rows:
-            data = {"filter": row["filter"], "why": row["why"], "from_batch": batch}
-            await write_journal(self._db, "filter_stopped", actor, row["endpoint_id"], data)
-        # Operational events do not contain the database's message, which may quote a payload.
-        await self._db.execute(
-            PUBLISH_FILTER_STOPPED,
-            [row["endpoint_id"] for row in rows],
-            [row["filter"] for row in rows],
-            [row["reason"] for row in rows],
-        )
+def stop_filters(
+    batch: int, stopped: Mapping[TenantFilter, StoppedFilter], actor: str
+) -> WriteCall:
+    """The statement that stores which filters are stopped from a batch on, and reports it."""
+    return (
+        STOP_FILTERS,
+        [tenant for tenant, _ in stopped],
+        [text for _, text in stopped],
+        [each.why for each in stopped.values()],
+        [each.reason.value for each in stopped.values()],
+        AGAIN_AFTER_S,
+        actor,
+        batch,
+    )

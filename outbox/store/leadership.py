@@ -34,6 +34,20 @@ UPDATE cursor SET writer = NULL FROM locked
 # Ends the leadership, whoever has it; the caller holds the cursor row.
 CLEAR_LEADER = "UPDATE cursor SET writer = NULL"
 
+# The first statement of a message of the leader, apart from that of a batch: it locks the cursor
+# row, or aborts the message unless this replica leads under the routing version of its plan.
+# SKIP LOCKED: a routing change that holds the row raises the version anyway.
+REQUIRE_LEADER = WriteStatement(
+    "require_leader",
+    """
+WITH locked AS MATERIALIZED (
+    SELECT FROM cursor
+     WHERE writer = $1 AND version = $2 AND ($3::bigint IS NULL OR server_timeline() = $3)
+       FOR UPDATE SKIP LOCKED)
+SELECT abort_unless(EXISTS (SELECT FROM locked))
+""",
+)
+
 # The leader announces that it may be asleep for the next $2 seconds.  The wake-up flag is a
 # sequence, because reading one ignores snapshots.  One row, unless another replica leads or the
 # cursor row is locked.

@@ -1,28 +1,38 @@
-"""SQL of the leader for replay jobs: the next chunks, and the progress of jobs.
+"""SQL of the leader for replay jobs: the next chunks, and the claims of dead letters.
 
-A chunk is taken under the cursor row, in the transaction of the batch that creates its
-deliveries.  So cancelling a job, which locks the row, too, takes effect immediately, and the
-next leader continues exactly where the last batch ended.
+Everything is read without a lock.  What a job's next chunk depends on changes only by the
+leader's own messages, or together with the routing version, which the message that writes the
+batch checks (see `outbox.store.replay_progress`).  There are three exceptions:
+
+- Operators discard dead letters that block no lane under no lock.  So dead letters are claimed
+  first, in a message of its own that requires all of them to be open; the batch after it reads
+  the replays that this created.
+- An erasure may follow the read.  Its deliveries are found to be erased when they are sent, as
+  after an erasure that follows the batch.
+- Retention drops nothing that a pending replay or a running job needs (`outbox.store.retention`),
+  so it drops nothing that is planned: only the batch itself would set these free.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outbox.core.sequencing.replay_throttle import EndpointProgress, JobPart
 from outbox.core.sequencing.router import RoutableEvent
-from outbox.store.channels import WAKE_ALL
-from outbox.store.routing_change import RAISE_VERSION, write_journal
+from outbox.store.channels import NOTIFY_ALL
+from outbox.store.connection.message import WriteStatement
+from outbox.store.leadership import REQUIRE_LEADER
+from outbox.store.routing_change import BEGIN_CHANGE
 from outbox.store.type_match import TYPE_MATCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from asyncpg import Connection
-
-    from outbox.core.sequencing.replay_throttle import Share
+    from outbox.core.sequencing.replay_throttle import PartKey, Share
+    from outbox.store.connection.message import WriteCall
+    from outbox.store.connection.store_connection import StoreConnection
 
 # Whether a selection `s` includes a dead letter `d`; the endpoint is checked separately.  A
 # range has neither type nor tenant.
@@ -108,7 +118,7 @@ those to take, in a job without a selection, because erased ones are skipped."""
 # The next dead letters of parts that have no pending replay; one empty row for a part that has no
 # more.  The part of a job of kind lane is one replay and nothing else.
 READ_DEAD_LETTERS = f"""
-SELECT p.job_id, p.endpoint_id, p.last_id, d.id, d.is_erased, d.is_selected
+SELECT p.job_id, p.endpoint_id, p.next_id, d.id, d.is_erased, d.is_selected, d.blocks
   FROM unnest($1::bigint[], $2::uuid[], $3::bigint[]) AS part(job_id, endpoint_id, numbers)
  CROSS JOIN LATERAL (
        SELECT * FROM replay_job_endpoint
@@ -120,7 +130,9 @@ SELECT p.job_id, p.endpoint_id, p.last_id, d.id, d.is_erased, d.is_selected
                          AND r.next_seq <= r.to_seq) AS has_replay OFFSET 0) pending
   LEFT JOIN LATERAL (
        SELECT d.id, d.outbox_id IS NOT NULL AND d.payload IS NULL AS is_erased,
-              {MATCHES_SELECTION} AS is_selected
+              {MATCHES_SELECTION} AS is_selected,
+              EXISTS (SELECT FROM lane_block
+                       WHERE lane_id = d.lane_id AND seq = d.seq) AS blocks
          FROM (SELECT * FROM dead_letter
                 WHERE s.kind = 'dead' AND endpoint_id = p.endpoint_id AND state = 'dead'
                   AND id >= p.next_id AND id <= p.last_id
@@ -131,27 +143,46 @@ SELECT p.job_id, p.endpoint_id, p.last_id, d.id, d.is_erased, d.is_selected
  ORDER BY p.job_id, p.endpoint_id, d.id
 """  # noqa: S608 (constants only)
 
-# Claims dead letters for a replay; an operator may have changed some in the meantime.
-#   locked: those that are still open, locked in id order, as every statement that locks
-#     several, to avoid deadlocks.
+# Advances parts behind the dead letters that are claimed; aborts the message unless each part is
+# where it was when they were read.
+PASS_DEAD_LETTERS = WriteStatement(
+    "pass_dead_letters",
+    """
+WITH passed AS (
+    UPDATE replay_job_endpoint p SET next_id = c.next_id, erased = p.erased + c.erased
+      FROM unnest($1::bigint[], $2::uuid[], $3::bigint[], $4::bigint[], $5::bigint[])
+           AS c(job_id, endpoint_id, old_id, next_id, erased)
+     WHERE p.job_id = c.job_id AND p.endpoint_id = c.endpoint_id AND p.next_id = c.old_id
+    RETURNING 1)
+SELECT abort_unless((SELECT count(*) FROM passed) = cardinality($1::bigint[]))
+""",
+)
+
+# Claims dead letters for a replay; aborts the message if an operator has changed some of them in
+# the meantime.
+#   locked: those that are still open, locked in id order, as every statement that locks several,
+#     to avoid deadlocks.  SKIP LOCKED: the cursor row is held, which must not wait for an erasure.
 #   claimed: sets their state.  unblocked: unblocks their lanes.  requested: their replays.
-CLAIM_DEAD_LETTERS = """
+CLAIM_DEAD_LETTERS = WriteStatement(
+    "claim_dead_letters",
+    """
 WITH locked AS MATERIALIZED (
-    SELECT id FROM dead_letter WHERE id = ANY ($2) AND state = 'dead' ORDER BY id FOR UPDATE),
+    SELECT id FROM dead_letter WHERE id = ANY ($2::bigint[]) AND state = 'dead'
+     ORDER BY id FOR UPDATE SKIP LOCKED),
 claimed AS (
     UPDATE dead_letter d SET state = 'replaying' FROM locked WHERE d.id = locked.id
     RETURNING d.id, d.endpoint_id, d.lane_id, d.batch, d.seq, d.to_seq),
 unblocked AS (
-    DELETE FROM lane_block b USING claimed c WHERE b.lane_id = c.lane_id AND b.seq = c.seq
-    RETURNING b.lane_id),
+    DELETE FROM lane_block b USING claimed c WHERE b.lane_id = c.lane_id AND b.seq = c.seq),
 requested AS (
     INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
     SELECT chosen.job_id, c.endpoint_id, c.id, c.seq, c.batch, c.to_seq
       FROM claimed c
       JOIN unnest($1::bigint[], $2::bigint[]) AS chosen(job_id, id) ON chosen.id = c.id
      ORDER BY c.id)
-SELECT count(*) AS unblocked FROM unblocked
-"""
+SELECT abort_unless((SELECT count(*) FROM locked) = cardinality($2::bigint[]))
+""",
+)
 
 # The next events of a backfill, in order.  It covers only events sequenced before the request:
 # all ids up to `last_id` were, except those in gaps open at that time, so every read returns
@@ -171,61 +202,19 @@ SELECT p.last_id, o.id, o.tenant, o.type,
  ORDER BY o.id
 """  # noqa: S608
 
-# Stores the progress of parts after a batch.
-ADVANCE_PARTS = """
-UPDATE replay_job_endpoint p
-   SET next_id = coalesce(m.next_id, p.next_id), taken = p.taken + m.taken,
-       erased = p.erased + m.erased,
-       batch = CASE WHEN m.taken > 0 THEN $1::bigint ELSE p.batch END, from_id = m.from_id
-  FROM unnest($2::bigint[], $3::uuid[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[])
-       AS m(job_id, endpoint_id, next_id, taken, erased, from_id)
- WHERE p.job_id = m.job_id AND p.endpoint_id = m.endpoint_id
-"""
-
-# Ends parts.
-END_PARTS = """
-UPDATE replay_job_endpoint p
-   SET ended_at = clock_timestamp(), end_reason = e.end_reason, from_id = NULL
-  FROM unnest($1::bigint[], $2::uuid[], $3::text[]) AS e(job_id, endpoint_id, end_reason)
- WHERE p.job_id = e.job_id AND p.endpoint_id = e.endpoint_id
-"""
-
-# Ends jobs whose last part has ended.
-END_JOBS = """
-UPDATE replay_job j
-   SET state = CASE j.state WHEN 'running' THEN 'done' ELSE j.state END,
-       ended_at = clock_timestamp()
- WHERE j.id = ANY ($1)
-   AND NOT EXISTS (SELECT FROM replay_job_endpoint p WHERE p.job_id = j.id AND p.ended_at IS NULL)
-RETURNING j.id, j.state, j.kind
-"""
-
-# The number of deliveries that a job created.
-READ_JOB_DELIVERIES = (
-    "SELECT sum(taken)::bigint AS taken FROM replay_job_endpoint WHERE job_id = $1"
-)
-
-
-@dataclass(slots=True)
-class PartProgress:
-    """Progress of a part in one batch: what was taken, and where the rest begins."""
-
-    share: Share
-    next_id: int | None = None
-    """None: unchanged."""
-    taken: int = 0
-    erased: int = 0
-    from_id: int | None = None
-    """The lowest event id that a backfill may still read."""
-
 
 @dataclass(slots=True)
 class DeadLetterChunk:
     """The next dead letters of a part."""
 
+    old_id: int
+    """Where they begin."""
+    next_id: int
+    """Where the rest begins."""
     chosen: list[int] = field(default_factory=list)
     erased: int = 0
-    next_id: int = 0
+    blocks: bool = False
+    """Whether one of them blocks a lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +229,15 @@ class HistoryChunk:
 
 
 class ReplayFeedStore:
-    """Reads and advances replay jobs, on the sequencer's connection.
+    """Reads replay jobs and claims their dead letters, on the sequencer's connection.
 
-    All methods but `read_parts` and `read_chunk_progress` require the transaction of a batch.
+    Args:
+        timeline: the server's timeline when this replica registered; None: not known.
     """
 
-    def __init__(self, connection: Connection[Any]) -> None:
+    def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
         self._db = connection
+        self._timeline = timeline
 
     async def read_parts(self) -> list[JobPart]:
         """All parts that have not ended."""
@@ -261,14 +252,14 @@ class ReplayFeedStore:
             r["endpoint_id"]: EndpointProgress(r["done"], r["mean_ms"], r["numbers"]) for r in rows
         }
 
-    async def claim_dead_letters(
+    async def read_dead_letters(
         self, shares: Sequence[Share]
-    ) -> tuple[dict[tuple[int, UUID], DeadLetterChunk | None], bool]:
-        """Claim the next dead letters of parts for a replay.
+    ) -> dict[PartKey, DeadLetterChunk | None]:
+        """The next dead letters of parts.
 
         Returns:
             The chunk of each part; None: it has no more.  A part with a pending replay is
-            left out.  And whether a lane was unblocked.
+            left out.
         """
         rows = await self._db.fetch(
             READ_DEAD_LETTERS,
@@ -276,39 +267,56 @@ class ReplayFeedStore:
             [share.part.endpoint_id for share in shares],
             [share.numbers for share in shares],
         )
-        numbers = {(s.part.job_id, s.part.endpoint_id): s.numbers for s in shares}
-        found: dict[tuple[int, UUID], DeadLetterChunk | None] = {}
-        seen: dict[tuple[int, UUID], int] = {}
+        numbers = {share.part.key: share.numbers for share in shares}
+        found: dict[PartKey, DeadLetterChunk | None] = {}
         for row in rows:
             part = (row["job_id"], row["endpoint_id"])
             if row["id"] is None:
                 found[part] = None
                 continue
-            letters = found.setdefault(part, DeadLetterChunk())
+            letters = found.setdefault(part, DeadLetterChunk(row["next_id"], row["next_id"]))
             assert letters is not None
             if len(letters.chosen) == numbers[part]:
                 continue
-            seen[part] = seen.get(part, 0) + 1
             letters.next_id = row["id"] + 1
             if row["is_selected"] and row["is_erased"]:
                 letters.erased += 1
             elif row["is_selected"]:
                 letters.chosen.append(row["id"])
-        chosen = [(part[0], i) for part, each in found.items() if each for i in each.chosen]
-        unblocked = 0
-        if chosen:
-            unblocked = await self._db.fetchval(
-                CLAIM_DEAD_LETTERS, [job_id for job_id, _ in chosen], [i for _, i in chosen]
-            )
-        return found, bool(unblocked)
+                letters.blocks |= row["blocks"]
+        return found
 
-    async def notify_owners(self) -> None:
-        """Notify the owners that lanes were unblocked, by a new routing version.
+    async def claim_dead_letters(
+        self, chunks: Mapping[PartKey, DeadLetterChunk], leader: int, version: int
+    ) -> bool:
+        """Create replays of dead letters, in one message.
 
-        Only if the batch is written, which depends on the old version.
+        If a lane is unblocked, this raises the routing version, which notifies its owner.
+
+        Returns:
+            False if nothing was written: this replica does not lead under this routing version,
+            or a dead letter was changed or locked.
         """
-        await self._db.execute(RAISE_VERSION)
-        await self._db.execute(WAKE_ALL)
+        chosen = [(part[0], i) for part, each in chunks.items() for i in each.chosen]
+        unblocks = any(chunk.blocks for chunk in chunks.values())
+        passed = chunks.values()
+        calls: list[WriteCall] = [(REQUIRE_LEADER, leader, version, self._timeline)]
+        if unblocks:
+            calls.append((BEGIN_CHANGE,))
+        calls += [
+            (
+                PASS_DEAD_LETTERS,
+                [job_id for job_id, _ in chunks],
+                [endpoint_id for _, endpoint_id in chunks],
+                [chunk.old_id for chunk in passed],
+                [chunk.next_id for chunk in passed],
+                [chunk.erased for chunk in passed],
+            ),
+            (CLAIM_DEAD_LETTERS, [job_id for job_id, _ in chosen], [i for _, i in chosen]),
+        ]
+        if unblocks:
+            calls.append((NOTIFY_ALL,))
+        return bool(await self._db.write_unless_aborted(*calls))
 
     async def read_history(self, part: JobPart) -> HistoryChunk | None:
         """The next events of a backfill; None: it is not running any more."""
@@ -326,33 +334,3 @@ class ReplayFeedStore:
             next_id=seen[-1]["id"] + 1 if more else rows[0]["last_id"] + 1,
             more=more,
         )
-
-    async def advance_parts(self, batch: int, moves: Sequence[PartProgress]) -> None:
-        """Record the progress of parts in this batch."""
-        await self._db.execute(
-            ADVANCE_PARTS,
-            batch,
-            [m.share.part.job_id for m in moves],
-            [m.share.part.endpoint_id for m in moves],
-            [m.next_id for m in moves],
-            [m.taken for m in moves],
-            [m.erased for m in moves],
-            [m.from_id for m in moves],
-        )
-
-    async def end_parts(self, parts: Sequence[JobPart], actor: str) -> None:
-        """End parts that are complete or stopped, and their jobs."""
-        for endpoint_id in {
-            p.endpoint_id for p in parts if p.end_reason in ("disabled", "removed")
-        }:
-            await self._db.execute(CANCEL_REPLAYS, endpoint_id, None)
-        await self._db.execute(
-            END_PARTS,
-            [p.job_id for p in parts],
-            [p.endpoint_id for p in parts],
-            [p.end_reason for p in parts],
-        )
-        for job in await self._db.fetch(END_JOBS, sorted({p.job_id for p in parts})):
-            taken = await self._db.fetchval(READ_JOB_DELIVERIES, job["id"])
-            data = {"job": job["id"], "state": job["state"], "taken": taken}
-            await write_journal(self._db, "replay_ended", actor, None, data)

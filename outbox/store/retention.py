@@ -151,7 +151,10 @@ SELECT EXISTS (
                       WHERE r.dead_id = d.id AND resend.seq BETWEEN r.next_seq AND r.to_seq)))))
 """  # noqa: S608
 # A fingerprint of the replays' progress: unchanged as long as no batch takes anything of a
-# replay, which creates new deliveries.
+# replay, which creates new deliveries.  A batch that is planned, and is written after the drop,
+# needs nothing that was dropped: the jobs and replays from which it was planned pin that until it
+# is written.  Nor does a claim of dead letters change what is pinned: an open range that a job
+# will reach becomes a range with a pending replay.
 READ_REPLAY_PROGRESS = """
 SELECT concat_ws(' ', (SELECT max(id) FROM replay_job), count(*), sum(batch))
   FROM replay_job_endpoint WHERE ended_at IS NULL

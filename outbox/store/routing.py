@@ -1,6 +1,6 @@
 """SQL of the sequencer for routing: subscriptions, and requested replays.
 
-Read under the cursor row, which every routing change locks.
+Read without a lock: every routing change raises the version, on which a batch depends.
 """
 
 from __future__ import annotations
@@ -123,16 +123,9 @@ SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id 
  ORDER BY t.job_id, t.endpoint_id, t.id, d.seq
 """  # noqa: S608 (constants only)
 
-# Stores the progress of replays after a batch.
-ADVANCE_REPLAYS = """
-UPDATE replay r SET next_seq = c.next_seq, next_batch = c.next_batch
-  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS c(id, next_seq, next_batch)
- WHERE r.id = c.id
-"""
-
 
 class RoutingStore:
-    """Reads routes and replays, on the sequencer's connection and in its transaction."""
+    """Reads routes and replays, on the sequencer's connection."""
 
     def __init__(self, connection: Connection[Any]) -> None:
         self._db = connection
@@ -175,15 +168,6 @@ class RoutingStore:
                     break
                 chunks.append(chunk)
         return chunks
-
-    async def advance(self, chunks: Sequence[ReplayChunk]) -> None:
-        """Record the progress of the replays."""
-        await self._db.execute(
-            ADVANCE_REPLAYS,
-            [c.id for c in chunks],
-            [c.next_seq for c in chunks],
-            [c.next_batch for c in chunks],
-        )
 
 
 def _take_chunk(rows: list[Any], left: int) -> tuple[ReplayChunk | None, int]:

@@ -2,8 +2,8 @@
 
 A client may fall silent after any message: frozen, cut off, or gone with its machine.  A backend
 that has a transaction id then keeps it, and what it has locked, for as long as the client is
-silent, and before PostgreSQL 17 no server setting ends that.  Not covered are replays and the
-deletion of expired rows, which still take several messages.
+silent, and before PostgreSQL 17 no server setting ends that.  Not covered is the deletion of
+expired rows, which still takes several messages.
 """
 
 from __future__ import annotations
@@ -12,25 +12,34 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import asyncpg
+import orjson
 import pytest
 
 import outbox
+from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import Retention
+from outbox.operations import backfill, endpoint_removal, receiver_replays, replay_jobs, replays
+from outbox.operations.backfill import Backfill
+from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
+from outbox.operations.fetch_tokens import Fetcher
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.partitions import PartitionStore
 from outbox.store.replicas import ReplicaStore
 from outbox.store.retention import RetentionStore
 from tests.support import schedules
 from tests.support.lockstep import in_lockstep
+from tests.support.pgbouncer import find_the_schema
 from tests.support.relay import (
     BUSY,
     OK,
     QUICK_RETRY,
+    REFUSED,
     AttemptResult,
     Network,
     Sent,
     add_endpoint,
     all_ended,
+    exceptions,
     fetchval,
     publish,
     register,
@@ -92,6 +101,69 @@ async def test_expiry_schedules_delayed_events_and_disabling(
         await until(lambda: fetchval(database, disabled), 30, "the endpoint to be disabled")
         await until(lambda: len(network.accepted) == 3, 30, "the events")
     assert await fetchval(database, "SELECT count(*) FROM replica") == 0
+    assert not seen.hold_points, seen.report()
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["prepared", "inline"])
+async def test_replays_a_backfill_and_a_stopped_filter(database: Database, pooled: bool) -> None:
+    """Also with the statements that are sent through a connection pooler."""
+    if pooled:
+        await find_the_schema(database)
+    shop = await add_endpoint(database, lanes=2)
+    await add_endpoint(database, "ids")
+    await add_endpoint(database, "filter", on_dead_letter="block")
+    await add_endpoint(database, "removed")
+    network = Network(lambda sent: OK if sent.url.endswith("shop") else REFUSED)
+    async with running(database, network):
+        await publish(database, *range(8))
+        dead = "SELECT count(*) = 17 FROM dead_letter"
+        await until(lambda: fetchval(database, dead), 30, "the dead letters")
+    network.script = lambda _: OK
+    await add_endpoint(database, "broken", filter="@.total > 100")
+    # Syntax that this version of PostgreSQL does not know.
+    await fetchval(database, "UPDATE subscription SET filter = '@.total >' WHERE filter <> ''")
+    await add_endpoint(database, "watcher", types=["outbox.filter.stopped"])
+    async with database.connection(**SESSION) as db:
+        by_endpoint = "SELECT d.id FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id"
+        ids = [row["id"] for row in await db.fetch(f"{by_endpoint} WHERE e.name = 'ids'")]
+        await replays.start_replay(db, "relay", DeadLetterSelection(tuple(ids[:5])), actor="test")
+        for name in ("ids", "filter", "removed"):
+            selection = DeadLetterSelection(filter=DeadLetterFilter(endpoint=name))
+            await replays.start_replay(db, "relay", selection, actor="test")
+        await endpoint_removal.remove(db, "relay", "removed", actor="test", dead_letter=True)
+        since = datetime(2020, 1, 1, tzinfo=UTC)
+        for name in ("shop", "broken"):
+            await backfill.request_backfill(db, "relay", Backfill(name, since), actor="test")
+        lane = lane_name(shop.id, 1, 0)
+        await receiver_replays.request_replay(db, "relay", Fetcher(shop.id, "shop"), lane, 0)
+        async with (
+            in_lockstep(database) as (seen, dsn),
+            running(database, network, dsn=dsn, lease_s=LEASE_S, pooled=pooled),
+        ):
+            await publish(database, *range(8, 12))
+            ended = "SELECT count(*) = 7 FROM replay_job WHERE ended_at IS NOT NULL"
+            await until(lambda: fetchval(database, ended), 30, "the jobs to end")
+            await all_ended(database)
+        jobs = await replay_jobs.page(db, "relay")
+        journal = await db.fetch("SELECT kind, data FROM journal ORDER BY id")
+    assert [(job.kind, job.taken, job.stopped) for job in jobs] == [
+        ("dead", 5, {}),
+        ("dead", 3, {}),
+        ("dead", 1, {}),
+        ("dead", 0, {"removed": 1}),
+        ("history", 8, {}),
+        ("history", 8, {}),
+        ("lane", 4, {}),
+    ]
+    entries = [orjson.loads(row["data"]) for row in journal if row["kind"] == "replay_ended"]
+    ended_jobs = [{"job": job.id, "state": "done", "taken": job.taken} for job in jobs]
+    assert sorted(entries, key=lambda entry: entry["job"]) == ended_jobs
+    (stopped,) = (orjson.loads(row["data"]) for row in journal if row["kind"] == "filter_stopped")
+    assert stopped["filter"] == "@.total >"
+    assert stopped["from_batch"] > 1
+    assert len([sent for sent in network.accepted if sent.url.endswith("watcher")]) == 1
+    assert await exceptions(database) == {}
+    assert seen.messages > 100
     assert not seen.hold_points, seen.report()
 
 

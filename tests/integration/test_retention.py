@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import asyncpg
 import pytest
 
+from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import WIDTH, Retention
+from outbox.core.sequencing.router import Deliveries
 from outbox.errors import UsageError
 from outbox.operations import (
     backfill,
@@ -32,6 +34,7 @@ from outbox.relay.delivery import recorder
 from outbox.store import retention
 from outbox.store.cursor import CursorStore
 from outbox.store.partitions import PARENTS, PartitionStore
+from outbox.store.replay_progress import ReplayBatch
 from outbox.store.retention import RetentionStore
 from tests.support import doctor, ranges
 from tests.support.relay import (
@@ -644,30 +647,43 @@ async def test_a_drop_waits_for_a_reader_and_blocks_no_session(
 
 SLOW = """
 CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint LANGUAGE plpgsql AS
-$$ BEGIN PERFORM pg_sleep(0.5); RETURN NULL; END $$
+$$ BEGIN PERFORM pg_sleep(0.5); RETURN 1; END $$
 """
 
 
-async def test_a_leader_detects_a_period_started_before_its_lock(
+async def test_a_batch_planned_before_a_period_began_is_not_written(
     database: Database, keeper: Maintainer
 ) -> None:
-    leader = CursorStore(await database.connect(**SESSION))
+    leader = CursorStore(await database.connect(**SESSION), timeline=1)
     await ranges.sequence_all(database)
     await publish(database, 1)
     await ranges.sequence_all(database)
     await keeper.db.execute("UPDATE cursor SET writer = 7")
+    row, state = await leader.cursor_row(), await leader.state()
     await keeper.db.execute(SLOW)
     sleeping = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep')"
-    async with leader.transaction():
-        locking = asyncio.create_task(leader.lock())
-        # The snapshot is taken, and the row is not locked yet.
-        await until(lambda: fetchval(database, sleeping))
-        await keeper.maintain()
-        assert await keeper.db.fetchval("SELECT max(batch) FROM batch") == WIDTH
-        lock = await locking
-    assert lock is not None
-    # Its view of the batches is stale, so it must not consider itself the leader.
-    assert lock.leader is None
+    writing = asyncio.create_task(
+        leader.write(
+            row.batch + 1,
+            CursorChange(state.high, (), (), (), (), (), True, {}),
+            0,
+            Deliveries(),
+            7,
+            row.version,
+            committed_after=None,
+            awake=False,
+            erasures=None,
+            notification=None,
+            replays=ReplayBatch(),
+            stopped={},
+        )
+    )
+    # Its snapshot, in which it leads and the newest batch is the one before, is taken, and the
+    # row is not locked yet.
+    await until(lambda: fetchval(database, sleeping))
+    await keeper.maintain()
+    assert await keeper.db.fetchval("SELECT max(batch) FROM batch") == WIDTH
+    assert not await writing
 
 
 @pytest.mark.one_major

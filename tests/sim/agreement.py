@@ -36,6 +36,7 @@ from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.endpoint_state import EndpointState
 from outbox.store.filters import MATCH_ALL, FilterStopReason, StoppedFilter
 from outbox.store.records import Fenced
+from outbox.store.replay_progress import ReplayBatch
 from outbox.store.replicas import session_label
 from tests.sim import stores as simulated
 
@@ -403,44 +404,42 @@ class Script:
     async def _hold_cursor(self) -> Any:
         """Change the cursor in a transaction that is rolled back."""
         store = self._store
-        transaction = store.transaction()
+        transaction = self._db.transaction()
         await transaction.start()
-        lock = await store.lock()
-        if lock.leader is None:
+        row = await store.cursor_row()
+        if row.leader is None:
             # A batch that is not written aborts the transaction.
             await transaction.rollback()
-            return lock.version, lock.batch
-        locked = replace(lock, timeline=None, server_timeline=lock.server_timeline or 1)
-        await store.begin_timeline(lock.leader, locked, "test")
+            return row.version, row.batch
+        known = replace(row, timeline=None, server_timeline=row.server_timeline or 1)
+        await store.begin_timeline(row.leader, known, "test")
         gaps = tuple((n, n) for n in self._rng.sample(range(1, 20), 2))
         written = await store.write(
-            lock.batch + 1,
+            row.batch + 1,
             CursorChange(0, (), (), (), gaps[:1], gaps, True, {}),
             0,
             Deliveries(),
-            lock.leader,
-            lock.version,
+            row.leader,
+            row.version,
             committed_after=None,
             awake=False,
             erasures=None,
             notification=None,
+            replays=ReplayBatch(),
+            stopped={(None, "of no endpoint"): StoppedFilter(FilterStopReason.SLOW, "too slow")},
         )
         state = await store.state()
         # Other databases of the server may have some.
         await store.holders()
         await store.running()
         await transaction.rollback()
-        return written, lock.version, lock.leader, lock.batch, sorted(state.old)
+        return written, row.version, row.leader, row.batch, sorted(state.old)
 
     async def _filter(self) -> Any:
         filters = self._store.filters
         ids = self._rng.sample(range(1, 30), 5)
-        async with self._store.transaction():
-            await filters.begin()
+        async with filters.transaction():
             matches = await filters.evaluate([(MATCH_ALL, ids), (MATCH_ALL, [])], 10.0)
-            await filters.end()
-            stopped = {(None, "of no endpoint"): StoppedFilter(FilterStopReason.SLOW, "too slow")}
-            await filters.stop(stopped, 1, "test", 1.0)
         return [sorted(each) for each in matches]
 
     async def _read_database_stats(self) -> Any:

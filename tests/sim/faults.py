@@ -172,15 +172,12 @@ class Faults:
         if found and not self._sim.settling:
             self._log(self._hang(self._rng.choice(found), half_sent=True))
 
-    def terminate_transaction(self, victim: Process) -> None:
-        """Terminate a session with an open transaction (pg_terminate_backend)."""
-        found = self._in_transaction(victim)
-        if found and not self._sim.settling:
-            connection = self._rng.choice(found)
-            assert connection.backend is not None
-            self._trouble(victim)
+    def terminate_session(self, connection: Connection) -> None:
+        """Terminate a session (pg_terminate_backend)."""
+        if connection.backend is not None and not self._sim.settling:
+            self._trouble(connection.process)
             connection.backend.terminate()
-            self._log(f"a transaction of {connection.name} is ended")
+            self._log(f"a session of {connection.name} is ended")
 
     def _in_transaction(self, victim: Process) -> list[Connection]:
         return [

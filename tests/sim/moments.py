@@ -14,7 +14,7 @@ REQUEST, EVENT, GAP = "a request begins", "an event is visible", "a batch leaves
 TICK = "the runs of a schedule are decided"
 OPEN = "a transaction that has published stays open"
 RECORD = "acknowledgements are written"
-ADVANCE = "the position of a replay job is written, before its batch"
+REPLAY = "a batch with replays is written"
 
 
 class Moments:

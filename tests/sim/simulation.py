@@ -25,7 +25,7 @@ from tests.sim.fleet import Fleet
 from tests.sim.operators import Operator
 from tests.sim.producers import Load, Producer, publish_one
 from tests.sim.receivers import Receiver
-from tests.sim.stores import records, replay_feed
+from tests.sim.stores import cursor, records
 
 if TYPE_CHECKING:
     import asyncio
@@ -98,9 +98,10 @@ class Simulation:
         self.database.signals = rng.random() < 0.5
         self.database.before_step = {
             records.write_acknowledgements.__name__: self._on_record,
-            replay_feed.advance_positions.__name__: self._on_advance,
+            cursor.write_replays.__name__: self._on_replays,
         }
         self._recorder: Connection | None = None
+        self._sequencer: Connection | None = None
         lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
         notify = rng.random() < 0.9
         # Without notifications each chunk of a replay waits for the next poll.
@@ -304,7 +305,7 @@ class Simulation:
         for _ in range(rng.choice((0, 0, 1, 2)) if faults else 0):
             at(moments.REQUEST, rng.randrange(1, requests), self._isolate_at_once)
         for _ in range(rng.choice((0, 1, 2)) if faults else 0):
-            at(moments.ADVANCE, rng.randrange(1, 10), self._terminate_soon)
+            at(moments.REPLAY, rng.randrange(1, 10), self._terminate_soon)
         for _ in range(faults):
             u = rng.random()
             if u < 0.1:
@@ -336,14 +337,15 @@ class Simulation:
     def _isolate_at_once(self, name: str) -> None:
         self.faults.isolate_sender(self.fleet.relays[name])
 
-    def _on_advance(self, connection: Connection) -> None:
-        self.checker.moments.come(moments.ADVANCE, connection.process.name)
+    def _on_replays(self, connection: Connection) -> None:
+        self._sequencer = connection
+        self.checker.moments.come(moments.REPLAY, connection.process.name)
 
-    def _terminate_soon(self, name: str) -> None:
-        """Roll back a transaction between any two of its statements."""
-        delay_s = self.world.rng.expovariate(300)
-        relay = self.fleet.relays[name]
-        self.world.after(delay_s, None, self.faults.terminate_transaction, relay)
+    def _terminate_soon(self, _: str) -> None:
+        """Terminate the session that is about to write a batch, before or after its commit."""
+        assert self._sequencer is not None
+        delay_s = self.world.rng.expovariate(3000)
+        self.world.after(delay_s, None, self.faults.terminate_session, self._sequencer)
 
     def _strike_soon(self, name: str) -> None:
         """Inject a fault soon: before the response or the next batch, or while one is written."""

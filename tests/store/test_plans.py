@@ -56,6 +56,7 @@ from outbox.store import (
 from outbox.store import (
     endpoints as destinations,
 )
+from outbox.store.replay_progress import ReplayBatch
 from outbox.store.timeline import READ_TIMELINE
 from tests.support.long_log import (
     ACKED,
@@ -267,6 +268,15 @@ async def _letters(log: LongLog) -> Case:
     return Case(replay_feed.READ_DEAD_LETTERS, _parts(log), rows, pages + 200, before=(NO_REPLAYS,))
 
 
+async def _claim_of_letters(log: LongLog) -> Case:
+    """Each letter, its lane's block and its replay, whatever the number of others."""
+    open_ids = "SELECT array(SELECT id FROM dead_letter WHERE state = 'dead' ORDER BY id LIMIT 10)"
+    async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
+        ids = await connection.fetchval(open_ids)
+    statement = replay_feed.CLAIM_DEAD_LETTERS.sql
+    return Case(statement, ([1] * len(ids), ids), 10 * len(ids), 60 * len(ids))
+
+
 async def _looks(log: LongLog) -> Case:
     """At the last helping of each endpoint, which is one of the newest batches."""
     given = f"UPDATE replay_job_endpoint SET batch = {BATCHES - 10}"
@@ -318,6 +328,8 @@ async def _batch(log: LongLog) -> Case:
         awake=True,
         erasures=0,
         notification="",
+        replays=ReplayBatch(),
+        stopped={},
     )
     ((sql, arguments),) = heard.asked
     leads = "UPDATE cursor SET writer = 1, version = 1"
@@ -568,6 +580,7 @@ RELAY = {
         _whether_a_lane_is_sent_again,
         _how_far_lanes_are,
         _letters,
+        _claim_of_letters,
         _looks,
         _history,
         _routes,

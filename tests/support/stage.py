@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from asyncpg import Connection
-    from asyncpg.transaction import Transaction
 
     from outbox.relay.sequencing.sequencer import Sequencer
     from tests.support.postgres import Database
@@ -81,19 +80,6 @@ class Actor:
             "VALUES ($1, 'app.scripted', '{}')",
             own_id,
         )
-
-
-class Doubtful:
-    """A transaction whose commit succeeds, but whose response is lost."""
-
-    def __init__(self, transaction: Transaction) -> None:
-        self._transaction = transaction
-        self.start = transaction.start
-        self.rollback = transaction.rollback
-
-    async def commit(self) -> None:
-        await self._transaction.commit()
-        raise ConnectionResetError
 
 
 class Stage:
@@ -168,19 +154,16 @@ class Stage:
     async def turn_in_doubt(self) -> None:
         """Run one batch that is committed but reports an error."""
         store: Any = self._store
-        transaction, write = store.transaction, store.write
+        write = store.write
 
         async def write_in_doubt(*batch: Any, **options: Any) -> Any:
-            given = await write(*batch, **options)
-            if not store._db.is_in_transaction():
-                raise ConnectionResetError
-            return given
+            await write(*batch, **options)
+            raise ConnectionResetError
 
-        store.transaction = lambda: Doubtful(transaction())
         store.write = write_in_doubt
         with suppress(ConnectionResetError):
             await self._sequencer.sequence_batch()
-        store.transaction, store.write = transaction, write
+        store.write = write
 
     async def turn_of_another(self) -> None:
         """Run one batch of a second replica."""

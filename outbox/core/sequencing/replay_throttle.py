@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from uuid import UUID
 
+PartKey: TypeAlias = "tuple[int, UUID]"
+"""A job's id and an endpoint's."""
+
 ReplayKind: TypeAlias = Literal["dead", "history", "lane"]
 EndReason: TypeAlias = Literal["aborted", "disabled", "removed", "unsubscribed"]
 """Why a part of a job ends before all of it was replayed."""
@@ -70,6 +73,10 @@ class JobPart:
     lanes: int
     end_reason: EndReason | None = None
     """If set, nothing more of it may be replayed."""
+
+    @property
+    def key(self) -> PartKey:
+        return self.job_id, self.endpoint_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ The replica that is named in the cursor row *leads*.  It uses optimistic concurr
 without a lock, computes the batch, and writes it in one message that locks the cursor row and
 does nothing unless leader and routing version are unchanged.  All inputs of a batch change only
 together with one of the two, or by a fail-over that loses commits, which the message checks as
-well (server timeline).  So this is equivalent to holding the row, and a replica that hangs
-between two messages holds nothing that others wait for.
-
-Replays, and a filter that fails, take a transaction that holds the row.
+well (server timeline); `outbox.store.replay_feed` has the exceptions for replays.  So this is
+equivalent to holding the row, and a replica that hangs between two messages holds nothing that
+others wait for.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker, LockHolders
 from outbox.core.sequencing.router import Deliveries, Router, assign_sequences
-from outbox.errors import CursorBroken
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
-from outbox.relay.sequencing.replay_feeder import ReplayBatch, ReplayFeeder
+from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from outbox.store.event_reads import AWAKE
-from outbox.store.records import Fenced
+from outbox.store.replay_progress import ReplayBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -76,7 +74,7 @@ class _Draft:
     change: CursorChange
     events: int
     deliveries: Deliveries
-    replay: ReplayBatch
+    replays: ReplayBatch
     failed: Mapping[TenantFilter, StoppedFilter]
     awake: bool
     """Whether to set the flag to "awake", so that producers stop notifying."""
@@ -88,12 +86,7 @@ class _Draft:
 
     @property
     def has_changes(self) -> bool:
-        return self.change.changed or bool(self.replay)
-
-    @property
-    def is_single_message(self) -> bool:
-        """Whether a single message can write the batch."""
-        return not (self.replay or self.failed)
+        return self.change.changed or self.replays.has_changes
 
 
 def always_notify(_: int, __: Mapping[int, int]) -> str | None:
@@ -149,7 +142,7 @@ class Cursor:
         self._counters: dict[int, int] = {}
         self._router: Router | None = None
         self._version = 0
-        self._filters = FilterEvaluator(store)
+        self._filters = FilterEvaluator(store.filters)
         self._replays = ReplayFeeder(store.replay_feed, store.routing, self._filters.evaluate)
         # The sequence's lock holders after the last read; None: not known.
         self._holders: LockHolders | None = None
@@ -211,11 +204,7 @@ class Cursor:
                 await self._replays.poll()
             if self._router is None and not await self._load_state():
                 return BatchResult.LOST_LEADERSHIP
-            if not self._replays.ready or watch:
-                result = await self._sequence_optimistically(watch=watch)
-                if result is not None:
-                    return result
-            return await self._sequence_locked(watch=watch)
+            return await self._sequence(watch=watch)
         except BaseException:
             # Whether it was committed is unknown: start from the tables again.
             self.forget()
@@ -280,72 +269,36 @@ class Cursor:
         self.leads = row.leader == self._me
         return self._lose_routes()
 
-    # ---------------------------------------------- optimistic and locked
+    # ------------------------------------------------------------ one batch
 
-    async def _sequence_optimistically(self, *, watch: bool) -> BatchResult | None:
-        """Sequence a batch with optimistic concurrency; None: the batch needs the lock."""
-        state, router = self._current()
-        draft = await self._draft(state, router, ReplayBatch(), watch=watch)
+    async def _sequence(self, *, watch: bool) -> BatchResult:
+        """Plan a batch by reading, and write it in one message."""
+        state, router, replays = self._state, self._router, ReplayBatch()
+        assert state is not None
+        assert router is not None
+        if self._replays.ready and not watch:
+            # Before live events are read, so that events committed meanwhile are included.
+            planned = await self._replays.next_batch(router, self._me, self._version)
+            if planned is None:
+                return self._lose_routes()
+            replays = planned
+        draft = await self._draft(state, router, replays, watch=watch)
         if draft is None:
+            self._replays.rejected(replays)
             return self._lose_routes()
         if not draft.has_changes:
             self._remember_read(draft)
+            self._replays.committed(replays)
             return BatchResult.EMPTY
-        if not draft.is_single_message:
-            return None
         inline_lanes = self._needed_content(draft)
         if not await self._write(state, draft, inline_lanes):
+            self._replays.rejected(replays)
             return await self._refused()
         self._batch_committed(state, draft, inline_lanes)
         return BatchResult.WRITTEN
 
-    async def _sequence_locked(self, *, watch: bool) -> BatchResult:
-        """Sequence a batch in a transaction that holds the cursor row."""
-        state, router = self._current()
-        transaction = self._store.transaction()
-        await transaction.start()
-        try:
-            lock = await self._store.lock()
-            if lock is None:
-                await transaction.rollback()
-                return BatchResult.LOCKED
-            if (lock.leader, lock.version, lock.batch) != (self._me, self._version, state.batch):
-                await transaction.rollback()
-                self.leads = lock.leader == self._me
-                return self._lose_routes()
-            taken = ReplayBatch()
-            if not watch and self._replays.ready:
-                # Before live events are read, so that events committed meanwhile are included.
-                actor = f"replica {self._me}"
-                taken = await self._replays.next_batch(router, state.batch + 1, actor)
-            draft = await self._draft(state, router, taken, watch=watch)
-            assert draft is not None, "the row is held"
-            if draft.has_changes:
-                written = await self._write(state, draft, {})
-                assert written, "the row is held"
-                await self._write_rest(state, draft)
-                await transaction.commit()
-            else:
-                # Unlike a commit, a rollback does not wait for a WAL flush.
-                await transaction.rollback()
-        except (CursorBroken, Fenced):
-            await transaction.rollback()
-            raise
-        if not draft.has_changes:
-            self._remember_read(draft)
-            return BatchResult.EMPTY
-        self._batch_committed(state, draft, {})
-        return BatchResult.WRITTEN
-
-    def _current(self) -> tuple[CursorState, Router]:
-        assert self._state is not None
-        assert self._router is not None
-        return self._state, self._router
-
-    # ------------------------------------------------------------ one batch
-
     async def _draft(
-        self, state: CursorState, router: Router, taken: ReplayBatch, *, watch: bool
+        self, state: CursorState, router: Router, replays: ReplayBatch, *, watch: bool
     ) -> _Draft | None:
         """Read events and compute a batch; None: leadership or routing version changed."""
         clock = asyncio.get_running_loop().time
@@ -383,18 +336,20 @@ class Cursor:
         self.awake = reading.wakeup == AWAKE
         self.more = cut
         refused, failed = await self._filters.evaluate(router, events)
-        lanes = router.lanes_of(events, refused) | {r.lane_id for r in taken.replays}
+        lanes = router.lanes_of(events, refused) | {r.lane_id for r in replays.replays}
         unknown = lanes - self._counters.keys()
         if unknown:
             self._counters |= await store.counters(unknown)
-        deliveries = assign_sequences(router, events, taken.replays, self._counters, refused)
+        deliveries = assign_sequences(router, events, replays.replays, self._counters, refused)
         awake = bool(events) and self._keep_polling(len(events), reading.waiting)
-        failed = {**failed, **taken.failed}
+        failed = {**failed, **replays.failed}
         at = (reading.began_at, began_at)
-        return _Draft(step, len(events), deliveries, taken, failed, awake, at, cut, reading)
+        return _Draft(step, len(events), deliveries, replays, failed, awake, at, cut, reading)
 
     def _needed_content(self, draft: _Draft) -> Mapping[int, LoadedLane]:
         """The lanes that need the content of their new deliveries now."""
+        if draft.replays.replays:
+            return {}  # The content of replayed events was not read.
         few = len(draft.deliveries) <= INLINE_DELIVERIES_MAX
         lanes = draft.deliveries.counters.keys()
         needing = self._needs_inline_payloads(lanes) if few else {}
@@ -418,21 +373,9 @@ class Cursor:
             awake=draft.awake and not self.awake,
             erasures=draft.reading.erasures if inline_lanes else None,
             notification=payload,
+            replays=draft.replays,
+            stopped=draft.failed,
         )
-
-    async def _write_rest(self, state: CursorState, draft: _Draft) -> None:
-        """Write the rest of the batch in the same transaction."""
-        if draft.replay.unblocked:
-            await self._replays.wake_owners()
-        if draft.failed:
-            actor = f"replica {self._me}"
-            await self._store.filters.stop(draft.failed, state.batch + 1, actor, AGAIN_AFTER_S)
-            for (_, text), stopped in draft.failed.items():
-                log.error(
-                    "filter stopped; it counts as matching from now on",
-                    filter=text,
-                    reason=stopped.why,
-                )
 
     def _remember_read(self, draft: _Draft) -> None:
         """Remember a read whose events are all sequenced."""
@@ -447,7 +390,7 @@ class Cursor:
         step, committed_after = draft.change, self._complete_at
         self._remember_read(draft)
         self._filters.mark_stored(draft.failed)
-        self._replays.committed(draft.replay)
+        self._replays.committed(draft.replays)
         if draft.events:
             self._replays.record_live_events()
         old = state.old

@@ -12,6 +12,8 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
+import structlog
+
 from outbox.core.sequencing.filter_budget import (
     SLOW_SHARE,
     FilterBudget,
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from outbox.core.sequencing.router import Refused, RoutableEvent, Router, TenantFilter
-    from outbox.store.cursor import CursorStore
+    from outbox.store.filters import FilterStore
+
+log = structlog.get_logger("outbox.sequencer")
 
 EVALUATIONS_MAX = 5_000
 """Evaluations per shared statement."""
@@ -40,7 +44,7 @@ FilterEvents: TypeAlias = "list[tuple[TenantFilter, list[int]]]"
 class FilterEvaluator:
     """A leader's state of payload filters."""
 
-    def __init__(self, store: CursorStore) -> None:
+    def __init__(self, store: FilterStore) -> None:
         self._store = store
         self._time = FilterBudget()
         # Filters that were fast when they were evaluated alone.
@@ -64,8 +68,13 @@ class FilterEvaluator:
 
     def mark_stored(self, stopped: Mapping[TenantFilter, StoppedFilter]) -> None:
         """Record that these filters are durably stopped."""
-        for tenant_filter in stopped:
+        for tenant_filter, each in stopped.items():
             self._unstored.pop(tenant_filter, None)
+            log.error(
+                "filter stopped; it counts as matching from now on",
+                filter=tenant_filter[1],
+                reason=each.why,
+            )
 
     async def evaluate(
         self, router: Router, events: Sequence[RoutableEvent]
@@ -87,11 +96,9 @@ class FilterEvaluator:
             return {}, failed
         refused: dict[TenantFilter, set[int]] = {}
         async with self._store.transaction():
-            await self._store.filters.begin()
             alone = await self._evaluate_together(filter_events, refused)
             if alone:
                 failed |= await self._evaluate_alone(alone, refused)
-            await self._store.filters.end()
         for tenant_filter in failed:
             refused.pop(tenant_filter, None)
         return refused, failed
@@ -113,7 +120,7 @@ class FilterEvaluator:
                 continue
             began_at = _now()
             limit_s = TOGETHER_S + TOGETHER_EACH_S * evaluations
-            met = await self._store.filters.evaluate([(a[1], ids) for a, ids in chunk], limit_s)
+            met = await self._store.evaluate([(a[1], ids) for a, ids in chunk], limit_s)
             if isinstance(met, FilterFailure):
                 alone += chunk
             else:
@@ -155,7 +162,7 @@ class FilterEvaluator:
         while True:
             limit_s = patience * self._time.limit_s(tenant_filter, len(ids), _now())
             began_at = _now()
-            met = await self._store.filters.evaluate([(tenant_filter[1], ids)], limit_s)
+            met = await self._store.evaluate([(tenant_filter[1], ids)], limit_s)
             took_s = _now() - began_at
             noted = is_slow(took_s, len(ids))
             reference_s = await reference.cost_s(ids) if noted else 0.0
@@ -185,7 +192,7 @@ class FilterEvaluator:
 class _Reference:
     """The time of the reference condition in this batch, measured on first use."""
 
-    def __init__(self, store: CursorStore) -> None:
+    def __init__(self, store: FilterStore) -> None:
         self._store = store
         self._each_s: float | None = None
 
@@ -194,7 +201,7 @@ class _Reference:
         if self._each_s is None:
             began_at = _now()
             limit_s = PATIENCE * statement_limit_s(len(ids))
-            met = await self._store.filters.evaluate([(MATCH_ALL, ids)], limit_s)
+            met = await self._store.evaluate([(MATCH_ALL, ids)], limit_s)
             cut_off = isinstance(met, FilterFailure)
             self._each_s = inf if cut_off else (_now() - began_at) / len(ids)
         return self._each_s * len(ids)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
 
 from outbox.core.sequencing.replay_throttle import ReplayThrottle
 from outbox.core.sequencing.router import Replay, count_fitting
-from outbox.store.replay_feed import PartProgress
+from outbox.store.replay_progress import PartProgress, ReplayBatch
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from outbox.core.sequencing.replay_throttle import Share
-    from outbox.core.sequencing.router import (
-        Refused,
-        ReplayChunk,
-        RoutableEvent,
-        Router,
-        TenantFilter,
-    )
+    from outbox.core.sequencing.router import Refused, RoutableEvent, Router, TenantFilter
     from outbox.store.filters import StoppedFilter
     from outbox.store.replay_feed import ReplayFeedStore
     from outbox.store.routing import RoutingStore
@@ -32,24 +26,6 @@ if TYPE_CHECKING:
     """Evaluates filters: returns the events that do not match, and the stopped filters."""
 
 log = structlog.get_logger("outbox.sequencer")
-
-
-@dataclass(slots=True)
-class ReplayBatch:
-    """The replays of one batch."""
-
-    replays: list[Replay] = field(default_factory=list)
-    chunks: list[ReplayChunk] = field(default_factory=list)
-    moves: list[PartProgress] = field(default_factory=list)
-    ends: list[Share] = field(default_factory=list)
-    """Shares of parts of which nothing is left."""
-    failed: dict[TenantFilter, StoppedFilter] = field(default_factory=dict)
-    """Filters to be stopped."""
-    unblocked: bool = False
-    """Whether a blocked lane continues."""
-
-    def __bool__(self) -> bool:
-        return bool(self.moves or self.ends)
 
 
 class ReplayFeeder:
@@ -100,55 +76,71 @@ class ReplayFeeder:
                 self._throttle.report_progress(endpoint_id, progress, now)
         self.ready = self._throttle.ready
 
-    async def next_batch(self, router: Router, batch: int, actor: str) -> ReplayBatch:
-        """Select and store this batch's replays; call it only with the cursor row locked."""
-        taken = ReplayBatch()
+    async def next_batch(self, router: Router, leader: int, version: int) -> ReplayBatch | None:
+        """Plan this batch's replays, and claim their dead letters; takes no other lock.
+
+        Call `committed` or `rejected` with the result.
+
+        Returns:
+            None: the claim has raised the routing version, because it unblocked a lane.
+        """
+        planned = ReplayBatch()
         shares = self._throttle.shares(_now())
-        taken.ends += [share for share in shares if share.part.end_reason is not None]
+        planned.ends += [share for share in shares if share.part.end_reason is not None]
         shares = [share for share in shares if share.part.end_reason is None]
         numbered = [share for share in shares if share.part.kind != "history"]
-        if numbered:
-            await self._take_sequences(numbered, taken)
+        if numbered and not await self._take_sequences(numbered, planned, leader, version):
+            self._return(shares)
+            self._return(planned.ends)
+            return None
         for share in shares:
             if share.part.kind == "history":
-                await self._take_history(share, router, taken)
-        if taken.chunks:
-            await self._routing.advance(taken.chunks)
-        if taken.moves:
-            await self._store.advance_parts(batch, taken.moves)
-        if taken.ends:
-            await self._store.end_parts([share.part for share in taken.ends], actor)
-        return taken
+                await self._take_history(share, router, planned)
+        return planned
 
-    def committed(self, taken: ReplayBatch) -> None:
-        """Apply a batch that is durable."""
+    def committed(self, planned: ReplayBatch) -> None:
+        """Apply a batch that is durable, or has no changes."""
         now = _now()
         self.ready = False
-        for share in taken.ends:
+        for share in planned.ends:
             self._throttle.end_part(share)
-        for move in taken.moves:
+        for move in planned.moves:
             self._throttle.record_taken(move.share, move.taken, now)
 
-    async def wake_owners(self) -> None:
-        """Wake the owners of unblocked lanes, after the batch was written."""
-        await self._store.notify_owners()
+    def rejected(self, planned: ReplayBatch) -> None:
+        """Forget a batch that was not written."""
+        self._return(planned.ends)
+        self._return([move.share for move in planned.moves])
 
-    async def _take_sequences(self, shares: Sequence[Share], taken: ReplayBatch) -> None:
-        found, taken.unblocked = await self._store.claim_dead_letters(shares)
-        taken.chunks = await self._routing.replays(shares)
+    def _return(self, shares: Sequence[Share]) -> None:
         for share in shares:
-            part = (share.part.job_id, share.part.endpoint_id)
-            letters = found.get(part)
-            if letters is None and part in found:
-                taken.ends.append(share)
+            self._throttle.record_taken(share, 0, _now())
+
+    async def _take_sequences(
+        self, shares: Sequence[Share], planned: ReplayBatch, leader: int, version: int
+    ) -> bool:
+        """Take sequence numbers; returns False if that has raised the routing version."""
+        found = await self._store.read_dead_letters(shares)
+        letters = {key: chunk for key, chunk in found.items() if chunk is not None}
+        if letters:
+            if not await self._store.claim_dead_letters(letters, leader, version):
+                # The batch goes on without them; if this replica does not lead any more, it is
+                # not written.
+                self._return([share for share in shares if share.part.key in letters])
+                shares = [share for share in shares if share.part.key not in letters]
+            elif any(chunk.blocks for chunk in letters.values()):
+                return False
+        planned.chunks = await self._routing.replays(shares) if shares else []
+        for share in shares:
+            key = share.part.key
+            if key in found and found[key] is None:
+                planned.ends.append(share)
                 continue
             move = PartProgress(share)
-            if letters is not None:
-                move.next_id, move.erased = letters.next_id, letters.erased
-            for chunk in taken.chunks:
-                if (chunk.job_id, chunk.endpoint_id) != part:
+            for chunk in planned.chunks:
+                if (chunk.job_id, chunk.endpoint_id) != key:
                     continue
-                taken.replays += chunk.replays
+                planned.replays += chunk.replays
                 move.taken += len(chunk.replays)
                 if share.part.kind == "lane":
                     move.next_id = chunk.next_seq
@@ -157,27 +149,28 @@ class ReplayFeeder:
                         "deliveries to be replayed are missing; run outbox verify",
                         numbers=chunk.missing,
                     )
-            taken.moves.append(move)
+            planned.moves.append(move)
+        return True
 
-    async def _take_history(self, share: Share, router: Router, taken: ReplayBatch) -> None:
+    async def _take_history(self, share: Share, router: Router, planned: ReplayBatch) -> None:
         part = share.part
         own = router.for_endpoint(part.endpoint_id)
         history = await self._store.read_history(part)
         if own is None or history is None:
             ending = part if own is not None else replace(part, end_reason="unsubscribed")
-            taken.ends.append(replace(share, part=ending))
+            planned.ends.append(replace(share, part=ending))
             return
         refused, failed = await self._evaluate(own, history.events)
-        taken.failed |= failed
+        planned.failed |= failed
         found = own.placements(history.events, refused)
         n = count_fitting([lane for lane, _ in found], share.per_lane, share.numbers)
-        taken.replays += [Replay(lane, i, backfill_id=part.job_id) for lane, i in found[:n]]
+        planned.replays += [Replay(lane, i, backfill_id=part.job_id) for lane, i in found[:n]]
         next_id = found[n][1] if n < len(found) else history.next_id
         if not n and not history.more:
-            taken.ends.append(share)
+            planned.ends.append(share)
         else:
             from_id = found[0][1] if n else next_id
-            taken.moves.append(PartProgress(share, next_id, n, from_id=from_id))
+            planned.moves.append(PartProgress(share, next_id, n, from_id=from_id))
 
 
 def _now() -> float:

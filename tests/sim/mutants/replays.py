@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from tests.sim.mutants.catalogue import mutant, swap
-from tests.sim.stores import backfill, replay_feed, replay_jobs, routing
+from tests.sim.stores import backfill, cursor, replay_feed, replay_jobs, replay_progress, routing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from uuid import UUID
 
     from outbox.core.sequencing.replay_throttle import JobPart
-    from outbox.store.replay_feed import PartProgress
+    from outbox.store.replay_progress import ReplayBatch
     from tests.sim.database.engine import Row, Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
@@ -23,19 +23,18 @@ if TYPE_CHECKING:
 @mutant
 def replay_position_advanced_outside_batch(sim: Simulation) -> None:
     """The position of a job is in the tables before its batch is durable."""
+    write = cursor.CursorStore.write
+    advance = replay_progress.advance_parts
 
-    def advance_positions(
-        db: Database, tx: Transaction, batch: int, moves: Sequence[PartProgress]
-    ) -> None:
-        for m in moves:
-            key = (m.share.part.job_id, m.share.part.endpoint_id)
-            part = db.replay_job_endpoint.rows[key]
-            db.replay_job_endpoint.rows[key] = {
-                **part,
-                **replay_feed.position_columns(part, batch, m),
-            }
+    async def patched(
+        self: Any, batch: int, *rest: Any, replays: ReplayBatch, **options: Any
+    ) -> bool:
+        if replays.moves:
+            await self._db.call(advance, batch, replays.moves)
+        return await write(self, batch, *rest, replays=replays, **options)
 
-    swap(replay_feed, "advance_positions", advance_positions)
+    swap(cursor.CursorStore, "write", patched)
+    swap(replay_progress, "advance_parts", lambda *_: ())
 
 
 @mutant
@@ -43,25 +42,32 @@ def replay_position_not_stored(sim: Simulation) -> None:
     """The position of a job is only in the memory of the leader."""
     positions: dict[tuple[Any, int, UUID], int] = {}
     read = replay_feed.ReplayFeedStore.read_history
-    advance = replay_feed.ReplayFeedStore.advance_parts
+    write = cursor.CursorStore.write
 
     async def read_history(self: Any, part: JobPart) -> Any:
         found = await read(self, part)
-        behind = positions.get((self, part.job_id, part.endpoint_id), 0)
+        behind = positions.get((self, *part.key), 0)
         if found is not None:
             events = [event for event in found.events if event.id >= behind]
             found = replace(found, events=events, more=found.more or bool(events))
         return found
 
-    async def advance_parts(self: Any, batch: int, moves: Any) -> None:
-        for m in moves:
+    async def patched(self: Any, *batch: Any, replays: ReplayBatch, **options: Any) -> bool:
+        for m in replays.moves:
             if m.share.part.kind == "history":
-                positions[self, m.share.part.job_id, m.share.part.endpoint_id] = m.next_id
+                assert m.next_id is not None
+                positions[self.replay_feed, *m.share.part.key] = m.next_id
                 m.next_id = None
-        await advance(self, batch, moves)
+        return await write(self, *batch, replays=replays, **options)
 
     swap(replay_feed.ReplayFeedStore, "read_history", read_history)
-    swap(replay_feed.ReplayFeedStore, "advance_parts", advance_parts)
+    swap(cursor.CursorStore, "write", patched)
+
+
+@mutant
+def rejected_replays_never_tried_again(sim: Simulation) -> None:
+    """What a batch that was not written would have replayed counts as in flight for ever."""
+    swap(ReplayFeeder, "rejected", lambda self, planned: None)
 
 
 @mutant
@@ -78,7 +84,7 @@ def aborted_job_continues(sim: Simulation) -> None:
         ]
 
     swap(replay_feed, "read_parts", read_parts)
-    swap(replay_jobs, "cancel_replays", lambda db, tx, *_: None)
+    swap(replay_jobs, "cancel_replays", lambda *_: ())
     for name in ("find_dead_letters", "read_history"):
         swap(replay_feed, name, _of_any_job(getattr(replay_feed, name)))
 

@@ -18,18 +18,21 @@ from outbox.store.leadership import LeaderStatus
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores.channels import OWNERS
-from tests.sim.stores.filters import FilterStore
+from tests.sim.stores.filters import FilterStore, stop_filters
 from tests.sim.stores.lanes import content_of, read_counters
 from tests.sim.stores.operational_events import RESERVED, publish_operational_event
 from tests.sim.stores.replay_feed import ReplayFeedStore
+from tests.sim.stores.replay_progress import write_progress
 from tests.sim.stores.routing import RoutingStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from datetime import datetime
 
     from outbox.core.sequencing.gaps import CursorChange, LockHolders, Range
-    from outbox.core.sequencing.router import Deliveries
+    from outbox.core.sequencing.router import Deliveries, TenantFilter
+    from outbox.store.filters import StoppedFilter
+    from outbox.store.replay_progress import ReplayBatch
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
@@ -52,14 +55,8 @@ class CursorStore(real.CursorStore):
     async def check(self) -> None:
         await self._db.call(check_sequence)
 
-    def transaction(self) -> Any:
-        return self._db.transaction()
-
     async def cursor_row(self) -> CursorRow:
         return await self._db.call(read_cursor)
-
-    async def lock(self) -> CursorRow | None:
-        return await self._db.call(lock_cursor)
 
     async def take_leadership(self, replica_id: int) -> bool:
         return await self._db.call(take_leadership, replica_id)
@@ -112,9 +109,11 @@ class CursorStore(real.CursorStore):
         awake: bool,
         erasures: int | None,
         notification: str | None,
+        replays: ReplayBatch,
+        stopped: Mapping[TenantFilter, StoppedFilter],
     ) -> bool:
         return await self._db.call(
-            write_batch,
+            write_replays if replays.has_changes else write_batch,
             batch,
             step,
             deliveries,
@@ -124,6 +123,8 @@ class CursorStore(real.CursorStore):
             awake=awake,
             erasures=erasures,
             notification=notification,
+            replays=replays,
+            stopped=stopped,
         )
 
     async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
@@ -149,12 +150,6 @@ def read_cursor(db: Database, tx: Transaction) -> CursorRow:
     row = tx.get(db.cursor, 1)
     assert row is not None
     return CursorRow(row["writer"], row["version"], None, None, db.batches[-1].batch)
-
-
-def lock_cursor(db: Database, tx: Transaction) -> CursorRow | None:
-    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
-        return None
-    return read_cursor(db, tx)
 
 
 def set_first_timeline(db: Database, tx: Transaction) -> Steps[None]:
@@ -295,6 +290,8 @@ def write_batch(
     awake: bool,
     erasures: int | None,
     notification: str | None,
+    replays: ReplayBatch,
+    stopped: Mapping[TenantFilter, StoppedFilter],
 ) -> Steps[bool]:
     def unchanged() -> bool:
         row = tx.get(db.cursor, 1)
@@ -346,7 +343,14 @@ def write_batch(
         tx.put(db.gap, lo, None)
     for lo, hi in step.old_opened:
         tx.put(db.gap, lo, {"lo": lo, "hi": hi})
+    yield from write_progress(db, tx, batch, replays, f"replica {writer}")
+    stop_filters(db, tx, stopped)
     return True
+
+
+def write_replays(db: Database, tx: Transaction, *batch: Any, **options: Any) -> Steps[bool]:
+    """Write a batch with replays; a run finds these batches by the name of this step."""
+    return (yield from write_batch(db, tx, *batch, **options))
 
 
 def _has_batch(db: Database, batch: int) -> bool:

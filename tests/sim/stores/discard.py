@@ -10,7 +10,7 @@ from outbox.operations.discard import BATCH_SIZE
 from outbox.operations.replays import ReplayOutcome
 from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import EXCLUSIVE, Wait
-from tests.sim.stores.replays import lock_named, set_dead_letter_state
+from tests.sim.stores.replays import is_blocking, lock_named, set_dead_letter_state
 from tests.sim.stores.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def find_dead(db: Database, tx: Transaction, after: int) -> dict[int, bool]:
     found: dict[int, bool] = {}
     for d in sorted(tx.rows(db.dead_letter), key=lambda d: int(d["id"])):
         if d["id"] > after and d["state"] == "dead" and len(found) < BATCH_SIZE:
-            block = tx.get(db.lane_block, d["lane_id"])
-            found[d["id"]] = block is not None and block["seq"] == d["seq"]
+            found[d["id"]] = is_blocking(db, tx, d)
     return found
 
 

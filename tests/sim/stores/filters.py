@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox.store import filters
-from outbox.store.filters import MATCH_ALL, FilterFailure, StoppedFilter
+from outbox.store.filters import MATCH_ALL, FilterFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from outbox.core.sequencing.router import TenantFilter
+    from outbox.store.filters import StoppedFilter
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
@@ -23,9 +25,12 @@ class FilterStore(filters.FilterStore):
         self._db: Connection = connection
         self._limit_s = 0.0
 
-    async def begin(self) -> None:
-        await self._db.control("SAVEPOINT")
-        self._limit_s = 0.0
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[None]:
+        async with self._db.transaction():
+            await self._db.control("SAVEPOINT")
+            self._limit_s = 0.0
+            yield
 
     async def evaluate(
         self, requests: Sequence[tuple[str, Sequence[int]]], limit_s: float
@@ -34,19 +39,6 @@ class FilterStore(filters.FilterStore):
             await self._db.call(set_statement_timeout)
             self._limit_s = limit_s
         return await self._db.call(evaluate_filters, requests)
-
-    async def end(self) -> None:
-        await self._db.control("ROLLBACK TO")
-
-    async def stop(
-        self,
-        stopped: Mapping[TenantFilter, StoppedFilter],
-        batch: int,
-        actor: str,
-        again_after_s: float,
-    ) -> None:
-        await self._db.call(stop_filters, stopped)
-        await self._db.call(publish_filter_stopped)
 
 
 def set_statement_timeout(db: Database, tx: Transaction) -> None:
@@ -67,7 +59,3 @@ def stop_filters(
     filters_of = [(s["tenant"], s["filter"]) for s in tx.rows(db.subscription)]
     if any(tenant_filter in filters_of for tenant_filter in stopped):
         raise NotImplementedError("no endpoint of the simulation has a filter")
-
-
-def publish_filter_stopped(db: Database, tx: Transaction) -> None:
-    """No filter was stopped."""

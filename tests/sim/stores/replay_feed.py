@@ -10,16 +10,15 @@ from outbox.core.sequencing.router import RoutableEvent
 from outbox.store import replay_feed
 from outbox.store.replay_feed import SCAN_MAX, DeadLetterChunk, HistoryChunk
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
-from tests.sim.stores import channels, replay_jobs, routing_change
-from tests.sim.stores.replays import add_replay, unblock
+from tests.sim.stores import channels, routing_change
+from tests.sim.stores.replays import add_replay, is_blocking, unblock
 from tests.sim.stores.routing import pending_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from uuid import UUID
 
-    from outbox.core.sequencing.replay_throttle import EndReason, Share
-    from outbox.store.replay_feed import PartProgress
+    from outbox.core.sequencing.replay_throttle import EndReason, PartKey, Share
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database, Given
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
 class ReplayFeedStore(replay_feed.ReplayFeedStore):
     """Stands in for `outbox.store.replay_feed.ReplayFeedStore`."""
 
-    def __init__(self, connection: Any) -> None:
-        self._db: Connection = connection
+    def __init__(self, connection: Any, timeline: int | None = None) -> None:
+        assert timeline is None
+        self._db: Connection = connection  # type: ignore[assignment]
 
     async def read_parts(self) -> list[JobPart]:
         return await self._db.call(read_parts)
@@ -39,37 +39,18 @@ class ReplayFeedStore(replay_feed.ReplayFeedStore):
     ) -> dict[UUID, EndpointProgress]:
         return await self._db.call(read_progress, endpoint_ids)
 
-    async def claim_dead_letters(
+    async def read_dead_letters(
         self, shares: Sequence[Share]
-    ) -> tuple[dict[tuple[int, UUID], DeadLetterChunk | None], bool]:
-        found = await self._db.call(find_dead_letters, shares)
-        chosen = sorted((i, job) for (job, _), each in found.items() if each for i in each.chosen)
-        unblocked = 0
-        if chosen:
-            unblocked = await self._db.call(replay_dead_letters, chosen)
-        return found, bool(unblocked)
+    ) -> dict[PartKey, DeadLetterChunk | None]:
+        return await self._db.call(find_dead_letters, shares)
 
-    async def notify_owners(self) -> None:
-        await self._db.call(routing_change.raise_version)
-        await self._db.call(channels.notify_all)
+    async def claim_dead_letters(
+        self, chunks: Mapping[PartKey, DeadLetterChunk], leader: int, version: int
+    ) -> bool:
+        return await self._db.call(claim_dead_letters, chunks, leader, version)
 
     async def read_history(self, part: JobPart) -> HistoryChunk | None:
         return await self._db.call(read_history, part)
-
-    async def advance_parts(self, batch: int, moves: Sequence[PartProgress]) -> None:
-        await self._db.call(advance_positions, batch, moves)
-
-    async def end_parts(self, parts: Sequence[JobPart], actor: str) -> None:
-        db = self._db
-        for endpoint_id in {
-            p.endpoint_id for p in parts if p.end_reason in ("disabled", "removed")
-        }:
-            await db.call(replay_jobs.cancel_replays, endpoint_id, None)
-        await db.call(end_parts, parts)
-        for job_id, state in await db.call(end_jobs, sorted({p.job_id for p in parts})):
-            taken = await db.call(read_taken, job_id)
-            data = {"job": job_id, "state": state, "taken": taken}
-            await routing_change.write_journal(db, "replay_ended", actor, None, data)
 
 
 # ------------------------------------------------------------------------ parts
@@ -147,63 +128,14 @@ def _in_batch(db: Database, lane_id: int, batch: int) -> list[Given]:
     return given[bisect_left(given, (batch,)) : bisect_left(given, (batch + 1,))]
 
 
-def advance_positions(
-    db: Database, tx: Transaction, batch: int, moves: Sequence[PartProgress]
-) -> Steps[None]:
-    for m in moves:
-        key = (m.share.part.job_id, m.share.part.endpoint_id)
-        yield Wait(db.replay_job_endpoint, key, UPDATE)
-        part = tx.get(db.replay_job_endpoint, key)
-        assert part is not None
-        tx.change(db.replay_job_endpoint, key, **position_columns(part, batch, m))
-
-
-def position_columns(part: Row, batch: int, advance_parts: PartProgress) -> Row:
-    """The columns of a part that a batch changes."""
-    return {
-        "next_id": part["next_id"] if advance_parts.next_id is None else advance_parts.next_id,
-        "taken": part["taken"] + advance_parts.taken,
-        "erased": part["erased"] + advance_parts.erased,
-        "batch": batch if advance_parts.taken else part["batch"],
-        "from_id": advance_parts.from_id,
-    }
-
-
-def end_parts(db: Database, tx: Transaction, parts: Sequence[JobPart]) -> Steps[None]:
-    for part in parts:
-        key = (part.job_id, part.endpoint_id)
-        yield Wait(db.replay_job_endpoint, key, UPDATE)
-        ended = {"ended_at": db.clock_timestamp(), "end_reason": part.end_reason, "from_id": None}
-        tx.change(db.replay_job_endpoint, key, **ended)
-
-
-def end_jobs(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps[list[tuple[int, str]]]:
-    """End those of the jobs that have no open part; returns the id and state of each."""
-    ended = []
-    for job_id in ids:
-        if any(part["job_id"] == job_id for part in open_parts(db, tx)):
-            continue
-        yield Wait(db.replay_job, job_id, UPDATE)
-        job = tx.get(db.replay_job, job_id)
-        assert job is not None
-        state = "done" if job["state"] == "running" else job["state"]
-        tx.change(db.replay_job, job_id, state=state, ended_at=db.clock_timestamp())
-        ended.append((job_id, state))
-    return ended
-
-
-def read_taken(db: Database, tx: Transaction, job_id: int) -> int:
-    return sum(p["taken"] for p in tx.rows(db.replay_job_endpoint) if p["job_id"] == job_id)
-
-
 # ---------------------------------------------------------------------- letters
 
 
 def find_dead_letters(
     db: Database, tx: Transaction, shares: Sequence[Share]
-) -> dict[tuple[int, UUID], DeadLetterChunk | None]:
+) -> dict[PartKey, DeadLetterChunk | None]:
     """The next dead letters of parts that have no pending replay; None: there are no more."""
-    found: dict[tuple[int, UUID], DeadLetterChunk | None] = {}
+    found: dict[PartKey, DeadLetterChunk | None] = {}
     for share in sorted(shares, key=lambda s: (s.part.job_id, s.part.endpoint_id)):
         key = (share.part.job_id, share.part.endpoint_id)
         part, job = tx.get(db.replay_job_endpoint, key), tx.get(db.replay_job, key[0])
@@ -211,34 +143,66 @@ def find_dead_letters(
         assert job is not None
         if job["kind"] == "history" or job["state"] != "running" or pending_of(db, tx, *key):
             continue
-        ids = sorted(
-            d["id"]
+        open_letters = sorted(
+            (d["id"], is_blocking(db, tx, d))
             for d in tx.rows(db.dead_letter)
             if job["kind"] == "dead"
             and d["endpoint_id"] == key[1]
             and d["state"] == "dead"
             and part["next_id"] <= d["id"] <= part["last_id"]
         )
-        if not ids:
+        if not open_letters:
             found[key] = None
-        elif chosen := ids[: share.numbers]:
-            found[key] = DeadLetterChunk(chosen, 0, chosen[-1] + 1)
+        elif chosen := open_letters[: share.numbers]:
+            ids, blocking = [i for i, _ in chosen], [each for _, each in chosen]
+            found[key] = DeadLetterChunk(part["next_id"], ids[-1] + 1, ids, 0, any(blocking))
     return found
 
 
-def replay_dead_letters(db: Database, tx: Transaction, chosen: list[tuple[int, int]]) -> Steps[int]:
-    """Add replays of (dead letter, job) pairs; returns how many lanes were unblocked."""
-    unblocked = 0
+def claim_dead_letters(
+    db: Database,
+    tx: Transaction,
+    chunks: Mapping[PartKey, DeadLetterChunk],
+    leader: int,
+    version: int,
+) -> Steps[bool]:
+    """Add replays of dead letters; returns False, without a change, unless all are still open."""
+
+    def leads() -> bool:
+        row = tx.get(db.cursor, 1)
+        assert row is not None
+        return (row["writer"], row["version"]) == (leader, version)
+
+    chosen = sorted((i, key[0]) for key, each in chunks.items() for i in each.chosen)
+    if not leads() or not tx.try_lock(db.cursor, 1, EXCLUSIVE) or not leads():
+        return False
+    if any(
+        not tx.try_lock(db.dead_letter, i, EXCLUSIVE) or not _is_open(db, tx, i) for i, _ in chosen
+    ):
+        return False
+    if any(_next_id(db, tx, key) != chunk.old_id for key, chunk in chunks.items()):
+        return False
+    if any(chunk.blocks for chunk in chunks.values()):
+        yield from routing_change.raise_version(db, tx)
+        channels.notify_all(db, tx)
+    for key, chunk in chunks.items():
+        yield Wait(db.replay_job_endpoint, key, UPDATE)
+        tx.change(db.replay_job_endpoint, key, next_id=chunk.next_id)
     for dead_id, job_id in chosen:
-        yield Wait(db.dead_letter, dead_id, EXCLUSIVE)
-        dead_letter = tx.get(db.dead_letter, dead_id)
-        assert dead_letter is not None
-        if dead_letter["state"] != "dead":
-            continue
-        tx.change(db.dead_letter, dead_id, state="replaying")
+        dead_letter = tx.change(db.dead_letter, dead_id, state="replaying")
         add_replay(db, tx, job_id, dead_letter)
-        unblocked += yield from unblock(db, tx, [dead_id])
-    return unblocked
+        yield from unblock(db, tx, [dead_id])
+    return True
+
+
+def _is_open(db: Database, tx: Transaction, dead_id: int) -> bool:
+    row = tx.get(db.dead_letter, dead_id)
+    return row is not None and row["state"] == "dead"
+
+
+def _next_id(db: Database, tx: Transaction, key: PartKey) -> int | None:
+    part = tx.get(db.replay_job_endpoint, key)
+    return None if part is None else part["next_id"]
 
 
 # ---------------------------------------------------------------------- history

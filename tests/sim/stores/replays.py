@@ -246,14 +246,19 @@ def write_dead_letter_state(db: Database, tx: Transaction, ids: Sequence[int], s
         tx.change(db.dead_letter, dead_id, state=state)
 
 
+def is_blocking(db: Database, tx: Transaction, dead_letter: Row) -> bool:
+    """Whether a dead letter blocks its lane."""
+    block = tx.get(db.lane_block, dead_letter["lane_id"])
+    return block is not None and block["seq"] == dead_letter["seq"]
+
+
 def unblock(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps[int]:
     """Unblock the lanes that these dead letters block; returns how many."""
     unblocked = 0
     for dead_id in ids:
         dead_letter = tx.get(db.dead_letter, dead_id)
         assert dead_letter is not None
-        block = tx.get(db.lane_block, dead_letter["lane_id"])
-        if block is not None and block["seq"] == dead_letter["seq"]:
+        if is_blocking(db, tx, dead_letter):
             yield Wait(db.lane_block, dead_letter["lane_id"], EXCLUSIVE)
             tx.put(db.lane_block, dead_letter["lane_id"], None)
             unblocked += 1

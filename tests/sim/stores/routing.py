@@ -58,9 +58,6 @@ class RoutingStore(routing.RoutingStore):
                 chunks.append(chunk)
         return chunks
 
-    async def advance(self, chunks: Sequence[ReplayChunk]) -> None:
-        await self._db.call(advance_replays, chunks)
-
 
 def _take_chunk(pending: Pending, left: int) -> tuple[ReplayChunk | None, int]:
     """Take up to `left` sequence numbers of a replay; returns the chunk and how many are left."""
@@ -202,8 +199,3 @@ def is_resendable(db: Database, lane_id: int, first: int, given: Given) -> bool:
         d["lane_id"] == lane_id and d["seq"] <= given.seq <= d["to_seq"]
         for d in db.dead_letter.rows.values()
     )
-
-
-def advance_replays(db: Database, tx: Transaction, chunks: Sequence[ReplayChunk]) -> None:
-    for each in chunks:
-        tx.change(db.replay, each.id, next_seq=each.next_seq, next_batch=each.next_batch)
