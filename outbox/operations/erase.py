@@ -4,7 +4,8 @@ Erasure deletes payloads, headers, and stored responses, which may quote them.  
 remains: the events, their deliveries and times.  Pending deliveries are not sent; they become
 dead letters with the reason `erased`, and keep their sequence numbers.
 
-Events are erased in batches with short transactions; an interrupted erasure can be repeated.
+Events are erased in batches of one message for each step, so that a client that falls silent holds
+nothing.  An interrupted erasure can be repeated: each step finds what is left to erase.
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from outbox.errors import UsageError
-from outbox.store.channels import WAKE_ALL
+from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import WriteStatement
 from outbox.store.erasure import (
-    ERASE_RESPONSES,
     PLAN_BY_INDEX,
+    SET_PLANNER,
     STEP_EVENTS,
     erase_dead_letters,
+    erase_responses,
 )
-from outbox.store.routing_change import LOCK_CURSOR, write_journal
+from outbox.store.routing_change import ADD_TO_JOURNAL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from asyncpg import Connection
+
+    from outbox.store.connection.store_connection import StoreConnection
 
 # Events of a tenant by an id scan; those of a key are found by the index of keys.
 NEXT_OF_TENANT = """
@@ -39,20 +46,22 @@ SELECT coalesce(sum(greatest(reltuples, 0)), 0)::bigint
   FROM pg_inherits JOIN pg_class c ON c.oid = inhrelid WHERE inhparent = 'outbox'::regclass
 """
 
-ERASE_EVENTS = """
-WITH erased AS (
-    UPDATE outbox SET payload = NULL, headers = NULL, erased_at = clock_timestamp()
-     WHERE id = ANY ($1) AND erased_at IS NULL RETURNING 1)
-SELECT count(*) FROM erased
-"""
+ERASE_EVENTS = WriteStatement(
+    "erase_events",
+    """
+UPDATE outbox SET payload = NULL, headers = NULL, erased_at = clock_timestamp()
+ WHERE id = ANY ($1) AND erased_at IS NULL
+""",
+)
 
 # Future events are deleted, and never published.
-DELETE_FUTURE_EVENTS = """
-WITH deleted AS (
-    DELETE FROM future_event
-     WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2) RETURNING 1)
-SELECT count(*) FROM deleted
-"""
+DELETE_FUTURE_EVENTS = WriteStatement(
+    "delete_future_events",
+    """
+DELETE FROM future_event
+ WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2)
+""",
+)
 
 # Schedules are only listed: an operator decides about what they publish.
 READ_SCHEDULES = """
@@ -72,7 +81,7 @@ SELECT count(*) FROM future_event
 COUNT_EVENTS = "SELECT count(*) FROM outbox WHERE id = ANY ($1) AND erased_at IS NULL"
 
 # Makes owners reload their delivery buffers.
-RAISE_ERASURES = "UPDATE cursor SET erasures = erasures + 1"
+RAISE_ERASURES = WriteStatement("raise_erasures", "UPDATE cursor SET erasures = erasures + 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +142,7 @@ async def count_erasable(
 
 
 async def erase_events(
-    connection: Connection[Any],
+    connection: StoreConnection,
     schema: str,
     target: ErasureTarget,
     *,
@@ -148,25 +157,20 @@ async def erase_events(
     done = ErasureResult()
     with map_errors(schema, "operator"):
         # First, because a future event could become due and be published concurrently.
-        done.future_events = await connection.fetchval(
-            DELETE_FUTURE_EVENTS, target.tenant, target.key
-        )
+        done.future_events = await connection.write(DELETE_FUTURE_EVENTS, target.tenant, target.key)
         async for ids in _event_batches(connection, target, done):
-            async with connection.transaction(isolation="read_committed"):
-                await connection.execute(PLAN_BY_INDEX)
-                done.events += await connection.fetchval(ERASE_EVENTS, ids)
-                done.responses += await connection.fetchval(ERASE_RESPONSES, ids)
+            done.events += await connection.write_together((SET_PLANNER,), (ERASE_EVENTS, ids))
+            # Also for events that an interrupted erasure has erased.
+            done.responses += await erase_responses(connection, ids)
             on_progress(done)
         done.dead_letters = await erase_dead_letters(connection, target.tenant, target.key, None)
-        async with connection.transaction(isolation="read_committed"):
-            await connection.execute(LOCK_CURSOR)
-            done.schedules = await _schedules(connection, target)
-            await connection.execute(RAISE_ERASURES)
-            data = {"tenant": target.tenant} if target.key is None else {"key": target.key}
-            fields = ("events", "future_events", "dead_letters", "responses")
-            counts = {name: getattr(done, name) for name in fields}
-            await write_journal(connection, "erased", actor, None, data | counts)
-            await connection.execute(WAKE_ALL)
+        done.schedules = await _schedules(connection, target)
+        data = {"tenant": target.tenant} if target.key is None else {"key": target.key}
+        fields = ("events", "future_events", "dead_letters", "responses")
+        entry = orjson.dumps(data | {name: getattr(done, name) for name in fields}).decode()
+        await connection.write_together(
+            (RAISE_ERASURES,), (ADD_TO_JOURNAL, "erased", actor, None, entry), (NOTIFY_ALL,)
+        )
     return done
 
 

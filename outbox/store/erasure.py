@@ -6,20 +6,26 @@ for events erased lately, because a request in flight may have been recorded aft
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outbox.core.sequencing.partition_window import WIDTH
+from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
-    from asyncpg import Connection
+    from outbox.store.connection.store_connection import StoreConnection
 
 STEP_EVENTS = 2_000
-"""Events per transaction."""
+"""Maximum number of events per message."""
 
-# The planner overestimates the cost of BRIN bloom indexes.
+# Settings of the planner until the end of the transaction: it overestimates the cost of BRIN
+# bloom indexes.
 PLAN_BY_INDEX = """
-SET LOCAL enable_seqscan = off; SET LOCAL max_parallel_workers_per_gather = 0; SET LOCAL jit = off
+SELECT set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true),
+       set_config('max_parallel_workers_per_gather', '0', true)
 """
+# The same before a statement of a message.  A prepared statement keeps the plan that it was given
+# first, whatever the settings are later, so such a statement always follows this one.
+SET_PLANNER = WriteStatement("set_planner", PLAN_BY_INDEX)
 
 # All deliveries of some events.
 #   positions: for each event, the first batch with high >= id; `late` if the event was in a gap.
@@ -60,7 +66,9 @@ delivered AS MATERIALIZED (
 #   erased: stored responses of attempts.
 #   retrying, cleared: the retry state of lanes.  failing, reset: endpoints' circuit breakers.
 # Rows are locked in key order, as in every statement that locks several, to avoid deadlocks.
-ERASE_RESPONSES = f"""
+ERASE_RESPONSES = WriteStatement(
+    "erase_responses",
+    f"""
 WITH {_DELIVERIES},
 erased AS (
     UPDATE attempt a SET response = a.response - 'body' - 'headers'
@@ -83,12 +91,15 @@ failing AS MATERIALIZED (
 reset AS (
     UPDATE endpoint_health h SET last_response = h.last_response - 'body' - 'headers'
       FROM failing WHERE h.endpoint_id = failing.endpoint_id)
-SELECT count(*) FROM erased
-"""  # noqa: S608 (constants only)
+SELECT FROM erased
+""",  # noqa: S608 (constants only)
+)
 
 # Erases dead letters of a tenant, a key or some events.
 #   selected: rows with data, locked in id order, as in every statement that locks several.
-ERASE_DEAD_LETTERS = f"""
+ERASE_DEAD_LETTERS = WriteStatement(
+    "erase_dead_letters",
+    f"""
 WITH selected AS MATERIALIZED (
     SELECT id FROM dead_letter
      WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2)
@@ -101,8 +112,9 @@ erased AS (
        SET payload = NULL, headers = NULL, last_response = last_response - 'body' - 'headers'
       FROM selected WHERE d.id = selected.id
     RETURNING 1)
-SELECT count(*) FROM erased
-"""  # noqa: S608
+SELECT FROM erased
+""",  # noqa: S608
+)
 
 # Recently erased events.
 READ_ERASED = """
@@ -112,7 +124,7 @@ SELECT id FROM outbox
 """
 
 
-async def erase_leftovers(connection: Connection[Any], within_s: float) -> int:
+async def erase_leftovers(connection: StoreConnection, within_s: float) -> int:
     """Erase data that was written after its event was erased; returns the number of rows.
 
     A request in flight at the time of the erasure has ended by now, and its result was written
@@ -126,19 +138,22 @@ async def erase_leftovers(connection: Connection[Any], within_s: float) -> int:
         row["id"] for row in await connection.fetch(READ_ERASED, within_s, after, STEP_EVENTS)
     ]:
         after = ids[-1]
-        async with connection.transaction(isolation="read_committed"):
-            await connection.execute(PLAN_BY_INDEX)
-            erased += await connection.fetchval(ERASE_RESPONSES, ids)
+        erased += await erase_responses(connection, ids)
         erased += await erase_dead_letters(connection, None, None, ids)
     return erased
 
 
+async def erase_responses(connection: StoreConnection, ids: list[int]) -> int:
+    """Erase the responses to some events; returns the number of attempts."""
+    return await connection.write_together((SET_PLANNER,), (ERASE_RESPONSES, ids))
+
+
 async def erase_dead_letters(
-    connection: Connection[Any], tenant: str | None, key: str | None, ids: list[int] | None
+    connection: StoreConnection, tenant: str | None, key: str | None, ids: list[int] | None
 ) -> int:
     """Erase the data of dead letters, step by step; returns the number of rows."""
     erased, step = 0, STEP_EVENTS
     while step == STEP_EVENTS:
-        step = await connection.fetchval(ERASE_DEAD_LETTERS, tenant, key, ids)
+        step = await connection.write(ERASE_DEAD_LETTERS, tenant, key, ids)
         erased += step
     return erased

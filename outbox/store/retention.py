@@ -212,7 +212,9 @@ STEP = 1000
 # also after replays of replays.
 #   old: SKIP LOCKED, so that it does not wait for an operator's change.
 #   replays, deleted: deletes the replays first, which reference dead letters.
-DELETE_DEAD_LETTERS = f"""
+DELETE_DEAD_LETTERS = WriteStatement(
+    "delete_dead_letters",
+    f"""
 WITH old AS MATERIALIZED (
     SELECT d.id FROM dead_letter d
      WHERE d.at < clock_timestamp() - make_interval(secs => $1)
@@ -236,13 +238,16 @@ replays AS (
     DELETE FROM replay WHERE dead_id = ANY(ARRAY(SELECT id FROM old))),
 deleted AS (
     DELETE FROM dead_letter WHERE id = ANY(ARRAY(SELECT id FROM old)) RETURNING id)
-SELECT count(*) FROM deleted
-"""  # noqa: S608 (constants only)
+SELECT FROM deleted
+""",  # noqa: S608 (constants only)
+)
 
 # Deletes replay jobs of receivers whose deliveries are no longer in the log, because receivers
 # may request any number of them.
 #   old: SKIP LOCKED as above.  numbers, parts, deleted: in the order of the references.
-DELETE_RECEIVER_REPLAYS = f"""
+DELETE_RECEIVER_REPLAYS = WriteStatement(
+    "delete_receiver_replays",
+    f"""
 WITH old AS MATERIALIZED (
     SELECT p.job_id
       FROM replay_job_endpoint p JOIN replay_job j ON j.id = p.job_id AND j.kind = 'lane'
@@ -255,19 +260,20 @@ numbers AS (DELETE FROM replay WHERE job_id = ANY(ARRAY(SELECT job_id FROM old))
 parts AS (DELETE FROM replay_job_endpoint WHERE job_id = ANY(ARRAY(SELECT job_id FROM old))),
 deleted AS (
     DELETE FROM replay_job WHERE id = ANY(ARRAY(SELECT job_id FROM old)) RETURNING id)
-SELECT count(*) FROM deleted
-"""  # noqa: S608 (constants only)
+SELECT FROM deleted
+""",  # noqa: S608 (constants only)
+)
 
 # Deletes expired idempotency keys, which are kept for a while for lookups.
-DELETE_IDEMPOTENCY_KEYS = f"""
-WITH deleted AS (
-    DELETE FROM idempotency_key WHERE key = ANY(ARRAY(
-        SELECT key FROM idempotency_key
-         WHERE expires_at < clock_timestamp() - make_interval(secs => $1)
-         LIMIT {STEP} FOR UPDATE SKIP LOCKED))
-    RETURNING key)
-SELECT count(*) FROM deleted
-"""  # noqa: S608
+DELETE_IDEMPOTENCY_KEYS = WriteStatement(
+    "delete_idempotency_keys",
+    f"""
+DELETE FROM idempotency_key WHERE key = ANY(ARRAY(
+    SELECT key FROM idempotency_key
+     WHERE expires_at < clock_timestamp() - make_interval(secs => $1)
+     LIMIT {STEP} FOR UPDATE SKIP LOCKED))
+""",  # noqa: S608
+)
 
 
 class RetentionStore:
@@ -312,7 +318,7 @@ class RetentionStore:
         ):
             deleted = STEP
             while keep_s is not None and deleted == STEP:
-                deleted = await self._db.fetchval(delete, keep_s)
+                deleted = await self._db.write(delete, keep_s)
                 deleted_rows += deleted
         return deleted_rows
 

@@ -1,9 +1,8 @@
-"""No backend of a relay waits for its client while it holds anything.
+"""No backend of a relay or an erasure waits for its client while it holds anything.
 
 A client may fall silent after any message: frozen, cut off, or gone with its machine.  A backend
 that has a transaction id then keeps it, and what it has locked, for as long as the client is
-silent, and before PostgreSQL 17 no server setting ends that.  Not covered is the deletion of
-expired rows, which still takes several messages.
+silent, and before PostgreSQL 17 no server setting ends that.
 """
 
 from __future__ import annotations
@@ -18,9 +17,17 @@ import pytest
 import outbox
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import Retention
-from outbox.operations import backfill, endpoint_removal, receiver_replays, replay_jobs, replays
+from outbox.operations import (
+    backfill,
+    endpoint_removal,
+    erase,
+    receiver_replays,
+    replay_jobs,
+    replays,
+)
 from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
+from outbox.operations.erase import ErasureTarget
 from outbox.operations.fetch_tokens import Fetcher
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.partitions import PartitionStore
@@ -56,6 +63,14 @@ LEASE_S = 10.0
 """Longer than usual, because the proxy slows everything down."""
 SESSION = {"server_settings": {"search_path": "relay"}}
 GONE = AttemptResult.completed(410, 0.001)
+REJECTED = AttemptResult.completed(400, 0.001)
+ECHO = AttemptResult.completed(200, 0.001, body=b"personal data")
+
+# Erases the events, and puts into attempts what requests in flight would have recorded.
+WRITE_LEFTOVERS = """
+UPDATE outbox SET payload = NULL, headers = NULL, erased_at = now();
+UPDATE attempt SET response = '{"body": "personal data"}'
+"""
 
 
 async def test_start_deliveries_dead_letters_and_stop(database: Database) -> None:
@@ -168,9 +183,16 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
 
 
 async def test_maintenance(database: Database) -> None:
-    await add_endpoint(database)
-    async with running(database, Network()):
-        await publish(database, *range(10))
+    good = await add_endpoint(database, lanes=1)
+    await add_endpoint(database, "bad", lanes=1)
+    network = Network(lambda sent: REJECTED if sent.url.endswith("bad") else OK)
+    async with running(database, network), database.connection(**SESSION) as db:
+        await publish(database, *range(4))
+        await all_ended(database)
+        fetcher = Fetcher(good.id, "shop")
+        await receiver_replays.request_replay(db, "relay", fetcher, f"{good.id.hex[:12]}-1-0", 0)
+        replayed = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_job_endpoint"
+        await until(lambda: fetchval(database, replayed), 10, "the replay")
         await all_ended(database)
     async with in_lockstep(database) as (seen, dsn):
         connection = await asyncpg.connect(dsn, connection_class=StoreConnection, **SESSION)
@@ -183,7 +205,37 @@ async def test_maintenance(database: Database) -> None:
         await partitions.drop()
         await partitions.summarize()
         await partitions.analyze()
-        await retention.delete_expired()
+        # Their log is dropped, so everything of them has expired; these are in the new period.
+        async with running(database, network):
+            await publish(database, "x", "y", "z")
+            await all_ended(database)
+        async with database.connection(**SESSION) as db:
+            await db.execute(WRITE_LEFTOVERS)
+            await db.execute("INSERT INTO idempotency_key (key, expires_at) VALUES ('k', now())")
+        deleted = await retention.delete_expired()
         await connection.close()
     assert dropped > 1
+    # Six responses and three dead letters are erased; four dead letters, a replay and a key go.
+    assert deleted == 6 + 3 + 4 + 1 + 1
+    assert await fetchval(database, "SELECT count(*) FROM dead_letter WHERE payload IS NULL") == 3
+    for table in ("replay_job", "idempotency_key"):
+        assert await fetchval(database, f"SELECT count(*) FROM {table}") == 0
+    assert not seen.hold_points, seen.report()
+
+
+@pytest.mark.parametrize("target", [ErasureTarget(tenant="acme"), ErasureTarget(key="k")])
+async def test_erasure(database: Database, target: ErasureTarget) -> None:
+    await add_endpoint(database, all_tenants=True)
+    await add_endpoint(database, "bad", all_tenants=True)
+    network = Network(lambda sent: REJECTED if sent.url.endswith("bad") else ECHO)
+    async with running(database, network), database.connection(**SESSION) as db:
+        await publish(database, *range(3), tenant="acme", key="k")
+        await all_ended(database)
+        deliver_at = datetime.now(UTC) + timedelta(days=1)
+        await outbox.publish(db, "a.b", 1, tenant="acme", key="k", deliver_at=deliver_at)
+    async with in_lockstep(database) as (seen, dsn):
+        connection = await asyncpg.connect(dsn, connection_class=StoreConnection, **SESSION)
+        done = await erase.erase_events(connection, "relay", target, actor="test")
+        await connection.close()
+    assert (done.events, done.future_events, done.dead_letters, done.responses) == (3, 1, 3, 3)
     assert not seen.hold_points, seen.report()

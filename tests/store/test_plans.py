@@ -37,6 +37,7 @@ from outbox.operations import (
     receiver_replays,
     status,
 )
+from outbox.operations.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import (
     cursor,
@@ -56,6 +57,7 @@ from outbox.store import (
 from outbox.store import (
     endpoints as destinations,
 )
+from outbox.store.erasure import SET_PLANNER
 from outbox.store.replay_progress import ReplayBatch
 from outbox.store.timeline import READ_TIMELINE
 from tests.support.long_log import (
@@ -65,10 +67,12 @@ from tests.support.long_log import (
     DEAD_OPEN,
     EMPTY,
     ENDPOINTS,
+    EVENTS,
     GAPS,
     HIGH,
     LANES,
     NUMBERS,
+    PER_BATCH,
     REPLAYS,
     REPLAYS_PENDING,
     SLOTS,
@@ -620,6 +624,13 @@ RELAY = {
 _STATES = 3 * (LANES * len(NEWEST) + SLOTS * len(ALL))
 
 
+async def _erasure_of_events(log: LongLog) -> Case:
+    # Each in another batch.
+    ids = [outbox_id(EVENTS - 1 - n * PER_BATCH) for n in range(20)]
+    pages = 8 * FOUR * len(ids)
+    return Case(ERASE_EVENTS.sql, (ids,), len(ids), pages, before=(SET_PLANNER.sql,))
+
+
 async def _status_cursor(log: LongLog) -> Case:
     return Case(status.CURSOR, (), 3, 120, {"batch": NEWEST, "outbox": NEWEST})
 
@@ -708,6 +719,7 @@ async def _fetch_previous(log: LongLog) -> Case:
 COMMANDS = {
     case.__name__[1:].replace("_", " "): case
     for case in (
+        _erasure_of_events,
         _status_cursor,
         _status_gaps,
         _status_endpoints,
@@ -753,6 +765,9 @@ async def test_nothing_looks_at_more_of_a_long_log_than_it_needs(
             # A command connects, asks once and goes: no plan is kept.
             with subtests.test(f"{name}, {known}"):
                 await _check(log, await case(log), {}, generic=False)
+        # It executes a prepared statement per step.
+        with subtests.test(f"erasure of events, {known}, a plan for all arguments"):
+            await _check(log, await _erasure_of_events(log), {}, generic=True)
 
 
 async def _check(log: LongLog, case: Case, settings: Mapping[str, str], *, generic: bool) -> None:
