@@ -98,7 +98,8 @@ def command(
     """Create the schema, or upgrade it to this version.
 
     The command is idempotent: applied migrations are skipped, and concurrent runs wait
-    for each other.
+    for each other. Producers wait for it a tenth of a second at most: behind another
+    session's lock it tries again for ten seconds, then it names that session and stops.
     """
     if check and as_sql:
         raise UsageError("--check and --sql exclude each other")
@@ -158,6 +159,7 @@ async def _migrate(
             roles=roles,
             revoked=revoked,
             payload_bytes_max=payload_bytes_max,
+            open_observer=lambda: database(settings, current=False),
         )
         dropped = await _drop_partitions(connection)
         version = (await migrate.status(connection, schema)).version

@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pytest
 
+from outbox.store.connection import lock_retry
 from outbox.store.connection.migrate import migrations
 
 if TYPE_CHECKING:
@@ -111,6 +112,24 @@ def test_migrate_refuses_a_newer_database(here: Command, database: Database) -> 
         result = here(*command)
         assert result.code == 3
         assert f"is at version 99, this program knows {LAST}; upgrade outbox-" in result.error
+
+
+async def test_migrate_names_the_session_that_it_waits_for(
+    here: Command, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.5)
+    async with database.connection() as producer:
+        await producer.execute("BEGIN; INSERT INTO relay.outbox (type, payload) VALUES ('a', '1')")
+        result = await asyncio.to_thread(here, "migrate", "--payload-bytes-max", "5000")
+        pid = producer.get_server_pid()
+    assert result.code == 3
+    assert result.error.startswith(
+        f"the payload limit was not changed: after 0.5 s pid {pid} (role postgres, in a transaction"
+    )
+    assert result.error.endswith(
+        "still holds a lock that it needs; wait for its end, or end it: "
+        f"SELECT pg_terminate_backend({pid})"
+    )
 
 
 def test_migrate_grants_and_limits(here: Command, database: Database) -> None:

@@ -1,4 +1,4 @@
-"""No backend of a relay or an erasure waits for its client while it holds anything.
+"""No backend of a relay, an erasure or a migration waits for its client while it holds anything.
 
 A client may fall silent after any message: frozen, cut off, or gone with its machine.  A backend
 that has a transaction id then keeps it, and what it has locked, for as long as the client is
@@ -29,6 +29,7 @@ from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
 from outbox.operations.erase import ErasureTarget
 from outbox.operations.fetch_tokens import Fetcher
+from outbox.store.connection.migrate import migrate
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.partitions import PartitionStore
 from outbox.store.replicas import ReplicaStore
@@ -238,4 +239,16 @@ async def test_erasure(database: Database, target: ErasureTarget) -> None:
         done = await erase.erase_events(connection, "relay", target, actor="test")
         await connection.close()
     assert (done.events, done.future_events, done.dead_letters, done.responses) == (3, 1, 3, 3)
+    assert not seen.hold_points, seen.report()
+
+
+async def test_migration(empty_database: Database) -> None:
+    await empty_database.server.execute("DROP ROLE IF EXISTS app", "CREATE ROLE app")
+    async with in_lockstep(empty_database) as (seen, dsn):
+        connection = await asyncpg.connect(dsn, connection_class=StoreConnection)
+        granted = [("producer", "app"), ("relay", "app")]
+        done = await migrate(connection, "relay", roles=granted, payload_bytes_max=5000)
+        await migrate(connection, "relay", revoked=["app"])
+        await connection.close()
+    assert done
     assert not seen.hold_points, seen.report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import pytest
 
 from outbox.devtools.embedded import binaries
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
+from outbox.store.connection import lock_retry
 from outbox.store.connection import migrate as module
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
@@ -24,7 +26,8 @@ from outbox.store.connection.migrate import (
     status,
 )
 from outbox.store.replicas import ReplicaStore
-from tests.support.relay import register
+from tests.support.relay import fetchval, register
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -346,13 +349,69 @@ async def test_the_payload_limit_is_a_setting(database: Database) -> None:
             await migrate(connection, "relay", payload_bytes_max=bad)
 
 
+PUBLISH = "INSERT INTO outbox (type, payload) VALUES ('a', '1')"
+WAITING = """
+SELECT count(*) > 0 FROM pg_locks
+ WHERE relation = 'relay.outbox'::regclass AND mode = 'AccessExclusiveLock' AND NOT granted
+"""
+
+
 @pytest.mark.one_major
-async def test_the_payload_limit_does_not_wait_for_a_long_transaction(database: Database) -> None:
-    connection, other = await opened(database), await opened(database)
-    await other.execute("BEGIN; INSERT INTO outbox (type, payload) VALUES ('a', '1')")
-    with pytest.raises(CannotRun, match="a transaction has locked the outbox table; run it again"):
+@pytest.mark.parametrize("payload_bytes_max", [None, 2000])
+async def test_producers_do_not_wait_for_a_migration_that_waits(
+    database: Database, monkeypatch: pytest.MonkeyPatch, payload_bytes_max: int | None
+) -> None:
+    if payload_bytes_max is None:
+        _with_another(monkeypatch, "ALTER TABLE outbox ADD COLUMN later int;")
+    connection, holder, producer = [await opened(database) for _ in range(3)]
+    await holder.execute(f"BEGIN; {PUBLISH}")
+    # A generous bound: it waits for a tenth of a second at most.
+    await producer.execute("SET lock_timeout = '1s'")
+    migration = migrate(connection, "relay", payload_bytes_max=payload_bytes_max)
+    async with asyncio.TaskGroup() as tasks:
+        migrating = tasks.create_task(migration)
+        for _ in range(3):
+            await until(lambda: fetchval(database, WAITING), 10, "the migration to wait")
+            await producer.execute(PUBLISH)
+        await holder.execute("COMMIT")
+    assert len(migrating.result()) == (payload_bytes_max is None)
+    limit = await connection.fetchval("SELECT payload_bytes_max()")
+    assert limit == (payload_bytes_max or 262_144)
+
+
+@pytest.mark.one_major
+async def test_a_migration_that_gets_no_lock_names_the_holder(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.5)
+    _with_another(monkeypatch, "CREATE TABLE later (); ALTER TABLE outbox ADD COLUMN later int;")
+    connection, holder = await opened(database), await opened(database)
+    await holder.execute(f"SET application_name = 'billing'; BEGIN; {PUBLISH}")
+    pid = holder.get_server_pid()
+    before = await catalog(connection, "relay")
+    with pytest.raises(CannotRun) as caught:
+        await migrate(connection, "relay", open_observer=database.connection)
+    assert re.fullmatch(
+        rf"{LAST + 1:04}_later was not applied: after 0.5 s pid {pid} "
+        r'\(application "billing", role postgres, in a transaction since [-0-9]+ [:0-9]+ UTC\) '
+        r"still holds a lock that it needs; wait for its end, or end it: "
+        rf"SELECT pg_terminate_backend\({pid}\)",
+        str(caught.value),
+    )
+    # Without a second connection.
+    with pytest.raises(CannotRun, match="another session still holds a lock that it needs; run it"):
         await migrate(connection, "relay", payload_bytes_max=2000)
-    assert await connection.fetchval("SELECT payload_bytes_max()") == 262_144
+    assert await catalog(connection, "relay") == before
+
+
+@pytest.mark.one_major
+async def test_locks_of_another_application_do_not_stop_a_migration(
+    empty_database: Database,
+) -> None:
+    connection, other = await opened(empty_database), await opened(empty_database)
+    await other.execute("SELECT pg_advisory_lock(hashtextextended('outbox migrate relay', 0))")
+    async with asyncio.timeout(30):
+        assert await migrate(connection, "relay") == list(migrations())
 
 
 @pytest.mark.one_major

@@ -1,7 +1,9 @@
 """Schema migrations: numbered plain SQL files, each applied once.
 
-Applied migrations are recorded in the schema's table `migration`.  A transaction-level advisory
-lock, keyed by the schema's name, serializes concurrent migrators; the others find the work done.
+Applied migrations are recorded in the schema's table `migration`.  Each is applied by one message,
+which locks that table and checks the version, so a concurrent migrator finds the work done, and a
+migrator that falls silent holds nothing.  It waits for no lock for longer than producers may wait
+behind it (`lock_retry`).
 
 A file whose first line is `-- Compatible with programs of version N.` can be applied while older
 programs run: those whose last migration is N or later.  They accept the newer schema, so relays can
@@ -25,9 +27,12 @@ from outbox.core.model.schema_name import migrate_command, schema_missing
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name, search_path
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.lock_retry import LOCK_TIMEOUT_S, LockRetry
+from outbox.store.connection.message import ABORTED, is_aborted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
     from importlib.resources.abc import Traversable
 
     from asyncpg import Connection
@@ -37,8 +42,9 @@ _COMPATIBLE_FROM = re.compile(r"-- Compatible with programs of version ([0-9]+)\
 PAYLOAD_BYTES_RANGE = (1536, 67_108_864)
 """Range of `set_payload_bytes_max`."""
 
-# One migrator at a time per schema; the lock is released with the transaction.
-LOCK = "pg_advisory_xact_lock(hashtextextended('outbox migrate ' || {}, 0))"
+# One migrator at a time per schema: this conflicts with itself, and not with reading the history.
+# It requires a privilege on the table, unlike an advisory lock, which any role may take.
+LOCK = "LOCK TABLE migration IN SHARE ROW EXCLUSIVE MODE"
 
 # Whether the schema exists.
 FIND_SCHEMA = "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
@@ -73,16 +79,22 @@ END_LEASES = """DO $$ BEGIN
     END IF;
 END $$"""
 
-# A script that was applied already, or that is for another version, stops before it changes
-# anything.
-CHECK_VERSION = """DO $$ BEGIN
-    IF (SELECT coalesce(max(version), 0) FROM migration) <> {after} THEN
-        RAISE EXCEPTION 'this script requires schema version {after}, but the schema is at %',
-            (SELECT coalesce(max(version), 0) FROM migration);
+# A message or script that was applied already, or that is for another version, stops before it
+# changes anything.
+CHECK_VERSION = f"""DO $$ BEGIN
+    IF (SELECT coalesce(max(version), 0) FROM migration) <> {{after}} THEN
+        RAISE EXCEPTION 'this script requires schema version {{after}}, but the schema is at %',
+            (SELECT coalesce(max(version), 0) FROM migration) USING ERRCODE = '{ABORTED}';
     END IF;
-END $$;"""
+END $$"""  # noqa: S608 (a constant only)
 
-READ_PAYLOAD_LIMIT = "SELECT payload_bytes_max()"
+# Which of some roles do not exist.
+READ_MISSING_ROLES = """
+SELECT name FROM unnest($1::text[]) WITH ORDINALITY AS given(name, n)
+ WHERE name NOT IN (SELECT rolname FROM pg_roles) ORDER BY n
+"""
+
+READ_PAYLOAD_LIMIT = "SELECT {schema}.payload_bytes_max()"
 SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
 GRANT = "grant_{}({}::regrole)"
 REVOKE = "revoke_purposes({}::regrole)"
@@ -94,10 +106,6 @@ SYNC_GRANTS = """DO $$ BEGIN
         PERFORM sync_grants();
     END IF;
 END $$"""
-
-# Changing the limit takes an ACCESS EXCLUSIVE lock for a moment.  Producers queue behind the
-# waiting lock request, so the wait is bounded.
-SET_LOCK_TIMEOUT = "SET LOCAL lock_timeout = '2s'"
 
 
 PURPOSES = ("producer", "relay", "operator", "reader")
@@ -224,6 +232,7 @@ async def migrate(
     roles: Sequence[tuple[str, str]] = (),
     revoked: Sequence[str] = (),
     payload_bytes_max: int | None = None,
+    open_observer: Callable[[], AbstractAsyncContextManager[Connection[Any]]] | None = None,
 ) -> list[Migration]:
     """Apply pending migrations, each file in its own transaction.
 
@@ -233,29 +242,26 @@ async def migrate(
         roles: pairs of purpose and existing role to grant it to.
         revoked: roles whose privileges in the schema are revoked first.
         payload_bytes_max: maximum payload size in bytes, as text; None: unchanged.
+        open_observer: as in `LockRetry`.
 
     Returns:
         The migrations applied by this call.
 
     Raises:
         UsageError: an invalid name, limit or role.
-        SchemaTooNew, CannotRun, DatabaseUnavailable: as in `status`.
+        CannotRun: as in `status` and `LockRetry.execute`.
+        SchemaTooNew, DatabaseUnavailable: as in `status`.
     """
     schema_name(schema)
     _check_payload_limit(payload_bytes_max)
     done: list[Migration] = []
+    locks = LockRetry(connection, open_observer)
     with map_errors(schema):
-        while True:
-            # READ COMMITTED, whatever the server's default: the history must be read in a
-            # snapshot that begins after the lock was granted.
-            async with connection.transaction(isolation="read_committed"):
-                await connection.execute(_perform(LOCK.format(quote_literal(schema))))
-                found = await status(connection, schema)
-                if not found.pending:
-                    await _apply_settings(connection, schema, roles, revoked, payload_bytes_max)
-                    return done
-                await _apply(connection, schema, found.pending[0])
-            done.append(found.pending[0])
+        while pending := (await status(connection, schema)).pending:
+            if await _apply(connection, locks, schema, pending[0]):
+                done.append(pending[0])
+        await _apply_settings(connection, locks, schema, roles, revoked, payload_bytes_max)
+    return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,56 +281,75 @@ async def _read_history(connection: Connection[Any], schema: str) -> dict[int, _
     return {r["version"]: _Applied(r["version"], r["checksum"], r["works_from"]) for r in rows}
 
 
-async def _apply(connection: Connection[Any], schema: str, migration: Migration) -> None:
-    if not await connection.fetchval(FIND_SCHEMA, schema):
-        current = await connection.fetchrow(READ_CURRENT_ROLE)
-        try:
-            await connection.execute(f"CREATE SCHEMA {quote_ident(schema)}")
-        except asyncpg.InsufficientPrivilegeError as error:
-            raise CannotRun(
-                "this role may not create a schema; run: GRANT CREATE ON DATABASE "
-                f"{quote_ident(current['database'])} TO {quote_ident(current['role'])}"
-            ) from error
-    await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
-    await connection.execute(CREATE_HISTORY)
+async def _apply(
+    connection: Connection[Any], locks: LockRetry, schema: str, migration: Migration
+) -> bool:
+    """Apply a migration; returns False if another migrator has changed the schema meanwhile."""
+    statements = []
+    creates_schema = not await connection.fetchval(FIND_SCHEMA, schema)
+    if creates_schema:
+        statements.append(f"CREATE SCHEMA {quote_ident(schema)}")
+    statements.append(f"SET LOCAL search_path = {search_path(schema)}")
+    if migration.version == 1:
+        statements.append(CREATE_HISTORY)
+    statements += [LOCK, CHECK_VERSION.format(after=migration.version - 1)]
+    # A file may end with a comment.
+    statements += [f"{migration.sql.strip()}\n", *_afterwards(migration)]
     try:
-        await connection.execute(migration.sql)
+        await locks.execute(statements, f"{migration} was not applied")
     except (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError) as error:
         raise _not_ours(schema) from error
-    for statement in _afterwards(migration):
-        await connection.execute(statement)
+    except asyncpg.InsufficientPrivilegeError as error:
+        if not creates_schema:
+            raise
+        current = await connection.fetchrow(READ_CURRENT_ROLE)
+        raise CannotRun(
+            "this role may not create a schema; run: GRANT CREATE ON DATABASE "
+            f"{quote_ident(current['database'])} TO {quote_ident(current['role'])}"
+        ) from error
+    except (asyncpg.UniqueViolationError, asyncpg.DuplicateSchemaError) as error:
+        # Both have created the schema or the history, and the other one has committed.
+        if error.schema_name not in (None, "pg_catalog"):
+            raise
+        return False
+    except asyncpg.PostgresError as error:
+        if is_aborted(error):
+            return False
+        raise
+    return True
 
 
 async def _apply_settings(
     connection: Connection[Any],
+    locks: LockRetry,
     schema: str,
     roles: Sequence[tuple[str, str]],
     revoked: Sequence[str],
     payload_bytes_max: int | None,
 ) -> None:
-    await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
-    changes = [(role, _revoke(role)) for role in revoked]
-    for role, change in [*changes, *((role, _grant(purpose, role)) for purpose, role in roles)]:
-        try:
-            await connection.execute(change)
-        except asyncpg.UndefinedObjectError:
-            raise UsageError(f'role "{role}" does not exist; CREATE ROLE it first') from None
-    if payload_bytes_max is None:
+    statements = [_revoke(role) for role in revoked]
+    statements += [_grant(purpose, role) for purpose, role in roles]
+    named = [*revoked, *(role for _, role in roles)]
+    if named and (missing := await connection.fetchval(READ_MISSING_ROLES, named)) is not None:
+        raise UsageError(f'role "{missing}" does not exist; CREATE ROLE it first')
+    # It locks the outbox, so it is last.
+    if payload_bytes_max is not None:
+        limit = await connection.fetchval(READ_PAYLOAD_LIMIT.format(schema=quote_ident(schema)))
+        if limit != payload_bytes_max:
+            statements.append(_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max)))
+    if not statements:
         return
-    if await connection.fetchval(READ_PAYLOAD_LIMIT) != payload_bytes_max:
-        await connection.execute(SET_LOCK_TIMEOUT)
-        try:
-            await connection.execute(_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max)))
-        except asyncpg.LockNotAvailableError:
-            raise CannotRun(
-                "the payload limit was not changed: a transaction has locked the outbox table; "
-                "run it again"
-            ) from None
-        except asyncpg.CheckViolationError as error:
-            raise CannotRun(
-                "the payload limit was not changed: a schedule or a delayed event "
-                f"is larger than {payload_bytes_max} bytes ({error.table_name})"
-            ) from None
+    in_schema = f"SET LOCAL search_path = {search_path(schema)}"
+    failure = "the roles were not changed"
+    if payload_bytes_max is not None:
+        failure = "the payload limit was not changed"
+    try:
+        await locks.execute([in_schema, LOCK, *statements], failure)
+    except asyncpg.CheckViolationError as error:
+        raise CannotRun(
+            "the payload limit was not changed: a schedule or a delayed event "
+            f"is larger than {payload_bytes_max} bytes ({error.table_name})"
+        ) from None
 
 
 def sql(
@@ -355,11 +380,13 @@ def sql(
         f"for schema {quote_ident(schema)}.\n"
         "-- Apply with: psql --set ON_ERROR_STOP=1 --file THIS_FILE",
         "BEGIN ISOLATION LEVEL READ COMMITTED;",
-        f"{_perform(LOCK.format(quote_literal(schema)))};",
+        "-- Producers wait behind each lock that this waits for.  After a time-out, run it again.",
+        f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)};",
         f"CREATE SCHEMA IF NOT EXISTS {quote_ident(schema)};",
         f"SET LOCAL search_path = {search_path(schema)};",
         f"{CREATE_HISTORY};",
-        CHECK_VERSION.format(after=after),
+        f"{LOCK};",
+        f"{CHECK_VERSION.format(after=after)};",
     ]
     for migration in known[after:]:
         parts.append(f"\n-- {migration}.sql\n\n{migration.sql.strip()}")
