@@ -261,6 +261,19 @@ CREATE TABLE cursor (
 );
 INSERT INTO cursor DEFAULT VALUES;
 
+-- Locks of relays that belong to no other row.  They are not advisory locks, because any role
+-- that may connect can take those.
+--
+--   future events   the row lock; the session that has it moves delayed events
+--   maintenance     a lease, because maintenance takes more than one transaction
+CREATE TABLE lock (
+    name       text        PRIMARY KEY,
+    holder     text,       -- of a lease: the session's application name,
+    token      uuid,       -- what the session knows it by,
+    expires_at timestamptz -- and its end; NULL: it is free
+);
+INSERT INTO lock (name) VALUES ('future events'), ('maintenance');
+
 -- One row per batch of the sequencer; the newest row is the cursor's position.
 -- Every id up to `high` is sequenced, in an open gap, or proven dead.
 CREATE TABLE batch (

@@ -41,8 +41,8 @@ CREATE FUNCTION read_only_privileges() RETURNS SETOF required_privilege
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT 'table', t.name, 'SELECT', NULL::text[], NULL::text[]
       FROM unnest('{attempt,batch,cursor,dead_letter,delivery,endpoint_health,future_event,gap,
-                    idempotency_key,journal,lane,lane_block,lane_counter,lane_progress,migration,
-                    outbox,ownership,period,replay,replay_job,replay_job_endpoint,replica,schedule,
+                    idempotency_key,journal,lane,lane_block,lane_counter,lane_progress,lock,
+                    migration,outbox,ownership,period,replay,replay_job,replay_job_endpoint,replica,schedule,
                     subscription}'::text[]) AS t(name)
     UNION ALL VALUES
         ('table', 'endpoint', 'SELECT', NULL::text[], '{headers,identity}'::text[]),
@@ -139,6 +139,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'replica', 'UPDATE', NULL, NULL),
         ('table', 'replica', 'DELETE', NULL, NULL),
         ('table', 'cursor', 'UPDATE', NULL, NULL),
+        ('table', 'lock', 'UPDATE', '{holder,token,expires_at}', NULL),
         ('table', 'gap', 'INSERT', NULL, NULL),
         ('table', 'gap', 'DELETE', NULL, NULL),
         -- The log is append-only, except for erasure.

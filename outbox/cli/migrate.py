@@ -201,7 +201,7 @@ async def _drop_partitions(connection: Connection[Any]) -> int:
     await connection.execute(DROP_WAIT)
     store = PartitionStore(connection)
     try:
-        async with store.maintenance_lock() as alone:
+        async with store.maintenance_lease() as alone:
             return await store.drop_owned() if alone else 0
     except asyncpg.LockNotAvailableError:
         warn("an open transaction still uses partitions that are to be dropped; run again")

@@ -30,8 +30,8 @@ async def maintain(partitions: PartitionStore, retention: RetentionStore) -> Non
     hourly_at = clock()
     while True:
         try:
-            async with partitions.maintenance_lock() as alone:
-                if alone:
+            async with partitions.maintenance_lease() as has_lease:
+                if has_lease:
                     hourly = clock() >= hourly_at
                     await _once(partitions, retention, hourly=hourly)
                     if hourly:
@@ -44,17 +44,23 @@ async def maintain(partitions: PartitionStore, retention: RetentionStore) -> Non
 
 
 async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly: bool) -> None:
-    """Run the due work; statements that may wait for the longest transaction come last."""
+    """Run the due work; statements that may wait for the longest transaction come last.
+
+    It ends early if another session has taken the lease meanwhile, and does the rest.
+    """
     made = await partitions.extend()
     if made:
         log.info("partitions added", partitions=made)
     await partitions.summarize()
     for period in await retention.advance_periods():
         log.info("partition window dropped", kind=period.kind, number=period.number)
-    if hourly and (deleted := await retention.delete_expired()):
+    if hourly and await partitions.renew_lease() and (deleted := await retention.delete_expired()):
         log.info("old dead letters and idempotency keys deleted", rows=deleted)
-    if made or hourly:
+    if (made or hourly) and await partitions.renew_lease():
         await partitions.analyze()
+    if not await partitions.renew_lease():
+        log.warning("maintenance took too long, and another session continues it")
+        return
     gone, emptied = await partitions.drop()
     if gone:
         log.info("partitions dropped", partitions=gone)

@@ -282,7 +282,7 @@ class Session:
                 tasks.create_task(schedule_runner.run()),
                 tasks.create_task(
                     maintain(
-                        stores.partitions(for_maintenance, pooled=settings.pooled),
+                        stores.partitions(for_maintenance),
                         stores.retention(for_maintenance, settings.keep),
                     )
                 ),

@@ -7,6 +7,18 @@ A relay need not own the tables: operations that require the owner are SECURITY 
 (schema/0007_roles.sql).  But DETACH CONCURRENTLY cannot run in a function, and without it
 producers would wait.  So a relay that does not own the tables empties the partitions of a dropped
 period, which frees their space; `outbox migrate`, run by the owner, drops the empty tables.
+
+A lease keeps other sessions from doing the same work.  A session that hangs loses it, and so does
+one whose step takes longer, such as DETACH CONCURRENTLY behind a long transaction, which cannot
+check a lease in its transaction either.  So two maintainers may run at once, and each step is
+safe then:
+
+- A partition is created by one transaction: the second one finds its name in use.
+- A table is dropped only if the decision to drop its period is recorded, which is irrevocable and
+  made under the cursor row (`retention`).  Of two that detach or drop it one fails, or finishes
+  what the other one began (FINALIZE waits for the same snapshots); the rest is repeated later.
+- To delete expired rows skips those that are locked; emptying, summarizing and analyzing change
+  nothing the second time.
 """
 
 from __future__ import annotations
@@ -15,6 +27,7 @@ import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import asyncpg
 
@@ -34,11 +47,26 @@ PARENTS: Mapping[WindowKind, tuple[str, ...]] = {
 }
 """The partitioned tables of each kind of period."""
 
-# One maintainer at a time; a session-level lock, because DETACH CONCURRENTLY cannot run in a
-# transaction.
-MAINTENANCE_LOCK_KEY = "hashtextextended('outbox-relay maintains ' || current_schema(), 0)"
-LOCK = f"SELECT pg_try_advisory_lock({MAINTENANCE_LOCK_KEY})"
-UNLOCK = f"SELECT pg_advisory_unlock({MAINTENANCE_LOCK_KEY})"
+MAINTENANCE_LEASE_S = 120.0
+"""Time after which another session maintains, if one hangs."""
+
+MAINTENANCE_IS_LEASED = """EXISTS (
+       SELECT FROM lock WHERE name = 'maintenance' AND expires_at > clock_timestamp())"""
+
+# Takes or renews the maintenance lease, by the database's clock; one row if this session has it.
+# One that expired is renewed if no other session has taken it.
+TAKE_LEASE = WriteStatement(
+    "take_maintenance_lease",
+    """
+UPDATE lock SET holder = current_setting('application_name'), token = $1,
+                expires_at = clock_timestamp() + make_interval(secs => $2)
+ WHERE name = 'maintenance' AND (token = $1 OR coalesce(expires_at < clock_timestamp(), true))
+""",
+)
+RELEASE_LEASE = WriteStatement(
+    "release_maintenance_lease",
+    "UPDATE lock SET expires_at = NULL, token = NULL WHERE name = 'maintenance' AND token = $1",
+)
 
 # Partitions of a table with their bounds.
 READ_PARTITIONS = """
@@ -105,35 +133,32 @@ class Partition:
 
 
 class PartitionStore:
-    """Partitions, on the maintenance connection.
+    """Partitions, on the maintenance connection."""
 
-    Args:
-        pooled: the connection leads to a transaction-pooling proxy, where a session lock would
-            remain with the next client of that server session.  Two maintainers do no harm:
-            each step checks the current state, and of two concurrent steps one fails and is
-            repeated later.
-    """
-
-    def __init__(self, connection: StoreConnection, *, pooled: bool = False) -> None:
+    def __init__(self, connection: StoreConnection) -> None:
         self._db = connection
-        self._pooled = pooled
+        self._lease = uuid4()
 
     @asynccontextmanager
-    async def maintenance_lock(self) -> AsyncIterator[bool]:
-        """Hold the maintenance lock for a block; yields False if another session holds it."""
-        if self._pooled:
-            yield True
-            return
-        if not await self._db.fetchval(LOCK):
+    async def maintenance_lease(self) -> AsyncIterator[bool]:
+        """Hold the maintenance lease for a block; yields False if another session has it.
+
+        A cancelled block does not release it; it expires.
+        """
+        if not await self.renew_lease():
             yield False
             return
         try:
             yield True
         except asyncpg.PostgresError:
-            await self._db.execute(UNLOCK)
+            if not self._db.is_closed():
+                await self._db.write(RELEASE_LEASE, self._lease)
             raise
-        # After a cancellation the lock is released when the connection ends.
-        await self._db.execute(UNLOCK)
+        await self._db.write(RELEASE_LEASE, self._lease)
+
+    async def renew_lease(self) -> bool:
+        """Extend the lease between two steps; returns False if another session has it."""
+        return bool(await self._db.write(TAKE_LEASE, self._lease, MAINTENANCE_LEASE_S))
 
     async def extend(self) -> int:
         """Create the partitions of the coming periods; returns their number."""

@@ -103,11 +103,11 @@ SELECT count(pg_terminate_backend(a.pid))
 """  # noqa: S608 (constants only)
 
 # Terminates sessions of a replica after its clean stop, when its row is already gone.  A
-# session that is not idle, or holds a lock, belongs to a connection that hangs.
+# session that is not idle belongs to a connection that hangs.
 TERMINATE_BUSY_SESSIONS = """
-SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity a
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
  WHERE application_name = $1 AND datname = current_database() AND pid <> pg_backend_pid()
-   AND (state <> 'idle' OR EXISTS (SELECT FROM pg_locks l WHERE l.pid = a.pid))
+   AND state <> 'idle'
 """
 
 # Releases all endpoints of a replica.

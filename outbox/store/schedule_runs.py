@@ -160,8 +160,9 @@ UPDATE schedule s SET next_at = v.next_at, due_at = v.due_at
 LOCK_FUTURE = WriteStatement(
     "lock_future",
     """
-SELECT abort_unless(pg_try_advisory_xact_lock(
-           hashtextextended('outbox-relay moves future events ' || current_schema(), 0)))
+WITH locked AS MATERIALIZED (
+    SELECT FROM lock WHERE name = 'future events' FOR UPDATE SKIP LOCKED)
+SELECT abort_unless(EXISTS (SELECT FROM locked))
 """,
 )
 

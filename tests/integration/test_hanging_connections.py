@@ -213,17 +213,18 @@ async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: S
     async def stop(forwarded: str, database: Database, _: Logs) -> None:
         async with through_lines(sockets(database), database.name) as (lines, dsn):
             async with running(database, Network(), dsn=dsn):
-                # The maintaining replica holds a lock until its session ends.
                 lines.forward_last_data = forwarded == "half"
-                last = partitions.READ_MISSING if forwarded == "half" else partitions.UNLOCK
+                last = (
+                    partitions.READ_MISSING if forwarded == "half" else "EXECUTE take_maintenance"
+                )
                 lines.last_words = last.encode()
                 await until(lambda: lines.last_words is None, 20, "the connection to hang")
             assert await fetchval(database, "SELECT count(*) FROM replica") == 0
             locks = """
                 SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
-                 WHERE l.locktype = 'advisory' AND a.application_name LIKE 'outbox-relay:%'
+                 WHERE a.application_name LIKE 'outbox-relay:%'
                    AND a.datname = current_database()"""
-            await until(lambda: fetchval(database, locks), 10, "the lock to be free")
+            await until(lambda: fetchval(database, locks), 10, "the locks to be free")
 
     await run_concurrently(server, ("half", "nothing"), stop)
 

@@ -458,7 +458,7 @@ class Script:
         partitions = self._stores.partitions.PartitionStore(self._db)
         keep = Retention(0.0, 0.0, self._rng.choice((0.0, None)))
         retention = self._stores.retention.RetentionStore(self._db, keep, period_s=0.0)
-        async with partitions.maintenance_lock() as acquired:
+        async with partitions.maintenance_lease() as acquired:
             # The partition of a period must exist before the period begins.
             await partitions.extend()
             dropped = await retention.advance_periods()

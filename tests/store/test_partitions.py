@@ -6,14 +6,17 @@ import asyncio
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 
 from outbox.core.model.sql_names import search_path
 from outbox.core.sequencing.partition_window import AHEAD, WIDTH, Retention
+from outbox.relay import maintenance
 from outbox.store.connection.migrate import migrate
 from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.retention import RetentionStore
-from tests.support.relay import publish
+from tests.support.relay import fetchval, publish
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -89,14 +92,88 @@ async def test_a_schema_of_any_name_is_rid_of_what_is_dropped(empty_database: Da
 async def test_one_maintainer_at_a_time(database: Database) -> None:
     store, _ = await _store(database)
     other, _ = await _store(database)
-    async with store.maintenance_lock() as alone, other.maintenance_lock() as second:
+    async with store.maintenance_lease() as alone, other.maintenance_lease() as second:
         assert (alone, second) == (True, False)
-    async with other.maintenance_lock() as alone:
+    async with other.maintenance_lease() as alone:
         assert alone
 
 
-async def test_two_maintainers_without_a_lock_make_what_one_would(database: Database) -> None:
-    stores = [PartitionStore(await database.connect(**SESSION), pooled=True) for _ in range(3)]
+async def test_a_maintainer_that_hangs_loses_the_lease(database: Database) -> None:
+    store, connection = await _store(database)
+    other, _ = await _store(database)
+    async with store.maintenance_lease() as has_lease:
+        assert has_lease
+        assert not await other.renew_lease()
+        expire = "UPDATE lock SET expires_at = clock_timestamp() WHERE name = 'maintenance'"
+        await connection.execute(expire)
+        # Nobody has taken it yet.
+        assert await store.renew_lease()
+        await connection.execute(expire)
+        async with other.maintenance_lease() as has_lease:
+            assert has_lease
+            assert not await store.renew_lease()
+    async with store.maintenance_lease() as has_lease:
+        assert has_lease
+
+
+@pytest.mark.one_major
+async def test_a_maintainer_without_the_lease_leaves_slow_steps_to_its_holder(
+    database: Database,
+) -> None:
+    store, connection = await _store(database)
+    other, _ = await _store(database)
+    await connection.execute("""
+        INSERT INTO idempotency_key (key, expires_at) VALUES ('k', '2020-01-01');
+        INSERT INTO period (kind, number) VALUES ('events', 1);
+        UPDATE period SET dropped_at = now() WHERE kind = 'events' AND number = 0
+    """)
+    retention = RetentionStore(connection, Retention(0, 0, 0))
+    left = "SELECT (SELECT count(*) FROM idempotency_key), to_regclass('outbox_0') IS NOT NULL"
+    async with other.maintenance_lease():
+        await maintenance._once(store, retention, hourly=True)
+        assert tuple(await connection.fetchrow(left)) == (1, True)
+    await maintenance._once(store, retention, hourly=True)
+    assert tuple(await connection.fetchrow(left)) == (0, False)
+
+
+@pytest.mark.one_major
+async def test_two_maintainers_drop_the_same_tables(database: Database) -> None:
+    stores = [(await _store(database))[0] for _ in range(2)]
+    reader = await database.connect(**SESSION)
+    await reader.execute(f"""
+        INSERT INTO period (kind, number) VALUES ('events', 1), ('log', 1);
+        UPDATE period SET dropped_at = now() WHERE number = 0;
+        SELECT setval('outbox_id_seq', {WIDTH})
+    """)
+    await reader.execute("BEGIN; SELECT FROM outbox")
+    waiting = """
+        SELECT count(*) FROM pg_stat_activity
+         WHERE datname = current_database() AND wait_event_type = 'Lock' AND query ILIKE 'ALTER%'
+    """
+    drops = []
+    # The second one finds a partition that is being detached.
+    for number, store in enumerate(stores, start=1):
+        drops.append(asyncio.create_task(store.drop()))
+
+        async def is_waiting(number: int = number) -> bool:
+            return await fetchval(database, waiting) == number
+
+        await until(is_waiting, 10, "it to wait for the reader")
+    # Producers wait for neither.
+    await asyncio.wait_for(publish(database, 1), 5)
+    await reader.execute("COMMIT")
+    results = await asyncio.gather(*drops, return_exceptions=True)
+    assert any(isinstance(result, tuple) for result in results), results
+    assert not any(isinstance(result, asyncpg.DeadlockDetectedError) for result in results)
+    await stores[0].drop()
+    for parent in TABLES:
+        assert (await stores[0].partitions(parent))[0].lo == WIDTH
+    gone = "SELECT count(*) FROM pg_class WHERE relname ~ '^(outbox|batch|delivery|attempt)_0$'"
+    assert await fetchval(database, gone) == 0
+
+
+async def test_several_maintainers_without_a_lease_make_what_one_would(database: Database) -> None:
+    stores = [PartitionStore(await database.connect(**SESSION)) for _ in range(3)]
     for number in (1, 2, 3):
         await _begin_period(database)
         for _ in range(3):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outbox.store.partitions import MAINTENANCE_LOCK_KEY, PARENTS
+from outbox.store.partitions import MAINTENANCE_IS_LEASED, PARENTS
 
 PARTITIONED = [parent for parents in PARENTS.values() for parent in parents]
 
@@ -348,13 +348,13 @@ REPAIRS: tuple[Repair, ...] = (
 )
 
 # Partitions that were detached and never attached again.  Running maintenance creates such
-# tables, too, so this reads them only when no relay holds the maintenance lock.
+# tables, too, so this reads them only while no session has the maintenance lease.
 DETACHED_PARTITIONS = f"""
 SELECT c.relname::text AS name
   FROM pg_class c
  WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'r'
    AND c.relname ~ '^({"|".join(PARTITIONED)})_[0-9]+$' AND NOT c.relispartition
-   AND pg_try_advisory_xact_lock({MAINTENANCE_LOCK_KEY})
+   AND NOT {MAINTENANCE_IS_LEASED}
  ORDER BY c.relname
 """  # noqa: S608
 

@@ -21,24 +21,23 @@ if TYPE_CHECKING:
 class PartitionStore(partitions.PartitionStore):
     """Stands in for `outbox.store.partitions.PartitionStore`, as far as a relay calls it."""
 
-    def __init__(self, connection: Any, *, pooled: bool = False) -> None:
+    def __init__(self, connection: Any) -> None:
         self._db: Connection = connection  # type: ignore[assignment]
-        self._pooled = pooled
 
     @asynccontextmanager
-    async def maintenance_lock(self) -> AsyncIterator[bool]:
-        if self._pooled:
-            yield True
-            return
-        if not await self._db.call(lock_maintenance):
+    async def maintenance_lease(self) -> AsyncIterator[bool]:
+        if not await self.renew_lease():
             yield False
             return
         try:
             yield True
         except asyncpg.PostgresError:
-            await self._db.call(unlock_maintenance)
+            await self._db.call(release_lease)
             raise
-        await self._db.call(unlock_maintenance)
+        await self._db.call(release_lease)
+
+    async def renew_lease(self) -> bool:
+        return await self._db.call(take_lease)
 
     async def extend(self) -> int:
         for parents in PARENTS.values():
@@ -60,13 +59,13 @@ class PartitionStore(partitions.PartitionStore):
                 await self._db.call(read_nothing)
 
 
-def lock_maintenance(db: Database, tx: Transaction) -> bool:
-    """Does not exclude other maintainers; neither does the real lock behind a pooler."""
+def take_lease(db: Database, tx: Transaction) -> bool:
+    """Does not exclude other maintainers; neither does the real lease, if a step outlasts it."""
     return db.maintained
 
 
-def unlock_maintenance(db: Database, tx: Transaction) -> None:
-    """Nothing is locked."""
+def release_lease(db: Database, tx: Transaction) -> None:
+    """Nothing is leased."""
 
 
 def read_nothing(db: Database, tx: Transaction) -> None:

@@ -162,7 +162,7 @@ def advance_schedules(
 
 
 def lock_future(db: Database, tx: Transaction) -> bool:
-    return tx.try_lock("advisory lock", "future events", EXCLUSIVE)
+    return tx.try_lock("lock", "future events", EXCLUSIVE)
 
 
 def move_due_events(db: Database, tx: Transaction) -> Steps[int]:
