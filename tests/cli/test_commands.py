@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 
 from outbox.store.connection import lock_retry
-from outbox.store.connection.migrate import migrations
+from outbox.store.connection.migration_files import migrations
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Command

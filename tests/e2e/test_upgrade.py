@@ -13,7 +13,7 @@ import pytest
 import outbox
 from outbox.core.delivery.signature import parse_secret
 from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
-from outbox.store.connection.migrate import migrations
+from outbox.store.connection.migration_files import migrations
 from tests.support.load import COMMITTED, INSERT
 from tests.support.process import RelayProcess, relay_process
 from tests.support.process import outbox as command

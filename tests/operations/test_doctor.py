@@ -23,7 +23,7 @@ from outbox.operations.endpoint_changes import add
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
-from outbox.store.connection.migrate import migrations
+from outbox.store.connection.migration_files import migrations
 from outbox.store.connection.secrets import CLEAR, Vault
 from outbox.store.replicas import ReplicaStore
 from tests.support.doctor import PATH, findings, findings_of, reported_findings, sql_of, the_one

@@ -12,7 +12,8 @@ import pytest
 import outbox
 from outbox.operations.verify.repair import plan_repairs
 from outbox.store.connection import migrate as module
-from outbox.store.connection.migrate import PURPOSES, Migration, migrate, migrations
+from outbox.store.connection.migrate import PURPOSES, migrate
+from outbox.store.connection.migration_files import Migration, migrations
 from outbox.store.partitions import PartitionStore
 from outbox.store.schedule_runs import ScheduleRunStore
 from tests.support.roles import role

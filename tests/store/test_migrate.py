@@ -18,13 +18,12 @@ from outbox.store.connection import migrate as module
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from outbox.store.connection.migrate import (
-    Migration,
     migrate,
-    migrations,
     require_current,
     sql,
     status,
 )
+from outbox.store.connection.migration_files import Migration, migrations, read_works_from
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import fetchval, register
 from tests.support.waiting import until
@@ -217,7 +216,7 @@ async def test_a_newer_database_is_refused(database: Database) -> None:
 
 def _with_another(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A later program, with one file more."""
-    works_from = module._works_from(text, LAST + 1)
+    works_from = read_works_from(text, LAST + 1)
     known = (*migrations(), Migration(LAST + 1, "later", text, "x", works_from))
     monkeypatch.setattr(module, "migrations", lambda: known)
 

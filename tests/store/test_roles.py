@@ -13,7 +13,8 @@ from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations import journal
 from outbox.store.connection import migrate as module
-from outbox.store.connection.migrate import PURPOSES, Migration, migrate, migrations
+from outbox.store.connection.migrate import PURPOSES, migrate
+from outbox.store.connection.migration_files import Migration, migrations
 from outbox.store.partitions import PartitionStore
 from tests.support import ranges
 from tests.support.doctor import PATH, findings_of

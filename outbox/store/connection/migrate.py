@@ -1,24 +1,14 @@
-"""Schema migrations: numbered plain SQL files, each applied once.
+"""Schema migrations: each file (`migration_files`) is applied once.
 
 Applied migrations are recorded in the schema's table `migration`.  Each is applied by one message,
 which locks that table and checks the version, so a concurrent migrator finds the work done, and a
 migrator that falls silent holds nothing.  It waits for no lock for longer than producers may wait
 behind it (`lock_retry`).
-
-A file whose first line is `-- Compatible with programs of version N.` can be applied while older
-programs run: those whose last migration is N or later.  They accept the newer schema, so relays can
-be replaced one by one.  Without that line no older program is compatible; applying the file then
-expires the lease of every relay, and a relay that registers again is refused.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -29,15 +19,13 @@ from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.lock_retry import LOCK_TIMEOUT_S, LockRetry
 from outbox.store.connection.message import ABORTED, is_aborted
+from outbox.store.connection.migration_files import Migration, migrations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
-    from importlib.resources.abc import Traversable
 
     from asyncpg import Connection
-
-_COMPATIBLE_FROM = re.compile(r"-- Compatible with programs of version ([0-9]+)\.\n")
 
 PAYLOAD_BYTES_RANGE = (1536, 67_108_864)
 """Range of `set_payload_bytes_max`."""
@@ -113,22 +101,6 @@ PURPOSES = ("producer", "relay", "operator", "reader")
 
 
 @dataclass(frozen=True, slots=True)
-class Migration:
-    """A migration file of `schema/`."""
-
-    version: int
-    name: str
-    sql: str
-    checksum: str
-    works_from: int
-    """The oldest compatible program version (the version of its last migration)."""
-
-    def __str__(self) -> str:
-        """`0001_outbox`."""
-        return f"{self.version:04}_{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
 class SchemaStatus:
     """The migration status of a schema."""
 
@@ -138,37 +110,6 @@ class SchemaStatus:
     migrated the schema."""
     applied: tuple[Migration, ...]
     pending: tuple[Migration, ...]
-
-
-@cache
-def migrations() -> tuple[Migration, ...]:
-    """The migration files of this version, in order.
-
-    They are part of the installed package, or beside it in a checkout.
-    """
-    directory: Traversable = resources.files("outbox") / "schema"
-    if not directory.is_dir():
-        directory = Path(__file__).resolve().parents[3] / "schema"
-    found = []
-    for entry in directory.iterdir():
-        match = re.fullmatch(r"([0-9]{4})_(\w+)\.sql", entry.name)
-        if match:
-            # A checkout with other line endings contains the same migration.
-            text = entry.read_text(encoding="utf-8").replace("\r\n", "\n")
-            checksum = hashlib.sha256(text.encode()).hexdigest()
-            version = int(match[1])
-            found.append(Migration(version, match[2], text, checksum, _works_from(text, version)))
-    found.sort(key=lambda migration: migration.version)
-    if [m.version for m in found] != list(range(1, len(found) + 1)) or not found:
-        raise CannotRun(
-            f"the installation is damaged: {directory} lacks migrations; reinstall outbox-relay"
-        )
-    return tuple(found)
-
-
-def _works_from(text: str, version: int) -> int:
-    match = _COMPATIBLE_FROM.match(text)
-    return int(match[1]) if match else version
 
 
 async def status(connection: Connection[Any], schema: str) -> SchemaStatus:

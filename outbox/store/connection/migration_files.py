@@ -1,0 +1,77 @@
+"""Migration files: numbered plain SQL.
+
+A file whose first line is `-- Compatible with programs of version N.` can be applied while older
+programs run: those whose last migration is N or later.  They accept the newer schema, so relays can
+be replaced one by one.  Without that line no older program is compatible; applying the file then
+expires the lease of every relay, and a relay that registers again is refused.
+
+A file is applied while producers publish: what it locks it locks for a moment, and the outbox last
+(`lock_retry`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outbox.errors import CannotRun
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+_COMPATIBLE_FROM = re.compile(r"-- Compatible with programs of version ([0-9]+)\.\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """A migration file of `schema/`."""
+
+    version: int
+    name: str
+    sql: str
+    checksum: str
+    works_from: int
+    """The oldest compatible program version (the version of its last migration)."""
+
+    def __str__(self) -> str:
+        """`0001_outbox`."""
+        return f"{self.version:04}_{self.name}"
+
+
+@cache
+def migrations() -> tuple[Migration, ...]:
+    """The migration files of this version, in order.
+
+    They are part of the installed package, or beside it in a checkout.
+    """
+    directory: Traversable = resources.files("outbox") / "schema"
+    if not directory.is_dir():
+        directory = Path(__file__).resolve().parents[3] / "schema"
+    found = []
+    for entry in directory.iterdir():
+        match = re.fullmatch(r"([0-9]{4})_(\w+)\.sql", entry.name)
+        if match:
+            # A checkout with other line endings contains the same migration.
+            text = entry.read_text(encoding="utf-8").replace("\r\n", "\n")
+            checksum = hashlib.sha256(text.encode()).hexdigest()
+            version = int(match[1])
+            found.append(
+                Migration(version, match[2], text, checksum, read_works_from(text, version))
+            )
+    found.sort(key=lambda migration: migration.version)
+    if [m.version for m in found] != list(range(1, len(found) + 1)) or not found:
+        raise CannotRun(
+            f"the installation is damaged: {directory} lacks migrations; reinstall outbox-relay"
+        )
+    return tuple(found)
+
+
+def read_works_from(text: str, version: int) -> int:
+    """The oldest compatible program version."""
+    match = _COMPATIBLE_FROM.match(text)
+    return int(match[1]) if match else version
