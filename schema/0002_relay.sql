@@ -490,10 +490,14 @@ CREATE TABLE journal (
     actor       text        NOT NULL,
     endpoint_id uuid,
     data        jsonb       NOT NULL DEFAULT '{}',
+    -- The first entry of an operator's change has the change's id, so that a change whose
+    -- response was lost can be recognized, and is not executed twice.
+    request     uuid,
     -- `actor` is stated by the writer; session_role is the authenticated login role.
     session_role name       NOT NULL DEFAULT session_user
 );
 CREATE INDEX journal_endpoint ON journal (endpoint_id, id);
+CREATE UNIQUE INDEX journal_request ON journal (request) WHERE request IS NOT NULL;
 
 -- ----------------------------------------------------------------- periods
 

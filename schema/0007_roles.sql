@@ -105,12 +105,13 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'outbox', 'INSERT', '{event_id,tenant,type,key,payload,headers}', NULL),
         ('table', 'attempt', 'UPDATE', '{response}', NULL),
         -- The writer cannot set the time or the session's role.
-        ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data}', NULL),
+        ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data,request}', NULL),
         ('table', 'token', 'INSERT', NULL, NULL),
         ('table', 'token', 'UPDATE', '{revoked_at,revoked_by}', NULL),
         ('table', 'fetch_token', 'INSERT', NULL, NULL),
         ('table', 'fetch_token', 'UPDATE', '{expires_at}', NULL),
         ('table', 'fetch_token', 'DELETE', NULL, NULL),
+        ('sequence', 'replay_job_id_seq', 'SELECT', NULL, NULL),
         ('function', 'publish_operational_event', 'EXECUTE', NULL, NULL),
         ('function', 'publish_operational_events', 'EXECUTE', NULL, NULL),
         ('function', 'abort_unless', 'EXECUTE', NULL, NULL),
@@ -147,7 +148,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'delivery', 'INSERT', NULL, NULL),
         ('table', 'attempt', 'INSERT', NULL, NULL),
         ('table', 'attempt', 'UPDATE', '{response}', NULL),
-        ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data}', NULL),
+        ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data,request}', NULL),
         ('table', 'dead_letter', 'INSERT', NULL, NULL),
         ('table', 'dead_letter', 'UPDATE', NULL, NULL),
         ('table', 'dead_letter', 'DELETE', NULL, NULL),
@@ -176,6 +177,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'fetch_token', 'UPDATE', '{last_used_at}', NULL),
         ('sequence', 'wakeup', 'UPDATE', NULL, NULL),
         ('function', 'abort_unless', 'EXECUTE', NULL, NULL),
+        ('sequence', 'replay_job_id_seq', 'SELECT', NULL, NULL),
         ('sequence', 'replica_id_seq', 'USAGE', NULL, NULL)
     UNION ALL
     SELECT 'function', f.name, 'EXECUTE', NULL, NULL

@@ -64,9 +64,6 @@ NONE: dict[str, tuple[str, ...]] = {
         "secret", "password", "it\\\\", "whsec_", "whsec_!", "whsec_x", "obkey_",
         "Known by its form", "whsec_…", "whpk_…", "whsec_…` (HMAC), or `whsk_…",
         "whsec_…` or (Ed25519) `whsk_…", "SELECT key, count FROM count_secrets_by_key()",
-        "DELETE FROM endpoint_secret WHERE endpoint_id = $1",
-        "SELECT id, secret FROM endpoint_secret WHERE endpoint_id = $1",
-        "UPDATE endpoint_secret SET secret = $3 WHERE endpoint_id = $1 AND id = $2",
         "BEGIN PRIVATE KEY",
     ),
     "what a test looks for where it must not be": (

@@ -135,10 +135,7 @@ class _RouteHandlers:
         if route.body is not None:
             body = await read_body(request, route.body, required=route.body_required)
         try:
-            async with (
-                self._connection(route) as connection,
-                tenancy.lock_endpoint_name(connection, route, caller.tenant),
-            ):
+            async with self._connection(route) as connection:
                 await tenancy.require_owned_path(connection, route, caller.tenant, path)
                 call: Call[Any, Any] = Call(
                     caller,

@@ -15,8 +15,6 @@ import asyncpg
 from outbox.api.problem import unavailable
 from outbox.store.connection.connect import CONNECTION_ERRORS, connect
 from outbox.store.connection.migrate import require_current
-from outbox.store.connection.pooled import PooledWorker
-from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -158,7 +156,6 @@ class Database:
             # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
             server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
             pooled=pooled,
-            connection_class=PooledWorker if pooled else StoreConnection,
         )
         try:
             await require_current(connection, self.schema)

@@ -245,7 +245,7 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
     for name in ("name", "url"):
         if name in fields and fields[name] is None:
             raise UsageError(f"{name}: must be a string")
-    # Before the transaction: it locks the endpoint, and parsing certificates is slow.
+    # Before the change, which may be planned several times: parsing certificates is slow.
     ca_error = await run_in_thread(trust_error, call.body.ca)
 
     def edit(current: Any) -> Any:
@@ -261,7 +261,13 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
         return settings
 
     done = await endpoint_changes.update(
-        call.db, call.schema, call.path["name"], edit, actor=call.actor, vault=_vault(call)
+        call.db,
+        call.schema,
+        call.path["name"],
+        edit,
+        actor=call.actor,
+        owner=call.tenant,
+        vault=_vault(call),
     )
     return views.updated(done)
 
@@ -271,14 +277,21 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
     if query.drain and query.dead_letter:
         raise UsageError("dead_letter, drain: are mutually exclusive")
     if query.drain:
-        endpoint_id = await endpoint_removal.drain(call.db, call.schema, name, actor=call.actor)
+        endpoint_id = await endpoint_removal.drain(
+            call.db, call.schema, name, actor=call.actor, owner=call.tenant
+        )
         left = await endpoint_removal.read_drain_status(call.db, call.schema, endpoint_id)
         if left.pending and left.state != "removing":
             endpoint = {"id": endpoint_id, "name": name, "state": left.state}
             return Reply({**endpoint, "pending": left.pending, "blocked": left.blocked}, 202)
     try:
         return await endpoint_removal.remove(
-            call.db, call.schema, name, actor=call.actor, dead_letter=query.dead_letter
+            call.db,
+            call.schema,
+            name,
+            actor=call.actor,
+            owner=call.tenant,
+            dead_letter=query.dead_letter,
         )
     except endpoint_removal.StillPending as still:
         raise Conflict(f"{still} (use drain or dead_letter)") from None
@@ -286,21 +299,36 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
 
 async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
     (change,) = await endpoint_states.pause(
-        call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
+        call.db,
+        call.schema,
+        [call.path["name"]],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
     )
     return change
 
 
 async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
     (change,) = await endpoint_states.resume(
-        call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
+        call.db,
+        call.schema,
+        [call.path["name"]],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
     )
     return change
 
 
 async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
     return await endpoint_states.enable(
-        call.db, call.schema, call.path["name"], actor=call.actor, comment=call.body.comment
+        call.db,
+        call.schema,
+        call.path["name"],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
     )
 
 
@@ -310,6 +338,7 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
         call.schema,
         call.path["name"],
         actor=call.actor,
+        owner=call.tenant,
         overlap_s=call.body.overlap,
         vault=_vault(call),
         ed25519=call.body.ed25519,
@@ -325,12 +354,21 @@ async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> CertificateC
         call.body.pem,
         about,
         actor=call.actor,
+        owner=call.tenant,
         vault=_vault(call),
     )
 
 
 async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
-    return await set_identity(call.db, call.schema, call.path["name"], None, None, actor=call.actor)
+    return await set_identity(
+        call.db,
+        call.schema,
+        call.path["name"],
+        None,
+        None,
+        actor=call.actor,
+        owner=call.tenant,
+    )
 
 
 async def _test(call: Call[NoQuery, None]) -> DeferredReply:

@@ -13,8 +13,9 @@ Other objects respond with the same 404 as missing ones.  The rules are here and
 `outbox.operations.tenancy`; `Route.tenants` selects the rule of a route, and the default
 denies tenant tokens.
 
-Ownership is checked before a change, in a separate statement.  `outbox.api.redaction`
-redacts results.
+Ownership is checked before a change, in a separate statement.  A change of an endpoint checks it
+again: an operator could swap the names of two endpoints meanwhile.  `outbox.api.redaction` redacts
+results.
 
 Names of endpoints and schedules are unique in the whole installation, so a conflict would
 reveal another tenant's name.  Tenant tokens therefore create only names with the tenant's
@@ -24,7 +25,6 @@ prefix (`name_prefix`), which no other tenant has.  Operators may choose any nam
 from __future__ import annotations
 
 import re
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -34,10 +34,9 @@ from outbox.api.route import ID_MAX, TenantAccess
 from outbox.errors import NotFound, UsageError
 from outbox.operations import tenancy
 from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
-from outbox.store.routing_change import LOCK_CURSOR
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from asyncpg import Connection
 
@@ -60,23 +59,6 @@ def require_tenant_access(route: Route, caller: Caller) -> None:
             f'"{caller.name}" is a token of the tenant "{caller.tenant}"; '
             "this route needs a token without a tenant",
         )
-
-
-@asynccontextmanager
-async def lock_endpoint_name(
-    connection: Connection[Any], route: Route, tenant: str | None
-) -> AsyncIterator[None]:
-    """Lock the mapping of endpoint names during a tenant's change.
-
-    Without the lock, an operator could swap the names of two endpoints between the ownership
-    check and the change, and the tenant would change another tenant's endpoint.
-    """
-    if tenant is None or route.method == "GET" or route.tenants is not TenantAccess.ENDPOINT:
-        yield
-        return
-    async with connection.transaction(isolation="read_committed"):
-        await connection.execute(LOCK_CURSOR)
-        yield
 
 
 async def require_owned_path(

@@ -6,18 +6,24 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import orjson
+
 from outbox.core.model.api_token import SECRET_BYTES, digest, format_token, matches_digest
 from outbox.errors import Conflict, NotFound
+from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.connect import map_errors
-from outbox.store.routing_change import write_journal
+from outbox.store.connection.message import WriteStatement
+from outbox.store.routing_change import ADD_TO_JOURNAL, READ_NOW
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
+    from uuid import UUID
 
     from asyncpg import Connection
 
     from outbox.core.model.api_token import Scope, TokenSettings
+    from outbox.store.change import Change
 
 TokenState = Literal["live", "expired", "revoked"]
 
@@ -43,31 +49,48 @@ SELECT *, last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1
 """  # noqa: S608 (constants only)
 
 # At most once a minute, even with concurrent requests.
-NOTE_USE = """
+NOTE_USE = WriteStatement(
+    "note_token_use",
+    """
 UPDATE token SET last_used_at = clock_timestamp()
  WHERE id = $1
    AND (last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute')
-"""
+""",
+)
 
 # Frees the name of an expired token; its row is kept as revoked.
-END_EXPIRED = """
+END_EXPIRED = WriteStatement(
+    "end_expired_token",
+    """
 UPDATE token SET revoked_at = expires_at, revoked_by = $2
  WHERE name = $1 AND revoked_at IS NULL AND expires_at <= clock_timestamp()
-"""
+""",
+)
 
-# Returns no row when a live token has the name.
-ADD_TOKEN = """
-INSERT INTO token (name, hash, scopes, tenant, created_by, expires_at)
-VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $6))
-ON CONFLICT (name) WHERE revoked_at IS NULL DO NOTHING
-RETURNING id, created_at, expires_at
-"""  # noqa: S105 (no password)
+ADD_TOKEN = WriteStatement(
+    "add_token",
+    """
+INSERT INTO token (name, hash, scopes, tenant, created_by, created_at, expires_at)
+VALUES ($1, $2, $3, $4, $5, $6, $6::timestamptz + make_interval(secs => $7))
+""",
+)
 
-REVOKE_TOKEN = """
-UPDATE token SET revoked_at = clock_timestamp(), revoked_by = $2
+# A token that has a name, and whether it is live; and the token that was added at some time.
+FIND_NAME = """
+SELECT id, expires_at IS NULL OR expires_at > clock_timestamp() AS is_live FROM token
  WHERE name = $1 AND revoked_at IS NULL
-RETURNING id
-"""  # noqa: S105
+"""
+READ_ADDED = "SELECT id, expires_at FROM token WHERE name = $1 AND created_at = $2"
+
+REVOKE_TOKEN = WriteStatement(
+    "revoke_token",
+    """
+WITH revoked AS (
+    UPDATE token SET revoked_at = clock_timestamp(), revoked_by = $2
+     WHERE id = $1 AND revoked_at IS NULL RETURNING 1)
+SELECT abort_unless(EXISTS (SELECT FROM revoked))
+""",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,34 +133,43 @@ async def add(
         Conflict: a live token has this name.
     """
     secret = format_token(secrets.token_bytes(SECRET_BYTES))
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            await connection.execute(END_EXPIRED, settings.name, actor)
-            made = await connection.fetchrow(
-                ADD_TOKEN,
-                settings.name,
-                digest(secret),
-                list(settings.scopes),
-                settings.tenant,
-                actor,
-                settings.expires_in_s,
+
+    async def plan(change: Change) -> datetime:
+        created_at: datetime = await change.db.fetchval(READ_NOW)
+        named = await change.db.fetchrow(FIND_NAME, settings.name)
+        if named is not None and named["is_live"]:
+            raise Conflict(
+                f'token "{settings.name}" exists already; choose another name, or run: '
+                f"outbox token revoke {settings.name}"
             )
-            if made is None:
-                raise Conflict(
-                    f'token "{settings.name}" exists already; choose another name, or run: '
-                    f"outbox token revoke {settings.name}"
-                )
-            data = {"name": settings.name, "scopes": settings.scopes, "tenant": settings.tenant}
-            await write_journal(connection, "token_added", actor, None, data)
-    return NewToken(
-        id=made["id"],
-        name=settings.name,
-        secret=secret,
-        scopes=settings.scopes,
-        tenant=settings.tenant,
-        created_at=made["created_at"],
-        expires_at=made["expires_at"],
-    )
+        change.write(END_EXPIRED, settings.name, actor)
+        change.write(
+            ADD_TOKEN,
+            settings.name,
+            digest(secret),
+            settings.scopes,
+            settings.tenant,
+            actor,
+            created_at,
+            settings.expires_in_s,
+        )
+        data = {"name": settings.name, "scopes": settings.scopes, "tenant": settings.tenant}
+        change.journal("token_added", None, data)
+        return created_at
+
+    async def read_back(db: Any, _: UUID, created_at: datetime) -> NewToken:
+        token_id, expires_at = await db.fetchrow(READ_ADDED, settings.name, created_at)
+        return NewToken(
+            id=token_id,
+            name=settings.name,
+            secret=secret,
+            scopes=settings.scopes,
+            tenant=settings.tenant,
+            created_at=created_at,
+            expires_at=expires_at,
+        )
+
+    return await make_change_and_read(connection, schema, actor, plan, read_back, routing=False)
 
 
 async def page(
@@ -164,11 +196,15 @@ async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: 
     Raises:
         NotFound: no live token has this name.
     """
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            if await connection.fetchval(REVOKE_TOKEN, name, actor) is None:
-                raise NotFound(f'there is no token "{name}"; see: outbox token list')
-            await write_journal(connection, "token_revoked", actor, None, {"name": name})
+
+    async def plan(change: Change) -> None:
+        named = await change.db.fetchrow(FIND_NAME, name)
+        if named is None:
+            raise NotFound(f'there is no token "{name}"; see: outbox token list')
+        change.write(REVOKE_TOKEN, named["id"], actor)
+        change.journal("token_revoked", None, {"name": name})
+
+    await make_change(connection, schema, actor, plan, routing=False)
 
 
 async def find_token(connection: Connection[Any], schema: str, secret: str) -> TokenRow | None:
@@ -178,7 +214,7 @@ async def find_token(connection: Connection[Any], schema: str, secret: str) -> T
         if row is None or not matches_digest(secret, row["hash"]):
             return None
         if row["stale"] and row["state"] == "live":
-            await connection.execute(NOTE_USE, row["id"])
+            await connection.write(NOTE_USE, row["id"])
     return _token(row)
 
 
@@ -187,7 +223,8 @@ async def note_failed_logins(
 ) -> None:
     """Write a journal entry about failed logins, with their count."""
     with map_errors(schema):
-        await write_journal(connection, "logins_failed", "admin", None, data)
+        text = orjson.dumps(dict(data)).decode()
+        await connection.write(ADD_TO_JOURNAL, "logins_failed", "admin", None, text)
 
 
 def _token(row: Any) -> TokenRow:

@@ -1,8 +1,8 @@
 """Declarative endpoint configuration: plan and apply the changes of a file.
 
-The plan is computed twice: first read-only, which is all that a dry run does, and again under
-the cursor lock, in the transaction that applies it.  All changes are applied in one
-transaction; a file without differences causes no write.
+All changes are planned by reading, which is all that a dry run does, and written in one message
+(see `outbox.store.change`): all of them are applied, or none.  New endpoints are written before
+the cursor row is locked, so that even thousands of them do not delay events.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from outbox.core.model import endpoint_config
 from outbox.errors import Conflict, NotFound, UsageError
 from outbox.operations.endpoint_changes import (
-    LOCK_EPOCH,
-    LockedEndpoint,
-    add_in,
-    check_filter,
+    READ_ENDPOINTS,
+    FoundEndpoint,
+    check_filters,
     name_taken,
-    update_in,
+    plan_addition,
+    plan_update,
+    require_states,
+    write_updates,
 )
-from outbox.operations.endpoint_removal import COUNT_PENDING, StillPending, remove_in
-from outbox.operations.endpoints import SETTINGS
-from outbox.store.connection.connect import map_errors
+from outbox.operations.endpoint_removal import StillPending, plan_removals
+from outbox.operations.endpoint_writes import add_endpoints, subscribe
+from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR
-from outbox.store.routing_change import routing_transaction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,21 +35,13 @@ if TYPE_CHECKING:
 
     from outbox.core.model.endpoint import EndpointSettings
     from outbox.core.model.endpoint_config import DeclaredEndpoint, SettingDifference
+    from outbox.operations.endpoint_changes import Addition, Update
+    from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 
 Action = Literal["add", "change", "remove", "keep"]
 
-READ_ALL = f"""
-SELECT e.id, e.state, e.generation, {SETTINGS},
-       EXISTS (SELECT FROM subscription s
-                WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
-  FROM endpoint e WHERE e.state <> 'removed' ORDER BY e.name COLLATE "C"
-"""  # noqa: S608 (constants only)
-
-LOCK_ALL = " FOR NO KEY UPDATE OF e"
-
-# Endpoints may swap names, so all renamed endpoints first get a placeholder (their id).
-FREE_NAME = "UPDATE endpoint SET name = id::text WHERE id = $1"
+READ_ALL = f'{READ_ENDPOINTS} ORDER BY e.name COLLATE "C"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +73,6 @@ class ApplyOutcome:
         return sum(step.action != "keep" for step in self.steps)
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedStep:
-    """A step with its endpoint and settings."""
-
-    step: ApplyStep
-    place: str
-    found: LockedEndpoint | None
-    settings: EndpointSettings | None
-
-
 async def apply_file(
     connection: Connection[Any],
     schema: str,
@@ -102,7 +84,7 @@ async def apply_file(
     dry_run: bool = False,
     vault: Vault = CLEAR,
 ) -> ApplyOutcome:
-    """Make the endpoints match a file, in one transaction.
+    """Make the endpoints match a file: all of them, or none.
 
     Args:
         prune: remove endpoints that are not in the file.
@@ -114,74 +96,134 @@ async def apply_file(
         Locked: a secret must be written, but the vault lacks the key in use.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="repeatable_read", readonly=True):
-            work, others = await _plan(
-                connection, declared, vault, prune=prune, dead_letter=dead_letter
-            )
-    planned = ApplyOutcome(tuple(each.step for each in work), others)
-    if dry_run or not planned.changes:
-        return planned
-    async with routing_transaction(connection, schema) as from_batch:
-        work, others = await _plan(
-            connection, declared, vault, prune=prune, dead_letter=dead_letter, lock=LOCK_ALL
-        )
-        steps = await _carry_out(
-            connection, from_batch, work, actor, vault, dead_letter=dead_letter
-        )
-    return ApplyOutcome(steps, others)
+
+    async def plan(change: Change) -> ApplyOutcome:
+        outcome = await _plan(change, declared, vault, prune=prune, dead_letter=dead_letter)
+        if dry_run:
+            change.discard()
+            outcome = replace(outcome, steps=tuple(map(_without_secret, outcome.steps)))
+        return outcome
+
+    return await make_change(connection, schema, actor, plan)
+
+
+def _without_secret(step: ApplyStep) -> ApplyStep:
+    """The step of a dry run: a new endpoint will have another id and secret."""
+    return replace(step, id=None, secret=None) if step.action == "add" else step
 
 
 async def _plan(
-    connection: Connection[Any],
+    change: Change,
     declared: Sequence[DeclaredEndpoint],
     vault: Vault,
     *,
     prune: bool,
     dead_letter: bool,
-    lock: str = "",
-) -> tuple[list[_PlannedStep], tuple[str, ...]]:
-    """Plan the steps, removals first, and list the endpoints that are kept."""
-    rows = await connection.fetch(READ_ALL + lock)
-    there = {row["id"]: LockedEndpoint.from_row(row, vault) for row in rows}
+) -> ApplyOutcome:
+    """Plan the steps, removals first."""
+    rows = await change.db.fetch(READ_ALL)
+    there = {row["id"]: FoundEndpoint.from_row(row, vault) for row in rows}
     matches = _match_endpoints(declared, there)
     matched = {found.id for found in matches.values()}
     rest = [found for found in there.values() if found.id not in matched]
-    taken = {found.name: found.state for found in rest}
-    work: list[_PlannedStep] = []
-    for found in rest if prune else ():
-        if found.state != "removing":
-            name = found.name
-            pending: int = await connection.fetchval(COUNT_PENDING, found.id)
-            if pending and not dead_letter:
-                raise Conflict(f"prune: {StillPending(name, pending)}")
-            # The name is free in the same transaction, unless deliveries are pending.
-            taken[name] = "removing"
-            if not pending:
-                del taken[name]
-            work.append(
-                _PlannedStep(
-                    ApplyStep("remove", name, found.id, pending=pending), "prune", found, None
-                )
-            )
+    pruned = [found for found in rest if prune and found.state != "removing"]
+    require_states(change, pruned)
+    try:
+        removals = await plan_removals(change, pruned, dead_letter=dead_letter)
+    except StillPending as error:
+        raise Conflict(f"prune: {error}") from None
+    # A name is free in the same message, unless deliveries are pending.
+    kept = {r.id: r.state for r in removals if r.state == "removing"}
+    taken = {
+        found.name: kept.get(found.id, found.state)
+        for found in rest
+        if found.id in kept or found not in pruned
+    }
+    settings = _merge_settings(declared, matches, taken)
+    await _check_filters(change, declared, settings)
+    steps = [ApplyStep("remove", r.name, r.id, pending=r.pending) for r in removals]
+    steps += await _plan_changes(change, declared, matches, settings, there, vault)
+    return ApplyOutcome(tuple(steps), () if prune else tuple(found.name for found in rest))
+
+
+def _merge_settings(
+    declared: Sequence[DeclaredEndpoint],
+    matches: Mapping[str, FoundEndpoint],
+    taken: Mapping[str, str],
+) -> list[EndpointSettings]:
+    """The new settings of each place of the file.
+
+    Args:
+        taken: names that are in use by other endpoints, with their state.
+    """
+    merged = []
     for each in declared:
         match, name = matches.get(each.place), each.settings.name
         state = match.state if match and match.state == "removing" else taken.get(name)
         if state is not None:
             raise Conflict(f"{each.place}.name: {name_taken(name, state)}")
         with _prefix_errors(each.place):
-            settings = each.merge_over(match.settings if match else None)
-            await check_filter(connection, settings)
-            step = _step(match, settings)
-        work.append(_PlannedStep(step, each.place, match, settings))
-    return work, () if prune else tuple(found.name for found in rest)
+            merged.append(each.merge_over(match.settings if match else None))
+    return merged
+
+
+async def _check_filters(
+    change: Change, declared: Sequence[DeclaredEndpoint], settings: Sequence[EndpointSettings]
+) -> None:
+    """Check all filters at once, and find the invalid one only if there is one."""
+    try:
+        await check_filters(change.db, settings)
+    except UsageError:
+        for each, its in zip(declared, settings, strict=True):
+            with _prefix_errors(each.place):
+                await check_filters(change.db, [its])
+
+
+async def _plan_changes(
+    change: Change,
+    declared: Sequence[DeclaredEndpoint],
+    matches: Mapping[str, FoundEndpoint],
+    settings: Sequence[EndpointSettings],
+    there: Mapping[UUID, FoundEndpoint],
+    vault: Vault,
+) -> list[ApplyStep]:
+    """Plan additions and updates."""
+    steps: list[ApplyStep] = []
+    additions: list[Addition] = []
+    updates: list[Update] = []
+    in_use = vault
+    if len(matches) < len(declared):
+        in_use = await vault.for_writing(change.db)
+    for each, its in zip(declared, settings, strict=True):
+        found = matches.get(each.place)
+        if found is None:
+            new = plan_addition(change, its, in_use)
+            additions.append(new)
+            steps.append(ApplyStep("add", its.name, new.id, secret=new.secret))
+            continue
+        with _prefix_errors(each.place):
+            update = await plan_update(change, found, its)
+        if update.differences:
+            updates.append(update)
+        action: Action = "change" if update.differences else "keep"
+        steps.append(ApplyStep(action, found.name, found.id, update.differences))
+    require_states(change, [each.found for each in updates])
+    # A name that is freed by this change is not free before.
+    names = {found.name for found in there.values()}
+    early = [each.row for each in additions if each.row["name"] not in names]
+    late = [each.row for each in additions if each.row["name"] in names]
+    add_endpoints(change, early, early=True)
+    write_updates(change, updates)
+    add_endpoints(change, late)
+    subscribe(change, [each.id for each in additions])
+    return steps
 
 
 def _match_endpoints(
-    declared: Sequence[DeclaredEndpoint], there: Mapping[UUID, LockedEndpoint]
-) -> dict[str, LockedEndpoint]:
+    declared: Sequence[DeclaredEndpoint], there: Mapping[UUID, FoundEndpoint]
+) -> dict[str, FoundEndpoint]:
     """Match each place of the file to an endpoint: by id, else by name."""
-    matches: dict[str, LockedEndpoint] = {}
+    matches: dict[str, FoundEndpoint] = {}
     for each in declared:
         if each.id is not None:
             if each.id not in there:
@@ -196,48 +238,6 @@ def _match_endpoints(
         if each.id is None and each.settings.name in by_name:
             matches[each.place] = by_name[each.settings.name]
     return matches
-
-
-def _step(found: LockedEndpoint | None, settings: EndpointSettings) -> ApplyStep:
-    if found is None:
-        return ApplyStep("add", settings.name, None)
-    differences = tuple(endpoint_config.differences(found.settings, settings))
-    return ApplyStep("change" if differences else "keep", found.name, found.id, differences)
-
-
-async def _carry_out(
-    connection: Connection[Any],
-    from_batch: int,
-    work: Sequence[_PlannedStep],
-    actor: str,
-    vault: Vault,
-    *,
-    dead_letter: bool,
-) -> tuple[ApplyStep, ...]:
-    for each in work:
-        if each.found and each.settings and each.settings.name != each.found.name:
-            await connection.execute(FREE_NAME, each.found.id)
-    # Lock in the order that relays use when they acquire or release several, to prevent deadlocks.
-    of_new_lanes = [
-        each.found.id
-        for each in work
-        if each.found and any(d.setting == "lanes" for d in each.step.differences)
-    ]
-    for endpoint_id in sorted(of_new_lanes):
-        await connection.execute(LOCK_EPOCH, endpoint_id)
-    steps: list[ApplyStep] = []
-    for each in work:
-        step, found, settings = each.step, each.found, each.settings
-        with _prefix_errors(each.place):
-            if found is not None and settings is None:
-                await remove_in(connection, from_batch, found, actor, dead_letter=dead_letter)
-            elif found is not None and settings is not None:
-                await update_in(connection, from_batch, found, settings, actor)
-            elif settings is not None:
-                made = await add_in(connection, from_batch, settings, actor, vault)
-                step = replace(step, id=made.id, secret=made.secret)
-        steps.append(step)
-    return tuple(steps)
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from outbox.core.model import pattern
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
 from outbox.operations.dead_letter_filter import require_time_order
-from outbox.operations.replays import ADD_JOB, ADD_PARTS
+from outbox.operations.replays import JobPart, add_job, read_new_job, require_oldest
+from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.endpoints import endpoint_not_found
-from outbox.store.routing_change import routing_transaction, write_journal
 from outbox.store.type_match import FILTER_MET, MATCHES, TYPE_MATCHES
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from asyncpg import Connection
+
+    from outbox.store.change import Change
 
 FIND_ENDPOINT = """
 SELECT e.id, e.state, EXISTS (SELECT FROM subscription s
@@ -53,12 +55,6 @@ FIND_LAST = """
 SELECT id FROM outbox WHERE id BETWEEN $1 AND $2 AND ($3::timestamptz IS NULL OR created_at < $3)
  ORDER BY id DESC LIMIT 1
 """
-
-# Retention respects a running job from now on; rows of a period that was just dropped may still
-# be visible.
-READ_FIRST_KEPT = f"""
-SELECT min(number) * {WIDTH} FROM period WHERE kind = 'events' AND dropped_at IS NULL
-"""  # noqa: S608 (a constant only)
 
 COUNT_HISTORY = f"""
 SELECT count(*)
@@ -148,32 +144,28 @@ async def request_backfill(
     with map_errors(schema, "operator"):
         covered = await _find_range(connection, backfill)
     types = list(backfill.types) or None
-    async with routing_transaction(connection, schema):
-        first_id = max(covered.first_id, await connection.fetchval(READ_FIRST_KEPT))
-        job: int = await connection.fetchval(
-            ADD_JOB,
-            "history",
-            backfill.endpoint,
-            types,
-            None,
-            None,
-            backfill.since,
-            backfill.until,
-            rate_per_s,
-            actor,
-            covered.gaps,
-            None,
-        )
-        first, last = [first_id], [covered.last_id]
-        await connection.execute(ADD_PARTS, job, [covered.endpoint_id], first, last, [None], first)
-        data: dict[str, Any] = {"job": job, "since": rfc3339(backfill.since)}
+
+    async def plan(change: Change) -> None:
+        first_id = max(covered.first_id, await require_oldest(change, "events") * WIDTH)
+        row = {
+            "kind": "history",
+            "endpoint": backfill.endpoint,
+            "types": types,
+            "since": backfill.since,
+            "until": backfill.until,
+            "rate_per_s": rate_per_s,
+        }
+        part = JobPart(covered.endpoint_id, first_id, covered.last_id, from_id=first_id)
+        add_job(change, row, [part], covered.gaps)
+        data: dict[str, Any] = {"since": rfc3339(backfill.since)}
         if backfill.until is not None:
             data["until"] = rfc3339(backfill.until)
         if types is not None:
             data["types"] = types
         data |= {"from_id": first_id, "to_id": covered.last_id}
-        await write_journal(connection, "backfill_requested", actor, covered.endpoint_id, data)
-    return job
+        change.journal("backfill_requested", covered.endpoint_id, data, with_job=True)
+
+    return await make_change_and_read(connection, schema, actor, plan, read_new_job)
 
 
 async def _find_range(connection: Connection[Any], backfill: Backfill) -> BackfillRange:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.operations.endpoint_changes import lock_endpoint
+from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_states import require_state
+from outbox.store.change import make_change
+from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.connection.secrets import CLEAR, IDENTITY
-from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 
-SET_IDENTITY = """
-UPDATE endpoint SET identity = $2, identity_about = $3::text::jsonb WHERE id = $1
-"""
+SET_IDENTITY = WriteStatement(
+    "set_identity",
+    "UPDATE endpoint SET identity = $2, identity_about = $3::text::jsonb WHERE id = $1",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +47,32 @@ async def set_identity(
     *,
     actor: str,
     vault: Vault = CLEAR,
+    owner: str | None = None,
 ) -> CertificateChange:
     """Set or remove the client certificate, from the next connection on.
 
     Args:
         pem: the validated certificate, chain and private key; None: remove the certificate.
         about: its public description (subject, expiry, fingerprint).
+        owner: the tenant that the endpoint must belong to; None: any.
 
     Raises:
         NotFound: no endpoint has this name.
         Conflict: the endpoint is being removed.
         Locked: the vault lacks the key in use.
     """
-    async with routing_transaction(connection, schema):
-        found = await lock_endpoint(connection, name)
+    description = None if about is None else orjson.dumps(about, option=orjson.OPT_UTC_Z).decode()
+
+    async def plan(change: Change) -> CertificateChange:
+        found = await find_endpoint(change, name, owner)
         require_state(found, ("active", "paused", "disabling", "disabled"), "given a certificate")
         sealed = None
         if pem is not None:
-            vault = await vault.for_writing(connection)
-            sealed = vault.seal(pem, found.id, IDENTITY)
-        description = (
-            None if about is None else orjson.dumps(about, option=orjson.OPT_UTC_Z).decode()
-        )
-        await connection.execute(SET_IDENTITY, found.id, sealed, description)
+            in_use = await vault.for_writing(change.db)
+            sealed = Private(in_use.seal(pem, found.id, IDENTITY))
+        change.write(SET_IDENTITY, found.id, sealed, description)
         kind = "endpoint_certificate_removed" if pem is None else "endpoint_certificate_set"
-        await write_journal(connection, kind, actor, found.id, {"name": name, **(about or {})})
-    return CertificateChange(found.id, name, about)
+        change.journal(kind, found.id, {"name": name, **(about or {})})
+        return CertificateChange(found.id, name, about)
+
+    return await make_change(connection, schema, actor, plan)

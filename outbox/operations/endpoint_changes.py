@@ -1,44 +1,45 @@
 """Endpoint changes: add an endpoint, and update its settings.
 
-All changes run in a routing transaction, which locks the cursor row (see `routing_change`), and
-write a journal entry, without header values, which may be credentials.  Functions with the
-suffix `_in` run in the caller's routing transaction.
+Each is planned by reading and written in one message (see `outbox.store.change`), with a journal
+entry without header values, which may be credentials.  `plan_addition` and `plan_update` are
+shared with `outbox apply`.
 """
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import asyncpg
-import orjson
 
 from outbox.core.delivery.ed25519 import KEY_BYTES, format_private_key
 from outbox.core.delivery.signature import format_secret, parse_signing_key
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.errors import Conflict, UsageError
+from outbox.operations import endpoint_writes
+from outbox.operations.endpoint_writes import REQUIRE_STATES
 from outbox.operations.endpoints import SETTINGS, settings_of
+from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, SIGNING
 from outbox.store.endpoints import endpoint_not_found
-from outbox.store.routing_change import END_SUBSCRIPTION, routing_transaction, write_journal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection
     from uuid import UUID
 
     from asyncpg import Connection
 
+    from outbox.core.model.endpoint import EndpointSettings
     from outbox.core.model.endpoint_config import SettingDifference
+    from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 
 SECRET_BYTES = 32
 
-# Under the cursor lock, so no other session can take the name concurrently.
-FIND_NAME = "SELECT id, state FROM endpoint WHERE name = $1 AND state <> 'removed'"
+FIND_NAME = "SELECT state FROM endpoint WHERE name = $1 AND state <> 'removed'"
 
 # The highest sequenced id, and the last assigned one; ids between them may be rolled back.
 READ_WAITING = """
@@ -47,73 +48,17 @@ SELECT b.high, coalesce(
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
 
-# Each setting is a column of the same name; $1 is the endpoint's id, $2 the actor or
-# generation.
-_COLUMNS = [each.name for each in fields(EndpointSettings)]
-_VALUES = [
-    f"${i}::text::jsonb" if name in ("headers", "retry") else f"${i}"
-    for i, name in enumerate(_COLUMNS, start=3)
-]
-
-ADD_ENDPOINT = f"""
-INSERT INTO endpoint (id, state_by, {", ".join(_COLUMNS)})
-VALUES ($1, $2, {", ".join(_VALUES)})
-"""  # noqa: S608 (constants only)
-
-UPDATE_ENDPOINT = f"""
-UPDATE endpoint
-   SET generation = $2, {", ".join(map(" = ".join, zip(_COLUMNS, _VALUES, strict=True)))}
- WHERE id = $1
-"""  # noqa: S608 (constants only)
-
-ADD_SECRET = """
-INSERT INTO endpoint_secret (endpoint_id, id, secret, public_key)
-SELECT $1, coalesce(max(id), 0) + 1, $2, $3 FROM endpoint_secret WHERE endpoint_id = $1
-RETURNING id
-"""  # noqa: S105
-
-# A subscription version that no batch used is deleted; it would conflict with the next one.
-DROP_UNUSED_SUBSCRIPTION = "DELETE FROM subscription WHERE endpoint_id = $1 AND from_batch = $2"
-
-ADD_SUBSCRIPTION = """
-INSERT INTO subscription (endpoint_id, from_batch, types, tenant, all_tenants, filter)
-VALUES ($1, $2, $3, $4, $5, $6)
-"""
-
-NEXT_GENERATION = "SELECT next_generation($1)"
-
-# A relay that acquires the endpoint waits for this lock, so the epoch is still current when the
-# new lanes become visible.
-LOCK_EPOCH = "SELECT epoch FROM ownership WHERE endpoint_id = $1 FOR NO KEY UPDATE"
-
-# Lanes with their counters and progress.  No delivery before the first batch can be pending, so
-# reads skip older partitions.
-ADD_LANES = """
-WITH added AS (
-    INSERT INTO lane (endpoint_id, generation, slot)
-    SELECT $1, $2, slot FROM generate_series(0, $3 - 1) AS slot
-    RETURNING id),
-counted AS (
-    INSERT INTO lane_counter (lane_id) SELECT id FROM added)
-INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch, epoch)
-SELECT id, $1, $4, $5 FROM added
-"""
-
-ADD_HEALTH = "INSERT INTO endpoint_health (endpoint_id) VALUES ($1)"
-
-# Unowned: any replica can acquire it.
-ADD_OWNERSHIP = "INSERT INTO ownership (endpoint_id) VALUES ($1)"
-
-# FOR NO KEY UPDATE: excludes other changes of the endpoint, but not new dead letters, whose
-# foreign key refers to it.
-LOCK_ENDPOINT = f"""
-SELECT e.id, e.state, e.generation, {SETTINGS},
+READ_ENDPOINTS = f"""
+SELECT e.id, e.state, {SETTINGS},
        EXISTS (SELECT FROM subscription s
                 WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
-  FROM endpoint e WHERE e.name = $1 AND e.state <> 'removed' FOR NO KEY UPDATE OF e
+  FROM endpoint e WHERE e.state <> 'removed'
 """  # noqa: S608 (constants only)
+FIND_ENDPOINTS = f"{READ_ENDPOINTS} AND e.name = ANY ($1)"
 
-READ_FILTER = "SELECT ('$ ? (' || $1::text || ')')::jsonpath::text"
+READ_FILTERS = (
+    "SELECT count(('$ ? (' || filter || ')')::jsonpath) FROM unnest($1::text[]) AS filter"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,28 +71,25 @@ class NewEndpoint:
     secret: str
     lanes: int
     types: tuple[str, ...]
-    from_batch: int
     waiting: int
     """Upper bound of events that are not sequenced yet, which the endpoint receives."""
 
 
 @dataclass(frozen=True, slots=True)
-class LockedEndpoint:
-    """An endpoint, locked by the current transaction."""
+class FoundEndpoint:
+    """An endpoint as a plan has read it."""
 
     id: UUID
     name: str
     state: str
-    generation: int
     subscribed: bool
     row: Any
     vault: Vault
 
     @classmethod
-    def from_row(cls, row: Any, vault: Vault) -> LockedEndpoint:
+    def from_row(cls, row: Any, vault: Vault) -> FoundEndpoint:
         """Build from a row with these columns and those of SETTINGS."""
-        known = (row["id"], row["name"], row["state"], row["generation"], row["subscribed"])
-        return cls(*known, row, vault)
+        return cls(row["id"], row["name"], row["state"], row["subscribed"], row, vault)
 
     @property
     def settings(self) -> EndpointSettings:
@@ -162,6 +104,40 @@ class Updated:
     id: UUID
     name: str
     differences: tuple[SettingDifference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """A planned endpoint."""
+
+    id: UUID
+    secret: str
+    """The secret, or the public key `whpk_…` of an Ed25519 key."""
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A planned update of an endpoint, or none if nothing differs."""
+
+    found: FoundEndpoint
+    settings: EndpointSettings
+    differences: tuple[SettingDifference, ...]
+    row: dict[str, Any]
+
+    @property
+    def renames(self) -> bool:
+        return self.settings.name != self.found.name
+
+    @property
+    def has_new_lanes(self) -> bool:
+        return any(each.setting == "lanes" for each in self.differences)
+
+    @property
+    def subscribes(self) -> bool:
+        """An endpoint without a subscription uses the new settings when it is enabled."""
+        old = self.found.settings
+        return self.found.subscribed and self.settings.subscription != old.subscription
 
 
 async def add(
@@ -183,8 +159,26 @@ async def add(
         Locked: the vault lacks the key in use.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    async with routing_transaction(connection, schema) as from_batch:
-        return await add_in(connection, from_batch, settings, actor, vault, ed25519=ed25519)
+
+    async def plan(change: Change) -> NewEndpoint:
+        in_use = await vault.for_writing(change.db)
+        await check_filters(change.db, [settings])
+        await _require_free_name(change.db, settings.name)
+        high, last = await change.db.fetchrow(READ_WAITING)
+        new = plan_addition(change, settings, in_use, ed25519=ed25519)
+        endpoint_writes.add_endpoints(change, [new.row])
+        endpoint_writes.subscribe(change, [new.id])
+        return NewEndpoint(
+            id=new.id,
+            name=settings.name,
+            url=settings.url,
+            secret=new.secret,
+            lanes=settings.lanes,
+            types=settings.types,
+            waiting=unsequenced_ids(high, last),
+        )
+
+    return await make_change(connection, schema, actor, plan)
 
 
 async def update(
@@ -195,11 +189,13 @@ async def update(
     *,
     actor: str,
     vault: Vault = CLEAR,
+    owner: str | None = None,
 ) -> Updated:
     """Update settings; a renamed endpoint keeps its id.
 
     Args:
-        edit: returns the new settings for the current ones.
+        edit: returns the new settings for the current ones; it may be called again.
+        owner: the tenant that the endpoint must belong to; None: any.
 
     Raises:
         NotFound: no endpoint has this name.
@@ -207,123 +203,125 @@ async def update(
             removed.
         Locked: a header is new, but the vault lacks the key in use.
     """
-    async with routing_transaction(connection, schema) as from_batch:
-        found = await lock_endpoint(connection, name, vault)
-        return await update_in(connection, from_batch, found, edit(found.settings), actor)
+
+    async def plan(change: Change) -> Updated:
+        found = await find_endpoint(change, name, owner, vault)
+        settings = edit(found.settings)
+        planned = await plan_update(change, found, settings)
+        if planned.differences:
+            await check_filters(change.db, [settings])
+            if planned.renames:
+                await _require_free_name(change.db, settings.name)
+            write_updates(change, [planned])
+        return Updated(found.id, settings.name, planned.differences)
+
+    return await make_change(connection, schema, actor, plan)
 
 
-async def add_in(
-    connection: Connection[Any],
-    from_batch: int,
-    settings: EndpointSettings,
-    actor: str,
-    vault: Vault = CLEAR,
-    *,
-    ed25519: bool = False,
-) -> NewEndpoint:
-    """Add an endpoint in the caller's routing transaction; see `add`."""
-    vault = await vault.for_writing(connection)
-    await check_filter(connection, settings)
-    await _require_free_name(connection, settings.name)
-    ids = await connection.fetchrow(READ_WAITING)
-    secret = new_secret(ed25519=ed25519)
-    endpoint_id = uuid4()
-    headers = vault.seal_headers(settings.headers, endpoint_id)
-    await connection.execute(ADD_ENDPOINT, endpoint_id, actor, *_columns(settings, headers))
-    sealed = vault.seal(secret, endpoint_id, SIGNING)
-    await connection.execute(ADD_SECRET, endpoint_id, sealed, public_key(secret))
-    await begin_subscription(connection, from_batch, endpoint_id, settings)
-    await connection.execute(ADD_LANES, endpoint_id, 1, settings.lanes, from_batch, 0)
-    await connection.execute(ADD_HEALTH, endpoint_id)
-    await connection.execute(ADD_OWNERSHIP, endpoint_id)
-    data = {**_journal_settings(settings), "from_batch": from_batch}
-    await write_journal(connection, "endpoint_added", actor, endpoint_id, data)
-    return NewEndpoint(
-        id=endpoint_id,
-        name=settings.name,
-        url=settings.url,
-        secret=public_key(secret) or secret,
-        lanes=settings.lanes,
-        types=settings.types,
-        from_batch=from_batch,
-        waiting=unsequenced_ids(ids["high"], ids["last"]),
+def plan_addition(
+    change: Change, settings: EndpointSettings, vault: Vault, *, ed25519: bool = False
+) -> Addition:
+    """Plan a new endpoint; its name must be free.
+
+    Args:
+        vault: the one to write with (`Vault.for_writing`).
+    """
+    secret, endpoint_id = new_secret(ed25519=ed25519), uuid4()
+    row = {
+        **endpoint_writes.columns(endpoint_id, settings),
+        "headers": vault.seal_headers(settings.headers, endpoint_id),
+        "secret": vault.seal(secret, endpoint_id, SIGNING),
+        "public_key": public_key(secret),
+    }
+    change.journal(
+        "endpoint_added", endpoint_id, _journal_settings(settings), batch_as="from_batch"
     )
+    return Addition(endpoint_id, public_key(secret) or secret, row)
 
 
-async def update_in(
-    connection: Connection[Any],
-    from_batch: int,
-    found: LockedEndpoint,
-    settings: EndpointSettings,
-    actor: str,
-) -> Updated:
-    """Update an endpoint in the caller's routing transaction; see `update`."""
+async def plan_update(change: Change, found: FoundEndpoint, settings: EndpointSettings) -> Update:
+    """Plan an update; its new name must be free, and its filter valid.
+
+    Raises:
+        Conflict: the endpoint is being removed.
+        Locked: a header is new, but the vault lacks the key in use.
+    """
     old = found.settings
     if found.state == "removing":
         raise Conflict(f'endpoint "{old.name}" is being removed, and cannot be changed')
     differences = tuple(endpoint_config.differences(old, settings))
-    if not differences:
-        return Updated(found.id, settings.name, ())
-    await check_filter(connection, settings)
-    if settings.name != old.name:
-        await _require_free_name(connection, settings.name)
-    generation = found.generation
-    if settings.lanes != old.lanes:
-        # Existing lanes receive nothing from this batch on; the owner delivers the lanes of the
-        # new generation when the old ones are drained.
-        generation = await connection.fetchval(NEXT_GENERATION, generation)
-        epoch = await connection.fetchval(LOCK_EPOCH, found.id)
-        await connection.execute(ADD_LANES, found.id, generation, settings.lanes, from_batch, epoch)
-    # An endpoint without a subscription uses the new settings when it is enabled.
-    if found.subscribed and settings.subscription != old.subscription:
-        await begin_subscription(connection, from_batch, found.id, settings)
-    headers = orjson.loads(found.row["headers"])
+    row = endpoint_writes.columns(found.id, settings)
     if settings.headers != old.headers:
-        vault = await found.vault.for_writing(connection)
-        headers = vault.seal_headers(settings.headers, found.id)
-    await connection.execute(UPDATE_ENDPOINT, found.id, generation, *_columns(settings, headers))
-    data = {
-        "name": old.name,
-        "changes": {each.setting: [each.old, each.new] for each in differences},
-        "from_batch": from_batch,
+        vault = await found.vault.for_writing(change.db)
+        row["headers"] = vault.seal_headers(settings.headers, found.id)
+    if differences:
+        changes = {each.setting: [each.old, each.new] for each in differences}
+        data = {"name": old.name, "changes": changes}
+        change.journal("endpoint_updated", found.id, data, batch_as="from_batch")
+    return Update(found, settings, differences, row)
+
+
+def write_updates(change: Change, updates: Collection[Update]) -> None:
+    """Write planned updates, which all have differences."""
+    endpoint_writes.update_endpoints(
+        change,
+        [each.row for each in updates],
+        renamed=[each.found.id for each in updates if each.renames],
+        with_new_lanes=[each.found.id for each in updates if each.has_new_lanes],
+    )
+    endpoint_writes.subscribe(change, [each.found.id for each in updates if each.subscribes])
+
+
+async def find_endpoint(
+    change: Change, name: str, owner: str | None = None, vault: Vault = CLEAR
+) -> FoundEndpoint:
+    """Find an endpoint by name; see `find_endpoints`."""
+    return (await find_endpoints(change, [name], owner, vault))[0]
+
+
+async def find_endpoints(
+    change: Change, names: Collection[str], owner: str | None = None, vault: Vault = CLEAR
+) -> list[FoundEndpoint]:
+    """Find endpoints by name, each once, and require that they still have their states.
+
+    Args:
+        owner: the tenant whose endpoints are found; None: all are.
+
+    Raises:
+        NotFound: no such endpoint has one of these names.
+    """
+    rows = {
+        row["name"]: row
+        for row in await change.db.fetch(FIND_ENDPOINTS, list(names))
+        if owner is None or row["tenant"] == owner
     }
-    await write_journal(connection, "endpoint_updated", actor, found.id, data)
-    return Updated(found.id, settings.name, differences)
+    for name in names:
+        if name not in rows:
+            raise await endpoint_not_found(change.db, name)
+    found = [FoundEndpoint.from_row(rows[name], vault) for name in dict.fromkeys(names)]
+    require_states(change, found)
+    return found
 
 
-async def lock_endpoint(
-    connection: Connection[Any], name: str, vault: Vault = CLEAR
-) -> LockedEndpoint:
-    """Lock an endpoint by name until the end of the transaction.
-
-    Raises:
-        NotFound: no endpoint has this name.
-    """
-    row = await connection.fetchrow(LOCK_ENDPOINT, name)
-    if row is None:
-        raise await endpoint_not_found(connection, name)
-    return LockedEndpoint.from_row(row, vault)
+def require_states(change: Change, found: Collection[FoundEndpoint]) -> None:
+    """Require that endpoints still have their states when this is written."""
+    if found:
+        change.write(REQUIRE_STATES, [each.id for each in found], [each.state for each in found])
 
 
-async def begin_subscription(
-    connection: Connection[Any], from_batch: int, endpoint_id: UUID, settings: EndpointSettings
+async def check_filters(
+    connection: Connection[Any], settings: Collection[EndpointSettings]
 ) -> None:
-    """Replace the subscription of an endpoint by a new version, valid from a batch on."""
-    await connection.execute(DROP_UNUSED_SUBSCRIPTION, endpoint_id, from_batch)
-    await connection.execute(END_SUBSCRIPTION, endpoint_id, from_batch)
-    await connection.execute(ADD_SUBSCRIPTION, endpoint_id, from_batch, *settings.subscription)
-
-
-async def check_filter(connection: Connection[Any], settings: EndpointSettings) -> None:
-    """Validate a filter by the database, which knows the SQL/JSON path syntax of its version.
+    """Validate filters by the database, which knows the SQL/JSON path syntax of its version.
 
     Raises:
-        UsageError: the filter is invalid.
+        UsageError: a filter is invalid.
     """
-    if settings.filter is None:
+    filters = list(dict.fromkeys(s.filter for s in settings if s.filter is not None))
+    if not filters:
         return
     try:
-        await connection.fetchval(READ_FILTER, settings.filter)
+        await connection.fetchval(READ_FILTERS, filters)
     except (asyncpg.DataError, asyncpg.PostgresSyntaxError) as error:
         why = str(error).partition("\n")[0].replace(" of jsonpath input", "")
         raise UsageError(f"filter: invalid SQL/JSON path: {why}") from None
@@ -353,21 +351,9 @@ def name_taken(name: str, state: str) -> Conflict:
 
 
 async def _require_free_name(connection: Connection[Any], name: str) -> None:
-    row = await connection.fetchrow(FIND_NAME, name)
-    if row is not None:
-        raise name_taken(name, row["state"])
-
-
-def _columns(settings: EndpointSettings, headers: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values of _COLUMNS, with the stored form of headers."""
-    for name in _COLUMNS:
-        held = getattr(settings, name)
-        if name == "headers":
-            yield orjson.dumps(headers).decode()
-        elif name == "retry":
-            yield orjson.dumps(held.to_dict()).decode()
-        else:
-            yield list(held) if isinstance(held, tuple) else held
+    state = await connection.fetchval(FIND_NAME, name)
+    if state is not None:
+        raise name_taken(name, state)
 
 
 def _journal_settings(settings: EndpointSettings) -> dict[str, Any]:

@@ -10,29 +10,57 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import lock_endpoint
-from outbox.operations.endpoint_states import SET_STATE, UNBLOCK_LANES
+from outbox.operations.endpoint_changes import find_endpoint
+from outbox.operations.endpoint_states import UNBLOCK_LANES
+from outbox.operations.endpoint_writes import END_SUBSCRIPTIONS, SET_STATES
 from outbox.operations.endpoints import LANE_STATE
+from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import WriteStatement
 from outbox.store.replay_feed import CANCEL_REPLAYS
-from outbox.store.routing_change import END_SUBSCRIPTION, routing_transaction, write_journal
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from uuid import UUID
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import LockedEndpoint
+    from outbox.operations.endpoint_changes import FoundEndpoint
+    from outbox.store.change import Change
 
-COUNT_PENDING = f"""
+_PENDING = f"""
 SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint FROM ({LANE_STATE}) s
- WHERE s.endpoint_id = $1
+ WHERE s.endpoint_id = e.id
 """  # noqa: S608 (constants only)
 
-DELETE_SECRETS = "DELETE FROM endpoint_secret WHERE endpoint_id = $1"
+# Pending deliveries of endpoints, and the number of all their deliveries, by which
+# REQUIRE_NO_DELIVERY recognizes new ones.
+COUNT_PENDING = f"""
+SELECT e.id, ({_PENDING}) AS pending, (
+           SELECT coalesce(sum(c.last_seq), 0)::bigint
+             FROM lane l JOIN lane_counter c ON c.lane_id = l.id
+            WHERE l.endpoint_id = e.id) AS deliveries
+  FROM endpoint e WHERE e.id = ANY ($1)
+"""  # noqa: S608
+
+# Aborts if endpoints got a delivery since they had $2 in all.  Unlike counting what is pending,
+# this is quick for thousands of endpoints.
+REQUIRE_NO_DELIVERY = WriteStatement(
+    "require_no_delivery",
+    """
+SELECT abort_unless($2 = (
+    SELECT coalesce(sum(c.last_seq), 0) FROM lane l JOIN lane_counter c ON c.lane_id = l.id
+     WHERE l.endpoint_id = ANY ($1)))
+""",
+)
+
+DELETE_SECRETS = WriteStatement(
+    "delete_secrets", "DELETE FROM endpoint_secret WHERE endpoint_id = ANY ($1)"
+)
+
 
 WAITING = f"""
-SELECT e.state, ({COUNT_PENDING.replace("$1", "e.id")}) AS pending,
+SELECT e.state, ({_PENDING}) AS pending,
        (SELECT coalesce(sum(r.to_seq - r.next_seq + 1), 0)::bigint
           FROM replay r
          WHERE r.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS replays,
@@ -83,54 +111,82 @@ class DrainStatus:
 
 
 async def remove(
-    connection: Connection[Any], schema: str, name: str, *, actor: str, dead_letter: bool = False
+    connection: Connection[Any],
+    schema: str,
+    name: str,
+    *,
+    actor: str,
+    dead_letter: bool = False,
+    owner: str | None = None,
 ) -> Removal:
     """Remove an endpoint: it receives no events from the next batch on.
 
     The owner dead-letters pending deliveries as one range per lane; without an owner, this
     happens when a relay starts.  Then the name is available again.
 
+    Args:
+        owner: the tenant that the endpoint must belong to; None: any.
+
     Raises:
         NotFound: no endpoint has this name.
         StillPending: deliveries are pending, and `dead_letter` is false.
     """
-    async with routing_transaction(connection, schema) as from_batch:
-        found = await lock_endpoint(connection, name)
-        return await remove_in(connection, from_batch, found, actor, dead_letter=dead_letter)
+
+    async def plan(change: Change) -> Removal:
+        found = await find_endpoint(change, name, owner)
+        (removal,) = await plan_removals(change, [found], dead_letter=dead_letter)
+        return removal
+
+    return await make_change(connection, schema, actor, plan)
 
 
-async def remove_in(
-    connection: Connection[Any],
-    from_batch: int,
-    found: LockedEndpoint,
-    actor: str,
-    *,
-    dead_letter: bool,
-) -> Removal:
-    """Remove an endpoint in the caller's routing transaction; see `remove`."""
-    name = found.name
-    pending: int = await connection.fetchval(COUNT_PENDING, found.id)
-    if found.state == "removing":
-        return Removal(found.id, name, "removing", pending)
-    if pending and not dead_letter:
-        raise StillPending(name, pending)
-    state = "removing" if pending else "removed"
-    await connection.execute(END_SUBSCRIPTION, found.id, from_batch)
-    await connection.execute(CANCEL_REPLAYS, found.id, None)
-    await connection.execute(UNBLOCK_LANES, found.id)
-    await connection.execute(SET_STATE, found.id, state, actor, None)
-    data = {"name": name, "pending": pending, "to_batch": from_batch}
-    await write_journal(connection, "endpoint_removing", actor, found.id, data)
-    if state == "removed":
-        await connection.execute(DELETE_SECRETS, found.id)
-        await write_journal(connection, "endpoint_removed", actor, found.id, {"dead_lettered": 0})
-    return Removal(found.id, name, state, pending)
+async def plan_removals(
+    change: Change, found: Collection[FoundEndpoint], *, dead_letter: bool
+) -> list[Removal]:
+    """Plan the removal of endpoints, whose states are required already.
+
+    Raises:
+        StillPending: deliveries are pending, and `dead_letter` is false.
+    """
+    rows = await change.db.fetch(COUNT_PENDING, [each.id for each in found])
+    pending = {row["id"]: row["pending"] for row in rows}
+    deliveries = {row["id"]: row["deliveries"] for row in rows}
+    removals = []
+    for each in found:
+        if each.state != "removing" and pending[each.id] and not dead_letter:
+            raise StillPending(each.name, pending[each.id])
+        state = "removing" if pending[each.id] or each.state == "removing" else "removed"
+        removals.append(Removal(each.id, each.name, state, pending[each.id]))
+    new = [r for r, each in zip(removals, found, strict=True) if each.state != "removing"]
+    if not new:
+        return removals
+    ids = [each.id for each in new]
+    removed = [each.id for each in new if each.state == "removed"]
+    change.write(REQUIRE_NO_DELIVERY, removed, sum(deliveries[each] for each in removed))
+    change.write(END_SUBSCRIPTIONS, ids)
+    change.write(CANCEL_REPLAYS, ids, None)
+    change.write(UNBLOCK_LANES, ids)
+    removing = [each.id for each in new if each.state == "removing"]
+    change.write(SET_STATES, removing, "removing", change.actor, None)
+    change.write(SET_STATES, removed, "removed", change.actor, None)
+    change.write(DELETE_SECRETS, removed)
+    for removal in new:
+        data = {"name": removal.name, "pending": removal.pending}
+        change.journal("endpoint_removing", removal.id, data, batch_as="to_batch")
+        if removal.state == "removed":
+            change.journal("endpoint_removed", removal.id, {"dead_lettered": 0})
+    return removals
 
 
-async def drain(connection: Connection[Any], schema: str, name: str, *, actor: str) -> UUID:
+async def drain(
+    connection: Connection[Any], schema: str, name: str, *, actor: str, owner: str | None = None
+) -> UUID:
     """Drain an endpoint before its removal: end its subscription, and keep its state.
 
     `enable` cancels this.
+
+    Args:
+        owner: the tenant that the endpoint must belong to; None: any.
 
     Returns:
         The endpoint's id, for `read_drain_status`.
@@ -139,20 +195,23 @@ async def drain(connection: Connection[Any], schema: str, name: str, *, actor: s
         NotFound: no endpoint has this name.
         Conflict: the endpoint is paused, so it would never be drained.
     """
-    async with routing_transaction(connection, schema) as from_batch:
-        found = await lock_endpoint(connection, name)
+
+    async def plan(change: Change) -> UUID:
+        found = await find_endpoint(change, name, owner)
         if found.state == "paused":
             raise Conflict(
                 f'endpoint "{name}" is paused; resume it first, or dead-letter its pending '
                 "deliveries"
             )
         if found.subscribed:
-            await connection.execute(END_SUBSCRIPTION, found.id, from_batch)
             comment = "draining before removal"
-            await connection.execute(SET_STATE, found.id, found.state, actor, comment)
-            data = {"name": name, "why": comment, "to_batch": from_batch}
-            await write_journal(connection, "endpoint_updated", actor, found.id, data)
-    return found.id
+            change.write(END_SUBSCRIPTIONS, [found.id])
+            change.write(SET_STATES, [found.id], found.state, change.actor, comment)
+            data = {"name": name, "why": comment}
+            change.journal("endpoint_updated", found.id, data, batch_as="to_batch")
+        return found.id
+
+    return await make_change(connection, schema, actor, plan)
 
 
 async def read_drain_status(

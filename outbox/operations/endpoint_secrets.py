@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import ADD_SECRET, lock_endpoint, new_secret, public_key
+from outbox.operations.endpoint_changes import find_endpoint, new_secret, public_key
 from outbox.operations.endpoint_states import require_state
+from outbox.store.change import make_change
+from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.connection.secrets import CLEAR, SIGNING
-from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -17,29 +18,40 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 
 OVERLAP_S = 86400.0
 SECRETS_MAX = 3
 """Limit of live secrets: each delivery is signed with all of them."""
 
-# Whether the newest secret is an Ed25519 private key.
-IS_ED25519 = """
-SELECT public_key IS NOT NULL FROM endpoint_secret WHERE endpoint_id = $1 ORDER BY id DESC LIMIT 1
+# The secrets of an endpoint, the newest first, with their expiry after a rotation now, which
+# leaves them valid for $2 seconds; expired ones are included.
+READ_SECRETS = """
+SELECT id, public_key IS NOT NULL AS is_ed25519,
+       $2 > 0 AND (expires_at IS NULL OR expires_at > clock_timestamp()) AS stays,
+       least(expires_at, clock_timestamp() + make_interval(secs => $2)) AS until
+  FROM endpoint_secret WHERE endpoint_id = $1 ORDER BY id DESC
 """
 
-# Sets the expiry of older secrets, and deletes expired ones; without an overlap, deletes all
-# older secrets.
-END_SECRETS = """
-WITH deleted AS (
+ADD_SECRET = WriteStatement(
+    "add_secret",
+    "INSERT INTO endpoint_secret (endpoint_id, id, secret, public_key) VALUES ($1, $2, $3, $4)",
+)
+
+# Ends older secrets at the planned times, and deletes the others.
+END_SECRETS = WriteStatement(
+    "end_secrets",
+    """
+WITH kept AS (
+    SELECT * FROM unnest($3::integer[], $4::timestamptz[]) AS k(id, until)),
+deleted AS (
     DELETE FROM endpoint_secret
-     WHERE endpoint_id = $1 AND id < $2 AND ($3 = 0 OR expires_at <= clock_timestamp()))
-UPDATE endpoint_secret
-   SET expires_at = least(expires_at, clock_timestamp() + make_interval(secs => $3))
- WHERE endpoint_id = $1 AND id < $2 AND $3 > 0
-   AND (expires_at IS NULL OR expires_at > clock_timestamp())
-RETURNING expires_at
-"""
+     WHERE endpoint_id = $1 AND id < $2 AND id NOT IN (SELECT id FROM kept))
+UPDATE endpoint_secret s SET expires_at = k.until
+  FROM kept k WHERE s.endpoint_id = $1 AND s.id = k.id
+""",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,37 +77,44 @@ async def rotate_secret(
     overlap_s: float = OVERLAP_S,
     vault: Vault = CLEAR,
     ed25519: bool | None = None,
+    owner: str | None = None,
 ) -> Rotation:
     """Add a new signing secret; the old ones stay valid for `overlap_s` seconds.
 
     Args:
         overlap_s: validity of the old secrets, in seconds; 0 deletes them.
         ed25519: create an Ed25519 key; None: the same kind as the newest secret.
+        owner: the tenant that the endpoint must belong to; None: any.
 
     Raises:
         NotFound: no endpoint has this name.
         Locked: the vault lacks the key in use.
         Conflict: the limit of live secrets is reached.
     """
-    async with routing_transaction(connection, schema):
-        found = await lock_endpoint(connection, name)
+
+    async def plan(change: Change) -> Rotation:
+        found = await find_endpoint(change, name, owner)
         require_state(found, ("active", "paused", "disabling", "disabled"), "given a new secret")
-        vault = await vault.for_writing(connection)
-        if ed25519 is None:
-            ed25519 = await connection.fetchval(IS_ED25519, found.id) or False
-        secret = new_secret(ed25519=ed25519)
-        sealed = vault.seal(secret, found.id, SIGNING)
-        public = public_key(secret)
-        secret_id = await connection.fetchval(ADD_SECRET, found.id, sealed, public)
-        rows = await connection.fetch(END_SECRETS, found.id, secret_id, float(overlap_s))
-        old = [row["expires_at"] for row in rows]
-        if len(old) >= SECRETS_MAX:
+        in_use = await vault.for_writing(change.db)
+        old = await change.db.fetch(READ_SECRETS, found.id, float(overlap_s))
+        is_ed25519 = bool(old and old[0]["is_ed25519"]) if ed25519 is None else ed25519
+        kept = [row for row in old if row["stays"]]
+        if len(kept) >= SECRETS_MAX:
+            first = min(row["until"] for row in kept)
             raise Conflict(
                 f'endpoint "{name}" has {SECRETS_MAX} live secrets, the first until '
-                f"{min(old).isoformat(timespec='seconds')}; wait, or set the overlap to 0"
+                f"{first.isoformat(timespec='seconds')}; wait, or set the overlap to 0"
             )
-        data = {"name": name, "overlap_s": overlap_s, "live": len(old) + 1}
-        if ed25519:
+        secret, secret_id = new_secret(ed25519=is_ed25519), (old[0]["id"] if old else 0) + 1
+        public = public_key(secret)
+        sealed = Private(in_use.seal(secret, found.id, SIGNING))
+        change.write(ADD_SECRET, found.id, secret_id, sealed, public)
+        ids, untils = [row["id"] for row in kept], [row["until"] for row in kept]
+        change.write(END_SECRETS, found.id, secret_id, ids, untils)
+        data = {"name": name, "overlap_s": overlap_s, "live": len(kept) + 1}
+        if is_ed25519:
             data["ed25519"] = True
-        await write_journal(connection, "endpoint_secret_rotated", actor, found.id, data)
-    return Rotation(found.id, name, public or secret, len(old) + 1, max(old, default=None))
+        change.journal("endpoint_secret_rotated", found.id, data)
+        return Rotation(found.id, name, public or secret, len(kept) + 1, max(untils, default=None))
+
+    return await make_change(connection, schema, actor, plan)

@@ -5,8 +5,8 @@
     disabled ──▶ active                    enable
     any ──▶ removing ──▶ removed           see endpoint_removal
 
-All changes run in a routing transaction, which locks the cursor row (see `routing_change`), and
-write a journal entry.
+All changes are planned by reading and written in one message (see `outbox.store.change`), with
+a journal entry.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import begin_subscription, lock_endpoint
-from outbox.store.routing_change import routing_transaction, write_journal
+from outbox.operations.endpoint_changes import find_endpoint, find_endpoints
+from outbox.operations.endpoint_writes import SET_STATES, subscribe
+from outbox.store.change import make_change
+from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,22 +26,25 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import LockedEndpoint
+    from outbox.operations.endpoint_changes import FoundEndpoint
+    from outbox.store.change import Change
 
-SET_STATE = """
-UPDATE endpoint SET state = $2, state_at = clock_timestamp(), state_by = $3, state_comment = $4
- WHERE id = $1
+COUNT_BLOCKED_LANES = """
+SELECT l.endpoint_id, count(*) AS lanes FROM lane_block b JOIN lane l ON l.id = b.lane_id
+ WHERE l.endpoint_id = ANY ($1) GROUP BY l.endpoint_id
 """
 
-UNBLOCK_LANES = """
-WITH taken AS (
-    DELETE FROM lane_block b USING lane l
-     WHERE l.id = b.lane_id AND l.endpoint_id = $1 RETURNING 1)
-SELECT count(*) FROM taken
-"""
+UNBLOCK_LANES = WriteStatement(
+    "unblock_lanes",
+    """
+DELETE FROM lane_block b USING lane l WHERE l.id = b.lane_id AND l.endpoint_id = ANY ($1)
+""",
+)
 
 # Signals the owner to retry at once; only the owner writes endpoint_health.
-REQUEST_RETRY = "UPDATE endpoint SET resumes = resumes + 1 WHERE id = $1"
+REQUEST_RETRY = WriteStatement(
+    "request_retry", "UPDATE endpoint SET resumes = resumes + 1 WHERE id = ANY ($1)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +66,28 @@ async def pause(
     *,
     actor: str,
     comment: str | None = None,
+    owner: str | None = None,
 ) -> list[StateChange]:
     """Pause endpoints: deliveries are sequenced, but not sent.
+
+    Args:
+        owner: the tenant that the endpoints must belong to; None: any.
 
     Raises:
         NotFound: no endpoint has this name; nothing was changed.
         Conflict: an endpoint is disabled or being removed.
     """
-    changes: list[StateChange] = []
-    async with routing_transaction(connection, schema):
-        for name in dict.fromkeys(names):
-            found = await lock_endpoint(connection, name)
-            changed = found.state != "paused"
-            if changed:
-                require_state(found, ("active",), "paused")
-                await _set_state(connection, found, "paused", actor, comment)
-            changes.append(StateChange(found.id, name, "paused", changed))
-    return changes
+
+    async def plan(change: Change) -> list[StateChange]:
+        found = await find_endpoints(change, names, owner)
+        paused = [each for each in found if each.state != "paused"]
+        for each in paused:
+            require_state(each, ("active",), "paused")
+        _set_states(change, paused, "paused", comment)
+        changed = {each.id for each in paused}
+        return [StateChange(e.id, e.name, "paused", e.id in changed) for e in found]
+
+    return await make_change(connection, schema, actor, plan)
 
 
 async def resume(
@@ -87,47 +97,68 @@ async def resume(
     *,
     actor: str,
     comment: str | None = None,
+    owner: str | None = None,
 ) -> list[StateChange]:
     """Resume paused endpoints, and retry failing endpoints at once.
 
     Blocked lanes continue after the dead letter that blocks them.
 
+    Args:
+        owner: the tenant that the endpoints must belong to; None: any.
+
     Raises:
         NotFound: no endpoint has this name; nothing was changed.
         Conflict: an endpoint is disabled or being removed.
     """
-    changes: list[StateChange] = []
-    async with routing_transaction(connection, schema):
-        for name in dict.fromkeys(names):
-            found = await lock_endpoint(connection, name)
-            require_state(found, ("active", "paused"), "resumed")
-            await connection.execute(REQUEST_RETRY, found.id)
-            unblocked: int = await connection.fetchval(UNBLOCK_LANES, found.id)
-            details: dict[str, Any] = {"unblocked": unblocked} if unblocked else {}
-            if found.state == "paused":
-                await _set_state(connection, found, "active", actor, comment, "resumed", **details)
-            else:
-                details = {"name": name, "comment": comment, **details}
-                await write_journal(connection, "endpoint_resumed", actor, found.id, details)
-            changes.append(
-                StateChange(found.id, name, "active", found.state == "paused", unblocked)
-            )
-    return changes
+
+    async def plan(change: Change) -> list[StateChange]:
+        found = await find_endpoints(change, names, owner)
+        for each in found:
+            require_state(each, ("active", "paused"), "resumed")
+        ids = [each.id for each in found]
+        rows = await change.db.fetch(COUNT_BLOCKED_LANES, ids)
+        unblocked = {row["endpoint_id"]: row["lanes"] for row in rows}
+        change.write(REQUEST_RETRY, ids)
+        change.write(UNBLOCK_LANES, ids)
+        resumed = [each.id for each in found if each.state == "paused"]
+        if resumed:
+            change.write(SET_STATES, resumed, "active", change.actor, comment)
+        for each in found:
+            data = {"name": each.name, "comment": comment}
+            if each.id in unblocked:
+                data["unblocked"] = unblocked[each.id]
+            change.journal("endpoint_resumed", each.id, data)
+        return [
+            StateChange(e.id, e.name, "active", e.id in resumed, unblocked.get(e.id, 0))
+            for e in found
+        ]
+
+    return await make_change(connection, schema, actor, plan)
 
 
 async def enable(
-    connection: Connection[Any], schema: str, name: str, *, actor: str, comment: str | None = None
+    connection: Connection[Any],
+    schema: str,
+    name: str,
+    *,
+    actor: str,
+    comment: str | None = None,
+    owner: str | None = None,
 ) -> StateChange:
     """Enable a disabled endpoint: it receives events from the next batch on.
 
     This also cancels the draining of an endpoint that is to be removed.
 
+    Args:
+        owner: the tenant that the endpoint must belong to; None: any.
+
     Raises:
         NotFound: no endpoint has this name.
         Conflict: the endpoint is neither disabled nor draining.
     """
-    async with routing_transaction(connection, schema) as from_batch:
-        found = await lock_endpoint(connection, name)
+
+    async def plan(change: Change) -> StateChange:
+        found = await find_endpoint(change, name, owner)
         if found.subscribed:
             if found.state == "paused":
                 raise Conflict(f'endpoint "{name}" is paused; resume it: outbox endpoint resume')
@@ -137,27 +168,31 @@ async def enable(
         if found.state in ("disabling", "removing"):
             raise Conflict(f'endpoint "{name}" is {found.state}; wait until that is complete')
         state = "active" if found.state == "disabled" else found.state
-        await begin_subscription(connection, from_batch, found.id, found.settings)
-        await connection.execute(REQUEST_RETRY, found.id)
-        await _set_state(connection, found, state, actor, comment, "enabled", from_batch=from_batch)
-    return StateChange(found.id, name, state, changed=True)
+        subscribe(change, [found.id])
+        change.write(REQUEST_RETRY, [found.id])
+        _set_states(change, [found], state, comment, "enabled", batch_as="from_batch")
+        return StateChange(found.id, name, state, changed=True)
+
+    return await make_change(connection, schema, actor, plan)
 
 
-async def _set_state(
-    connection: Connection[Any],
-    found: LockedEndpoint,
+def _set_states(
+    change: Change,
+    found: Sequence[FoundEndpoint],
     state: str,
-    actor: str,
     comment: str | None,
     verb: str | None = None,
-    **details: Any,
+    *,
+    batch_as: str | None = None,
 ) -> None:
-    await connection.execute(SET_STATE, found.id, state, actor, comment)
-    data = {"name": found.name, "comment": comment, **details}
-    await write_journal(connection, f"endpoint_{verb or state}", actor, found.id, data)
+    if found:
+        change.write(SET_STATES, [each.id for each in found], state, change.actor, comment)
+    for each in found:
+        data = {"name": each.name, "comment": comment}
+        change.journal(f"endpoint_{verb or state}", each.id, data, batch_as=batch_as)
 
 
-def require_state(found: LockedEndpoint, states: Sequence[str], done: str) -> None:
+def require_state(found: FoundEndpoint, states: Sequence[str], done: str) -> None:
     """Require one of these states.
 
     Raises:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.api_token import SECRET_BYTES, digest, format_fetch_token, matches_digest
-from outbox.operations.endpoint_changes import lock_endpoint
+from outbox.operations.endpoint_changes import find_endpoint
+from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.routing_change import write_journal
+from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -17,25 +18,40 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.store.change import Change
+
 OVERLAP_S = 86400.0
 
-ADD_TOKEN = """
-INSERT INTO fetch_token (endpoint_id, hash, created_by) VALUES ($1, $2, $3) RETURNING id
-"""  # noqa: S105 (no password)
+ADD_TOKEN = WriteStatement(
+    "add_fetch_token",
+    "INSERT INTO fetch_token (endpoint_id, hash, created_by) VALUES ($1, $2, $3)",
+)
 
-# Sets the expiry of older tokens, and deletes expired ones.
-END_TOKENS = """
-WITH deleted AS (
-    DELETE FROM fetch_token
-     WHERE endpoint_id = $1 AND id < $2 AND ($3 = 0 OR expires_at <= clock_timestamp()))
-UPDATE fetch_token
-   SET expires_at = least(expires_at, clock_timestamp() + make_interval(secs => $3))
- WHERE endpoint_id = $1 AND id < $2 AND $3 > 0
-   AND (expires_at IS NULL OR expires_at > clock_timestamp())
-RETURNING expires_at
+# The expiry of the last old token if they stay valid for $2 seconds; NULL: none is valid.
+READ_EXPIRY = """
+SELECT max(least(expires_at, clock_timestamp() + make_interval(secs => $2))) FROM fetch_token
+ WHERE endpoint_id = $1 AND $2 > 0 AND (expires_at IS NULL OR expires_at > clock_timestamp())
 """
 
-REVOKE_TOKENS = "DELETE FROM fetch_token WHERE endpoint_id = $1 RETURNING id"
+# Sets the expiry of tokens, and deletes expired ones; with an overlap of 0, deletes all.
+END_TOKENS = WriteStatement(
+    "end_fetch_tokens",
+    """
+WITH deleted AS (
+    DELETE FROM fetch_token
+     WHERE endpoint_id = $1 AND ($2::float8 = 0 OR expires_at <= clock_timestamp()))
+UPDATE fetch_token
+   SET expires_at = least(expires_at, clock_timestamp() + make_interval(secs => $2::float8))
+ WHERE endpoint_id = $1 AND $2::float8 > 0
+   AND (expires_at IS NULL OR expires_at > clock_timestamp())
+""",
+)
+
+COUNT_TOKENS = "SELECT count(*) FROM fetch_token WHERE endpoint_id = $1"
+
+REVOKE_TOKENS = WriteStatement(
+    "revoke_fetch_tokens", "DELETE FROM fetch_token WHERE endpoint_id = $1"
+)
 
 # The endpoint of a token, unless it is removed.  `stale`: last_used_at is older than a minute.
 FIND_TOKEN = """
@@ -45,11 +61,14 @@ SELECT t.id, t.endpoint_id, e.name, t.hash,
  WHERE t.hash = $1 AND (t.expires_at IS NULL OR t.expires_at > clock_timestamp())
 """  # noqa: S105
 
-NOTE_USE = """
+NOTE_USE = WriteStatement(
+    "note_fetch_token_use",
+    """
 UPDATE fetch_token SET last_used_at = clock_timestamp()
  WHERE id = $1
    AND (last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute')
-"""
+""",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +105,16 @@ async def add(
         NotFound: there is no endpoint of that name.
     """
     token = format_fetch_token(secrets.token_bytes(SECRET_BYTES))
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            found = await lock_endpoint(connection, name)
-            made = await connection.fetchval(ADD_TOKEN, found.id, digest(token), actor)
-            rows = await connection.fetch(END_TOKENS, found.id, made, float(overlap_s))
-            data = {"name": name, "overlap_s": overlap_s}
-            await write_journal(connection, "fetch_token_added", actor, found.id, data)
-    old = [row["expires_at"] for row in rows]
-    return FetchToken(found.id, name, token, max(old, default=None))
+
+    async def plan(change: Change) -> FetchToken:
+        found = await find_endpoint(change, name)
+        old_until = await change.db.fetchval(READ_EXPIRY, found.id, float(overlap_s))
+        change.write(END_TOKENS, found.id, float(overlap_s))
+        change.write(ADD_TOKEN, found.id, digest(token), actor)
+        change.journal("fetch_token_added", found.id, {"name": name, "overlap_s": overlap_s})
+        return FetchToken(found.id, name, token, old_until)
+
+    return await make_change(connection, schema, actor, plan, routing=False)
 
 
 async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: str) -> int:
@@ -103,14 +123,16 @@ async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: 
     Raises:
         NotFound: there is no endpoint of that name.
     """
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            found = await lock_endpoint(connection, name)
-            deleted = await connection.fetch(REVOKE_TOKENS, found.id)
-            if deleted:
-                data = {"name": name, "tokens": len(deleted)}
-                await write_journal(connection, "fetch_tokens_revoked", actor, found.id, data)
-    return len(deleted)
+
+    async def plan(change: Change) -> int:
+        found = await find_endpoint(change, name)
+        tokens: int = await change.db.fetchval(COUNT_TOKENS, found.id)
+        if tokens:
+            change.write(REVOKE_TOKENS, found.id)
+            change.journal("fetch_tokens_revoked", found.id, {"name": name, "tokens": tokens})
+        return tokens
+
+    return await make_change(connection, schema, actor, plan, routing=False)
 
 
 async def find_fetcher(connection: Connection[Any], schema: str, token: str) -> Fetcher | None:
@@ -120,5 +142,5 @@ async def find_fetcher(connection: Connection[Any], schema: str, token: str) -> 
         if row is None or not matches_digest(token, row["hash"]):
             return None
         if row["stale"]:
-            await connection.execute(NOTE_USE, row["id"])
+            await connection.write(NOTE_USE, row["id"])
     return Fetcher(row["endpoint_id"], row["name"])

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import NotFound
+from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import WriteStatement
 from outbox.store.erasure import PLAN_BY_INDEX
-from outbox.store.routing_change import write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from asyncpg import Connection
+
+    from outbox.store.change import Change
 
 IdempotencyKeyState = Literal["held", "expired", "claimed-without-event"]
 """`claimed-without-event`: the key was claimed, but its event was never published."""
@@ -53,11 +56,16 @@ FIND_EVENTS = (
     "SELECT key, event_id FROM idempotency_key WHERE key = ANY ($1) AND event_id IS NOT NULL"
 )
 
-RESET_KEY = """
-UPDATE idempotency_key SET expires_at = clock_timestamp(), resets = resets + 1
- WHERE key = $1 AND expires_at > clock_timestamp()
-RETURNING event_id::text AS event, claimed_at
-"""
+# Aborts if the key has another claim than the planned one.
+RESET_KEY = WriteStatement(
+    "reset_key",
+    """
+WITH reset AS (
+    UPDATE idempotency_key SET expires_at = clock_timestamp(), resets = resets + 1
+     WHERE key = $1 AND claimed_at = $2 AND expires_at > clock_timestamp() RETURNING 1)
+SELECT abort_unless(EXISTS (SELECT FROM reset))
+""",
+)
 
 # By the bloom-filter index, or from the copy in a dead letter.
 READ_TYPE = """
@@ -146,16 +154,21 @@ async def reset(connection: Connection[Any], schema: str, key: str, *, actor: st
     Raises:
         NotFound: the key was never claimed.
     """
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            row = await connection.fetchrow(RESET_KEY, _validate_key(key))
-            if row is None:
-                if await connection.fetchrow(GET_KEY, key) is None:
-                    raise _key_not_found(key)
-                return False
-            about = {"key": key, **row}
-            await write_journal(connection, "once_reset", actor, None, about)
-    return True
+
+    async def plan(change: Change) -> bool:
+        row = await change.db.fetchrow(GET_KEY, _validate_key(key))
+        if row is None:
+            raise _key_not_found(key)
+        if row["state"] == "expired":
+            return False
+        change.write(RESET_KEY, key, row["claimed_at"])
+        event = row["event_id"] and str(row["event_id"])
+        change.journal(
+            "once_reset", None, {"key": key, "event": event, "claimed_at": row["claimed_at"]}
+        )
+        return True
+
+    return await make_change(connection, schema, actor, plan, routing=False)
 
 
 async def find_events(

@@ -8,22 +8,26 @@ are not included: an operator replays them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
 from outbox.operations import lane_history
 from outbox.operations.lane_history import FIND_BATCH
-from outbox.operations.replays import ADD_JOB, ADD_PARTS
+from outbox.operations.replays import READ_NEW_JOB, JobPart, add_job, require_oldest
+from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
-from outbox.store.routing_change import routing_transaction, write_journal
+from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from asyncpg import Connection
 
     from outbox.operations.fetch_tokens import Fetcher
     from outbox.operations.lane_history import LaneHistory
+    from outbox.store.change import Change
 
 READ_STATE = "SELECT state FROM endpoint WHERE id = $1"
 
@@ -41,10 +45,13 @@ SELECT seq, batch FROM delivery
  ORDER BY batch, seq LIMIT 1
 """  # noqa: S608 (a constant only)
 
-ADD_REPLAY = """
+ADD_REPLAY = WriteStatement(
+    "add_lane_replay",
+    f"""
 INSERT INTO replay (job_id, endpoint_id, next_seq, next_batch, to_seq)
-VALUES ($1, $2, $3, $4, $5)
-"""
+VALUES ({NEW_JOB}, $1, $2, $3, $4)
+""",  # noqa: S608 (a constant only)
+)
 
 
 _ACTOR = "receiver "
@@ -96,21 +103,26 @@ async def request_replay(
         nothing = ReceiverReplay(lane.name, None, None, None, lane.acknowledged)
         if await _find_first(connection, lane, batch, after, last) is None:
             return nothing
-    actor = _ACTOR + fetcher.name
-    # The checks above ran without the cursor lock, to not delay the sequencer; repeat them.
-    async with routing_transaction(connection, schema):
-        await _require_idle(connection, fetcher, lane)
-        first = await _find_first(connection, lane, batch, after, last)
+
+    async def plan(change: Change) -> ReceiverReplay:
+        await _require_idle(change.db, fetcher, lane)
+        await require_oldest(change, "log")
+        first = await _find_first(change.db, lane, batch, after, last)
         if first is None:
             return nothing
-        origin = (actor, None, lane.id)
-        job: int = await connection.fetchval(ADD_JOB, "lane", fetcher.name, *(None,) * 6, *origin)
         endpoint_id, seq = fetcher.endpoint_id, first["seq"]
-        await connection.execute(ADD_PARTS, job, [endpoint_id], [seq], [last], [None], [None])
-        await connection.execute(ADD_REPLAY, job, endpoint_id, seq, first["batch"], last)
-        data = {"job": job, "lane": lane.name, "from": seq, "to": last}
-        await write_journal(connection, "lane_replay_requested", actor, endpoint_id, data)
-    return ReceiverReplay(lane.name, job, seq, last, lane.acknowledged)
+        row = {"kind": "lane", "endpoint": fetcher.name, "lane_id": lane.id}
+        add_job(change, row, [JobPart(endpoint_id, seq, last)])
+        change.write(ADD_REPLAY, endpoint_id, seq, first["batch"], last)
+        data = {"lane": lane.name, "from": seq, "to": last}
+        change.journal("lane_replay_requested", endpoint_id, data, with_job=True)
+        return replace(nothing, from_sequence=seq, to_sequence=last)
+
+    async def read_back(db: Any, request: UUID, replay: ReceiverReplay) -> ReceiverReplay:
+        return replace(replay, job=await db.fetchval(READ_NEW_JOB, request))
+
+    actor = _ACTOR + fetcher.name
+    return await make_change_and_read(connection, schema, actor, plan, read_back)
 
 
 async def _require_idle(connection: Connection[Any], fetcher: Fetcher, lane: LaneHistory) -> None:

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
 from outbox.operations.tenancy import JOB_IS_OWN
+from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import WriteStatement
 from outbox.store.replay_feed import CANCEL_REPLAYS
-from outbox.store.routing_change import routing_transaction, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
+    from uuid import UUID
 
     from asyncpg import Connection
+
+    from outbox.store.change import Change
 
 JobState = Literal["running", "done", "aborted"]
 STATES: tuple[JobState, ...] = get_args(JobState)
@@ -54,8 +58,15 @@ READ_JOBS = f"""{_JOBS}
 """
 READ_JOB = f"""{_JOBS} WHERE j.id = $1"""
 
-LOCK_JOB = "SELECT state FROM replay_job WHERE id = $1 FOR UPDATE"
-ABORT_JOB = "UPDATE replay_job SET state = 'aborted', ended_at = clock_timestamp() WHERE id = $1"
+ABORT_JOB = WriteStatement(
+    "abort_replay_job",
+    """
+WITH aborted AS (
+    UPDATE replay_job SET state = 'aborted', ended_at = clock_timestamp()
+     WHERE id = $1 AND state = 'running' RETURNING 1)
+SELECT abort_unless(EXISTS (SELECT FROM aborted))
+""",
+)
 
 FIND_RELAY = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())"
 
@@ -147,20 +158,20 @@ async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor:
         NotFound: no job has this id.
         Conflict: the job has ended.
     """
-    async with routing_transaction(connection, schema):
-        state = await connection.fetchval(LOCK_JOB, job_id)
-        if state is None:
-            raise _job_not_found(job_id)
-        if state != "running":
-            text = "is done" if state == "done" else "was aborted already"
+
+    async def plan(change: Change) -> None:
+        job = await get(change.db, schema, job_id)
+        if job.state != "running":
+            text = "is done" if job.state == "done" else "was aborted already"
             raise Conflict(f"replay job {job_id} {text}; see: outbox replay show {job_id}")
-        await connection.execute(CANCEL_REPLAYS, None, job_id)
-        await connection.execute(ABORT_JOB, job_id)
-        job = _job(await connection.fetchrow(READ_JOB, job_id))
-        await write_journal(
-            connection, "replay_aborted", actor, None, {"job": job_id, "taken": job.taken}
-        )
-    return job
+        change.write(ABORT_JOB, job_id)
+        change.write(CANCEL_REPLAYS, None, job_id)
+        change.journal("replay_aborted", None, {"job": job_id, "taken": job.taken})
+
+    async def read_back(db: Any, _: UUID, __: None) -> ReplayJob:
+        return await get(db, schema, job_id)
+
+    return await make_change_and_read(connection, schema, actor, plan, read_back)
 
 
 def _job(row: Any) -> ReplayJob:

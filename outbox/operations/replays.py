@@ -16,26 +16,39 @@ from outbox.core.delivery.message import rfc3339
 from outbox.errors import Conflict
 from outbox.operations.dead_letter_filter import filter_parameters, find_endpoint_ids
 from outbox.operations.dead_letters import dead_letter_not_found, replays_of
+from outbox.store.change import NEW_JOB, document, make_change_and_read
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import WriteStatement
 from outbox.store.replay_feed import MATCHES_SELECTION
-from outbox.store.routing_change import request_transaction, routing_transaction, write_journal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
     from asyncpg import Connection
 
+    from outbox.core.sequencing.partition_window import WindowKind
     from outbox.operations.dead_letter_filter import DeadLetterSelection
+    from outbox.store.change import Change
 
-# Locked in the order of ids, like all statements that lock several, to prevent deadlocks.
-LOCK_DEAD = """
+READ_DEAD = """
 SELECT d.id, d.state, d.outbox_id IS NOT NULL AND d.payload IS NULL AS is_erased,
        e.state AS endpoint_state, e.name AS endpoint, d.endpoint_id, d.seq, d.to_seq
   FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id
- WHERE d.id = ANY ($1)
- ORDER BY d.id FOR UPDATE OF d
+ WHERE d.id = ANY ($1) ORDER BY d.id
 """
+
+# Locks dead letters, and aborts if one has another state than `dead`.  In the order of ids, like
+# all statements that lock several, to prevent deadlocks.
+REQUIRE_DEAD = WriteStatement(
+    "require_dead",
+    """
+WITH found AS MATERIALIZED (
+    SELECT id, state FROM dead_letter WHERE id = ANY ($1::bigint[]) ORDER BY id FOR UPDATE)
+SELECT abort_unless(
+    (SELECT count(*) FROM found WHERE state = 'dead') = cardinality($1::bigint[]))
+""",
+)
 
 # Dead letters that match a filter, by endpoint.
 COUNT_DEAD = f"""
@@ -51,33 +64,73 @@ SELECT d.endpoint_id, e.name AS endpoint, e.state,
  ORDER BY e.name
 """  # noqa: S608 (constants only)
 
-ADD_JOB = """
+# $1: the columns as a JSON object; $2: gaps of a backfill.
+ADD_JOB = WriteStatement(
+    "add_replay_job",
+    """
 INSERT INTO replay_job (kind, endpoint, types, tenant, reason, since, until, rate_per_s,
-                        requested_by, gaps, lane_id)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, coalesce($10::int8multirange, '{}'), $11)
-RETURNING id
-"""
+                        requested_by, lane_id, gaps)
+SELECT kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, lane_id, $2
+  FROM jsonb_populate_record(NULL::replay_job, $1::text::jsonb)
+""",
+)
 
-ADD_PARTS = """
+ADD_PARTS = WriteStatement(
+    "add_replay_parts",
+    f"""
 INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, last_id, expected, from_id)
-SELECT $1, p.endpoint_id, p.first_id, p.first_id, p.last_id, p.expected, p.from_id
-  FROM unnest($2::uuid[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
+SELECT {NEW_JOB}, p.endpoint_id, p.first_id, p.first_id, p.last_id, p.expected, p.from_id
+  FROM unnest($1::uuid[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[])
        AS p(endpoint_id, first_id, last_id, expected, from_id)
-"""
+""",  # noqa: S608 (constants only)
+)
 
 # The next batches create the deliveries.
-ADD_REPLAYS = """
+ADD_REPLAYS = WriteStatement(
+    "add_replays",
+    f"""
 INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
-SELECT $1, endpoint_id, id, seq, batch, to_seq FROM dead_letter WHERE id = ANY ($2) ORDER BY id
-"""
+SELECT {NEW_JOB}, endpoint_id, id, seq, batch, to_seq
+  FROM dead_letter WHERE id = ANY ($1) ORDER BY id
+""",  # noqa: S608 (constants only)
+)
 
-SET_STATE = "UPDATE dead_letter SET state = $2 WHERE id = ANY ($1)"
+# The oldest period that is not dropped; rows of dropped ones may still be visible.
+READ_OLDEST = "SELECT min(number) FROM period WHERE kind = $1 AND dropped_at IS NULL"
+
+# Aborts if it is another one; from now on, retention respects the job.
+REQUIRE_OLDEST = WriteStatement(
+    "require_oldest_period", f"SELECT abort_unless(({READ_OLDEST}) = $2)"
+)
+
+# The replay job of a change, by its request id.
+READ_NEW_JOB = "SELECT (data ->> 'job')::bigint FROM journal WHERE request = $1"
+
+SET_STATE = WriteStatement(
+    "set_dead_letter_state", "UPDATE dead_letter SET state = $2 WHERE id = ANY ($1)"
+)
 
 # Unblock the lanes that wait for a decision about these dead letters.
-UNBLOCK = """
+UNBLOCK = WriteStatement(
+    "unblock_dead_letters",
+    """
 DELETE FROM lane_block b USING dead_letter d
  WHERE d.id = ANY ($1) AND b.lane_id = d.lane_id AND b.seq = d.seq
-"""
+""",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobPart:
+    """The range of a new job for one endpoint: ids of dead letters, sequences or events."""
+
+    endpoint_id: UUID
+    first_id: int
+    last_id: int
+    expected: int | None = None
+    """Number of items; None: not counted."""
+    from_id: int | None = None
+    """The lowest event id that a backfill may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +170,7 @@ async def plan_replay(
     """
     with map_errors(schema):
         if selection.ids:
-            async with connection.transaction():
-                found = _by_endpoint(
-                    await _lock_named(connection, selection.ids, explain_not_replayable)
-                )
+            found = _by_endpoint(await _read_named(connection, selection.ids, again=True))
         else:
             found = await _find_candidates(connection, selection)
     return found, _outcome(found, None)
@@ -148,61 +198,100 @@ async def start_replay(
             endpoint.
     """
     if selection.ids:
-        async with routing_transaction(connection, schema):
-            rows = await _lock_named(connection, selection.ids, explain_not_replayable)
-            found = _by_endpoint(rows)
-            ids = [row["id"] for row in rows]
-            job = await _add_job(connection, selection, found, rate_per_s, actor)
-            await connection.execute(ADD_REPLAYS, job, ids)
-            await set_dead_letter_state(connection, ids, "replaying")
-            data = {"job": job, "dead": ids}
-            await write_journal(connection, "dead_replayed", actor, _single_endpoint(found), data)
-        return _outcome(found, job)
-    with map_errors(schema, "operator"):
-        found = await _find_candidates(connection, selection)
-    some = [each for each in found if each.letters > each.skipped]
-    if not some:
-        return _outcome(found, None)
-    async with request_transaction(connection, schema):
-        job = await _add_job(connection, selection, some, rate_per_s, actor)
+        found: list[ReplayCandidates] = []
+    else:
+        # Not planned again if routing changes: this may read many dead letters.
+        with map_errors(schema, "operator"):
+            found = await _find_candidates(connection, selection)
+        if not any(each.letters > each.skipped for each in found):
+            return _outcome(found, None)
+
+    async def plan(change: Change) -> list[ReplayCandidates]:
+        if selection.ids:
+            return await _plan_named(change, selection, rate_per_s)
+        some = [each for each in found if each.letters > each.skipped]
+        parts = [JobPart(e.endpoint_id, e.first_id, e.last_id, e.numbers) for e in some]
+        _add_selection_job(change, selection, parts, rate_per_s)
         its = {name: to_journal_value(value) for name, value in selection.filter.criteria.items()}
-        data = {"job": job, "selection": its, "letters": _outcome(found, job).done}
-        await write_journal(connection, "dead_replayed", actor, _single_endpoint(some), data)
-    return _outcome(found, job)
+        data = {"selection": its, "letters": _outcome(found, None).done}
+        change.journal("dead_replayed", _single_endpoint(some), data, with_job=True)
+        return found
+
+    async def read_back(db: Any, request: UUID, replayed: list[ReplayCandidates]) -> ReplayOutcome:
+        return _outcome(replayed, await db.fetchval(READ_NEW_JOB, request))
+
+    return await make_change_and_read(connection, schema, actor, plan, read_back)
 
 
-async def set_dead_letter_state(
-    connection: Connection[Any], ids: Sequence[int], state: str
-) -> None:
-    """Set the state of dead letters, and unblock the lanes that wait for them."""
-    await connection.execute(SET_STATE, ids, state)
-    await connection.execute(UNBLOCK, ids)
-
-
-async def _add_job(
-    connection: Connection[Any],
-    selection: DeadLetterSelection,
-    found: Sequence[ReplayCandidates],
-    rate_per_s: float | None,
-    actor: str,
-) -> int:
-    """Add a replay job with one part per endpoint."""
-    its = selection.filter
-    job: int = await connection.fetchval(
-        ADD_JOB, "dead", its.endpoint, *its.arguments, rate_per_s, actor, None, None
-    )
-    # Dead letters selected by id are replayed already: their part has an empty id range.
-    last_ids = [0 if selection.ids else each.last_id for each in found]
-    await connection.execute(
-        ADD_PARTS,
-        job,
-        [each.endpoint_id for each in found],
-        [each.first_id for each in found],
-        last_ids,
-        [each.numbers for each in found],
-        [None] * len(found),
-    )
+async def read_new_job(db: Any, request: UUID, _: None) -> int:
+    """The replay job that a change has added."""
+    job: int = await db.fetchval(READ_NEW_JOB, request)
     return job
+
+
+def add_job(
+    change: Change, columns: Mapping[str, Any], parts: Sequence[JobPart], gaps: Any = ()
+) -> None:
+    """Add a replay job; its id is that of NEW_JOB in the statements after it.
+
+    It is written before the cursor row is locked, because it may have very many parts.
+
+    Args:
+        columns: of its row.
+        gaps: of a backfill: ranges of ids that it excludes.
+    """
+    row = {**columns, "requested_by": change.actor}
+    change.write_early(ADD_JOB, document(row), list(gaps))
+    change.write_early(
+        ADD_PARTS,
+        [part.endpoint_id for part in parts],
+        [part.first_id for part in parts],
+        [part.last_id for part in parts],
+        [part.expected for part in parts],
+        [part.from_id for part in parts],
+    )
+
+
+async def require_oldest(change: Change, kind: WindowKind) -> int:
+    """The oldest period of a kind, which must not be dropped before the job is added."""
+    number: int = await change.db.fetchval(READ_OLDEST, kind)
+    change.write(REQUIRE_OLDEST, kind, number)
+    return number
+
+
+def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> None:
+    """Set the state of dead letters, which must still be `dead`, and unblock their lanes."""
+    change.write(REQUIRE_DEAD, ids)
+    change.write(SET_STATE, ids, state)
+    change.write(UNBLOCK, ids)
+
+
+async def _plan_named(
+    change: Change, selection: DeadLetterSelection, rate_per_s: float | None
+) -> list[ReplayCandidates]:
+    """Plan the replay of dead letters selected by id."""
+    rows = await _read_named(change.db, selection.ids, again=True)
+    found, ids = _by_endpoint(rows), [row["id"] for row in rows]
+    # They are replayed already, so their part has an empty id range.
+    parts = [JobPart(each.endpoint_id, 1, 0, each.numbers) for each in found]
+    _add_selection_job(change, selection, parts, rate_per_s)
+    write_dead_letter_state(change, ids, "replaying")
+    change.write(ADD_REPLAYS, ids)
+    change.journal("dead_replayed", _single_endpoint(found), {"dead": ids}, with_job=True)
+    return found
+
+
+def _add_selection_job(
+    change: Change,
+    selection: DeadLetterSelection,
+    parts: Sequence[JobPart],
+    rate_per_s: float | None,
+) -> None:
+    its = selection.filter
+    names = ("types", "tenant", "reason", "since", "until")
+    criteria = dict(zip(names, its.arguments, strict=True))
+    row = {"kind": "dead", "endpoint": its.endpoint, **criteria, "rate_per_s": rate_per_s}
+    add_job(change, row, parts)
 
 
 async def _find_candidates(
@@ -276,14 +365,19 @@ def to_journal_value(value: Any) -> Any:
     return rfc3339(value) if hasattr(value, "astimezone") else value
 
 
-async def _lock_named(connection: Connection[Any], ids: Sequence[int], why_not: Any) -> list[Any]:
-    """Lock the dead letters with these ids; all of them, or none."""
-    rows: list[Any] = await connection.fetch(LOCK_DEAD, sorted(set(ids)))
+async def _read_named(connection: Connection[Any], ids: Sequence[int], *, again: bool) -> list[Any]:
+    """The dead letters with these ids, which must all be `dead`.
+
+    Args:
+        again: they must be replayable, too.
+    """
+    rows: list[Any] = await connection.fetch(READ_DEAD, sorted(set(ids)))
     missing = set(ids) - {row["id"] for row in rows}
     if missing:
         raise dead_letter_not_found(min(missing))
     for row in rows:
-        if (explanation := why_not(row)) is None:
+        explanation = explain_not_replayable(row) if again else explain_not_dead(row)
+        if explanation is None:
             continue
         if row["state"] == "replaying":
             raise await _replay_conflict(connection, row["id"])
@@ -291,14 +385,14 @@ async def _lock_named(connection: Connection[Any], ids: Sequence[int], why_not: 
     return rows
 
 
-async def lock_dead_letters(connection: Connection[Any], ids: Sequence[int]) -> list[Any]:
-    """Lock the dead letters with these ids, and require the state `dead`.
+async def read_dead_letters(connection: Connection[Any], ids: Sequence[int]) -> list[Any]:
+    """The dead letters with these ids, which must have the state `dead`.
 
     Raises:
         NotFound: an id does not exist.
         Conflict: a dead letter has another state.
     """
-    return await _lock_named(connection, ids, explain_not_dead)
+    return await _read_named(connection, ids, again=False)
 
 
 async def _replay_conflict(connection: Connection[Any], dead_id: int) -> Conflict:

@@ -1,8 +1,8 @@
 """Key rotation: encrypts every stored secret with the first key of the vault.
 
-Each endpoint is processed in its own transaction, under its row lock, so a concurrent secret
-rotation waits briefly; deliveries are not affected.  An interrupted run can be repeated: secrets
-already encrypted with the first key are skipped.
+Each endpoint is read, and written in one message, which replaces only what is still as it was
+read; another pass follows if something was written meanwhile.  Deliveries are not affected.  An
+interrupted run can be repeated: secrets already encrypted with the first key are skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from outbox.store.change import document
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.connection.secrets import (
     IDENTITY,
     SIGNING,
@@ -20,15 +22,15 @@ from outbox.store.connection.secrets import (
     is_sealed,
     unreadable_values,
 )
-from outbox.store.routing_change import LOCK_CURSOR, write_journal
+from outbox.store.routing_change import ADD_TO_JOURNAL, RAISE_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from asyncpg import Connection
-
+    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.secrets import Vault
+    from outbox.store.connection.store_connection import StoreConnection
 
 PAGE = 200
 PASSES_MAX = 5
@@ -43,22 +45,46 @@ SELECT id FROM endpoint WHERE state <> 'removed' AND ($1::uuid IS NULL OR id > $
  ORDER BY id LIMIT $2
 """
 
-# Rotation of a secret and changes of headers take the same lock.
-LOCK = """
+READ_ENDPOINT = """
 SELECT name, headers::text AS headers, identity FROM endpoint
- WHERE id = $1 AND state <> 'removed' FOR NO KEY UPDATE
+ WHERE id = $1 AND state <> 'removed'
 """
 
 # Expired secrets are deleted, because their key may not be available.
-FORGET_EXPIRED = """
-DELETE FROM endpoint_secret WHERE endpoint_id = $1 AND expires_at <= clock_timestamp()
+DELETE_EXPIRED = WriteStatement(
+    "delete_expired_secrets",
+    "DELETE FROM endpoint_secret WHERE endpoint_id = $1 AND expires_at <= clock_timestamp()",
+)
+
+READ_SECRETS = """
+SELECT id, secret FROM endpoint_secret
+ WHERE endpoint_id = $1 AND (expires_at IS NULL OR expires_at > clock_timestamp())
 """
 
-SECRETS = "SELECT id, secret FROM endpoint_secret WHERE endpoint_id = $1"
+# $1: {endpoint_id, id, old, new} of secrets, as a JSON array.
+REPLACE_SECRETS = WriteStatement(
+    "replace_secrets",
+    """
+UPDATE endpoint_secret s SET secret = r.new
+  FROM jsonb_to_recordset($1::text::jsonb)
+           AS r(endpoint_id uuid, id integer, old text, new text)
+ WHERE s.endpoint_id = r.endpoint_id AND s.id = r.id AND s.secret = r.old
+""",
+)
 
-WRITE_SECRET = "UPDATE endpoint_secret SET secret = $3 WHERE endpoint_id = $1 AND id = $2"  # noqa: S105
+# $1: {id, old_headers, headers, old_identity, identity} as a JSON object.
+REPLACE_IN_ENDPOINT = WriteStatement(
+    "replace_in_endpoint",
+    """
+UPDATE endpoint e SET headers = r.headers, identity = r.identity
+  FROM jsonb_to_record($1::text::jsonb)
+           AS r(id uuid, old_headers jsonb, headers jsonb, old_identity text, identity text)
+ WHERE e.id = r.id AND e.headers = r.old_headers AND e.identity IS NOT DISTINCT FROM r.old_identity
+""",
+)
 
-WRITE_ENDPOINT = "UPDATE endpoint SET headers = $2::text::jsonb, identity = $3 WHERE id = $1"
+# Rejects every change that was planned before, and might write a secret with an older key.
+REJECT_EARLIER_PLANS = WriteStatement("reject_earlier_plans", RAISE_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +114,14 @@ class RekeyProgress:
     """Endpoints with secrets that could not be decrypted, with the reason."""
 
 
-async def count_secrets(connection: Connection[Any], schema: str) -> list[SecretCount]:
+async def count_secrets(connection: StoreConnection, schema: str) -> list[SecretCount]:
     """Count the secrets by encryption key."""
     with map_errors(schema):
         return [SecretCount(**row) for row in await connection.fetch(COUNT_SECRETS)]
 
 
 async def rekey(
-    connection: Connection[Any],
+    connection: StoreConnection,
     schema: str,
     vault: Vault,
     *,
@@ -120,34 +146,33 @@ async def rekey(
             after = None
             while ids := [r["id"] for r in await connection.fetch(PAGE_OF_IDS, after, PAGE)]:
                 for endpoint_id in ids:
-                    async with connection.transaction(isolation="read_committed"):
-                        done = await _endpoint(connection, endpoint_id, vault, done)
+                    done = await _endpoint(connection, endpoint_id, vault, done)
                     on_progress(done)
                 after = ids[-1]
-            async with connection.transaction(isolation="read_committed"):
-                # Writers of secrets hold this lock, so they committed before, or see the new state.
-                await connection.execute(LOCK_CURSOR)
-                kept = [SecretCount(**row) for row in await connection.fetch(COUNT_SECRETS)]
-                left = sum(each.count for each in kept if each.key != vault.key_id)
-                done = replace(done, left=left)
-                if left and not done.locked:
-                    continue
-                if done.secrets:
-                    data = {"key": done.key, "secrets": done.secrets, "left": left}
-                    await write_journal(connection, "secrets_rekeyed", actor, None, data)
-                break
+            await connection.write(REJECT_EARLIER_PLANS)
+            kept = [SecretCount(**row) for row in await connection.fetch(COUNT_SECRETS)]
+            left = sum(each.count for each in kept if each.key != vault.key_id)
+            done = replace(done, left=left)
+            if left and not done.locked:
+                continue
+            if done.secrets:
+                data = {"key": done.key, "secrets": done.secrets, "left": left}
+                entry = ("secrets_rekeyed", actor, None, document(data))
+                await connection.write(ADD_TO_JOURNAL, *entry)
+            break
     return done
 
 
 async def _endpoint(
-    connection: Connection[Any], endpoint_id: UUID, vault: Vault, done: RekeyProgress
+    connection: StoreConnection, endpoint_id: UUID, vault: Vault, done: RekeyProgress
 ) -> RekeyProgress:
-    row = await connection.fetchrow(LOCK, endpoint_id)
+    row = await connection.fetchrow(READ_ENDPOINT, endpoint_id)
     if row is None:
         return done
-    await connection.execute(FORGET_EXPIRED, endpoint_id)
-    written, why = 0, ""
-    for secret in await connection.fetch(SECRETS, endpoint_id):
+    calls: list[WriteCall] = [(DELETE_EXPIRED, endpoint_id)]
+    replaced: list[dict[str, Any]] = []
+    why = ""
+    for secret in await connection.fetch(READ_SECRETS, endpoint_id):
         if vault.is_current(secret["secret"]):
             continue
         try:
@@ -155,9 +180,12 @@ async def _endpoint(
         except UnreadableSecret as locked:
             why = why or str(locked)
             continue
-        encrypted = vault.seal(text, endpoint_id, SIGNING)
-        await connection.execute(WRITE_SECRET, endpoint_id, secret["id"], encrypted)
-        written += 1
+        new = vault.seal(text, endpoint_id, SIGNING)
+        replaced.append(
+            {"endpoint_id": endpoint_id, "id": secret["id"], "old": secret["secret"], "new": new}
+        )
+    if replaced:
+        calls.append((REPLACE_SECRETS, Private(document(replaced))))
     stored, identity = orjson.loads(row["headers"]), row["identity"]
     headers = {n: v for n, v in stored.items() if not vault.is_current(_stored(v))}
     opened = vault.open_headers(headers, endpoint_id)
@@ -174,9 +202,16 @@ async def _endpoint(
             why = why or str(locked)
     changed = sum(sealed[name] != stored[name] for name in sealed)
     if changed or encrypted != identity:
-        text = orjson.dumps({**stored, **sealed}).decode()
-        await connection.execute(WRITE_ENDPOINT, endpoint_id, text, encrypted)
-    written += changed + (encrypted != identity)
+        new_row = {
+            "id": endpoint_id,
+            "old_headers": stored,
+            "headers": {**stored, **sealed},
+            "old_identity": identity,
+            "identity": encrypted,
+        }
+        calls.append((REPLACE_IN_ENDPOINT, Private(document(new_row))))
+    await connection.write_together(*calls)
+    written = len(replaced) + changed + (encrypted != identity)
     locked_here = (f'endpoint "{row["name"]}": {why}',) if why else ()
     return replace(
         done,

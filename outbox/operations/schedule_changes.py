@@ -3,22 +3,26 @@
     (added) ──▶ active ──▶ paused ──▶ active       pause, resume
     any ──▶ (gone)                                  remove
 
-Each change locks the schedule's row, which waits for a relay that is publishing a run, and
-writes a journal entry.  Runs that are due while a schedule is paused are skipped.
+Each change is planned by reading and written in one message (see `outbox.store.change`), which
+aborts if a relay publishes a run of the schedule meanwhile.  Runs that are due while a schedule is
+paused are skipped.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import asyncpg
+import orjson
 
 from outbox.core.schedules.cron import Cron
 from outbox.errors import Conflict, UsageError
 from outbox.operations.schedules import not_found, read
-from outbox.store.connection.connect import map_errors
-from outbox.store.routing_change import READ_NOW, write_journal
-from outbox.store.schedule_runs import PUBLISH_RUNS
+from outbox.store.change import make_change, make_change_and_read
+from outbox.store.connection.message import Private, WriteStatement
+from outbox.store.routing_change import READ_NOW
+from outbox.store.schedule_runs import LOCK_SCHEDULES, PUBLISH_RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,39 +33,52 @@ if TYPE_CHECKING:
 
     from outbox.core.schedules.schedule import ScheduleSettings
     from outbox.operations.schedules import Schedule
+    from outbox.store.change import Change
 
-# Waits for a relay that is publishing a run of the schedule.
-LOCK_SCHEDULE = """
-SELECT id, state, cron, timezone, type, last_at FROM schedule WHERE name = $1 FOR UPDATE
-"""
-
-# Returns no row when another session added the name concurrently.
-ADD = """
-INSERT INTO schedule (name, cron, timezone, tenant, type, key, payload, headers, misfire, grace_s,
-                      overlap, next_at, due_at, state_by)
-VALUES ($1, $2, $3, $4, $5, $6, $7::text::jsonb, $8::text::jsonb, $9, $10, $11, $12, $12, $13)
-ON CONFLICT (name) DO NOTHING
-RETURNING id
-"""
-
-# Keeps the state and the last run.
-REPLACE = """
-UPDATE schedule
-   SET cron = $2, timezone = $3, tenant = $4, type = $5, key = $6, payload = $7::text::jsonb,
-       headers = $8::text::jsonb, misfire = $9, grace_s = $10, overlap = $11, next_at = $12,
-       due_at = $12
+# revision: it changes with every change of the row, also by a relay that publishes a run.
+FIND_SCHEDULE = """
+SELECT id, name, state, cron, timezone, type, last_at, xmin::text AS revision FROM schedule
  WHERE name = $1
 """
 
+# $1: the columns as a JSON object; $2, $3: payload and headers as JSON.
+ADD = WriteStatement(
+    "add_schedule",
+    """
+INSERT INTO schedule (name, cron, timezone, tenant, type, key, payload, headers, misfire, grace_s,
+                      overlap, next_at, due_at, state_by)
+SELECT name, cron, timezone, tenant, type, key, $2::text::jsonb, $3::text::jsonb, misfire, grace_s,
+       overlap, $4, $4, $5
+  FROM jsonb_populate_record(NULL::schedule, $1::text::jsonb)
+""",
+)
+
+# Keeps the state and the last run.
+REPLACE = WriteStatement(
+    "replace_schedule",
+    """
+UPDATE schedule s
+   SET cron = n.cron, timezone = n.timezone, tenant = n.tenant, type = n.type, key = n.key,
+       payload = $2::text::jsonb, headers = $3::text::jsonb, misfire = n.misfire,
+       grace_s = n.grace_s, overlap = n.overlap, next_at = $4, due_at = $4
+  FROM jsonb_populate_record(NULL::schedule, $1::text::jsonb) n WHERE s.name = n.name
+""",
+)
+
 # Pause or resume: due runs that are not published yet are skipped.
-SET_STATE = """
+SET_STATE = WriteStatement(
+    "set_schedule_state",
+    """
 UPDATE schedule
    SET state = $2, state_at = clock_timestamp(), state_by = $3, state_comment = $4,
        next_at = $5, due_at = $5
  WHERE name = $1
-"""
+""",
+)
 
-REMOVE = "DELETE FROM schedule WHERE name = $1"
+REMOVE = WriteStatement("remove_schedules", "DELETE FROM schedule WHERE name = ANY ($1)")
+
+_COLUMNS = ("name", "cron", "timezone", "tenant", "type", "key", "misfire", "grace_s", "overlap")
 
 
 async def add(
@@ -82,39 +99,31 @@ async def add(
         UsageError: the database rejects the event.
     """
     cron = Cron(settings.cron, settings.timezone)
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            found = await connection.fetchrow(LOCK_SCHEDULE, settings.name)
-            if found is not None and not replace:
-                raise _exists(settings.name)
-            next_at = cron.next(await _ticks_from(connection, found))
-            values = (
-                settings.name,
-                settings.cron,
-                settings.timezone,
-                settings.tenant,
-                settings.type,
-                settings.key,
-                settings.payload_json,
-                settings.headers_json,
-                settings.misfire,
-                settings.grace_s,
-                settings.overlap,
-                next_at,
-            )
-            try:
-                if found is not None:
-                    await connection.execute(REPLACE, *values)
-                elif await connection.fetchval(ADD, *values, actor) is None:
-                    # Another session added it concurrently.
-                    raise _exists(settings.name)
-            except asyncpg.CheckViolationError as error:
-                # The limit on payloads is a check constraint.
-                raise UsageError((error.constraint_name or "").replace("_", " ")) from error
-            verb = "added" if found is None else "changed"
-            details = {"cron": settings.cron, "timezone": settings.timezone, "type": settings.type}
-            await _journal(connection, verb, settings.name, actor, details)
-            return await read(connection, settings.name)
+    columns = orjson.dumps({name: getattr(settings, name) for name in _COLUMNS}).decode()
+    headers = settings.headers_json
+    contents = Private(settings.payload_json), None if headers is None else Private(headers)
+
+    async def plan(change: Change) -> str:
+        found = await change.db.fetchrow(FIND_SCHEDULE, settings.name)
+        if found is not None and not replace:
+            raise Conflict(f'schedule "{settings.name}" exists already; use replace to change it')
+        next_at = cron.next(await _ticks_from(change, found))
+        if found is None:
+            change.write(ADD, columns, *contents, next_at, actor)
+        else:
+            _require_unchanged(change, [found])
+            change.write(REPLACE, columns, *contents, next_at)
+        details = {"cron": settings.cron, "timezone": settings.timezone, "type": settings.type}
+        _journal(change, "added" if found is None else "changed", settings.name, details)
+        return settings.name
+
+    try:
+        return await make_change_and_read(
+            connection, schema, actor, plan, _read_back, routing=False
+        )
+    except asyncpg.CheckViolationError as error:
+        # The limit on payloads is a check constraint.
+        raise UsageError((error.constraint_name or "").replace("_", " ")) from error
 
 
 async def pause(
@@ -157,13 +166,16 @@ async def remove(
     Raises:
         NotFound: no schedule has this name; nothing was changed.
     """
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            for name in sorted(set(names)):
-                row = await _lock(connection, name)
-                await connection.execute(REMOVE, name)
-                details = {"cron": row["cron"], "timezone": row["timezone"], "type": row["type"]}
-                await _journal(connection, "removed", name, actor, details)
+
+    async def plan(change: Change) -> None:
+        rows = await _find(change, names)
+        _require_unchanged(change, rows)
+        change.write(REMOVE, [row["name"] for row in rows])
+        for row in rows:
+            details = {"cron": row["cron"], "timezone": row["timezone"], "type": row["type"]}
+            _journal(change, "removed", row["name"], details)
+
+    await make_change(connection, schema, actor, plan, routing=False)
 
 
 async def run_now(connection: Connection[Any], schema: str, name: str, *, actor: str) -> UUID:
@@ -174,14 +186,16 @@ async def run_now(connection: Connection[Any], schema: str, name: str, *, actor:
     Raises:
         NotFound: no schedule has this name.
     """
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            row = await _lock(connection, name)
-            # A separate statement after the lock: a run may have been published while waiting.
-            now = await connection.fetchval(READ_NOW)
-            event_id: UUID = await connection.fetchval(PUBLISH_RUNS, [row["id"]], [now], True)
-            await _journal(connection, "run", name, actor, {"event": str(event_id)})
-    return event_id
+
+    async def plan(change: Change) -> UUID:
+        rows, event_id = await _find(change, [name]), uuid4()
+        now = await change.db.fetchval(READ_NOW)
+        _require_unchanged(change, rows)
+        change.write(PUBLISH_RUNS, [rows[0]["id"]], [now], event_id)
+        _journal(change, "run", name, {"event": str(event_id)})
+        return event_id
+
+    return await make_change(connection, schema, actor, plan, routing=False)
 
 
 # ------------------------------------------------------------------ details
@@ -196,43 +210,57 @@ async def _set_states(
     actor: str,
     comment: str | None,
 ) -> list[Schedule]:
-    with map_errors(schema, "operator"):
-        async with connection.transaction(isolation="read_committed"):
-            # In the order of names, to prevent deadlocks between two commands.
-            for name in sorted(set(names)):
-                row = await _lock(connection, name)
-                if row["state"] == state:
-                    continue
-                since = await _ticks_from(connection, row)
-                next_at = Cron(row["cron"], row["timezone"]).next(since)
-                await connection.execute(SET_STATE, name, state, actor, comment, next_at)
-                await _journal(connection, verb, name, actor, {"comment": comment})
-            return [await read(connection, name) for name in dict.fromkeys(names)]
+    async def plan(change: Change) -> Sequence[str]:
+        changed = [row for row in await _find(change, names) if row["state"] != state]
+        _require_unchanged(change, changed)
+        for row in changed:
+            since = await _ticks_from(change, row)
+            next_at = Cron(row["cron"], row["timezone"]).next(since)
+            change.write(SET_STATE, row["name"], state, actor, comment, next_at)
+            _journal(change, verb, row["name"], {"comment": comment})
+        return list(dict.fromkeys(names))
+
+    async def read_back(db: Any, _: UUID, each: Sequence[str]) -> list[Schedule]:
+        return [await read(db, name) for name in each]
+
+    return await make_change_and_read(connection, schema, actor, plan, read_back, routing=False)
 
 
-async def _ticks_from(connection: Connection[Any], row: Record | None) -> datetime:
+async def _read_back(db: Any, _: UUID, name: str) -> Schedule:
+    return await read(db, name)
+
+
+async def _ticks_from(change: Change, row: Record | None) -> datetime:
     """The time to compute the next run from: now, but not before the last published run.
 
     The clock may have been set back.
     """
-    now: datetime = await connection.fetchval(READ_NOW)
+    now: datetime = await change.db.fetchval(READ_NOW)
     last_at: datetime | None = row and row["last_at"]
     return now if last_at is None else max(now, last_at)
 
 
-async def _lock(connection: Connection[Any], name: str) -> Record:
-    row = await connection.fetchrow(LOCK_SCHEDULE, name)
-    if row is None:
-        raise await not_found(connection, name)
-    return row
+async def _find(change: Change, names: Sequence[str]) -> list[Record]:
+    """The rows of schedules, each once, in the order of names.
+
+    Raises:
+        NotFound: no schedule has one of these names.
+    """
+    rows = []
+    for name in sorted(set(names)):
+        row = await change.db.fetchrow(FIND_SCHEDULE, name)
+        if row is None:
+            raise await not_found(change.db, name)
+        rows.append(row)
+    return rows
 
 
-def _exists(name: str) -> Conflict:
-    return Conflict(f'schedule "{name}" exists already; use replace to change it')
+def _require_unchanged(change: Change, rows: Sequence[Record]) -> None:
+    """Require that schedules are as they were read: a relay may publish a run meanwhile."""
+    if rows:
+        change.write(LOCK_SCHEDULES, [r["id"] for r in rows], [r["revision"] for r in rows])
 
 
-async def _journal(
-    connection: Connection[Any], verb: str, name: str, actor: str, details: dict[str, Any]
-) -> None:
+def _journal(change: Change, verb: str, name: str, details: dict[str, Any]) -> None:
     data = {"name": name, **{k: v for k, v in details.items() if v is not None}}
-    await write_journal(connection, f"schedule_{verb}", actor, None, data)
+    change.journal(f"schedule_{verb}", None, data)

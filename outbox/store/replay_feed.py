@@ -44,22 +44,29 @@ MATCHES_SELECTION = f"""
     AND (s.until IS NULL OR d.at < s.until)
 """
 
-# Cancels replays of an endpoint or of a job: what no batch has taken yet.
+# Cancels replays of endpoints or of a job: what no batch has taken yet.
 #   pending: the unfinished replays; `begun` if some of their numbers were already sent again.
 #   cut: ends a begun replay where it is.  deleted: removes the others.
-# Their dead letters become open again.
-CANCEL_REPLAYS = """
+#   letters: their dead letters, which become open again; locked in id order, as in every statement
+#     that locks several, to avoid deadlocks.
+CANCEL_REPLAYS = WriteStatement(
+    "cancel_replays",
+    """
 WITH pending AS (
     SELECT r.id, r.dead_id, coalesce(r.next_seq > d.seq, true) AS begun
       FROM replay r LEFT JOIN dead_letter d ON d.id = r.dead_id
-     WHERE ($1::uuid IS NULL OR r.endpoint_id = $1) AND ($2::bigint IS NULL OR r.job_id = $2)
+     WHERE ($1::uuid[] IS NULL OR r.endpoint_id = ANY ($1))
+       AND ($2::bigint IS NULL OR r.job_id = $2)
        AND r.next_seq <= r.to_seq),
 cut AS (
     UPDATE replay r SET to_seq = r.next_seq - 1 FROM pending p WHERE r.id = p.id AND p.begun),
 deleted AS (
-    DELETE FROM replay r USING pending p WHERE r.id = p.id AND NOT p.begun)
-UPDATE dead_letter SET state = 'dead' WHERE id IN (SELECT dead_id FROM pending)
-"""
+    DELETE FROM replay r USING pending p WHERE r.id = p.id AND NOT p.begun),
+letters AS MATERIALIZED (
+    SELECT id FROM dead_letter WHERE id IN (SELECT dead_id FROM pending) ORDER BY id FOR UPDATE)
+UPDATE dead_letter d SET state = 'dead' FROM letters WHERE d.id = letters.id
+""",
+)
 
 # Parts of jobs that have not ended; `end_reason` if no more of them may be taken.
 READ_PARTS = """

@@ -44,9 +44,6 @@ UPDATE replay_job_endpoint p
 """,
 )
 
-# Cancels the replays of an endpoint that was disabled or removed.
-CANCEL_OF_ENDPOINT = WriteStatement("cancel_of_endpoint", CANCEL_REPLAYS)
-
 END_PARTS = WriteStatement(
     "end_parts",
     """
@@ -135,9 +132,7 @@ def write_progress(batch: int, replays: ReplayBatch, actor: str) -> list[WriteCa
 def _end_parts(parts: Sequence[JobPart], actor: str) -> list[WriteCall]:
     """End parts that are complete or stopped, and their jobs."""
     stopped = {p.endpoint_id for p in parts if p.end_reason in ("disabled", "removed")}
-    calls: list[WriteCall] = [
-        (CANCEL_OF_ENDPOINT, endpoint_id, None) for endpoint_id in sorted(stopped)
-    ]
+    calls: list[WriteCall] = [(CANCEL_REPLAYS, sorted(stopped), None)] if stopped else []
     job_ids = [p.job_id for p in parts]
     reasons = [p.end_reason for p in parts]
     calls.append((END_PARTS, job_ids, [p.endpoint_id for p in parts], reasons))

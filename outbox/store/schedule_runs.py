@@ -115,13 +115,15 @@ SELECT g.outbox_id FROM sequenced g
 # Publishes runs; the payloads do not leave the server.  The event id of a run is deterministic: if
 # a failover loses the commit, the run is published again with the same id, and receivers
 # recognize the duplicate.
-#   run: MATERIALIZED, so that a random id (manual run, $3) is generated once.
+#   $3: the event id of a manual run.
 #   published, newest: the events, and the last one of each schedule.
-PUBLISH_RUNS = f"""
+PUBLISH_RUNS = WriteStatement(
+    "publish_runs",
+    f"""
 WITH run AS MATERIALIZED (
-    SELECT t.*, CASE WHEN $3 THEN gen_random_uuid() ELSE encode(substring(sha256(convert_to(
+    SELECT t.*, coalesce($3::uuid, encode(substring(sha256(convert_to(
                concat_ws(' ', s.name, extract(epoch FROM s.created_at), extract(epoch FROM t.at)),
-               'UTF8')) FOR 16), 'hex')::uuid END AS event_id
+               'UTF8')) FOR 16), 'hex')::uuid) AS event_id
       FROM unnest($1::bigint[], $2::timestamptz[]) WITH ORDINALITY AS t(schedule_id, at, n)
       JOIN schedule s ON s.id = t.schedule_id),
 published AS (
@@ -130,7 +132,7 @@ published AS (
            coalesce(s.headers, '{{}}') || jsonb_build_object(
                '{NAME_HEADER}', s.name,
                '{TIME_HEADER}', to_char(t.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))
-           || CASE WHEN $3 THEN '{{"{RUN_HEADER}": "{BY_HAND}"}}'::jsonb ELSE '{{}}' END
+           || CASE WHEN $3 IS NOT NULL THEN '{{"{RUN_HEADER}": "{BY_HAND}"}}'::jsonb ELSE '{{}}' END
       FROM run t JOIN schedule s ON s.id = t.schedule_id
      ORDER BY t.n
     RETURNING id, event_id),
@@ -141,9 +143,8 @@ UPDATE schedule s
    SET last_at = n.at, last_run_at = clock_timestamp(),
        last_outbox_id = n.id, last_event_id = n.event_id
   FROM newest n WHERE s.id = n.schedule_id
-RETURNING s.last_event_id
-"""  # noqa: S608 (constants only)
-PUBLISH_DUE_RUNS = WriteStatement("publish_due_runs", PUBLISH_RUNS)
+""",  # noqa: S608 (constants only)
+)
 
 # Advances schedules to their next run.
 ADVANCE_SCHEDULES = WriteStatement(
@@ -253,7 +254,7 @@ class ScheduleRunStore:
         # In chronological order over all schedules.
         ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
         if ticks:
-            calls.append((PUBLISH_DUE_RUNS, [i for _, i in ticks], [at for at, _ in ticks], False))
+            calls.append((PUBLISH_RUNS, [i for _, i in ticks], [at for at, _ in ticks], None))
         calls.append(
             (ADVANCE_SCHEDULES, ids, [d.due.next_at for d in decided], [d.due_at for d in decided])
         )

@@ -21,6 +21,7 @@ from tests.destinations import hostile
 from tests.destinations.servers import OK, Connection
 from tests.destinations.servers import serving as receiver
 from tests.support.api import make_token
+from tests.support.operators import routing_transaction
 from tests.support.relay import (
     REFUSED,
     Network,
@@ -556,9 +557,8 @@ async def test_a_name_that_is_swapped_meanwhile_is_still_the_tenants_own(
     await add_endpoint(database, "theirs", tenant="globex")
     async with (
         database.connection(server_settings={"search_path": "relay"}) as operator,
-        operator.transaction(),
+        routing_transaction(operator),
     ):
-        await operator.execute("SELECT FROM cursor FOR UPDATE")
         rotated = asyncio.ensure_future(tenant.post("/v1/endpoints/acme.a/rotate-secret"))
         waits = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"
         await until(lambda: fetchval(database, waits), 20, "the tenant to wait")

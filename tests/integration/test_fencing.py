@@ -9,9 +9,9 @@ from uuid import uuid4
 import pytest
 
 from outbox.core.delivery.commands import AttemptRow, DeadRange, Progress, Record
-from outbox.operations.endpoint_changes import LOCK_EPOCH
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
+from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import Network, add_endpoint, fetchval, register, running
 from tests.support.waiting import until
 

@@ -20,8 +20,8 @@ from outbox.relay.delivery.recorder import Recorder
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
-from outbox.store.routing_change import routing_transaction
 from tests.support.concurrent_cases import run_concurrently
+from tests.support.operators import routing_transaction
 from tests.support.relay import (
     BUSY,
     OK,
@@ -57,7 +57,7 @@ async def _change(database: Database, sql: str, *arguments: Any) -> None:
     """Change a setting, as a command does."""
     async with (
         database.connection(**SESSION) as connection,
-        routing_transaction(connection, "relay"),
+        routing_transaction(connection),
     ):
         await connection.execute(sql, *arguments)
 

@@ -10,13 +10,13 @@ import pytest
 
 from outbox.core.delivery.commands import AttemptRow, Record
 from outbox.operations import endpoint_states
-from outbox.operations.endpoint_changes import LOCK_EPOCH
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.store import timeline
 from outbox.store.cursor import CursorStore
 from outbox.store.endpoint_state import EndpointStateStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
+from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import (
     OK,
     Network,

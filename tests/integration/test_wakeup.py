@@ -15,9 +15,9 @@ import pytest
 
 from outbox.errors import UsageError
 from outbox.relay.sequencing import sequencer
-from outbox.store.routing_change import routing_transaction
 from tests.support import wakeup_variants as variants
 from tests.support.concurrent_cases import run_concurrently
+from tests.support.operators import routing_transaction
 from tests.support.sequencers import REAL, Variant, add_endpoints, session
 from tests.support.sleeper import POINTS, SOON_S, Sleeper, sleeper
 from tests.support.waiting import until
@@ -207,7 +207,7 @@ async def test_a_failed_flag_change_does_not_lose_a_wake_up(database: Database) 
     async with sleeper(database) as relay:
         await relay.asleep()
         with pytest.raises(UsageError):  # noqa: PT012 (what fails is the whole block)
-            async with routing_transaction(operator, database.schema):
+            async with routing_transaction(operator):
                 own_id = await producer.fetchval(INSERT)
                 await until(lambda: relay.store.refusals, what="the sequencer to be woken")
                 raise UsageError

@@ -12,7 +12,7 @@ from outbox.core.model import endpoint_config
 from outbox.errors import UsageError
 from outbox.operations import endpoints
 from outbox.operations.apply import apply_file
-from outbox.operations.endpoint_changes import LOCK_EPOCH
+from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import add_endpoint
 from tests.support.waiting import until
 
@@ -156,6 +156,22 @@ async def test_one_mistake_and_nothing_happens(db: Connection[Any], dry_run: boo
             await put(db, {"name": "a", "lanes": 9}, {"name": "b"}, wrong, dry_run=dry_run)
         assert await names(db) == ["a"]
         assert (await endpoints.get(db, "relay", "a")).row.lanes == 1
+
+
+async def test_many_endpoints_take_as_many_messages_as_few(db: Connection[Any]) -> None:
+    """Over a slow line, thousands of endpoints are not slower than one."""
+    messages = []
+    for endpoints_count in (2, 60):
+        sent: list[str] = []
+        db.add_query_logger(lambda record, sent=sent: sent.append(record.query))
+        few = [{"name": f"e{n}", "filter": f"@.n == {n}"} for n in range(endpoints_count)]
+        await put(db, *few)
+        await put(db, *[{**each, "lanes": 2, "types": ["a.*"]} for each in few])
+        await put(db, {"name": "kept"}, prune=True)
+        await put(db, {"name": "kept"}, prune=True)
+        messages.append(len(sent))
+        await put(db, prune=True)
+    assert messages[0] == messages[1]
 
 
 async def test_what_fails_half_way_is_undone(db: Connection[Any]) -> None:

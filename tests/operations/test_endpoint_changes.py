@@ -23,7 +23,6 @@ from outbox.operations import (
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.endpoints import read_endpoints
 from outbox.store.replicas import ReplicaStore
-from outbox.store.routing_change import routing_transaction
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -195,10 +194,10 @@ async def test_an_endpoint_is_claimed_after_a_change_of_lanes(
     store = ReplicaStore(await database.connect(**PATH))
     replica_id = await register(store)
     changing = await database.connect(**PATH)
-    async with routing_transaction(changing, "relay") as from_batch:
-        found = await endpoint_changes.lock_endpoint(changing, "shop")
-        settings = replace(found.settings, lanes=2)
-        await endpoint_changes.update_in(changing, from_batch, found, settings, "test")
+    async with changing.transaction():
+        await endpoint_changes.update(
+            changing, "relay", "shop", lambda old: replace(old, lanes=2), actor="test"
+        )
         assert await store.claim(replica_id, [made.id], "test") == {}
     assert await store.claim(replica_id, [made.id], "test") == {made.id: 1}
     rows = await db.fetch("SELECT epoch FROM lane_progress")

@@ -573,9 +573,9 @@ class Script:
                 await stores.replay_jobs.abort(db, SCHEMA, rng.randrange(1, 5), actor="test")
             ).taken
         else:
-            await stores.discard.discard(
-                db, SCHEMA, DeadLetterSelection(everything=True), actor="test"
-            )
+            ids = tuple(rng.sample(range(1, 10), rng.choice((0, 1))))
+            some = DeadLetterSelection(everything=not ids, ids=ids)
+            return (await stores.discard.discard(db, SCHEMA, some, actor="test")).done
         return name
 
 

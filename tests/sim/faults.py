@@ -166,6 +166,20 @@ class Faults:
             return None
         return self._hang(connection, half_sent=self._rng.random() < 0.5)
 
+    def disconnect_operator(self, connection: Connection) -> None:
+        """Make the connection of an operator half-open, or reset it.
+
+        No other session waits for it, so no check is suspended.
+        """
+        if self._sim.settling or connection.is_closed():
+            return
+        if self._rng.random() < 0.7:
+            connection.hang()
+            self._log("a connection of an operator hangs")
+        else:
+            connection.cut()
+            self._log("a connection of an operator is cut")
+
     def hang_in_transaction(self, victim: Process) -> None:
         """Make a connection with an open transaction half-open, after half a statement."""
         found = self._in_transaction(victim)

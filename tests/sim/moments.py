@@ -15,6 +15,8 @@ TICK = "the runs of a schedule are decided"
 OPEN = "a transaction that has published stays open"
 RECORD = "acknowledgements are written"
 REPLAY = "a batch with replays is written"
+COMMAND = "a command of an operator begins"
+CHANGE = "a change by an operator is written"
 
 
 class Moments:

@@ -22,19 +22,21 @@ from tests.sim.stores import (
     discard,
     endpoint_changes,
     endpoint_states,
+    endpoint_writes,
     operational_events,
     receiver_replays,
     replay_jobs,
     replays,
     schedule_changes,
 )
-from tests.sim.stores.routing_change import routing_transaction
+from tests.sim.stores.change import make_change
 from tests.sim.timetable import GRIDS
 
 if TYPE_CHECKING:
     import random
 
     from tests.sim.simulation import Simulation
+    from tests.sim.stores.change import Change
     from tests.sim.timetable import Kind
 
 TROUBLE = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, OutboxError)
@@ -46,19 +48,21 @@ class Operator:
     def __init__(self, simulation: Simulation, rng: random.Random) -> None:
         self._sim = simulation
         self._rng = rng
-        self._requested = asyncio.Semaphore(0)
-
-    async def run(self) -> None:
-        """Execute a command whenever one is requested."""
-        while True:
-            await self._requested.acquire()
-            # While an event is read, sequenced or sent, or some time later.
-            await asyncio.sleep(self._rng.choice((0.002, 0.02, 60.0)) * self._rng.random())
-            await self._act()
+        self._acting: list[asyncio.Task[Any]] = []
 
     def act_soon(self, _: str) -> None:
-        """Request a command at a moment at which it may interfere."""
-        self._sim.operator_process.loop.call_soon(self._requested.release)
+        """Execute a command at a moment at which it may interfere, whatever the others do."""
+        self._acting.append(self._sim.operator_process.run(self._act_later()))
+
+    def stop(self) -> None:
+        """Execute no more commands."""
+        for each in self._acting:
+            each.cancel()
+
+    async def _act_later(self) -> None:
+        # While an event is read, sequenced or sent, or some time later.
+        await asyncio.sleep(self._rng.choice((0.002, 0.02, 60.0)) * self._rng.random())
+        await self._act()
 
     async def backfill_soon(self) -> None:
         """Request a backfill while a gap is open."""
@@ -150,7 +154,9 @@ class Operator:
         async def request_replay(connection: Connection, schema: str, *, actor: str) -> None:
             await receiver_replays.request_replay(connection, schema, fetcher, name, after)
 
-        await self._try(request_replay)
+        # A receiver repeats a request that has no response yet.
+        times = rng.choice((1, 1, 2))
+        await asyncio.gather(*(self._try(request_replay) for _ in range(times)))
 
     async def _replay_some(self) -> None:
         """Replay dead letters by their ids."""
@@ -207,13 +213,15 @@ class Operator:
         """Disable an endpoint as its owner does after three days of failures or a 410."""
 
         async def command(connection: Connection, schema: str, *, actor: str) -> None:
-            async with routing_transaction(connection, schema) as from_batch:
-                found = await endpoint_changes.lock_endpoint(connection, name)
+            async def plan(change: Change) -> None:
+                found = await endpoint_changes.find_endpoint(change, name)
                 require_state(found, ("active", "paused"), "disabled")
-                await connection.call(endpoint_changes.end_subscription, found.id, from_batch)
-                set_state = endpoint_states.set_state
-                await connection.call(set_state, found.id, "disabling", actor, None)
-                await connection.call(operational_events.publish_endpoint_disabled, found.id, None)
+                change.write(endpoint_writes.end_subscriptions, [found.id])
+                change.write(endpoint_writes.set_states, [found.id], "disabling", actor, None)
+                change.write(operational_events.publish_endpoint_disabled, found.id, None)
+                change.journal("endpoint_disabling", found.id, {}, batch_as="to_batch")
+
+            await make_change(connection, schema, actor, plan)
 
         await self._try(command)
 
@@ -221,6 +229,7 @@ class Operator:
         connection = Connection(self._sim.database, self._sim.operator_process, "outbox")
         try:
             await connection.open()
+            self._sim.on_command(connection)
             await command(connection, SCHEMA, *args, actor="operator", **options)
             self._sim.log(f"operator: {command.__name__} {args[0] if args else ''}")
         except TROUBLE as error:

@@ -37,10 +37,27 @@ class Replayed:
         self._chunks: dict[UUID, tuple[int, list[tuple[LaneBook, int]]]] = {}
 
     def committed(self, tx: Transaction) -> None:
-        """Register new jobs."""
+        """Register new jobs.
+
+        Raises:
+            Violation: another job replays the same lane.
+        """
         for job_id, row in (tx.writes.get(self._db.replay_job) or {}).items():
             assert row is not None
-            self._requested_in.setdefault(job_id, self._db.batches[-1].batch)
+            if job_id not in self._requested_in:
+                self._requested_in[job_id] = self._db.batches[-1].batch
+                if row["lane_id"] is not None:
+                    self._require_only(job_id, row["lane_id"])
+
+    def _require_only(self, job_id: int, lane_id: int) -> None:
+        for part in self._db.replay_job_endpoint.rows.values():
+            other, running = part["job_id"], part["ended_at"] is None
+            if (
+                other != job_id
+                and running
+                and self._db.replay_job.rows[other]["lane_id"] == lane_id
+            ):
+                raise Violation("replay", f"jobs {other} and {job_id} both replay lane {lane_id}")
 
     def settled(self, tx: Transaction) -> None:
         """Register aborted jobs, after the deliveries of the same transaction."""

@@ -25,7 +25,7 @@ from tests.sim.fleet import Fleet
 from tests.sim.operators import Operator
 from tests.sim.producers import Load, Producer, publish_one
 from tests.sim.receivers import Receiver
-from tests.sim.stores import cursor, records
+from tests.sim.stores import change, cursor, records
 
 if TYPE_CHECKING:
     import asyncio
@@ -99,9 +99,11 @@ class Simulation:
         self.database.before_step = {
             records.write_acknowledgements.__name__: self._on_record,
             cursor.write_replays.__name__: self._on_replays,
+            change.write_message.__name__: self._on_change,
         }
         self._recorder: Connection | None = None
         self._sequencer: Connection | None = None
+        self._commander: Connection | None = None
         lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
         notify = rng.random() < 0.9
         # Without notifications each chunk of a replay waits for the next poll.
@@ -246,7 +248,6 @@ class Simulation:
         operator = self._operator
         self.operator_process.run(operator.add_schedules(rng.choice((0, 1, 2))))
         acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
-        acting = self.operator_process.run(operator.run())
         for act in acts:
             self.checker.moments.at(moments.EVENT, int(act) + 1, operator.act_soon)
         for _ in range(rng.choice((0, 2, 4))):
@@ -256,7 +257,7 @@ class Simulation:
         world.run(self._peace_at, self._over)
         self.settling = True
         self.log("--- no more faults")
-        acting.cancel()
+        operator.stop()
         self.operator_process.run(operator.settle())
         self._make_peace()
         if not self._over() and not world.run(self._ends_at, self._over_or_at_rest):
@@ -306,6 +307,10 @@ class Simulation:
             at(moments.REQUEST, rng.randrange(1, requests), self._isolate_at_once)
         for _ in range(rng.choice((0, 1, 2)) if faults else 0):
             at(moments.REPLAY, rng.randrange(1, 10), self._terminate_soon)
+        for _ in range(rng.choice((0, 2, 4)) if faults else 0):
+            at(moments.COMMAND, rng.randrange(1, 16), self._disconnect_soon)
+        for _ in range(rng.choice((0, 1, 2)) if faults else 0):
+            at(moments.CHANGE, rng.randrange(1, 12), self._disconnect_soon)
         for _ in range(faults):
             u = rng.random()
             if u < 0.1:
@@ -340,6 +345,20 @@ class Simulation:
     def _on_replays(self, connection: Connection) -> None:
         self._sequencer = connection
         self.checker.moments.come(moments.REPLAY, connection.process.name)
+
+    def on_command(self, connection: Connection) -> None:
+        """A command of an operator begins on a connection."""
+        self._commander = connection
+        self.checker.moments.come(moments.COMMAND)
+
+    def _on_change(self, connection: Connection) -> None:
+        self._commander = connection
+        self.checker.moments.come(moments.CHANGE)
+
+    def _disconnect_soon(self, _: str) -> None:
+        """Disconnect an operator between two reads of a plan, or while its change is written."""
+        delay_s = self.world.rng.expovariate(self.world.rng.choice((100, 1000)))
+        self.world.after(delay_s, None, self.faults.disconnect_operator, self._commander)
 
     def _terminate_soon(self, _: str) -> None:
         """Terminate the session that is about to write a batch, before or after its commit."""

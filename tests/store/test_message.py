@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.store.connection.message import WriteStatement, literal, rows_of
-from outbox.store.connection.pooled import PooledWorker
 from outbox.store.connection.store_connection import StoreConnection
+from outbox.store.connection.worker import Worker
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ TRICKY = [
 COUNT = WriteStatement("count_written", "UPDATE written SET one = one")
 
 
-@pytest.fixture(params=[StoreConnection, PooledWorker])
+@pytest.fixture(params=[StoreConnection, Worker])
 async def db(database: Database, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
     connection = await asyncpg.connect(
         database.dsn, connection_class=request.param, server_settings={"search_path": "relay"}

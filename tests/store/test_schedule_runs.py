@@ -96,7 +96,7 @@ async def test_what_was_not_committed_never_was(
     await transaction.start()
     (row,) = await dying.fetch(schedule_runs.READ_DUE, 10)
     await dying.write(schedule_runs.LOCK_SCHEDULES, [row["id"]], [row["revision"]])
-    await dying.execute(schedule_runs.PUBLISH_RUNS, [row["id"]], [row["next_at"]], False)
+    await dying.write(schedule_runs.PUBLISH_RUNS, [row["id"]], [row["next_at"]], None)
     assert (await store.run_due_schedules()).schedules == 0  # It is locked, and nobody waits.
     dying.terminate()
 

@@ -298,7 +298,11 @@ async def test_of_an_endpoint_everything_that_can_be_read_gets_the_key(db: Conne
     made = await add(db, OLD)
     other = Vault(parse_keys(format_key(bytes([9]) * 32)))
     unreadable = other.seal("whsec_lost", made.id, SIGNING)
-    await db.execute(endpoint_changes.ADD_SECRET, made.id, unreadable, None)
+    await db.execute(
+        "INSERT INTO endpoint_secret (endpoint_id, id, secret) VALUES ($1, 2, $2)",
+        made.id,
+        unreadable,
+    )
     done = await rotate_key.rekey(db, "relay", BOTH, actor="t")
     assert (done.secrets, len(done.locked), done.left) == (3, 1, 1)
     # Once it has ended it is in nobody's way.

@@ -11,7 +11,7 @@ from outbox.core.sequencing import replay_throttle
 from outbox.core.sequencing.replay_throttle import ReplayThrottle
 from outbox.relay.sequencing.cursor import BatchResult
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
-from outbox.store.routing_change import routing_transaction
+from tests.support.operators import routing_transaction
 from tests.support.sequencers import REAL, session, settings
 
 if TYPE_CHECKING:
@@ -120,5 +120,5 @@ async def dead_letter_pending(db: Connection[Any], endpoint_id: UUID | None = No
 
 async def change_lanes(db: Connection[Any], endpoint_id: UUID, lanes: int) -> None:
     """Begin a new generation of lanes from the next batch on."""
-    async with routing_transaction(db, "relay") as from_batch:
+    async with routing_transaction(db) as from_batch:
         await db.execute(NEW_LANES, endpoint_id, lanes, from_batch)

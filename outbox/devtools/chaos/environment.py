@@ -22,20 +22,23 @@ from outbox.devtools.chaos.receivers import Receivers
 from outbox.devtools.chaos.relays import Relays
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.errors import DatabaseUnavailable, OutboxError
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoint_changes import plan_addition
+from outbox.operations.endpoint_writes import add_endpoints, subscribe
 from outbox.receiver.proxy import open_proxy
+from outbox.store.change import make_change
 from outbox.store.connection import dsn
 from outbox.store.connection.connect import CONNECTION_ERRORS, connect
 from outbox.store.connection.migrate import migrate
-from outbox.store.routing_change import routing_transaction
+from outbox.store.connection.secrets import CLEAR
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
     from uuid import UUID
 
     from asyncpg import Connection
 
     from outbox.devtools.chaos.plan import ChaosPlan
+    from outbox.store.change import Change
     from outbox.store.connection.dsn import Dsn
 
 ACTOR = "outbox-prove"
@@ -71,23 +74,30 @@ class Environment:
 
     async def add_endpoints(self, connection: Connection[Any], numbers: range) -> None:
         """Add endpoints that get their own events."""
-        async with routing_transaction(connection, self.plan.schema) as from_batch:
-            for number in numbers:
-                settings = self._settings(number, number, LANES)
-                added = await endpoint_changes.add_in(connection, from_batch, settings, ACTOR)
-                self._added(number, added)
+        await self._add(connection, {number: number for number in numbers})
 
     async def add_subscriber(self, connection: Connection[Any], source: int) -> int:
         """Add an endpoint for the events of another one; returns its number."""
         number = self.plan.endpoints + len(self.subscribers)
         # Registered before it can get a delivery.
         self.subscribers[number] = source
-        settings = self._settings(number, source, LANES)
-        async with routing_transaction(connection, self.plan.schema) as from_batch:
-            added = await endpoint_changes.add_in(connection, from_batch, settings, ACTOR)
-            # Before the commit, after which deliveries may arrive at once.
-            self._added(number, added)
+        await self._add(connection, {number: source})
         return number
+
+    async def _add(self, connection: Connection[Any], sources: Mapping[int, int]) -> None:
+        """Add endpoints, each for the events of a source."""
+        settings = {n: self._settings(n, source, LANES) for n, source in sources.items()}
+
+        async def plan(change: Change) -> None:
+            added = {n: plan_addition(change, its, CLEAR) for n, its in settings.items()}
+            add_endpoints(change, [new.row for new in added.values()])
+            subscribe(change, [new.id for new in added.values()])
+            # Before it is written, after which deliveries may arrive at once.
+            for number, new in added.items():
+                self.endpoint_ids[new.id] = number
+                self.receivers.endpoint(number).secret = parse_secret(new.secret)
+
+        await make_change(connection, self.plan.schema, ACTOR, plan)
 
     def _settings(self, number: int, source: int, lanes: int) -> EndpointSettings:
         timeout_s = RESPONSE_TIMEOUT_S if self.plan.receiver is None else FORWARD_TIMEOUT_S
@@ -100,10 +110,6 @@ class Environment:
             connect_timeout_s=CONNECT_TIMEOUT_S,
             total_timeout_s=timeout_s,
         )
-
-    def _added(self, number: int, added: endpoint_changes.NewEndpoint) -> None:
-        self.endpoint_ids[added.id] = number
-        self.receivers.endpoint(number).secret = parse_secret(added.secret)
 
 
 @asynccontextmanager

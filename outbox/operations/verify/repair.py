@@ -1,9 +1,9 @@
 """Repair of violations found by `outbox verify`, where other tables determine the right value.
 
-All repairs run in one routing transaction: it locks the cursor row, so no batch is written
-concurrently, and reads the damage again under the lock.  Relays must not use cached state that
-was repaired.  Their registrations are therefore ended like those of an expired replica, which
-fences off results of requests in flight; they register again within a second and reload.
+Relays must not use cached state that is repaired.  Their registrations are therefore ended like
+those of an expired replica, which fences off results of requests in flight; they register again
+within a second and reload.  Then the damage is read, and repaired in one message, which does
+nothing if the damage has changed meanwhile, or if a relay has registered.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
 import orjson
 
 from outbox.core.model.sql_names import quote_ident
-from outbox.errors import CannotRun
 from outbox.operations.verify.repair_rules import DETACHED_PARTITIONS, REPAIRS
+from outbox.store.change import LOCK_TIMEOUT_S, make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.leadership import CLEAR_LEADER
+from outbox.store.connection.message import WriteStatement
 from outbox.store.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
-from outbox.store.routing_change import routing_transaction, write_journal
+from outbox.store.retention import END_LEADERSHIP
+from outbox.store.routing_change import ADD_TO_JOURNAL
+from outbox.store.timeline import LOCK_EPOCHS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,10 +30,19 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.operations.verify.repair_rules import Repair
-
-LOCK_TIMEOUT_S = 5.0
+    from outbox.store.change import Change
+    from outbox.store.connection.store_connection import StoreConnection
 
 READ_REPLICAS = "SELECT id FROM replica ORDER BY id"
+
+REQUIRE_NO_REPLICAS = WriteStatement(
+    "require_no_replicas", "SELECT abort_unless(NOT EXISTS (SELECT FROM replica))"
+)
+
+# A fingerprint of the damage that a statement finds.
+FINGERPRINT = """
+SELECT coalesce(md5(string_agg(found::text, ' ' ORDER BY found::text)), '') FROM ({}) AS found
+"""
 
 IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {})"
 
@@ -93,58 +103,69 @@ async def plan_repairs(connection: Connection[Any], schema: str) -> list[Applied
 async def apply_repairs(
     connection: Connection[Any], schema: str, *, actor: str
 ) -> list[AppliedRepair]:
-    """Apply all possible repairs in one transaction, with a journal entry for each.
+    """Apply all possible repairs, with a journal entry for each.
 
     Raises:
         CannotRun: a row was locked for too long; nothing was changed.
     """
-    done: list[AppliedRepair] = []
-    replicas_expired = False
-    try:
-        async with routing_transaction(connection, schema):
-            await connection.execute(f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)}")
-            for repair in REPAIRS:
-                rows = await connection.fetch(repair.find_sql)
-                if not rows:
-                    continue
-                planned = _to_repairs(repair, rows)
-                if repair.expires_replicas:
-                    if not replicas_expired:
-                        await _expire_replicas(connection, actor)
-                        replicas_expired = True
-                    # Read again: relays may have written until they were expired.
-                    rows = await connection.fetch(repair.find_sql)
-                columns = [[row[name] for row in rows] for name in repair.columns]
-                await connection.execute(repair.repair_sql, *columns)
-                for endpoint_id, applied in planned:
-                    await _journal_repair(connection, actor, endpoint_id, applied)
-                    done.append(applied)
-            for name in await _find_detached_partitions(connection):
-                await connection.execute(f"DROP TABLE {quote_ident(name)}")
-                await _journal_repair(connection, actor, None, _partition_repair(name))
-                done.append(_partition_repair(name))
-            if not done:
-                raise _NothingToRepair
-    except _NothingToRepair:
-        pass
-    except asyncpg.LockNotAvailableError:
-        raise CannotRun(
-            f"another session holds a lock for over {LOCK_TIMEOUT_S:.0f} s; nothing was changed: "
-            "stop the relays, and run it again"
-        ) from None
+    done = await make_change(connection, schema, actor, _plan)
+    with map_errors(schema, "operator"):
+        for name in await _find_detached_partitions(connection):
+            await _drop_detached(connection, name, actor)
+            done.append(_partition_repair(name))
     return done
 
 
-async def _expire_replicas(connection: Connection[Any], actor: str) -> None:
-    """Expire all registered replicas, which fences them, and end the leader's term."""
+async def _plan(change: Change) -> list[AppliedRepair]:
+    """Plan all repairs, after the replicas are expired if they cache what is repaired."""
+    done: list[AppliedRepair] = []
+    expired = False
+    for repair in REPAIRS:
+        if not await change.db.fetch(repair.find_sql):
+            continue
+        if repair.expires_replicas and not expired:
+            await _expire_replicas(change.db, change.actor)
+            change.write(LOCK_EPOCHS)
+            change.write(REQUIRE_NO_REPLICAS)
+            change.write(END_LEADERSHIP)
+            expired = True
+        # Read (again): relays may have written until they were expired.
+        fingerprint = FINGERPRINT.format(repair.find_sql)
+        found = await change.db.fetchval(fingerprint)
+        rows = await change.db.fetch(repair.find_sql)
+        require = f"SELECT abort_unless(({fingerprint}) = $1)"
+        change.write(WriteStatement(f"require_{repair.name}", require), found)
+        columns = [[row[name] for row in rows] for name in repair.columns]
+        change.write(WriteStatement(f"repair_{repair.name}", repair.repair_sql), *columns)
+        for endpoint_id, applied in _to_repairs(repair, rows):
+            change.journal("repaired", endpoint_id, _entry(applied))
+            done.append(applied)
+    return done
+
+
+async def _expire_replicas(connection: StoreConnection, actor: str) -> None:
+    """Expire all registered replicas, which fences them."""
     for row in await connection.fetch(READ_REPLICAS):
         expirable = (row["id"], None, None)
         await connection.write_together(
             (LOCK_REPLICA, *expirable),
             (RELEASE_ALL, *expirable, actor, "repaired"),
             (REMOVE_REPLICA, *expirable),
+            lock_timeout_s=LOCK_TIMEOUT_S,
         )
-    await connection.execute(CLEAR_LEADER)
+
+
+async def _drop_detached(connection: StoreConnection, name: str, actor: str) -> None:
+    """Drop a partition in one message, unless it has rows by now."""
+    table = quote_ident(name)
+    entry = orjson.dumps(_entry(_partition_repair(name))).decode()
+    message = (
+        f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)}",
+        f"SELECT abort_unless(NOT EXISTS (SELECT FROM {table}))",  # noqa: S608 (quoted)
+        f"DROP TABLE {table}",
+        ADD_TO_JOURNAL.inline(("repaired", actor, None, entry)),
+    )
+    await connection.execute("; ".join(message))
 
 
 async def _find_detached_partitions(connection: Connection[Any]) -> list[str]:
@@ -176,17 +197,11 @@ def _partition_repair(name: str) -> AppliedRepair:
     return AppliedRepair("partitions", what, DROP_DETACHED, name, None)
 
 
-async def _journal_repair(
-    connection: Connection[Any], actor: str, endpoint_id: UUID | None, applied: AppliedRepair
-) -> None:
-    entry = {
+def _entry(applied: AppliedRepair) -> dict[str, Any]:
+    """The data of a journal entry."""
+    return {
         "repair": applied.repair,
         "what": applied.what,
         "before": applied.before,
         "after": applied.after,
     }
-    await write_journal(connection, "repaired", actor, endpoint_id, entry)
-
-
-class _NothingToRepair(Exception):
-    """Rolls back a transaction that had nothing to repair."""

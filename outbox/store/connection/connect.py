@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -12,6 +13,7 @@ import asyncpg
 from outbox.core.model.schema_name import schema_missing
 from outbox.core.model.sql_names import search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
+from outbox.store.connection.pooled import PooledWorker
 from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ CONNECTION_ERRORS = (
 )
 """Every error that a statement may raise: the server rejected it, or the connection was lost."""
 
-_LOST = (
+LOST_ERRORS = (
     asyncpg.PostgresConnectionError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
@@ -48,6 +50,8 @@ _LOST = (
     asyncpg.IdleInTransactionSessionTimeoutError,
     ConnectionError,
 )
+"""The connection was lost; whether its statement was executed is unknown."""
+
 _ABSENT = (
     asyncpg.UndefinedTableError,
     asyncpg.UndefinedFunctionError,
@@ -63,7 +67,7 @@ async def connect(
     application_name: str = "outbox",
     server_settings: Mapping[str, str] | None = None,
     pooled: bool = False,
-    connection_class: type[Connection[Any]] = StoreConnection,
+    connection_class: type[StoreConnection] | None = None,
 ) -> Connection[Any]:
     """Open a connection whose search path is the schema alone.
 
@@ -77,7 +81,7 @@ async def connect(
         server_settings: further session settings.
         pooled: the DSN leads to a transaction-pooling proxy.  No setting is sent then, because it
             would leak into other clients' sessions: the role itself must have the search path.
-        connection_class: class of the connection.
+        connection_class: class of the connection; None: the general one.
 
     Raises:
         DatabaseUnavailable: no server responds, the login was refused, or the database is unknown.
@@ -100,8 +104,19 @@ async def connect(
         # The next server session would not have the named prepared statements.
         arguments["statement_cache_size"] = 0
         settings = {}
+    if connection_class is None:
+        connection_class = PooledWorker if pooled else StoreConnection
     arguments["connection_class"] = connection_class
     connection = await _connect_first(dsn, arguments, settings)
+    connection.reopen = partial(
+        connect,
+        dsn,
+        schema=schema,
+        application_name=application_name,
+        server_settings=server_settings,
+        pooled=pooled,
+        connection_class=connection_class,
+    )
     try:
         _keep_alive(connection, {**_KEEPALIVES, **dsn.keepalives})
         major = connection.get_server_version().major
@@ -274,7 +289,7 @@ def map_errors(schema: str, purpose: str | None = None) -> Iterator[None]:
         yield
     except _ABSENT as error:
         raise schema_missing(schema) from error
-    except _LOST as error:
+    except LOST_ERRORS as error:
         raise DatabaseUnavailable(
             f"the connection to the database was lost ({_first_line(error)}); run it again"
         ) from error

@@ -13,7 +13,7 @@ https://www.postgresql.org/docs/current/protocol-flow.html#PROTOCOL-FLOW-SIMPLE-
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeAlias
 from uuid import UUID
@@ -34,11 +34,11 @@ class WriteStatement:
     """A statement that writes and returns no columns.
 
     Its command tag is the result, so its last part selects or writes the rows to be counted:
-    `SELECT FROM moved`.  Its arguments appear in the server's log if it fails, so it must not
-    contain secrets that are not encrypted.
+    `SELECT FROM moved`.  Its arguments appear in the server's log if it fails, except those
+    that are `Private`.
 
     Args:
-        name: the name under which a session prepares it.
+        name: the name under which a relay's session prepares it.
         sql: parameters are `$1` and so on; their types are inferred, as for a bound parameter.
     """
 
@@ -61,6 +61,25 @@ class WriteStatement:
         return _PARAMETER.sub(lambda match: literals[int(match[1]) - 1], self.sql)
 
 
+@dataclass(frozen=True, slots=True)
+class Private:
+    """A text argument that must not appear in the server's log, such as credentials.
+
+    It is sent before the message, as a bound parameter, and kept in a session setting until the
+    session ends or is reset.  (A proxy that pools transactions has no session settings: there it
+    is a literal like the others.)
+    """
+
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SettingArgument:
+    """An argument that is read from a session setting."""
+
+    name: str
+
+
 WriteCall: TypeAlias = "tuple[WriteStatement, *tuple[object, ...]]"
 """A statement and its arguments."""
 
@@ -81,6 +100,8 @@ def literal(value: object) -> str:
             cannot store.
         TypeError: no literal is defined for such a value.
     """
+    if isinstance(value, SettingArgument):
+        return f"current_setting({quote_literal(value.name)})"
     return "NULL" if value is None else quote_literal(_text(value))
 
 
@@ -88,10 +109,14 @@ def _text(value: object) -> str:
     match value:
         case str():
             return _checked(value)
+        case Private():
+            return _checked(value.text)
         case bool():
             return "true" if value else "false"
         case int() | float() | UUID():
             return str(value)
+        case bytes():
+            return "\\x" + value.hex()
         case datetime():
             return value.isoformat()
         case list() | tuple() | set() | frozenset():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.store.connection.message import WriteStatement
+    from outbox.store.connection.message import WriteCall, WriteStatement
 
 # Required session settings; other settings affect only speed.  A success, a dead letter or a batch
 # that is lost in a server crash would break the order of deliveries (synchronous_commit); the
@@ -70,6 +70,10 @@ class PooledWorker(Worker):
         self.terminate()
         if not waiter.done():
             waiter.set_result(None)
+
+    async def _set_private(self, calls: tuple[WriteCall, ...]) -> tuple[WriteCall, ...]:
+        """Keep private arguments: a session setting would leak to other clients."""
+        return calls
 
     async def _call(self, statement: WriteStatement, arguments: Sequence[object]) -> str:
         """The statement itself: the next message may go to another session."""

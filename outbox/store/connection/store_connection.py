@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from asyncpg import DuplicatePreparedStatementError, PostgresError
+from asyncpg import PostgresError
 
-from outbox.store.connection.message import is_aborted, rows_of
+from outbox.store.connection.message import Private, SettingArgument, is_aborted, rows_of
 from outbox.store.connection.type_cache import TypeCachingConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from outbox.store.connection.message import WriteCall, WriteStatement
+
+SET_PRIVATE = (
+    "SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS s(name, value)"
+)
 
 
 class StoreConnection(TypeCachingConnection):
     """A connection that sends a writing statement as one message."""
 
-    __slots__ = ("_prepared_writes",)
+    __slots__ = ("reopen",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._prepared_writes: set[str] = set()
+        self.reopen: Callable[[], Awaitable[StoreConnection]] | None = None
+        """Opens another connection like this one; None: it was not opened by `connect`."""
 
     async def write(
         self,
@@ -54,6 +58,7 @@ class StoreConnection(TypeCachingConnection):
 
         Each has a snapshot of its own.  The result is that of the last one.
         """
+        calls = await self._set_private(calls)
         parts = [await self._call(statement, arguments) for statement, *arguments in calls]
         if len(calls) > 1:
             # Whatever the session's default: otherwise all would share the first one's snapshot.
@@ -73,12 +78,19 @@ class StoreConnection(TypeCachingConnection):
                 return 0
             raise
 
+    async def _set_private(self, calls: tuple[WriteCall, ...]) -> tuple[WriteCall, ...]:
+        """Replace private arguments by session settings, which hold their values."""
+        private = list(dict.fromkeys(a for call in calls for a in call if isinstance(a, Private)))
+        if not private:
+            return calls
+        settings = {each: SettingArgument(f"outbox.private_{i}") for i, each in enumerate(private)}
+        names = [setting.name for setting in settings.values()]
+        await self.fetch(SET_PRIVATE, names, [each.text for each in private])
+        return tuple(
+            (call[0], *(settings[a] if isinstance(a, Private) else a for a in call[1:]))
+            for call in calls
+        )
+
     async def _call(self, statement: WriteStatement, arguments: Sequence[object]) -> str:
-        """The text that executes a statement; it is prepared once, which keeps its plan."""
-        if statement.name not in self._prepared_writes:
-            # A message of its own: the failure of a later statement does not undo it.
-            # It exists if the response to an earlier attempt was not awaited.
-            with suppress(DuplicatePreparedStatementError):
-                await self.execute(statement.prepare)
-            self._prepared_writes.add(statement.name)
-        return statement.execute(arguments)
+        """The text that executes a statement."""
+        return statement.inline(arguments)

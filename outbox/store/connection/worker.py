@@ -10,17 +10,19 @@ transaction in the database.  But the server knows whether it is executing the s
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from asyncpg import InterfaceError
+from asyncpg import DuplicatePreparedStatementError, InterfaceError
 
 from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from asyncpg import Connection
+
+    from outbox.store.connection.message import WriteStatement
 
 SENDING_MAX_S = 60
 """Maximum time for sending a large result over a slow line."""
@@ -38,12 +40,13 @@ SELECT pid FROM pg_stat_activity
 
 
 class Worker(StoreConnection):
-    """A connection that measures how long its statement has been waiting for a result."""
+    """A connection that prepares writes, and measures how long its statement has no result."""
 
-    __slots__ = ("_started_at", "statements_started")
+    __slots__ = ("_prepared_writes", "_started_at", "statements_started")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._prepared_writes: set[str] = set()
         self._started_at: float | None = None
         self.statements_started = 0
         """Number of statements started."""
@@ -73,6 +76,16 @@ class Worker(StoreConnection):
     async def fetchrow(self, *args: Any, **kwargs: Any) -> Any:
         with self._timing():
             return await super().fetchrow(*args, **kwargs)
+
+    async def _call(self, statement: WriteStatement, arguments: Sequence[object]) -> str:
+        """The text that executes a statement; it is prepared once, which keeps its plan."""
+        if statement.name not in self._prepared_writes:
+            # A message of its own: the failure of a later statement does not undo it.
+            # It exists if the response to an earlier attempt was not awaited.
+            with suppress(DuplicatePreparedStatementError):
+                await self.execute(statement.prepare)
+            self._prepared_writes.add(statement.name)
+        return statement.execute(arguments)
 
     @contextmanager
     def _timing(self) -> Iterator[None]:

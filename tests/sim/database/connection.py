@@ -102,6 +102,12 @@ class Connection(Client):
         self._to_server(at_server)
         await opened
 
+    async def reopen(self) -> Connection:
+        """Open another connection of the same process."""
+        other = Connection(self._database, self.process, self.name)
+        await other.open()
+        return other
+
     def abandon(self) -> None:
         """Close the client's side after the process has died."""
         if self.backend is not None:

@@ -15,6 +15,10 @@ from collections import deque
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import asyncpg
+
+from outbox.store.connection.message import ABORTED
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator
@@ -46,6 +50,14 @@ def perform(result: Any) -> Steps[Any]:
     if isinstance(result, Generator):
         result = yield from result
     return result
+
+
+def abort_unless(condition: bool) -> None:
+    """Abort the message unless a condition holds, as the SQL function of this name does."""
+    if not condition:
+        error = asyncpg.PostgresError("a condition does not hold")
+        error.sqlstate = ABORTED
+        raise error
 
 
 class Table:

@@ -168,6 +168,8 @@ class Database(Engine):
         self.deliveries: dict[int, list[Given]] = {}
         self.attempts: dict[int, list[Tried]] = {}
         self.journal: list[tuple[float, str, str, UUID | None, Any]] = []
+        # The changes by operators, by request id, each with the data of its first entry.
+        self.journalled = Table("journalled")
         # Called with the name of a session that has found a schedule due.
         self.on_tick: list[Callable[[str], None]] = []
         # By the name of a step of a store: called with the connection before each execution.

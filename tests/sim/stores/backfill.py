@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outbox.core.sequencing import partition_window
 from outbox.errors import Conflict, NotFound
+from outbox.operations.replays import JobPart
 from outbox.store.connection.connect import map_errors
+from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.replay_feed import is_subscribed
-from tests.sim.stores.replays import PartRange, add_job, add_parts
-from tests.sim.stores.routing_change import routing_transaction, write_journal
+from tests.sim.stores.replays import add_job, read_new_job, require_oldest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
+    from tests.sim.stores.change import Change
 
 
 async def request_backfill(
@@ -34,21 +37,16 @@ async def request_backfill(
         raise NotImplementedError("a backfill of the simulation is of all types, up to now")
     with map_errors(schema, "operator"):
         endpoint_id, first, last, gaps = await _find_range(connection, backfill)
-    async with routing_transaction(connection, schema):
-        first = max(first, await connection.call(read_first_kept))
-        job = await connection.call(
-            add_job,
-            "history",
-            backfill.endpoint,
-            actor,
-            rate_per_s=rate_per_s,
-            since=backfill.since,
-            gaps=gaps,
-        )
-        await connection.call(add_parts, job, [PartRange(endpoint_id, first, last, from_id=first)])
-        data = {"job": job, "from_id": first, "to_id": last}
-        await write_journal(connection, "backfill_requested", actor, endpoint_id, data)
-    return job
+
+    async def plan(change: Change) -> None:
+        first_id = max(first, await require_oldest(change, "events") * partition_window.WIDTH)
+        part = JobPart(endpoint_id, first_id, last, from_id=first_id)
+        columns = {"kind": "history", "endpoint": backfill.endpoint, "since": backfill.since}
+        add_job(change, {**columns, "rate_per_s": rate_per_s}, [part], gaps)
+        data = {"from_id": first_id, "to_id": last}
+        change.journal("backfill_requested", endpoint_id, data, with_job=True)
+
+    return await make_change_and_read(connection, schema, actor, plan, read_new_job)
 
 
 async def _find_range(
@@ -94,7 +92,3 @@ def find_first(db: Database, tx: Transaction, since: datetime, high: int) -> int
 
 def find_last(db: Database, tx: Transaction, first: int, high: int) -> int | None:
     return next((i for i in reversed(db.outbox_ids) if first <= i <= high), None)
-
-
-def read_first_kept(db: Database, tx: Transaction) -> int:
-    return db.first_id

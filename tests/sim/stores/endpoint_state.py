@@ -8,7 +8,7 @@ from outbox.store import endpoint_state
 from outbox.store.connection.connect import map_errors
 from outbox.store.database_stats import DatabaseStats
 from tests.sim.database.engine import SHARE, UPDATE, Wait, perform
-from tests.sim.stores import channels, endpoint_changes, routing_change
+from tests.sim.stores import channels, endpoint_writes, routing_change
 from tests.sim.stores.operational_events import (
     contains_ordinary_event,
     publish_endpoint_disabled,
@@ -109,9 +109,8 @@ def disable(
     if not (yield from begin_disabling(db, tx, endpoint_id, actor, data["why"])):
         return False
     yield from perform(routing_change.raise_version(db, tx))
-    from_batch = routing_change.read_last_batch(db, tx) + 1
-    endpoint_changes.end_subscription(db, tx, endpoint_id, from_batch)
-    journalled = {**data, "to_batch": from_batch}
+    endpoint_writes.end_subscriptions(db, tx, [endpoint_id])
+    journalled = {**data, "to_batch": routing_change.next_batch(db)}
     add_to_journal(db, tx, "endpoint_disabling", actor, endpoint_id, journalled)
     yield from publish_endpoint_disabled(db, tx, endpoint_id, data.get("last_response"))
     channels.notify_all(db, tx)

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 from outbox.errors import Conflict
 from outbox.operations.endpoint_states import StateChange, require_state
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
-from tests.sim.stores.endpoint_changes import begin_subscription, lock_endpoint
-from tests.sim.stores.routing_change import routing_transaction, write_journal
+from tests.sim.stores.change import make_change
+from tests.sim.stores.endpoint_changes import find_endpoint, find_endpoints
+from tests.sim.stores.endpoint_writes import set_states, subscribe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from uuid import UUID
 
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
-    from tests.sim.stores.endpoint_changes import LockedEndpoint
+    from tests.sim.stores.change import Change
 
 
 async def pause(
@@ -27,17 +28,19 @@ async def pause(
     *,
     actor: str,
     comment: str | None = None,
+    owner: str | None = None,
 ) -> list[StateChange]:
-    changes = []
-    async with routing_transaction(connection, schema):
-        for name in dict.fromkeys(names):
-            found = await lock_endpoint(connection, name)
-            changed = found.state != "paused"
-            if changed:
-                require_state(found, ("active",), "paused")
-                await _set_state(connection, found, "paused", actor, comment)
-            changes.append(StateChange(found.id, name, "paused", changed))
-    return changes
+    async def plan(change: Change) -> list[StateChange]:
+        found = await find_endpoints(change, names, owner)
+        paused = [each for each in found if each.state != "paused"]
+        for each in paused:
+            require_state(each, ("active",), "paused")
+            change.journal("endpoint_paused", each.id, {"name": each.name})
+        if paused:
+            change.write(set_states, [each.id for each in paused], "paused", actor, comment)
+        return [StateChange(e.id, e.name, "paused", e.state != "paused") for e in found]
+
+    return await make_change(connection, schema, actor, plan)
 
 
 async def resume(
@@ -47,75 +50,73 @@ async def resume(
     *,
     actor: str,
     comment: str | None = None,
+    owner: str | None = None,
 ) -> list[StateChange]:
-    changes = []
-    async with routing_transaction(connection, schema):
-        for name in dict.fromkeys(names):
-            found = await lock_endpoint(connection, name)
-            require_state(found, ("active", "paused"), "resumed")
-            await connection.call(request_retry, found.id)
-            unblocked = await connection.call(unblock_lanes, found.id)
-            if found.state == "paused":
-                await _set_state(connection, found, "active", actor, comment, "resumed")
-            else:
-                await write_journal(connection, "endpoint_resumed", actor, found.id, {})
-            changes.append(
-                StateChange(found.id, name, "active", found.state == "paused", unblocked)
-            )
-    return changes
+    async def plan(change: Change) -> list[StateChange]:
+        found = await find_endpoints(change, names, owner)
+        for each in found:
+            require_state(each, ("active", "paused"), "resumed")
+        ids = [each.id for each in found]
+        unblocked = await change.db.call(count_blocked_lanes, ids)
+        change.write(request_retry, ids)
+        change.write(unblock_lanes, ids)
+        resumed = [each.id for each in found if each.state == "paused"]
+        if resumed:
+            change.write(set_states, resumed, "active", actor, comment)
+        for each in found:
+            change.journal("endpoint_resumed", each.id, {"name": each.name})
+        return [
+            StateChange(e.id, e.name, "active", e.id in resumed, unblocked[e.id]) for e in found
+        ]
+
+    return await make_change(connection, schema, actor, plan)
 
 
 async def enable(
-    connection: Connection, schema: str, name: str, *, actor: str, comment: str | None = None
+    connection: Connection,
+    schema: str,
+    name: str,
+    *,
+    actor: str,
+    comment: str | None = None,
+    owner: str | None = None,
 ) -> StateChange:
-    async with routing_transaction(connection, schema) as from_batch:
-        found = await lock_endpoint(connection, name)
+    async def plan(change: Change) -> StateChange:
+        found = await find_endpoint(change, name, owner)
         if found.subscribed or found.state in ("disabling", "removing"):
             raise Conflict(f"endpoint {name} is {found.state}")
         state = "active" if found.state == "disabled" else found.state
-        await begin_subscription(connection, from_batch, found.id, found.settings)
-        await connection.call(request_retry, found.id)
-        await _set_state(connection, found, state, actor, comment, "enabled")
-    return StateChange(found.id, name, state, changed=True)
+        subscribe(change, [found.id])
+        change.write(request_retry, [found.id])
+        change.write(set_states, [found.id], state, actor, comment)
+        change.journal("endpoint_enabled", found.id, {"name": name}, batch_as="from_batch")
+        return StateChange(found.id, name, state, changed=True)
 
-
-async def _set_state(
-    connection: Connection,
-    found: LockedEndpoint,
-    state: str,
-    actor: str,
-    comment: str | None,
-    verb: str = "paused",
-) -> None:
-    await connection.call(set_state, found.id, state, actor, comment)
-    await write_journal(connection, f"endpoint_{verb}", actor, found.id, {"name": found.name})
+    return await make_change(connection, schema, actor, plan)
 
 
 # ------------------------------------------------------------------------ steps
 
 
-def set_state(
-    db: Database, tx: Transaction, endpoint_id: UUID, state: str, by: str, comment: str | None
-) -> Steps[None]:
-    yield Wait(db.endpoint, endpoint_id, UPDATE)
-    tx.change(db.endpoint, endpoint_id, state=state, state_by=by, state_comment=comment)
-
-
-def request_retry(db: Database, tx: Transaction, endpoint_id: UUID) -> Steps[None]:
+def request_retry(db: Database, tx: Transaction, ids: Collection[UUID]) -> Steps[None]:
     """Request an attempt at once."""
-    yield Wait(db.endpoint, endpoint_id, UPDATE)
-    e = tx.get(db.endpoint, endpoint_id)
-    assert e is not None
-    tx.change(db.endpoint, endpoint_id, resumes=e["resumes"] + 1)
+    for endpoint_id in ids:
+        yield Wait(db.endpoint, endpoint_id, UPDATE)
+        e = tx.get(db.endpoint, endpoint_id)
+        assert e is not None
+        tx.change(db.endpoint, endpoint_id, resumes=e["resumes"] + 1)
 
 
-def unblock_lanes(db: Database, tx: Transaction, endpoint_id: UUID) -> Steps[int]:
-    unblocked = 0
+def count_blocked_lanes(db: Database, tx: Transaction, ids: Collection[UUID]) -> dict[UUID, int]:
+    blocked = [tx.get(db.lane, block["lane_id"]) for block in tx.rows(db.lane_block)]
+    of = [lane["endpoint_id"] for lane in blocked if lane is not None]
+    return {endpoint_id: of.count(endpoint_id) for endpoint_id in ids}
+
+
+def unblock_lanes(db: Database, tx: Transaction, ids: Collection[UUID]) -> Steps[None]:
     for block in list(tx.rows(db.lane_block)):
         lane = tx.get(db.lane, block["lane_id"])
         assert lane is not None
-        if lane["endpoint_id"] == endpoint_id:
+        if lane["endpoint_id"] in ids:
             yield Wait(db.lane_block, block["lane_id"], EXCLUSIVE)
             tx.put(db.lane_block, block["lane_id"], None)
-            unblocked += 1
-    return unblocked

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outbox.core.model.ids import lane_name as name_of
 from outbox.errors import Conflict, NotFound
 from outbox.operations.lane_history import LaneHistory
 from outbox.operations.receiver_replays import ReceiverReplay
+from outbox.operations.replays import JobPart
 from outbox.store.connection.connect import map_errors
+from tests.sim.stores.change import make_change_and_read, new_job
 from tests.sim.stores.replay_feed import open_parts
-from tests.sim.stores.replays import PartRange, add_job, add_parts
-from tests.sim.stores.routing_change import routing_transaction, write_journal
+from tests.sim.stores.replays import add_job, find_new_job, require_oldest
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database, Given
+    from tests.sim.stores.change import Change
 
 
 async def request_replay(
@@ -41,18 +44,25 @@ async def request_replay(
         nothing = ReceiverReplay(lane.name, None, None, None, lane.acknowledged)
         if await connection.call(find_first, lane.id, after, last) is None:
             return nothing
-    actor = f"receiver {fetcher.name}"
-    async with routing_transaction(connection, schema):
-        await _require_idle(connection, endpoint_id, lane)
-        first = await connection.call(find_first, lane.id, after, last)
+
+    async def plan(change: Change) -> ReceiverReplay:
+        await _require_idle(change.db, endpoint_id, lane)
+        await require_oldest(change, "log")
+        first = await change.db.call(find_first, lane.id, after, last)
         if first is None:
             return nothing
-        job = await connection.call(add_job, "lane", fetcher.name, actor, lane_id=lane.id)
-        await connection.call(add_parts, job, [PartRange(endpoint_id, first.seq, last)])
-        await connection.call(add_lane_replay, job, endpoint_id, first, last)
-        data = {"job": job, "lane": lane.name, "from": first.seq, "to": last}
-        await write_journal(connection, "lane_replay_requested", actor, endpoint_id, data)
-    return ReceiverReplay(lane.name, job, first.seq, last, lane.acknowledged)
+        columns = {"kind": "lane", "endpoint": fetcher.name, "lane_id": lane.id}
+        add_job(change, columns, [JobPart(endpoint_id, first.seq, last)])
+        change.write(add_lane_replay, endpoint_id, first, last)
+        data = {"lane": lane.name, "from": first.seq, "to": last}
+        change.journal("lane_replay_requested", endpoint_id, data, with_job=True)
+        return replace(nothing, from_sequence=first.seq, to_sequence=last)
+
+    async def read_back(db: Connection, request: UUID, replay: ReceiverReplay) -> ReceiverReplay:
+        return replace(replay, job=await db.call(find_new_job, request))
+
+    actor = f"receiver {fetcher.name}"
+    return await make_change_and_read(connection, schema, actor, plan, read_back)
 
 
 async def _require_idle(connection: Connection, endpoint_id: UUID, lane: LaneHistory) -> None:
@@ -112,9 +122,9 @@ def find_first(db: Database, tx: Transaction, lane_id: int, after: int, last: in
 
 
 def add_lane_replay(
-    db: Database, tx: Transaction, job_id: int, endpoint_id: UUID, first: Given, last: int
+    db: Database, tx: Transaction, endpoint_id: UUID, first: Given, last: int
 ) -> None:
     new = db.serial(db.replay)
-    row = {"id": new, "job_id": job_id, "endpoint_id": endpoint_id, "dead_id": None}
+    row = {"id": new, "job_id": new_job(db, tx), "endpoint_id": endpoint_id, "dead_id": None}
     row |= {"next_seq": first.seq, "next_batch": first.batch, "to_seq": last}
     tx.put(db.replay, new, row)

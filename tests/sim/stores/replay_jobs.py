@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict, NotFound
 from outbox.operations.replay_jobs import ReplayJob
-from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
-from tests.sim.stores.routing_change import routing_transaction, write_journal
+from outbox.store.connection.connect import map_errors
+from tests.sim.database.engine import UPDATE, Wait, abort_unless
+from tests.sim.stores.change import make_change_and_read
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -15,31 +16,33 @@ if TYPE_CHECKING:
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
+    from tests.sim.stores.change import Change
 
 
-async def abort(connection: Connection, schema: str, job_id: int, *, actor: str) -> ReplayJob:
-    async with routing_transaction(connection, schema):
-        state = await connection.call(lock_job, job_id)
-        if state is None:
-            raise NotFound(f"there is no replay job {job_id}")
-        if state != "running":
-            raise Conflict(f"replay job {job_id} is {state}")
-        await connection.call(cancel_replays, None, job_id)
-        await connection.call(abort_job, job_id)
+async def get(connection: Connection, schema: str, job_id: int) -> ReplayJob:
+    with map_errors(schema):
         job = await connection.call(read_job, job_id)
-        data = {"job": job_id, "taken": job.taken}
-        await write_journal(connection, "replay_aborted", actor, None, data)
+    if job is None:
+        raise NotFound(f"there is no replay job {job_id}")
     return job
 
 
-def lock_job(db: Database, tx: Transaction, job_id: int) -> Steps[str | None]:
-    """Returns the state; None: there is no such job."""
-    if tx.get(db.replay_job, job_id) is None:
-        return None
-    yield Wait(db.replay_job, job_id, EXCLUSIVE)
-    row = tx.get(db.replay_job, job_id)
-    assert row is not None
-    return str(row["state"])
+async def abort(connection: Connection, schema: str, job_id: int, *, actor: str) -> ReplayJob:
+    async def plan(change: Change) -> None:
+        job = await get(change.db, schema, job_id)
+        if job.state != "running":
+            raise Conflict(f"replay job {job_id} is {job.state}")
+        change.write(abort_job, job_id)
+        change.write(cancel_replays, None, job_id)
+        change.journal("replay_aborted", None, {"job": job_id, "taken": job.taken})
+
+    async def read_back(db: Connection, _: UUID, __: None) -> ReplayJob:
+        return await get(db, schema, job_id)
+
+    return await make_change_and_read(connection, schema, actor, plan, read_back)
+
+
+# ------------------------------------------------------------------------ steps
 
 
 def cancel_replays(
@@ -64,13 +67,17 @@ def cancel_replays(
         tx.change(db.dead_letter, r["dead_id"], state="dead")
 
 
-def abort_job(db: Database, tx: Transaction, job_id: int) -> None:
+def abort_job(db: Database, tx: Transaction, job_id: int) -> Steps[None]:
+    yield Wait(db.replay_job, job_id, UPDATE)
+    row = tx.get(db.replay_job, job_id)
+    abort_unless(row is not None and row["state"] == "running")
     tx.change(db.replay_job, job_id, state="aborted", ended_at=db.clock_timestamp())
 
 
-def read_job(db: Database, tx: Transaction, job_id: int) -> ReplayJob:
+def read_job(db: Database, tx: Transaction, job_id: int) -> ReplayJob | None:
     row = tx.get(db.replay_job, job_id)
-    assert row is not None
+    if row is None:
+        return None
     parts = [p for p in tx.rows(db.replay_job_endpoint) if p["job_id"] == job_id]
     names = ("id", "kind", "state", "endpoint", "since", "rate_per_s")
     unknown = ("lane", "from_sequence", "to_sequence", "types", "tenant", "reason", "until")

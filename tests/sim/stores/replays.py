@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict, NotFound
 from outbox.operations.dead_letter_filter import DeadLetterFilter
-from outbox.operations.replays import ReplayOutcome
+from outbox.operations.replays import JobPart, ReplayCandidates, ReplayOutcome
 from outbox.store.connection.connect import map_errors
-from tests.sim.database.engine import EXCLUSIVE, Wait
-from tests.sim.stores.routing_change import request_transaction, routing_transaction, write_journal
+from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
+from tests.sim.stores.change import make_change_and_read, new_job
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
     from outbox.core.sequencing.gaps import Range
+    from outbox.core.sequencing.partition_window import WindowKind
     from outbox.operations.dead_letter_filter import DeadLetterSelection
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
+    from tests.sim.stores.change import Change
 
 UNAVAILABLE = {
     "removing": "removed",
@@ -32,26 +34,6 @@ UNAVAILABLE = {
 """Why dead letters of endpoints in these states cannot be replayed."""
 
 
-class PartRange(NamedTuple):
-    """The part of a new job for one endpoint."""
-
-    endpoint_id: UUID
-    first_id: int
-    last_id: int
-    expected: int | None = None
-    from_id: int | None = None
-
-
-class ReplayCandidates(NamedTuple):
-    """The dead letters of an endpoint."""
-
-    part: PartRange
-    endpoint: str
-    dead_letters: int
-    reason: str | None = None
-    """Why they cannot be replayed; None: they can."""
-
-
 async def start_replay(
     connection: Connection,
     schema: str,
@@ -60,44 +42,94 @@ async def start_replay(
     actor: str,
     rate_per_s: float | None = None,
 ) -> ReplayOutcome:
-    if selection.ids:
-        async with routing_transaction(connection, schema):
-            rows = await lock_named(connection, selection.ids, again=True)
-            found = _by_endpoint(rows)
-            ids = [row["id"] for row in rows]
-            job = await _add_job(connection, selection, found, rate_per_s, actor)
-            await connection.call(add_replays, job, ids)
-            await set_dead_letter_state(connection, ids, "replaying")
-            await write_journal(connection, "dead_replayed", actor, None, {"job": job})
-        return _outcome(found, job)
-    with map_errors(schema, "operator"):
+    found: list[ReplayCandidates] = []
+    if not selection.ids:
         if selection.filter != DeadLetterFilter():
             raise NotImplementedError("a sweep of the simulation is of all dead letters")
-        found = await connection.call(count_dead)
-    some = [each for each in found if each.reason is None]
-    if not some:
-        return _outcome(found, None)
-    async with request_transaction(connection, schema):
-        job = await _add_job(connection, selection, some, rate_per_s, actor)
-        await write_journal(connection, "dead_replayed", actor, None, {"job": job})
-    return _outcome(found, job)
+        with map_errors(schema, "operator"):
+            found = await connection.call(count_dead)
+        if all(each.reason is not None for each in found):
+            return _outcome(found, None)
+
+    async def plan(change: Change) -> list[ReplayCandidates]:
+        if selection.ids:
+            return await _plan_named(change, selection, rate_per_s)
+        some = [each for each in found if each.reason is None]
+        parts = [JobPart(e.endpoint_id, e.first_id, e.last_id, e.numbers) for e in some]
+        _add_selection_job(change, selection, parts, rate_per_s)
+        change.journal("dead_replayed", None, {}, with_job=True)
+        return found
+
+    async def read_back(
+        db: Connection, request: UUID, replayed: list[ReplayCandidates]
+    ) -> ReplayOutcome:
+        return _outcome(replayed, await db.call(find_new_job, request))
+
+    return await make_change_and_read(connection, schema, actor, plan, read_back)
 
 
-async def set_dead_letter_state(connection: Connection, ids: Sequence[int], state: str) -> None:
-    await connection.call(write_dead_letter_state, ids, state)
-    await connection.call(unblock, ids)
+async def read_new_job(db: Connection, request: UUID, _: None) -> int:
+    return await db.call(find_new_job, request)
 
 
-async def lock_named(connection: Connection, ids: Sequence[int], *, again: bool) -> list[Row]:
-    """The dead letters with these ids, locked.
+def add_job(
+    change: Change,
+    columns: Mapping[str, Any],
+    parts: Sequence[JobPart],
+    gaps: Sequence[Range] = (),
+) -> None:
+    row = {**columns, "requested_by": change.actor, "gaps": gaps}
+    change.write_early(add_replay_job, row)
+    change.write_early(add_replay_parts, parts)
+
+
+async def require_oldest(change: Change, kind: WindowKind) -> int:
+    number = await change.db.call(read_oldest, kind)
+    change.write(require_oldest_period, kind, number)
+    return number
+
+
+def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> None:
+    change.write(require_dead, ids)
+    change.write(set_dead_letter_state, ids, state)
+    change.write(unblock, ids)
+
+
+async def read_dead_letters(connection: Connection, ids: Sequence[int]) -> list[Row]:
+    return await _read_named(connection, ids, again=False)
+
+
+async def _plan_named(
+    change: Change, selection: DeadLetterSelection, rate_per_s: float | None
+) -> list[ReplayCandidates]:
+    rows = await _read_named(change.db, selection.ids, again=True)
+    found, ids = _by_endpoint(rows), [row["id"] for row in rows]
+    # They have their replays already.
+    parts = [JobPart(each.endpoint_id, 1, 0, each.numbers) for each in found]
+    _add_selection_job(change, selection, parts, rate_per_s)
+    write_dead_letter_state(change, ids, "replaying")
+    change.write(add_replays, ids)
+    change.journal("dead_replayed", None, {"dead": ids}, with_job=True)
+    return found
+
+
+def _add_selection_job(
+    change: Change,
+    selection: DeadLetterSelection,
+    parts: Sequence[JobPart],
+    rate_per_s: float | None,
+) -> None:
+    columns = {"kind": "dead", "endpoint": selection.filter.endpoint, "rate_per_s": rate_per_s}
+    add_job(change, columns, parts)
+
+
+async def _read_named(connection: Connection, ids: Sequence[int], *, again: bool) -> list[Row]:
+    """The dead letters with these ids, which must all be `dead`.
 
     Args:
-        again: require that their endpoints can be sent replays.
-
-    Raises:
-        NotFound, Conflict: as in the real store.
+        again: their endpoints must accept replays.
     """
-    rows = await connection.call(lock_dead, sorted(set(ids)))
+    rows = await connection.call(read_dead, sorted(set(ids)))
     if missing := set(ids) - {row["id"] for row in rows}:
         raise NotFound(f"there is no dead letter {min(missing)}")
     for row in rows:
@@ -115,37 +147,18 @@ def _by_endpoint(rows: Sequence[Row]) -> list[ReplayCandidates]:
     for row in rows:
         i = row["endpoint_id"]
         previous = found.get(i)
-        dead_letters, sequences = (
-            (previous.dead_letters, previous.part.expected or 0) if previous else (0, 0)
-        )
-        part = PartRange(i, 1, 0, sequences + row["to_seq"] - row["seq"] + 1)
-        found[i] = ReplayCandidates(part, row["endpoint"], dead_letters + 1)
+        letters, numbers = (previous.letters, previous.numbers) if previous else (0, 0)
+        numbers += row["to_seq"] - row["seq"] + 1
+        found[i] = ReplayCandidates(i, row["endpoint"], letters + 1, numbers, 0, None, 1, 0)
     return list(found.values())
-
-
-async def _add_job(
-    connection: Connection,
-    selection: DeadLetterSelection,
-    found: Sequence[ReplayCandidates],
-    rate_per_s: float | None,
-    actor: str,
-) -> int:
-    job = await connection.call(
-        add_job, "dead", selection.filter.endpoint, actor, rate_per_s=rate_per_s
-    )
-    # Named dead letters have their replays already.
-    last_of = {each.part: 0 if selection.ids else each.part.last_id for each in found}
-    parts = [part._replace(last_id=last_id) for part, last_id in last_of.items()]
-    await connection.call(add_parts, job, parts)
-    return job
 
 
 def _outcome(found: Sequence[ReplayCandidates], job: int | None) -> ReplayOutcome:
     skipped: Counter[str] = Counter()
     for each in found:
         if each.reason is not None:
-            skipped[each.reason] += each.dead_letters
-    dead_letters = {each.endpoint: each.dead_letters for each in found if each.reason is None}
+            skipped[each.reason] += each.letters
+    dead_letters = {each.endpoint: each.letters for each in found if each.reason is None}
     return ReplayOutcome(sum(dead_letters.values()), dict(skipped), job, dead_letters)
 
 
@@ -161,52 +174,52 @@ def count_dead(db: Database, tx: Transaction) -> list[ReplayCandidates]:
     for endpoint_id, dead_letters in found.items():
         e = tx.get(db.endpoint, endpoint_id)
         assert e is not None
-        ids = [d["id"] for d in dead_letters]
-        sequences = sum(d["to_seq"] - d["seq"] + 1 for d in dead_letters)
-        part = PartRange(endpoint_id, min(ids), max(ids), sequences)
-        rows.append(
-            ReplayCandidates(part, e["name"], len(dead_letters), UNAVAILABLE.get(e["state"]))
-        )
+        ids, letters = [d["id"] for d in dead_letters], len(dead_letters)
+        numbers = sum(d["to_seq"] - d["seq"] + 1 for d in dead_letters)
+        reason = UNAVAILABLE.get(e["state"])
+        skipped = 0 if reason is None else letters
+        counts = (letters, numbers, skipped, reason, min(ids), max(ids))
+        rows.append(ReplayCandidates(endpoint_id, e["name"], *counts))
     return sorted(rows, key=lambda row: row.endpoint)
 
 
-def add_job(
-    db: Database,
-    tx: Transaction,
-    kind: str,
-    endpoint: str | None,
-    requested_by: str,
-    *,
-    rate_per_s: float | None = None,
-    since: datetime | None = None,
-    gaps: Sequence[Range] = (),
-    lane_id: int | None = None,
-) -> int:
-    new = db.serial(db.replay_job)
-    row = {
-        "id": new,
-        "kind": kind,
-        "endpoint": endpoint,
-        "requested_by": requested_by,
-        "since": since,
-    }
-    row |= {"gaps": gaps, "lane_id": lane_id, "rate_per_s": rate_per_s}
-    tx.put(db.replay_job, new, {**row, "state": "running", "ended_at": None})
-    return new
+def read_oldest(db: Database, tx: Transaction, kind: WindowKind) -> int:
+    """The oldest period that is not dropped."""
+    periods = (row for row in tx.rows(db.period) if row["kind"] == kind)
+    oldest: int = min(row["number"] for row in periods if not row["dropped"])
+    return oldest
 
 
-def add_parts(db: Database, tx: Transaction, job_id: int, parts: Sequence[PartRange]) -> None:
+def require_oldest_period(db: Database, tx: Transaction, kind: WindowKind, number: int) -> None:
+    abort_unless(read_oldest(db, tx, kind) == number)
+
+
+def find_new_job(db: Database, tx: Transaction, request: UUID) -> int:
+    row = tx.get(db.journalled, request)
+    assert row is not None
+    job: int = row["data"]["job"]
+    return job
+
+
+def add_replay_job(db: Database, tx: Transaction, columns: Row) -> None:
+    new, unset = db.serial(db.replay_job), ("since", "lane_id", "rate_per_s", "ended_at")
+    row = {**dict.fromkeys(unset), **columns, "id": new, "state": "running"}
+    tx.put(db.replay_job, new, row)
+
+
+def add_replay_parts(db: Database, tx: Transaction, parts: Sequence[JobPart]) -> None:
+    job_id = new_job(db, tx)
     for part in parts:
-        row = {**part._asdict(), "job_id": job_id, "next_id": part.first_id}
+        row = {**asdict(part), "job_id": job_id, "next_id": part.first_id}
         row |= {"taken": 0, "erased": 0, "batch": None, "ended_at": None, "end_reason": None}
         tx.put(db.replay_job_endpoint, (job_id, part.endpoint_id), row)
 
 
-def add_replays(db: Database, tx: Transaction, job_id: int, ids: Sequence[int]) -> None:
+def add_replays(db: Database, tx: Transaction, ids: Sequence[int]) -> None:
     for dead_id in sorted(ids):
         dead_letter = tx.get(db.dead_letter, dead_id)
         assert dead_letter is not None
-        add_replay(db, tx, job_id, dead_letter)
+        add_replay(db, tx, new_job(db, tx), dead_letter)
 
 
 def add_replay(db: Database, tx: Transaction, job_id: int, dead_letter: Row) -> None:
@@ -223,17 +236,13 @@ def add_replay(db: Database, tx: Transaction, job_id: int, dead_letter: Row) -> 
 # ------------------------------------------------------------- the dead letters
 
 
-def lock_dead(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps[list[Row]]:
+def read_dead(db: Database, tx: Transaction, ids: Sequence[int]) -> list[Row]:
     found = []
-    for dead_id in ids:
-        if tx.get(db.dead_letter, dead_id) is None:
-            continue
-        yield Wait(db.dead_letter, dead_id, EXCLUSIVE)
-        row = tx.get(db.dead_letter, dead_id)
-        assert row is not None
-        e = tx.get(db.endpoint, row["endpoint_id"])
-        assert e is not None
-        found.append({**row, "endpoint_state": e["state"], "endpoint": e["name"]})
+    for row in (tx.get(db.dead_letter, dead_id) for dead_id in ids):
+        if row is not None:
+            e = tx.get(db.endpoint, row["endpoint_id"])
+            assert e is not None
+            found.append({**row, "endpoint_state": e["state"], "endpoint": e["name"]})
     return found
 
 
@@ -241,7 +250,15 @@ def read_last_replay(db: Database, tx: Transaction) -> None:
     """Only the text of an error depends on it."""
 
 
-def write_dead_letter_state(db: Database, tx: Transaction, ids: Sequence[int], state: str) -> None:
+def require_dead(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps[None]:
+    """Lock dead letters, and abort if one has another state than `dead`."""
+    for dead_id in sorted(ids):
+        yield Wait(db.dead_letter, dead_id, EXCLUSIVE)
+        row = tx.get(db.dead_letter, dead_id)
+        abort_unless(row is not None and row["state"] == "dead")
+
+
+def set_dead_letter_state(db: Database, tx: Transaction, ids: Sequence[int], state: str) -> None:
     for dead_id in ids:
         tx.change(db.dead_letter, dead_id, state=state)
 

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.connection.connect import map_errors
-from tests.sim.database.engine import EXCLUSIVE, Wait
-from tests.sim.stores import channels
+from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless, perform
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import Mapping
     from datetime import datetime
     from uuid import UUID
 
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
-
-
-@asynccontextmanager
-async def routing_transaction(connection: Connection, schema: str) -> AsyncIterator[int]:
-    with map_errors(schema, "operator"):
-        async with connection.transaction():
-            await connection.call(lock_cursor)
-            batch = await connection.call(read_last_batch)
-            yield batch + 1
-            await _notify_relays(connection)
-
-
-@asynccontextmanager
-async def request_transaction(connection: Connection, schema: str) -> AsyncIterator[None]:
-    with map_errors(schema, "operator"):
-        async with connection.transaction():
-            yield
-            await connection.call(lock_cursor)
-            await _notify_relays(connection)
-
-
-async def _notify_relays(connection: Connection) -> None:
-    await connection.call(raise_version)
-    await connection.call(channels.notify_all)
 
 
 async def write_journal(
@@ -64,6 +37,11 @@ def read_last_batch(db: Database, tx: Transaction) -> int:
     return db.batches[-1].batch
 
 
+def next_batch(db: Database) -> int:
+    """The next batch, in a message that has locked the cursor row."""
+    return db.batches[-1].batch + 1
+
+
 def read_now(db: Database, tx: Transaction) -> datetime:
     return db.clock_timestamp()
 
@@ -73,6 +51,15 @@ def raise_version(db: Database, tx: Transaction) -> Steps[None]:
     row = tx.get(db.cursor, 1)
     assert row is not None
     tx.change(db.cursor, 1, version=row["version"] + 1)
+
+
+def begin_change_of(db: Database, tx: Transaction, version: int) -> Steps[None]:
+    """Begin a change that was planned under a routing version, and abort if that has changed."""
+    yield from perform(lock_cursor(db, tx))
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    abort_unless(row["version"] == version)
+    yield from perform(raise_version(db, tx))
 
 
 def add_to_journal(

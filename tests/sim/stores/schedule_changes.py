@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import asyncpg
 import orjson
 
 from outbox.core.schedules.cron import Cron
 from outbox.errors import Conflict, NotFound
 from outbox.operations.schedules import Schedule
-from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import EXCLUSIVE, Wait
-from tests.sim.stores.routing_change import read_now, write_journal
-from tests.sim.stores.schedule_runs import publish_runs
+from tests.sim.stores.change import make_change_and_read
+from tests.sim.stores.routing_change import read_now
+from tests.sim.stores.schedule_runs import lock_schedules, publish_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
+    from tests.sim.stores.change import Change
 
 
 async def add(
@@ -34,19 +36,22 @@ async def add(
     replace: bool = False,
 ) -> Schedule:
     cron, name = Cron(settings.cron, settings.timezone), settings.name
-    with map_errors(schema, "operator"):
-        async with connection.transaction():
-            found = await connection.call(lock_schedule, name)
-            if found is not None and not replace:
-                raise Conflict(f"there is a schedule {name} already")
-            next_at = cron.next(await _start(connection, found))
-            if found is None:
-                await connection.call(add_schedule, settings, next_at, actor)
-            else:
-                await connection.call(replace_schedule, settings, next_at)
-            kind = "schedule_added" if found is None else "schedule_changed"
-            await write_journal(connection, kind, actor, None, {"name": name})
-            return await _read(connection, name)
+
+    async def plan(change: Change) -> str:
+        found = await change.db.call(find_schedule, name)
+        if found is not None and not replace:
+            raise Conflict(f"there is a schedule {name} already")
+        next_at = cron.next(await _ticks_from(change, found))
+        if found is None:
+            change.write(add_schedule, settings, next_at, actor)
+        else:
+            _require_unchanged(change, [found])
+            change.write(replace_schedule, settings, next_at)
+        kind = "schedule_added" if found is None else "schedule_changed"
+        change.journal(kind, None, {"name": name})
+        return name
+
+    return await make_change_and_read(connection, schema, actor, plan, _read_back, routing=False)
 
 
 async def pause(
@@ -72,14 +77,20 @@ async def resume(
 
 
 async def run_now(connection: Connection, schema: str, name: str, *, actor: str) -> UUID:
-    with map_errors(schema, "operator"):
-        async with connection.transaction():
-            row = await _lock(connection, name)
-            now = await connection.call(read_now)
-            event_id = await connection.call(publish_runs, [(now, row["id"])], by_hand=True)
-            await write_journal(connection, "schedule_run", actor, None, {"name": name})
-    assert event_id is not None
-    return event_id
+    async def plan(change: Change) -> str:
+        rows = await _find(change, [name])
+        now = await change.db.call(read_now)
+        _require_unchanged(change, rows)
+        change.write(publish_runs, [(now, rows[0]["id"])], by_hand=True)
+        change.journal("schedule_run", None, {"name": name})
+        return name
+
+    async def read_back(db: Connection, _: UUID, name: str) -> UUID:
+        # The real plan chooses the id; here it is that of the row, for the checkers.
+        event_id: UUID = (await db.call(read_schedule, name))["last_event_id"]
+        return event_id
+
+    return await make_change_and_read(connection, schema, actor, plan, read_back, routing=False)
 
 
 async def _set_states(
@@ -91,31 +102,46 @@ async def _set_states(
     actor: str,
     comment: str | None,
 ) -> list[Schedule]:
-    with map_errors(schema, "operator"):
-        async with connection.transaction():
-            for name in sorted(set(names)):
-                row = await _lock(connection, name)
-                if row["state"] == state:
-                    continue
-                since = await _start(connection, row)
-                next_at = Cron(row["cron"], row["timezone"]).next(since)
-                await connection.call(set_state, name, state, actor, comment, next_at)
-                await write_journal(connection, f"schedule_{verb}", actor, None, {"name": name})
-            return [await _read(connection, name) for name in dict.fromkeys(names)]
+    async def plan(change: Change) -> Sequence[str]:
+        changed = [row for row in await _find(change, names) if row["state"] != state]
+        _require_unchanged(change, changed)
+        for row in changed:
+            since = await _ticks_from(change, row)
+            next_at = Cron(row["cron"], row["timezone"]).next(since)
+            change.write(set_state, row["name"], state, actor, comment, next_at)
+            change.journal(f"schedule_{verb}", None, {"name": row["name"]})
+        return list(dict.fromkeys(names))
+
+    async def read_back(db: Connection, _: UUID, each: Sequence[str]) -> list[Schedule]:
+        return [await _read(db, name) for name in each]
+
+    return await make_change_and_read(connection, schema, actor, plan, read_back, routing=False)
 
 
-async def _start(connection: Connection, row: Row | None) -> datetime:
+async def _read_back(db: Connection, _: UUID, name: str) -> Schedule:
+    return await _read(db, name)
+
+
+async def _ticks_from(change: Change, row: Row | None) -> datetime:
     """The time from which ticks count: now, or the last published tick if that is later."""
-    now = await connection.call(read_now)
+    now = await change.db.call(read_now)
     return now if row is None or row["last_at"] is None else max(now, row["last_at"])
 
 
-async def _lock(connection: Connection, name: str) -> Row:
-    row = await connection.call(lock_schedule, name)
-    if row is None:
-        await connection.call(read_names)
-        raise NotFound(f"there is no schedule {name}")
-    return row
+async def _find(change: Change, names: Sequence[str]) -> list[Row]:
+    rows = []
+    for name in sorted(set(names)):
+        row = await change.db.call(find_schedule, name)
+        if row is None:
+            await change.db.call(read_names)
+            raise NotFound(f"there is no schedule {name}")
+        rows.append(row)
+    return rows
+
+
+def _require_unchanged(change: Change, rows: Sequence[Row]) -> None:
+    if rows:
+        change.write(lock_schedules, rows)
 
 
 async def _read(connection: Connection, name: str) -> Schedule:
@@ -128,16 +154,8 @@ async def _read(connection: Connection, name: str) -> Schedule:
 # ------------------------------------------------------------------------ steps
 
 
-def _by_name(db: Database, tx: Transaction, name: str) -> Row | None:
+def find_schedule(db: Database, tx: Transaction, name: str) -> Row | None:
     return next((row for row in tx.rows(db.schedule) if row["name"] == name), None)
-
-
-def lock_schedule(db: Database, tx: Transaction, name: str) -> Steps[Row | None]:
-    row = _by_name(db, tx, name)
-    if row is None:
-        return None
-    yield Wait(db.schedule, row["id"], EXCLUSIVE)
-    return tx.get(db.schedule, row["id"])
 
 
 def _columns(settings: ScheduleSettings, next_at: datetime) -> Row:
@@ -151,8 +169,11 @@ def _columns(settings: ScheduleSettings, next_at: datetime) -> Row:
 
 def add_schedule(
     db: Database, tx: Transaction, settings: ScheduleSettings, next_at: datetime, actor: str
-) -> None:
-    # No other session adds schedules: the unique index is not simulated.
+) -> Steps[None]:
+    # The index on names is unique.
+    yield Wait("schedule_name", settings.name, EXCLUSIVE)
+    if find_schedule(db, tx, settings.name) is not None:
+        raise asyncpg.UniqueViolationError("there is a schedule of this name already")
     new = db.serial(db.schedule)
     now = db.clock_timestamp()
     row = {"id": new, **_columns(settings, next_at), "created_at": now}
@@ -165,7 +186,7 @@ def add_schedule(
 def replace_schedule(
     db: Database, tx: Transaction, settings: ScheduleSettings, next_at: datetime
 ) -> None:
-    row = _by_name(db, tx, settings.name)
+    row = find_schedule(db, tx, settings.name)
     assert row is not None
     tx.put(db.schedule, row["id"], {**row, **_columns(settings, next_at)})
     tx.notes.append(("schedule", (row["id"], next_at)))
@@ -180,7 +201,7 @@ def set_state(
     comment: str | None,
     next_at: datetime,
 ) -> None:
-    row = _by_name(db, tx, name)
+    row = find_schedule(db, tx, name)
     assert row is not None
     new = {
         "state": state,
@@ -197,7 +218,7 @@ def read_names(db: Database, tx: Transaction) -> None:
 
 
 def read_schedule(db: Database, tx: Transaction, name: str) -> Row:
-    row = _by_name(db, tx, name)
+    row = find_schedule(db, tx, name)
     assert row is not None
     now, active = db.clock_timestamp(), row["state"] == "active"
     waits = (

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store import schedule_runs
 from outbox.store.schedule_runs import EVENTS_MAX, SCHEDULES_MAX, ScheduleRunResult, decide_run
-from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
+from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, abort_unless, perform
 from tests.sim.database.inserts import insert_event
-from tests.sim.stores.routing_change import write_journal
+from tests.sim.stores.routing_change import add_to_journal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import datetime
-    from uuid import UUID
 
     from outbox.store.schedule_runs import ScheduleDecision
     from tests.sim.database.connection import Connection
@@ -33,32 +32,18 @@ class ScheduleRunStore(schedule_runs.ScheduleRunStore):
         return await self._db.call(read_due_in)
 
     async def run_due_schedules(self) -> ScheduleRunResult:
-        db = self._db
-        async with db.transaction():
-            rows = await db.call(lock_due)
-            if not rows:
-                return ScheduleRunResult(0)
-            waited_for = [r["last_outbox_id"] for r in rows if r["overlap"] == "wait"]
-            waited_for = [each for each in waited_for if each is not None]
-            ended = await db.call(read_ended, waited_for) if waited_for else set()
-            decided: list[ScheduleDecision] = [decide_run(row, ended) for row in rows]
-            ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
-            if ticks:
-                await db.call(publish_runs, ticks, by_hand=False)
-            await db.call(advance_schedules, decided)
-            for each in decided:
-                if each.due.missed is not None:
-                    name, missed = each.schedule["name"], each.due.missed
-                    data = dict(zip(("from", "before"), missed, strict=True))
-                    data |= {"name": name, "misfire": each.schedule["misfire"]}
-                    await write_journal(db, "schedule_skipped", self._actor, None, data)
-        return ScheduleRunResult(len(rows))
+        rows = await self._db.call(read_due)
+        if not rows:
+            return ScheduleRunResult(0)
+        waited_for = [r["last_outbox_id"] for r in rows if r["overlap"] == "wait"]
+        waited_for = [each for each in waited_for if each is not None]
+        ended = await self._db.call(read_ended, waited_for) if waited_for else set()
+        decided: list[ScheduleDecision] = [decide_run(row, ended) for row in rows]
+        written = await self._db.call(write_runs, decided, self._actor)
+        return ScheduleRunResult(len(rows) if written else 0)
 
     async def move_future_events(self) -> int:
-        async with self._db.transaction():
-            if not await self._db.call(lock_future):
-                return 0
-            return await self._db.call(move_due_events)
+        return await self._db.call(move_due_events)
 
 
 # -------------------------------------------------------------------- schedules
@@ -74,26 +59,47 @@ def read_due_in(db: Database, tx: Transaction) -> float | None:
     return min(times).timestamp() - db.wall() if times else None
 
 
-def lock_due(db: Database, tx: Transaction) -> Steps[list[Row]]:
+def read_due(db: Database, tx: Transaction) -> list[Row]:
+    """Due schedules, each with its `revision`: a row is replaced, and never changed in place."""
     now = db.clock_timestamp()
-    # The snapshot; each row is checked again after it was locked.
     found = [row for row in active_schedules(db, tx) if row["due_at"] <= now]
     found.sort(key=lambda row: (row["due_at"], row["id"]))
     if found:
         session = db.session_of(tx).name
         for call in db.on_tick:
             call(session)
-        if db.rng.random() < 0.3:
-            yield db.pause_s()
-    locked: list[Row] = []
-    for row in found:
-        if len(locked) == SCHEDULES_MAX:
-            break
-        if tx.try_lock(db.schedule, row["id"], EXCLUSIVE):
-            new = tx.get(db.schedule, row["id"])
-            if new is not None and new["state"] == "active" and new["due_at"] <= now:
-                locked.append({**new, "now": now})
-    return locked
+    return [{**row, "now": now, "revision": row} for row in found[:SCHEDULES_MAX]]
+
+
+def write_runs(
+    db: Database, tx: Transaction, decided: Sequence[ScheduleDecision], actor: str
+) -> Steps[bool]:
+    """The statements of one message, which is aborted if a schedule has changed."""
+    if not lock_unchanged(db, tx, [d.schedule["revision"] for d in decided]):
+        return False
+    ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
+    if ticks:
+        yield from publish_runs(db, tx, ticks)
+    yield from perform(advance_schedules(db, tx, decided))
+    for each in decided:
+        if each.due.missed is not None:
+            name, missed = each.schedule["name"], each.due.missed
+            data = dict(zip(("from", "before"), missed, strict=True))
+            data |= {"name": name, "misfire": each.schedule["misfire"]}
+            add_to_journal(db, tx, "schedule_skipped", actor, None, data)
+    return True
+
+
+def lock_schedules(db: Database, tx: Transaction, rows: Sequence[Row]) -> None:
+    abort_unless(lock_unchanged(db, tx, rows))
+
+
+def lock_unchanged(db: Database, tx: Transaction, rows: Sequence[Row]) -> bool:
+    """Lock schedules; returns False if one was changed, or is locked by another session."""
+    return all(
+        tx.try_lock(db.schedule, row["id"], EXCLUSIVE) and tx.get(db.schedule, row["id"]) is row
+        for row in rows
+    )
 
 
 def read_ended(db: Database, tx: Transaction, outbox_ids: Sequence[int]) -> set[int]:
@@ -127,15 +133,13 @@ def _has_ended(db: Database, tx: Transaction, outbox_id: int) -> bool:
 
 
 def publish_runs(
-    db: Database, tx: Transaction, ticks: Sequence[tuple[datetime, int]], *, by_hand: bool
-) -> Steps[UUID | None]:
-    """Insert the event of each run of a schedule; returns the id of the last event."""
-    event_id = None
+    db: Database, tx: Transaction, ticks: Sequence[tuple[datetime, int]], *, by_hand: bool = False
+) -> Steps[None]:
+    """Insert the event of each run of a schedule."""
     for at, i in ticks:
         row = tx.get(db.schedule, i)
         assert row is not None
         event = yield from insert_event(db, tx, row["type"], row["key"], row["payload_json"])
-        event_id = event.event_id
         tx.notes.append(("tick", (i, at, by_hand, event.id, row["last_outbox_id"])))
         yield Wait(db.schedule, i, UPDATE)
         tx.change(
@@ -144,9 +148,8 @@ def publish_runs(
             last_at=at,
             last_run_at=db.clock_timestamp(),
             last_outbox_id=event.id,
-            last_event_id=event_id,
+            last_event_id=event.event_id,
         )
-    return event_id
 
 
 def advance_schedules(
@@ -166,6 +169,8 @@ def lock_future(db: Database, tx: Transaction) -> bool:
 
 
 def move_due_events(db: Database, tx: Transaction) -> Steps[int]:
+    if not lock_future(db, tx):
+        return 0
     now = db.clock_timestamp()
     due = [row for row in tx.rows(db.future_event) if row["deliver_at"] <= now]
     due.sort(key=lambda row: (row["deliver_at"], row["id"]))

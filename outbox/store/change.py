@@ -1,0 +1,276 @@
+"""Changes by operators: planned by reading, and written in one message.
+
+A plan reads without a lock, and collects the statements that write.  They are sent as one
+message (see `outbox.store.connection.message`), so an operator who hangs holds nothing.  The
+message aborts if what the plan depends on has changed meanwhile: the routing version, or what one
+of its own statements requires.  Then the plan is made again.
+
+A connection that is lost leaves open whether the message was executed.  So the first journal
+entry of a change has a request id, which is unique: on another connection, the entry shows that
+the change was made, and otherwise the change is planned and sent again with the same id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from uuid import UUID, uuid4
+
+import asyncpg
+import orjson
+
+from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
+from outbox.store.channels import NOTIFY_ALL
+from outbox.store.connection.connect import LOST_ERRORS, map_errors
+from outbox.store.connection.message import WriteStatement, is_aborted
+from outbox.store.routing_change import BEGIN_CHANGE_OF, NEXT_BATCH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from asyncpg import Connection
+
+    from outbox.store.connection.message import WriteCall
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+PLANS_MAX = 100
+"""Maximum number of plans for one change, if others change the same things all the time."""
+LOCK_TIMEOUT_S = 10.0
+"""Maximum wait for each lock; all are held for milliseconds only."""
+RESPONSE_S = 60.0
+"""Maximum time for one plan and its message; then the connection counts as lost."""
+
+# Whether a change is journalled; and the routing version with it.
+IS_MADE = "SELECT EXISTS (SELECT FROM journal WHERE request = $1)"
+READ_BEGINNING = f"SELECT version, ({IS_MADE}) AS is_made FROM cursor"  # noqa: S608
+
+# The replay job that this message has added.
+NEW_JOB = "currval('replay_job_id_seq')"
+
+# Writes the journal entries of a change, in order; the first one has its request id.
+# batch_as: the field that gets the batch from which the change applies.  with_job: whether `job`
+# is added, the replay job that the message adds.
+WRITE_ENTRIES = WriteStatement(
+    "write_entries",
+    f"""
+INSERT INTO journal (kind, actor, endpoint_id, data, request)
+SELECT e.kind, $2, e.endpoint_id,
+       e.data || CASE WHEN e.batch_as IS NULL THEN '{{}}' ELSE jsonb_build_object(
+                     e.batch_as, {NEXT_BATCH}) END
+              || CASE WHEN e.with_job
+                      THEN jsonb_build_object('job', {NEW_JOB}) ELSE '{{}}' END,
+       CASE e.n WHEN 1 THEN $3::uuid END
+  FROM ROWS FROM (jsonb_to_recordset($1::text::jsonb)
+           AS (kind text, endpoint_id uuid, data jsonb, batch_as text, with_job boolean))
+       WITH ORDINALITY AS e(kind, endpoint_id, data, batch_as, with_job, n)
+ ORDER BY e.n
+""",  # noqa: S608 (constants only)
+)
+
+
+class Change:
+    """The statements of one plan.
+
+    Args:
+        connection: for reading; nothing may be written or locked on it.
+        actor: for the journal.
+        request: the request id.
+        routing: see `make_change`; a plan may decide it.
+    """
+
+    def __init__(self, connection: Any, actor: str, request: UUID, *, routing: bool) -> None:
+        self.db = connection
+        self.actor = actor
+        self.request = request
+        self.routing = routing
+        self._early: list[WriteCall] = []
+        self._calls: list[WriteCall] = []
+        self._entries: list[dict[str, Any]] = []
+
+    def write(self, statement: WriteStatement, *arguments: object) -> None:
+        """Add a statement to the message."""
+        self._calls.append((statement, *arguments))
+
+    def write_early(self, statement: WriteStatement, *arguments: object) -> None:
+        """Add a statement that is executed before the cursor row is locked.
+
+        It must write only new rows, which nobody else can lock.
+        """
+        self._early.append((statement, *arguments))
+
+    def journal(
+        self,
+        kind: str,
+        endpoint_id: UUID | None,
+        data: Mapping[str, Any],
+        *,
+        batch_as: str | None = None,
+        with_job: bool = False,
+    ) -> None:
+        """Add a journal entry; a plan without any changes nothing.
+
+        Args:
+            batch_as: the field of the entry that gets the first batch to which the change applies.
+            with_job: add the field `job`, the id of the replay job that the change adds.
+        """
+        entry = {"kind": kind, "endpoint_id": endpoint_id, "data": data}
+        self._entries.append({**entry, "batch_as": batch_as, "with_job": with_job})
+
+    def discard(self) -> None:
+        """Forget the statements: nothing will be changed."""
+        self._entries.clear()
+
+    def message(self, version: int) -> list[WriteCall]:
+        """The message, or nothing if there is nothing to change.
+
+        Args:
+            version: the routing version of the plan.
+        """
+        if not self._entries:
+            return []
+        calls = [*self._calls, (WRITE_ENTRIES, document(self._entries), self.actor, self.request)]
+        if not self.routing:
+            return [*self._early, *calls]
+        return [*self._early, (BEGIN_CHANGE_OF, version), *calls, (NOTIFY_ALL,)]
+
+
+def document(value: Any) -> str:
+    """A JSON argument, with the rows that a statement writes."""
+    return orjson.dumps(value, _plain, orjson.OPT_UTC_Z).decode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, UUID):  # A subclass, as asyncpg returns it.
+        return str(value)
+    raise TypeError
+
+
+Plan: TypeAlias = Callable[[Change], Awaitable[T]]
+"""Reads, adds statements to the change, and returns its result; it may be called again."""
+
+ReadBack: TypeAlias = Callable[[Any, UUID, T], Awaitable[R]]
+"""Reads what a change has written: with a connection, the request id and the plan's result."""
+
+
+async def make_change(
+    connection: Connection[Any], schema: str, actor: str, plan: Plan[T], *, routing: bool = True
+) -> T:
+    """Plan a change and write it; returns the result of the plan that was written.
+
+    Args:
+        actor: for the journal.
+        routing: the change concerns endpoints, subscriptions, lanes or replays: it applies from
+            the next batch on, and is planned again if another one of these is made meanwhile.
+
+    Raises:
+        CannotRun: a lock was not granted, or others make such changes all the time.
+        SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
+        OutboxError: of the plan.
+        asyncpg.PostgresError: the server rejects a value.
+    """
+
+    async def keep(_: Any, __: UUID, result: T) -> T:
+        return result
+
+    return await make_change_and_read(connection, schema, actor, plan, keep, routing=routing)
+
+
+async def make_change_and_read(
+    connection: Connection[Any],
+    schema: str,
+    actor: str,
+    plan: Plan[T],
+    read_back: ReadBack[T, R],
+    *,
+    routing: bool = True,
+) -> R:
+    """Like `make_change`; returns what `read_back` reads afterwards."""
+    execution = _Execution(plan, read_back, actor, routing=routing)
+    with map_errors(schema, "operator"):
+        try:
+            return await execution.run(connection)
+        except LOST_ERRORS:
+            if not execution.sent or connection.reopen is None:
+                raise
+        try:
+            other = await connection.reopen()
+            try:
+                return await execution.run(other)
+            finally:
+                other.terminate()
+        except (*LOST_ERRORS, DatabaseUnavailable) as error:
+            raise DatabaseUnavailable(
+                "the connection to the database was lost, and it is not known whether the change "
+                "was made; check before you run it again"
+            ) from error
+
+
+class _Execution(Generic[T, R]):
+    """Plans and sends a change until it is written."""
+
+    def __init__(
+        self, plan: Plan[T], read_back: ReadBack[T, R], actor: str, *, routing: bool
+    ) -> None:
+        self._plan = plan
+        self._read_back = read_back
+        self._actor = actor
+        self._routing = routing
+        self._request = uuid4()
+        self.sent: list[T] = []
+        """The result of the plan whose message was, or may have been, executed; at most one."""
+
+    async def run(self, connection: Any) -> R:
+        for _ in range(PLANS_MAX):
+            with _limit_response(connection):
+                version, is_made = await connection.fetchrow(READ_BEGINNING, self._request)
+                if not is_made:
+                    change = Change(connection, self._actor, self._request, routing=self._routing)
+                    try:
+                        result = await self._plan(change)
+                    except OutboxError:
+                        # It may be due to this change, which was executed meanwhile.
+                        if not (self.sent and await connection.fetchval(IS_MADE, self._request)):
+                            raise
+                        continue
+                    calls = change.message(version)
+                    if calls and not await self._send(connection, calls, result):
+                        continue
+                    if not calls:
+                        self.sent = [result]
+                return await self._read_back(connection, self._request, self.sent[0])
+        raise CannotRun("others change the same things all the time; run it again")
+
+    async def _send(self, connection: Any, calls: Sequence[WriteCall], result: T) -> bool:
+        """Send the message; returns False if the plan is outdated."""
+        try:
+            await connection.write_together(*calls, lock_timeout_s=LOCK_TIMEOUT_S)
+        except LOST_ERRORS:
+            self.sent.append(result)
+            raise
+        except asyncpg.LockNotAvailableError:
+            raise CannotRun(
+                f"another session holds a lock for over {LOCK_TIMEOUT_S:g} s; nothing was "
+                "changed; see: outbox doctor"
+            ) from None
+        except (asyncpg.UniqueViolationError, asyncpg.DeadlockDetectedError):
+            return False
+        except asyncpg.PostgresError as error:
+            if is_aborted(error):
+                return False
+            raise
+        self.sent = [result]
+        return True
+
+
+@contextmanager
+def _limit_response(connection: Any) -> Iterator[None]:
+    """Close the connection if the server does not respond: it counts as lost."""
+    timer = asyncio.get_running_loop().call_later(RESPONSE_S, connection.terminate)
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,106 @@
+"""No backend of a command waits for its client while it holds anything."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import outbox as library
+from tests.api.test_endpoints import identity
+from tests.support.lockstep import in_lockstep
+from tests.support.ranges import dead_letter_pending, sequence_all
+from tests.support.relay import add_endpoint, publish
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Command
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+ENDPOINTS = """
+endpoints:
+  - {name: moved, url: https://example.com/new, lanes: 3, types: [a.*]}
+  - {name: one, url: https://example.com/1, lanes: 2}
+  - {name: two, url: https://example.com/2, headers: {X-Key: hunter2}}
+"""
+DISABLE = """
+UPDATE relay.endpoint SET state = 'disabled' WHERE name = 'shop2';
+UPDATE relay.subscription SET to_batch = from_batch + 1
+"""
+DAMAGE = """
+UPDATE relay.ownership SET epoch = epoch + 7;
+DELETE FROM relay.endpoint_health WHERE endpoint_id = (SELECT id FROM relay.endpoint LIMIT 1)
+"""
+
+
+async def prepare(database: Database) -> None:
+    """Endpoints, dead letters, an idempotency key and history."""
+    await add_endpoint(database, "moved", lanes=2)
+    await publish(database, *range(6))
+    await sequence_all(database)
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        await dead_letter_pending(db)
+        await library.publish(db, "a.b", 1, once="plan:7")
+
+
+async def test_commands_that_change_something(
+    database: Database, outbox: Command, tmp_path: Path
+) -> None:
+    await prepare(database)
+    file = tmp_path / "endpoints.yaml"
+    file.write_text(ENDPOINTS)
+    certificate = tmp_path / "client.pem"
+    certificate.write_text(identity())
+    async with in_lockstep(database) as (seen, dsn):
+
+        async def run(*args: Any, **env: str) -> str:
+            done = await asyncio.to_thread(outbox, *args, OUTBOX_DSN=dsn, **env)
+            assert done.code == 0, (args, done.err)
+            assert not seen.hold_points, (args, seen.report())
+            return str(done.out)
+
+        await run("endpoint", "add", "shop", "https://example.com/", "--header", "X-Key: hunter2")
+        await run("endpoint", "update", "shop", "--lanes", "4", "--type", "a.*", "--name", "shop2")
+        await run("endpoint", "update", "shop2", "--header", "X-Key: hunter3")
+        await run("endpoint", "pause", "shop2", "moved", "--comment", "moving")
+        await run("endpoint", "resume", "shop2", "moved")
+        await run("endpoint", "rotate-secret", "shop2")
+        await run("endpoint", "certificate", "shop2", str(certificate))
+        await run("endpoint", "certificate", "shop2", "--remove")
+        await run("endpoint", "fetch-token", "shop2")
+        await run("endpoint", "fetch-token", "shop2", "--revoke")
+        async with database.connection() as db:
+            await db.execute(DISABLE)
+        await run("endpoint", "enable", "shop2")
+        await run("endpoint", "enable", "moved")
+        await run("endpoint", "remove", "shop2")
+        await run("apply", "-f", str(file))
+        await run("dead", "replay", "1", "--detach")
+        await run("replay", "abort", "1")
+        await run("dead", "replay", "--all", "--detach")
+        await run("replay", "abort", "2")
+        await run("dead", "discard", "1")
+        await run("dead", "discard", "--all")
+        await run("replay", "--endpoint", "moved", "--since", "1h", "--detach")
+        await run("schedule", "add", "s", "@daily", "--type", "a.b", "--payload", "{}")
+        await run("schedule", "add", "s", "@hourly", "--type", "a.b", "--payload", "1", "--replace")
+        await run("schedule", "pause", "s")
+        await run("schedule", "resume", "s")
+        await run("schedule", "run-now", "s")
+        await run("schedule", "remove", "s")
+        await run("once", "reset", "plan:7")
+        await run("token", "add", "ci", "--scope", "read")
+        await run("token", "revoke", "ci")
+        key = (await run("rekey", "--generate")).strip()
+        await run("rekey", OUTBOX_KEY=key)
+        async with database.connection() as db:
+            await db.execute(DAMAGE)
+        await run("verify", "--repair", "--yes")
+        only_kept = tmp_path / "kept.yaml"
+        only_kept.write_text("endpoints: [{name: two, url: https://example.com/2}]")
+        await run("apply", "-f", str(only_kept), "--prune", "--dead-letter", OUTBOX_KEY=key)
+    assert seen.messages > 200

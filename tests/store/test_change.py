@@ -1,0 +1,199 @@
+"""Operators' changes: made exactly once, by whatever way the connection ends."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.errors import CannotRun, Conflict, DatabaseUnavailable
+from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints
+from outbox.store import change as changes
+from outbox.store.connection import dsn as dsns
+from outbox.store.connection.connect import connect
+from tests.support.operators import routing_transaction
+from tests.support.relay import add_endpoint, fetchval
+from tests.support.tcp import Lines, listening
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asyncpg import Connection
+
+    from outbox.operations.endpoint_changes import NewEndpoint
+    from outbox.store.change import Change
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+SESSION = {"server_settings": {"search_path": "relay"}}
+SECRETS = "SELECT array_agg(secret) FROM relay.endpoint_secret"
+ENTRIES = "SELECT count(*) FROM relay.journal WHERE kind = 'endpoint_added'"
+
+
+class LinesThatEndAt(Lines):
+    """A proxy whose first connection hangs at its n-th message to the server."""
+
+    def __init__(self, socket_path: str, n: int, *, forward: bool) -> None:
+        super().__init__(socket_path)
+        self._left = n
+        self.forward_last_data = forward
+
+    def stop_at(self, data: bytes) -> bool:
+        self._left -= 1
+        return self._left == 0
+
+
+@asynccontextmanager
+async def through(database: Database, lines: Lines) -> AsyncIterator[Connection[Any]]:
+    async with listening(lines.handler) as port:
+        address = f"postgresql://postgres@127.0.0.1:{port}/{database.name}?sslmode=disable"
+        connection = await connect(dsns.parse(address, source="test", env={}), schema="relay")
+        try:
+            yield connection
+        finally:
+            connection.terminate()
+
+
+async def add(connection: Connection[Any], name: str = "shop") -> NewEndpoint:
+    settings = EndpointSettings(name=name, url="https://example.com/")
+    return await endpoint_changes.add(connection, "relay", settings, actor="test")
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["executed", "not executed"])
+async def test_wherever_the_connection_goes_silent_the_change_is_made_once(
+    database: Database, forward: bool, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """The last data of the client arrives at the server, or does not."""
+    monkeypatch.setattr(changes, "RESPONSE_S", 0.2)
+    socket_path = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
+    n, made = 2, 0
+    while True:
+        n += 1
+        lines = LinesThatEndAt(socket_path, n, forward=forward)
+        async with through(database, lines) as connection:
+            with subtests.test(n=n):
+                try:
+                    new = await add(connection)
+                except DatabaseUnavailable:
+                    # Before its message was sent: nothing was changed.
+                    assert not await fetchval(database, "SELECT count(*) FROM relay.endpoint")
+                    continue
+                assert await fetchval(database, SECRETS) == [new.secret]
+                made += 1
+                assert await fetchval(database, ENTRIES) == made
+                await endpoint_removal.remove(
+                    await database.connect(**SESSION), "relay", "shop", actor="test"
+                )
+                await fetchval(database, "DELETE FROM relay.endpoint_secret RETURNING 1")
+            if len(lines.opened) == 1:
+                break  # It was complete before its n-th message.
+    assert made > 1, "the response to the change itself was lost"
+
+
+async def test_changes_of_several_operators_are_all_made(database: Database) -> None:
+    names = [f"e{n}" for n in range(8)]
+    connections = [await database.connect(**SESSION) for _ in names]
+    await asyncio.gather(*map(add, connections, names))
+    found = await endpoints.page(connections[0], "relay")
+    assert [row.name for row in found] == names
+
+
+async def test_what_changed_since_the_plan_was_read_is_planned_again(database: Database) -> None:
+    await add_endpoint(database)
+    first, second = [await database.connect(**SESSION) for _ in range(2)]
+    calls = 0
+
+    def edit(old: EndpointSettings) -> EndpointSettings:
+        nonlocal calls
+        calls += 1
+        return replace(old, method="PUT")
+
+    async with routing_transaction(second):
+        changing = asyncio.create_task(
+            endpoint_changes.update(first, "relay", "shop", edit, actor="test")
+        )
+        await until(lambda: calls, what="the plan")
+        await second.execute("UPDATE endpoint SET url = 'https://other.test/'")
+    await changing
+    settings = (await endpoints.get(second, "relay", "shop")).settings
+    assert (calls, settings.url, settings.method) == (2, "https://other.test/", "PUT")
+
+
+async def test_a_state_that_its_owner_changed_meanwhile_is_read_again(database: Database) -> None:
+    """An owner completes a state without a new routing version."""
+    await add_endpoint(database)
+    db, owner = [await database.connect(**SESSION) for _ in range(2)]
+    await db.execute("UPDATE endpoint SET state = 'disabling'")
+    async with owner.transaction():
+        await owner.execute("UPDATE endpoint SET state = 'disabled'")
+        removing = asyncio.create_task(endpoint_removal.remove(db, "relay", "shop", actor="test"))
+        waits = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"
+        await until(lambda: owner.fetchval(waits), what="the change to wait")
+    assert (await removing).state == "removed"
+
+
+async def test_a_change_that_can_never_be_written_ends(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "PLANS_MAX", 3)
+    db, other = [await database.connect(**SESSION) for _ in range(2)]
+    plans = 0
+
+    async def plan(change: Change) -> None:
+        nonlocal plans
+        plans += 1
+        await other.execute("UPDATE cursor SET version = version + 1")
+        change.journal("test", None, {})
+
+    with pytest.raises(CannotRun, match="others change the same things all the time"):
+        await changes.make_change(db, "relay", "test", plan)
+    assert plans == 3
+    assert await db.fetchval("SELECT count(*) FROM journal") == 0
+
+
+async def test_a_lock_that_is_not_granted_is_an_error(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "LOCK_TIMEOUT_S", 0.1)
+    holder, db = [await database.connect(**SESSION) for _ in range(2)]
+    async with holder.transaction():
+        await holder.execute("SELECT FROM cursor FOR UPDATE")
+        with pytest.raises(CannotRun, match=r"holds a lock for over 0\.1 s; nothing was changed"):
+            await add(db)
+    await add(db)
+
+
+async def test_an_error_of_the_plan_is_the_result(database: Database) -> None:
+    await add_endpoint(database)
+    db = await database.connect(**SESSION)
+    with pytest.raises(Conflict, match="exists already"):
+        await add(db)
+    # Without a difference, too, nothing is written.
+    (paused,) = await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+    version = await db.fetchval("SELECT version FROM cursor")
+    (again,) = await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+    assert (paused.changed, again.changed) == (True, False)
+    assert await db.fetchval("SELECT version FROM cursor") == version
+
+
+async def test_secrets_are_not_in_the_text_of_a_statement(database: Database) -> None:
+    """The server logs the text of a statement that fails."""
+    db = await database.connect(**SESSION)
+    texts: list[str] = []
+    db.add_query_logger(lambda record: texts.append(record.query))
+    settings = EndpointSettings(
+        name="shop", url="https://example.com/", headers={"Authorization": "Bearer hunter2"}
+    )
+    new = await endpoint_changes.add(db, "relay", settings, actor="test")
+    secrets = await db.fetchval(SECRETS)
+    assert secrets == [new.secret]
+    stored = await db.fetchval("SELECT headers ->> 'Authorization' FROM endpoint")
+    assert stored == "Bearer hunter2"
+    assert any("INSERT INTO endpoint_secret" in text for text in texts)
+    assert not [text for text in texts if "hunter2" in text or new.secret in text]
