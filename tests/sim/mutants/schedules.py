@@ -12,7 +12,7 @@ from tests.sim.stores import schedule_runs
 
 if TYPE_CHECKING:
     from outbox.store.schedule_runs import ScheduleRunResult
-    from tests.sim.database.engine import Row, Transaction
+    from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
 
@@ -21,49 +21,28 @@ if TYPE_CHECKING:
 def next_run_set_in_second_transaction(sim: Simulation) -> None:
     """The event is committed before the next tick is set."""
 
-    original = schedule_runs.ScheduleRunStore.run_due_schedules
+    later: dict[int, Any] = {}
+    run_due = schedule_runs.ScheduleRunStore.run_due_schedules
+    advance = schedule_runs.advance_schedules
+
+    def postpone(db: Database, tx: Transaction, decided: Any) -> None:
+        later[db.session_of(tx).pid] = decided
 
     async def patched(self: Any) -> ScheduleRunResult:
-        later: list[Any] = []
-        inside, self._db = self._db, Postponing(self._db, schedule_runs.advance_schedules, later)
-        try:
-            result = await original(self)
-        finally:
-            self._db = inside
-        for arguments in later:
-            await self._db.call(schedule_runs.advance_schedules, *arguments)
+        result = await run_due(self)
+        decided = later.pop(self._db.get_server_pid(), None)
+        if decided is not None:
+            await self._db.call(advance, decided)
         return result
 
+    swap(schedule_runs, "advance_schedules", postpone)
     swap(schedule_runs.ScheduleRunStore, "run_due_schedules", patched)
-
-
-class Postponing:
-    """A connection that postpones one step."""
-
-    def __init__(self, connection: Any, step: Any, later: list[Any]) -> None:
-        self._connection = connection
-        self._step = step
-        self._later = later
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    async def call(self, step: Any, *arguments: Any, **rest: Any) -> Any:
-        if step is self._step:
-            self._later.append(arguments)
-            return None
-        return await self._connection.call(step, *arguments, **rest)
 
 
 @mutant
 def due_schedules_not_locked(sim: Simulation) -> None:
-    """Due schedules are read without a lock, and then published."""
-
-    def lock_due(db: Database, tx: Transaction) -> list[Row]:
-        now, active = db.clock_timestamp(), schedule_runs.active_schedules(db, tx)
-        return [{**row, "now": now} for row in active if row["due_at"] <= now]
-
-    swap(schedule_runs, "lock_due", lock_due)
+    """Due schedules are published by all replicas, without a check that they are unchanged."""
+    swap(schedule_runs, "lock_unchanged", lambda db, tx, rows: True)
     set_leader = schedule_runner.ScheduleRunner.set_leader
     swap(schedule_runner.ScheduleRunner, "set_leader", lambda self, leads: set_leader(self, True))
 
