@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import asyncpg
 
 from outbox.api.problem import unavailable
-from outbox.store.connection.connect import CONNECTION_ERRORS, connect
+from outbox.store.connection.connect import CONNECTION_ERRORS
 from outbox.store.connection.migrate import require_current
+from outbox.store.connection.operator import connect_operator, reset
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -43,7 +44,6 @@ CLOSE_S = 1.0
 SESSION_SETTINGS = {
     "statement_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
     "lock_timeout": str(int(LOCK_TIMEOUT_S * 1000)),
-    "idle_in_transaction_session_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
     # Most filter parameters are NULL: a custom plan uses the given ones, a generic plan cannot.
@@ -117,7 +117,7 @@ class Database:
             max_inactive_connection_lifetime=IDLE_S,
             connect=self._connect,
             # Behind a pooler there is no session state to reset.
-            reset=_skip_reset if self._settings.pooled else None,
+            reset=_skip_reset if self._settings.pooled else reset,
         )
         await pool
         try:
@@ -148,23 +148,19 @@ class Database:
                 await pool.release(connection, timeout=RELEASE_S)
 
     async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
-        pooled = self._settings.pooled
-        connection: Any = await connect(
+        connection = await connect_operator(
             self._dsn,
-            schema=self.schema,
-            application_name=APPLICATION_NAME,
+            self._settings,
+            APPLICATION_NAME,
             # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
             server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
-            pooled=pooled,
         )
         try:
             await require_current(connection, self.schema)
-            if pooled:
-                connection.set_transaction_settings(self.schema, SESSION_SETTINGS)
         except BaseException:
             connection.terminate()
             raise
-        return cast("Connection[Any]", connection)
+        return connection
 
 
 async def _skip_reset(_: Any) -> None:

@@ -19,8 +19,8 @@ from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
 from outbox.core.model.text import one_line
 from outbox.errors import UsageError
 from outbox.store.connection import dsn
-from outbox.store.connection.connect import connect
 from outbox.store.connection.migrate import require_current
+from outbox.store.connection.operator import connect_operator
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+APPLICATION_NAME = "outbox-cli"
 LIMIT_MAX = 10_000
 CLOSE_TIMEOUT_S = 2.0
 
@@ -71,12 +72,15 @@ def settings_options(command: Callable[..., T]) -> Callable[..., T]:
 
 
 @asynccontextmanager
-async def database(settings: Settings, *, current: bool = True) -> AsyncIterator[Connection[Any]]:
+async def database(
+    settings: Settings, *, current: bool = True, long: bool = False
+) -> AsyncIterator[Connection[Any]]:
     """Open a database connection for one command.
 
     Args:
         current: check first that the schema has this program's version.  False for
             commands that only publish: a producer's role cannot read the migration history.
+        long: its transactions may take any time.
 
     Raises:
         OutboxError: any error of `connect` and `require_current`.
@@ -84,12 +88,7 @@ async def database(settings: Settings, *, current: bool = True) -> AsyncIterator
     address = dsn.from_settings(settings)
     for warning in address.warnings:
         warn(warning)
-    connection = await connect(
-        address,
-        schema=settings.schema_name,
-        application_name="outbox-cli",
-        pooled=settings.pooled,
-    )
+    connection = await connect_operator(address, settings, APPLICATION_NAME, long=long)
     try:
         if current:
             await require_current(connection, settings.schema_name)

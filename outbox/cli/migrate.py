@@ -152,7 +152,7 @@ async def _migrate(
     as_json: bool,
 ) -> None:
     schema = settings.schema_name
-    async with database(settings, current=False) as connection:
+    async with database(settings, current=False, long=True) as connection:
         done = await migrate.migrate(
             connection,
             schema,

@@ -59,12 +59,12 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
         )
 
     async def audit_and_plan() -> tuple[Audit, list[AppliedRepair]]:
-        async with database(settings) as connection:
+        async with database(settings, long=True) as connection:
             found = await run_audit(connection, settings.schema_name)
             return found, await plan_repairs(connection, settings.schema_name) if repairs else []
 
     async def repair_and_audit() -> tuple[list[AppliedRepair], Audit]:
-        async with database(settings) as connection:
+        async with database(settings, long=True) as connection:
             done = await apply_repairs(connection, settings.schema_name, actor=actor())
             return done, await run_audit(connection, settings.schema_name)
 

@@ -16,15 +16,15 @@ import asyncpg
 import click
 
 from outbox.cli import status as status_command
-from outbox.cli.common import warn
+from outbox.cli.common import APPLICATION_NAME, warn
 from outbox.cli.live_view import on_screen, unavailable_text
 from outbox.cli.output import cell, emit_json, fold
 from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.operations import status
 from outbox.operations.views import status as status_json
 from outbox.store.connection import dsn
-from outbox.store.connection.connect import connect
 from outbox.store.connection.migrate import require_current
+from outbox.store.connection.operator import connect_operator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,12 +115,7 @@ class Source:
 
     async def _connect(self) -> Connection[Any]:
         settings = self._settings
-        connection = await connect(
-            self._dsn,
-            schema=settings.schema_name,
-            application_name="outbox-cli",
-            pooled=settings.pooled,
-        )
+        connection = await connect_operator(self._dsn, settings, APPLICATION_NAME)
         try:
             await require_current(connection, settings.schema_name)
         except BaseException:

@@ -33,7 +33,7 @@ from outbox.relay.session_state import RunningSession
 from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.secrets import Vault
 from outbox.store.records import Fenced
-from outbox.store.replicas import WORKERS, session_label
+from outbox.store.sessions import WORKERS, session_label
 
 if TYPE_CHECKING:
     import random
@@ -238,6 +238,7 @@ class Session:
             ownership.receive_notification,
             [for_cursor.get_server_pid(), control.get_server_pid()],
             settings.poll_s,
+            settings.lease_s,
         )
         watchdog = Watchdog(
             {
@@ -355,7 +356,9 @@ class Session:
             # Before the first write: if a proxy switches to another server after this,
             # the fence rejects the write.
             here = await stores.read_timeline(control)
-        others = [await self._connect(label) for _ in range(WORKERS - 1)]
+        others = [await self._connect(label) for _ in range(WORKERS - 2)]
+        # DETACH waits for the longest transaction in the database.
+        others.append(await self._connect(label, long=True))
         # A proxy shares its backends.
         sequencer_pid = None if settings.pooled else others[0].get_server_pid()
         replicas = stores.replicas(control, here)
@@ -391,8 +394,8 @@ class Session:
                 await replicas.expire_former(former, lock_timeout_s)
         self._former[:] = [label]
 
-    async def _connect(self, name: str) -> Worker:
-        connection = await self._connections.worker(name)
+    async def _connect(self, name: str, *, long: bool = False) -> Worker:
+        connection = await self._connections.worker(name, long=long)
         self._open.append(connection)
         connection.add_termination_listener(lambda _: self._closed.set())
         return connection

@@ -13,6 +13,7 @@ import asyncpg
 
 from outbox.core.cluster.lease import Peer
 from outbox.store.connection.message import WriteStatement
+from outbox.store.sessions import EXPIRABLE, TERMINATE_BUSY_SESSIONS, TERMINATE_SESSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,22 +26,6 @@ if TYPE_CHECKING:
 # lanes may have other pending deliveries.
 OWN_ROW = """id = $1 AND expires_at > clock_timestamp()
        AND ({0}::bigint IS NULL OR server_timeline() = {0})"""
-
-
-WORKERS = 8
-"""Worker connections of a relay, each for one purpose."""
-CONNECTIONS_MAX = WORKERS + 2
-"""Plus one to LISTEN, and now and then one to check that the server processes the others'
-statements."""
-
-
-SESSION_NAME = "outbox-relay:"
-LISTENER_SUFFIX = ":listen"
-
-
-def session_label(random_bits: int) -> str:
-    """A label for a replica, the `application_name` of all its sessions from their start."""
-    return f"{SESSION_NAME}{random_bits & 0xFFFFFFFF:08x}"
 
 
 def fence(timeline: str) -> str:
@@ -81,34 +66,12 @@ UPDATE replica
 
 READ_CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
-# The row of a replica that is to be expired, by its id ($1) or label ($3).  $2 is the renewal
-# counter by which it was considered dead: if it has advanced, the replica is alive.
-_EXPIRABLE = "(id = $1 OR label = $3) AND renewals = coalesce($2, renewals)"
-
 # Locks that row.  FOR UPDATE waits for acknowledgements that are being written, and fences off all
 # later writes.
 LOCK_REPLICA = WriteStatement(
     "lock_replica",
-    f"SELECT FROM replica WHERE {_EXPIRABLE} FOR UPDATE",
+    f"SELECT FROM replica WHERE {EXPIRABLE} FOR UPDATE",
 )
-
-# Terminates the sessions of a replica that is being expired.  Behind a proxy an idle backend has
-# the label of its last client, so it is left alone.
-TERMINATE_SESSIONS = f"""
-SELECT count(pg_terminate_backend(a.pid))
-  FROM (SELECT label, sequencer_pid FROM replica WHERE {_EXPIRABLE}) r
-  JOIN pg_stat_activity a ON a.application_name IN (r.label, r.label || '{LISTENER_SUFFIX}')
- WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
-   AND (r.sequencer_pid IS NOT NULL OR a.state <> 'idle')
-"""  # noqa: S608 (constants only)
-
-# Terminates sessions of a replica after its clean stop, when its row is already gone.  A
-# session that is not idle belongs to a connection that hangs.
-TERMINATE_BUSY_SESSIONS = """
-SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
- WHERE application_name = $1 AND datname = current_database() AND pid <> pg_backend_pid()
-   AND state <> 'idle'
-"""
 
 # Releases all endpoints of a replica.
 #   owned: its ownership rows, locked in endpoint order, as in every statement that locks
@@ -118,7 +81,7 @@ SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 RELEASE_ALL = WriteStatement(
     "release_all_endpoints",
     f"""
-WITH leaving AS MATERIALIZED (SELECT id, name FROM replica WHERE {_EXPIRABLE}),
+WITH leaving AS MATERIALIZED (SELECT id, name FROM replica WHERE {EXPIRABLE}),
 owned AS MATERIALIZED (
     SELECT endpoint_id FROM leaving JOIN ownership ON replica_id = leaving.id
      ORDER BY endpoint_id FOR NO KEY UPDATE OF ownership),
@@ -137,7 +100,7 @@ SELECT 'endpoint_released', coalesce($4, 'replica ' || leaving.id), endpoint_id,
 # Deletes the row, which fences the replica off.
 REMOVE_REPLICA = WriteStatement(
     "remove_replica",
-    f"DELETE FROM replica WHERE {_EXPIRABLE}",  # noqa: S608 (constants only)
+    f"DELETE FROM replica WHERE {EXPIRABLE}",  # noqa: S608 (constants only)
 )
 
 # Releases some endpoints, while the lease runs; CTEs as in RELEASE_ALL.

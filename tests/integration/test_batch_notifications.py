@@ -121,6 +121,7 @@ async def test_producers_wake_only_the_leader(database: Database) -> None:
         lambda *_: None,
         [],
         1.0,
+        60.0,
     )
     listener.listen_to_producers(wanted=False)
     task = asyncio.create_task(listener.run())

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.watchdog import RECHECK_MAX_S, Watchdog
-from outbox.store import partitions, replicas
+from outbox.store import partitions, sessions
 from outbox.store.connection.worker import Worker
 from tests.support.concurrent_cases import run_concurrently
 from tests.support.load import under_load
@@ -200,7 +200,7 @@ async def test_a_session_that_hangs_during_a_takeover_delays_nothing(server: Ser
         assert await exceptions(database) == {}
 
     words = {
-        "terminate": replicas.TERMINATE_SESSIONS.encode(),
+        "terminate": sessions.TERMINATE_SESSIONS.encode(),
         "expire": b"EXECUTE release_all_endpoints",
         "claim": b"EXECUTE claim_endpoints",
     }

@@ -37,7 +37,7 @@ from outbox.store.endpoint_state import EndpointState
 from outbox.store.filters import MATCH_ALL, FilterStopReason, StoppedFilter
 from outbox.store.records import Fenced
 from outbox.store.replay_progress import ReplayBatch
-from outbox.store.replicas import session_label
+from outbox.store.sessions import session_label
 from tests.sim import stores as simulated
 
 if TYPE_CHECKING:

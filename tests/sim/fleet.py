@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
 from outbox.relay.session import HAND_OVER_MIN_S
-from outbox.store.replicas import LISTENER_SUFFIX
+from outbox.store.sessions import LISTENER_SUFFIX
 from tests.sim.books import Violation
 from tests.sim.clockwork import Process
 from tests.sim.database.connection import Connection, ListenerConnection
@@ -43,7 +43,7 @@ class SimulatedConnections:
         self._fleet = fleet
         self._process = process
 
-    async def worker(self, name: str) -> Connection:
+    async def worker(self, name: str, *, long: bool = False) -> Connection:
         connection = Connection(self._fleet.database, self._process, name)
         return await self._open(connection, self._fleet.settings.lease_s * 0.8)
 

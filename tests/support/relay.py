@@ -20,7 +20,7 @@ from outbox.operations.verify.promises import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
-from outbox.store.replicas import session_label
+from outbox.store.sessions import session_label
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

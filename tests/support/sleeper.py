@@ -165,6 +165,7 @@ async def sleeper(
                 lambda *_: None,
                 [connection.get_server_pid()],
                 poll_s,
+                60.0,
             )
             listening = tasks.create_task(listener.run())
         running = this[0].task = tasks.create_task(sequencer.run())

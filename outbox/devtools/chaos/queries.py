@@ -14,7 +14,7 @@ import asyncpg
 from outbox.core.model.ids import lane_name
 from outbox.core.model.sql_names import quote_ident
 from outbox.errors import CannotRun
-from outbox.store.replicas import SESSION_NAME
+from outbox.store.sessions import SESSION_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
-from outbox.store.replicas import CONNECTIONS_MAX
+from outbox.store.sessions import CONNECTIONS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -14,7 +14,7 @@ from outbox.operations.doctor.finding import (
     report_remaining,
     warning,
 )
-from outbox.store.replicas import LISTENER_SUFFIX
+from outbox.store.sessions import LISTENER_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

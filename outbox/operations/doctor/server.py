@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from outbox.operations.doctor.finding import count_noun, format_age, ok, problem, warning
 from outbox.store.connection.connect import SERVER_VERSION_MIN
-from outbox.store.replicas import SESSION_NAME
+from outbox.store.sessions import SESSION_NAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.stores import Stores
-from outbox.store.connection.connect import connect
+from outbox.store.connection.connect import (
+    TRANSACTION_TIMEOUT_S,
+    connect,
+    milliseconds,
+    transaction_settings,
+)
 from outbox.store.connection.pooled import PooledWorker, check_settings
 from outbox.store.connection.type_cache import load_types
 from outbox.store.connection.worker import Worker, read_busy_backends
-from outbox.store.replicas import LISTENER_SUFFIX
+from outbox.store.sessions import LISTENER_SUFFIX, WATCHDOG_NAME, terminate_former_listeners
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
@@ -57,15 +62,17 @@ class Connections:
         self.stores = Stores()
         """Stores of the sessions on these connections."""
 
-    async def worker(self, name: str) -> Worker:
+    async def worker(self, name: str, *, long: bool = False) -> Worker:
         """Open a connection for statements.
 
         Args:
             name: its `application_name`.
+            long: its transactions may take any time.
         """
         settings = self._settings
-        limit_ms = int(settings.lease_s * IDLE_IN_TRANSACTION_SHARE * 1000)
-        bounded = {**SESSION_SETTINGS, "idle_in_transaction_session_timeout": str(limit_ms)}
+        idle_s = settings.lease_s * IDLE_IN_TRANSACTION_SHARE
+        transaction_timeout_s = None if long else TRANSACTION_TIMEOUT_S
+        bounded = {**SESSION_SETTINGS, "idle_in_transaction_session_timeout": milliseconds(idle_s)}
         connection: Any = await connect(
             self._dsn,
             schema=settings.schema_name,
@@ -74,12 +81,15 @@ class Connections:
             # Overrides the DSN's name: expiring a replica finds its sessions by this one.
             server_settings={**bounded, "application_name": name},
             pooled=settings.pooled,
+            send_timeout_s=settings.lease_s,
+            transaction_timeout_s=transaction_timeout_s,
         )
         try:
             async with asyncio.timeout(self._dsn.connect_timeout_s):
                 await load_types(connection)
                 if settings.pooled:
                     await check_settings(connection)
+                    bounded |= transaction_settings(connection, transaction_timeout_s)
                     connection.set_transaction_settings(settings.schema_name, bounded)
         except BaseException as error:
             connection.terminate()
@@ -96,7 +106,11 @@ class Connections:
 
     async def _query_busy_backends(self, pids: Collection[int]) -> set[int]:
         connection = await connect(
-            self._dsn, schema=self._settings.schema_name, application_name="outbox-relay"
+            self._dsn,
+            schema=self._settings.schema_name,
+            application_name=WATCHDOG_NAME,
+            server_settings={"application_name": WATCHDOG_NAME},
+            send_timeout_s=self._settings.lease_s,
         )
         try:
             async with asyncio.timeout(self._dsn.connect_timeout_s):
@@ -105,12 +119,28 @@ class Connections:
             connection.terminate()
 
     async def listener(self, label: str) -> Connection[Any]:
-        """Open a connection for LISTEN, for the replica with that label."""
-        name = label + LISTENER_SUFFIX
-        return await connect(
+        """Open a connection for LISTEN, for the replica with that label.
+
+        A listener whose client does not read keeps the server's notification queue from being
+        trimmed; when it is full, commits fail, producers' included.  So the server ends a
+        listener that is silent for one lease, and the next one ends its predecessor.
+        """
+        name, lease_s = label + LISTENER_SUFFIX, self._settings.lease_s
+        connection = await connect(
             self._dsn,
             schema=self._settings.schema_name,
             application_name=name,
             # Overrides the DSN's name: `outbox doctor` finds the connection by this one.
-            server_settings={"application_name": name},
+            server_settings={
+                "application_name": name,
+                "idle_session_timeout": milliseconds(lease_s),
+            },
+            send_timeout_s=lease_s,
         )
+        try:
+            async with asyncio.timeout(self._dsn.connect_timeout_s):
+                await terminate_former_listeners(connection, name)
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection

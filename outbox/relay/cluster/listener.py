@@ -28,6 +28,8 @@ log = structlog.get_logger("outbox.listener")
 
 HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 5.0, 15.0
 HEARTBEAT_TIMEOUT_S = 5.0
+HEARTBEAT_SHARE = 1 / 3
+"""Of the lease: the server ends a listener that is silent for a lease."""
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
 
 
@@ -42,6 +44,7 @@ class Listener:
         own_pids: the backends that send this replica's notifications; they are ignored.
         poll_s: events without a notification are found after this time; so the
             connection is checked no more often, within bounds.
+        lease_s: the server's limit for a silent listener.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Listener:
         on_notification: Callable[[str, int], None],
         own_pids: Collection[int],
         poll_s: float,
+        lease_s: float,
     ) -> None:
         self._connect = connect
         self._schema = schema
@@ -60,7 +64,8 @@ class Listener:
         self._on_change = on_change
         self._on_notification = on_notification
         self._own_pids = own_pids
-        self._heartbeat_s = max(HEARTBEAT_MIN_S, min(poll_s, HEARTBEAT_MAX_S))
+        relaxed_s = max(HEARTBEAT_MIN_S, min(poll_s, HEARTBEAT_MAX_S))
+        self._heartbeat_s = min(relaxed_s, lease_s * HEARTBEAT_SHARE)
         self._wanted = True
         self._changed = asyncio.Event()
 

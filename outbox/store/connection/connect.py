@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 import ssl
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
 from outbox.core.model.schema_name import schema_missing
-from outbox.core.model.sql_names import search_path
+from outbox.core.model.sql_names import quote_literal, search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
 from outbox.store.connection.pooled import PooledWorker
 from outbox.store.connection.store_connection import StoreConnection
@@ -28,6 +28,14 @@ SERVER_VERSION_MIN = 14
 
 # Both sides detect a dead peer after about 25 s.
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
+
+SEND_TIMEOUT_S = 30.0
+"""The server ends a session whose client has acknowledged no data for this time."""
+TRANSACTION_TIMEOUT_S = 600.0
+"""Limit of a transaction, from PostgreSQL 17 on.  It is the only time-out of the server for a
+client that stops between the messages of one statement (the backend is "active" then), so it is
+far above the duration of our transactions: a slow database must not lose its sessions."""
+TRANSACTION_TIMEOUT_SINCE = 17
 
 # Messages of proxies that reject startup parameters (PgBouncer, Odyssey, pgcat).
 _PROXY_REFUSALS = ("unsupported startup parameter", "startup parameter")
@@ -48,10 +56,18 @@ LOST_ERRORS = (
     asyncpg.InternalClientError,
     asyncpg.CannotConnectNowError,
     asyncpg.IdleInTransactionSessionTimeoutError,
+    asyncpg.TransactionTimeoutError,
     ConnectionError,
 )
 """The connection was lost; whether its statement was executed is unknown."""
 
+_REFUSED_SETTING = (
+    asyncpg.UndefinedObjectError,
+    asyncpg.InvalidParameterValueError,
+    asyncpg.CantChangeRuntimeParamError,
+    asyncpg.InsufficientPrivilegeError,
+    asyncpg.FeatureNotSupportedError,
+)
 _ABSENT = (
     asyncpg.UndefinedTableError,
     asyncpg.UndefinedFunctionError,
@@ -67,6 +83,8 @@ async def connect(
     application_name: str = "outbox",
     server_settings: Mapping[str, str] | None = None,
     pooled: bool = False,
+    send_timeout_s: float = SEND_TIMEOUT_S,
+    transaction_timeout_s: float | None = TRANSACTION_TIMEOUT_S,
     connection_class: type[StoreConnection] | None = None,
 ) -> Connection[Any]:
     """Open a connection whose search path is the schema alone.
@@ -81,6 +99,9 @@ async def connect(
         server_settings: further session settings.
         pooled: the DSN leads to a transaction-pooling proxy.  No setting is sent then, because it
             would leak into other clients' sessions: the role itself must have the search path.
+        send_timeout_s: the server ends the session if the client does not read for this time;
+            over TCP, if its system supports that.
+        transaction_timeout_s: limit of a transaction, if the server has one; None: no limit.
         connection_class: class of the connection; None: the general one.
 
     Raises:
@@ -96,6 +117,9 @@ async def connect(
         "tcp_keepalives_idle": str(_KEEPALIVES["keepalives_idle"]),
         "tcp_keepalives_interval": str(_KEEPALIVES["keepalives_interval"]),
         "tcp_keepalives_count": str(_KEEPALIVES["keepalives_count"]),
+        # A client that does not read would keep its backend, and whatever that holds, for ever:
+        # keepalives are answered by its system.
+        "tcp_user_timeout": milliseconds(send_timeout_s),
         **dsn.server_settings,
         **(server_settings or {}),
     }
@@ -115,6 +139,8 @@ async def connect(
         application_name=application_name,
         server_settings=server_settings,
         pooled=pooled,
+        send_timeout_s=send_timeout_s,
+        transaction_timeout_s=transaction_timeout_s,
         connection_class=connection_class,
     )
     try:
@@ -126,10 +152,35 @@ async def connect(
             )
         if pooled:
             await _check_role(connection, schema)
+        else:
+            await set_if_supported(
+                connection, transaction_settings(connection, transaction_timeout_s)
+            )
     except BaseException:
         connection.terminate()
         raise
     return connection
+
+
+def milliseconds(seconds: float) -> str:
+    """A duration as the value of a setting without a unit; a positive one is never 0 (off)."""
+    return str(max(round(seconds * 1000), 1)) if seconds else "0"
+
+
+def transaction_settings(
+    connection: Connection[Any], transaction_timeout_s: float | None
+) -> dict[str, str]:
+    """Settings of a transaction that this server has and older ones lack."""
+    if connection.get_server_version().major < TRANSACTION_TIMEOUT_SINCE:
+        return {}
+    return {"transaction_timeout": milliseconds(transaction_timeout_s or 0)}
+
+
+async def set_if_supported(connection: Connection[Any], settings: Mapping[str, str]) -> None:
+    """Set what this server supports; a startup parameter that it lacks would refuse the login."""
+    for name, value in settings.items():
+        with suppress(*_REFUSED_SETTING):
+            await connection.execute(f"SET {name} = {quote_literal(value)}")
 
 
 async def _connect_first(

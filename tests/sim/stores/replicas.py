@@ -9,7 +9,8 @@ import asyncpg
 
 from outbox.core.cluster.lease import Peer
 from outbox.store import replicas
-from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, LISTENER_SUFFIX, ClusterSnapshot
+from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot
+from outbox.store.sessions import LISTENER_SUFFIX
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait, perform
 from tests.sim.stores.routing_change import add_to_journal
 

@@ -1,0 +1,78 @@
+"""Sessions of operators: of the commands and of the API.
+
+An operator's client may be suspended, or cut off, at any statement.  Whatever its transaction
+has locked, the relays wait for it, so the server ends such a session by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.store.connection.connect import (
+    TRANSACTION_TIMEOUT_S,
+    connect,
+    milliseconds,
+    set_if_supported,
+    transaction_settings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from asyncpg import Connection
+
+    from outbox.config import Settings
+    from outbox.store.connection.dsn import Dsn
+
+IDLE_IN_TRANSACTION_S = 10.0
+"""The server ends a session whose client is silent in a transaction for this time."""
+CONNECTION_CHECK_S = 1.0
+"""How often a backend checks, while it waits for a lock, that its client is still connected."""
+_CHECK_CONNECTION = {"client_connection_check_interval": milliseconds(CONNECTION_CHECK_S)}
+
+
+async def connect_operator(
+    dsn: Dsn,
+    settings: Settings,
+    application_name: str,
+    *,
+    server_settings: Mapping[str, str] | None = None,
+    long: bool = False,
+) -> Connection[Any]:
+    """Open a session of an operator.
+
+    Args:
+        server_settings: further session settings; they override those of the DSN.
+        long: its transactions may take any time.
+
+    Raises:
+        OutboxError: see `connect`.
+    """
+    transaction_timeout_s = None if long else TRANSACTION_TIMEOUT_S
+    bounded = {
+        **(server_settings or {}),
+        "idle_in_transaction_session_timeout": milliseconds(IDLE_IN_TRANSACTION_S),
+    }
+    connection: Any = await connect(
+        dsn,
+        schema=settings.schema_name,
+        application_name=application_name,
+        server_settings=bounded,
+        pooled=settings.pooled,
+        transaction_timeout_s=transaction_timeout_s,
+    )
+    if settings.pooled:
+        bounded |= transaction_settings(connection, transaction_timeout_s)
+        bounded.pop("application_name", None)
+        connection.set_transaction_settings(settings.schema_name, bounded)
+    else:
+        await set_if_supported(connection, _CHECK_CONNECTION)
+    opened: Connection[Any] = connection
+    return opened
+
+
+async def reset(connection: Connection[Any]) -> None:
+    """Reset a session for its next use; RESET ALL undoes what is no startup parameter."""
+    await connection.reset()
+    bounded = transaction_settings(connection, TRANSACTION_TIMEOUT_S)
+    await set_if_supported(connection, _CHECK_CONNECTION | bounded)

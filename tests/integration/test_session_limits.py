@@ -1,0 +1,174 @@
+"""Sessions whose client falls silent end by themselves, and no frozen listener stops producers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.relay.cluster.connections import Connections
+from outbox.store.connection import dsn
+from outbox.store.connection.operator import connect_operator
+from outbox.store.sessions import session_label
+from tests.support.pgbouncer import find_the_schema, pgbouncer
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+    settings_for,
+)
+from tests.support.tcp_server import tcp_server
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.config import Settings
+    from outbox.store.connection.dsn import Dsn
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+LEASE_S = 1.0
+QUEUE_PAGES = 64
+"""The smallest queue, 512 KiB; PostgreSQL 16 and older cannot be limited."""
+QUEUE_LIMITED_SINCE = 17
+PRODUCER_BYTES = 6000
+
+BACKENDS = """
+SELECT count(*) FROM pg_stat_activity
+ WHERE application_name = $1 AND datname = current_database()
+"""
+# A statement that holds the cursor row, and whose result the client does not read.
+LARGE = "SELECT repeat('x', 1000000) FROM cursor, generate_series(1, 30) FOR UPDATE OF cursor"
+LOCKED = """
+SELECT (SELECT count(*) = 0 FROM (SELECT FROM cursor FOR UPDATE SKIP LOCKED) free) = $1::boolean
+"""
+READ_SETTINGS = "SELECT name, setting FROM pg_settings WHERE name = ANY ($1)"
+LIMITS = [
+    "tcp_user_timeout",
+    "transaction_timeout",
+    "idle_in_transaction_session_timeout",
+    "idle_session_timeout",
+    "client_connection_check_interval",
+]
+
+
+def label() -> str:
+    return session_label(0xF0)
+
+
+def address_of(database: Database, host: str | None = None) -> Dsn:
+    text = database.dsn if host is None else f"postgresql://postgres@{host}/{database.name}"
+    return dsn.parse(text, source="test", env={})
+
+
+def connections_of(
+    database: Database, host: str | None = None, **settings: Any
+) -> tuple[Connections, Settings]:
+    values = settings_for(database, **{"lease_s": LEASE_S, **settings})
+    return Connections(address_of(database, host), values), values
+
+
+async def limits_of(connection: Connection[Any]) -> dict[str, str]:
+    return {r["name"]: r["setting"] for r in await connection.fetch(READ_SETTINGS, LIMITS)}
+
+
+def stop_reading(connection: Any) -> None:
+    """As a process that is stopped: its kernel acknowledges until its buffers are full."""
+    connection._transport.pause_reading()
+
+
+async def test_every_session_has_its_limits(pg_major: int) -> None:
+    with tcp_server(pg_major) as (server, host):
+        async with server.database() as database:
+            relay, values = connections_of(database, host)
+            operator = await connect_operator(address_of(database, host), values, "test")
+            long = await connect_operator(address_of(database, host), values, "test", long=True)
+            opened = {
+                "worker": await relay.worker(label()),
+                "maintenance": await relay.worker(label(), long=True),
+                "listener": await relay.listener(label()),
+                "operator": operator,
+                "long": long,
+            }
+            found = {name: await limits_of(connection) for name, connection in opened.items()}
+            for connection in opened.values():
+                connection.terminate()
+    lease, off = "1000", "0"
+    assert [found[name]["tcp_user_timeout"] for name in opened] == [lease] * 3 + ["30000"] * 2
+    idle = [found[name]["idle_in_transaction_session_timeout"] for name in opened]
+    assert idle == ["800", "800", off, "10000", "10000"]
+    assert found["listener"]["idle_session_timeout"] == lease
+    assert found["operator"]["client_connection_check_interval"] == "1000"
+    if pg_major >= 17:
+        times = [found[name]["transaction_timeout"] for name in opened]
+        assert times == ["600000", off, "600000", "600000", off]
+
+
+async def test_a_setting_that_the_server_lacks_is_left_out(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "outbox.store.connection"
+    monkeypatch.setattr(f"{module}.connect.TRANSACTION_TIMEOUT_SINCE", 99)
+    monkeypatch.setattr(f"{module}.operator._CHECK_CONNECTION", {"no_such_setting": "1"})
+    _, values = connections_of(database)
+    connection = await connect_operator(address_of(database), values, "test")
+    assert await connection.fetchval("SELECT 1") == 1
+    assert (await limits_of(connection)).get("transaction_timeout", "0") == "0"
+    connection.terminate()
+
+
+@pytest.mark.pgbouncer
+async def test_behind_a_proxy_the_limits_are_those_of_a_transaction(database: Database) -> None:
+    await find_the_schema(database)
+    async with pgbouncer(database, pool_size=1) as proxy:
+        settings = settings_for(database, dsn=proxy.dsn(), pooled=True, lease_s=LEASE_S)
+        address = dsn.parse(proxy.dsn(), source="test", env={})
+        worker = await Connections(address, settings).worker(label())
+        operator = await connect_operator(address, settings, "test")
+        for connection, idle in ((worker, "800"), (operator, "10000")):
+            async with connection.transaction():
+                found = await limits_of(connection)
+            assert found["idle_in_transaction_session_timeout"] == idle
+            assert found.get("transaction_timeout", "600000") == "600000"
+            left = await limits_of(connection)
+            assert left["idle_in_transaction_session_timeout"] == "0"
+            assert left.get("transaction_timeout", "0") == "0"
+        worker.terminate()
+        operator.terminate()
+
+
+async def test_a_session_whose_result_is_not_read_ends_and_holds_nothing(pg_major: int) -> None:
+    """The backend is "active": no time-out of statements or transactions ends it."""
+    with tcp_server(pg_major) as (server, host):
+        async with server.database() as database:
+            relay, _ = connections_of(database, host)
+            worker = await relay.worker(label())
+            asking = asyncio.ensure_future(worker.execute(LARGE))
+            await until(lambda: worker.waiting_s)
+            stop_reading(worker)
+            await until(lambda: fetchval(database, LOCKED, True), 10, "the row to be locked")
+            await until(lambda: fetchval(database, LOCKED, False), 10, "the row to be free")
+            worker.terminate()
+            await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_an_operator_that_is_silent_in_a_transaction_ends(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.store.connection.operator.IDLE_IN_TRANSACTION_S", 0.5)
+    await add_endpoint(database)
+    network = Network()
+    _, values = connections_of(database)
+    async with running(database, network, lease_s=LEASE_S):
+        operator = await connect_operator(address_of(database), values, "outbox-cli")
+        await operator.execute("BEGIN; SELECT FROM cursor FOR UPDATE")
+        await publish(database, 1)
+        await until(lambda: network.accepted, 10, "the server to end the operator's session")
+        operator.terminate()
+        await all_ended(database)
