@@ -353,6 +353,8 @@ class Session:
         control = await self._connect(label)
         with response_deadline(control, REGISTER_S, "register a replica"):
             await stores.require_current(control, settings.schema_name)
+            # An earlier session may have ended because the queue was full.
+            await stores.trim_notification_queue(control)
             # Before the first write: if a proxy switches to another server after this,
             # the fence rejects the write.
             here = await stores.read_timeline(control)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.connection.message import WriteStatement
+from outbox.store.connection.store_connection import TRIM_NOTIFICATION_QUEUE
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -22,6 +23,12 @@ SELECT pg_notify(current_schema(), '{RECONFIGURED}'),
        pg_notify(current_schema() || '{OWNERS_SUFFIX}', '{RECONFIGURED}')
 """
 NOTIFY_ALL = WriteStatement("notify_all", WAKE_ALL)
+
+
+async def trim_notification_queue(connection: Connection[Any]) -> float:
+    """Trim the server's notification queue; returns the share that is still in use."""
+    share: float = await connection.fetchval(TRIM_NOTIFICATION_QUEUE)
+    return share
 
 
 async def wake_all(connection: Connection[Any]) -> None:

@@ -14,7 +14,7 @@ DEAD_LETTERS_MAX = 100_000
 # Statistics for metrics.  Ids are assigned in order, so the lowest open gap is the oldest: it
 # exists since the first batch with a higher id.  The horizon's age excludes sessions that the
 # role may not see (without pg_monitor), and VACUUM, which may take hours and does not hold
-# back the removal of dead rows.
+# back the removal of dead rows.  Computing the share of the notification queue trims it.
 READ_DATABASE_STATS = f"""
 WITH newest AS MATERIALIZED (SELECT young FROM batch ORDER BY batch DESC LIMIT 1),
 oldest AS MATERIALIZED (
@@ -34,6 +34,7 @@ SELECT (SELECT count(*)
                  UNION ALL
                 SELECT prepared FROM pg_prepared_xacts WHERE database = current_database()) x)
            AS horizon_age_s,
+       pg_notification_queue_usage() AS notification_queue_share,
        (SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()) AS alive,
        (SELECT count(*) FROM replica WHERE expires_at <= clock_timestamp()) AS lapsed
 """  # noqa: S608 (constants only)
@@ -46,6 +47,8 @@ class DatabaseStats:
     dead_letters: int
     gap_age_s: float | None
     horizon_age_s: float | None
+    notification_queue_share: float
+    """Share of the server's notification queue in use; when it is full, commits fail."""
     alive: int
     lapsed: int
 

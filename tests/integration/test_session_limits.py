@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 
+from outbox.operations.verify.promises import run_checks
 from outbox.relay.cluster.connections import Connections
+from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection import dsn
 from outbox.store.connection.operator import connect_operator
+from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.sessions import session_label
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import (
@@ -21,6 +26,7 @@ from tests.support.relay import (
     running,
     settings_for,
 )
+from tests.support.tcp import through_lines
 from tests.support.tcp_server import tcp_server
 from tests.support.waiting import until
 
@@ -172,3 +178,92 @@ async def test_an_operator_that_is_silent_in_a_transaction_ends(
         await until(lambda: network.accepted, 10, "the server to end the operator's session")
         operator.terminate()
         await all_ended(database)
+
+
+# -------------------------------------------------------- the notification queue
+
+
+async def frozen_listener(relay: Connections) -> Connection[Any]:
+    """A listener whose process has stopped: it neither reads nor sends its heartbeat."""
+    listener = await relay.listener(label())
+    await listener.add_listener("relay", lambda *_: None)
+    stop_reading(listener)
+    return listener
+
+
+async def notify_slowly(connection: Connection[Any], queues: float) -> None:
+    """Send notifications of several queues' size, as a producer does."""
+    for _ in range(int(QUEUE_PAGES * 8192 * queues / PRODUCER_BYTES)):
+        await connection.execute("SELECT pg_notify('relay', repeat('x', $1))", PRODUCER_BYTES)
+        await connection.execute("SELECT pg_sleep(0.03)")
+
+
+async def test_a_frozen_listener_does_not_make_producers_fail(pg_major: int) -> None:
+    if pg_major < QUEUE_LIMITED_SINCE:
+        pytest.skip("the size of the queue cannot be limited")
+    with tcp_server(pg_major, max_notify_queue_pages=QUEUE_PAGES) as (server, host):
+        async with server.database() as database:
+            relay, _ = connections_of(database, host)
+            listener = await frozen_listener(relay)
+            producer = await database.connect()
+            await notify_slowly(producer, 1.8)
+            name = f"{label()}:listen"
+            assert await fetchval(database, BACKENDS, name) == 0
+            listener.terminate()
+
+
+async def test_a_new_listener_ends_its_predecessor(database: Database) -> None:
+    """The old connection was given up by the relay, and its server does not know."""
+    async with (
+        through_lines(database.server.embedded.socket_dir, database.name) as (lines, address),
+        running(database, Network(), dsn=address, lease_s=60.0) as _,
+    ):
+        listeners = """
+            SELECT array_agg(pid) FROM pg_stat_activity
+             WHERE application_name LIKE 'outbox-relay:%:listen' AND datname = current_database()"""
+        await until(lambda: fetchval(database, listeners))
+        (old,) = await fetchval(database, listeners)
+        lines.opened[-1].hangs = True
+
+        async def is_replaced() -> bool:
+            pids = await fetchval(database, listeners)
+            return pids is not None and len(pids) == 1 and pids != [old]
+
+        await until(is_replaced, 30, "the old listener's backend to end")
+
+
+async def test_a_full_queue_is_trimmed_by_the_write_that_fails(pg_major: int) -> None:
+    """No listener is left, and still every NOTIFY fails until somebody asks for the share."""
+    if pg_major < QUEUE_LIMITED_SINCE:
+        pytest.skip("the size of the queue cannot be limited")
+    with tcp_server(pg_major, max_notify_queue_pages=QUEUE_PAGES) as (server, _):
+        async with server.database() as database:
+            await add_endpoint(database)
+            await fill_queue(database)
+            path = {"search_path": "relay"}
+            async with database.connection(server_settings=path) as operator:
+                assert isinstance(operator, StoreConnection)
+                assert await operator.write(NOTIFY_ALL) == 1
+            await fill_queue(database)
+            network = Network()
+            async with running(database, network), running(database, network):
+                await publish(database, 1)
+                await all_ended(database)
+            async with database.at_hand() as connection:
+                assert not [f async for f in run_checks(connection) if f.violations]
+
+
+async def fill_queue(database: Database) -> None:
+    """Fill the queue by a listener that does not read, which ends then."""
+    async with database.connection() as listener, database.connection() as producer:
+        await listener.execute("BEGIN; LISTEN relay; COMMIT; BEGIN; SELECT 1")
+        with suppress(asyncpg.ProgramLimitExceededError):
+            while True:
+                await producer.execute("SELECT pg_notify('relay', repeat('x', 7000))")
+        listener.terminate()
+        await until(
+            lambda: fetchval(
+                database,
+                "SELECT count(*) = 0 FROM pg_stat_activity WHERE state = 'idle in transaction'",
+            )
+        )

@@ -396,6 +396,7 @@ class Script:
         now = await self._replicas.read_clock()
         epochs = await self._replicas.claim(new, await self._free(), "test")
         await self._stores.channels.wake_all(self._db)
+        await self._stores.channels.trim_notification_queue(self._db)
         await self._stores.channels.wake_owners(self._db, "no payload")
         await self._replicas.release_all(new, "test")
         await self._replicas.terminate_busy_sessions(label)

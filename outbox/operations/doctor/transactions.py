@@ -15,6 +15,7 @@ from outbox.operations.doctor.finding import (
     problem,
     warning,
 )
+from outbox.store.channels import trim_notification_queue
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,8 +52,6 @@ SELECT l.pid, a.usename AS role, a.application_name AS application, a.state, x.g
    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
  ORDER BY since_s DESC NULLS FIRST
 """
-
-QUEUE = "SELECT pg_notification_queue_usage()"
 
 # A session reads notifications only between transactions, and the queue is shared by all
 # databases of the server.  PostgreSQL does not report which sessions listen.
@@ -116,7 +115,7 @@ async def in_flight(context: DoctorContext) -> AsyncIterator[CheckResult]:
 
 async def queue(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The server's NOTIFY queue is not filling up; when it is full, commits fail."""
-    share = await context.db.fetchval(QUEUE)
+    share = await trim_notification_queue(context.db)
     if share < context.limits.queue_share:
         yield ok("the server's notification queue is nearly empty")
         return

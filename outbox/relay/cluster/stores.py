@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.channels import wake_all, wake_owners
+from outbox.store.channels import trim_notification_queue, wake_all, wake_owners
 from outbox.store.connection.migrate import require_current
 from outbox.store.cursor import CursorStore
 from outbox.store.endpoint_state import EndpointStateStore
@@ -43,5 +43,6 @@ class Stores:
     retention: type[RetentionStore] = RetentionStore
     require_current: Callable[[Connection[Any], str], Awaitable[None]] = require_current
     read_timeline: Callable[[Connection[Any]], Awaitable[int | None]] = read_timeline
+    trim_notification_queue: Callable[[Connection[Any]], Awaitable[float]] = trim_notification_queue
     wake_all: Callable[[Connection[Any]], Awaitable[None]] = wake_all
     wake_owners: Callable[[Connection[Any], str], Awaitable[None]] = wake_owners

@@ -34,6 +34,8 @@ CHECK_EVERY_S = 30.0
 SURVEY_EVERY_S = 10.0
 LANES_AT_ONCE = 500
 """Lanes per slice before yielding to the event loop, so that deliveries do not wait."""
+QUEUE_WARNING_SHARE = 0.25
+"""Of the server's notification queue; when it is full, commits fail, producers' included."""
 DEAD_LETTER_MAX = 50_000
 """Deliveries dead-lettered per check and endpoint; the next check continues."""
 
@@ -80,11 +82,20 @@ class EndpointSupervisor:
                 await self._check_endpoints()
                 check_at = clock() + CHECK_EVERY_S
             if clock() >= survey_at:
-                self.survey = await self._store.read_database_stats() if self._leads() else None
+                self.survey = await self._survey() if self._leads() else None
                 survey_at = clock() + SURVEY_EVERY_S
             await self._checkpoints.send_due(self._dispatcher.owned())
             next_at = min(check_at, survey_at, self._checkpoints.next_due_at)
             await self._wake_event.wait(max(next_at - clock(), 0.0))
+
+    async def _survey(self) -> DatabaseStats:
+        stats = await self._store.read_database_stats()
+        if stats.notification_queue_share >= QUEUE_WARNING_SHARE:
+            log.warning(
+                "the server's notification queue fills up; see outbox doctor",
+                share=round(stats.notification_queue_share, 2),
+            )
+        return stats
 
     async def _write_health(self, concerned: Iterable[EndpointRuntime]) -> None:
         changed = []

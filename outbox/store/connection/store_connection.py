@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asyncpg import PostgresError
+from asyncpg import PostgresError, ProgramLimitExceededError
 
 from outbox.store.connection.message import Private, SettingArgument, is_aborted, rows_of
 from outbox.store.connection.type_cache import TypeCachingConnection
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 SET_PRIVATE = (
     "SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS s(name, value)"
 )
+
+
+# The share of the server's notification queue that is in use.  Computing it removes what all
+# listeners have read, which otherwise only a NOTIFY does, and none succeeds while the queue is
+# full: it would stay full after the listener that did not read has ended.
+TRIM_NOTIFICATION_QUEUE = "SELECT pg_notification_queue_usage()"
 
 
 class StoreConnection(TypeCachingConnection):
@@ -67,7 +73,15 @@ class StoreConnection(TypeCachingConnection):
             parts.insert(0, f"SET LOCAL lock_timeout = {int(lock_timeout_s * 1000)}")
         if not durable:
             parts.insert(0, "SET LOCAL synchronous_commit = off")
-        return rows_of(await self.execute("; ".join(parts)))
+        message = "; ".join(parts)
+        try:
+            return rows_of(await self.execute(message))
+        except ProgramLimitExceededError:
+            if self.is_in_transaction():
+                raise
+            # The notification queue may be full.  Nothing was written, so it is safe to repeat.
+            await self.execute(TRIM_NOTIFICATION_QUEUE)
+            return rows_of(await self.execute(message))
 
     async def write_unless_aborted(self, *calls: WriteCall) -> int:
         """Like `write_together`; returns 0 if a statement aborted the message."""

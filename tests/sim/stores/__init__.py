@@ -37,6 +37,7 @@ STORES = Stores(
     retention=RetentionStore,
     require_current=migrate.require_current,
     read_timeline=timeline.read_timeline,
+    trim_notification_queue=channels.trim_notification_queue,
     wake_all=channels.wake_all,
     wake_owners=channels.wake_owners,
 )
