@@ -13,7 +13,16 @@ import asyncpg
 
 from outbox.core.cluster.lease import Peer
 from outbox.store.connection.message import WriteStatement
-from outbox.store.sessions import EXPIRABLE, TERMINATE_BUSY_SESSIONS, TERMINATE_SESSIONS
+from outbox.store.sessions import (
+    AWAIT_SESSIONS,
+    COUNT_SESSIONS,
+    EXPIRABLE,
+    SESSION_END_MAX_S,
+    TERMINATE_BUSY_SESSIONS,
+    TERMINATE_SESSIONS,
+    StuckSession,
+    StuckSessions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -227,6 +236,7 @@ class ReplicaStore:
     def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
         self._db = connection
         self._timeline = timeline
+        self._stuck_sessions = StuckSessions(connection)
 
     async def register(
         self,
@@ -287,8 +297,8 @@ class ReplicaStore:
                 to have ended.
 
         Returns:
-            False when it is already gone, when it has renewed its lease, or when a lock was not
-            granted in time: poll again.
+            False when it is already gone, when it has renewed its lease, when one of its
+            sessions has not ended, or when a lock was not granted in time: poll again.
         """
         return await self._expire((replica_id, renewals, None), actor, lock_timeout_s)
 
@@ -304,12 +314,37 @@ class ReplicaStore:
     ) -> bool:
         # A replica that hangs may hold any lock.  It is dead already, so nothing is lost if it
         # renews its lease now.
-        with suppress(asyncpg.InsufficientPrivilegeError):
-            await self._db.execute(TERMINATE_SESSIONS, *expirable)
+        if not await self._terminate_sessions(expirable):
+            return False
         try:
             return await self._remove(expirable, actor, "lease expired", lock_timeout_s)
         except asyncpg.LockNotAvailableError:
             return False
+
+    async def _terminate_sessions(
+        self, expirable: tuple[int | None, int | None, str | None]
+    ) -> bool:
+        """Terminate the replica's sessions; returns False if one of them has not ended.
+
+        The row is kept then, because by its label the session is found again.
+        """
+        with suppress(asyncpg.InsufficientPrivilegeError):
+            if await self._db.fetchval(TERMINATE_SESSIONS, *expirable):
+                await self._db.execute(AWAIT_SESSIONS, *expirable, int(SESSION_END_MAX_S * 1000))
+                return not await self._db.fetchval(COUNT_SESSIONS, *expirable)
+        return True
+
+    async def terminate_stuck_sessions(self, lease_s: float) -> list[StuckSession]:
+        """Terminate sessions of relays whose clients are silent while they hold something.
+
+        A session is terminated if it was found twice; returns those.
+
+        Args:
+            lease_s: how long a client may be silent, unless its replica has a longer lease.
+        """
+        with suppress(asyncpg.InsufficientPrivilegeError):
+            return await self._stuck_sessions.terminate(lease_s)
+        return []
 
     async def release_all(self, replica_id: int, actor: str) -> None:
         """Release everything on a clean stop."""

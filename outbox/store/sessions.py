@@ -7,9 +7,14 @@ session's statements; an idle backend of a proxy has the label of its last clien
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.store.connection.worker import SENDING_MAX_S
+
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from asyncpg import Connection
 
 WORKERS = 8
@@ -33,15 +38,24 @@ def session_label(random_bits: int) -> str:
 # counter by which it was considered dead: if it has advanced, the replica is alive.
 EXPIRABLE = "(id = $1 OR label = $3) AND renewals = coalesce($2, renewals)"
 
-# Terminates the sessions of a replica that is being expired.  Behind a proxy an idle backend has
-# the label of its last client, so it is left alone.
-TERMINATE_SESSIONS = f"""
-SELECT count(pg_terminate_backend(a.pid))
+# The sessions of a replica that is being expired, as far as this role may terminate them.  Behind
+# a proxy an idle backend has the label of its last client, so it is left alone.
+_SESSIONS_OF_EXPIRABLE = f"""
   FROM (SELECT label, sequencer_pid FROM replica WHERE {EXPIRABLE}) r
   JOIN pg_stat_activity a ON a.application_name IN (r.label, r.label || '{LISTENER_SUFFIX}')
  WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
+   AND pg_has_role(a.usesysid, 'USAGE')
    AND (r.sequencer_pid IS NOT NULL OR a.state <> 'idle')
 """  # noqa: S608 (constants only)
+
+TERMINATE_SESSIONS = f"SELECT count(pg_terminate_backend(a.pid)) {_SESSIONS_OF_EXPIRABLE}"
+
+# Terminates them again and waits for each, at most $4 milliseconds.
+AWAIT_SESSIONS = f"SELECT count(pg_terminate_backend(a.pid, $4)) {_SESSIONS_OF_EXPIRABLE}"
+
+COUNT_SESSIONS = f"SELECT count(*) {_SESSIONS_OF_EXPIRABLE}"
+SESSION_END_MAX_S = 1.0
+"""Limit of the wait for a terminated session to end."""
 
 # Terminates sessions of a replica after its clean stop, when its row is already gone.  A
 # session that is not idle belongs to a connection that hangs.
@@ -51,11 +65,68 @@ SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
    AND state <> 'idle'
 """
 
+# Sessions of relays of this role for which the server has waited longer than a lease ($1, or the
+# replica's own) while they hold something: a transaction, or what is notified to a listener.
+# Slow clients get more time to read a result.  Those that were found at the last time ($2 and $3)
+# and have not changed since are terminated: a backend may wait for its client for a moment after
+# a long statement.
+TERMINATE_STUCK_SESSIONS = f"""
+SELECT a.pid, a.application_name AS label, a.state, a.state_change,
+       extract(epoch FROM clock_timestamp() - a.state_change)::float8 AS waiting_s,
+       CASE WHEN (a.pid, a.state_change) IN (SELECT * FROM unnest($2::int[], $3::timestamptz[]))
+            THEN pg_terminate_backend(a.pid) ELSE false END AS terminated
+  FROM pg_stat_activity a
+  LEFT JOIN replica r ON a.application_name IN (r.label, r.label || '{LISTENER_SUFFIX}')
+ WHERE a.application_name LIKE '{SESSION_NAME}%' AND a.usename = session_user
+   AND a.datname = current_database() AND a.pid <> pg_backend_pid()
+   AND a.wait_event_type = 'Client'
+   AND a.state_change < clock_timestamp() - make_interval(secs => greatest($1, r.lease_s))
+   AND CASE WHEN a.wait_event = 'ClientWrite' THEN
+                a.state = 'idle'
+                OR a.state_change < clock_timestamp() - interval '{SENDING_MAX_S} s'
+            ELSE a.state <> 'idle' END
+"""  # noqa: S608 (constants only)
+
 # Terminates the former listeners of a replica, whose client has given them up.
 TERMINATE_FORMER_LISTENERS = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
  WHERE application_name = $1 AND datname = current_database() AND pid <> pg_backend_pid()
 """
+
+
+@dataclass(frozen=True, slots=True)
+class StuckSession:
+    """A session of a relay whose client was silent while it held something."""
+
+    pid: int
+    label: str
+    state: str
+    waiting_s: float
+    """How long the server has waited for the client."""
+
+
+class StuckSessions:
+    """Finds sessions that hang, and terminates those that still do at the next time.
+
+    Args:
+        connection: one of a relay.
+    """
+
+    def __init__(self, connection: Connection[Any]) -> None:
+        self._db = connection
+        self._found: list[tuple[int, datetime]] = []
+
+    async def terminate(self, lease_s: float) -> list[StuckSession]:
+        """Returns those that were terminated."""
+        pids = [pid for pid, _ in self._found]
+        changes = [changed_at for _, changed_at in self._found]
+        rows = await self._db.fetch(TERMINATE_STUCK_SESSIONS, lease_s, pids, changes)
+        self._found = [(r["pid"], r["state_change"]) for r in rows if not r["terminated"]]
+        return [
+            StuckSession(r["pid"], r["label"], r["state"], r["waiting_s"])
+            for r in rows
+            if r["terminated"]
+        ]
 
 
 async def terminate_former_listeners(connection: Connection[Any], name: str) -> None:

@@ -400,6 +400,7 @@ class Script:
         await self._stores.channels.wake_owners(self._db, "no payload")
         await self._replicas.release_all(new, "test")
         await self._replicas.terminate_busy_sessions(label)
+        assert await self._replicas.terminate_stuck_sessions(60) == []
         return now > 0, sorted((self._n(e), epoch) for e, epoch in epochs.items())
 
     async def _hold_cursor(self) -> Any:

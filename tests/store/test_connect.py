@@ -207,7 +207,7 @@ async def test_behind_a_proxy_the_role_finds_the_schema(database: Database) -> N
     async with database.connection() as admin:
         await admin.execute(advice)
     connection = await connect(where, schema="relay", pooled=True)
-    assert await connection.fetchval("SELECT current_setting('application_name')") == ""
+    assert await connection.fetchval("SELECT current_setting('application_name')") == "outbox"
     await connection.close()
 
 

@@ -37,6 +37,8 @@ log = structlog.get_logger("outbox.ownership")
 T = TypeVar("T")
 
 RELEASE_LOCK_TIMEOUT_S = 1.0
+SEARCHES_PER_LEASE = 3
+"""How often a replica searches for sessions that hang; each must be found twice."""
 ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 500, 4_000
 """Claimed in one step, as far as the number of lanes can be estimated."""
 
@@ -138,6 +140,8 @@ class Ownership:
         self._known_batch = 0
         # Other replicas may have sequenced a batch.
         self._has_new_batches = True
+        # When to search for sessions that hang.
+        self._search_at = 0.0
         # The backends of other replicas that sequenced at the last poll.
         self._leaders: set[int | None] = set()
         self._throttle = NotificationThrottle()
@@ -218,6 +222,7 @@ class Ownership:
 
     async def _poll(self) -> None:
         seen = await self._replicas.read_cluster()
+        await self._terminate_stuck_sessions()
         alive, dead = self._watch.observe(seen.peers, self._clock())
         alive.add(self._me)
         self._leaders = seen.sequencer_pids
@@ -237,6 +242,20 @@ class Ownership:
             self._dispatcher.reread()
         await self._apply_changes(seen.version)
         await self._release_stopped()
+
+    async def _terminate_stuck_sessions(self) -> None:
+        """End what hangs: also sessions that are in no replica's way yet, or have no replica."""
+        if self._clock() < self._search_at:
+            return
+        self._search_at = self._clock() + self._lease.lease_s / SEARCHES_PER_LEASE
+        for each in await self._replicas.terminate_stuck_sessions(self._lease.lease_s):
+            log.warning(
+                "a session that hung was terminated",
+                pid=each.pid,
+                label=each.label,
+                state=each.state,
+                waiting_s=round(each.waiting_s, 1),
+            )
 
     async def _expire_replicas(self, dead: Iterable[Peer]) -> bool:
         """Expire dead replicas, which releases their endpoints; whether there were any."""

@@ -97,8 +97,9 @@ async def connect(
         schema: name of the outbox schema.
         application_name: shown in pg_stat_activity, unless the DSN sets one.
         server_settings: further session settings.
-        pooled: the DSN leads to a transaction-pooling proxy.  No setting is sent then, because it
-            would leak into other clients' sessions: the role itself must have the search path.
+        pooled: the DSN leads to a transaction-pooling proxy.  No other setting is sent then,
+            because it would leak into other clients' sessions: the role itself must have the
+            search path.
         send_timeout_s: the server ends the session if the client does not read for this time;
             over TCP, if its system supports that.
         transaction_timeout_s: limit of a transaction, if the server has one; None: no limit.
@@ -127,7 +128,8 @@ async def connect(
     if pooled:
         # The next server session would not have the named prepared statements.
         arguments["statement_cache_size"] = 0
-        settings = {}
+        # Every proxy knows this one, and sets it for the statements of each client.
+        settings = {"application_name": settings["application_name"]}
     if connection_class is None:
         connection_class = PooledWorker if pooled else StoreConnection
     arguments["connection_class"] = connection_class
@@ -193,7 +195,7 @@ async def _connect_first(
             return await asyncpg.connect(
                 **{**arguments, "host": [host], "port": [port]},
                 timeout=dsn.connect_timeout_s,
-                server_settings=settings or None,
+                server_settings=settings,
             )
         except (
             OSError,

@@ -48,6 +48,8 @@ class Backend:
         self._number = 0
         self._token = 0
         self._client_closed = False
+        # When the client last received a result, or half a statement arrived.
+        self.quiet_since = engine.world.now
 
     @property
     def transaction(self) -> Transaction | None:
@@ -59,11 +61,18 @@ class Backend:
         """Whether a statement is executed, or waits for a lock."""
         return self.alive and self._statement is not None
 
+    @property
+    def silent_since(self) -> float | None:
+        """Since when it has waited for its client in a transaction or a statement."""
+        waits = self.half_sent or self._tx is not None
+        return self.quiet_since if self.alive and waits and self._statement is None else None
+
     # ------------------------------------------------------------ statements
 
     def begin(self) -> Transaction:
         self._number += 1
         self._tx = Transaction(self.engine, f"{self.pid}/{self._number}", explicit=True)
+        self.quiet_since = self.engine.world.now
         return self._tx
 
     def execute(self, make: Callable[[Transaction], Any]) -> None:
@@ -172,6 +181,7 @@ class Backend:
         self._send_result(result, error)
 
     def _send_result(self, result: Any, error: Exception | None) -> None:
+        self.quiet_since = self.engine.world.now
         self.client.response(result, error)
         if self._tx is not None and self.idle_timeout_s and not self.half_sent:
             self._token += 1

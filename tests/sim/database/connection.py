@@ -123,6 +123,7 @@ class Connection(Client):
         self.hangs = True
         if self.backend is not None:
             self.backend.half_sent |= half_sent
+            self.backend.quiet_since = self._world.now
 
     def cut(self) -> None:
         """Reset the connection: both sides see its end."""

@@ -10,7 +10,12 @@ import asyncpg
 from outbox.core.cluster.lease import Peer
 from outbox.store import replicas
 from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot
-from outbox.store.sessions import LISTENER_SUFFIX
+from outbox.store.sessions import (
+    LISTENER_SUFFIX,
+    SESSION_END_MAX_S,
+    SESSION_NAME,
+    StuckSession,
+)
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait, perform
 from tests.sim.stores.routing_change import add_to_journal
 
@@ -34,6 +39,7 @@ class ReplicaStore(replicas.ReplicaStore):
     def __init__(self, connection: Any, timeline: int | None = None) -> None:
         assert timeline is None
         self._db: Connection = connection  # type: ignore[assignment]
+        self._stuck: list[tuple[int, float]] = []
 
     async def register(
         self,
@@ -65,7 +71,10 @@ class ReplicaStore(replicas.ReplicaStore):
         return await self._end((None, None, label), None, lock_timeout_s)
 
     async def _end(self, expirable: Expirable, actor: str | None, lock_timeout_s: float) -> bool:
-        await self._db.call(terminate_sessions, *expirable)
+        if await self._db.call(terminate_sessions, *expirable):
+            await self._db.call(await_sessions, *expirable)
+            if await self._db.call(count_sessions, *expirable):
+                return False
         try:
             return await self._db.call(
                 expire_row, expirable, actor, "lease ran out", lock_timeout_s
@@ -75,6 +84,11 @@ class ReplicaStore(replicas.ReplicaStore):
 
     async def release_all(self, replica_id: int, actor: str) -> None:
         await self._db.call(expire_row, (replica_id, None, None), actor, "clean stop", None)
+
+    async def terminate_stuck_sessions(self, lease_s: float) -> list[StuckSession]:
+        rows = await self._db.call(terminate_stuck_sessions, lease_s, self._stuck)
+        self._stuck = [(each.pid, since) for each, since, terminated in rows if not terminated]
+        return [each for each, _, terminated in rows if terminated]
 
     async def terminate_busy_sessions(self, label: str) -> None:
         with suppress(asyncpg.InsufficientPrivilegeError):
@@ -192,11 +206,53 @@ def expire_row(
 
 def terminate_sessions(
     db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
-) -> None:
+) -> int:
+    found = _find_sessions(db, tx, replica_id, renewals, label)
+    _terminate(db, found)
+    return len(found)
+
+
+def await_sessions(
+    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
+) -> Steps[None]:
+    until = db.world.now + SESSION_END_MAX_S
+    while db.world.now < until and _find_sessions(db, tx, replica_id, renewals, label):
+        yield 0.1
+
+
+def count_sessions(
+    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
+) -> int:
+    return len(_find_sessions(db, tx, replica_id, renewals, label))
+
+
+def terminate_stuck_sessions(
+    db: Database, tx: Transaction, lease_s: float, found: Sequence[tuple[int, float]]
+) -> list[tuple[StuckSession, float, bool]]:
+    """The sessions that hang, since when, and whether they are terminated now."""
+    rows = []
+    mine, now = db.session_of(tx), db.world.now
+    for backend in list(db.backends.values()):
+        since = backend.silent_since
+        if backend is mine or since is None or not backend.name.startswith(SESSION_NAME):
+            continue
+        if db.signals and now - since > lease_s:
+            again = (backend.pid, since) in found
+            state = "active" if backend.half_sent else "idle in transaction"
+            stuck = StuckSession(backend.pid, backend.name, state, now - since)
+            rows.append((stuck, since, again))
+            if again:
+                _terminate(db, [backend])
+    return rows
+
+
+def _find_sessions(
+    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
+) -> list[Backend]:
     row = expirable_row(db, tx, replica_id, renewals, label)
-    if row is not None and db.signals:
-        names = (row["label"], row["label"] + LISTENER_SUFFIX)
-        _terminate(db, _find_backends(db, tx, *names))
+    if row is None or not db.signals:
+        return []
+    return _find_backends(db, tx, row["label"], row["label"] + LISTENER_SUFFIX)
 
 
 def terminate_busy_sessions(db: Database, tx: Transaction, label: str) -> None:
