@@ -255,9 +255,7 @@ CREATE TABLE cursor (
     version     bigint      NOT NULL DEFAULT 1,
     erasures    bigint      NOT NULL DEFAULT 0, -- increases when payloads are erased
     timeline    bigint,                       -- NULL: not yet known
-    timeline_at timestamptz,                  -- when it changed; NULL: never
-    lagging     boolean     NOT NULL DEFAULT false, -- outbox.relay.lagging was reported and
-    lagging_at  timestamptz                   -- has not ended; when it was last reported
+    timeline_at timestamptz                   -- when it changed; NULL: never
 );
 INSERT INTO cursor DEFAULT VALUES;
 
@@ -273,6 +271,15 @@ CREATE TABLE lock (
     expires_at timestamptz -- and its end; NULL: it is free
 );
 INSERT INTO lock (name) VALUES ('future events'), ('maintenance');
+
+-- Whether outbox.relay.lagging was reported and has not ended, and when it was last reported.
+-- Not in the cursor row: a session that holds that row is reported by this event.
+CREATE TABLE lag_report (
+    one        boolean     PRIMARY KEY DEFAULT true CHECK (one),
+    lagging    boolean     NOT NULL DEFAULT false,
+    lagging_at timestamptz
+);
+INSERT INTO lag_report DEFAULT VALUES;
 
 -- One row per batch of the sequencer; the newest row is the cursor's position.
 -- Every id up to `high` is sequenced, in an open gap, or proven dead.

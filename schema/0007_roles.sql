@@ -41,9 +41,9 @@ CREATE FUNCTION read_only_privileges() RETURNS SETOF required_privilege
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT 'table', t.name, 'SELECT', NULL::text[], NULL::text[]
       FROM unnest('{attempt,batch,cursor,dead_letter,delivery,endpoint_health,future_event,gap,
-                    idempotency_key,journal,lane,lane_block,lane_counter,lane_progress,lock,
-                    migration,outbox,ownership,period,replay,replay_job,replay_job_endpoint,replica,schedule,
-                    subscription}'::text[]) AS t(name)
+                    idempotency_key,journal,lag_report,lane,lane_block,lane_counter,lane_progress,
+                    lock,migration,outbox,ownership,period,replay,replay_job,replay_job_endpoint,
+                    replica,schedule,subscription}'::text[]) AS t(name)
     UNION ALL VALUES
         ('table', 'endpoint', 'SELECT', NULL::text[], '{headers,identity}'::text[]),
         ('table', 'endpoint_secret', 'SELECT', NULL, '{secret}'),
@@ -141,6 +141,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'replica', 'DELETE', NULL, NULL),
         ('table', 'cursor', 'UPDATE', NULL, NULL),
         ('table', 'lock', 'UPDATE', '{holder,token,expires_at}', NULL),
+        ('table', 'lag_report', 'UPDATE', NULL, NULL),
         ('table', 'gap', 'INSERT', NULL, NULL),
         ('table', 'gap', 'DELETE', NULL, NULL),
         -- The log is append-only, except for erasure.

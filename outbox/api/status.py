@@ -57,12 +57,29 @@ class Me(ResponseModel):
 CursorModel: Any = merged_response_model("Cursor", CursorStatus, lag=int)
 
 
+class Blocking(ResponseModel):
+    """Session, or prepared transaction, that keeps events from being sequenced."""
+
+    pid: int | None
+    prepared_transaction: str | None
+    role: str | None
+    application: str | None
+    state: str | None
+    """As in pg_stat_activity; null: not visible to the relay's role."""
+    since_s: float | None
+    """Age of its transaction, in seconds."""
+    end_command: str
+    """SQL command that ends it."""
+
+
 class Status(ResponseModel):
     """Status of the installation."""
 
     schema_name: str = Field(serialization_alias="schema")
     at: datetime
     cursor: CursorModel
+    blocker: Blocking | None
+    """Session for which sequencing waits, while events wait."""
     open_gaps: int
     replicas: tuple[ReplicaStatus, ...]
     pending: int

@@ -97,7 +97,9 @@ def endpoint_row(endpoint: EndpointStatus) -> tuple[Any, ...]:
 
 
 def notes(overview: Overview) -> Iterator[str]:
-    """Notes on problems, per endpoint, with the command that resolves each."""
+    """Notes on problems, of sequencing and per endpoint, with the command that resolves each."""
+    if (blocker := overview.blocker) is not None:
+        yield (f"sequencing is blocked by {blocker.describe()}; to end it: {blocker.end_command}")
     for endpoint in overview.endpoints:
         for note in _notes(endpoint, overview.at):
             yield f"{endpoint.name}: {note}"

@@ -12,11 +12,15 @@ from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations.endpoints import LANE_STATE, SUBSCRIBED
 from outbox.store.connection.connect import map_errors
+from outbox.store.stalls import Blocker, read_cursor_blocker
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from asyncpg import Connection
+
+BLOCKED_AFTER_S = 2.0
+"""Events wait at least this long if a session blocks their sequencing; a batch takes less."""
 
 # The newest batch, and the first event above it.  The sequence has the last assigned id; some
 # ids above `high` may be rolled back.
@@ -234,6 +238,8 @@ class Overview:
     """Deliveries sequenced in all, since installation."""
     pending: int
     cursor: CursorStatus
+    blocker: Blocker | None
+    """The session for which sequencing waits, while events wait; None: there is none."""
     gaps: int
     replicas: tuple[ReplicaStatus, ...]
     endpoints: tuple[EndpointStatus, ...]
@@ -256,6 +262,8 @@ async def read_overview(
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             cursor = dict(await connection.fetchrow(CURSOR))
+            waits = (cursor["waiting_s"] or 0.0) >= BLOCKED_AFTER_S
+            blocker = await read_cursor_blocker(connection) if waits else None
             gaps = await connection.fetchval(GAPS)
             replicas = await connection.fetch(REPLICAS)
             endpoints = await connection.fetch(ENDPOINTS, limit)
@@ -271,6 +279,7 @@ async def read_overview(
         sequenced=sequenced,
         pending=endpoints[0]["pending_total"] if endpoints else 0,
         cursor=CursorStatus(**cursor),
+        blocker=blocker,
         gaps=gaps,
         replicas=tuple(ReplicaStatus(**dict(row)) for row in replicas),
         endpoints=tuple(_endpoint(row) for row in endpoints),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.relay import gauges
+from outbox.telemetry import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,10 +16,13 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
     from outbox.relay.sequencing.sequencer import Sequencer
+    from outbox.relay.sequencing.stall_monitor import StallMonitor
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.meters import Meters
     from outbox.telemetry.snapshot import Series
 
+STALLED_LEASES = 3
+"""Leases without being able to sequence after which no replica is ready."""
 MISSED_POLLS_MAX = 3
 """Cursor polls that may be missed, on top of the lease, before the replica is not ready."""
 
@@ -55,15 +59,31 @@ class RunningSession:
         """Readiness of database, lease and cursor; receivers do not affect it."""
         if self.lease_left_s() <= 0:
             return Readiness(ready=False, reason="its lease ran out")
-        sequencer = self.sequencer
+        sequencer, lease_s = self.sequencer, self.settings.lease_s
         if sequencer.broken is not None:
             return Readiness(ready=False, reason=f"sequencing stopped: {sequencer.broken}")
         if sequencer.polled_at is None:
             return Readiness(ready=False, reason="it has not read the cursor yet")
         since_s = asyncio.get_running_loop().time() - sequencer.polled_at
-        if since_s > self.settings.lease_s + MISSED_POLLS_MAX * self.settings.poll_s:
+        if since_s > lease_s + MISSED_POLLS_MAX * self.settings.poll_s:
             return Readiness(ready=False, reason=f"it last read the cursor {since_s:.0f} s ago")
+        if sequencer.stall.stalled_s > STALLED_LEASES * lease_s:
+            return self._stalled(sequencer.stall)
         return Readiness(ready=True)
+
+    def _stalled(self, stall: StallMonitor) -> Readiness:
+        why = f"events could not be sequenced for {stall.stalled_s:.0f} s"
+        blocker = stall.blocker
+        if blocker is None:
+            return Readiness(ready=False, reason=why)
+
+        def reason(*, names: bool) -> str:
+            who = blocker.describe(names=names)
+            return f"{why}, blocked by {who}; to end it: {blocker.end_command}"
+
+        return Readiness(
+            ready=False, reason=reason(names=True), redacted_reason=reason(names=False)
+        )
 
     async def gauges(self, meters: Meters) -> dict[Metric, Series]:
         """Metrics that are sampled, not counted."""
@@ -71,4 +91,6 @@ class RunningSession:
         found = await gauges.endpoint_gauges(
             dispatcher.owned(), meters, self.now(), dispatcher.wait_reason
         )
-        return {**found, **gauges.leader_gauges(self.sequencer.lag_s, self.supervisor.survey)}
+        stalled: dict[Metric, Series] = {catalogue.STALLED: {(): self.sequencer.stall.stalled_s}}
+        leading = gauges.leader_gauges(self.sequencer.lag_s, self.supervisor.survey)
+        return {**found, **stalled, **leading}

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from asyncpg import Range as PgRange
 
-from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store import timeline
@@ -37,11 +36,11 @@ from outbox.store.leadership import (
     TAKE_LEADERSHIP,
     LeaderStatus,
 )
-from outbox.store.operational_events import END_LAGGING, PUBLISH_LAGGING
 from outbox.store.records import Fenced
 from outbox.store.replay_feed import ReplayFeedStore
 from outbox.store.replay_progress import write_progress
 from outbox.store.routing import RoutingStore
+from outbox.store.stalls import StallStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -174,6 +173,7 @@ class CursorStore:
         self.routing = RoutingStore(connection)
         self.replay_feed = ReplayFeedStore(connection, timeline)
         self.filters = FilterStore(connection)
+        self.stalls = StallStore(connection, timeline)
 
     async def check(self) -> None:
         """Check the properties of the sequence on which the cursor depends.
@@ -362,20 +362,6 @@ class CursorStore:
                 replica_id, row.batch + 1, row.version, row.timeline, row.server_timeline, actor
             )
         )
-
-    async def publish_lagging(self, leader: int) -> bool:
-        """Publish outbox.relay.lagging if events wait too long; returns whether it did.
-
-        Not if another replica leads, or soon after the last report.
-        """
-        published = await self._db.write(
-            PUBLISH_LAGGING, leader, LAGGING_S, LAGGING_EVERY_S, self._timeline
-        )
-        return bool(published)
-
-    async def end_lagging(self, leader: int) -> bool:
-        """Clear the lagging state; returns False when the cursor row is locked."""
-        return bool(await self._db.write(END_LAGGING, leader))
 
     def _checked_row(self, row: Any) -> CursorRow:
         self._check_timeline(row["server_timeline"])

@@ -82,41 +82,46 @@ SELECT publish_operational_event('{ENDPOINT_DISABLED}', id, jsonb_build_object(
 )
 
 # Publishes outbox.relay.lagging when events wait too long for sequencing.
-#   leader: the cursor row, while this replica leads.  The report is stored there, so that the
-#     next leader does not repeat it.  SKIP LOCKED: it never waits for a batch.
+#   report: the row of the report, unless it was made lately; it is not the cursor row, which the
+#     session that is to blame may hold.  Only for the leader, or if there is such a session ($5).
 #   late: the oldest unsequenced event, if it has waited longer than $2 seconds.
 #   reported: publishes the event; MATERIALIZED, so that it is published exactly once.
 PUBLISH_LAGGING = WriteStatement(
     "publish_lagging",
     f"""
-WITH leader AS MATERIALIZED (
-    SELECT FROM cursor
-     WHERE writer = $1 AND ($4::bigint IS NULL OR server_timeline() = $4) AND NOT lagging
+WITH report AS MATERIALIZED (
+    SELECT FROM lag_report
+     WHERE NOT lagging
        AND (lagging_at IS NULL OR lagging_at < clock_timestamp() - make_interval(secs => $3))
+       AND EXISTS (SELECT FROM cursor
+                    WHERE (writer = $1 OR $5::text IS NOT NULL)
+                      AND ($4::bigint IS NULL OR server_timeline() = $4))
        FOR NO KEY UPDATE SKIP LOCKED),
 late AS MATERIALIZED (
     SELECT extract(epoch FROM clock_timestamp() - o.created_at) AS waiting_s
-      FROM leader, (SELECT high FROM batch ORDER BY batch DESC LIMIT 1) b
+      FROM report, (SELECT high FROM batch ORDER BY batch DESC LIMIT 1) b
      CROSS JOIN LATERAL (
            SELECT type, created_at FROM outbox WHERE id > b.high ORDER BY id LIMIT 1) o
      WHERE o.created_at < clock_timestamp() - make_interval(secs => $2)
        AND o.type NOT LIKE 'outbox.%'),
 reported AS MATERIALIZED (
     SELECT publish_operational_event('{RELAY_LAGGING}', NULL,
-                    jsonb_build_object('waiting_s', round(waiting_s::numeric, 1))) AS published
+                    jsonb_build_object('waiting_s', round(waiting_s::numeric, 1),
+                                       'blocked_by', $5::text::jsonb)) AS published
       FROM late WHERE {HAS_OPERATIONAL_SUBSCRIBER})
-UPDATE cursor SET lagging = true, lagging_at = clock_timestamp() FROM reported WHERE published
+UPDATE lag_report SET lagging = true, lagging_at = clock_timestamp() FROM reported WHERE published
 """,  # noqa: S608 (constants only)
 )
 
-# Clears the lagging state, whichever replica reported it; SKIP LOCKED as above.
+# Clears the lagging state, whichever replica reported it; SKIP LOCKED: another one writes it.
 END_LAGGING = WriteStatement(
     "end_lagging",
     """
-WITH leader AS MATERIALIZED (
-    SELECT lagging FROM cursor WHERE writer = $1 FOR NO KEY UPDATE SKIP LOCKED),
+WITH report AS MATERIALIZED (
+    SELECT lagging FROM lag_report WHERE EXISTS (SELECT FROM cursor WHERE writer = $1)
+       FOR NO KEY UPDATE SKIP LOCKED),
 ended AS (
-    UPDATE cursor SET lagging = false FROM leader WHERE leader.lagging)
-SELECT FROM leader
+    UPDATE lag_report SET lagging = false FROM report WHERE report.lagging)
+SELECT FROM report
 """,
 )

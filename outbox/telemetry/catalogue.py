@@ -204,6 +204,13 @@ RELAY_LAG = Metric(
     "Time since the sequencer had last read all committed events; reported by the leader. Up to "
     "OUTBOX_POLL_S while no events are published.",
 )
+STALLED = Metric(
+    "outbox.sequencing.stall",
+    MetricKind.GAUGE,
+    "s",
+    "How long this replica could not sequence, and saw no other replica do it, although events "
+    "may wait; 0: there is no stall.",
+)
 DEAD_LETTERS = Metric(
     "outbox.dead_letters",
     MetricKind.GAUGE,
@@ -252,6 +259,7 @@ CATALOGUE: tuple[Metric, ...] = (
     EVENTS,
     LEADS,
     RELAY_LAG,
+    STALLED,
     GAP_AGE,
     HORIZON_AGE,
     REPLICAS,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ACCEPT_CHARS_MAX = 1000
 PATHS = """\
 /healthz   200 while the process responds
-/readyz    200 while the relay reaches its database and follows the cursor, else 503 and why
+/readyz    200 while the relay reaches its database and events can be sequenced, else 503 and why
 /metrics   metrics in the Prometheus format
 """
 

@@ -45,6 +45,7 @@ LETTER, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
 HELD, RECOVERED = "outbox.endpoint.held", "outbox.endpoint.recovered"
 STALLED, DISABLED = "outbox.endpoint.stalled", "outbox.endpoint.disabled"
 LAGGING = "outbox.relay.lagging"
+CAUGHT_UP = "SELECT NOT lagging FROM lag_report"
 
 
 @pytest.fixture(autouse=True)
@@ -451,7 +452,7 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAGGING_S", 0.3)
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr("outbox.store.cursor.LAGGING_S", 0.3)
+    monkeypatch.setattr("outbox.store.stalls.LAGGING_S", 0.3)
     await add_endpoint(database, "ops", types=["outbox.**"])
     await publish_many(database, 6_000)
     for _ in range(2):
@@ -466,15 +467,16 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
     network = Network()
     async with running(database, network):
         await all_ended(database)
-        await until(lambda: fetchval(database, "SELECT NOT lagging FROM cursor"), 10, "its end")
+        await until(lambda: fetchval(database, CAUGHT_UP), 10, "its end")
     assert got(network, "ops") == [LAGGING]
     # A second backlog soon after is not reported, a later one is.
     for last_report, wanted in (("5 minutes", 1), ("11 minutes", 2)):
-        await fetchval(database, f"UPDATE cursor SET lagging_at = now() - interval '{last_report}'")
+        ago = f"now() - interval '{last_report}'"
+        await fetchval(database, f"UPDATE lag_report SET lagging_at = {ago}")
         await publish_many(database, 2_000)
         async with running(database, Network(), batch_events_max=3):
             await all_ended(database)
-            await until(lambda: fetchval(database, "SELECT NOT lagging FROM cursor"), 10, "an end")
+            await until(lambda: fetchval(database, CAUGHT_UP), 10, "an end")
         assert await counted(database) == {LAGGING: wanted}
     assert await exceptions(database) == {}
 
@@ -502,7 +504,7 @@ async def test_lag_is_reported_once_an_endpoint_subscribes(
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAGGING_S", 0.1)
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr("outbox.store.cursor.LAGGING_S", 0.1)
+    monkeypatch.setattr("outbox.store.stalls.LAGGING_S", 0.1)
     await publish_many(database, 10_000)
     async with killed_at_the_end(database, Network(), batch_events_max=3):
         await until(lambda: _batches(database, 500), 20, "many batches")

@@ -192,8 +192,9 @@ class Script:
     async def _lag(self) -> Any:
         me = self._rng.choice(self._ids)
         if self._rng.random() < 0.5:
-            return await self._store.end_lagging(me)
-        return await self._store.publish_lagging(me)
+            return await self._store.stalls.end_lagging(me)
+        blocker = await self._store.stalls.read_blocker()
+        return blocker, await self._store.stalls.publish_lagging(me)
 
     async def _leave_the_lead(self) -> Any:
         await self._cursors[self._rng.choice(self._ids)].release_leadership()

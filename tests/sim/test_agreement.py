@@ -67,7 +67,7 @@ TABLES = {
                                 FROM replay_job_endpoint p
                                 JOIN endpoint e ON e.id = p.endpoint_id ORDER BY 1, 2""",
     "replica": "SELECT id, renewals FROM replica ORDER BY 1",
-    "cursor": "SELECT writer, version, lagging FROM cursor",
+    "cursor": "SELECT writer, version, lagging FROM cursor, lag_report",
     "gap": "SELECT lo, hi FROM gap ORDER BY 1",
     "batch": """SELECT batch, high, array(SELECT unnest(lanes) ORDER BY 1) FROM batch
                  ORDER BY 1""",
@@ -223,7 +223,11 @@ class SimulatedSide:
                 for p in db.replay_job_endpoint.rows.values()
             ),
             "replica": rows(db.replica, "id", "renewals"),
-            "cursor": rows(db.cursor, "writer", "version", "lagging"),
+            "cursor": [
+                (*row, *report)
+                for row in rows(db.cursor, "writer", "version")
+                for report in rows(db.lag_report, "lagging")
+            ],
             "outbox": [
                 (e.id, e.type, e.key, stripped(e.payload))
                 for e in map(db.outbox.__getitem__, db.outbox_ids)

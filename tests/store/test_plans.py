@@ -514,7 +514,7 @@ async def _lag(log: LongLog) -> Case:
     partitions = {"batch": NEWEST, "outbox": NEWEST}
     leads = "UPDATE cursor SET writer = 1"
     # Everything is late.
-    arguments = (1, -1e6, 600.0, None)
+    arguments = (1, -1e6, 600.0, None, None)
     statement = operational_events.PUBLISH_LAGGING.sql
     return Case(statement, arguments, 10, 150, partitions, (leads, ASKED_BEFORE))
 

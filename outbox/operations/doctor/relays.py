@@ -15,6 +15,7 @@ from outbox.operations.doctor.finding import (
     warning,
 )
 from outbox.store.sessions import LISTENER_SUFFIX
+from outbox.store.stalls import read_cursor_blocker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -119,12 +120,11 @@ async def lag(context: DoctorContext) -> AsyncIterator[CheckResult]:
     if row["oldest_s"] < context.limits.lag_warning_s:
         yield ok(message)
         return
-    action = START
-    if row["relay"]:
-        action = (
-            "see the relay's log, and end the session that locks the cursor row (an open "
-            "transaction?)"
-        )
+    blocker = await read_cursor_blocker(context.db)
+    action = "see the relay's log" if row["relay"] else START
+    if blocker is not None:
+        message += f", blocked by {blocker.describe()}"
+        action = f"end it in its application, or {blocker.end_command}"
     make_result = problem if row["oldest_s"] > context.limits.lag_problem_s else warning
     yield make_result(message, action)
 

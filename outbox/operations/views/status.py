@@ -24,6 +24,7 @@ def overview(schema: str, seen: Overview) -> dict[str, Any]:
             "timeline": cursor.timeline,
             "timeline_at": cursor.timeline_at,
         },
+        "blocker": None if seen.blocker is None else seen.blocker.as_json(),
         "open_gaps": seen.gaps,
         "replicas": seen.replicas,
         "pending": seen.pending,

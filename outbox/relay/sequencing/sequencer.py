@@ -26,6 +26,7 @@ import structlog
 from outbox.core.delivery.operational_events import LAGGING_S, LagAction, LagDetector
 from outbox.errors import CursorBroken
 from outbox.relay.sequencing.cursor import BatchResult, Cursor, always_notify, no_inline_payloads
+from outbox.relay.sequencing.stall_monitor import StallMonitor
 from outbox.relay.wake_event import WakeEvent
 
 if TYPE_CHECKING:
@@ -117,8 +118,11 @@ class Sequencer:
         # Until then, producers that notify would delay each other.
         self._contention_until = 0.0
         self._lag = LagDetector()
+        self.stall = StallMonitor(store.stalls, replica_id, settings.lease_s)
         # A leader that did not sequence pending events, and since when.
         self._suspected_leader: tuple[LeaderStatus, float] | None = None
+        # The suspected leader that is being replaced; 0: none.
+        self._replaced_leader = 0
         # Number of take-overs from such leaders, and the time of the last one.
         self._take_overs = 0
         self._took_over_at = -math.inf
@@ -147,6 +151,7 @@ class Sequencer:
                 result = await self.sequence_batch()
                 if result is BatchResult.EMPTY and not (self._asleep_until or self._polls()):
                     result = await self._fall_asleep()
+                await self._record_result(result)
             except CursorBroken as broken:
                 checked = False
                 self.broken = str(broken)
@@ -187,6 +192,20 @@ class Sequencer:
         """Release the leadership after `run`, so that another replica can lead at once."""
         await self.cursor.release_leadership()
 
+    async def _record_result(self, result: BatchResult) -> None:
+        """Record whether this replica could sequence."""
+        if self.cursor.leads and self._replaced_leader:
+            if not self.stall.locked:  # Otherwise the leader could not make any.
+                log.warning("leader made no progress; took over", replica=self._replaced_leader)
+            self._take_overs += 1
+            self._took_over_at = asyncio.get_running_loop().time()
+        self._replaced_leader = 0
+        if result is BatchResult.LOCKED:
+            await self.stall.record_locked()
+        elif result is not BatchResult.LOST_LEADERSHIP and self.stall.record_success():
+            # Another replica may have reported the stall.
+            self._lag.reset()
+
     def _mark_polled(self) -> None:
         self.polled_at = asyncio.get_running_loop().time()
         self.broken = None
@@ -219,10 +238,10 @@ class Sequencer:
         """Report by operational events that sequencing lags, and that it has caught up."""
         now = asyncio.get_running_loop().time()
         match self._lag.record_batch(now, full=self.cursor.more):
-            case LagAction.CHECK if await self._store.publish_lagging(self._me):
+            case LagAction.CHECK if await self._store.stalls.publish_lagging(self._me):
                 self._lag.mark_reported()
                 log.warning("sequencing lags behind", longer_than_s=LAGGING_S)
-            case LagAction.CLOSE if await self._store.end_lagging(self._me):
+            case LagAction.CLOSE if await self._store.stalls.end_lagging(self._me):
                 self._lag.mark_ended()
 
     def _next_poll_at(self, at: float) -> float:
@@ -311,15 +330,14 @@ class Sequencer:
         if standing.free:
             self._suspected_leader = None
             return True
+        await self.stall.record_leader(standing)
         if not standing.behind:
             self._suspected_leader = None
         elif self._suspected_leader is None or self._suspected_leader[0] != standing:
             self._suspected_leader = (standing, now)
         elif now - self._suspected_leader[1] >= self._patience_s(now):
-            log.warning("leader makes no progress; taking over", replica=standing.leader)
             self._suspected_leader = None
-            self._take_overs += 1
-            self._took_over_at = now
+            self._replaced_leader = standing.leader or 0
             return True
         return False
 

@@ -275,9 +275,12 @@ SEQUENCED = PanelRow(
         Panel(
             "Lag",
             "s",
-            "Time since the sequencer had last read all committed events. Up to OUTBOX_POLL_S "
-            "while no events are published.",
-            ((f"max({_leader('outbox_relay_lag_seconds')})", "lag"),),
+            "Time since the sequencer had last read all committed events, up to OUTBOX_POLL_S "
+            "while no events are published; and how long no replica could sequence.",
+            (
+                (f"max({_leader('outbox_relay_lag_seconds')})", "lag"),
+                (f"max(outbox_sequencing_stall_seconds{{{_HERE}}})", "stall"),
+            ),
             width=6,
         ),
         Panel(

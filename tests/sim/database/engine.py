@@ -233,6 +233,10 @@ class Engine:
 
     # ----------------------------------------------------------------- locks
 
+    def holder_of(self, key: tuple[str, Any], tx: Transaction) -> Transaction | None:
+        """Another transaction that holds a row."""
+        return next((t for t, _ in self._locks.get(key, ()) if t is not tx), None)
+
     def try_lock(self, tx: Transaction, key: tuple[str, Any], mode: str) -> bool:
         held = self._locks.get(key)
         if held is not None and any(

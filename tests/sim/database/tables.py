@@ -129,9 +129,9 @@ class Database(Engine):
             "writer": None,
             "version": 1,
             "erasures": 0,
-            "lagging": False,
-            "lagging_at": None,
         }
+        self.lag_report = Table("lag_report")
+        self.lag_report.rows[1] = {"lagging": False, "lagging_at": None}
         self.gap = Table("gap")
         self.endpoint = Table("endpoint")
         self.endpoint_health = Table("endpoint_health")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S, RELAY_LAGGING
 from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store import cursor as real
@@ -20,10 +19,10 @@ from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores.channels import OWNERS
 from tests.sim.stores.filters import FilterStore, stop_filters
 from tests.sim.stores.lanes import content_of, read_counters
-from tests.sim.stores.operational_events import RESERVED, publish_operational_event
 from tests.sim.stores.replay_feed import ReplayFeedStore
 from tests.sim.stores.replay_progress import write_progress
 from tests.sim.stores.routing import RoutingStore
+from tests.sim.stores.stalls import StallStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -44,6 +43,7 @@ class CursorStore(real.CursorStore):
     routing: RoutingStore
     replay_feed: ReplayFeedStore
     filters: FilterStore
+    stalls: StallStore
 
     def __init__(self, connection: Any, timeline: int | None = None) -> None:
         assert timeline is None
@@ -51,6 +51,7 @@ class CursorStore(real.CursorStore):
         self.routing = RoutingStore(connection)
         self.replay_feed = ReplayFeedStore(connection)
         self.filters = FilterStore(connection)
+        self.stalls = StallStore(connection)
 
     async def check(self) -> None:
         await self._db.call(check_sequence)
@@ -131,12 +132,6 @@ class CursorStore(real.CursorStore):
         if row.timeline is not None:
             raise NotImplementedError("the timeline of the simulated server never changes")
         await self._db.call(set_first_timeline)
-
-    async def publish_lagging(self, leader: int) -> bool:
-        return await self._db.call(report_lagging, leader)
-
-    async def end_lagging(self, leader: int) -> bool:
-        return await self._db.call(clear_lagging, leader)
 
 
 # --------------------------------------------------------------- the cursor row
@@ -371,50 +366,3 @@ def _given(batch: int, deliveries: Deliveries) -> list[tuple[int, Given]]:
         deliveries.was_backfill_ids,
     )
     return [(lane_id, Given(batch, *rest)) for lane_id, *rest in zip(*columns, strict=True)]
-
-
-# -------------------------------------------------------------------------- lag
-
-
-def report_lagging(db: Database, tx: Transaction, leader: int) -> Steps[bool]:
-    """Report that events wait too long; returns whether it was reported."""
-    row = tx.get(db.cursor, 1)
-    assert row is not None
-    if row["writer"] != leader or row["lagging"]:
-        return False
-    if row["lagging_at"] is not None and row["lagging_at"] >= db.wall() - LAGGING_EVERY_S:
-        return False
-    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
-        return False
-    if tx.get(db.cursor, 1) is not row:
-        return False
-    high = db.batches[-1].high
-    oldest = next((i for i in db.outbox_ids if i > high), None)
-    if oldest is None or db.outbox[oldest].type.startswith(RESERVED):
-        return False
-    waiting_s = (db.clock_timestamp() - db.outbox[oldest].created_at).total_seconds()
-    if waiting_s <= LAGGING_S:
-        return False
-    if not (
-        yield from publish_operational_event(
-            db, tx, RELAY_LAGGING, None, {"waiting_s": round(waiting_s, 1)}
-        )
-    ):
-        return False
-    tx.change(db.cursor, 1, lagging=True, lagging_at=db.wall())
-    return True
-
-
-def clear_lagging(db: Database, tx: Transaction, leader: int) -> bool:
-    """Returns False if the cursor row is locked by another session."""
-    row = tx.get(db.cursor, 1)
-    assert row is not None
-    if row["writer"] != leader or not tx.try_lock(db.cursor, 1, EXCLUSIVE):
-        return False
-    row = tx.get(db.cursor, 1)
-    assert row is not None
-    if row["writer"] != leader:
-        return False
-    if row["lagging"]:
-        tx.change(db.cursor, 1, lagging=False)
-    return True

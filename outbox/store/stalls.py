@@ -1,0 +1,197 @@
+"""What keeps events from being sequenced, and the reports of it.
+
+The session that holds the cursor row is found without extra privileges: every role sees the
+transaction id that locked a row, the locks of all sessions, and their names.  What a session
+of another role is doing is visible to members of pg_read_all_stats only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S
+from outbox.core.model.sql_names import quote_literal
+from outbox.store.operational_events import END_LAGGING, PUBLISH_LAGGING
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.store.connection.store_connection import StoreConnection
+
+_COLUMNS = """
+SELECT l.pid, x.gid, coalesce(a.usename, x.owner)::text AS role,
+       nullif(a.application_name, '') AS application, a.state,
+       extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, x.prepared))::float8
+           AS since_s"""
+_SESSION = """
+  LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+  LEFT JOIN LATERAL (
+       SELECT p.* FROM pg_locks t JOIN pg_prepared_xacts p ON p.transaction = t.transactionid
+        WHERE l.pid IS NULL AND t.pid IS NULL AND t.locktype = 'transactionid'
+          AND t.virtualtransaction = l.virtualtransaction) x ON true
+"""
+
+# The session that locks the whole cursor table, so that the relay's statements wait.  It does not
+# read the table, and so waits for nothing.
+READ_TABLE_BLOCKER = f"""{_COLUMNS}
+  FROM pg_locks l {_SESSION}
+ WHERE l.locktype = 'relation' AND l.granted AND l.relation = 'cursor'::regclass
+   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND l.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+   AND l.pid IS DISTINCT FROM pg_backend_pid()
+ ORDER BY since_s DESC NULLS LAST LIMIT 1
+"""  # noqa: S608 (constants only)
+
+# The session that holds the cursor row.
+#   holders: first the transaction that locked or changed the row (xmax).  That of a released
+#     savepoint has no lock any more; then a transaction with an id that has used the table to
+#     lock or change rows, and waits for nothing.
+READ_ROW_BLOCKER = f"""
+WITH holders AS (
+    SELECT t.pid, t.virtualtransaction, 1 AS choice
+      FROM cursor c JOIN pg_locks t
+        ON t.locktype = 'transactionid' AND t.granted AND t.transactionid = c.xmax
+     UNION ALL
+    SELECT u.pid, u.virtualtransaction, 2
+      FROM pg_locks u
+     WHERE u.locktype = 'relation' AND u.granted AND u.relation = 'cursor'::regclass
+       AND u.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+       AND u.mode IN ('RowShareLock', 'RowExclusiveLock')
+       AND EXISTS (SELECT FROM pg_locks t
+                    WHERE t.virtualtransaction = u.virtualtransaction
+                      AND t.locktype = 'transactionid' AND t.mode = 'ExclusiveLock')
+       AND NOT EXISTS (SELECT FROM pg_locks w WHERE w.pid = u.pid AND NOT w.granted))
+{_COLUMNS} FROM holders l {_SESSION}
+ WHERE l.pid IS DISTINCT FROM pg_backend_pid()
+ ORDER BY choice, since_s DESC NULLS LAST LIMIT 1
+"""  # noqa: S608 (constants only)
+
+
+# The session for which a session waits.
+READ_WAITS_FOR = f"""{_COLUMNS}
+  FROM (SELECT b.pid, NULL::text AS virtualtransaction
+          FROM unnest(pg_blocking_pids($1)) AS b(pid)
+         WHERE b.pid > 0 AND b.pid <> pg_backend_pid() LIMIT 1) l {_SESSION}
+"""  # noqa: S608 (constants only)
+BLOCKER_AGE_MIN_S = 1.0
+CHAIN_MAX = 10
+"""Sessions that wait for each other are followed that far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """A session, or a prepared transaction, for which sequencing waits.
+
+    It holds the cursor row, or what the session that holds the row waits for.
+    """
+
+    pid: int | None
+    """None: it is a prepared transaction."""
+    gid: str | None
+    """Name of the prepared transaction."""
+    role: str | None
+    application: str | None
+    state: str | None
+    """As in pg_stat_activity; None: not visible to this role."""
+    since_s: float | None
+    """Age of its transaction; None: not visible to this role."""
+
+    def describe(self, *, names: bool = True) -> str:
+        """What it is, for a message.
+
+        Args:
+            names: with the names of roles and applications.
+        """
+        since = "" if self.since_s is None else f" for {self.since_s:.0f} s"
+        if self.pid is None:
+            named = f' "{self.gid}" of {self.role}' if names else ""
+            return f"a prepared transaction{named}, prepared{since}"
+        of = [f"role {self.role}"] if names and self.role else []
+        of += [f'application "{self.application}"'] if names and self.application else []
+        who = f"pid {self.pid}" + (f" ({', '.join(of)})" if of else "")
+        if self.state is None:
+            return f"{who}, whose state only members of pg_read_all_stats can see"
+        state = "in a transaction" if self.state == "active" else self.state
+        return f"{who}, {state}{since}"
+
+    @property
+    def end_command(self) -> str:
+        """The SQL command that ends it."""
+        if self.pid is None:
+            return f"ROLLBACK PREPARED {quote_literal(self.gid or '').strip()}"
+        return f"SELECT pg_terminate_backend({self.pid})"
+
+    def as_json(self) -> dict[str, Any]:
+        """For events and machine-readable output."""
+        return {
+            "pid": self.pid,
+            "prepared_transaction": self.gid,
+            "role": self.role,
+            "application": self.application,
+            "state": self.state,
+            "since_s": None if self.since_s is None else round(self.since_s, 1),
+            "end_command": self.end_command,
+        }
+
+
+async def read_cursor_blocker(
+    connection: Connection[Any], *, age_min_s: float = BLOCKER_AGE_MIN_S
+) -> Blocker | None:
+    """The session that keeps others from the cursor row; None: none does.
+
+    Args:
+        age_min_s: a younger transaction is not to blame, such as that of a batch; its age is
+            visible to its own role only, or with pg_read_all_stats.
+    """
+    row = await connection.fetchrow(READ_TABLE_BLOCKER)
+    if row is None:
+        row = await connection.fetchrow(READ_ROW_BLOCKER)
+    for _ in range(CHAIN_MAX):
+        if row is None or row["pid"] is None:
+            break
+        earlier = await connection.fetchrow(READ_WAITS_FOR, row["pid"])
+        if earlier is None:
+            break
+        row = earlier
+    if row is None or row["state"] == "idle":  # It has ended meanwhile.
+        return None
+    blocker = Blocker(**dict(row))
+    young = blocker.since_s is not None and blocker.since_s < age_min_s
+    return None if young else blocker
+
+
+class StallStore:
+    """Finds and reports what keeps events from being sequenced, on one connection.
+
+    Not safe for concurrent use; asyncpg's errors propagate.
+
+    Args:
+        timeline: the server's timeline when the replica registered; None: not known.
+    """
+
+    def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
+        self._db = connection
+        self._timeline = timeline
+
+    async def read_blocker(self) -> Blocker | None:
+        """See `read_cursor_blocker`."""
+        return await read_cursor_blocker(self._db)
+
+    async def publish_lagging(self, replica_id: int, blocker: Blocker | None = None) -> bool:
+        """Publish outbox.relay.lagging if events wait too long; returns whether it did.
+
+        Not if another replica leads and there is no blocker, nor soon after the last report.
+        It does not need the cursor row.
+        """
+        details = None if blocker is None else orjson.dumps(blocker.as_json()).decode()
+        published = await self._db.write(
+            PUBLISH_LAGGING, replica_id, LAGGING_S, LAGGING_EVERY_S, self._timeline, details
+        )
+        return bool(published)
+
+    async def end_lagging(self, leader: int) -> bool:
+        """Clear the lagging state; returns False if another replica leads or writes it."""
+        return bool(await self._db.write(END_LAGGING, leader))
