@@ -286,7 +286,7 @@ INSERT INTO lag_report DEFAULT VALUES;
 CREATE TABLE batch (
     batch      bigint         NOT NULL,
     high       bigint         NOT NULL,
-    young      int8multirange NOT NULL DEFAULT '{}',  -- open gaps younger than a second
+    young      int8multirange NOT NULL DEFAULT '{}',  -- open gaps, mostly younger than a second
     found      int8multirange NOT NULL DEFAULT '{}',  -- ids of gaps sequenced by this batch
     dead       int8multirange NOT NULL DEFAULT '{}',  -- ids proven never to appear
     events     integer        NOT NULL DEFAULT 0,
@@ -304,8 +304,9 @@ CREATE INDEX batch_at ON batch (at);
 CREATE INDEX batch_high ON batch (high, batch);
 CREATE INDEX batch_found ON batch (batch) WHERE NOT isempty(found);
 
--- Open gaps older than a second.  A gap is read again only when one of the transactions
--- that hold it open ends, so a transaction open for hours costs nothing per batch.
+-- Open gaps that are old, or too many for the batch row.  A gap is read again only when one
+-- of the transactions that hold it open ends, so a transaction open for hours costs nothing
+-- per batch.
 CREATE TABLE gap (
     lo bigint PRIMARY KEY,
     hi bigint NOT NULL,           -- inclusive

@@ -236,7 +236,7 @@ class CursorStore:
 
     async def read(
         self,
-        high: int,
+        high: int | None,
         gaps: Sequence[Range],
         limit: int,
         *,
@@ -246,6 +246,7 @@ class CursorStore:
         """Read committed events in the gaps and above `high`, by id, at most `limit`.
 
         Args:
+            high: None: read the gaps only.
             more_gaps: there are further gaps, which are not read.
             with_content: also read the content of the first small events.
         """

@@ -7,6 +7,7 @@ and which events of a key were inserted after which were committed. Every error 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -86,10 +87,13 @@ class Cursor:
         tracker: Callable[[], GapTracker] = GapTracker,
         faults: Faults = NO_FAULTS,
         limit_max: int = 5,
+        gaps_max: int = 1000,
     ) -> None:
         self.database = database
         self.limit_max = limit_max
         """Maximum number of events per batch."""
+        self.gaps_max = gaps_max
+        """Maximum number of gaps per read."""
         self.tables = CursorState()
         self.writer: int | None = None
         self.sequenced: set[int] = set()
@@ -182,14 +186,13 @@ class Cursor:
 
     def _read(self, b: Batch, choice: int) -> None:
         replica = self.replicas[b.me]
-        ranges = replica.tracker.ranges()
+        ranges = replica.tracker.ranges(self.gaps_max)
         if not b.again:
             self._expect_no_idle_reads(replica)
         snapshot = self.database.visible if b.snapshot is None else b.snapshot
+        above = math.inf if replica.tracker.is_partial else replica.tracker.high
         visible = sorted(
-            i
-            for i in snapshot
-            if i > replica.tracker.high or any(lo <= i <= hi for lo, hi in ranges)
+            i for i in snapshot if i > above or any(lo <= i <= hi for lo, hi in ranges)
         )
         limit = 1 + choice % self.limit_max
         b.rows, b.full = [snapshot[i] for i in visible[:limit]], len(visible) >= limit
@@ -208,6 +211,9 @@ class Cursor:
         b.next, b.again = self._read, True
         if running == b.after:
             self._expect_no_idle_reads(replica)
+        else:
+            # Gaps of holders that may have committed are due until a batch reaches them.
+            replica.quiet.clear()
 
     def _close(self, b: Batch, choice: int) -> None:
         """Close the batch; `choice` is the number of events that exceed its delivery limit."""
@@ -229,7 +235,7 @@ class Cursor:
     def _remember(self, b: Batch, step: CursorChange) -> None:
         replica = self.replicas[b.me]
         reached = b.rows[-1].id if b.cut and b.rows else None
-        for gap in replica.tracker.ranges():
+        for gap in replica.tracker.ranges(self.gaps_max):
             if b.before and gap in b.state.old and (reached is None or gap[0] <= reached):
                 replica.quiet[gap] = b.ends_before
         replica.tracker.committed(step)
@@ -278,7 +284,8 @@ class Cursor:
     def _expect_no_idle_reads(self, replica: Replica) -> None:
         """Check that an old gap is read again only if a transaction ended since."""
         ends = self.database.ends
-        idle = [gap for gap in replica.tracker.ranges() if replica.quiet.get(gap) == ends]
+        ranges = replica.tracker.ranges(self.gaps_max)
+        idle = [gap for gap in ranges if replica.quiet.get(gap) == ends]
         expect(not idle, "old gaps are read for nothing", idle)
 
     def expect_everything_ends(self, commits: int) -> None:
@@ -289,7 +296,10 @@ class Cursor:
         self.lose_batch(applied=True)
         self.database.end_all(commits)
         # Batches full of events, then one each for the holders, the end of the gaps, and nothing.
-        for _ in range(len(self.waiting()) // self.limit_max + 4):
+        # Holders and ends take several batches if a read does not take all gaps.
+        gaps = len(self.waiting()) + len(self.tables.young) + len(self.tables.old)
+        portions = 2 * (gaps // self.gaps_max)
+        for _ in range(len(self.waiting()) // self.limit_max + portions + 4):
             self.whole_batch(me=0)
         pending = sorted(row.id for row in self.waiting())
         expect(not pending, "events are never sequenced", pending)

@@ -70,7 +70,13 @@ def hunt_cursor(
             keys=rng.randint(1, 2),
             prepare_renames=rng.random() < 0.3,
         )
-        cursor = Cursor(database, tracker, faults, limit_max=rng.choice((1, 2, 5)))
+        cursor = Cursor(
+            database,
+            tracker,
+            faults,
+            limit_max=rng.choice((1, 2, 5)),
+            gaps_max=rng.choice((1, 2, 1000)),
+        )
         try:
             _walk_cursor(cursor, rng, 300)
         except Violation as violation:

@@ -41,16 +41,22 @@ class CursorMachine(RuleBasedStateMachine):
         last_key=keys,
         prepare_renames=st.booleans(),
         limit_max=st.integers(1, 5),
+        gaps_max=st.sampled_from([1, 2, 3, 1000]),
     )
     def choose_world(
-        self, transactions_max: int, last_key: int, prepare_renames: bool, limit_max: int
+        self,
+        transactions_max: int,
+        last_key: int,
+        prepare_renames: bool,
+        limit_max: int,
+        gaps_max: int,
     ) -> None:
         self.database = Database(
             transactions_max=transactions_max,
             keys=1 + last_key,
             prepare_renames=prepare_renames,
         )
-        self.cursor = Cursor(self.database, limit_max=limit_max)
+        self.cursor = Cursor(self.database, limit_max=limit_max, gaps_max=gaps_max)
 
     # Producers.
 
@@ -152,7 +158,7 @@ class CountsOldReads(GapTracker):
     def close_batch(
         self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
     ) -> CursorChange:
-        self.old_reads += sum(gap.old for gap in self._to_read())
+        self.old_reads += sum(gap.old for gap in self._portion or ())
         return super().close_batch(ids, cut, after, now)
 
 
@@ -198,11 +204,94 @@ def test_thousands_of_old_gaps_are_compared_by_holders() -> None:
     state = CursorState(batch=1, high=20_000, old=tuple((n, n) for n in range(1, 20_000, 2)))
     for batch in range(4):
         tracker.begin_batch(state, holders, 0.0)
-        assert len(tracker.ranges()) == (10_000 if batch == 0 else 0)
+        assert len(tracker.ranges(10_000)) == (10_000 if batch == 0 else 0)
         assert tracker.left_out == (batch > 0)
         assert tracker.complete(holders)
         tracker.committed(tracker.close_batch([], False, holders, 0.0))
     assert comparisons < 10
+
+
+def test_due_gaps_are_read_in_portions_the_lowest_first() -> None:
+    """The cost of a batch does not depend on the number of all gaps."""
+    gaps = [(n, n) for n in range(1, 20_000, 2)]
+    tracker, sequenced = GapTracker(), []
+    state = CursorState(batch=1, high=20_000, old=tuple(gaps))
+    for _ in range(1000):
+        tracker.begin_batch(state, frozenset(), 0.0)
+        ranges = tracker.ranges(300)
+        assert len(ranges) <= 300
+        assert ranges == sorted(ranges)
+        ids = [lo for lo, _ in ranges[:200]]
+        step = tracker.close_batch(ids, len(ids) < len(ranges), frozenset(), 0.0)
+        assert len(step.memory) <= 300
+        assert not step.dead
+        tracker.committed(step)
+        sequenced += ids
+        state = CursorState(state.batch + 1, step.high)
+        if not tracker.has_gaps:
+            break
+    assert sequenced == [lo for lo, _ in gaps]
+
+
+def test_nothing_above_a_portion_is_sequenced() -> None:
+    tracker = GapTracker()
+    state = CursorState(batch=1, high=9, old=((2, 2), (4, 4), (6, 8)))
+    tracker.begin_batch(state, frozenset(), 0.0)
+    assert tracker.ranges(2) == [(2, 2), (4, 4)]
+    assert tracker.is_partial
+    step = tracker.close_batch([2, 4], False, frozenset(), 0.0)
+    assert (step.found, step.dead, step.high) == (((2, 2), (4, 4)), (), 9)
+    tracker.committed(step)
+    tracker.begin_batch(CursorState(2, 9), frozenset(), 0.0)
+    assert tracker.ranges(2) == [(6, 8)]
+    assert not tracker.is_partial
+
+
+def test_a_batch_that_was_not_written_reads_its_portion_again() -> None:
+    tracker, holders = GapTracker(), frozenset({"3/1"})
+    state = CursorState(batch=1, high=9, young=((8, 8),), old=((2, 2), (4, 4), (6, 6)))
+    for _ in range(3):
+        tracker.begin_batch(state, holders, 0.0)
+        assert tracker.ranges(2) == [(2, 2), (4, 4)]
+        tracker.close_batch([4], False, holders, 0.0)
+
+
+def test_many_young_gaps_become_old_at_once() -> None:
+    """Otherwise each batch would read and write all gaps of the last second."""
+    tracker, holders = GapTracker(), frozenset({"3/1"})
+    state = CursorState()
+    for batch in range(1, 50):
+        tracker.begin_batch(state, holders, 0.0)
+        assert len(tracker.ranges(100)) <= 60
+        assert not tracker.is_partial
+        high = 100 * batch
+        ids = range(high - 98, high + 1, 2)  # 50 of them, and as many gaps.
+        step = tracker.close_batch(ids, False, holders, 0.0)
+        assert len(step.young) <= 100
+        tracker.committed(step)
+        state = CursorState(batch, step.high)
+
+
+def test_a_holder_that_never_writes_does_not_keep_the_cursor_reading_portions() -> None:
+    """It has allocated an id and holds the lock, but no snapshot shows it as running."""
+    tracker, holders = GapTracker(), frozenset({"3/1", "4/1"})
+    gaps = tuple((n, n) for n in range(1, 1000, 2))
+    state, reads = CursorState(batch=1, high=1000, old=gaps), 0
+    for _ in range(40):
+        tracker.begin_batch(state, holders, 0.0)
+        while True:
+            tracker.ranges(100)
+            reads += 1
+            if not tracker.left_out or tracker.complete(frozenset({"3/1"})):
+                break
+        if not tracker.is_partial:
+            break
+        tracker.committed(tracker.close_batch([], False, holders, 0.0))
+    assert not tracker.is_partial, "events above the cursor are never read"
+    assert tracker.ranges(100) == list(gaps)
+    step = tracker.close_batch([1001], False, holders, 0.0)
+    assert (step.high, step.found, step.dead) == (1001, (), ())
+    assert reads < 20
 
 
 def test_a_new_replica_closes_the_old_gaps() -> None:
@@ -217,6 +306,7 @@ def test_a_new_replica_closes_the_old_gaps() -> None:
 def test_a_gap_of_a_million_ids_is_one_range() -> None:
     tracker = GapTracker()
     tracker.begin_batch(CursorState(batch=1, high=3), frozenset(), 0.0)
+    assert tracker.ranges(1000) == []
     assert tracker.complete(frozenset())
     step = tracker.close_batch([4, 5_000_000, 5_000_001], False, frozenset({"3/1"}), 0.0)
     assert step.young == ((5, 4_999_999),)
@@ -225,13 +315,14 @@ def test_a_gap_of_a_million_ids_is_one_range() -> None:
     # An id in the middle of the gap appears late, and its holder has ended.
     state = CursorState(2, step.high, step.young)
     tracker.begin_batch(state, frozenset({"3/1"}), 2.0)
-    assert tracker.ranges() == [(5, 4_999_999)]
+    assert tracker.ranges(1000) == [(5, 4_999_999)]
     step = tracker.close_batch([777], False, frozenset(), 2.0)
     assert (step.found, step.dead, step.young) == (((777, 777),), (), ())
     assert step.old_opened == ((5, 776), (778, 4_999_999))
     tracker.committed(step)
 
     tracker.begin_batch(CursorState(3, step.high, (), step.old_opened), frozenset(), 3.0)
+    assert tracker.ranges(1000) == list(step.old_opened)
     step = tracker.close_batch([], False, frozenset(), 3.0)
     assert step.dead == step.old_closed == ((5, 776), (778, 4_999_999))
     assert step.high == 5_000_001
@@ -242,11 +333,12 @@ def test_an_empty_batch_is_not_written() -> None:
     state = CursorState(batch=4, high=9, young=((3, 3),), old=((1, 1),))
     for _ in range(3):
         tracker.begin_batch(state, frozenset({"3/1"}), 0.0)
+        tracker.ranges(1000)
         assert tracker.complete(frozenset({"3/1"}))
         step = tracker.close_batch([], False, frozenset({"3/1"}), 0.0)
         assert not step.changed
         tracker.committed(step)
-    assert tracker.ranges() == [(3, 3)]
+    assert tracker.ranges(1000) == [(3, 3)]
     tracker.forget()
     tracker.begin_batch(state, frozenset({"3/1"}), 0.0)
-    assert tracker.ranges() == [(1, 1), (3, 3)]
+    assert tracker.ranges(1000) == [(1, 1), (3, 3)]

@@ -80,7 +80,9 @@ class XmaxTracker(GapTracker):
 class HorizonStore(Slow):
     """Reads in the order of (xid, id), below the oldest running xid."""
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
+    async def events(
+        self, high: int | None, gaps: Sequence[Range], limit: int
+    ) -> list[RoutableEvent]:
         rows = await self._db.fetch(
             """
             SELECT id, tenant, type,

@@ -86,15 +86,16 @@ async def an_older_xid_writes_second(stage: Stage) -> None:
 async def a_cut_batch_does_not_reach_a_gap(stage: Stage) -> None:
     one, two, quick = await stage.actors(3)
     await one.open()  # 1
-    await quick.publish()  # 2
-    await two.open()  # 3
-    await quick.publish()  # 4
+    await one.publish()  # 2
+    await quick.publish()  # 3
+    await two.open()  # 4
+    await quick.publish()  # 5
     await stage.turn()
     await one.commit()
     await two.commit()
-    await stage.limit(1)
+    await stage.limit(2)
     await stage.turn(asleep_s=60)
-    await stage.expect_sequenced(2, 4, 1)
+    await stage.expect_sequenced(3, 5, 1, 2)
 
 
 async def a_commit_comes_after_the_lock_of_the_cursor(stage: Stage) -> None:
@@ -230,23 +231,24 @@ async def the_last_holder_of_an_old_gap_ends_unseen(stage: Stage) -> None:
 
 async def a_cut_batch_does_not_reach_an_old_gap(stage: Stage) -> None:
     first, early, slow, other, quick = await stage.actors(5)
-    await first.open()  # 1
-    await early.open()  # 2
-    await quick.publish()  # 3
-    await slow.open(v=1)  # 4
-    await other.open()  # 5
-    await quick.publish()  # 6
+    for one in (first, early):
+        await one.open()  # 1, 3
+        await one.publish()  # 2, 4
+    await quick.publish()  # 5
+    await slow.open(v=1)  # 6
+    await other.open()  # 7
+    await quick.publish()  # 8
     await stage.turn()
     stage.pass_time(OLD_S)
     await stage.turn()
-    await stage.expect_old_gaps((1, 2), (4, 5))
+    await stage.expect_old_gaps((1, 4), (6, 7))
     for one in (first, early, slow):
         await one.commit()
-    await stage.limit(1)
+    await stage.limit(2)
     await stage.turn()
     await stage.turn()  # Only now the holders from before the read lack `slow`.
-    await stage.expect_sequenced(3, 6, 1, 2)
-    await quick.publish(v=2)  # 7
+    await stage.expect_sequenced(5, 8, 1, 2, 3, 4)
+    await quick.publish(v=2)  # 9
     await stage.limit(1000)
     await stage.turn()
     await other.rollback()

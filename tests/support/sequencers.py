@@ -146,7 +146,7 @@ class Slow(CursorStore):
 
     async def read(
         self,
-        high: int,
+        high: int | None,
         gaps: Sequence[Range],
         limit: int,
         *,
@@ -159,15 +159,17 @@ class Slow(CursorStore):
             " pg_sequence_last_value('wakeup'::regclass), writer, version FROM cursor",
             self._sequence_oid,
         )
-        fresh = [e.id for e in events if e.id > high]
-        missing = gaps or more_gaps or (fresh and fresh[-1] - high > len(fresh))
+        fresh = [e.id for e in events if high is not None and e.id > high]
+        missing = gaps or more_gaps or (fresh and fresh[-1] - (high or 0) > len(fresh))
         waiting = 0
         if events and last_id - event_reads.IN_FLIGHT_MIN >= events[-1].id:
             waiting = await self._db.fetchval(event_reads.COUNT_WAITING_PRODUCERS)
         holders = await self.holders_after_read() if missing else None
         return Reading(events, last_id, wakeup, waiting, holders, *cursor)
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
+    async def events(
+        self, high: int | None, gaps: Sequence[Range], limit: int
+    ) -> list[RoutableEvent]:
         rows = await self._db.fetch(
             event_reads.READ_EVENTS, high, [lo for lo, _ in gaps], [hi for _, hi in gaps], limit
         )
@@ -200,7 +202,9 @@ class Hooked(Slow):
         await self._run_hooks("holders")
         return await super().holders()
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
+    async def events(
+        self, high: int | None, gaps: Sequence[Range], limit: int
+    ) -> list[RoutableEvent]:
         await self._run_hooks("read")
         return await super().events(high, gaps, limit)
 
@@ -240,7 +244,9 @@ class Dawdling(CursorStore):
 class DawdlingInReads(Dawdling, Slow):
     """Also pauses where the product has one statement."""
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
+    async def events(
+        self, high: int | None, gaps: Sequence[Range], limit: int
+    ) -> list[RoutableEvent]:
         await self._dawdle("read")
         return await super().events(high, gaps, limit)
 

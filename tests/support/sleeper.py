@@ -79,7 +79,9 @@ class Drowsy(Slow):
         self.flags["set"] += released
         return released
 
-    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[RoutableEvent]:
+    async def events(
+        self, high: int | None, gaps: Sequence[Range], limit: int
+    ) -> list[RoutableEvent]:
         await self._reach("before the read")
         events = await super().events(high, gaps, limit)
         await self._reach("after the read")

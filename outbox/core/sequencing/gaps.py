@@ -23,6 +23,10 @@ whose row is already visible.  Hence:
   read is repeated with the gap, before anything is sequenced.  (The lock alone is
   not sufficient: rows become visible before it is released, with a COMMIT PREPARED
   that drops tables even long before.)
+* a read may take a portion of the gaps that are due, the lowest, but then nothing
+  above the highest id seen: every row above it may follow one in a gap that is left
+  out.  (A row in a gap cannot: the read that passed its id saw what came before.)
+  Gaps that are left out stay due.
 * a read that reached its limit proves nothing about ids at or beyond its last
   one: gaps there stay due;
 * a gap becomes old only after a read that began after its holders were
@@ -30,9 +34,11 @@ whose row is already visible.  Hence:
 * holders are memory, never state: a replica that was not the last writer
   drops all of them (`forget`) and starts from the tables.
 
-Young gaps are read with every batch.  After a second they become old and are
-read only when one of their holders has ended, so a transaction that stays open for
-an hour costs nothing per batch.
+Young gaps are read with every batch.  After a second, or sooner if there are many,
+they become old and are read only when one of their holders has ended, so a transaction
+that stays open for an hour costs nothing per batch.  When it commits, all its gaps are
+due at once, perhaps hundreds of thousands: each batch handles a portion, and its cost
+does not depend on the number of all gaps.
 
 A prepared transaction that survived a crash holds its lock as `-1/xid`, a name
 that was not captured before the crash; it counts as a holder of every gap.
@@ -40,12 +46,14 @@ that was not captured before the crash; it counts as a holder of every gap.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
 Range: TypeAlias = tuple[int, int]
 """A range of ids, both ends inclusive."""
@@ -55,6 +63,12 @@ LockHolders: TypeAlias = frozenset[str]
 
 AGE_S = 1.0
 """How long a gap is read with every batch before it becomes old."""
+
+YOUNG_SHARE = 0.25
+"""Young gaps become old sooner if they take more than this share of a read."""
+
+GAPS_SPARE = 100
+"""A read takes this many gaps more than its batch can probably reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +115,26 @@ class _Gap:
         return (self.lo, self.hi)
 
 
+_LO = attrgetter("lo")
+
+
 class GapTracker:
     """The cursor's memory between batches, and the arithmetic of one batch.
 
     One batch of the leader; each reading line uses a snapshot of its own:
 
-        tracker.begin(state, holders, now)      # holders: before the read
+        tracker.begin_batch(state, holders, now)    # holders: before the read
         while True:
-            ids, after = read(tracker.high, tracker.ranges(), limit)
+            ranges = tracker.ranges(gaps_max)
+            above = None if tracker.is_partial else tracker.high
+            ids, after = read(above, ranges, limit)
                                                 # holders: after its snapshot was taken
             if not tracker.left_out or tracker.complete(running()): break
-        step = tracker.close(ids, cut, after, now)
+        step = tracker.close_batch(ids, cut, after, now)
         … write step, unless another replica leads by now; commit …
         tracker.committed(step)
 
-    After anything but a confirmed commit, call `forget`.
+    After anything but a confirmed commit, call `forget`, or begin the batch again.
     """
 
     def __init__(self) -> None:
@@ -123,15 +142,31 @@ class GapTracker:
         # Whether the gaps below match the tables; see `forget`.
         self._known = False
         self._young: dict[Range, _Gap] = {}
-        # By holders, so that a batch compares a few sets of holders instead of
-        # a hundred thousand gaps.
-        self._old: dict[LockHolders | None, dict[Range, _Gap]] = {}
-        self._due: set[LockHolders | None] = set()
+        # Old gaps to leave out.  By holders, so that a batch compares a few sets of holders
+        # instead of a hundred thousand gaps.
+        self._old: dict[LockHolders | None, list[_Gap]] = {}
+        # Old gaps to read, highest first, so that the lowest are taken at the end.
+        self._due: list[_Gap] = []
+        # Gaps of the current read, ascending; None: not chosen yet.
+        self._portion: list[_Gap] | None = None
+        # Sets of holders of which one was not running after a read, though it held the lock.
+        self._never_running: set[LockHolders] = set()
+        self._forced: list[_Gap] = []
         self._before: LockHolders = frozenset()
+        self._is_crowded = False
+        # How many gaps a batch can probably reach.
+        self._gaps_reached: float = math.inf
+        self.is_partial = False
+        """Whether the read must leave out gaps that are due, and so all ids above `high`."""
 
     def forget(self) -> None:
         """Drop all memory: another replica wrote, or a commit is in doubt."""
         self._known = False
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether any gap is open."""
+        return bool(self._young or self._old or self._due or self._portion)
 
     # ------------------------------------------------------------ one batch
 
@@ -147,30 +182,53 @@ class GapTracker:
         self._before = before
         if not self._known:
             self._young = {r: _Gap(*r, False, None, now) for r in state.young}
-            self._old = {None: {r: _Gap(*r, True, None, now) for r in state.old}}
+            self._old = {None: [_Gap(*r, True, None, now) for r in state.old]}
+            self._due, self._portion, self._forced = [], None, []
+            self._never_running.clear()
             self._known = True
+        self._return_portion()
         # Also gaps without holders: not captured yet, or none left.
-        self._due = {h for h in self._old if not h or self._one_ended(h, before)}
+        self._make_due({h for h in self._old if not h or self._one_ended(h, before)})
+        if not self._due:
+            self._never_running &= self._old.keys()
 
-    def ranges(self) -> list[Range]:
-        """The gaps to read, besides all ids above `high`."""
-        return sorted(gap.range for gap in self._to_read())
+    def ranges(self, gaps_max: int) -> list[Range]:
+        """The gaps to read, ascending; besides them all ids above `high`, unless `is_partial`.
+
+        Args:
+            gaps_max: the number of gaps that one read takes.  It is exceeded only by gaps that
+                were read before, and whose holders are idle before their first write.
+        """
+        if self._portion is None:
+            self._choose_portion(gaps_max)
+        assert self._portion is not None
+        return [gap.range for gap in self._portion]
 
     @property
     def left_out(self) -> bool:
-        """Whether a gap is left out of the read, so that `complete` must be called."""
-        return len(self._due) < len(self._old)
+        """Whether an old gap is left out of the read, so that `complete` must be called."""
+        return bool(self._old)
 
     def complete(self, running: LockHolders) -> bool:
-        """Whether the read may be used; if not, read again with more ranges.
+        """Whether the read may be used; if not, read again with other ranges.
 
         Args:
             running: the holders that are unfinished in a snapshot taken after the
                 read, so that the read saw none of their rows.
         """
-        late = {h for h in self._old if h not in self._due and h and self._one_ended(h, running)}
-        self._due |= late
-        return not late
+        late = {h for h in self._old if h and self._one_ended(h, running)}
+        if not late:
+            return True
+        self._return_portion()
+        # Holders that have not written yet are not running, for as long as they like.  Once
+        # their gaps were read in portions, each read includes all of them, or the cursor would
+        # read portions for ever.
+        again = late & self._never_running
+        for holders in again:
+            self._forced += self._old.pop(holders)
+        self._never_running |= {h for h in late if h is not None}
+        self._make_due(late - again)
+        return False
 
     def close_batch(
         self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
@@ -188,11 +246,17 @@ class GapTracker:
         found: list[int] = []
         dead: list[Range] = []
         kept: list[_Gap] = []
-        for gap in self._to_read():
-            hits = ids[bisect_left(ids, gap.lo) : bisect_right(ids, gap.hi)]
+        assert self._portion is not None, "ranges was not called"
+        for gap in self._portion:
+            first = bisect_left(ids, gap.lo)
+            if first == len(ids) or ids[first] > gap.hi:
+                self._resolve_gap(gap, limit, now, kept, dead)
+                continue
+            hits = ids[first : bisect_right(ids, gap.hi, first)]
             found.extend(hits)
             for lo, hi in _without(gap.range, hits):
                 self._resolve_gap(replace(gap, lo=lo, hi=hi), limit, now, kept, dead)
+        self._adapt_portion(limit)
         high = max(self.high, ids[-1]) if ids else self.high
         fresh = ids[bisect_right(ids, self.high) :]
         kept.extend(
@@ -202,12 +266,60 @@ class GapTracker:
 
     def committed(self, step: CursorChange) -> None:
         """Remember the gaps of a batch that is durable (or changed nothing)."""
-        self._young = {}
-        for holders in self._due:
-            del self._old[holders]
+        for gap in self._portion or ():
+            if not gap.old:
+                del self._young[gap.range]
+        self._portion, self._forced = None, []
         for gap in step.memory.values():
-            gaps = self._old.setdefault(gap.holders, {}) if gap.old else self._young
-            gaps[gap.range] = gap
+            if gap.old:
+                self._old.setdefault(gap.holders, []).append(gap)
+            else:
+                self._young[gap.range] = gap
+
+    # ------------------------------------------------------------ the portion
+
+    def _choose_portion(self, gaps_max: int) -> None:
+        """Take the lowest gaps that are young or due."""
+        gaps_max = int(min(gaps_max, max(self._gaps_reached, len(self._young))))
+        count = min(gaps_max, len(self._due))
+        taken = self._due[len(self._due) - count :]
+        del self._due[len(self._due) - count :]
+        gaps = sorted([*self._young.values(), *taken], key=_LO)
+        portion, rest = gaps[:gaps_max], gaps[gaps_max:]
+        self._add_due([gap for gap in rest if gap.old])
+        self.is_partial = bool(rest or self._due)
+        self._is_crowded = self.is_partial or len(self._young) > YOUNG_SHARE * gaps_max
+        self._portion = sorted([*portion, *self._forced], key=_LO) if self._forced else portion
+
+    def _adapt_portion(self, limit: int | None) -> None:
+        """Do not read twice as many gaps as the limit on events lets a batch reach."""
+        portion = self._portion or []
+        if limit is None:
+            self._gaps_reached = math.inf
+        else:
+            reached = bisect_right(portion, limit, key=_LO)
+            self._gaps_reached = reached + reached // 4 + GAPS_SPARE
+
+    def _return_portion(self) -> None:
+        """Undo the choice of the portion."""
+        if self._portion is not None:
+            forced = {gap.lo for gap in self._forced}
+            self._add_due([gap for gap in self._portion if gap.old and gap.lo not in forced])
+            self._portion = None
+
+    def _make_due(self, groups: Iterable[LockHolders | None]) -> None:
+        for holders in groups:
+            self._add_due(self._old.pop(holders))
+
+    def _add_due(self, gaps: list[_Gap]) -> None:
+        if not gaps:
+            return
+        gaps.sort(key=_LO, reverse=True)
+        # Mostly the portion that was taken before.
+        in_order = not self._due or gaps[0].lo < self._due[-1].lo
+        self._due += gaps
+        if not in_order:
+            self._due.sort(key=_LO, reverse=True)
 
     # ------------------------------------------------------------ the rules
 
@@ -228,7 +340,7 @@ class GapTracker:
         else:
             # Its holders were captured by an earlier batch, so this read
             # began after that, and it may become old.
-            old = gap.old or now - gap.seen_at > AGE_S
+            old = gap.old or now - gap.seen_at > AGE_S or self._is_crowded
             kept.append(replace(gap, holders=holders, old=old))
 
     @staticmethod
@@ -239,25 +351,22 @@ class GapTracker:
     def _still_held(holders: LockHolders, present: LockHolders) -> LockHolders:
         return frozenset(h for h in present if h in holders or h.startswith("-1/"))
 
-    def _to_read(self) -> Iterator[_Gap]:
-        yield from self._young.values()
-        for holders in self._due:
-            yield from self._old[holders].values()
-
     def _step(
         self, high: int, kept: list[_Gap], found: list[int], dead: list[Range]
     ) -> CursorChange:
-        young = tuple(sorted(g.range for g in kept if not g.old))
+        read = self._portion or ()
+        read_young = {g.range for g in read if not g.old}
+        young = {*(self._young.keys() - read_young), *(g.range for g in kept if not g.old)}
         old = {g.range for g in kept if g.old}
-        old_before = {g.range for g in self._to_read() if g.old}
+        old_before = {g.range for g in read if g.old}
         return CursorChange(
             high=high,
-            young=young,
+            young=tuple(sorted(young)),
             found=_as_ranges(sorted(found)),
             dead=tuple(sorted(dead)),
             old_closed=tuple(sorted(old_before - old)),
             old_opened=tuple(sorted(old - old_before)),
-            changed=high != self.high or {*young} != self._young.keys() or old != old_before,
+            changed=high != self.high or young != self._young.keys() or old != old_before,
             memory={g.range: g for g in kept},
         )
 

@@ -80,8 +80,8 @@ class _Draft:
     """Whether to set the flag to "awake", so that producers stop notifying."""
     began_at: tuple[datetime | None, float]
     """When its read started, by the database's clock and by the loop's."""
-    cut: bool
-    """Whether the read reached its limit."""
+    more: bool
+    """Whether the read left out events or gaps."""
     reading: Reading
 
     @property
@@ -155,7 +155,7 @@ class Cursor:
         self.watched: LockHolders = frozenset()
         """The transactions in flight when the flag was last set to "asleep"."""
         self.more = False
-        """Whether the last batch left events to sequence."""
+        """Whether the last read left events or gaps to read at once."""
         self.complete_at: float | None = None
         """Start of the last read that reached no limit, by the loop's clock."""
 
@@ -306,16 +306,17 @@ class Cursor:
         before: LockHolders = frozenset()
         if watch:
             before = self.watched = await store.holders()
-        elif state.young or state.old:
+        elif state.young or state.old or tracker.has_gaps:
             # The holders of the last read suffice: a gap is declared dead one batch later.
             before = await store.holders() if self._holders is None else self._holders
         tracker.begin_batch(state, before, clock())
         while True:
             began_at = clock()
             limit = self._settings.batch_events_max
+            gaps = tracker.ranges(gaps_max=limit)
             reading = await store.read(
-                state.high,
-                tracker.ranges(),
+                None if tracker.is_partial else state.high,
+                gaps,
                 limit,
                 more_gaps=tracker.left_out,
                 with_content=self._reads_content,
@@ -334,7 +335,7 @@ class Cursor:
         after = reading.holders or frozenset()
         step = tracker.close_batch([e.id for e in events], cut, after, clock())
         self.awake = reading.wakeup == AWAKE
-        self.more = cut
+        self.more = cut or tracker.is_partial
         refused, failed = await self._filters.evaluate(router, events)
         lanes = router.lanes_of(events, refused) | {r.lane_id for r in replays.replays}
         unknown = lanes - self._counters.keys()
@@ -344,7 +345,8 @@ class Cursor:
         awake = bool(events) and self._keep_polling(len(events), reading.waiting)
         failed = {**failed, **replays.failed}
         at = (reading.began_at, began_at)
-        return _Draft(step, len(events), deliveries, replays, failed, awake, at, cut, reading)
+        more = self.more
+        return _Draft(step, len(events), deliveries, replays, failed, awake, at, more, reading)
 
     def _needed_content(self, draft: _Draft) -> Mapping[int, LoadedLane]:
         """The lanes that need the content of their new deliveries now."""
@@ -380,7 +382,7 @@ class Cursor:
     def _remember_read(self, draft: _Draft) -> None:
         """Remember a read whose events are all sequenced."""
         self._tracker.committed(draft.change)
-        if not draft.cut:
+        if not draft.more:
             self._complete_at, self.complete_at = draft.began_at
 
     def _batch_committed(
@@ -393,11 +395,9 @@ class Cursor:
         self._replays.committed(draft.replays)
         if draft.events:
             self._replays.record_live_events()
-        old = state.old
-        if step.old_opened or step.old_closed:
-            old = tuple({*old, *step.old_opened} - {*step.old_closed})
         batch = state.batch + 1
-        self._state = CursorState(batch, step.high, step.young, old)
+        # The tracker remembers the gaps.
+        self._state = CursorState(batch, step.high)
         self._counters |= draft.deliveries.counters
         self.awake = self.awake or draft.awake
         given = draft.deliveries

@@ -149,7 +149,9 @@ class Sequencer:
                     continue
                 self._on_lead(True)
                 result = await self.sequence_batch()
-                if result is BatchResult.EMPTY and not (self._asleep_until or self._polls()):
+                if result is BatchResult.EMPTY and not (
+                    self.cursor.more or self._asleep_until or self._polls()
+                ):
                     result = await self._fall_asleep()
                 await self._record_result(result)
             except CursorBroken as broken:
@@ -163,6 +165,8 @@ class Sequencer:
                 self._asleep_until = 0.0
                 continue
             if result is BatchResult.WRITTEN and (self.cursor.more or not self._notified):
+                continue
+            if result is BatchResult.EMPTY and self.cursor.more:
                 continue
             if result is BatchResult.LOCKED:
                 # The release of the row's lock causes no notification.

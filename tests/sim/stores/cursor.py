@@ -77,7 +77,7 @@ class CursorStore(real.CursorStore):
 
     async def read(
         self,
-        high: int,
+        high: int | None,
         gaps: Sequence[Range],
         limit: int,
         *,
@@ -226,7 +226,7 @@ def read_running(db: Database, tx: Transaction) -> LockHolders:
 def read_events(
     db: Database,
     tx: Transaction,
-    high: int,
+    high: int | None,
     gaps: Sequence[Range],
     limit: int,
     *,
@@ -238,22 +238,25 @@ def read_events(
     ids: list[int] = []
     for lo, hi in gaps:
         ids += _ids_between(db, lo, hi)[:limit]
-    start = bisect_right(db.outbox_ids, high)
-    ids += db.outbox_ids[start : start + limit]
+    if high is not None:
+        start = bisect_right(db.outbox_ids, high)
+        ids += db.outbox_ids[start : start + limit]
     ids = sorted(ids)[:limit]
     events = [db.outbox[i] for i in ids]
     contents = {
         event.id: content_of(event)
         for event in events
-        if with_content and high < event.id <= high + CONTENT_EVENTS_MAX
+        if with_content and high is not None and high < event.id <= high + CONTENT_EVENTS_MAX
     }
     row = tx.get(db.cursor, 1)
     assert row is not None
     if db.rng.random() < 0.3:
         yield db.pause_s()
     # No snapshot covers sequences and locks.
-    newer = [i for i in ids if i > high]
-    missing = bool(gaps) or more_gaps or (bool(newer) and len(newer) < newer[-1] - high)
+    missing = bool(gaps) or more_gaps
+    if high is not None:
+        newer = [i for i in ids if i > high]
+        missing = missing or (bool(newer) and len(newer) < newer[-1] - high)
     return Reading(
         [RoutableEvent(event.id, None, event.type, event.key_hash) for event in events],
         db.last_id,
