@@ -303,6 +303,8 @@ CREATE INDEX batch_at ON batch (at);
 -- Finds the batch of an event: the first batch with high >= id, unless the id was in a gap.
 CREATE INDEX batch_high ON batch (high, batch);
 CREATE INDEX batch_found ON batch (batch) WHERE NOT isempty(found);
+-- Finds committed events that were skipped.
+CREATE INDEX batch_dead ON batch (batch) WHERE NOT isempty(dead);
 
 -- Open gaps that are old, or too many for the batch row.  A gap is read again only when one
 -- of the transactions that hold it open ends, so a transaction open for hours costs nothing

@@ -1,4 +1,4 @@
-"""Maintenance: partitions, retention, and statistics for the planner."""
+"""Maintenance: partitions, retention, statistics for the planner, and skipped events."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from outbox.store.connection.connect import in_one_line
 if TYPE_CHECKING:
     from outbox.store.partitions import PartitionStore
     from outbox.store.retention import RetentionStore
+    from outbox.store.skipped_events import SkippedEventStore
 
 log = structlog.get_logger("outbox.maintenance")
 
@@ -20,7 +21,9 @@ EVERY_S = 60.0
 HOURLY_S = 3600.0
 
 
-async def maintain(partitions: PartitionStore, retention: RetentionStore) -> None:
+async def maintain(
+    partitions: PartitionStore, retention: RetentionStore, skipped_events: SkippedEventStore
+) -> None:
     """Maintain until cancelled.
 
     Errors of the database (a time-out behind a long transaction, a missing
@@ -33,6 +36,7 @@ async def maintain(partitions: PartitionStore, retention: RetentionStore) -> Non
             async with partitions.maintenance_lease() as has_lease:
                 if has_lease:
                     hourly = clock() >= hourly_at
+                    await _report_skipped_events(skipped_events)
                     await _once(partitions, retention, hourly=hourly)
                     if hourly:
                         hourly_at = clock() + HOURLY_S
@@ -41,6 +45,15 @@ async def maintain(partitions: PartitionStore, retention: RetentionStore) -> Non
         except asyncpg.PostgresError as error:
             log.warning("maintenance failed", reason=in_one_line(error), retry_s=EVERY_S)
         await asyncio.sleep(EVERY_S)
+
+
+async def _report_skipped_events(skipped_events: SkippedEventStore) -> None:
+    if skipped := await skipped_events.find():
+        log.error(
+            "committed events were not sequenced; run outbox verify --repair",
+            events=skipped.events,
+            first_ids=list(skipped.first_ids),
+        )
 
 
 async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly: bool) -> None:

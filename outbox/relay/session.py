@@ -285,6 +285,7 @@ class Session:
                     maintain(
                         stores.partitions(for_maintenance),
                         stores.retention(for_maintenance, settings.keep),
+                        stores.skipped_events(for_maintenance, f"replica {me}"),
                     )
                 ),
             ]

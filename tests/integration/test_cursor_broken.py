@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,36 @@ async def test_nothing_is_sequenced_until_an_unsuitable_sequence_is_repaired(
         await producer.execute("ALTER SEQUENCE relay.outbox_id_seq CACHE 1")
         await relay.sequenced(first)
         # The rest of the session's ten ids is discarded by the ALTER.
+        await relay.sequenced(await producer.fetchval(INSERT))
+    assert await judge(producer) == SPOTLESS
+
+
+@pytest.mark.usefixtures("recheck_soon")
+@pytest.mark.parametrize(("unfit", "fit"), [UNFIT["CACHE"], UNFIT["INCREMENT"]])
+async def test_a_sequence_that_is_altered_later_stops_sequencing_until_its_repair(
+    unfit: str,
+    fit: str,
+    database: Database,
+    logs: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert sequencer_module.CHECK_EVERY_S <= 30, "it is noticed within a minute"
+    monkeypatch.setattr(sequencer_module, "CHECK_EVERY_S", 0.02)
+    producer = await database.connect()
+    async with sleeper(database) as relay:
+        await relay.sequenced(await producer.fetchval(INSERT))
+        await producer.execute(f"ALTER SEQUENCE relay.outbox_id_seq {unfit}")
+        async with asyncio.timeout(10):
+            while not logs:
+                relay.wake_event.set()
+                await asyncio.sleep(0.01)
+        assert "CACHE 1, INCREMENT 1" in logs[0]["reason"]
+        assert relay.sequencer.broken
+        late = await producer.fetchval(INSERT)
+        with pytest.raises(TimeoutError):
+            await relay.sequenced(late, within_s=0.2)
+        await producer.execute(f"ALTER SEQUENCE relay.outbox_id_seq {fit}")
+        await relay.sequenced(late)
         await relay.sequenced(await producer.fetchval(INSERT))
     assert await judge(producer) == SPOTLESS
 

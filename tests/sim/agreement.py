@@ -461,7 +461,9 @@ class Script:
         partitions = self._stores.partitions.PartitionStore(self._db)
         keep = Retention(0.0, 0.0, self._rng.choice((0.0, None)))
         retention = self._stores.retention.RetentionStore(self._db, keep, period_s=0.0)
+        skipped_events = self._stores.skipped_events.SkippedEventStore(self._db, "test")
         async with partitions.maintenance_lease() as acquired:
+            assert await skipped_events.find() is None
             # The partition of a period must exist before the period begins.
             await partitions.extend()
             dropped = await retention.advance_periods()

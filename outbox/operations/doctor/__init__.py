@@ -76,6 +76,7 @@ _LIVE: tuple[tuple[str, Check], ...] = (
     ("relays", relays.replicas),
     ("listeners", relays.listeners),
     ("sequencing", relays.lag),
+    ("skipped events", relays.skipped_events),
     ("schedules", schedules.overdue),
     ("owners", relays.owners),
     ("endpoints", endpoints.states),

@@ -15,6 +15,7 @@ from outbox.operations.doctor.finding import (
     warning,
 )
 from outbox.store.sessions import LISTENER_SUFFIX
+from outbox.store.skipped_events import BATCHES_PER_SEARCH, EVENTS_MAX, FIND_SKIPPED_EVENTS
 from outbox.store.stalls import read_cursor_blocker
 
 if TYPE_CHECKING:
@@ -127,6 +128,21 @@ async def lag(context: DoctorContext) -> AsyncIterator[CheckResult]:
         action = f"end it in its application, or {blocker.end_command}"
     make_result = problem if row["oldest_s"] > context.limits.lag_problem_s else warning
     yield make_result(message, action)
+
+
+async def skipped_events(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No committed event was skipped as rolled back; of older batches, outbox verify knows."""
+    row = await context.db.fetchrow(FIND_SKIPPED_EVENTS, BATCHES_PER_SEARCH, None)
+    if not row["events"]:
+        yield ok("no committed event was skipped")
+        return
+    ids = ", ".join(map(str, row["first_ids"]))
+    at_least = "at least " if row["events"] == EVENTS_MAX else ""
+    yield problem(
+        f"{at_least}{count_noun(row['events'], 'committed event')} skipped, from id {ids}: the "
+        "sequence of outbox.id was altered, or they were inserted with explicit ids",
+        "outbox verify --repair, and the next batches sequence them",
+    )
 
 
 async def owners(context: DoctorContext) -> AsyncIterator[CheckResult]:

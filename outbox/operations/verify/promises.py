@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations.verify.repair_rules import INCONSISTENT_ROWS
 from outbox.store.routing import IS_RESENDABLE
+from outbox.store.skipped_events import SKIPPED_EVENTS
 from outbox.store.type_match import FILTER_MET, MATCHES
 
 if TYPE_CHECKING:
@@ -102,11 +103,10 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "lost",
         "no committed event was skipped as a rolled-back id",
-        """
-        SELECT format('event %s was skipped by batch %s', o.id, b.batch)
-          FROM batch b, unnest(b.dead) r, outbox o
-         WHERE o.id >= lower(r) AND o.id < upper(r)
-        """,
+        f"""
+        SELECT format('event %s was skipped by batch %s', id, batch)
+          FROM ({SKIPPED_EVENTS.format(examined="batch")}) skipped
+        """,  # noqa: S608 (constants only)
     ),
     # Expected and actual deliveries are aggregated instead of joined: the planner cannot estimate
     # the size of either, and a nested loop over them would not finish.

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.model.sql_names import quote_ident
-from outbox.operations.verify.repair_rules import DETACHED_PARTITIONS, REPAIRS
+from outbox.operations.verify.repair_rules import REPAIRS
 from outbox.store.change import LOCK_TIMEOUT_S, make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
+from outbox.store.partitions import MAINTENANCE_IS_LEASED, PARENTS
 from outbox.store.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
 from outbox.store.retention import END_LEADERSHIP
 from outbox.store.routing_change import ADD_TO_JOURNAL
@@ -46,10 +47,23 @@ SELECT coalesce(md5(string_agg(found::text, ' ' ORDER BY found::text)), '') FROM
 
 IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {})"
 
+PARTITIONED = [parent for parents in PARENTS.values() for parent in parents]
+
+# Partitions that were detached and never attached again.  Running maintenance creates such
+# tables, too, so this reads them only while no session has the maintenance lease.
+DETACHED_PARTITIONS = f"""
+SELECT c.relname::text AS name
+  FROM pg_class c
+ WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'r'
+   AND c.relname ~ '^({"|".join(PARTITIONED)})_[0-9]+$' AND NOT c.relispartition
+   AND NOT {MAINTENANCE_IS_LEASED}
+ ORDER BY c.relname
+"""  # noqa: S608
+
 DROP_DETACHED = "drop an empty detached partition"
 
 ADVICE: Mapping[str, str] = {
-    "lost": "publish these events again from the application; see outbox trace ID",
+    "lost": "run outbox verify --repair; the next batches sequence these events, as late ones",
     "complete": "see outbox trace ID; publish an event without a delivery again, or restore the "
     "table delivery from a backup",
     "real": "restore the tables outbox and delivery from the same backup; see outbox trace ID",

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outbox.store.partitions import MAINTENANCE_IS_LEASED, PARENTS
-
-PARTITIONED = [parent for parents in PARENTS.values() for parent in parents]
+from outbox.store.skipped_events import SKIPPED_EVENTS
 
 UNUSED_CLAIM_S = 86400
 """After this time a claimed idempotency key without an event is considered abandoned."""
@@ -285,6 +283,34 @@ REPAIRS: tuple[Repair, ...] = (
         """,
         ("endpoint_id", "from_batch", "to_batch"),
     ),
+    # An open gap lets the next batches find the events, as late ones.  The rule `gaps` below
+    # closes it again for events that have deliveries.
+    Repair(
+        "skipped events",
+        "sequence the skipped events with the next batches",
+        f"""
+        SELECT NULL::uuid AS endpoint_id, batch, ids::text AS ids,
+               to_jsonb(dead::text) AS before, to_jsonb((dead - ids)::text) AS after,
+               format('batch %s skipped %s events: %s', batch, events, left(ids::text, 100)) AS what
+          FROM (SELECT s.batch, b.dead, count(*) AS events,
+                       range_agg(int8range(s.id, s.id, '[]')) AS ids
+                  FROM ({SKIPPED_EVENTS.format(examined="batch")}) s
+                  JOIN batch b ON b.batch = s.batch
+                 GROUP BY s.batch, b.dead) skipped
+         ORDER BY batch
+        """,  # noqa: S608 (constants only)
+        """
+        WITH skipped AS (
+            SELECT * FROM unnest($1::bigint[], $2::text[]::int8multirange[]) AS v(batch, ids)),
+        corrected AS (
+            UPDATE batch b SET dead = b.dead - s.ids FROM skipped s WHERE b.batch = s.batch)
+        INSERT INTO gap (lo, hi)
+        SELECT lower(r), upper(r) - 1 FROM skipped, unnest(ids) r
+        """,
+        ("batch", "ids"),
+        check="lost",
+        expires_replicas=True,
+    ),
     # Ids above the cursor are read anyway, young gaps are in the batch row, and ids with
     # deliveries are not missing: read again, they would get new deliveries.
     Repair(
@@ -301,7 +327,9 @@ REPAIRS: tuple[Repair, ...] = (
                    SELECT id FROM outbox WHERE id BETWEEN gap.lo AND gap.hi OFFSET 0) o),
         found AS (
             SELECT coalesce(range_agg(int8range(outbox_id, outbox_id, '[]')), '{}') AS ids
-              FROM delivery WHERE replay_id IS NULL AND outbox_id IN (SELECT id FROM late)),
+              FROM delivery
+             WHERE replay_id IS NULL AND backfill_id IS NULL
+               AND outbox_id IN (SELECT id FROM late)),
         right_ones AS (
             SELECT old.ids * int8multirange(int8range(NULL, high, '[]')) - young - found.ids AS ids
               FROM old, newest, found)
@@ -346,17 +374,6 @@ REPAIRS: tuple[Repair, ...] = (
         ("key",),
     ),
 )
-
-# Partitions that were detached and never attached again.  Running maintenance creates such
-# tables, too, so this reads them only while no session has the maintenance lease.
-DETACHED_PARTITIONS = f"""
-SELECT c.relname::text AS name
-  FROM pg_class c
- WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'r'
-   AND c.relname ~ '^({"|".join(PARTITIONED)})_[0-9]+$' AND NOT c.relispartition
-   AND NOT {MAINTENANCE_IS_LEASED}
- ORDER BY c.relname
-"""  # noqa: S608
 
 # Listings and the sequencer join these tables, so a lane or endpoint with a missing row is
 # skipped silently; and a lane whose checkpoint is beyond its counter sends nothing.

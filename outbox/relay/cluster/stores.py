@@ -20,6 +20,7 @@ from outbox.store.records import RecordStore
 from outbox.store.replicas import ReplicaStore
 from outbox.store.retention import RetentionStore
 from outbox.store.schedule_runs import ScheduleRunStore
+from outbox.store.skipped_events import SkippedEventStore
 from outbox.store.timeline import read_timeline
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Stores:
     schedule_runs: type[ScheduleRunStore] = ScheduleRunStore
     partitions: type[PartitionStore] = PartitionStore
     retention: type[RetentionStore] = RetentionStore
+    skipped_events: type[SkippedEventStore] = SkippedEventStore
     require_current: Callable[[Connection[Any], str], Awaitable[None]] = require_current
     read_timeline: Callable[[Connection[Any]], Awaitable[int | None]] = read_timeline
     trim_notification_queue: Callable[[Connection[Any]], Awaitable[float]] = trim_notification_queue

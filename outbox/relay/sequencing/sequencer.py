@@ -59,6 +59,8 @@ LOCK_RETRY_S = 0.05
 """Retry delay if the cursor row is locked.  The replica does not sleep, because the flag may
 say "awake", and the events it was woken for may still be unread."""
 BROKEN_RETRY_S = 5.0
+CHECK_EVERY_S = 30.0
+"""Interval of the check of the sequence's options, which an ALTER SEQUENCE may have changed."""
 STAND_BY_MIN_S = 0.05
 """Minimum polling interval on standby, regardless of wake events."""
 TAKEOVER_RESET_S = 60.0
@@ -136,12 +138,13 @@ class Sequencer:
 
     async def run(self) -> None:
         """Sequence until stopped; asyncpg's errors end it."""
-        checked = False
+        clock = asyncio.get_running_loop().time
+        check_at = -math.inf
         while not self._stopping:
             try:
-                if not checked:
+                if clock() >= check_at:
                     await self._store.check()
-                    checked = True
+                    check_at = clock() + CHECK_EVERY_S
                 if not self.cursor.leads and not await self._may_take_leadership():
                     self._on_lead(False)
                     self._mark_polled()
@@ -155,7 +158,7 @@ class Sequencer:
                     result = await self._fall_asleep()
                 await self._record_result(result)
             except CursorBroken as broken:
-                checked = False
+                check_at = -math.inf
                 self.broken = str(broken)
                 log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
                 await self._pause(BROKEN_RETRY_S)

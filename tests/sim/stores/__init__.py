@@ -24,6 +24,7 @@ from tests.sim.stores.records import RecordStore
 from tests.sim.stores.replicas import ReplicaStore
 from tests.sim.stores.retention import RetentionStore
 from tests.sim.stores.schedule_runs import ScheduleRunStore
+from tests.sim.stores.skipped_events import SkippedEventStore
 
 STORES = Stores(
     replicas=ReplicaStore,
@@ -35,6 +36,7 @@ STORES = Stores(
     schedule_runs=ScheduleRunStore,
     partitions=PartitionStore,
     retention=RetentionStore,
+    skipped_events=SkippedEventStore,
     require_current=migrate.require_current,
     read_timeline=timeline.read_timeline,
     trim_notification_queue=channels.trim_notification_queue,
