@@ -23,6 +23,20 @@ EXCEPTION WHEN others THEN
 END $$;
 REVOKE ALL ON FUNCTION server_timeline FROM PUBLIC;
 
+-- Returns the identity of this database: the cluster's system identifier and the database's
+-- OID.  A dump that is restored elsewhere, and a copy in the same cluster, have another one,
+-- although the timeline may be the same.  NULL: the server does not report it.
+CREATE FUNCTION server_identity() RETURNS text
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path FROM CURRENT AS $$
+BEGIN
+    RETURN (SELECT c.system_identifier || '/' || d.oid
+              FROM pg_catalog.pg_control_system() c, pg_catalog.pg_database d
+             WHERE d.datname = pg_catalog.current_database());
+EXCEPTION WHEN others THEN
+    RETURN NULL;
+END $$;
+REVOKE ALL ON FUNCTION server_identity FROM PUBLIC;
+
 -- Aborts the message of which it is a part, unless the condition holds: its other statements
 -- then do nothing, either.
 CREATE FUNCTION abort_unless(condition boolean) RETURNS void
@@ -34,16 +48,6 @@ BEGIN
     END IF;
 END $$;
 REVOKE ALL ON FUNCTION abort_unless FROM PUBLIC;
-
--- Returns the number of an endpoint's next generation of lanes.  The generation is
--- part of each lane name, and a name must never be reused, although a lane change
--- may be lost together with its timeline.  Each timeline therefore has its own range
--- of a million generations.
-CREATE FUNCTION next_generation(generation bigint) RETURNS bigint
-LANGUAGE sql SET search_path FROM CURRENT AS $$
-    SELECT greatest(generation + 1, (coalesce(server_timeline(), 1) - 1) * 1000000 + 1)
-$$;
-REVOKE ALL ON FUNCTION next_generation FROM PUBLIC;
 
 -- --------------------------------------------------------------- endpoints
 
@@ -179,7 +183,7 @@ CREATE TABLE endpoint_health (
 );
 
 -- An ordered stream of deliveries to one endpoint.  A change of the lane count or of the
--- server's timeline begins a new generation; lanes of the old generation receive no new
+-- server's timeline or identity begins a new generation; lanes of the old generation receive no new
 -- deliveries, and the new generation is sent when the old one is drained.
 CREATE TABLE lane (
     id          bigint  GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -246,18 +250,46 @@ CREATE TABLE lane_block (
 -- The sequencer's lock row.  `writer` is the leading replica: it wrote the last batch, and
 -- only its memory of the transactions that hold gaps open is valid.  `version` increases
 -- with every routing change.  A batch is written (optimistic concurrency) only while the
--- row is locked and both values are unchanged.  `timeline` is the server's timeline at
--- the last batch: after a failover, assigned sequence numbers may be lost, so the leader
--- begins new lanes before it sequences.
+-- row is locked and both values are unchanged.  `timeline` and `identity` are those of the
+-- server at the last batch: after a failover or a restore, assigned sequence numbers may be
+-- lost, so the leader begins new lanes before it sequences.
 CREATE TABLE cursor (
     one         boolean     PRIMARY KEY DEFAULT true CHECK (one),
     writer      bigint,
     version     bigint      NOT NULL DEFAULT 1,
     erasures    bigint      NOT NULL DEFAULT 0, -- increases when payloads are erased
     timeline    bigint,                       -- NULL: not yet known
-    timeline_at timestamptz                   -- when it changed; NULL: never
+    identity    text,                         -- server_identity(); NULL: not yet known
+    timeline_at timestamptz                   -- when one of them changed; NULL: never
 );
 INSERT INTO cursor DEFAULT VALUES;
+
+-- Returns whether the server was promoted, or the database restored or copied, since the last
+-- batch, so that the next leader begins new lanes.
+CREATE FUNCTION history_changed() RETURNS boolean
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT coalesce(timeline <> server_timeline(), false)
+           OR coalesce(identity <> server_identity(), false)
+      FROM cursor
+$$;
+REVOKE ALL ON FUNCTION history_changed FROM PUBLIC;
+
+-- Returns the number of an endpoint's first generation of lanes in a new history.  The
+-- generation is part of each lane name, and a name must never be reused, although any number
+-- of lane changes may be lost, and one dump may be restored several times.  No counter in this
+-- database survives that, but the time does: milliseconds since 1970.
+CREATE FUNCTION first_generation(generation bigint) RETURNS bigint
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT greatest(generation + 1, (extract(epoch FROM statement_timestamp()) * 1000)::bigint)
+$$;
+REVOKE ALL ON FUNCTION first_generation FROM PUBLIC;
+
+-- Returns the number of an endpoint's next generation of lanes.
+CREATE FUNCTION next_generation(generation bigint) RETURNS bigint
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT CASE WHEN history_changed() THEN first_generation(generation) ELSE generation + 1 END
+$$;
+REVOKE ALL ON FUNCTION next_generation FROM PUBLIC;
 
 -- Locks of relays that belong to no other row.  They are not advisory locks, because any role
 -- that may connect can take those.

@@ -54,8 +54,9 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     UNION ALL
     SELECT 'function', f.name, 'EXECUTE', NULL, NULL
       FROM unnest('{contains_ordinary_event,count_secrets_by_key,header_names,lane_name,
-                    matches_filter,payload_bytes_max,read_only_privileges,required_privileges,
-                    rfc3339,selects_operational_events,server_timeline}'::text[]) AS f(name)
+                    history_changed,matches_filter,payload_bytes_max,read_only_privileges,
+                    required_privileges,rfc3339,selects_operational_events,server_identity,
+                    server_timeline}'::text[]) AS f(name)
 $$;
 
 -- A separate function, because EXECUTE on it marks a role as a reader.
@@ -115,6 +116,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('function', 'publish_operational_event', 'EXECUTE', NULL, NULL),
         ('function', 'publish_operational_events', 'EXECUTE', NULL, NULL),
         ('function', 'abort_unless', 'EXECUTE', NULL, NULL),
+        ('function', 'first_generation', 'EXECUTE', NULL, NULL),
         ('function', 'next_generation', 'EXECUTE', NULL, NULL)
 $$;
 
@@ -183,7 +185,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     UNION ALL
     SELECT 'function', f.name, 'EXECUTE', NULL, NULL
       FROM unnest('{add_partition,advance_lane_counter,analyze_parent,drop_period,empty_partition,
-                    end_period,next_generation,publish_operational_event,
+                    end_period,first_generation,next_generation,publish_operational_event,
                     publish_operational_events,settle_period,summarize}'::text[])
         AS f(name)
 $$;

@@ -48,7 +48,15 @@ async def maintain(
 
 
 async def _report_skipped_events(skipped_events: SkippedEventStore) -> None:
-    if skipped := await skipped_events.find():
+    """Search for skipped events; a failure does not keep partitions from being created."""
+    try:
+        skipped = await skipped_events.find()
+    except asyncpg.PostgresConnectionError:
+        raise
+    except asyncpg.PostgresError as error:
+        log.warning("the search for skipped events failed", reason=in_one_line(error))
+        return
+    if skipped:
         log.error(
             "committed events were not sequenced; run outbox verify --repair",
             events=skipped.events,

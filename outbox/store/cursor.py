@@ -41,6 +41,7 @@ from outbox.store.replay_feed import ReplayFeedStore
 from outbox.store.replay_progress import write_progress
 from outbox.store.routing import RoutingStore
 from outbox.store.stalls import StallStore
+from outbox.store.timeline import History
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -65,8 +66,8 @@ SELECT s.seqrelid AS oid,
 """
 
 READ_CURSOR = """
-SELECT writer, version, timeline, server_timeline() AS server_timeline,
-       (SELECT max(batch) FROM batch) AS batch
+SELECT writer, version, timeline, identity, server_timeline() AS server_timeline,
+       server_identity() AS server_identity, (SELECT max(batch) FROM batch) AS batch
   FROM cursor
 """
 
@@ -146,10 +147,10 @@ class CursorRow:
 
     leader: int | None
     version: int
-    timeline: int | None
-    """The server's timeline at the last batch; None: not known."""
-    server_timeline: int | None
-    """The server's timeline now; None: the server does not report it."""
+    history: History
+    """The history of the last batch."""
+    server: History
+    """The history of the server."""
     batch: int
 
 
@@ -353,20 +354,25 @@ class CursorStore:
         return bool(await self._db.write_unless_aborted(call, *further))
 
     async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
-        """Continue on the server's timeline, with new lanes if the timeline changed.
+        """Continue in the server's history, with new lanes if it is another one.
 
         Has no effect unless this replica leads and the cursor row is unchanged.
         """
-        assert row.server_timeline is not None
         await self._db.write_unless_aborted(
             *timeline.begin_timeline(
-                replica_id, row.batch + 1, row.version, row.timeline, row.server_timeline, actor
+                replica_id, row.batch + 1, row.version, row.history, row.server, actor
             )
         )
 
     def _checked_row(self, row: Any) -> CursorRow:
         self._check_timeline(row["server_timeline"])
-        return CursorRow(*row.values())
+        return CursorRow(
+            row["writer"],
+            row["version"],
+            History(row["timeline"], row["identity"]),
+            History(row["server_timeline"], row["server_identity"]),
+            row["batch"],
+        )
 
     def _check_timeline(self, server_timeline: int | None) -> None:
         if self._timeline is not None and server_timeline != self._timeline:

@@ -30,11 +30,11 @@ READ_LAST_BATCH = "SELECT max(batch) FROM batch"
 # Checkpoint and counter of every current lane, and of every ended lane that has pending
 # deliveries or is blocked; and when the first pending delivery was sequenced.  A lane has
 # ended when there is a newer generation, or when the next leader will begin one because the
-# server's timeline changed.
+# server's timeline changed, or the database was restored.
 READ_LANES = """
 SELECT l.id, l.endpoint_id, l.generation, l.slot,
        l.generation < e.generation
-           OR EXISTS (SELECT FROM cursor WHERE timeline <> server_timeline()) AS ended,
+           OR (SELECT history_changed()) AS ended,
        c.last_seq, p.acked_seq, p.delivered_seq, p.floor_batch, p.retry_seq, p.attempts, p.spent,
        p.first_attempt_at, p.next_attempt_at, p.last_response, p.success_at,
        b.lane_id IS NOT NULL AS blocked,

@@ -10,10 +10,15 @@ receivers know them by these numbers.
 
 A planned switchover loses nothing but changes the timeline as well; the two cannot be
 distinguished.
+
+A dump that is restored into another cluster or another database is also the state at some
+moment, and receivers may have seen what came after it, on the same timeline.  It is detected by
+the *identity* of the database, and treated alike.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.channels import NOTIFY_ALL
@@ -26,16 +31,23 @@ READ_TIMELINE = "SELECT server_timeline()"
 
 SET_FIRST_TIMELINE = WriteStatement(
     "set_first_timeline",
-    "UPDATE cursor SET timeline = $1 WHERE writer = $2 AND version = $3 AND timeline IS NULL",
+    """
+UPDATE cursor SET timeline = coalesce(timeline, $1), identity = coalesce(identity, $2)
+ WHERE writer = $3 AND version = $4
+""",
 )
 
-# Like every routing change it raises the version, and it locks the cursor row.
+# Like every routing change it raises the version, and it locks the cursor row.  The server must
+# still be the one that was read.
 CHANGE_TIMELINE = WriteStatement(
     "change_timeline",
     """
 WITH changed AS (
-    UPDATE cursor SET timeline = $1, timeline_at = clock_timestamp(), version = version + 1
-     WHERE writer = $2 AND version = $3 AND timeline = $4 AND server_timeline() = $1
+    UPDATE cursor SET timeline = $1, identity = $2, timeline_at = clock_timestamp(),
+                      version = version + 1
+     WHERE writer = $3 AND version = $4 AND history_changed()
+       AND coalesce(server_timeline(), timeline) IS NOT DISTINCT FROM $1
+       AND coalesce(server_identity(), identity) IS NOT DISTINCT FROM $2
     RETURNING 1)
 SELECT abort_unless(EXISTS (SELECT FROM changed))
 """,
@@ -55,7 +67,7 @@ BEGIN_GENERATIONS = WriteStatement(
     "begin_generations",
     """
 WITH renewed AS (
-    UPDATE endpoint SET generation = next_generation(generation)
+    UPDATE endpoint SET generation = first_generation(generation)
      WHERE state NOT IN ('removing', 'removed')
     RETURNING id, generation, lanes),
 added AS (
@@ -72,7 +84,8 @@ changed AS (
     INSERT INTO journal (kind, actor, data)
     SELECT 'timeline_changed', $2,
            jsonb_build_object('old', $3::bigint, 'new', $4::bigint, 'from_batch', $1::bigint,
-                              'endpoints', (SELECT count(*) FROM renewed)))
+                              'endpoints', (SELECT count(*) FROM renewed))
+               || CASE WHEN $5 THEN '{"restored": true}'::jsonb ELSE '{}' END)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_lanes_renewed', $2, id,
        jsonb_build_object('generation', generation, 'lanes', lanes, 'from_batch', $1::bigint,
@@ -88,22 +101,45 @@ async def read_timeline(connection: Connection[Any]) -> int | None:
     return timeline
 
 
-def begin_timeline(
-    replica_id: int, from_batch: int, version: int, old: int | None, new: int, actor: str
-) -> list[WriteCall]:
-    """The message by which the leader begins new lanes on a new timeline, journalled.
+@dataclass(frozen=True, slots=True)
+class History:
+    """What identifies the history of a database; None: not known, or not reported."""
 
-    It does nothing if the leader or the routing version has changed.  The first timeline that
-    becomes known begins no lanes.
+    timeline: int | None
+    identity: str | None
+
+    def continues_as(self, server: History) -> bool:
+        """Whether the server's history may be this one."""
+        pairs = ((self.timeline, server.timeline), (self.identity, server.identity))
+        return all(ours in (None, theirs) or theirs is None for ours, theirs in pairs)
+
+    def updated_from(self, server: History) -> History:
+        """The same with all that the server reports."""
+        return History(
+            self.timeline if server.timeline is None else server.timeline,
+            self.identity if server.identity is None else server.identity,
+        )
+
+
+def begin_timeline(
+    replica_id: int, from_batch: int, version: int, known: History, server: History, actor: str
+) -> list[WriteCall]:
+    """The message by which the leader begins new lanes in a new history, journalled.
+
+    It does nothing if the leader or the routing version has changed.  The first timeline and
+    the first identity that become known begin no lanes.
 
     Args:
-        old: the timeline of the last batch; None: not known.
+        known: the history of the last batch.
+        server: that of the server.
     """
-    if old is None:
-        return [(SET_FIRST_TIMELINE, new, replica_id, version)]
+    new = known.updated_from(server)
+    if known.continues_as(server):
+        return [(SET_FIRST_TIMELINE, new.timeline, new.identity, replica_id, version)]
+    restored = not History(None, known.identity).continues_as(server)
     return [
-        (CHANGE_TIMELINE, new, replica_id, version, old),
+        (CHANGE_TIMELINE, new.timeline, new.identity, replica_id, version),
         (LOCK_EPOCHS,),
-        (BEGIN_GENERATIONS, from_batch, actor, old, new),
+        (BEGIN_GENERATIONS, from_batch, actor, known.timeline, new.timeline, restored),
         (NOTIFY_ALL,),
     ]

@@ -151,11 +151,12 @@ async def test_every_active_endpoint_gets_new_lanes_on_a_new_timeline(
 
     await (await Leader(database).begin()).turn()
 
-    assert await fetchval(database, LANES, "shop") == ["1-0", "1-1", "2000001-0", "2000001-1"]
-    assert await fetchval(database, LANES, "paused") == ["1-0", "2000001-0"]
-    assert await fetchval(database, LANES, "disabled") == ["1-0", "2000001-0"]
+    (new,) = await fetchval(database, SEQUENCED_IN, 0)
+    assert await fetchval(database, LANES, "shop") == ["1-0", "1-1", f"{new}-0", f"{new}-1"]
+    for name in ("paused", "disabled"):
+        assert await fetchval(database, "SELECT generation > 1 FROM endpoint WHERE name = $1", name)
+        assert len(await fetchval(database, LANES, name)) == 2
     assert await fetchval(database, LANES, "removed") == ["1-0"]
-    assert await fetchval(database, SEQUENCED_IN, 0) == [2000001]
     assert await fetchval(database, "SELECT version FROM cursor") == version + 1
     assert await fetchval(database, "SELECT timeline FROM cursor") == 3
     assert await fetchval(database, "SELECT timeline_at IS NOT NULL FROM cursor")
@@ -167,7 +168,7 @@ async def test_every_active_endpoint_gets_new_lanes_on_a_new_timeline(
     entry = {"old": 1, "new": 3, "from_batch": 1, "endpoints": 3}
     assert await journal(database, "timeline_changed") == [entry]
     renewed = await journal(database, "endpoint_lanes_renewed")
-    assert {"generation": 2000001, "lanes": 2, "from_batch": 1, "timeline": 3} in renewed
+    assert {"generation": new, "lanes": 2, "from_batch": 1, "timeline": 3} in renewed
     assert len(renewed) == 3
     # It is reported once.
     await (await Leader(database).begin()).turn()
@@ -177,15 +178,23 @@ async def test_every_active_endpoint_gets_new_lanes_on_a_new_timeline(
 async def test_a_lost_lane_change_does_not_free_its_generation(
     database: Database,
 ) -> None:
-    """Each timeline has its own generations, independent of the replica that begins them."""
+    """A history has its own generations, independent of what begins them."""
     async with database.connection(**SESSION) as db:
         next_generation = "SELECT next_generation($1)"
         assert await db.fetchval(next_generation, 1) == 2
+        await db.execute("UPDATE cursor SET timeline = 1, identity = server_identity()")
+        assert await db.fetchval(next_generation, 2) == 3
+        now_ms = await db.fetchval(
+            "SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+        )
         await set_timeline(database, 2)
-        assert await db.fetchval(next_generation, 1) == 1000001
-        assert await db.fetchval(next_generation, 1000001) == 1000002
+        first = await db.fetchval(next_generation, 3)
+        assert first >= now_ms
+        assert await db.fetchval(next_generation, first + 10_000) == first + 10_001
         await set_timeline(database, None)
-        assert await db.fetchval(next_generation, 1000002) == 1000003
+        assert await db.fetchval(next_generation, 3) == 4
+        await db.execute("UPDATE cursor SET identity = 'another'")
+        assert await db.fetchval(next_generation, 3) >= first
 
 
 async def test_pending_deliveries_of_old_lanes_come_first_and_the_lane_end_is_marked(

@@ -38,6 +38,7 @@ from outbox.store.filters import MATCH_ALL, FilterStopReason, StoppedFilter
 from outbox.store.records import Fenced
 from outbox.store.replay_progress import ReplayBatch
 from outbox.store.sessions import session_label
+from outbox.store.timeline import History
 from tests.sim import stores as simulated
 
 if TYPE_CHECKING:
@@ -414,7 +415,8 @@ class Script:
             # A batch that is not written aborts the transaction.
             await transaction.rollback()
             return row.version, row.batch
-        known = replace(row, timeline=None, server_timeline=row.server_timeline or 1)
+        unknown = History(None, None)
+        known = replace(row, history=unknown, server=replace(row.server, timeline=1))
         await store.begin_timeline(row.leader, known, "test")
         gaps = tuple((n, n) for n in self._rng.sample(range(1, 20), 2))
         written = await store.write(

@@ -40,6 +40,7 @@ OWNERS_RIGHTS = {
     "reset_once",
     "notify_relay",
     "count_secrets_by_key",
+    "server_identity",
     "settle_period",
     "summarize",
 }

@@ -57,7 +57,12 @@ SELECT *,
 
 TIMELINE = """
 SELECT server_timeline() AS server, timeline AS known, current_user AS role,
-       extract(epoch FROM clock_timestamp() - timeline_at)::float8 AS since_s
+       coalesce(identity <> server_identity(), false) AS copied,
+       extract(epoch FROM clock_timestamp() - timeline_at)::float8 AS since_s,
+       CASE WHEN timeline_at IS NOT NULL THEN (
+           SELECT data ? 'restored' FROM journal
+            WHERE endpoint_id IS NULL AND kind = 'timeline_changed'
+            ORDER BY id DESC LIMIT 1) END AS restored
   FROM cursor
 """
 
@@ -121,11 +126,19 @@ async def timeline(context: DoctorContext) -> AsyncIterator[CheckResult]:
             f"timeline {row['known']}: the server was promoted or recovered since",
             "a running relay starts new lanes automatically; if none runs: outbox relay",
         )
+    elif row["copied"]:
+        yield warning(
+            "this database was restored from a dump or copied since the last batch: receivers may "
+            "have seen sequence numbers that it does not know",
+            "a running relay starts new lanes automatically; if none runs: outbox relay",
+        )
     elif row["since_s"] is None:
         yield ok(f"timeline {row['server']}")
     else:
         yield ok(
-            f"timeline {row['server']}; new lanes started with it {format_age(row['since_s'])} ago"
+            f"timeline {row['server']}; new lanes started with "
+            f"{'the restored database' if row['restored'] else 'it'} "
+            f"{format_age(row['since_s'])} ago"
         )
 
 

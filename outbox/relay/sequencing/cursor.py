@@ -231,11 +231,14 @@ class Cursor:
     async def _load_state(self) -> bool:
         """Load state and routes if they are not current; returns False if another leads."""
         row = await self._store.cursor_row()
-        if row.leader == self._me and row.server_timeline not in (None, row.timeline):
-            # Start new lanes, since a fail-over may have lost batches of the old ones.
-            old, new = row.timeline, row.server_timeline
-            if old is not None:
-                log.warning("server timeline changed; starting new lanes", old=old, new=new)
+        if row.leader == self._me and row.history.updated_from(row.server) != row.history:
+            # A fail-over or a restore may have lost batches of the old lanes.
+            if not row.history.continues_as(row.server):
+                log.warning(
+                    "the server was promoted, or the database restored; starting new lanes",
+                    old=row.history.timeline,
+                    new=row.server.timeline,
+                )
             await self._store.begin_timeline(self._me, row, f"replica {self._me}")
             self._forget_position()
             row = await self._store.cursor_row()

@@ -14,6 +14,7 @@ from outbox.store import cursor as real
 from outbox.store.cursor import CursorRow
 from outbox.store.event_reads import CONTENT_EVENTS_MAX, Reading
 from outbox.store.leadership import LeaderStatus
+from outbox.store.timeline import History
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores.channels import OWNERS
@@ -129,7 +130,7 @@ class CursorStore(real.CursorStore):
         )
 
     async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
-        if row.timeline is not None:
+        if row.history != History(None, None):
             raise NotImplementedError("the timeline of the simulated server never changes")
         await self._db.call(set_first_timeline)
 
@@ -144,7 +145,8 @@ def check_sequence(db: Database, tx: Transaction) -> None:
 def read_cursor(db: Database, tx: Transaction) -> CursorRow:
     row = tx.get(db.cursor, 1)
     assert row is not None
-    return CursorRow(row["writer"], row["version"], None, None, db.batches[-1].batch)
+    unknown = History(None, None)
+    return CursorRow(row["writer"], row["version"], unknown, unknown, db.batches[-1].batch)
 
 
 def set_first_timeline(db: Database, tx: Transaction) -> Steps[None]:
