@@ -9,6 +9,7 @@ nothing if the damage has changed meanwhile, or if a relay has registered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -120,9 +121,12 @@ async def apply_repairs(
     """Apply all possible repairs, with a journal entry for each.
 
     Raises:
-        CannotRun: a row was locked for too long; nothing was changed.
+        CannotRun: a row was locked for too long; earlier repairs are applied.
     """
-    done = await make_change(connection, schema, actor, _plan)
+    done: list[AppliedRepair] = []
+    # One after the other: a repair may cause what a later one repairs.
+    for repair in REPAIRS:
+        done += await make_change(connection, schema, actor, partial(_plan, repair))
     with map_errors(schema, "operator"):
         for name in await _find_detached_partitions(connection):
             await _drop_detached(connection, name, actor)
@@ -130,31 +134,27 @@ async def apply_repairs(
     return done
 
 
-async def _plan(change: Change) -> list[AppliedRepair]:
-    """Plan all repairs, after the replicas are expired if they cache what is repaired."""
-    done: list[AppliedRepair] = []
-    expired = False
-    for repair in REPAIRS:
-        if not await change.db.fetch(repair.find_sql):
-            continue
-        if repair.expires_replicas and not expired:
-            await _expire_replicas(change.db, change.actor)
-            change.write(LOCK_EPOCHS)
-            change.write(REQUIRE_NO_REPLICAS)
-            change.write(END_LEADERSHIP)
-            expired = True
-        # Read (again): relays may have written until they were expired.
-        fingerprint = FINGERPRINT.format(repair.find_sql)
-        found = await change.db.fetchval(fingerprint)
-        rows = await change.db.fetch(repair.find_sql)
-        require = f"SELECT abort_unless(({fingerprint}) = $1)"
-        change.write(WriteStatement(f"require_{repair.name}", require), found)
-        columns = [[row[name] for row in rows] for name in repair.columns]
-        change.write(WriteStatement(f"repair_{repair.name}", repair.repair_sql), *columns)
-        for endpoint_id, applied in _to_repairs(repair, rows):
-            change.journal("repaired", endpoint_id, _entry(applied))
-            done.append(applied)
-    return done
+async def _plan(repair: Repair, change: Change) -> list[AppliedRepair]:
+    """Plan a repair, after the replicas are expired if they cache what is repaired."""
+    if not await change.db.fetch(repair.find_sql):
+        return []
+    if repair.expires_replicas:
+        await _expire_replicas(change.db, change.actor)
+        change.write(LOCK_EPOCHS)
+        change.write(REQUIRE_NO_REPLICAS)
+        change.write(END_LEADERSHIP)
+    # Read again: relays may have written until they were expired.
+    fingerprint = FINGERPRINT.format(repair.find_sql)
+    found = await change.db.fetchval(fingerprint)
+    rows = await change.db.fetch(repair.find_sql)
+    require = f"SELECT abort_unless(({fingerprint}) = $1)"
+    change.write(WriteStatement(f"require_{repair.name}", require), found)
+    columns = [[row[name] for row in rows] for name in repair.columns]
+    change.write(WriteStatement(f"repair_{repair.name}", repair.repair_sql), *columns)
+    planned = _to_repairs(repair, rows)
+    for endpoint_id, applied in planned:
+        change.journal("repaired", endpoint_id, _entry(applied))
+    return [applied for _, applied in planned]
 
 
 async def _expire_replicas(connection: StoreConnection, actor: str) -> None:
