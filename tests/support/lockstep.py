@@ -128,6 +128,10 @@ class _Session:
                 if row is None or row["waits_for_client"]:
                     break
                 await asyncio.sleep(SETTLE_STEP_S)
+            if row is not None and row["has_xid"]:
+                # PostgreSQL reads transaction id and wait event one after the other, and the
+                # transaction may end in between.  A hold point stays, as the proxy waits, too.
+                row = await connection.fetchrow(READ_BACKEND, self._pid)
         finally:
             self._observers.put_nowait(connection)
         self._seen.messages += 1
