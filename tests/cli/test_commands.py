@@ -620,9 +620,8 @@ def test_status(here: Command, database: Database) -> None:
     here("publish", "a.b")
     seen = here("status", "--json").json
     assert list(seen) == [
-        "schema", "at", "cursor", "open_gaps", "replicas", "pending", "endpoints_total",
-        "endpoints",
-        "dead_letters",
+        "schema", "at", "cursor", "blocker", "open_gaps", "replicas", "pending", "endpoints_total",
+        "endpoints", "dead_letters",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
     assert [e["name"] for e in seen["endpoints"]] == ["a"]

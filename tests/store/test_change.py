@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 SESSION = {"server_settings": {"search_path": "relay"}}
-SECRETS = "SELECT array_agg(secret) FROM relay.endpoint_secret"
+STORED = "SELECT array_agg(secret) FROM relay.endpoint_secret"
 ENTRIES = "SELECT count(*) FROM relay.journal WHERE kind = 'endpoint_added'"
 
 
@@ -84,7 +84,7 @@ async def test_wherever_the_connection_goes_silent_the_change_is_made_once(
                     # Before its message was sent: nothing was changed.
                     assert not await fetchval(database, "SELECT count(*) FROM relay.endpoint")
                     continue
-                assert await fetchval(database, SECRETS) == [new.secret]
+                assert await fetchval(database, STORED) == [new.secret]
                 made += 1
                 assert await fetchval(database, ENTRIES) == made
                 await endpoint_removal.remove(
@@ -191,7 +191,7 @@ async def test_secrets_are_not_in_the_text_of_a_statement(database: Database) ->
         name="shop", url="https://example.com/", headers={"Authorization": "Bearer hunter2"}
     )
     new = await endpoint_changes.add(db, "relay", settings, actor="test")
-    secrets = await db.fetchval(SECRETS)
+    secrets = await db.fetchval(STORED)
     assert secrets == [new.secret]
     stored = await db.fetchval("SELECT headers ->> 'Authorization' FROM endpoint")
     assert stored == "Bearer hunter2"

@@ -283,8 +283,8 @@ REPAIRS: tuple[Repair, ...] = (
         """,
         ("endpoint_id", "from_batch", "to_batch"),
     ),
-    # An open gap lets the next batches find the events, as late ones.  The rule `gaps` below
-    # closes it again for events that have deliveries.
+    # An open gap lets the next batches find the events, as late ones; but not those that have
+    # deliveries, which would get new ones.
     Repair(
         "skipped events",
         "sequence the skipped events with the next batches",
@@ -303,9 +303,19 @@ REPAIRS: tuple[Repair, ...] = (
         WITH skipped AS (
             SELECT * FROM unnest($1::bigint[], $2::text[]::int8multirange[]) AS v(batch, ids)),
         corrected AS (
-            UPDATE batch b SET dead = b.dead - s.ids FROM skipped s WHERE b.batch = s.batch)
+            UPDATE batch b SET dead = b.dead - s.ids FROM skipped s WHERE b.batch = s.batch),
+        events AS MATERIALIZED (
+            SELECT o.id FROM skipped CROSS JOIN unnest(ids) r CROSS JOIN LATERAL (
+                   SELECT id FROM outbox WHERE id >= lower(r) AND id < upper(r) OFFSET 0) o),
+        sequenced AS (
+            SELECT coalesce(range_agg(int8range(outbox_id, outbox_id, '[]')), '{}') AS ids
+              FROM delivery
+             WHERE replay_id IS NULL AND backfill_id IS NULL
+               AND outbox_id IN (SELECT id FROM events))
         INSERT INTO gap (lo, hi)
-        SELECT lower(r), upper(r) - 1 FROM skipped, unnest(ids) r
+        SELECT lower(open), upper(open) - 1
+          FROM sequenced, (SELECT range_agg(r) AS ids FROM skipped, unnest(ids) r) missing,
+               unnest(missing.ids - sequenced.ids) open
         """,
         ("batch", "ids"),
         check="lost",
