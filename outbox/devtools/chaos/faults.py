@@ -63,6 +63,7 @@ class FaultInjector:
             "stop": self._stop,
             "cut": self._cut,
             "half-open": self._half_open,
+            "half-sent": self._half_sent,
             "unreachable": self._unreachable,
             "terminate": self._terminate,
             "terminate-listen": self._terminate_listen,
@@ -162,6 +163,12 @@ class FaultInjector:
             await asyncio.sleep(hung_s)
         finally:
             relay.proxy.heal()
+
+    async def _half_sent(self, run: FaultRun) -> None:
+        relay = self._choose_relay(run)
+        pid = relay.proxy.hang_half_sent(run.rng)
+        session = "no session" if pid is None else f"the session {pid}"
+        self._report(run, f"relay {relay.number}, {session}")
 
     async def _unreachable(self, run: FaultRun) -> None:
         relay = self._choose_relay(run)

@@ -49,6 +49,7 @@ FAULT_KINDS: dict[str, FaultKind] = {
         FaultKind("stop", "SIGTERM and a restart, as in a deployment", _RELAYS),
         FaultKind("cut", "all connections of a relay are reset", _CONNECTIONS),
         FaultKind("half-open", "its connections stay open but pass no data", _CONNECTIONS),
+        FaultKind("half-sent", "one stops in the middle of a statement, for good", _CONNECTIONS),
         FaultKind("unreachable", "the database cannot be reached from one relay", _CONNECTIONS),
         FaultKind("terminate", "pg_terminate_backend of one session of a relay", _DATABASE),
         FaultKind("terminate-listen", "the same for the LISTEN session", _DATABASE),

@@ -1,4 +1,4 @@
-"""TCP proxy between one relay and the database, which can be cut, blocked and hung.
+"""TCP proxy between one relay and the database, which can be cut, blocked, hung and half-sent.
 
 Only connections through this proxy are affected, so other users of the database are not.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from outbox.devtools.chaos.port_gate import PortGate
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
 
 GHOST_S = 5.0
@@ -55,6 +56,19 @@ class Proxy:
         """Forward new connections again; muted ones stay muted."""
         self.muted = False
 
+    def hang_half_sent(self, rng: random.Random) -> int | None:
+        """Let one connection hang in the middle of what the relay sends next, for good.
+
+        Returns:
+            The pid of its backend; None: there is no connection.
+        """
+        links = [link for link in self.links if link.backend_pid is not None and not link.muted]
+        if not links:
+            return None
+        link = rng.choice(sorted(links, key=lambda each: each.backend_pid or 0))
+        link.hang_at = rng.random()
+        return link.backend_pid
+
     def sessions(self) -> Iterator[tuple[int | None, int | None]]:
         """Yield (backend pid, client port) of each connection, as far as known."""
         for link in self.links:
@@ -86,6 +100,8 @@ class Link:
         self.proxy = proxy
         self.muted = proxy.muted
         self.ghost = False
+        self.hang_at: float | None = None
+        """Share of the relay's next data after which the connection hangs; None: it does not."""
         self.near: asyncio.Transport | None = None
         self.far: asyncio.Transport | None = None
         self.backend_pid: int | None = None
@@ -113,6 +129,9 @@ class Link:
     def to_server(self, data: bytes) -> None:
         if self.muted:
             return
+        if self.hang_at is not None:
+            self.muted = True
+            data = data[: max(1, int(self.hang_at * len(data)))]
         if self.far is None:
             self._waiting.append(data)
         else:
@@ -135,7 +154,8 @@ class Link:
             self._forget()
         elif not at_server and not self.ghost:
             self.ghost = True
-            asyncio.get_running_loop().call_later(GHOST_S, self.cut)
+            if self.hang_at is None:
+                asyncio.get_running_loop().call_later(GHOST_S, self.cut)
 
     def cut(self) -> None:
         """Reset both sides."""

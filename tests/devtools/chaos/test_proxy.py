@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,25 @@ async def test_a_half_open_connection_never_works_again(proxy: Proxy, database: 
         assert await other.fetchval("SELECT count(*) FROM pg_stat_activity WHERE pid = $1", pid)
     assert await works(proxy, database)
     assert pid not in [known for known, _ in proxy.sessions()]
+
+
+async def test_a_connection_hangs_in_the_middle_of_a_statement(
+    proxy: Proxy, database: Database
+) -> None:
+    """Between two messages: the backend waits for the rest, with what it holds."""
+    async with connection(proxy, database) as connected, database.connection() as other:
+        pid = connected.get_server_pid()
+        await connected.execute("BEGIN; CREATE TABLE held ()")
+        # The first of the messages by which a statement with an argument is sent.
+        assert proxy.hang_half_sent(random.Random(1)) == pid
+        with pytest.raises(TimeoutError):
+            await connected.fetchval("SELECT $1::integer, pg_sleep(0)", 1, timeout=0.2)
+        state = "SELECT state || ' ' || wait_event FROM pg_stat_activity WHERE pid = $1"
+        seen = await other.fetchval(state, pid)
+        assert seen in ("active ClientRead", "idle in transaction ClientRead")
+        assert await other.fetchval("SELECT count(*) FROM pg_locks WHERE pid = $1", pid)
+        assert proxy.hang_half_sent(random.Random(1)) is None
+    assert await works(proxy, database)
 
 
 def test_a_proxied_dsn_keeps_all_other_parameters(tmp_path: Path) -> None:
