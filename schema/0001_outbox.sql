@@ -251,7 +251,9 @@ BEGIN
             USING ERRCODE = 'check_violation';
     END IF;
     -- requested: one row per event.  MATERIALIZED, because a second evaluation would
-    -- generate other event ids.  accepted: the rows whose idempotency key was claimed.
+    -- generate other event ids.  In the order of idempotency keys, in which accepted claims
+    -- them: otherwise two callers with the same keys in different orders would deadlock.
+    -- accepted: the rows whose idempotency key was claimed.
     WITH requested AS MATERIALIZED (
         SELECT e.*, gen_random_uuid() AS event_id,
                coalesce(e.deliver_at > clock_timestamp(), false) AS is_delayed
@@ -259,7 +261,8 @@ BEGIN
                       publish_many.expires_at, publish_many.headers, publish_many.deliver_at,
                       publish_many.once_for)
                WITH ORDINALITY AS e(type, payload, key, tenant, once, expires_at, headers,
-                                    deliver_at, once_for, n)),
+                                    deliver_at, once_for, n)
+         ORDER BY e.once COLLATE "C", e.n),
     accepted AS MATERIALIZED (
         SELECT r.* FROM requested r
          WHERE r.once IS NULL OR claim_once(r.once, r.event_id, r.once_for)),
