@@ -193,6 +193,15 @@ async def test_an_unusable_endpoint_can_be_removed(database: Database) -> None:
     assert await exceptions(database) == {}
 
 
+async def test_the_removal_of_an_idle_endpoint_is_no_error(database: Database, logs: Logs) -> None:
+    await add_endpoint(database, "old")
+    async with running(database, Network()):
+        await until(lambda: fetchval(database, "SELECT count(replica_id) > 0 FROM ownership"))
+        await _remove(database, "old")
+        await until(lambda: fetchval(database, "SELECT count(replica_id) = 0 FROM ownership"))
+    assert [entry for entry in logs if entry["log_level"] == "error"] == []
+
+
 async def test_a_lane_with_a_missing_row_does_not_block_others(database: Database) -> None:
     bad = await add_endpoint(database, "bad")
     await add_endpoint(database, "good")

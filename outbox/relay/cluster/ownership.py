@@ -379,7 +379,8 @@ class Ownership:
         """The current settings of endpoints; logs those that cannot be used."""
         endpoints = await self._lanes.endpoints(endpoint_ids)
         for endpoint in endpoints:
-            if endpoint.problem is not None:
+            # An endpoint that ends needs none: its secrets are deleted when it is removed.
+            if endpoint.problem is not None and not endpoint.ends:
                 log.error(
                     "an endpoint cannot be used; nothing is sent to it",
                     endpoint=endpoint.name,
