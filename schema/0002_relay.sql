@@ -418,6 +418,7 @@ CREATE TABLE dead_letter (
     state        text        NOT NULL DEFAULT 'dead'
                  CHECK (state IN ('dead', 'replaying', 'discarded')),
     replica_id   bigint,
+    erased_at    timestamptz,                  -- when the copy and the response were erased
     CHECK (seq <= to_seq),
     UNIQUE (lane_id, seq)
 );
@@ -426,6 +427,8 @@ CREATE INDEX dead_letter_endpoint_open ON dead_letter (endpoint_id, id) WHERE st
 CREATE INDEX dead_letter_endpoint ON dead_letter (endpoint_id, id);
 CREATE INDEX dead_letter_outbox ON dead_letter (outbox_id);
 CREATE INDEX dead_letter_event ON dead_letter (event_id);
+-- Like outbox_erased, for events whose row is gone.
+CREATE INDEX dead_letter_erased ON dead_letter (erased_at) WHERE erased_at IS NOT NULL;
 -- Ranges have no copies of their events, so they pin the log and the events.
 CREATE INDEX dead_letter_range ON dead_letter (batch) WHERE outbox_id IS NULL AND state = 'dead';
 

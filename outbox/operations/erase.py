@@ -54,6 +54,14 @@ UPDATE outbox SET payload = NULL, headers = NULL, erased_at = clock_timestamp()
 """,
 )
 
+# Events of which only dead letters are left: retention has dropped their rows.
+NEXT_DROPPED = """
+SELECT DISTINCT d.outbox_id AS id FROM dead_letter d
+ WHERE ($1::text IS NULL OR d.tenant = $1) AND ($2::text IS NULL OR d.key = $2)
+   AND d.outbox_id > $3 AND NOT EXISTS (SELECT FROM outbox WHERE id = d.outbox_id)
+ ORDER BY d.outbox_id LIMIT $4
+"""
+
 # Future events are deleted, and never published.
 DELETE_FUTURE_EVENTS = WriteStatement(
     "delete_future_events",
@@ -164,6 +172,8 @@ async def erase_events(
             done.responses += await erase_responses(connection, ids)
             on_progress(done)
         done.dead_letters = await erase_dead_letters(connection, target.tenant, target.key, None)
+        async for ids in _dropped_event_batches(connection, target):
+            done.responses += await erase_responses(connection, ids)
         done.schedules = await _schedules(connection, target)
         data = {"tenant": target.tenant} if target.key is None else {"key": target.key}
         fields = ("events", "future_events", "dead_letters", "responses")
@@ -199,3 +209,15 @@ async def _event_batches(
         after = rows[-1]["id"]
         progress.scanned += len(rows)
         yield [row["id"] for row in rows if row["selected"]]
+
+
+async def _dropped_event_batches(
+    connection: Connection[Any], target: ErasureTarget
+) -> AsyncIterator[list[int]]:
+    """Yield the ids of the target's events that only dead letters show, in batches."""
+    after = 0
+    while rows := await connection.fetch(
+        NEXT_DROPPED, target.tenant, target.key, after, STEP_EVENTS
+    ):
+        after = rows[-1]["id"]
+        yield [row["id"] for row in rows]

@@ -109,18 +109,22 @@ WITH selected AS MATERIALIZED (
      ORDER BY id LIMIT {STEP_EVENTS} FOR NO KEY UPDATE),
 erased AS (
     UPDATE dead_letter d
-       SET payload = NULL, headers = NULL, last_response = last_response - 'body' - 'headers'
+       SET payload = NULL, headers = NULL, last_response = last_response - 'body' - 'headers',
+           erased_at = clock_timestamp()
       FROM selected WHERE d.id = selected.id
     RETURNING 1)
 SELECT FROM erased
 """,  # noqa: S608
 )
 
-# Recently erased events.
+# Recently erased events; an event whose row is gone by the copies of it that were erased.
 READ_ERASED = """
-SELECT id FROM outbox
- WHERE erased_at > statement_timestamp() - make_interval(secs => $1) AND id > $2
- ORDER BY id LIMIT $3
+SELECT id
+  FROM (SELECT id FROM outbox WHERE erased_at > statement_timestamp() - make_interval(secs => $1)
+         UNION
+        SELECT outbox_id FROM dead_letter
+         WHERE erased_at > statement_timestamp() - make_interval(secs => $1)) e
+ WHERE id > $2 ORDER BY id LIMIT $3
 """
 
 

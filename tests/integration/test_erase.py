@@ -16,6 +16,7 @@ from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.operations.erase import ErasureTarget
 from outbox.store.retention import RetentionStore
+from tests.integration.test_retention import Maintainer, checkpointed
 from tests.support.relay import (
     BUSY,
     OK,
@@ -203,4 +204,46 @@ async def test_data_written_during_an_erasure_is_erased_within_an_hour(
     assert await retention.delete_expired() == 2
     assert await where(db, SECRET) == set()
     assert await retention.delete_expired() == 0
+    assert await exceptions(database) == {}
+
+
+async def drop_events(database: Database, db: Connection[Any]) -> None:
+    """Drop the events published so far, and keep the log."""
+    keeper = Maintainer(db, Retention(0, None, None))
+    await checkpointed(database)
+    await keeper.maintain_until_idle()
+    # A checkpoint of a later batch: no lane has pending deliveries in those of the events.
+    await publish(database, "later", key="other")
+    await checkpointed(database)
+    await keeper.maintain_until_idle()
+
+
+async def test_responses_to_a_dead_letter_are_erased_after_its_event_was_dropped(
+    database: Database, db: Connection[Any]
+) -> None:
+    """Also the response to a replay that was in flight during the erasure."""
+    await add_endpoint(database)
+    network = Network(echo(400))
+    requested, may_respond = asyncio.Event(), asyncio.Event()
+
+    async def slow(sent: Sent) -> AttemptResult:
+        requested.set()
+        await may_respond.wait()
+        return AttemptResult.completed(400, 0.001, body=str(sent.body["data"]).encode())
+
+    async with running(database, network):
+        await publish(database, SECRET, key="customer-1")
+        await drop_events(database, db)
+        assert await where(db, SECRET) == {"attempt", "dead_letter"}
+        network.script = slow
+        await replays.start_replay(db, "relay", DeadLetterSelection(ids=(1,)), actor="test")
+        await requested.wait()
+        done = await erase.erase_events(db, "relay", ErasureTarget(key="customer-1"), actor="test")
+        assert (done.events, done.dead_letters, done.responses) == (0, 1, 1)
+        assert await where(db, SECRET) == set()
+        may_respond.set()
+        await all_ended(database)
+    assert await where(db, SECRET) == {"attempt", "dead_letter"}
+    assert await RetentionStore(db, Retention()).delete_expired() == 2
+    assert await where(db, SECRET) == set()
     assert await exceptions(database) == {}
