@@ -205,13 +205,15 @@ CREATE TABLE lane_counter (
 ) WITH (fillfactor = 50);
 
 -- Advances a lane's counter.  One statement per lane: for a join, the planner may choose
--- a sequential scan, because it estimates the table from the few current rows.
+-- a sequential scan, because it estimates the table from the few current rows.  It fails if the
+-- counter has another value: the sequence numbers of the batch would be wrong.
 CREATE FUNCTION advance_lane_counter(lane bigint, old_seq bigint, new_seq bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     UPDATE lane_counter SET last_seq = new_seq WHERE lane_id = lane AND last_seq = old_seq;
     IF NOT FOUND THEN
-        UPDATE lane_counter SET last_seq = new_seq WHERE lane_id = lane;
+        RAISE EXCEPTION 'the last sequence number of lane % is not %', lane, old_seq
+              USING HINT = 'The batch was not written; the relay reads the counters again.';
     END IF;
 END $$;
 REVOKE ALL ON FUNCTION advance_lane_counter FROM PUBLIC;

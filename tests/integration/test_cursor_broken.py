@@ -6,6 +6,7 @@ import asyncio
 import re
 from typing import TYPE_CHECKING
 
+import asyncpg
 import pytest
 
 from outbox.errors import CursorBroken
@@ -62,6 +63,24 @@ async def _break(connection: Connection, how: str) -> None:
         await _copy_with_id(connection, 1000)
     else:
         await connection.execute(how)
+
+
+async def test_a_batch_is_not_written_with_counters_that_are_not_current(
+    database: Database,
+) -> None:
+    """Its sequence numbers would be used twice, or some would be missing."""
+    producer, connection = await database.connect(), await session(database)
+    relay, store = REAL.build(connection, settings(database))
+    await store.check()
+    await producer.execute(INSERT)
+    assert await relay.sequence_batch() is BatchResult.WRITTEN
+    await producer.execute("UPDATE relay.lane_counter SET last_seq = last_seq + 5")
+    await producer.execute(INSERT)
+    with pytest.raises(asyncpg.RaiseError, match="the last sequence number of lane"):
+        await relay.sequence_batch()
+    assert await relay.sequence_batch() is BatchResult.WRITTEN
+    seqs = "SELECT array_agg(seq ORDER BY seq) FROM relay.delivery"
+    assert await producer.fetchval(seqs) == [1, 7]
 
 
 @pytest.mark.parametrize("how", BREAKS.values(), ids=BREAKS)
