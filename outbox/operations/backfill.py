@@ -15,7 +15,7 @@ from outbox.core.model import pattern
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
 from outbox.operations.dead_letter_filter import require_time_order
-from outbox.operations.replays import JobPart, add_job, read_new_job, require_oldest
+from outbox.operations.new_replay_job import JobPart, add_job, read_new_job, require_oldest
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.endpoints import endpoint_not_found

@@ -15,7 +15,7 @@ from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
 from outbox.operations import lane_history
 from outbox.operations.lane_history import FIND_BATCH
-from outbox.operations.replays import READ_NEW_JOB, JobPart, add_job, require_oldest
+from outbox.operations.new_replay_job import READ_NEW_JOB, JobPart, add_job, require_oldest
 from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement

@@ -16,18 +16,18 @@ from outbox.core.delivery.message import rfc3339
 from outbox.errors import Conflict
 from outbox.operations.dead_letter_filter import filter_parameters, find_endpoint_ids
 from outbox.operations.dead_letters import dead_letter_not_found, replays_of
-from outbox.store.change import NEW_JOB, document, make_change_and_read
+from outbox.operations.new_replay_job import READ_NEW_JOB, JobPart, add_job
+from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
 from outbox.store.replay_feed import MATCHES_SELECTION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from uuid import UUID
 
     from asyncpg import Connection
 
-    from outbox.core.sequencing.partition_window import WindowKind
     from outbox.operations.dead_letter_filter import DeadLetterSelection
     from outbox.store.change import Change
 
@@ -64,27 +64,6 @@ SELECT d.endpoint_id, e.name AS endpoint, e.state,
  ORDER BY e.name
 """  # noqa: S608 (constants only)
 
-# $1: the columns as a JSON object; $2: gaps of a backfill.
-ADD_JOB = WriteStatement(
-    "add_replay_job",
-    """
-INSERT INTO replay_job (kind, endpoint, types, tenant, reason, since, until, rate_per_s,
-                        requested_by, lane_id, gaps)
-SELECT kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, lane_id, $2
-  FROM jsonb_populate_record(NULL::replay_job, $1::text::jsonb)
-""",
-)
-
-ADD_PARTS = WriteStatement(
-    "add_replay_parts",
-    f"""
-INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, last_id, expected, from_id)
-SELECT {NEW_JOB}, p.endpoint_id, p.first_id, p.first_id, p.last_id, p.expected, p.from_id
-  FROM unnest($1::uuid[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[])
-       AS p(endpoint_id, first_id, last_id, expected, from_id)
-""",  # noqa: S608 (constants only)
-)
-
 # The next batches create the deliveries.
 ADD_REPLAYS = WriteStatement(
     "add_replays",
@@ -94,17 +73,6 @@ SELECT {NEW_JOB}, endpoint_id, id, seq, batch, to_seq
   FROM dead_letter WHERE id = ANY ($1) ORDER BY id
 """,  # noqa: S608 (constants only)
 )
-
-# The oldest period that is not dropped; rows of dropped ones may still be visible.
-READ_OLDEST = "SELECT min(number) FROM period WHERE kind = $1 AND dropped_at IS NULL"
-
-# Aborts if it is another one; from now on, retention respects the job.
-REQUIRE_OLDEST = WriteStatement(
-    "require_oldest_period", f"SELECT abort_unless(({READ_OLDEST}) = $2)"
-)
-
-# The replay job of a change, by its request id.
-READ_NEW_JOB = "SELECT (data ->> 'job')::bigint FROM journal WHERE request = $1"
 
 SET_STATE = WriteStatement(
     "set_dead_letter_state", "UPDATE dead_letter SET state = $2 WHERE id = ANY ($1)"
@@ -118,19 +86,6 @@ DELETE FROM lane_block b USING dead_letter d
  WHERE d.id = ANY ($1) AND b.lane_id = d.lane_id AND b.seq = d.seq
 """,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class JobPart:
-    """The range of a new job for one endpoint: ids of dead letters, sequences or events."""
-
-    endpoint_id: UUID
-    first_id: int
-    last_id: int
-    expected: int | None = None
-    """Number of items; None: not counted."""
-    from_id: int | None = None
-    """The lowest event id that a backfill may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,42 +176,6 @@ async def start_replay(
         return _outcome(replayed, await db.fetchval(READ_NEW_JOB, request))
 
     return await make_change_and_read(connection, schema, actor, plan, read_back)
-
-
-async def read_new_job(db: Any, request: UUID, _: None) -> int:
-    """The replay job that a change has added."""
-    job: int = await db.fetchval(READ_NEW_JOB, request)
-    return job
-
-
-def add_job(
-    change: Change, columns: Mapping[str, Any], parts: Sequence[JobPart], gaps: Any = ()
-) -> None:
-    """Add a replay job; its id is that of NEW_JOB in the statements after it.
-
-    It is written before the cursor row is locked, because it may have very many parts.
-
-    Args:
-        columns: of its row.
-        gaps: of a backfill: ranges of ids that it excludes.
-    """
-    row = {**columns, "requested_by": change.actor}
-    change.write_early(ADD_JOB, document(row), list(gaps))
-    change.write_early(
-        ADD_PARTS,
-        [part.endpoint_id for part in parts],
-        [part.first_id for part in parts],
-        [part.last_id for part in parts],
-        [part.expected for part in parts],
-        [part.from_id for part in parts],
-    )
-
-
-async def require_oldest(change: Change, kind: WindowKind) -> int:
-    """The oldest period of a kind, which must not be dropped before the job is added."""
-    number: int = await change.db.fetchval(READ_OLDEST, kind)
-    change.write(REQUIRE_OLDEST, kind, number)
-    return number
 
 
 def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> None:

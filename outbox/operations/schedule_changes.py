@@ -41,6 +41,11 @@ SELECT id, name, state, cron, timezone, type, last_at, xmin::text AS revision FR
  WHERE name = $1
 """
 
+# Waits for a relay that publishes a run, unlike relays, of which another one publishes it.
+REQUIRE_UNCHANGED = WriteStatement(
+    "require_unchanged_schedules", LOCK_SCHEDULES.sql.replace(" SKIP LOCKED", "")
+)
+
 # $1: the columns as a JSON object; $2, $3: payload and headers as JSON.
 ADD = WriteStatement(
     "add_schedule",
@@ -258,7 +263,7 @@ async def _find(change: Change, names: Sequence[str]) -> list[Record]:
 def _require_unchanged(change: Change, rows: Sequence[Record]) -> None:
     """Require that schedules are as they were read: a relay may publish a run meanwhile."""
     if rows:
-        change.write(LOCK_SCHEDULES, [r["id"] for r in rows], [r["revision"] for r in rows])
+        change.write(REQUIRE_UNCHANGED, [r["id"] for r in rows], [r["revision"] for r in rows])
 
 
 def _journal(change: Change, verb: str, name: str, details: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from outbox.operations import schedule_changes, schedules
 from outbox.store.connection.migrate import migrate
 from outbox.store.schedule_runs import ScheduleRunStore
 from tests.support.schedules import DAILY, DAY, add, journal, let_be_due, published
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -179,3 +180,18 @@ async def test_without_a_schema(empty_database: Database) -> None:
     connection = await empty_database.connect(**PATH)
     with pytest.raises(SchemaMissing):
         await schedules.page(connection, "relay")
+
+
+async def test_a_change_waits_for_a_relay_that_publishes_a_run(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add(db)
+    relay = await database.connect(server_settings={"search_path": "relay"})
+    async with relay.transaction():
+        await relay.execute("UPDATE schedule SET last_run_at = clock_timestamp()")
+        pausing = asyncio.create_task(schedule_changes.pause(db, "relay", ["daily"], actor="test"))
+        waits = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"
+        await until(lambda: relay.fetchval(waits), what="the change to wait")
+    (paused,) = await pausing
+    assert paused.state == "paused"
+    assert paused.last_run_at is not None

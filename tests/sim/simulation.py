@@ -372,7 +372,7 @@ class Simulation:
         self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
 
     def _strike_at_once(self, name: str) -> None:
-        """Inject a fault between any two statements of a transaction."""
+        """Inject a fault after runs were decided: before their message, or while it is written."""
         delay_s = self.world.rng.expovariate(300)
         self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
 

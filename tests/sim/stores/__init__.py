@@ -3,8 +3,8 @@
 
 A method or function here has the name and the signature of the real one, and the same
 round trips: each `Connection.call` executes one *step* on the simulated server, where
-the real one executes one statement.  A step is a function of the database, the
-transaction and typed arguments; it is a generator if time may pass in it, or if it
+the real one executes one statement or sends one message.  A step is a function of the
+database, the transaction and typed arguments; it is a generator if time may pass in it, or if it
 waits for a lock.  The stand-ins contain no SQL, so a statement may be changed without a
 change of the simulation; `test_agreement` compares the results of both.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.sequencing import partition_window
 from outbox.errors import Conflict, NotFound
-from outbox.operations.replays import JobPart
+from outbox.operations.new_replay_job import JobPart
 from outbox.store.connection.connect import map_errors
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.replay_feed import is_subscribed

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from outbox.core.model.ids import lane_name as name_of
 from outbox.errors import Conflict, NotFound
 from outbox.operations.lane_history import LaneHistory
+from outbox.operations.new_replay_job import JobPart
 from outbox.operations.receiver_replays import ReceiverReplay
-from outbox.operations.replays import JobPart
 from outbox.store.connection.connect import map_errors
 from tests.sim.stores.change import make_change_and_read, new_job
 from tests.sim.stores.replay_feed import open_parts

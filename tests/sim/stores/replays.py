@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict, NotFound
 from outbox.operations.dead_letter_filter import DeadLetterFilter
-from outbox.operations.replays import JobPart, ReplayCandidates, ReplayOutcome
+from outbox.operations.new_replay_job import JobPart
+from outbox.operations.replays import ReplayCandidates, ReplayOutcome
 from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read, new_job

@@ -10,10 +10,10 @@ import orjson
 from outbox.core.schedules.cron import Cron
 from outbox.errors import Conflict, NotFound
 from outbox.operations.schedules import Schedule
-from tests.sim.database.engine import EXCLUSIVE, Wait
+from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.routing_change import read_now
-from tests.sim.stores.schedule_runs import lock_schedules, publish_runs
+from tests.sim.stores.schedule_runs import publish_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,7 +141,7 @@ async def _find(change: Change, names: Sequence[str]) -> list[Row]:
 
 def _require_unchanged(change: Change, rows: Sequence[Row]) -> None:
     if rows:
-        change.write(lock_schedules, rows)
+        change.write(require_unchanged, rows)
 
 
 async def _read(connection: Connection, name: str) -> Schedule:
@@ -229,3 +229,10 @@ def read_schedule(db: Database, tx: Transaction, name: str) -> Row:
         and row["due_at"] > row["next_at"]
     )
     return {**row, "next_at": row["next_at"] if active else None, "now": now, "waits": waits}
+
+
+def require_unchanged(db: Database, tx: Transaction, rows: Sequence[Row]) -> Steps[None]:
+    """Lock schedules, and abort if one was changed."""
+    for row in rows:
+        yield Wait(db.schedule, row["id"], EXCLUSIVE)
+        abort_unless(tx.get(db.schedule, row["id"]) is row)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store import schedule_runs
 from outbox.store.schedule_runs import EVENTS_MAX, SCHEDULES_MAX, ScheduleRunResult, decide_run
-from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, abort_unless, perform
+from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, perform
 from tests.sim.database.inserts import insert_event
 from tests.sim.stores.routing_change import add_to_journal
 
@@ -88,10 +88,6 @@ def write_runs(
             data |= {"name": name, "misfire": each.schedule["misfire"]}
             add_to_journal(db, tx, "schedule_skipped", actor, None, data)
     return True
-
-
-def lock_schedules(db: Database, tx: Transaction, rows: Sequence[Row]) -> None:
-    abort_unless(lock_unchanged(db, tx, rows))
 
 
 def lock_unchanged(db: Database, tx: Transaction, rows: Sequence[Row]) -> bool:
