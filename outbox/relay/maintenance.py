@@ -82,7 +82,12 @@ async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly
     if not await partitions.renew_lease():
         log.warning("maintenance took too long, and another session continues it")
         return
-    gone, emptied = await partitions.drop()
+    try:
+        gone, emptied = await partitions.drop()
+    except asyncpg.LockNotAvailableError as error:
+        # A dump holds its locks for hours, in which expired rows must not wait.
+        log.info("partitions are dropped later", reason=in_one_line(error), retry_s=EVERY_S)
+        return
     if gone:
         log.info("partitions dropped", partitions=gone)
     if emptied:

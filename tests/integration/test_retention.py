@@ -30,6 +30,8 @@ from outbox.operations import (
 from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.operations.fetch_tokens import Fetcher
+from outbox.relay import maintenance
+from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder
 from outbox.store import retention
 from outbox.store.cursor import CursorStore
@@ -45,6 +47,7 @@ from tests.support.relay import (
     exceptions,
     fetchval,
     publish,
+    relay,
     running,
 )
 from tests.support.waiting import until
@@ -79,6 +82,8 @@ class Maintainer:
 
     async def maintain_until_idle(self) -> None:
         """Run maintenance until it changes nothing without new events."""
+        # A running relay maintains at its start, and of two that drop a partition one fails.
+        await until(self.partitions.renew_lease, 10, "the maintenance lease")
         for _ in range(ROUNDS):
             await self.maintain()
         await self.partitions.drop()
@@ -642,6 +647,34 @@ async def test_a_drop_waits_for_a_reader_and_blocks_no_session(
     for parent in ("outbox", "attempt", "delivery", "batch"):
         assert 0 not in await keeper.tables(parent)
         assert await fetchval(database, "SELECT to_regclass($1) IS NULL", f"{parent}_0")
+    assert await exceptions(database) == {}
+
+
+async def test_a_dump_of_hours_delays_only_the_drop_of_partitions(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(database, 1)
+    await ranges.sequence_all(database)
+    monkeypatch.setattr(connections, "MAINTENANCE_LOCK_TIMEOUT_S", 0.1)
+    opened = relay(database, Network())._connections
+    keeper = Maintainer(await opened.worker("maintenance", long=True))
+
+    async def maintain() -> bool:
+        await maintenance._once(keeper.partitions, keeper.retention, hourly=True)
+        return bool(await fetchval(database, "SELECT to_regclass('batch_0') IS NULL"))
+
+    dump = await database.connect(**SESSION)
+    await dump.execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT FROM outbox, attempt, batch")
+    for _ in range(ROUNDS):
+        await asyncio.wait_for(maintain(), 5)
+        await publish(database, 1)
+        await ranges.sequence_all(database)
+    dropped = "SELECT count(*) FROM period WHERE dropped_at IS NOT NULL"
+    assert await fetchval(database, dropped) > 0
+    assert not await maintain()
+    await dump.execute("COMMIT")
+    await until(maintain, 10, "the partitions to be dropped")
+    keeper.db.terminate()
     assert await exceptions(database) == {}
 
 

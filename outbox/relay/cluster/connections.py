@@ -34,7 +34,7 @@ SESSION_SETTINGS = {
     "synchronous_commit": "on",
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
-    # The lease and the watchdog bound statements; DETACH may take any time.
+    # The lease and the watchdog bound statements; those of maintenance may take any time.
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_session_timeout": "0",
@@ -48,6 +48,10 @@ SESSION_SETTINGS = {
     "plan_cache_mode": "force_generic_plan",
 }
 """These override the defaults of the role and the database."""
+
+MAINTENANCE_LOCK_TIMEOUT_S = 10.0
+"""DETACH waits for every transaction that uses the table, such as a dump of hours: maintenance
+goes on without it, and repeats it.  Behind a transaction-pooling proxy there is no such limit."""
 
 
 class Connections:
@@ -67,12 +71,14 @@ class Connections:
 
         Args:
             name: its `application_name`.
-            long: its transactions may take any time.
+            long: its transactions may take any time, but not wait for a lock that long.
         """
         settings = self._settings
         idle_s = settings.lease_s * IDLE_IN_TRANSACTION_SHARE
         transaction_timeout_s = None if long else TRANSACTION_TIMEOUT_S
         bounded = {**SESSION_SETTINGS, "idle_in_transaction_session_timeout": milliseconds(idle_s)}
+        if long:
+            bounded["lock_timeout"] = milliseconds(MAINTENANCE_LOCK_TIMEOUT_S)
         connection: Any = await connect(
             self._dsn,
             schema=settings.schema_name,
