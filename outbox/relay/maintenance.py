@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -11,6 +12,8 @@ import structlog
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from outbox.store.partitions import PartitionStore
     from outbox.store.retention import RetentionStore
     from outbox.store.skipped_events import SkippedEventStore
@@ -32,31 +35,33 @@ async def maintain(
     clock = asyncio.get_running_loop().time
     hourly_at = clock()
     while True:
-        try:
+        with _step("taking the lease"):
             async with partitions.maintenance_lease() as has_lease:
                 if has_lease:
                     hourly = clock() >= hourly_at
-                    await _report_skipped_events(skipped_events)
-                    await _once(partitions, retention, hourly=hourly)
-                    if hourly:
+                    with _step("searching for skipped events"):
+                        await _report_skipped_events(skipped_events)
+                    if await _once(partitions, retention, hourly=hourly):
                         hourly_at = clock() + HOURLY_S
-        except asyncpg.PostgresConnectionError:
-            raise
-        except asyncpg.PostgresError as error:
-            log.warning("maintenance failed", reason=in_one_line(error), retry_s=EVERY_S)
         await asyncio.sleep(EVERY_S)
 
 
-async def _report_skipped_events(skipped_events: SkippedEventStore) -> None:
-    """Search for skipped events; a failure does not keep partitions from being created."""
+@contextmanager
+def _step(name: str) -> Iterator[None]:
+    """Log an error of the database, so that the steps after this one still run.
+
+    While the disk is full, for instance, no partition can be created, but others must be dropped.
+    """
     try:
-        skipped = await skipped_events.find()
+        yield
     except asyncpg.PostgresConnectionError:
         raise
     except asyncpg.PostgresError as error:
-        log.warning("the search for skipped events failed", reason=in_one_line(error))
-        return
-    if skipped:
+        log.warning("maintenance failed", step=name, reason=in_one_line(error), retry_s=EVERY_S)
+
+
+async def _report_skipped_events(skipped_events: SkippedEventStore) -> None:
+    if skipped := await skipped_events.find():
         log.error(
             "committed events were not sequenced; run outbox verify --repair",
             events=skipped.events,
@@ -64,24 +69,41 @@ async def _report_skipped_events(skipped_events: SkippedEventStore) -> None:
         )
 
 
-async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly: bool) -> None:
+async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly: bool) -> bool:
     """Run the due work; statements that may wait for the longest transaction come last.
 
     It ends early if another session has taken the lease meanwhile, and does the rest.
+
+    Returns:
+        Whether the hourly work was done.
     """
-    made = await partitions.extend()
-    if made:
-        log.info("partitions added", partitions=made)
-    await partitions.summarize()
-    for period in await retention.advance_periods():
-        log.info("partition window dropped", kind=period.kind, number=period.number)
-    if hourly and await partitions.renew_lease() and (deleted := await retention.delete_expired()):
-        log.info("old dead letters and idempotency keys deleted", rows=deleted)
+    made, done = 0, False
+    with _step("creating partitions"):
+        made = await partitions.extend()
+        if made:
+            log.info("partitions added", partitions=made)
+    with _step("summarizing"):
+        await partitions.summarize()
+    with _step("ending and dropping periods"):
+        for period in await retention.advance_periods():
+            log.info("partition window dropped", kind=period.kind, number=period.number)
+    if hourly and await partitions.renew_lease():
+        with _step("deleting expired rows"):
+            if deleted := await retention.delete_expired():
+                log.info("old dead letters and idempotency keys deleted", rows=deleted)
+            done = True
     if (made or hourly) and await partitions.renew_lease():
-        await partitions.analyze()
+        with _step("analyzing"):
+            await partitions.analyze()
     if not await partitions.renew_lease():
         log.warning("maintenance took too long, and another session continues it")
-        return
+        return done
+    with _step("dropping partitions"):
+        await _drop(partitions)
+    return done
+
+
+async def _drop(partitions: PartitionStore) -> None:
     try:
         gone, emptied = await partitions.drop()
     except asyncpg.LockNotAvailableError as error:

@@ -678,6 +678,36 @@ async def test_a_dump_of_hours_delays_only_the_drop_of_partitions(
     assert await exceptions(database) == {}
 
 
+NO_SPACE = """
+ALTER FUNCTION make_partition RENAME TO make_partition_really;
+CREATE FUNCTION make_partition(parent regclass, number bigint) RETURNS void LANGUAGE plpgsql AS
+$$ BEGIN RAISE EXCEPTION 'no space' USING ERRCODE = 'disk_full'; END $$
+"""
+SPACE = """
+DROP FUNCTION make_partition;
+ALTER FUNCTION make_partition_really RENAME TO make_partition
+"""
+
+
+async def test_periods_are_dropped_while_no_partition_can_be_created(
+    database: Database, keeper: Maintainer
+) -> None:
+    await publish(database, 1)
+    await ranges.sequence_all(database)
+    await keeper.db.execute(NO_SPACE)
+    for _ in range(ROUNDS):
+        await maintenance._once(keeper.partitions, keeper.retention, hourly=True)
+        await publish(database, 2)
+        await ranges.sequence_all(database)
+    # The last period that has a partition stays open.
+    assert await keeper.first("events") == await keeper.first("log") == 2 * WIDTH
+    assert await keeper.tables("outbox") == await keeper.tables("batch") == [2]
+    await keeper.db.execute(SPACE)
+    await maintenance._once(keeper.partitions, keeper.retention, hourly=True)
+    assert await keeper.tables("outbox") == await keeper.tables("batch") == [2, 3, 4]
+    assert await exceptions(database) == {}
+
+
 SLOW = """
 CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint LANGUAGE plpgsql AS
 $$ BEGIN PERFORM pg_sleep(0.5); RETURN 1; END $$

@@ -217,6 +217,17 @@ async def test_partitions_that_are_missing(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
+async def test_another_table_with_the_name_of_a_partition(db: Connection[Any]) -> None:
+    await db.execute("DROP TABLE attempt_1; CREATE TABLE attempt_1 (backup int)")
+    found = await the_one(db, "partitions")
+    assert found.action is not None
+    assert "that table is no partition of relay.attempt" in found.action
+    await db.execute(sql_of(found))
+    await db.execute(sql_of(await the_one(db, "partitions")))
+    assert await reported_findings(db, "partitions") == []
+
+
+@pytest.mark.one_major
 async def test_a_clock_that_is_off(db: Connection[Any]) -> None:
     for off_s, severity in ((30, Severity.WARNING), (-600, Severity.PROBLEM)):
         found = await the_one(db, "clock", clock=lambda off_s=off_s: time.time() + off_s)

@@ -36,6 +36,9 @@ SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::r
 # The newest period of each kind is the current one.
 WRITTEN_PERIODS = "SELECT kind, max(number) FROM period GROUP BY kind"
 
+# Whether another table has the name of a partition.
+TABLE_EXISTS = "SELECT to_regclass($1) IS NOT NULL"
+
 TRIGGER = """
 SELECT tgenabled::text FROM pg_trigger
  WHERE tgrelid = 'outbox'::regclass AND tgname = 'notify_relay'
@@ -177,21 +180,31 @@ async def partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
             for number in (written[kind], written[kind] + 1):
                 if number not in there:
                     wrong = True
-                    yield _missing(context, parent, number, now=number == written[kind])
+                    taken = await context.db.fetchval(TABLE_EXISTS, f"{parent}_{number}")
+                    now = number == written[kind]
+                    yield _missing(context, parent, number, now=now, taken=taken)
                     break
     if not wrong:
         yield ok("the partitions of the current and the next period exist")
 
 
-def _missing(context: DoctorContext, parent: str, number: int, *, now: bool) -> CheckResult:
+def _missing(
+    context: DoctorContext, parent: str, number: int, *, now: bool, taken: bool
+) -> CheckResult:
     name = context.qualify(parent)
-    add = f"SELECT {context.qualify('add_partition')}('{name}', {number})"
+    action = f"SELECT {context.qualify('add_partition')}('{name}', {number})"
+    if taken:
+        other = context.qualify(f"{parent}_{number}")
+        action = (
+            f"ALTER TABLE {other} RENAME TO {parent}_{number}_other; then: {action} (that table "
+            f"is no partition of {name}, but has the name of one)"
+        )
     if now:
         return problem(
-            f"{name} has no partition for the current period: inserts fail",
-            f"run now: {add}",
+            f"{name} has no partition for the current period: inserts fail", f"run now: {action}"
         )
+    if not taken:
+        action = f"outbox relay, which creates it, or run: {action}"
     return warning(
-        f"{name} has no partition for the next period; the current one stays open",
-        f"run outbox relay, which creates it, or run: {add}",
+        f"{name} has no partition for the next period; the current one stays open", f"run {action}"
     )
