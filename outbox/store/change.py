@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from uuid import UUID, uuid4
 
@@ -157,7 +157,13 @@ ReadBack: TypeAlias = Callable[[Any, UUID, T], Awaitable[R]]
 
 
 async def make_change(
-    connection: Connection[Any], schema: str, actor: str, plan: Plan[T], *, routing: bool = True
+    connection: Connection[Any],
+    schema: str,
+    actor: str,
+    plan: Plan[T],
+    *,
+    routing: bool = True,
+    long: bool = False,
 ) -> T:
     """Plan a change and write it; returns the result of the plan that was written.
 
@@ -165,6 +171,7 @@ async def make_change(
         actor: for the journal.
         routing: the change concerns endpoints, subscriptions, lanes or replays: it applies from
             the next batch on, and is planned again if another one of these is made meanwhile.
+        long: the plan may take longer than RESPONSE_S.
 
     Raises:
         CannotRun: a lock was not granted, or others make such changes all the time.
@@ -176,7 +183,9 @@ async def make_change(
     async def keep(_: Any, __: UUID, result: T) -> T:
         return result
 
-    return await make_change_and_read(connection, schema, actor, plan, keep, routing=routing)
+    return await make_change_and_read(
+        connection, schema, actor, plan, keep, routing=routing, long=long
+    )
 
 
 async def make_change_and_read(
@@ -187,9 +196,10 @@ async def make_change_and_read(
     read_back: ReadBack[T, R],
     *,
     routing: bool = True,
+    long: bool = False,
 ) -> R:
     """Like `make_change`; returns what `read_back` reads afterwards."""
-    execution = _Execution(plan, read_back, actor, routing=routing)
+    execution = _Execution(plan, read_back, actor, routing=routing, long=long)
     with map_errors(schema, "operator"):
         try:
             return await execution.run(connection)
@@ -213,19 +223,20 @@ class _Execution(Generic[T, R]):
     """Plans and sends a change until it is written."""
 
     def __init__(
-        self, plan: Plan[T], read_back: ReadBack[T, R], actor: str, *, routing: bool
+        self, plan: Plan[T], read_back: ReadBack[T, R], actor: str, *, routing: bool, long: bool
     ) -> None:
         self._plan = plan
         self._read_back = read_back
         self._actor = actor
         self._routing = routing
+        self._long = long
         self._request = uuid4()
         self.sent: list[T] = []
         """The result of the plan whose message was, or may have been, executed; at most one."""
 
     async def run(self, connection: Any) -> R:
         for _ in range(PLANS_MAX):
-            with _limit_response(connection):
+            with nullcontext() if self._long else _limit_response(connection):
                 version, is_made = await connection.fetchrow(READ_BEGINNING, self._request)
                 if not is_made:
                     change = Change(connection, self._actor, self._request, routing=self._routing)

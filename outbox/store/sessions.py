@@ -58,11 +58,12 @@ SESSION_END_MAX_S = 1.0
 """Limit of the wait for a terminated session to end."""
 
 # Terminates sessions of a replica after its clean stop, when its row is already gone.  A
-# session that is not idle belongs to a connection that hangs.
+# session that is not idle belongs to a connection that hangs.  Of its own role only: any role
+# can use the same name.
 TERMINATE_BUSY_SESSIONS = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
- WHERE application_name = $1 AND datname = current_database() AND pid <> pg_backend_pid()
-   AND state <> 'idle'
+ WHERE application_name = $1 AND usename = session_user AND datname = current_database()
+   AND pid <> pg_backend_pid() AND state <> 'idle'
 """
 
 # Sessions of relays of this role for which the server has waited longer than a lease ($1, or the
@@ -90,7 +91,8 @@ SELECT a.pid, a.application_name AS label, a.state, a.state_change,
 # Terminates the former listeners of a replica, whose client has given them up.
 TERMINATE_FORMER_LISTENERS = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
- WHERE application_name = $1 AND datname = current_database() AND pid <> pg_backend_pid()
+ WHERE application_name = $1 AND usename = session_user AND datname = current_database()
+   AND pid <> pg_backend_pid()
 """
 
 

@@ -15,8 +15,6 @@ import orjson
 from outbox.store.routing_change import ADD_TO_JOURNAL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from outbox.store.connection.store_connection import StoreConnection
 
 BATCHES_PER_SEARCH = 5_000
@@ -57,7 +55,7 @@ class SkippedEvents:
 
     events: int
     """Their number, at most `EVENTS_MAX`."""
-    first_ids: Sequence[int]
+    first_ids: tuple[int, ...]
     """The lowest of their ids, at most `IDS_MAX`."""
 
 
@@ -77,7 +75,7 @@ class SkippedEventStore:
         self._db = connection
         self._actor = actor
         self._examined_from: int | None = None
-        self._reported: SkippedEvents | None = None
+        self._reported: set[SkippedEvents] = set()
 
     async def find(self) -> SkippedEvents | None:
         """Search once; a result that differs from the previous one is journalled."""
@@ -85,11 +83,12 @@ class SkippedEventStore:
         self._examined_from = row["reached"]
         if not row["events"]:
             return None
-        found = SkippedEvents(row["events"], row["first_ids"])
-        if found != self._reported:
+        found = SkippedEvents(row["events"], tuple(row["first_ids"]))
+        if found not in self._reported:
             data = {"events": found.events, "first_ids": found.first_ids}
             await self._db.write(
                 ADD_TO_JOURNAL, "events_skipped", self._actor, None, orjson.dumps(data).decode()
             )
-            self._reported = found
+            # The newest batches are found with others each time, so results alternate.
+            self._reported.add(found)
         return found

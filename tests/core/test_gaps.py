@@ -294,6 +294,55 @@ def test_a_holder_that_never_writes_does_not_keep_the_cursor_reading_portions() 
     assert reads < 20
 
 
+def test_events_of_a_transaction_do_not_overtake_each_other_while_portions_are_read() -> None:
+    """Not even those in gaps that are read in whole, because a holder never writes.
+
+    A large transaction (1/1) interleaves with another open one (2/1); 3/1 never writes, and
+    has begun in the meantime.
+    """
+    tracker, state = GapTracker(), CursorState()
+    visible = set(range(2, 802, 2))
+    sequenced: list[int] = []
+    now = 0.0
+
+    def run_batch(before: set[str], after: set[str], running: set[str]) -> None:
+        nonlocal state, now
+        now += 2.0
+        tracker.begin_batch(state, frozenset(before), now)
+        while True:
+            ranges = tracker.ranges(100)
+            above = None if tracker.is_partial else tracker.high
+            ids = sorted(
+                i
+                for i in visible
+                if any(lo <= i <= hi for lo, hi in ranges) or (above is not None and i > above)
+            )
+            if not tracker.left_out or tracker.complete(frozenset(running)):
+                break
+        step = tracker.close_batch(ids[:100], len(ids) > 100, frozenset(after), now)
+        tracker.committed(step)
+        sequenced.extend(ids[:100])
+        state = CursorState(state.batch + 1, step.high)
+
+    for _ in range(14):
+        run_batch({"1/1", "2/1"}, {"1/1", "2/1"}, {"1/1", "2/1"})
+    visible |= set(range(802, 822, 2))
+    for _ in range(6):
+        run_batch({"1/1", "2/1", "3/1"}, {"1/1", "2/1", "3/1"}, {"1/1", "2/1"})
+    large = set(range(1, 822, 4))
+    # It commits after the holders of the last read were captured.
+    visible |= large
+    run_batch({"1/1", "2/1", "3/1"}, {"2/1", "3/1"}, {"2/1"})
+    for _ in range(12):
+        run_batch({"2/1", "3/1"}, {"2/1", "3/1"}, {"2/1"})
+    assert [i for i in sequenced if i in large] == sorted(large)
+    # And events above the cursor are read again.
+    visible.add(900)
+    for _ in range(12):
+        run_batch({"2/1", "3/1"}, {"2/1", "3/1"}, {"2/1"})
+    assert sequenced[-1] == 900
+
+
 def test_a_new_replica_closes_the_old_gaps() -> None:
     """Old gaps without holders must not wait for a transaction to end."""
     cursor = Cursor(Database())

@@ -154,7 +154,7 @@ async def test_all_batches_are_searched_in_the_course_of_time(
     await copy_event(db, 16, 1)  # Skipped by batch 2.
     store = SkippedEventStore(db, "test")
     found = [await store.find() for _ in range(8)]
-    expected = SkippedEvents(1, [16])
+    expected = SkippedEvents(1, (16,))
     # Batches 9 and 8, then 7 and 6, 5 and 4, 3 and 2, and what is left; then from the start.
     assert found == [None, None, expected, None, None, None, expected, None]
     assert await journal(db) == [{"events": 1, "first_ids": [16]}]

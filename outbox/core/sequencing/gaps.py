@@ -197,7 +197,8 @@ class GapTracker:
 
         Args:
             gaps_max: the number of gaps that one read takes.  It is exceeded only by gaps that
-                were read before, and whose holders are idle before their first write.
+                were read before, and whose holders are idle before their first write; and not
+                while a portion of the others is read.
         """
         if self._portion is None:
             self._choose_portion(gaps_max)
@@ -289,6 +290,11 @@ class GapTracker:
         self._add_due([gap for gap in rest if gap.old])
         self.is_partial = bool(rest or self._due)
         self._is_crowded = self.is_partial or len(self._young) > YOUNG_SHARE * gaps_max
+        if self._forced and self.is_partial:
+            # Nothing beyond the portion, or events of one transaction would overtake others of it.
+            last = portion[-1].lo
+            self._add_due([gap for gap in self._forced if gap.lo > last])
+            self._forced = [gap for gap in self._forced if gap.lo <= last]
         self._portion = sorted([*portion, *self._forced], key=_LO) if self._forced else portion
 
     def _adapt_portion(self, limit: int | None) -> None:

@@ -126,7 +126,7 @@ async def apply_repairs(
     done: list[AppliedRepair] = []
     # One after the other: a repair may cause what a later one repairs.
     for repair in REPAIRS:
-        done += await make_change(connection, schema, actor, partial(_plan, repair))
+        done += await make_change(connection, schema, actor, partial(_plan, repair), long=True)
     with map_errors(schema, "operator"):
         for name in await _find_detached_partitions(connection):
             await _drop_detached(connection, name, actor)

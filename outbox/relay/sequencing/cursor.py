@@ -245,6 +245,9 @@ class Cursor:
         if row.leader != self._me:
             self.leads = False
             return False
+        if row.history.updated_from(row.server) != row.history:
+            # Another change was made meanwhile, so no new lanes were begun: try again.
+            return False
         if self._state is None or self._state.batch != row.batch:
             self._forget_position()
             self._state = await self._store.state()

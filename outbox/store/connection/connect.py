@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 SERVER_VERSION_MIN = 14
 """PostgreSQL 14 introduced multiranges, in which gaps are stored."""
 
-# Both sides detect a dead peer after about 25 s.
+# The client detects a dead server after about 25 s.
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
 
 SEND_TIMEOUT_S = 30.0
 """The server ends a session whose client has acknowledged no data for this time."""
+PROBES = 5
+"""Keepalive probes of the server within that time."""
 TRANSACTION_TIMEOUT_S = 600.0
 """Limit of a transaction, from PostgreSQL 17 on.  It is the only time-out of the server for a
 client that stops between the messages of one statement (the backend is "active" then), so it is
@@ -110,14 +112,17 @@ async def connect(
         CannotRun: the server is too old, or the proxy's role is not configured.
         UsageError: the server rejects a setting in the DSN.
     """
+    probe_s = max(1, int(send_timeout_s / PROBES))
     settings = {
         "search_path": search_path(schema),
         # JIT compilation costs more than any of our statements.
         "jit": "off",
         "application_name": application_name,
-        "tcp_keepalives_idle": str(_KEEPALIVES["keepalives_idle"]),
-        "tcp_keepalives_interval": str(_KEEPALIVES["keepalives_interval"]),
-        "tcp_keepalives_count": str(_KEEPALIVES["keepalives_count"]),
+        # Well below the next limit, which applies to the probes, too: Linux ends a connection
+        # when it has expired, whatever their number, so several of them must fit in it.
+        "tcp_keepalives_idle": str(probe_s),
+        "tcp_keepalives_interval": str(probe_s),
+        "tcp_keepalives_count": str(PROBES),
         # A client that does not read would keep its backend, and whatever that holds, for ever:
         # keepalives are answered by its system.
         "tcp_user_timeout": milliseconds(send_timeout_s),

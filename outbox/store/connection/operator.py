@@ -6,6 +6,7 @@ has locked, the relays wait for it, so the server ends such a session by itself.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.connection.connect import (
@@ -67,6 +68,14 @@ async def connect_operator(
         connection.set_transaction_settings(settings.schema_name, bounded)
     else:
         await set_if_supported(connection, _CHECK_CONNECTION)
+    connection.reopen = partial(
+        connect_operator,
+        dsn,
+        settings,
+        application_name,
+        server_settings=server_settings,
+        long=long,
+    )
     opened: Connection[Any] = connection
     return opened
 

@@ -96,11 +96,14 @@ async def make_change(
     plan: Callable[[Change], Awaitable[T]],
     *,
     routing: bool = True,
+    long: bool = False,
 ) -> T:
     async def keep(_: Connection, __: UUID, result: T) -> T:
         return result
 
-    return await make_change_and_read(connection, schema, actor, plan, keep, routing=routing)
+    return await make_change_and_read(
+        connection, schema, actor, plan, keep, routing=routing, long=long
+    )
 
 
 async def make_change_and_read(
@@ -111,6 +114,7 @@ async def make_change_and_read(
     read_back: Callable[[Connection, UUID, T], Awaitable[R]],
     *,
     routing: bool = True,
+    long: bool = False,
 ) -> R:
     async def plan_steps(change: real.Change) -> T:
         return await plan(Change(change))
@@ -120,7 +124,7 @@ async def make_change_and_read(
 
     session: Any = Session(connection)
     return await real.make_change_and_read(
-        session, schema, actor, plan_steps, read, routing=routing
+        session, schema, actor, plan_steps, read, routing=routing, long=long
     )
 
 
