@@ -175,6 +175,27 @@ async def test_every_active_endpoint_gets_new_lanes_on_a_new_timeline(
     assert len(await journal(database, "timeline_changed")) == 1
 
 
+async def test_nothing_is_sequenced_to_old_lanes_if_a_change_is_made_before_the_new_ones(
+    database: Database,
+) -> None:
+    await add_endpoint(database)
+    await (await Leader(database).begin()).turn()
+    await set_timeline(database, 2)
+    await publish(database, *range(5))
+    leader = await Leader(database).begin()
+
+    async def change() -> None:
+        async with database.connection(**SESSION) as operator:
+            await endpoint_states.pause(operator, "relay", ["shop"], actor="test")
+
+    _before(leader.store, "begin_timeline", change)
+    assert await leader.turn() is BatchResult.LOST_LEADERSHIP
+    assert await batches(database) == 0
+    assert await leader.turn() is BatchResult.WRITTEN
+    (generation,) = await fetchval(database, SEQUENCED_IN, 0)
+    assert generation > 1
+
+
 async def test_a_lost_lane_change_does_not_free_its_generation(
     database: Database,
 ) -> None:
