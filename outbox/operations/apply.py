@@ -191,9 +191,11 @@ async def _plan_changes(
     steps: list[ApplyStep] = []
     additions: list[Addition] = []
     updates: list[Update] = []
-    in_use = vault
-    if len(matches) < len(declared):
-        in_use = await vault.for_writing(change.db)
+    writes_secrets = any(
+        each.place not in matches or its.headers != matches[each.place].settings.headers
+        for each, its in zip(declared, settings, strict=True)
+    )
+    in_use = await vault.for_writing(change.db) if writes_secrets else vault
     for each, its in zip(declared, settings, strict=True):
         found = matches.get(each.place)
         if found is None:
@@ -202,7 +204,7 @@ async def _plan_changes(
             steps.append(ApplyStep("add", its.name, new.id, secret=new.secret))
             continue
         with _prefix_errors(each.place):
-            update = await plan_update(change, found, its)
+            update = await plan_update(change, found, its, in_use)
         if update.differences:
             updates.append(update)
         action: Action = "change" if update.differences else "keep"

@@ -166,7 +166,7 @@ async def add(
         await _require_free_name(change.db, settings.name)
         high, last = await change.db.fetchrow(READ_WAITING)
         new = plan_addition(change, settings, in_use, ed25519=ed25519)
-        endpoint_writes.add_endpoints(change, [new.row])
+        endpoint_writes.add_endpoints(change, [new.row], early=True)
         endpoint_writes.subscribe(change, [new.id])
         return NewEndpoint(
             id=new.id,
@@ -239,8 +239,16 @@ def plan_addition(
     return Addition(endpoint_id, public_key(secret) or secret, row)
 
 
-async def plan_update(change: Change, found: FoundEndpoint, settings: EndpointSettings) -> Update:
+async def plan_update(
+    change: Change,
+    found: FoundEndpoint,
+    settings: EndpointSettings,
+    in_use: Vault | None = None,
+) -> Update:
     """Plan an update; its new name must be free, and its filter valid.
+
+    Args:
+        in_use: the vault to write with (`Vault.for_writing`); None: it is read if needed.
 
     Raises:
         Conflict: the endpoint is being removed.
@@ -252,7 +260,7 @@ async def plan_update(change: Change, found: FoundEndpoint, settings: EndpointSe
     differences = tuple(endpoint_config.differences(old, settings))
     row = endpoint_writes.columns(found.id, settings)
     if settings.headers != old.headers:
-        vault = await found.vault.for_writing(change.db)
+        vault = in_use or await found.vault.for_writing(change.db)
         row["headers"] = vault.seal_headers(settings.headers, found.id)
     if differences:
         changes = {each.setting: [each.old, each.new] for each in differences}

@@ -34,11 +34,21 @@ if TYPE_CHECKING:
 
     from outbox.store.connection.message import WriteCall
 
+_UNSETTLED = (
+    asyncpg.InterfaceError,
+    asyncpg.ReadOnlySQLTransactionError,
+    CannotRun,
+    DatabaseUnavailable,
+)
+"""Errors, besides a lost connection, after which it remains unknown whether a change was made."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 
 PLANS_MAX = 100
 """Maximum number of plans for one change, if others change the same things all the time."""
+CONFLICTS_MAX = 10
+"""Maximum number of plans that write something twice."""
 LOCK_TIMEOUT_S = 10.0
 """Maximum wait for each lock; all are held for milliseconds only."""
 RESPONSE_S = 60.0
@@ -200,19 +210,21 @@ async def make_change_and_read(
 ) -> R:
     """Like `make_change`; returns what `read_back` reads afterwards."""
     execution = _Execution(plan, read_back, actor, routing=routing, long=long)
+    # Now: a pool's connection knows nothing any more when it is lost.
+    reopen = connection.reopen
     with map_errors(schema, "operator"):
         try:
             return await execution.run(connection)
         except LOST_ERRORS:
-            if not execution.sent or connection.reopen is None:
+            if not execution.sent or reopen is None:
                 raise
         try:
-            other = await connection.reopen()
+            other = await reopen()
             try:
                 return await execution.run(other)
             finally:
                 other.terminate()
-        except (*LOST_ERRORS, DatabaseUnavailable) as error:
+        except (*LOST_ERRORS, *_UNSETTLED) as error:
             raise DatabaseUnavailable(
                 "the connection to the database was lost, and it is not known whether the change "
                 "was made; check before you run it again"
@@ -231,6 +243,7 @@ class _Execution(Generic[T, R]):
         self._routing = routing
         self._long = long
         self._request = uuid4()
+        self._conflicts = 0
         self.sent: list[T] = []
         """The result of the plan whose message was, or may have been, executed; at most one."""
 
@@ -244,16 +257,22 @@ class _Execution(Generic[T, R]):
                         result = await self._plan(change)
                     except OutboxError:
                         # It may be due to this change, which was executed meanwhile.
-                        if not (self.sent and await connection.fetchval(IS_MADE, self._request)):
+                        if not await self._is_made_meanwhile(connection):
                             raise
                         continue
                     calls = change.message(version)
                     if calls and not await self._send(connection, calls, result):
                         continue
                     if not calls:
+                        if await self._is_made_meanwhile(connection):
+                            continue
                         self.sent = [result]
                 return await self._read_back(connection, self._request, self.sent[0])
         raise CannotRun("others change the same things all the time; run it again")
+
+    async def _is_made_meanwhile(self, connection: Any) -> bool:
+        """Whether the message that may have been executed was executed while this was planned."""
+        return bool(self.sent and await connection.fetchval(IS_MADE, self._request))
 
     async def _send(self, connection: Any, calls: Sequence[WriteCall], result: T) -> bool:
         """Send the message; returns False if the plan is outdated."""
@@ -267,7 +286,13 @@ class _Execution(Generic[T, R]):
                 f"another session holds a lock for over {LOCK_TIMEOUT_S:g} s; nothing was "
                 "changed; see: outbox doctor"
             ) from None
-        except (asyncpg.UniqueViolationError, asyncpg.DeadlockDetectedError):
+        except asyncpg.DeadlockDetectedError:
+            return False
+        except asyncpg.UniqueViolationError:
+            # Usually a name that was taken meanwhile, which the next plan finds.
+            self._conflicts += 1
+            if self._conflicts > CONFLICTS_MAX:
+                raise
             return False
         except asyncpg.PostgresError as error:
             if is_aborted(error):

@@ -156,7 +156,7 @@ SELECT EXISTS (
 # is written.  Nor does a claim of dead letters change what is pinned: an open range that a job
 # will reach becomes a range with a pending replay.
 READ_REPLAY_PROGRESS = """
-SELECT concat_ws(' ', (SELECT max(id) FROM replay_job), count(*), sum(batch))
+SELECT concat_ws(' ', (SELECT max(id) FROM replay_job), count(*), sum(batch), sum(job_id))
   FROM replay_job_endpoint WHERE ended_at IS NULL
 """
 REQUIRE_REPLAY_PROGRESS = WriteStatement(

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 
 from outbox.core.model.endpoint import EndpointSettings
@@ -17,7 +18,7 @@ from outbox.store.connection import dsn as dsns
 from outbox.store.connection.connect import connect
 from tests.support.operators import routing_transaction
 from tests.support.relay import add_endpoint, fetchval
-from tests.support.tcp import Lines, listening
+from tests.support.tcp import Lines, listening, through_lines
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -197,3 +198,58 @@ async def test_secrets_are_not_in_the_text_of_a_statement(database: Database) ->
     assert stored == "Bearer hunter2"
     assert any("INSERT INTO endpoint_secret" in text for text in texts)
     assert not [text for text in texts if "hunter2" in text or new.secret in text]
+
+
+async def test_a_lost_response_is_settled_from_a_connection_of_a_pool(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool's connection does not know how to open another one any more when it is lost."""
+    monkeypatch.setattr(changes, "RESPONSE_S", 0.3)
+    async with through_lines(database.server.embedded.socket_dir, database.name) as (lines, dsn):
+        address = dsns.parse(f"{dsn}?sslmode=disable", source="test", env={})
+
+        async def open_connection(*_: Any, **__: Any) -> Connection[Any]:
+            return await connect(address, schema="relay")
+
+        async with (
+            asyncpg.create_pool(min_size=0, max_size=1, connect=open_connection) as pool,
+            pool.acquire() as connection,
+        ):
+            lines.last_words = b"INSERT INTO endpoint_secret"
+            new = await add(connection)
+    assert len(lines.opened) == 2
+    assert await fetchval(database, STORED) == [new.secret]
+
+
+async def test_a_change_that_was_executed_while_it_was_planned_again_has_its_first_result(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second plan finds nothing to change, because the first message has changed it."""
+    address = dsns.parse(database.dsn, source="test", env={})
+    connection = await connect(address, schema="relay")
+    other = await database.connect(**SESSION)
+    send = changes._Execution._send
+    messages: list[Any] = []
+
+    async def lose(self: Any, _: Any, calls: Any, result: Any) -> bool:
+        monkeypatch.setattr(changes._Execution, "_send", send)
+        messages.append(calls)
+        self.sent.append(result)
+        raise asyncpg.ConnectionDoesNotExistError("lost")
+
+    monkeypatch.setattr(changes._Execution, "_send", lose)
+    plans = 0
+
+    async def plan(change: Change) -> int:
+        nonlocal plans
+        plans += 1
+        if plans == 1:
+            change.journal("test", None, {})
+        else:
+            # The server executes the first message now.
+            await other.write_together(*messages[0])
+        return plans
+
+    assert await changes.make_change(connection, "relay", "test", plan) == 1
+    assert (plans, await other.fetchval("SELECT count(*) FROM journal")) == (2, 1)
+    await connection.close()

@@ -2,8 +2,8 @@
 
 Relays must not use cached state that is repaired.  Their registrations are therefore ended like
 those of an expired replica, which fences off results of requests in flight; they register again
-within a second and reload.  Then the damage is read, and repaired in one message, which does
-nothing if the damage has changed meanwhile, or if a relay has registered.
+within a second and reload.  Damage is read, and repaired in one message, which does nothing if the
+damage has changed meanwhile, or if a relay has registered.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import orjson
 
 from outbox.core.model.sql_names import quote_ident
 from outbox.operations.verify.repair_rules import REPAIRS
 from outbox.store.change import LOCK_TIMEOUT_S, make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
+from outbox.store.connection.message import WriteStatement, is_aborted
 from outbox.store.partitions import MAINTENANCE_IS_LEASED, PARENTS
 from outbox.store.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
 from outbox.store.retention import END_LEADERSHIP
@@ -129,48 +130,43 @@ async def apply_repairs(
         done += await make_change(connection, schema, actor, partial(_plan, repair), long=True)
     with map_errors(schema, "operator"):
         for name in await _find_detached_partitions(connection):
-            await _drop_detached(connection, name, actor)
-            done.append(_partition_repair(name))
+            if await _drop_detached(connection, name, actor):
+                done.append(_partition_repair(name))
     return done
 
 
 async def _plan(repair: Repair, change: Change) -> list[AppliedRepair]:
-    """Plan a repair, after the replicas are expired if they cache what is repaired."""
-    if not await change.db.fetch(repair.find_sql):
-        return []
-    if repair.expires_replicas:
-        await _expire_replicas(change.db, change.actor)
-        change.write(LOCK_EPOCHS)
-        change.write(REQUIRE_NO_REPLICAS)
-        change.write(END_LEADERSHIP)
-    # Read again: relays may have written until they were expired.
+    """Plan a repair; if relays cache what is repaired, their registrations are ended."""
     fingerprint = FINGERPRINT.format(repair.find_sql)
     found = await change.db.fetchval(fingerprint)
     rows = await change.db.fetch(repair.find_sql)
+    if not rows:
+        return []
+    expirables: list[tuple[int, None, None]] = []
+    if repair.expires_replicas:
+        expirables = [(row["id"], None, None) for row in await change.db.fetch(READ_REPLICAS)]
+        # Locked first: relays that write wait, and are fenced off then.
+        for expirable in expirables:
+            change.write(LOCK_REPLICA, *expirable)
+        change.write(LOCK_EPOCHS)
     require = f"SELECT abort_unless(({fingerprint}) = $1)"
     change.write(WriteStatement(f"require_{repair.name}", require), found)
     columns = [[row[name] for row in rows] for name in repair.columns]
     change.write(WriteStatement(f"repair_{repair.name}", repair.repair_sql), *columns)
+    for expirable in expirables:
+        change.write(RELEASE_ALL, *expirable, change.actor, "repaired")
+        change.write(REMOVE_REPLICA, *expirable)
+    if repair.expires_replicas:
+        change.write(REQUIRE_NO_REPLICAS)
+        change.write(END_LEADERSHIP)
     planned = _to_repairs(repair, rows)
     for endpoint_id, applied in planned:
         change.journal("repaired", endpoint_id, _entry(applied))
     return [applied for _, applied in planned]
 
 
-async def _expire_replicas(connection: StoreConnection, actor: str) -> None:
-    """Expire all registered replicas, which fences them."""
-    for row in await connection.fetch(READ_REPLICAS):
-        expirable = (row["id"], None, None)
-        await connection.write_together(
-            (LOCK_REPLICA, *expirable),
-            (RELEASE_ALL, *expirable, actor, "repaired"),
-            (REMOVE_REPLICA, *expirable),
-            lock_timeout_s=LOCK_TIMEOUT_S,
-        )
-
-
-async def _drop_detached(connection: StoreConnection, name: str, actor: str) -> None:
-    """Drop a partition in one message, unless it has rows by now."""
+async def _drop_detached(connection: StoreConnection, name: str, actor: str) -> bool:
+    """Drop a partition in one message, unless it has rows by now, or is in use."""
     table = quote_ident(name)
     entry = orjson.dumps(_entry(_partition_repair(name))).decode()
     message = (
@@ -179,7 +175,13 @@ async def _drop_detached(connection: StoreConnection, name: str, actor: str) -> 
         f"DROP TABLE {table}",
         ADD_TO_JOURNAL.inline(("repaired", actor, None, entry)),
     )
-    await connection.execute("; ".join(message))
+    try:
+        await connection.execute("; ".join(message))
+    except asyncpg.PostgresError as error:
+        if not is_aborted(error) and not isinstance(error, asyncpg.LockNotAvailableError):
+            raise
+        return False
+    return True
 
 
 async def _find_detached_partitions(connection: Connection[Any]) -> list[str]:

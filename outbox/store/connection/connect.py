@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from contextlib import contextmanager, suppress
@@ -157,12 +158,16 @@ async def connect(
             raise CannotRun(
                 f"{dsn} runs PostgreSQL {major}; {SERVER_VERSION_MIN} or later is needed"
             )
-        if pooled:
-            await _check_role(connection, schema)
-        else:
-            await set_if_supported(
-                connection, transaction_settings(connection, transaction_timeout_s)
-            )
+        async with asyncio.timeout(dsn.connect_timeout_s):
+            if pooled:
+                await _check_role(connection, schema)
+            else:
+                await set_if_supported(
+                    connection, transaction_settings(connection, transaction_timeout_s)
+                )
+    except TimeoutError as error:
+        connection.terminate()
+        raise DatabaseUnavailable(f"{dsn} does not respond after login") from error
     except BaseException:
         connection.terminate()
         raise

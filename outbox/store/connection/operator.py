@@ -6,9 +6,11 @@ has locked, the relays wait for it, so the server ends such a session by itself.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from outbox.errors import DatabaseUnavailable
 from outbox.store.connection.connect import (
     TRANSACTION_TIMEOUT_S,
     connect,
@@ -67,7 +69,14 @@ async def connect_operator(
         bounded.pop("application_name", None)
         connection.set_transaction_settings(settings.schema_name, bounded)
     else:
-        await set_if_supported(connection, _CHECK_CONNECTION)
+        try:
+            async with asyncio.timeout(dsn.connect_timeout_s):
+                await set_if_supported(connection, _CHECK_CONNECTION)
+        except BaseException as error:
+            connection.terminate()
+            if isinstance(error, TimeoutError):
+                raise DatabaseUnavailable(f"{dsn} does not respond after login") from error
+            raise
     connection.reopen = partial(
         connect_operator,
         dsn,
