@@ -26,6 +26,7 @@ from outbox.store.event_reads import (
     READ_LOCK_HOLDERS,
     READ_RUNNING,
     parse_reading,
+    truncated,
 )
 from outbox.store.filters import FilterStore, stop_filters
 from outbox.store.lanes import READ_COUNTERS
@@ -222,6 +223,8 @@ class CursorStore:
     async def state(self) -> CursorState:
         """Read the cursor's position and its gaps."""
         row = await self._db.fetchrow(READ_STATE)
+        if row is None:
+            raise truncated("batch")
         old = await self._db.fetch(READ_OLD_GAPS)
         return CursorState(
             batch=row["batch"],
@@ -277,6 +280,8 @@ class CursorStore:
     async def leader_status(self, me: int) -> LeaderStatus:
         """The status of the leader, for replica `me`."""
         row = await self._db.fetchrow(READ_LEADER_STATUS, me)
+        if row is None:
+            raise truncated("cursor")
         return LeaderStatus(row["leader"], row["batch"], row["free"], row["behind"])
 
     async def write(
@@ -365,6 +370,8 @@ class CursorStore:
         )
 
     def _checked_row(self, row: Any) -> CursorRow:
+        if row is None:
+            raise truncated("cursor")
         self._check_timeline(row["server_timeline"])
         return CursorRow(
             row["writer"],

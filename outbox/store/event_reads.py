@@ -184,6 +184,11 @@ class Reading:
             )
 
 
+def truncated(table: str) -> CursorBroken:
+    """The error for a table without the row that its migration wrote."""
+    return CursorBroken(f"the table {table} was emptied; restore it from a backup")
+
+
 def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading:
     """Parse the rows of `READ_EVENTS_AND_STATE`, or of `READ_CONTENT_AND_STATE`."""
     events: list[RoutableEvent] = []
@@ -194,6 +199,8 @@ def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading
             status = row
         else:
             events.append(RoutableEvent(event_id, row["tenant"], row["type"], row["spread"]))
+    if status is None:
+        raise truncated("cursor")
     events.sort(key=itemgetter(0))
     holders = status["holders"]
     return Reading(

@@ -13,6 +13,7 @@ import asyncpg
 
 from outbox.core.cluster.lease import Peer
 from outbox.store.connection.message import WriteStatement
+from outbox.store.event_reads import truncated
 from outbox.store.sessions import (
     AWAIT_SESSIONS,
     COUNT_SESSIONS,
@@ -273,6 +274,8 @@ class ReplicaStore:
     async def read_cluster(self) -> ClusterSnapshot:
         """Read the cluster's state."""
         row = await self._db.fetchrow(READ_CLUSTER)
+        if row is None:
+            raise truncated("cursor")
         columns = (row["ids"] or (), row["renewals"] or (), row["leases_s"] or ())
         peers = [Peer(*each) for each in zip(*columns, strict=True)]
         return ClusterSnapshot(

@@ -13,6 +13,7 @@ from outbox.errors import CursorBroken
 from outbox.relay.sequencing import sequencer as sequencer_module
 from outbox.relay.sequencing.cursor import BatchResult
 from tests.support.judge import SPOTLESS, judge
+from tests.support.relay import Network, add_endpoint, fetchval, publish, relay
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper
 from tests.support.waiting import until
@@ -211,3 +212,22 @@ async def test_a_stopped_sequencer_limits_its_log_under_load(
             await producer.execute(INSERT)
             relay.wake_event.set()
         assert len(logs) <= 2
+
+
+@pytest.mark.parametrize("table", ["batch", "cursor"])
+async def test_a_truncated_table_is_named(
+    table: str, database: Database, logs: list[dict[str, str]]
+) -> None:
+    await add_endpoint(database)
+    network = Network()
+    worker = relay(database, network)
+    task = asyncio.create_task(worker.run())
+    await publish(database, 1)
+    await until(lambda: network.accepted)
+    await fetchval(database, f"TRUNCATE {table}")
+    await publish(database, 2)
+    says = f"the table {table} was emptied"
+    await until(lambda: any(says in each.get("reason", "") for each in logs))
+    assert not task.done()
+    worker.stop()
+    await task

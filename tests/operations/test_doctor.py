@@ -217,6 +217,15 @@ async def test_partitions_that_are_missing(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
+async def test_a_truncated_table(db: Connection[Any]) -> None:
+    await db.execute("TRUNCATE batch, period")
+    # The other checks would fail on them.
+    *_, found = await findings(db)
+    assert (found.check, found.severity) == ("rows", Severity.PROBLEM)
+    assert found.message.endswith("each always has a row: relay.batch, relay.period")
+
+
+@pytest.mark.one_major
 async def test_another_table_with_the_name_of_a_partition(db: Connection[Any]) -> None:
     await db.execute("DROP TABLE attempt_1; CREATE TABLE attempt_1 (backup int)")
     found = await the_one(db, "partitions")

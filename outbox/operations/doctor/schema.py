@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outbox.core.model.schema_name import migrate_command
+from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations.doctor.finding import format_age, ok, problem, warning
 from outbox.store.connection import migrate
@@ -35,6 +36,16 @@ SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::r
 
 # The newest period of each kind is the current one.
 WRITTEN_PERIODS = "SELECT kind, max(number) FROM period GROUP BY kind"
+
+# The tables that have a row from their migration on, and are empty.
+EMPTIED = """
+SELECT array_agg(name ORDER BY name)
+  FROM (VALUES ('batch', EXISTS (SELECT FROM batch)), ('cursor', EXISTS (SELECT FROM cursor)),
+               ('lag_report', EXISTS (SELECT FROM lag_report)),
+               ('lock', EXISTS (SELECT FROM lock)), ('period', EXISTS (SELECT FROM period)))
+       AS initial(name, is_there)
+ WHERE NOT is_there
+"""
 
 # Whether another table has the name of a partition.
 TABLE_EXISTS = "SELECT to_regclass($1) IS NOT NULL"
@@ -78,6 +89,21 @@ async def version(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
     else:
         yield ok(f'"{context.schema}" is at version {found.version}')
+
+
+async def initial_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """The rows that the migrations wrote exist."""
+    emptied = await context.db.fetchval(EMPTIED)
+    if emptied:
+        names = ", ".join(map(context.qualify, emptied))
+        yield problem(
+            f"emptied, although each always has a row: {names}",
+            "restore the schema from a backup, or begin anew, without its endpoints and events: "
+            f"DROP SCHEMA {quote_ident(context.schema)} CASCADE; then run: "
+            f"{migrate_command(context.schema)}",
+        )
+    else:
+        yield ok("the rows that the migrations wrote exist")
 
 
 async def sequence(context: DoctorContext) -> AsyncIterator[CheckResult]:
