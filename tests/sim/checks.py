@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
 
+from outbox.store.connection.lock_retry import LOCK_TIMEOUT_S
 from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Sent, Violation
+from tests.sim.database.engine import SHARE
+from tests.sim.database.inserts import OUTBOX_LOCK
 from tests.sim.limits import Limits
 from tests.sim.operational import RESERVED, Operational
 from tests.sim.replayed import Replayed
@@ -26,12 +29,14 @@ if TYPE_CHECKING:
     from outbox.core.model.response import AttemptResult
     from outbox.destinations.interface import Request
     from tests.sim.clockwork import Process, World
-    from tests.sim.database.engine import Transaction
+    from tests.sim.database.engine import Transaction, Wait
     from tests.sim.database.tables import Batch, Database, Given, Tried
 
 
 M = TypeVar("M", bound="Callable[..., None]")
 
+PRODUCER_WAIT_MAX_S = LOCK_TIMEOUT_S + 1.0
+"""Limit of a producer's wait: for a migration that waits, and for its work once it has the lock."""
 MICROSECOND_S = 1e-6
 """Resolution of a timestamp of PostgreSQL."""
 
@@ -114,8 +119,14 @@ class Checker:
         self.limits = Limits(database)
         self.operational = Operational(database, lambda: world.now)
         database.on_commit.append(self._committed)
+        database.on_granted.append(self._lock_granted)
 
     # ------------------------------------------------------------- the tables
+
+    @reports
+    def _lock_granted(self, wait: Wait, waited_s: float) -> None:
+        if (wait.key, wait.mode) == (OUTBOX_LOCK, SHARE) and waited_s > PRODUCER_WAIT_MAX_S:
+            raise Violation("migrate", f"a producer has waited {waited_s:.1f} s for a migration")
 
     @reports
     def _committed(self, tx: Transaction) -> None:

@@ -212,7 +212,8 @@ class Faults:
         if self._sim.settling or relay.dead or relay.frozen or backend is None:
             return
         for_s = self._sim.settings.lease_s * self._rng.uniform(1.2, 3.0)
-        self._trouble(None, for_s)
+        # The session is terminated when its relay is expired, so that nobody else waits for it.
+        self._trouble(relay if self._sim.database.signals else None, for_s)
         backend.stalled_until = self._sim.world.now + for_s
         if self._rng.random() < 0.5:
             self._sim.fleet.kill(relay, self._rng.choice((0.0, for_s)))
@@ -220,6 +221,32 @@ class Faults:
             self._sim.fleet.freeze(relay, for_s * self._rng.choice((0.9, 1.2)))
         what = "is killed" if relay.dead else "is frozen"
         self._log(f"{relay.name} {what}, and its statement stalls for {for_s:.1f} s")
+
+    def hold_rows_at_once(self) -> None:
+        if not self._sim.settling and (what := self._hold_rows()) is not None:
+            self._log(what)
+
+    def _hold_rows(self) -> str | None:
+        """Lock rows of one endpoint in a stranger's transaction, and kill the endpoint's owner.
+
+        The other replicas claim the rest of its endpoints.
+        """
+        relay, db = self._relay(), self._sim.database
+        if relay is None or relay.frozen:
+            return None
+        owned = [
+            row["endpoint_id"]
+            for row in db.ownership.rows.values()
+            if self._sim.checker.owns(relay, row["replica_id"])
+        ]
+        if not owned:
+            return None
+        held = self._rng.choice(owned)
+        for_s = self._sim.settings.lease_s * self._rng.uniform(2.0, 4.0)
+        self._trouble(relay, for_s)
+        self._sim.operator_process.run(self._sim.hold_rows_of(held, for_s))
+        self._sim.fleet.kill(relay, for_s, held)
+        return f"{relay.name} is killed, and rows of an endpoint of it are locked for {for_s:.1f} s"
 
     def _hang(self, connection: Connection, *, half_sent: bool) -> str:
         self._trouble(connection.process)

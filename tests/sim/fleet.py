@@ -18,6 +18,7 @@ from tests.sim.stores import STORES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from uuid import UUID
 
     from outbox.config import Settings
     from tests.sim.checks import Checker
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 TAKE_OVER_LEASES = 1.5
 """Limit, in leases, for another replica to claim the endpoints of a dead one."""
+
+HAND_OVER_S = 10.0
+"""Limit, in seconds, for a replica to claim an endpoint that another one has released."""
 
 
 def read_busy_backends(db: Database, tx: Transaction, pids: Collection[int]) -> set[int]:
@@ -138,13 +142,17 @@ class Fleet:
         if not self._stopping:
             self.world.after(self._back_s.pop(name, 1.0), None, self.start, name)
 
-    def kill(self, relay: Process, back_s: float) -> None:
-        """SIGKILL; the relay is started again after some time."""
+    def kill(self, relay: Process, back_s: float, held: UUID | None = None) -> None:
+        """SIGKILL; the relay is started again after some time.
+
+        Args:
+            held: an endpoint that no other relay can claim.
+        """
         relay.kill()
         self.checker.died(relay)
         self.world.after(back_s, None, self.start, relay.name)
         if back_s > TAKE_OVER_LEASES * self.settings.lease_s:
-            self._expect_take_over(relay)
+            self._expect_take_over(relay, held)
 
     def freeze(self, relay: Process, for_s: float) -> None:
         """SIGSTOP, and SIGCONT after some time."""
@@ -161,7 +169,7 @@ class Fleet:
         if for_s > TAKE_OVER_LEASES * self.settings.lease_s:
             self._expect_take_over(relay)
 
-    def _expect_take_over(self, relay: Process) -> None:
+    def _expect_take_over(self, relay: Process, held: UUID | None = None) -> None:
         """If the other relays are healthy, check that they soon own the endpoints of this one."""
         others = [r for r in self.relays.values() if not r.dead and r is not relay]
         # A renewal that is on its way still counts when it arrives.
@@ -170,19 +178,34 @@ class Fleet:
         if not others or not all(self._is_healthy(r) for r in others):
             return
         rows = list(self.database.ownership.rows.values())
-        owned = [r for r in rows if self.checker.owns(relay, r["replica_id"])]
+        owned = [
+            r
+            for r in rows
+            if self.checker.owns(relay, r["replica_id"]) and r["endpoint_id"] != held
+        ]
 
-        def check() -> None:
+        def check(epochs: dict[UUID, int]) -> None:
             if self._peace or not all(self._is_healthy(r) for r in others):
                 return
-            for row in owned:
-                new = self.database.ownership.rows[row["endpoint_id"]]
-                state = self.database.endpoint.rows[row["endpoint_id"]]["state"]
-                if new["epoch"] == row["epoch"] and state in ("active", "paused"):
-                    text = f"{relay.name} still owns {row['endpoint_id']}"
+            sessions = [c.backend for c in self.database.connections if c.process is relay]
+            if any(each is not None and each.commits for each in sessions):
+                return  # It cannot be terminated.
+            unowned: dict[UUID, int] = {}
+            for endpoint_id, epoch in epochs.items():
+                new = self.database.ownership.rows[endpoint_id]
+                if self.database.endpoint.rows[endpoint_id]["state"] not in ("active", "paused"):
+                    continue
+                if new["epoch"] == epoch:
+                    what = "nobody claims" if new["replica_id"] is None else "still owned:"
+                    text = f"after the end of {relay.name} {what} {endpoint_id}"
                     self.checker.violations.append(Violation("take-over", text))
+                elif new["replica_id"] is None:
+                    unowned[endpoint_id] = new["epoch"]
+            if unowned:
+                # Maybe it is passed on at this moment.
+                self.world.after(HAND_OVER_S, None, check, unowned)
 
-        self.world.after(limit_s, None, check)
+        self.world.after(limit_s, None, check, {r["endpoint_id"]: r["epoch"] for r in owned})
 
     def _is_healthy(self, relay: Process) -> bool:
         return not relay.dead and self._unhealthy_until.get(relay.name, 0.0) < self.world.now

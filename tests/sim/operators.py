@@ -23,6 +23,7 @@ from tests.sim.stores import (
     endpoint_changes,
     endpoint_states,
     endpoint_writes,
+    migrate,
     operational_events,
     receiver_replays,
     replay_jobs,
@@ -109,6 +110,8 @@ class Operator:
             await self._disable(name)
         elif u < 0.78:
             await self._try(endpoint_states.enable, name)
+        elif u < 0.81:
+            await self._try(migrate.alter_outbox)
         elif u < 0.93:
             await self._try(replays.start_replay, DeadLetterSelection(everything=True))
         else:

@@ -4,7 +4,9 @@ then without faults until all work is done.
 
 from __future__ import annotations
 
+import asyncio
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -19,21 +21,20 @@ from tests.sim.books import Violation
 from tests.sim.checks import Checker
 from tests.sim.clockwork import Process, World
 from tests.sim.database import endpoints
+from tests.sim.database.connection import Connection
 from tests.sim.database.tables import Database
 from tests.sim.faults import Faults
 from tests.sim.fleet import Fleet
 from tests.sim.operators import Operator
-from tests.sim.producers import Load, Producer, publish_one
+from tests.sim.producers import TROUBLE, Load, Producer, publish_one
 from tests.sim.receivers import Receiver
 from tests.sim.stores import change, cursor, records
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
-    from tests.sim.database.connection import Connection
-
 HOUR_S = 3600.0
+STRANGER = "psql"
 STEPS_MAX = 2_000_000
 """Limit of the steps of a run, which usually takes some 50,000: more mean an endless loop."""
 PERIOD_WIDTH = 10_000
@@ -312,7 +313,8 @@ class Simulation:
         rng, world = self._rng, self.world
         requests = self._load.events * len(self.receivers) * 2 // 3 + 2
         at = self.checker.moments.at
-        faults = rng.choice((0, 5, 20, 40))
+        # With few of them most relays are healthy, and have to take over in time.
+        faults = rng.choice((0, 2, 5, 20, 40))
         for _ in range(rng.choice((0, 2, 4)) if faults else 0):
             at(moments.RECORD, rng.randrange(1, requests), self._hang_soon)
         for _ in range(rng.choice((0, 1, 2)) if faults else 0):
@@ -325,6 +327,8 @@ class Simulation:
             at(moments.COMMAND, rng.randrange(1, 16), self._disconnect_soon)
         for _ in range(rng.choice((0, 1, 2)) if faults else 0):
             at(moments.CHANGE, rng.randrange(1, 12), self._disconnect_soon)
+        if faults and rng.random() < 0.5:
+            world.at(rng.random() * self._peace_at, None, self.faults.hold_rows_at_once)
         for _ in range(faults):
             u = rng.random()
             if u < 0.1:
@@ -337,6 +341,16 @@ class Simulation:
                 world.at_step(int(rng.expovariate(1 / 20_000)), self.faults.strike)
             else:
                 world.at(rng.random() * self._peace_at, None, self.faults.strike)
+
+    async def hold_rows_of(self, endpoint_id: UUID, for_s: float) -> None:
+        """Lock the progress of an endpoint's lanes in a transaction of a stranger."""
+        connection = Connection(self.database, self.operator_process, STRANGER)
+        with suppress(*TROUBLE):
+            await connection.open()
+            await connection.control("BEGIN")
+            await connection.call(endpoints.lock_progress, endpoint_id)
+            await asyncio.sleep(for_s)
+        connection.terminate()
 
     def _hang_soon(self, name: str) -> None:
         """Hang a connection whose relay has a transaction of several messages open."""
@@ -400,6 +414,9 @@ class Simulation:
         for receiver in self.receivers.values():
             receiver.busy = receiver.resets = receiver.garbage = receiver.hangs = 0.0
             receiver.down_until = receiver.hanging_until = receiver.busy_until = world.now
+        for connection in database.connections:
+            if connection.name == STRANGER:
+                connection.terminate()
         self.fleet.make_peace()
 
     def _end_prepared(self) -> None:

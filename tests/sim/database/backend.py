@@ -62,6 +62,11 @@ class Backend:
         return self.alive and self._statement is not None
 
     @property
+    def commits(self) -> bool:
+        """Whether a commit is under way, which cannot be ended."""
+        return self.alive and self._own is not None and self._own.committing
+
+    @property
     def silent_since(self) -> float | None:
         """Since when it has waited for its client in a transaction or a statement."""
         waits = self.half_sent or self._tx is not None
@@ -146,8 +151,14 @@ class Backend:
         if self.engine.try_lock(tx, wait.key, wait.mode):
             self._go_on(None)
             return
-        token = self._token
-        self.engine.wait_for(tx, wait.key, wait.mode, lambda: self._granted(token))
+        token, began_at = self._token, self.engine.world.now
+
+        def granted() -> None:
+            for watcher in self.engine.on_granted:
+                watcher(wait, self.engine.world.now - began_at)
+            self._granted(token)
+
+        self.engine.wait_for(tx, wait.key, wait.mode, granted)
         if tx.lock_timeout_s:
             self.engine.world.after(tx.lock_timeout_s, None, self._timed_out, token)
 

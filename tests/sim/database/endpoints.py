@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import Progress
 from outbox.core.model.endpoint import EndpointSettings
+from tests.sim.database.engine import UPDATE, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from tests.sim.database.engine import Row, Table
+    from tests.sim.database.engine import Row, Steps, Table, Transaction
     from tests.sim.database.tables import Database
 
     Put = Callable[[Table, UUID | int, Row], None]
@@ -24,6 +25,13 @@ def settings_columns(settings: EndpointSettings) -> Row:
     """The columns of an endpoint that its settings determine."""
     columns = {each.name: getattr(settings, each.name) for each in fields(EndpointSettings)}
     return {**columns, "settings": settings}
+
+
+def lock_progress(db: Database, tx: Transaction, endpoint_id: UUID) -> Steps[None]:
+    """Lock the progress of an endpoint's lanes, which only its owner writes."""
+    for row in list(tx.rows(db.lane_progress)):
+        if row["endpoint_id"] == endpoint_id:
+            yield Wait(db.lane_progress, row["lane_id"], UPDATE)
 
 
 def add_lane(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+from tests.sim.database.engine import SHARE, Wait
 from tests.sim.database.tables import SCHEMA, Event
 
 if TYPE_CHECKING:
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
+
+OUTBOX_LOCK = ("outbox", "table")
+"""The lock of the table: held by a transaction that has inserted a row, until its end."""
 
 
 def insert_event(
@@ -23,6 +27,7 @@ def insert_event(
     expires_at: datetime | None = None,
 ) -> Steps[Event]:
     """Insert one row; returns it."""
+    yield Wait(*OUTBOX_LOCK, SHARE)
     db.holders[tx.vxid] = None  # Locked before the sequence assigns a value.
     if db.rng.random() < 0.3:
         yield db.pause_s()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from outbox.store.connection import lock_retry
 from tests.sim.database.engine import perform
 from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import change, routing_change
@@ -46,3 +47,9 @@ def an_operator_holds_the_cursor(sim: Simulation) -> None:
 
     swap(change.Session, "fetchrow", fetchrow)
     swap(change.Session, "write_together", write_together)
+
+
+@mutant
+def migration_waits_without_limit(sim: Simulation) -> None:
+    """A migration waits for its lock as long as it takes, and all producers wait behind it."""
+    swap(lock_retry, "LOCK_TIMEOUT_S", 0.0)

@@ -14,6 +14,9 @@ from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import lanes, replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from uuid import UUID
+
     from outbox.store.lanes import LoadedLane
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
@@ -104,3 +107,32 @@ def no_lease_check_before_sending(sim: Simulation) -> None:
 def stop_waits_for_database(sim: Simulation) -> None:
     """A relay that stops releases its endpoints without a time limit."""
     swap(session, "HAND_OVER_MIN_S", 1e9)
+
+
+@mutant
+def claim_waits_for_locked_rows(sim: Simulation) -> None:
+    """A claim waits for rows that another session has locked, and with it all other endpoints."""
+
+    def claim_endpoints(
+        db: Database, tx: Transaction, me: int, ids: Sequence[UUID], actor: str
+    ) -> Steps[None]:
+        tx.lock_timeout_s = 0.0
+        if not (yield from replicas.fence(db, tx, me)):
+            return
+        for endpoint_id in sorted(ids):
+            yield Wait(db.ownership, endpoint_id, UPDATE)
+            row = tx.get(db.ownership, endpoint_id)
+            if row is None or row["replica_id"] is not None:
+                continue
+            tx.change(db.ownership, endpoint_id, replica_id=me, epoch=row["epoch"] + 1)
+            for lane in list(tx.rows(db.lane_progress)):
+                if lane["endpoint_id"] == endpoint_id:
+                    yield Wait(db.lane_progress, lane["lane_id"], UPDATE)
+
+    swap(replicas, "claim_endpoints", claim_endpoints)
+
+
+@mutant
+def sessions_without_label(sim: Simulation) -> None:
+    """The sessions of a replica do not have its label, so that its expiry cannot end them."""
+    swap(replicas, "_find_backends", lambda db, tx, *names: [])

@@ -124,6 +124,8 @@ def fence(db: Database, tx: Transaction, me: int) -> Steps[bool]:
     if db.rng.random() < 0.5:
         yield db.pause_s()
     yield Wait(db.replica, me, SHARE)
+    if db.rng.random() < 0.3:
+        yield db.pause_s()
     new = tx.get(db.replica, me)
     if new is row:
         return True
