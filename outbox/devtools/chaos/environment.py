@@ -16,6 +16,7 @@ from outbox.core.model.retry_policy import RetryPolicy
 from outbox.devtools.chaos import queries
 from outbox.devtools.chaos.control import ControlConnection
 from outbox.devtools.chaos.ledger import Ledger
+from outbox.devtools.chaos.operators import Operators
 from outbox.devtools.chaos.plan import CONTROL_CONNECTIONS, LANES
 from outbox.devtools.chaos.producers import Producers
 from outbox.devtools.chaos.receivers import Receivers
@@ -64,6 +65,7 @@ class Environment:
     ledger: Ledger
     receivers: Receivers
     relays: Relays
+    operators: Operators
     producers: Producers
     clock_offset_s: float
     """Added to a database time to get the run's monotonic time."""
@@ -163,6 +165,9 @@ async def open_environment(
         producers = Producers(plan, ledger, random.Random(rng.random()), control.open)  # noqa: S311
         relays = Relays(plan, address, directory)
         stack.push_async_callback(relays.close)
+        operators = Operators(address, plan.schema)
+        stack.callback(operators.close)
+        await operators.open()
         environment = Environment(
             plan,
             postgres,
@@ -172,6 +177,7 @@ async def open_environment(
             ledger,
             receivers,
             relays,
+            operators,
             producers,
             offset_s,
             directory,

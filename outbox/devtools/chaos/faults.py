@@ -7,7 +7,7 @@ import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox.devtools.chaos import queries
 from outbox.devtools.chaos.facts import Incident
@@ -19,6 +19,8 @@ from outbox.store.connection.connect import CONNECTION_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
+
+    from asyncpg import Connection
 
     from outbox.devtools.chaos.environment import Environment
     from outbox.devtools.chaos.plan import PlannedFault
@@ -74,6 +76,7 @@ class FaultInjector:
             "pause": self._pause,
             "add": self._add,
             "replay": self._replay,
+            "half-command": self._half_command,
         }
 
     async def run(self, planned: Iterable[PlannedFault], began_at: float) -> None:
@@ -287,6 +290,26 @@ class FaultInjector:
                 lambda settings: replace(settings, lanes=lanes),
                 actor=ACTOR,
             )
+
+    async def _half_command(self, run: FaultRun) -> None:
+        name = self._choose_endpoint(run)
+        schema, lanes = self._environment.plan.schema, run.rng.randint(1, LANES_MAX)
+
+        async def change_lanes(connection: Connection[Any]) -> None:
+            await endpoint_changes.update(
+                connection, schema, name, lambda s: replace(s, lanes=lanes), actor=ACTOR
+            )
+
+        async def pause(connection: Connection[Any]) -> None:
+            await endpoint_states.pause(connection, schema, [name], actor=ACTOR)
+
+        pauses = run.rng.random() < 0.5
+        command = pause if pauses else change_lanes
+        ended = await self._environment.operators.hang_in(command, run.rng)
+        what = "paused" if pauses else f"to {lanes} lanes"
+        self._report(run, f"{name} {what}: {ended}")
+        if pauses:
+            await self._resume(name)
 
     async def _pause(self, run: FaultRun) -> None:
         name = self._choose_endpoint(run)

@@ -69,6 +69,7 @@ FAULT_KINDS: dict[str, FaultKind] = {
         FaultKind("pause", "pauses an endpoint, and resumes it", _OPERATOR),
         FaultKind("add", "adds an endpoint", _OPERATOR),
         FaultKind("replay", "replays all dead letters", _OPERATOR),
+        FaultKind("half-command", "its connection stops in the middle of a change", _OPERATOR),
     )
 }
 
@@ -129,7 +130,9 @@ class ChaosPlan:
     @property
     def connections(self) -> int:
         """Maximum number of database connections; half-open ones count twice."""
-        return self.replicas * CONNECTIONS_PER_RELAY * 2 + PRODUCERS + CONTROL_CONNECTIONS
+        # The server keeps the session of a command that stops in the middle of a message.
+        silent = sum(fault.kind == "half-command" for fault in self.schedule())
+        return self.replicas * CONNECTIONS_PER_RELAY * 2 + PRODUCERS + CONTROL_CONNECTIONS + silent
 
     @property
     def settle_s(self) -> float:

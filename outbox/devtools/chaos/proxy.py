@@ -1,6 +1,7 @@
-"""TCP proxy between one relay and the database, which can be cut, blocked, hung and half-sent.
+"""TCP proxy between one client and the database, which can be cut, blocked, hung and half-sent.
 
-Only connections through this proxy are affected, so other users of the database are not.
+The client is a relay, or the run itself for the commands of operators.  Only connections through
+this proxy are affected, so other users of the database are not.
 """
 
 from __future__ import annotations
@@ -69,6 +70,15 @@ class Proxy:
         link.hang_at = rng.random()
         return link.backend_pid
 
+    def hang_each(self, rng: random.Random, pieces: int) -> None:
+        """Let every connection hang for good in the middle of what its client sends.
+
+        Args:
+            pieces: that is sent at most before, from now on.
+        """
+        for link in self.links:
+            link.hang_at, link.pieces_before = rng.random(), rng.randrange(pieces)
+
     def sessions(self) -> Iterator[tuple[int | None, int | None]]:
         """Yield (backend pid, client port) of each connection, as far as known."""
         for link in self.links:
@@ -102,6 +112,8 @@ class Link:
         self.ghost = False
         self.hang_at: float | None = None
         """Share of the relay's next data after which the connection hangs; None: it does not."""
+        self.pieces_before = 0
+        """Pieces of data that still pass before that."""
         self.near: asyncio.Transport | None = None
         self.far: asyncio.Transport | None = None
         self.backend_pid: int | None = None
@@ -129,7 +141,9 @@ class Link:
     def to_server(self, data: bytes) -> None:
         if self.muted:
             return
-        if self.hang_at is not None:
+        if self.hang_at is not None and self.pieces_before:
+            self.pieces_before -= 1
+        elif self.hang_at is not None:
             self.muted = True
             data = data[: max(1, int(self.hang_at * len(data)))]
         if self.far is None:

@@ -117,3 +117,15 @@ def test_a_proxied_dsn_keeps_all_other_parameters(tmp_path: Path) -> None:
     assert (led.user, led.database, led.password) == ("me", "app", "it:s 'so'")
     assert led.sslmode == "require"
     assert led.server_settings["options"] == "-cgeqo=off"
+
+
+async def test_a_connection_hangs_after_some_pieces(proxy: Proxy, database: Database) -> None:
+    async with connection(proxy, database) as connected:
+        proxy.hang_each(random.Random(1), 3)
+        (link,) = proxy.links
+        passes = link.pieces_before
+        for _ in range(passes):
+            await connected.execute("SELECT 1")  # One piece each.
+        with pytest.raises(TimeoutError):
+            await connected.execute("SELECT 1", timeout=0.1)
+        assert await works(proxy, database)
