@@ -225,6 +225,15 @@ async def test_a_clock_set_back_does_not_delay_a_probe(
             await publish(database, n, key=f"k{n}")
         failing = "SELECT state = 'failing' FROM endpoint_health"
         await until(lambda: fetchval(database, failing), 10, "the breaker to open")
+
+        async def all_recorded() -> bool:
+            return bool(
+                await fetchval(database, "SELECT count(*) FROM attempt") == len(network.sent)
+            )
+
+        # A lane whose failure is still being written when the endpoint is healthy again waits for
+        # its own retry.
+        await until(all_recorded, 10, "all failures to be recorded")
         shift_database_clock(-5 * HOUR_S)
         back = True
         await all_ended(database)
