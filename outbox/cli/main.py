@@ -229,6 +229,10 @@ def _usage(error: click.ClickException) -> str:
 def _unexpected(error: Exception) -> str:
     asyncpg: Any = sys.modules.get("asyncpg")
     if asyncpg is not None and isinstance(error, asyncpg.PostgresError):
+        if isinstance(error, asyncpg.ReadOnlySQLTransactionError):
+            from outbox.store.connection.connect import READ_ONLY
+
+            return READ_ONLY
         first_line = str(error).partition("\n")[0]
         return f"the database refused: {first_line} (SQLSTATE {error.sqlstate})"
     return f"unexpected {type(error).__name__}: {error}; {DEBUG_VARIABLE}=1 shows where"

@@ -17,7 +17,12 @@ from outbox.relay.cluster.lease_clock import steady
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.session import Session
 from outbox.relay.session_state import Readiness
-from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line, not_granted
+from outbox.store.connection.connect import (
+    CONNECTION_ERRORS,
+    READ_ONLY,
+    in_one_line,
+    not_granted,
+)
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
@@ -177,6 +182,8 @@ def _why_survivable(error: Exception, *, registered: bool) -> str:
         return "the lease ran out, another replica took over, or the server's timeline changed"
     if isinstance(first, asyncpg.InsufficientPrivilegeError):
         return not_granted(first, "relay")
+    if isinstance(first, asyncpg.ReadOnlySQLTransactionError):
+        return READ_ONLY
     return in_one_line(first)
 
 

@@ -365,6 +365,10 @@ class Session:
         # A proxy shares its backends.
         sequencer_pid = None if settings.pooled else others[0].get_server_pid()
         replicas = stores.replicas(control, here)
+        with response_deadline(control, settings.lease_s, "terminate sessions"):
+            # Only the registered ones: while no replica can be registered, for hours on a standby,
+            # each attempt adds a label.
+            self._former[:] = await replicas.terminate_former_sessions(self._former)
         self._former.append(label)
         with response_deadline(control, settings.lease_s, "register a replica"):
             # Last, so that all connections for renewing the lease are open.

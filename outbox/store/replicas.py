@@ -16,13 +16,14 @@ from outbox.store.connection.message import WriteStatement
 from outbox.store.event_reads import truncated
 from outbox.store.sessions import (
     AWAIT_SESSIONS,
+    BUSY_SESSION_END_MAX_S,
     COUNT_SESSIONS,
     EXPIRABLE,
     SESSION_END_MAX_S,
-    TERMINATE_BUSY_SESSIONS,
     TERMINATE_SESSIONS,
     StuckSession,
     StuckSessions,
+    terminate_busy_sessions,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ VALUES ($1, $2, $3, $4, $5, $6, clock_timestamp() + make_interval(secs => $5))
 )
 
 READ_REGISTERED = "SELECT id FROM replica WHERE label = $1"
+
+# Which of some labels belong to registered replicas, the newest last.
+READ_REGISTERED_LABELS = "SELECT label FROM replica WHERE label = ANY ($1) ORDER BY id"
 
 # Renews the lease; not one that has expired: the replica has to register again.
 RENEW = WriteStatement(
@@ -370,8 +374,20 @@ class ReplicaStore:
 
     async def terminate_busy_sessions(self, label: str) -> None:
         """After a clean stop, terminate sessions that may still hold a lock."""
-        with suppress(asyncpg.InsufficientPrivilegeError):
-            await self._db.execute(TERMINATE_BUSY_SESSIONS, label)
+        await terminate_busy_sessions(self._db, [label], wait_s=0)
+
+    async def terminate_former_sessions(self, labels: Sequence[str]) -> list[str]:
+        """Terminate the busy sessions of this process's former replicas.
+
+        A backend that waits for a lock, or for a synchronous standby, does not notice that its
+        client has closed the connection; without this, each attempt to register would leave one.
+
+        Returns:
+            The labels of those that are registered, the newest last.
+        """
+        await terminate_busy_sessions(self._db, labels, wait_s=BUSY_SESSION_END_MAX_S)
+        rows = await self._db.fetch(READ_REGISTERED_LABELS, labels)
+        return [row["label"] for row in rows]
 
     async def claim(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str

@@ -7,12 +7,16 @@ session's statements; an idle backend of a proxy has the label of its last clien
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import asyncpg
 
 from outbox.store.connection.worker import SENDING_MAX_S
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from asyncpg import Connection
@@ -56,13 +60,15 @@ AWAIT_SESSIONS = f"SELECT count(pg_terminate_backend(a.pid, $4)) {_SESSIONS_OF_E
 COUNT_SESSIONS = f"SELECT count(*) {_SESSIONS_OF_EXPIRABLE}"
 SESSION_END_MAX_S = 1.0
 """Limit of the wait for a terminated session to end."""
+BUSY_SESSION_END_MAX_S = 0.1
+"""The same for a session of this process: a replica that starts must not wait for long."""
 
-# Terminates sessions of a replica after its clean stop, when its row is already gone.  A
-# session that is not idle belongs to a connection that hangs.  Of its own role only: any role
-# can use the same name.
+# Terminates sessions of replicas of this process that have ended, whether or not they have a row,
+# and waits for each, at most $2 milliseconds.  A session that is not idle belongs to a connection
+# that hangs.  Of its own role only: any role can use the same name.
 TERMINATE_BUSY_SESSIONS = """
-SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
- WHERE application_name = $1 AND usename = session_user AND datname = current_database()
+SELECT count(pg_terminate_backend(pid, $2)) FROM pg_stat_activity
+ WHERE application_name = ANY ($1) AND usename = session_user AND datname = current_database()
    AND pid <> pg_backend_pid() AND state <> 'idle'
 """
 
@@ -134,3 +140,11 @@ class StuckSessions:
 async def terminate_former_listeners(connection: Connection[Any], name: str) -> None:
     """Terminate the other listeners with the `application_name` of this one."""
     await connection.execute(TERMINATE_FORMER_LISTENERS, name)
+
+
+async def terminate_busy_sessions(
+    connection: Connection[Any], labels: Sequence[str], *, wait_s: float
+) -> None:
+    """Terminate the sessions of ended replicas that are not idle; wait for each at most so long."""
+    with suppress(asyncpg.InsufficientPrivilegeError):
+        await connection.execute(TERMINATE_BUSY_SESSIONS, labels, int(wait_s * 1000))

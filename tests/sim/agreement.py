@@ -402,8 +402,11 @@ class Script:
         await self._stores.channels.wake_owners(self._db, "no payload")
         await self._replicas.release_all(new, "test")
         await self._replicas.terminate_busy_sessions(label)
+        registered = [*self._labels.values(), label]
+        registered = await self._replicas.terminate_former_sessions(registered)
         assert await self._replicas.terminate_stuck_sessions(60) == []
-        return now > 0, sorted((self._n(e), epoch) for e, epoch in epochs.items())
+        claimed = sorted((self._n(e), epoch) for e, epoch in epochs.items())
+        return now > 0, claimed, registered
 
     async def _hold_cursor(self) -> Any:
         """Change the cursor in a transaction that is rolled back."""

@@ -229,7 +229,7 @@ FAILING_STATEMENTS = (
     ("SELECT nix()", SchemaMissing, "run: outbox migrate"),
     ("SET ROLE app; SELECT * FROM relay.outbox", CannotRun, "permission denied for"),
     ("SELECT pg_terminate_backend(pg_backend_pid())", DatabaseUnavailable, "was lost"),
-    ("BEGIN READ ONLY; DELETE FROM relay.gap", CannotRun, "takes no writes"),
+    ("BEGIN READ ONLY; DELETE FROM relay.gap", CannotRun, "accepts no writes"),
 )
 
 

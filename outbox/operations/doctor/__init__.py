@@ -74,6 +74,7 @@ _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
 )
 
 _LIVE: tuple[tuple[str, Check], ...] = (
+    ("synchronous standby", server.synchronous_standby),
     ("relays", relays.replicas),
     ("listeners", relays.listeners),
     ("sequencing", relays.lag),

@@ -80,6 +80,8 @@ class DoctorLimits:
     clock_warning_s: float = 5.0
     clock_problem_s: float = 120.0
     """Receivers reject a signature whose timestamp is off by five minutes."""
+    standby_s: float = 5.0
+    """Time for a synchronous standby to confirm a commit."""
     connections_free_min: int = CONNECTIONS_MAX
     """Connections that one more relay opens."""
     lag_warning_s: float = 10.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.model.pattern import PROBE as TYPE
-from outbox.operations.doctor.finding import STATEMENT_TIMEOUT_S, ok, warning
+from outbox.operations.doctor.finding import STATEMENT_TIMEOUT_S, ok, problem, warning
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -75,6 +75,12 @@ async def probe(context: DoctorContext) -> AsyncIterator[CheckResult]:
     error = None
     try:
         timing = await _run_probe(context, about["channel"], event=about["relay"])
+    except TimeoutError:
+        yield problem(
+            f"a commit was not confirmed within {context.limits.probe_s:.0f} s",
+            "see what sessions wait for: wait_event in pg_stat_activity",
+        )
+        return
     except (asyncpg.InsufficientPrivilegeError, asyncpg.ReadOnlySQLTransactionError) as caught:
         error = caught
         try:
@@ -159,7 +165,9 @@ async def _run_probe(context: DoctorContext, channel: str, *, event: bool) -> Ti
             await transaction.rollback()
             raise
         committing_at = clock()
-        await transaction.commit()
+        # A statement time-out does not apply to a commit, which may wait for a standby.
+        async with asyncio.timeout(context.limits.probe_s):
+            await transaction.commit()
         committed_at = clock()
         timing.commit_ms = (committed_at - committing_at) * 1000
         if event and await _sequenced(context, timing.outbox_id, committed_at):

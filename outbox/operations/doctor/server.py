@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.operations.doctor.finding import count_noun, format_age, ok, problem, warning
+from outbox.operations.doctor.finding import (
+    count_noun,
+    format_age,
+    missing_privilege,
+    ok,
+    problem,
+    warning,
+)
 from outbox.store.connection.connect import SERVER_VERSION_MIN
 from outbox.store.sessions import SESSION_NAME
 
@@ -54,6 +61,15 @@ SELECT *,
           FROM pg_roles r WHERE rolname = current_user AND rolconnlimit >= 0) budget
  ORDER BY usable - used LIMIT 1
 """  # noqa: S608 (constants only)
+
+# Sessions whose commit waits for a synchronous standby.  Without pg_monitor a role sees only those
+# of its own roles.
+UNCONFIRMED_COMMITS = """
+SELECT count(*) AS sessions, current_setting('synchronous_standby_names') AS standbys,
+       max(extract(epoch FROM clock_timestamp() - state_change))::float8 AS since_s,
+       pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS may_see, current_user AS role
+  FROM pg_stat_activity WHERE wait_event = 'SyncRep'
+"""
 
 TIMELINE = """
 SELECT server_timeline() AS server, timeline AS known, current_user AS role,
@@ -106,6 +122,24 @@ async def durability(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
     elif not off:
         yield ok("commits reach the disk before anything is sent")
+
+
+async def synchronous_standby(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No commit waits long for a synchronous standby."""
+    row = await context.db.fetchrow(UNCONFIRMED_COMMITS)
+    if row["sessions"] and row["since_s"] > context.limits.standby_s:
+        yield problem(
+            f"the commits of {count_noun(row['sessions'], 'session')} wait for a synchronous "
+            f"standby, for up to {format_age(row['since_s'])}: nothing is published or delivered",
+            f"bring back a standby of synchronous_standby_names ({row['standbys']}), or remove it "
+            "there",
+        )
+    elif not row["standbys"]:
+        yield ok("commits wait for no standby")
+    elif not row["sessions"] and not row["may_see"]:
+        yield missing_privilege("whether commits wait for a synchronous standby", row["role"])
+    else:
+        yield ok("synchronous standbys confirm commits")
 
 
 async def timeline(context: DoctorContext) -> AsyncIterator[CheckResult]:

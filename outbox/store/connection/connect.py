@@ -64,6 +64,12 @@ LOST_ERRORS = (
 )
 """The connection was lost; whether its statement was executed is unknown."""
 
+READ_ONLY = (
+    "the server accepts no writes in this session; connect to the primary (with several hosts: "
+    "target_session_attrs=primary), or reset default_transaction_read_only"
+)
+"""What to do about a ReadOnlySQLTransactionError."""
+
 _REFUSED_SETTING = (
     asyncpg.UndefinedObjectError,
     asyncpg.InvalidParameterValueError,
@@ -359,7 +365,7 @@ def map_errors(schema: str, purpose: str | None = None) -> Iterator[None]:
     except asyncpg.InsufficientPrivilegeError as error:
         raise CannotRun(not_granted(error, purpose)) from error
     except asyncpg.ReadOnlySQLTransactionError as error:
-        raise CannotRun("this server takes no writes; connect to the primary") from error
+        raise CannotRun(READ_ONLY) from error
     except asyncpg.InterfaceError as error:
         # Raised by asyncpg when the connection was closed before the statement.
         if "closed" not in str(error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import asyncpg
@@ -11,6 +12,7 @@ from outbox.core.cluster.lease import Peer
 from outbox.store import replicas
 from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot
 from outbox.store.sessions import (
+    BUSY_SESSION_END_MAX_S,
     LISTENER_SUFFIX,
     SESSION_END_MAX_S,
     SESSION_NAME,
@@ -92,7 +94,12 @@ class ReplicaStore(replicas.ReplicaStore):
 
     async def terminate_busy_sessions(self, label: str) -> None:
         with suppress(asyncpg.InsufficientPrivilegeError):
-            await self._db.call(terminate_busy_sessions, label)
+            await self._db.call(terminate_busy_sessions, [label], 0.0)
+
+    async def terminate_former_sessions(self, labels: Sequence[str]) -> list[str]:
+        with suppress(asyncpg.InsufficientPrivilegeError):
+            await self._db.call(terminate_busy_sessions, labels, BUSY_SESSION_END_MAX_S)
+        return await self._db.call(read_registered_labels, labels)
 
     async def claim(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str
@@ -257,10 +264,23 @@ def _find_sessions(
     return _find_backends(db, tx, row["label"], row["label"] + LISTENER_SUFFIX)
 
 
-def terminate_busy_sessions(db: Database, tx: Transaction, label: str) -> None:
+def terminate_busy_sessions(
+    db: Database, tx: Transaction, labels: Sequence[str], wait_s: float
+) -> Steps[None]:
+    def busy() -> list[Backend]:
+        found = _find_backends(db, tx, *labels)
+        return [b for b in found if b.at_work or b.transaction is not None]
+
     if db.signals:
-        found = _find_backends(db, tx, label)
-        _terminate(db, [b for b in found if b.at_work or b.transaction is not None])
+        _terminate(db, busy())
+        until = db.world.now + wait_s
+        while db.world.now < until and busy():
+            yield 0.01
+
+
+def read_registered_labels(db: Database, tx: Transaction, labels: Sequence[str]) -> list[str]:
+    rows = sorted(tx.rows(db.replica), key=itemgetter("id"))
+    return [str(row["label"]) for row in rows if row["label"] in labels]
 
 
 def _find_backends(db: Database, tx: Transaction, *names: str) -> list[Backend]:

@@ -1,0 +1,165 @@
+"""Servers that accept no writes, and commits that no standby confirms."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+from outbox.operations.doctor import DoctorLimits, Severity
+from outbox.relay.relay import SESSION_UNAVAILABLE
+from outbox.relay.session_state import Readiness
+from outbox.store.connection.connect import READ_ONLY
+from outbox.store.replicas import ReplicaStore
+from tests.support.doctor import PATH, findings, findings_of
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    register,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+LOST = "the session was lost"
+UNCONFIRMED = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+
+
+async def test_a_relay_of_a_standby_is_not_ready_and_delivers_after_its_promotion(
+    private_database: Database, logs: list[Any]
+) -> None:
+    await add_endpoint(private_database)
+    await publish(private_database, 1)
+    server = private_database.server.embedded
+    (server.data_dir / "standby.signal").touch()
+    server.restart()
+    network = Network()
+    async with running(private_database, network) as worker:
+        await until(lambda: _losses(logs) > 2, 10, "several attempts")
+        assert worker.readiness() == Readiness(
+            ready=False, reason=READ_ONLY, redacted_reason=SESSION_UNAVAILABLE
+        )
+        await fetchval(private_database, "SELECT pg_promote()")
+        await all_ended(private_database)
+        assert worker.readiness().ready
+    assert network.data() == [1]
+    waits_s = [each["retry_s"] for each in logs if each["event"] == LOST]
+    assert waits_s[:3] == [0.1, 0.2, 0.4]
+    assert await exceptions(private_database) == {}
+
+
+async def test_attempts_to_register_are_not_remembered(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A night in front of a standby: otherwise the registration outlasts the lease."""
+    expired: list[str] = []
+    attempts = 0
+    real = ReplicaStore.register
+
+    async def register_at_last(self: ReplicaStore, *given: Any) -> int:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 6:
+            raise asyncpg.ReadOnlySQLTransactionError("cannot execute INSERT")
+        return await real(self, *given)
+
+    async def expire_former(self: ReplicaStore, label: str, _: float) -> bool:
+        expired.append(label)
+        return True
+
+    monkeypatch.setattr(ReplicaStore, "register", register_at_last)
+    monkeypatch.setattr(ReplicaStore, "expire_former", expire_former)
+    monkeypatch.setattr("outbox.relay.relay.RETRY_MAX_S", 0.01)
+    async with running(database, Network()) as worker:
+        await worker.started.wait()
+    assert attempts == 6
+    assert expired == []
+
+
+async def test_only_registered_former_replicas_are_left_to_expire(database: Database) -> None:
+    async with database.connection(**PATH) as connection:
+        store = ReplicaStore(connection)
+        for _ in range(2):
+            await register(store)
+        labels = await fetchval(database, "SELECT array_agg(label ORDER BY id) FROM replica")
+        former = ["outbox-relay:never", *reversed(labels)]
+        assert await store.terminate_former_sessions(former) == labels
+
+
+async def test_commits_that_no_standby_confirms_do_not_use_up_the_connections(
+    private_database: Database, logs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their backends wait for the standby, not for the client that has closed the connection."""
+    monkeypatch.setattr("outbox.relay.relay.RETRY_MAX_S", 0.1)
+    await add_endpoint(private_database)
+    network = Network()
+    async with running(private_database, network, lease_s=1.0, drain_s=1.0):
+        await publish(private_database, 1)
+        await all_ended(private_database)
+        async with _absent_standby(private_database):
+            await until(lambda: _losses(logs) > 4, 30, "several attempts to register")
+            assert await fetchval(private_database, UNCONFIRMED) <= 2
+        await publish(private_database, 2)
+        await all_ended(private_database)
+    assert network.data() == [1, 2]
+    assert await exceptions(private_database) == {}
+
+
+async def test_the_doctor_names_a_standby_that_does_not_confirm(
+    private_database: Database,
+) -> None:
+    limits = DoctorLimits(standby_s=0.0, probe_s=1.0)
+    async with private_database.connection(**PATH) as db:
+        (found,) = await findings_of(db, "synchronous standby")
+        assert found.severity is Severity.OK
+        async with _absent_standby(private_database):
+            (found,) = await findings_of(db, "synchronous standby")
+            assert found.severity is Severity.OK
+            producer = asyncio.create_task(publish(private_database, 1))
+            await until(lambda: fetchval(private_database, UNCONFIRMED), what="the commit to wait")
+            by_check = {f.check: f for f in await findings(db, probing=True, limits=limits)}
+            found = by_check["synchronous standby"]
+            assert found.severity is Severity.PROBLEM
+            assert "the commits of 1 session wait for a synchronous standby" in found.message
+            assert found.action is not None
+            assert "synchronous_standby_names (absent)" in found.action
+            assert by_check["probe"].message == "a commit was not confirmed within 1 s"
+        await producer
+
+
+def _losses(logs: list[Any]) -> int:
+    return sum(each["event"] == LOST for each in logs)
+
+
+@asynccontextmanager
+async def _absent_standby(database: Database) -> AsyncIterator[None]:
+    """During the block, each commit waits for a standby that does not exist."""
+    await _require_standby(database, "absent")
+    try:
+        yield
+    finally:
+        await _require_standby(database, "")
+
+
+async def _require_standby(database: Database, name: str) -> None:
+    """Let commits wait for a standby of that name; "" for none."""
+    async with database.connection() as connection:
+        # A commit of this session must not wait, either.
+        await connection.execute("SET synchronous_commit = off")
+        await connection.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{name}'")
+        await connection.execute("SELECT pg_reload_conf()")
+    setting = "SELECT current_setting('synchronous_standby_names') = $1"
+    await until(lambda: fetchval(database, setting, name), what="the setting")
