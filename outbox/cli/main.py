@@ -233,6 +233,8 @@ def _unexpected(error: Exception) -> str:
             from outbox.store.connection.connect import READ_ONLY
 
             return READ_ONLY
+        if isinstance(error, asyncpg.LockNotAvailableError):
+            return "another session has locked a table of the outbox; outbox doctor names it"
         first_line = str(error).partition("\n")[0]
         return f"the database refused: {first_line} (SQLSTATE {error.sqlstate})"
     return f"unexpected {type(error).__name__}: {error}; {DEBUG_VARIABLE}=1 shows where"

@@ -264,7 +264,7 @@ class Session:
         )
         self._telemetry.meters.begin()
         self.running = RunningSession(
-            settings, dispatcher, sequencer, supervisor, lease_left_s, now
+            settings, dispatcher, sequencer, supervisor, watchdog, lease_left_s, now
         )
         self._on_registered()
         async with asyncio.TaskGroup() as tasks:
@@ -365,12 +365,11 @@ class Session:
         # A proxy shares its backends.
         sequencer_pid = None if settings.pooled else others[0].get_server_pid()
         replicas = stores.replicas(control, here)
-        with response_deadline(control, settings.lease_s, "terminate sessions"):
+        with response_deadline(control, settings.lease_s, "register a replica"):
             # Only the registered ones: while no replica can be registered, for hours on a standby,
             # each attempt adds a label.
             self._former[:] = await replicas.terminate_former_sessions(self._former)
-        self._former.append(label)
-        with response_deadline(control, settings.lease_s, "register a replica"):
+            self._former.append(label)
             # Last, so that all connections for renewing the lease are open.
             started_at = clock()
             me = await replicas.register(

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
+    from outbox.relay.cluster.watchdog import Watchdog
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
     from outbox.relay.sequencing.sequencer import Sequencer
-    from outbox.relay.sequencing.stall_monitor import StallMonitor
+    from outbox.store.stalls import Blocker
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.meters import Meters
     from outbox.telemetry.snapshot import Series
@@ -51,6 +52,7 @@ class RunningSession:
     dispatcher: Dispatcher
     sequencer: Sequencer
     supervisor: EndpointSupervisor
+    watchdog: Watchdog
     lease_left_s: Callable[[], float]
     now: Callable[[], float]
     """Epoch seconds, by the database's clock."""
@@ -62,28 +64,17 @@ class RunningSession:
         sequencer, lease_s = self.sequencer, self.settings.lease_s
         if sequencer.broken is not None:
             return Readiness(ready=False, reason=f"sequencing stopped: {sequencer.broken}")
+        blocker = self.watchdog.blocker("sequencing")
         if sequencer.polled_at is None:
-            return Readiness(ready=False, reason="it has not read the cursor yet")
+            return _blocked("it has not read the cursor yet", blocker)
         since_s = asyncio.get_running_loop().time() - sequencer.polled_at
         if since_s > lease_s + MISSED_POLLS_MAX * self.settings.poll_s:
-            return Readiness(ready=False, reason=f"it last read the cursor {since_s:.0f} s ago")
-        if sequencer.stall.stalled_s > STALLED_LEASES * lease_s:
-            return self._stalled(sequencer.stall)
+            return _blocked(f"it last read the cursor {since_s:.0f} s ago", blocker)
+        stall = sequencer.stall
+        if stall.stalled_s > STALLED_LEASES * lease_s:
+            why = f"events could not be sequenced for {stall.stalled_s:.0f} s"
+            return _blocked(why, stall.blocker or blocker)
         return Readiness(ready=True)
-
-    def _stalled(self, stall: StallMonitor) -> Readiness:
-        why = f"events could not be sequenced for {stall.stalled_s:.0f} s"
-        blocker = stall.blocker
-        if blocker is None:
-            return Readiness(ready=False, reason=why)
-
-        def reason(*, names: bool) -> str:
-            who = blocker.describe(names=names)
-            return f"{why}, blocked by {who}; to end it: {blocker.end_command}"
-
-        return Readiness(
-            ready=False, reason=reason(names=True), redacted_reason=reason(names=False)
-        )
 
     async def gauges(self, meters: Meters) -> dict[Metric, Series]:
         """Metrics that are sampled, not counted."""
@@ -94,3 +85,15 @@ class RunningSession:
         stalled: dict[Metric, Series] = {catalogue.STALLED: {(): self.sequencer.stall.stalled_s}}
         leading = gauges.leader_gauges(self.sequencer.lag_s, self.supervisor.survey)
         return {**found, **stalled, **leading}
+
+
+def _blocked(why: str, blocker: Blocker | None) -> Readiness:
+    """Not ready, because of a session if it is known."""
+    if blocker is None:
+        return Readiness(ready=False, reason=why)
+
+    def reason(*, names: bool) -> str:
+        who = blocker.describe(names=names)
+        return f"{why}, blocked by {who}; to end it: {blocker.end_command}"
+
+    return Readiness(ready=False, reason=reason(names=True), redacted_reason=reason(names=False))

@@ -76,6 +76,23 @@ READ_WAITS_FOR = f"""{_COLUMNS}
           FROM unnest(pg_blocking_pids($1)) AS b(pid)
          WHERE b.pid > 0 AND b.pid <> pg_backend_pid() LIMIT 1) l {_SESSION}
 """  # noqa: S608 (constants only)
+
+# The session for which ordinary statements on a table of the outbox wait, such as VACUUM FULL,
+# or a dump behind which it waits.
+READ_LOCK_BLOCKER = f"""{_COLUMNS}
+  FROM (SELECT b.pid, NULL::text AS virtualtransaction
+          FROM pg_locks w CROSS JOIN LATERAL unnest(pg_blocking_pids(w.pid)) AS b(pid)
+         WHERE w.locktype = 'relation' AND NOT w.granted
+           AND w.mode IN ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock')
+           AND w.waitstart < clock_timestamp() - make_interval(secs => $1)
+           AND w.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+           AND w.relation IN (
+               SELECT oid FROM pg_class
+                WHERE relnamespace = (SELECT relnamespace FROM pg_class
+                                       WHERE oid = 'cursor'::regclass))
+           AND b.pid > 0 AND b.pid <> pg_backend_pid()
+         ORDER BY w.waitstart LIMIT 1) l {_SESSION}
+"""  # noqa: S608 (constants only)
 BLOCKER_AGE_MIN_S = 1.0
 CHAIN_MAX = 10
 """Sessions that wait for each other are followed that far."""
@@ -85,7 +102,7 @@ CHAIN_MAX = 10
 class Blocker:
     """A session, or a prepared transaction, for which sequencing waits.
 
-    It holds the cursor row, or what the session that holds the row waits for.
+    It holds the cursor row, the lock of a table, or what the session that does waits for.
     """
 
     pid: int | None
@@ -149,6 +166,32 @@ async def read_cursor_blocker(
     row = await connection.fetchrow(READ_TABLE_BLOCKER)
     if row is None:
         row = await connection.fetchrow(READ_ROW_BLOCKER)
+    blocker = await _follow_chain(connection, row)
+    if blocker is not None and blocker.since_s is not None and blocker.since_s < age_min_s:
+        return None
+    return blocker
+
+
+async def read_lock_blocker(
+    connection: Connection[Any], *, wait_min_s: float = BLOCKER_AGE_MIN_S
+) -> Blocker | None:
+    """The session for which statements wait to use a table of the outbox; None: none does.
+
+    It reads no table of the outbox, and so does not wait itself.
+
+    Args:
+        wait_min_s: shorter waits are ordinary.
+    """
+    return await _follow_chain(connection, await connection.fetchrow(READ_LOCK_BLOCKER, wait_min_s))
+
+
+async def read_blocker_of(connection: Connection[Any], pid: int) -> Blocker | None:
+    """The session for which a backend waits; None: it does not wait for one."""
+    return await _follow_chain(connection, await connection.fetchrow(READ_WAITS_FOR, pid))
+
+
+async def _follow_chain(connection: Connection[Any], row: Any) -> Blocker | None:
+    """The session for which a session waits in the end; None: it has ended meanwhile."""
     for _ in range(CHAIN_MAX):
         if row is None or row["pid"] is None:
             break
@@ -156,11 +199,7 @@ async def read_cursor_blocker(
         if earlier is None:
             break
         row = earlier
-    if row is None or row["state"] == "idle":  # It has ended meanwhile.
-        return None
-    blocker = Blocker(**dict(row))
-    young = blocker.since_s is not None and blocker.since_s < age_min_s
-    return None if young else blocker
+    return None if row is None or row["state"] == "idle" else Blocker(**dict(row))
 
 
 class StallStore:

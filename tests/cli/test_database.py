@@ -5,7 +5,11 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
+
+from outbox.store.connection import operator
+from outbox.store.connection.connect import READ_ONLY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,3 +167,41 @@ def test_a_missing_database_and_role(outbox: Command, database: Database) -> Non
     result = outbox("status", "--dsn", embedded.dsn(database.name, user="nobody"))
     assert result.code == 3
     assert 'role "nobody" does not exist' in result.error
+
+
+def test_a_command_does_not_wait_long_for_a_locked_table(
+    outbox: Command, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(operator.SESSION_SETTINGS, "lock_timeout", "100")
+    with psycopg.connect(database.dsn) as holder:
+        holder.execute("LOCK TABLE relay.batch")
+        failed = outbox("status", OUTBOX_DSN=database.dsn)
+    assert failed.code == 3
+    assert failed.error == (
+        "another session has locked a table of the outbox; outbox doctor names it"
+    )
+
+
+def test_a_read_only_session_is_an_error_with_what_to_do(
+    outbox: Command, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(operator.SESSION_SETTINGS, "default_transaction_read_only", "on")
+    for command in (("publish", "a.b"), ("migrate",)):
+        failed = outbox(*command, OUTBOX_DSN=database.dsn)
+        assert failed.code == 3
+        assert failed.error == READ_ONLY
+
+
+def test_the_defaults_of_a_role_do_not_reach_a_command(outbox: Command, database: Database) -> None:
+    with psycopg.connect(database.dsn, autocommit=True) as connection:
+        for setting in (
+            "statement_timeout = 1",
+            "default_transaction_read_only = on",
+            "default_transaction_isolation = serializable",
+            "lock_timeout = 1",
+        ):
+            connection.execute(f"ALTER DATABASE {database.name} SET {setting}".encode())
+    added = outbox("endpoint", "add", "shop", "https://shop.example/", OUTBOX_DSN=database.dsn)
+    assert added.code == 0, added.err
+    assert outbox("publish", "a.b", OUTBOX_DSN=database.dsn).code == 0
+    assert outbox("status", OUTBOX_DSN=database.dsn).code == 0

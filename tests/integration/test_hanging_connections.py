@@ -32,7 +32,7 @@ from tests.support.virtual_time import run_virtual
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from tests.support.concurrent_cases import Logs
@@ -374,11 +374,11 @@ class FakeServer:
         self.silent = False
         self.queries: list[set[int]] = []
 
-    async def working(self, pids: Collection[int]) -> set[int]:
+    async def working(self, pids: Collection[int]) -> Mapping[int, None]:
         self.queries.append(set(pids))
         if self.silent:
             raise DatabaseUnavailable("no connection left")
-        return self.at_work & set(pids)
+        return dict.fromkeys(self.at_work & set(pids))
 
 
 def _terminated_after(

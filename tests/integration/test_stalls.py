@@ -12,10 +12,11 @@ import pytest
 
 from outbox.cli import summary
 from outbox.operations import status
+from outbox.operations.doctor import Severity
 from outbox.operations.views import status as status_json
-from outbox.store.stalls import read_cursor_blocker
+from outbox.store.stalls import read_cursor_blocker, read_lock_blocker
 from outbox.telemetry import catalogue
-from tests.support.doctor import the_one
+from tests.support.doctor import findings, the_one
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -41,6 +42,7 @@ SOON_S = 4 * LEASE_S
 """Three leases, and what a busy machine takes besides."""
 LAGGING = "outbox.relay.lagging"
 STALLED = "events cannot be sequenced"
+WAITS = "a statement waits for another session"
 PATH = {"server_settings": {"search_path": "relay"}}
 
 
@@ -267,3 +269,65 @@ async def test_status_and_doctor_name_the_holder(database: Database) -> None:
             found = await the_one(connection, "sequencing")
             assert f"pid {pid}" in found.message
             assert f"SELECT pg_terminate_backend({pid})" in str(found.action)
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("table", ["batch", "outbox", "delivery"])
+async def test_the_session_that_locks_a_table_is_named(
+    database: Database, logs: list[Any], table: str
+) -> None:
+    """As VACUUM FULL, CLUSTER and ALTER TABLE do, in a transaction that stays open."""
+    await add_endpoint(database)
+    network = Network()
+    async with running(database, network, lease_s=LEASE_S, poll_s=0.1) as relay:
+        await publish(database, 0)
+        await until(lambda: network.accepted)
+        async with database.connection(**PATH) as doctor:
+            locked = f"LOCK TABLE relay.{table} IN ACCESS EXCLUSIVE MODE"
+            async with holding_the_cursor(database, locked) as holder:
+                pid = holder.get_server_pid()
+                # Producers wait only for the outbox itself.
+                producing = asyncio.ensure_future(publish(database, 1))
+                await until(lambda: f"pid {pid} " in relay.readiness().reason, 10, "its pid")
+                assert not relay.readiness().ready
+                assert "colleague" not in relay.readiness().public_reason
+                await until(lambda: _actions(logs), 10, "the log")
+                assert _actions(logs) == {f"SELECT pg_terminate_backend({pid})"}
+                (found,) = [f for f in await findings(doctor) if f.check == "locks"]
+                assert f"pid {pid} " in found.message
+                assert found.severity is Severity.PROBLEM
+        await producing
+        await all_ended(database)
+        assert relay.readiness().ready
+    assert await exceptions(database) == {}
+
+
+async def test_statements_behind_a_waiting_lock_are_blocked_by_its_holder(
+    database: Database,
+) -> None:
+    """VACUUM FULL waits for a dump, and everyone else waits behind it."""
+    async with (
+        database.connection(**PATH) as observer,
+        database.connection(**PATH) as reader,
+        holding_the_cursor(database, "SELECT FROM relay.batch") as dump,
+        database.connection(**PATH) as vacuum,
+    ):
+        rewriting = asyncio.ensure_future(vacuum.execute("VACUUM FULL batch_0"))
+        waits = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+        await until(lambda: observer.fetchval(f"{waits} AND mode = 'AccessExclusiveLock'"))
+        assert await read_lock_blocker(observer, wait_min_s=0) is None
+        reading = asyncio.ensure_future(reader.execute("SELECT FROM batch"))
+
+        async def is_named() -> bool:
+            blocker = await read_lock_blocker(observer, wait_min_s=0)
+            return blocker is not None and blocker.pid == dump.get_server_pid()
+
+        await until(is_named)
+        for waiting in (vacuum, reader):
+            waiting.terminate()
+        await asyncio.gather(rewriting, reading, return_exceptions=True)
+
+
+def _actions(logs: list[Any]) -> set[str]:
+    """What the log recommends against statements that wait."""
+    return {each["action"] for each in logs if each["event"] == WAITS}

@@ -17,7 +17,7 @@ from tests.sim.receivers import Receiver, Transport
 from tests.sim.stores import STORES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
     from uuid import UUID
 
     from outbox.config import Settings
@@ -60,12 +60,12 @@ class SimulatedConnections:
         connection.backend.idle_timeout_s = idle_timeout_s
         return connection
 
-    async def find_busy_backends(self, pids: Collection[int]) -> set[int]:
+    async def find_busy_backends(self, pids: Collection[int]) -> Mapping[int, None]:
         """Those of the backends that execute a statement."""
         connection = await self.worker("outbox-relay")
         try:
             async with asyncio.timeout(10):
-                return await connection.call(read_busy_backends, pids)
+                return dict.fromkeys(await connection.call(read_busy_backends, pids))
         finally:
             connection.terminate()
 

@@ -53,6 +53,7 @@ TIMEOUT_S = 60.0
 _FIRST: tuple[tuple[str, Check], ...] = (
     ("server", server.version),
     ("schema", schema.version),
+    ("locks", transactions.locks),
     ("rows", schema.initial_rows),
 )
 """After a problem in one of these, the other checks are skipped: they would repeat it."""

@@ -16,6 +16,7 @@ from outbox.operations.doctor.finding import (
     warning,
 )
 from outbox.store.channels import trim_notification_queue
+from outbox.store.stalls import read_lock_blocker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -65,6 +66,18 @@ SELECT a.pid, a.datname AS database, a.usename AS role, a.application_name AS ap
  ORDER BY a.xact_start LIMIT $1
 """
 OLDEST_SESSIONS_MAX = 3
+
+
+async def locks(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No session has locked a table of the outbox that others wait for."""
+    blocker = await read_lock_blocker(context.db)
+    if blocker is None:
+        yield ok("no statement waits for a lock on a table")
+    else:
+        yield problem(
+            f"statements on a table wait for {blocker.describe()}",
+            f"end it in its application, or {blocker.end_command}",
+        )
 
 
 async def gaps(context: DoctorContext) -> AsyncIterator[CheckResult]:

@@ -17,14 +17,16 @@ from outbox.store.connection.pooled import PooledWorker, check_settings
 from outbox.store.connection.type_cache import load_types
 from outbox.store.connection.worker import Worker, read_busy_backends
 from outbox.store.sessions import LISTENER_SUFFIX, WATCHDOG_NAME, terminate_former_listeners
+from outbox.store.stalls import read_blocker_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection, Mapping
 
     from asyncpg import Connection
 
     from outbox.config import Settings
     from outbox.store.connection.dsn import Dsn
+    from outbox.store.stalls import Blocker
 
 IDLE_IN_TRANSACTION_SHARE = 0.8
 """Of the lease: a frozen replica must not sit on a row lock for longer."""
@@ -106,11 +108,16 @@ class Connections:
         return worker
 
     @property
-    def find_busy_backends(self) -> Callable[[Collection[int]], Awaitable[set[int]]] | None:
-        """Finds the busy ones among some backends; None behind a proxy, which hides them."""
+    def find_busy_backends(
+        self,
+    ) -> Callable[[Collection[int]], Awaitable[Mapping[int, Blocker | None]]] | None:
+        """Finds the busy ones among some backends, and what they wait for.
+
+        None behind a proxy, which hides them.
+        """
         return None if self._settings.pooled else self._query_busy_backends
 
-    async def _query_busy_backends(self, pids: Collection[int]) -> set[int]:
+    async def _query_busy_backends(self, pids: Collection[int]) -> Mapping[int, Blocker | None]:
         connection = await connect(
             self._dsn,
             schema=self._settings.schema_name,
@@ -120,7 +127,8 @@ class Connections:
         )
         try:
             async with asyncio.timeout(self._dsn.connect_timeout_s):
-                return await read_busy_backends(connection, pids)
+                busy = await read_busy_backends(connection, pids)
+                return {pid: await read_blocker_of(connection, pid) for pid in busy}
         finally:
             connection.terminate()
 

@@ -32,6 +32,8 @@ from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
+    from outbox.store.stalls import Blocker
+
 log = structlog.get_logger("outbox.relay")
 
 CHECKS_PER_LEASE = 5
@@ -68,24 +70,34 @@ class Watchdog:
 
     Args:
         watched: connections by purpose.
-        find_busy_backends: finds the busy ones among some backends; None: unknown (proxy).
+        find_busy_backends: finds the busy ones among some backends, and the sessions for which
+            they wait; None: unknown (proxy).
     """
 
     def __init__(
         self,
         watched: Mapping[str, Watched],
-        find_busy_backends: Callable[[Collection[int]], Awaitable[set[int]]] | None,
+        find_busy_backends: Callable[[Collection[int]], Awaitable[Mapping[int, Blocker | None]]]
+        | None,
         lease_s: float,
     ) -> None:
         self._watched = watched
         self._find_busy_backends = find_busy_backends
+        self._lease_s = lease_s
         self._patience_s = lease_s * PATIENCE_SHARE
         self._check_every_s = lease_s / CHECKS_PER_LEASE
         # By connection, the statement whose backend was idle in the last check.
         self._idle_statements: dict[str, int] = {}
         # By connection, a statement whose backend was busy, and its age at the next check.
         self._busy_statements: dict[str, tuple[int, float]] = {}
+        # By connection, a statement that waits for another session, and that session.
+        self._blockers: dict[str, tuple[int, Blocker]] = {}
         self._warned = False
+
+    def blocker(self, name: str) -> Blocker | None:
+        """The session for which a connection's statement waits, as of its last check."""
+        question, blocker = self._blockers.get(name, (0, None))
+        return blocker if question == self._watched[name].statements_started else None
 
     async def run(self) -> None:
         """Watch until cancelled.
@@ -132,13 +144,30 @@ class Watchdog:
             if pids[name] in working:
                 waited_s = connection.waiting_s
                 self._busy_statements[name] = (question, waited_s + min(waited_s, RECHECK_MAX_S))
+                self._record_blocker(name, question, working[pids[name]])
             elif doubted.get(name) == question:
                 raise self._hangs(name, "its backend is idle")
             else:
                 self._idle_statements[name] = question
 
-    async def _busy_backends(self, pids: Collection[int]) -> set[int] | None:
-        """The busy ones among the backends; None: unknown."""
+    def _record_blocker(self, name: str, question: int, blocker: Blocker | None) -> None:
+        self._blockers.pop(name, None)
+        if blocker is None:
+            return
+        self._blockers[name] = (question, blocker)
+        waited_s = self._watched[name].waiting_s
+        # Maintenance may wait for the longest transaction in the database.
+        if waited_s >= self._lease_s and name != "maintenance":
+            log.warning(
+                "a statement waits for another session",
+                connection=name,
+                waited_s=round(waited_s, 1),
+                blocked_by=blocker.describe(),
+                action=blocker.end_command,
+            )
+
+    async def _busy_backends(self, pids: Collection[int]) -> Mapping[int, Blocker | None] | None:
+        """The busy ones among the backends, and what they wait for; None: unknown."""
         if self._find_busy_backends is None:
             return None
         try:

@@ -31,6 +31,15 @@ IDLE_IN_TRANSACTION_S = 10.0
 """The server ends a session whose client is silent in a transaction for this time."""
 CONNECTION_CHECK_S = 1.0
 """How often a backend checks, while it waits for a lock, that its client is still connected."""
+OPERATOR_LOCK_TIMEOUT_S = 10.0
+"""Limit for the wait for each lock, such as that of a table that VACUUM FULL rewrites."""
+SESSION_SETTINGS = {
+    "lock_timeout": milliseconds(OPERATOR_LOCK_TIMEOUT_S),
+    "statement_timeout": "0",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+}
+"""These override the defaults of the role and the database."""
 _CHECK_CONNECTION = {"client_connection_check_interval": milliseconds(CONNECTION_CHECK_S)}
 
 
@@ -53,6 +62,7 @@ async def connect_operator(
     """
     transaction_timeout_s = None if long else TRANSACTION_TIMEOUT_S
     bounded = {
+        **SESSION_SETTINGS,
         **(server_settings or {}),
         "idle_in_transaction_session_timeout": milliseconds(IDLE_IN_TRANSACTION_S),
     }
