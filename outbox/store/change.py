@@ -25,6 +25,7 @@ from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import LOST_ERRORS, map_errors
 from outbox.store.connection.message import WriteStatement, is_aborted
+from outbox.store.event_reads import truncated
 from outbox.store.routing_change import BEGIN_CHANGE_OF, NEXT_BATCH
 
 if TYPE_CHECKING:
@@ -54,9 +55,13 @@ LOCK_TIMEOUT_S = 10.0
 RESPONSE_S = 60.0
 """Maximum time for one plan and its message; then the connection counts as lost."""
 
-# Whether a change is journalled; and the routing version with it.
+# Whether a change is journalled.
 IS_MADE = "SELECT EXISTS (SELECT FROM journal WHERE request = $1)"
-READ_BEGINNING = f"SELECT version, ({IS_MADE}) AS is_made FROM cursor"  # noqa: S608
+
+# The same, the routing version, and whether there is a batch, after which a change can apply.
+READ_BEGINNING = f"""
+SELECT version, ({IS_MADE}) AS is_made, EXISTS (SELECT FROM batch) AS has_batch FROM cursor
+"""  # noqa: S608 (constants only)
 
 # The replay job that this message has added.
 NEW_JOB = "currval('replay_job_id_seq')"
@@ -185,6 +190,7 @@ async def make_change(
 
     Raises:
         CannotRun: a lock was not granted, or others make such changes all the time.
+        CursorBroken: the table cursor or batch was emptied.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
         OutboxError: of the plan.
         asyncpg.PostgresError: the server rejects a value.
@@ -250,7 +256,7 @@ class _Execution(Generic[T, R]):
     async def run(self, connection: Any) -> R:
         for _ in range(PLANS_MAX):
             with nullcontext() if self._long else _limit_response(connection):
-                version, is_made = await connection.fetchrow(READ_BEGINNING, self._request)
+                version, is_made = await self._read_beginning(connection)
                 if not is_made:
                     change = Change(connection, self._actor, self._request, routing=self._routing)
                     try:
@@ -269,6 +275,14 @@ class _Execution(Generic[T, R]):
                         self.sent = [result]
                 return await self._read_back(connection, self._request, self.sent[0])
         raise CannotRun("others change the same things all the time; run it again")
+
+    async def _read_beginning(self, connection: Any) -> tuple[int, bool]:
+        row = await connection.fetchrow(READ_BEGINNING, self._request)
+        if row is None:
+            raise truncated("cursor")
+        if not row["has_batch"]:
+            raise truncated("batch")
+        return row["version"], row["is_made"]
 
     async def _is_made_meanwhile(self, connection: Any) -> bool:
         """Whether the message that may have been executed was executed while this was planned."""

@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.errors import CannotRun, Conflict, DatabaseUnavailable
+from outbox.errors import CannotRun, Conflict, CursorBroken, DatabaseUnavailable
 from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints
 from outbox.store import change as changes
 from outbox.store.connection import dsn as dsns
@@ -181,6 +181,14 @@ async def test_an_error_of_the_plan_is_the_result(database: Database) -> None:
     (again,) = await endpoint_states.pause(db, "relay", ["shop"], actor="test")
     assert (paused.changed, again.changed) == (True, False)
     assert await db.fetchval("SELECT version FROM cursor") == version
+
+
+@pytest.mark.parametrize("table", ["cursor", "batch"])
+async def test_a_truncated_table_is_named(table: str, database: Database) -> None:
+    db = await database.connect(**SESSION)
+    await db.execute(f"TRUNCATE {table}")
+    with pytest.raises(CursorBroken, match=f"^the table {table} was emptied; restore it"):
+        await add(db)
 
 
 async def test_secrets_are_not_in_the_text_of_a_statement(database: Database) -> None:
