@@ -7,6 +7,7 @@ was altered (CACHE, setval), or when an event is inserted with an explicit id.  
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ BATCHES_PER_SEARCH = 5_000
 """Batches with dead ids that one search examines: as many of the newest, and of older ones."""
 EVENTS_MAX, IDS_MAX = 10_000, 10
 """Events that are counted, and ids that are named."""
+REPORTED_MAX = 1_000
+"""Results that are remembered as reported, the newest: one may be found again in each cycle of
+searches, and there are new ones as long as producers insert explicit ids."""
 
 # The skipped events of `examined` batches.  LATERAL: an index lookup for each range of ids.
 SKIPPED_EVENTS = """
@@ -75,10 +79,10 @@ class SkippedEventStore:
         self._db = connection
         self._actor = actor
         self._examined_from: int | None = None
-        self._reported: set[SkippedEvents] = set()
+        self._reported: deque[SkippedEvents] = deque(maxlen=REPORTED_MAX)
 
     async def find(self) -> SkippedEvents | None:
-        """Search once; a result that differs from the previous one is journalled."""
+        """Search once; a result that was not reported yet is journalled."""
         row = await self._db.fetchrow(FIND_SKIPPED_EVENTS, BATCHES_PER_SEARCH, self._examined_from)
         self._examined_from = row["reached"]
         if not row["events"]:
@@ -90,5 +94,5 @@ class SkippedEventStore:
                 ADD_TO_JOURNAL, "events_skipped", self._actor, None, orjson.dumps(data).decode()
             )
             # The newest batches are found with others each time, so results alternate.
-            self._reported.add(found)
+            self._reported.append(found)
         return found

@@ -161,6 +161,24 @@ async def test_all_batches_are_searched_in_the_course_of_time(
 
 
 @pytest.mark.one_major
+async def test_the_reports_that_are_remembered_are_bounded(
+    db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A producer that always inserts explicit ids has a new result at each search."""
+    monkeypatch.setattr(skipped_events, "REPORTED_MAX", 2)
+    await db.execute("INSERT INTO batch (batch, high, dead) VALUES (1, 100, '{[1,100)}')")
+    store = SkippedEventStore(db, "test")
+    for event_id in range(1, 21):
+        await copy_event(db, event_id, 1)
+        await store.find()
+        await store.find()
+    entries = await journal(db)
+    assert [entry["events"] for entry in entries] == list(range(1, 21))
+    assert {len(entry["first_ids"]) for entry in entries[10:]} == {10}
+    assert len(store._reported) == 2
+
+
+@pytest.mark.one_major
 async def test_a_search_reads_no_more_batches_than_it_examines(db: Connection[Any]) -> None:
     await db.execute(
         """INSERT INTO batch (batch, high, dead)
