@@ -165,7 +165,7 @@ async def plan_removals(
     change.write(REQUIRE_NO_DELIVERY, removed, sum(deliveries[each] for each in removed))
     change.write(END_SUBSCRIPTIONS, ids)
     change.write(CANCEL_REPLAYS, ids, None)
-    change.write(UNBLOCK_LANES, ids)
+    change.write(UNBLOCK_LANES, ids, None)
     removing = [each.id for each in new if each.state == "removing"]
     change.write(SET_STATES, removing, "removing", change.actor, None)
     change.write(SET_STATES, removed, "removed", change.actor, None)

@@ -34,10 +34,19 @@ SELECT l.endpoint_id, count(*) AS lanes FROM lane_block b JOIN lane l ON l.id = 
  WHERE l.endpoint_id = ANY ($1) GROUP BY l.endpoint_id
 """
 
+# Unblocks the lanes of some endpoints, and aborts if their number is not the planned one for each
+# ($2; NULL: any): owners block lanes meanwhile, without a new routing version.
 UNBLOCK_LANES = WriteStatement(
     "unblock_lanes",
     """
-DELETE FROM lane_block b USING lane l WHERE l.id = b.lane_id AND l.endpoint_id = ANY ($1)
+WITH unblocked AS (
+    DELETE FROM lane_block b USING lane l
+     WHERE l.id = b.lane_id AND l.endpoint_id = ANY ($1::uuid[])
+    RETURNING l.endpoint_id)
+SELECT abort_unless(NOT EXISTS (
+       SELECT FROM unnest($1::uuid[], $2::bigint[]) AS planned(endpoint_id, lanes)
+        WHERE lanes <> (SELECT count(*) FROM unblocked u
+                         WHERE u.endpoint_id = planned.endpoint_id)))
 """,
 )
 
@@ -119,7 +128,7 @@ async def resume(
         rows = await change.db.fetch(COUNT_BLOCKED_LANES, ids)
         unblocked = {row["endpoint_id"]: row["lanes"] for row in rows}
         change.write(REQUEST_RETRY, ids)
-        change.write(UNBLOCK_LANES, ids)
+        change.write(UNBLOCK_LANES, ids, [unblocked.get(each, 0) for each in ids])
         resumed = [each.id for each in found if each.state == "paused"]
         if resumed:
             change.write(SET_STATES, resumed, "active", change.actor, comment)

@@ -27,30 +27,48 @@ ADD_TOKEN = WriteStatement(
     "INSERT INTO fetch_token (endpoint_id, hash, created_by) VALUES ($1, $2, $3)",
 )
 
-# The expiry of the last old token if they stay valid for $2 seconds; NULL: none is valid.
+# Locks the endpoint, so that its tokens do not change until the end of the message.  FOR NO KEY
+# UPDATE: it does not exclude new dead letters, whose foreign key refers to the row.
+LOCK_ENDPOINT = WriteStatement(
+    "lock_endpoint", "SELECT FROM endpoint WHERE id = $1 FOR NO KEY UPDATE"
+)
+
+# The time at which old tokens expire if they stay valid for $2 seconds, and the expiry of the last
+# one; NULL: none is valid.
 READ_EXPIRY = """
-SELECT max(least(expires_at, clock_timestamp() + make_interval(secs => $2))) FROM fetch_token
- WHERE endpoint_id = $1 AND $2 > 0 AND (expires_at IS NULL OR expires_at > clock_timestamp())
+SELECT at.until,
+       (SELECT max(least(expires_at, at.until)) FROM fetch_token
+         WHERE endpoint_id = $1 AND $2 > 0
+           AND (expires_at IS NULL OR expires_at > clock_timestamp())) AS old_until
+  FROM (SELECT clock_timestamp() + make_interval(secs => $2) AS until) at
 """
 
-# Sets the expiry of tokens, and deletes expired ones; with an overlap of 0, deletes all.
+# Lets tokens expire at $3, and deletes expired ones; with an overlap ($2) of 0, deletes all.
+# Aborts if the expiry of the last old token is not the planned one, $4.
 END_TOKENS = WriteStatement(
     "end_fetch_tokens",
     """
 WITH deleted AS (
     DELETE FROM fetch_token
-     WHERE endpoint_id = $1 AND ($2::float8 = 0 OR expires_at <= clock_timestamp()))
-UPDATE fetch_token
-   SET expires_at = least(expires_at, clock_timestamp() + make_interval(secs => $2::float8))
- WHERE endpoint_id = $1 AND $2::float8 > 0
-   AND (expires_at IS NULL OR expires_at > clock_timestamp())
+     WHERE endpoint_id = $1 AND ($2::float8 = 0 OR expires_at <= statement_timestamp())),
+ended AS (
+    UPDATE fetch_token SET expires_at = least(expires_at, $3::timestamptz)
+     WHERE endpoint_id = $1 AND $2::float8 > 0
+       AND (expires_at IS NULL OR expires_at > statement_timestamp())
+    RETURNING expires_at)
+SELECT abort_unless((SELECT max(expires_at) FROM ended) IS NOT DISTINCT FROM $4::timestamptz)
 """,
 )
 
 COUNT_TOKENS = "SELECT count(*) FROM fetch_token WHERE endpoint_id = $1"
 
+# Deletes the tokens of an endpoint, and aborts if their number is not the planned one.
 REVOKE_TOKENS = WriteStatement(
-    "revoke_fetch_tokens", "DELETE FROM fetch_token WHERE endpoint_id = $1"
+    "revoke_fetch_tokens",
+    """
+WITH revoked AS (DELETE FROM fetch_token WHERE endpoint_id = $1 RETURNING 1)
+SELECT abort_unless((SELECT count(*) FROM revoked) = $2)
+""",
 )
 
 # The endpoint of a token, unless it is removed.  `stale`: last_used_at is older than a minute.
@@ -108,8 +126,9 @@ async def add(
 
     async def plan(change: Change) -> FetchToken:
         found = await find_endpoint(change, name)
-        old_until = await change.db.fetchval(READ_EXPIRY, found.id, float(overlap_s))
-        change.write(END_TOKENS, found.id, float(overlap_s))
+        until, old_until = await change.db.fetchrow(READ_EXPIRY, found.id, float(overlap_s))
+        change.write(LOCK_ENDPOINT, found.id)
+        change.write(END_TOKENS, found.id, float(overlap_s), until, old_until)
         change.write(ADD_TOKEN, found.id, digest(token), actor)
         change.journal("fetch_token_added", found.id, {"name": name, "overlap_s": overlap_s})
         return FetchToken(found.id, name, token, old_until)
@@ -128,7 +147,8 @@ async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: 
         found = await find_endpoint(change, name)
         tokens: int = await change.db.fetchval(COUNT_TOKENS, found.id)
         if tokens:
-            change.write(REVOKE_TOKENS, found.id)
+            change.write(LOCK_ENDPOINT, found.id)
+            change.write(REVOKE_TOKENS, found.id, tokens)
             change.journal("fetch_tokens_revoked", found.id, {"name": name, "tokens": tokens})
         return tokens
 

@@ -12,7 +12,13 @@ import pytest
 
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.errors import CannotRun, Conflict, CursorBroken, DatabaseUnavailable
-from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints
+from outbox.operations import (
+    endpoint_changes,
+    endpoint_removal,
+    endpoint_states,
+    endpoints,
+    fetch_tokens,
+)
 from outbox.store import change as changes
 from outbox.store.connection import dsn as dsns
 from outbox.store.connection.connect import connect
@@ -261,3 +267,56 @@ async def test_a_change_that_was_executed_while_it_was_planned_again_has_its_fir
     assert await changes.make_change(connection, "relay", "test", plan) == 1
     assert (plans, await other.fetchval("SELECT count(*) FROM journal")) == (2, 1)
     await connection.close()
+
+
+BLOCK_LANE = """
+INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane ORDER BY id LIMIT 1 RETURNING lane_id
+"""
+ADD_TOKEN = """
+INSERT INTO fetch_token (endpoint_id, hash, created_by)
+SELECT id, sha256('other'), 'other' FROM endpoint RETURNING id
+"""
+WAITS = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"
+
+
+async def test_a_lane_that_is_blocked_after_the_plan_is_among_those_unblocked(
+    database: Database,
+) -> None:
+    await add_endpoint(database, lanes=2)
+    db, holder = [await database.connect(**SESSION) for _ in range(2)]
+    async with holder.transaction():
+        await holder.execute("SELECT FROM cursor FOR UPDATE")
+        resuming = asyncio.create_task(endpoint_states.resume(db, "relay", ["shop"], actor="test"))
+        await until(lambda: holder.fetchval(WAITS), what="the change to wait")
+        await fetchval(database, BLOCK_LANE)
+    (resumed,) = await resuming
+    assert resumed.unblocked == 1
+    entry = "SELECT data ->> 'unblocked' FROM journal WHERE kind = 'endpoint_resumed'"
+    assert await fetchval(database, entry) == "1"
+    assert await fetchval(database, "SELECT count(*) FROM lane_block") == 0
+
+
+@pytest.mark.parametrize("revoke", [True, False], ids=["revoke", "add"])
+async def test_a_fetch_token_that_is_added_after_the_plan_is_among_the_old_ones(
+    database: Database, revoke: bool
+) -> None:
+    await add_endpoint(database)
+    db, holder = [await database.connect(**SESSION) for _ in range(2)]
+    if revoke:
+        await fetch_tokens.add(db, "relay", "shop", actor="test")
+    async with holder.transaction():
+        await holder.execute("LOCK TABLE fetch_token IN SHARE ROW EXCLUSIVE MODE")
+        change = fetch_tokens.revoke if revoke else fetch_tokens.add
+        changing: asyncio.Task[Any] = asyncio.create_task(
+            change(db, "relay", "shop", actor="test")
+        )
+        await until(lambda: holder.fetchval(WAITS), what="the change to wait")
+        await holder.execute(ADD_TOKEN)
+    changed = await changing
+    if revoke:
+        assert changed == 2
+        assert await fetchval(database, "SELECT count(*) FROM fetch_token") == 0
+    else:
+        until_at = "SELECT expires_at FROM fetch_token WHERE created_by = 'other'"
+        assert changed.old_until is not None
+        assert changed.old_until == await fetchval(database, until_at)
