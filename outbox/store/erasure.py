@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 STEP_EVENTS = 2_000
 """Maximum number of events per message."""
+STEP_ATTEMPTS = 2_000
+"""Maximum number of attempts per message."""
 
 # Settings of the planner until the end of the transaction: it overestimates the cost of BRIN
 # bloom indexes.
@@ -23,9 +25,15 @@ PLAN_BY_INDEX = """
 SELECT set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true),
        set_config('max_parallel_workers_per_gather', '0', true)
 """
-# The same before a statement of a message.  A prepared statement keeps the plan that it was given
+# The same before a statement of a message, which finds each row that it writes by index: any other
+# join would read all partitions of a table.  A prepared statement keeps the plan that it was given
 # first, whatever the settings are later, so such a statement always follows this one.
-SET_PLANNER = WriteStatement("set_planner", PLAN_BY_INDEX)
+SET_PLANNER = WriteStatement(
+    "set_planner",
+    f"""{PLAN_BY_INDEX.rstrip()},
+       set_config('enable_hashjoin', 'off', true), set_config('enable_mergejoin', 'off', true)
+""",
+)
 
 # All deliveries of some events.
 #   positions: for each event, the first batch with high >= id; `late` if the event was in a gap.
@@ -61,20 +69,29 @@ delivered AS MATERIALIZED (
      WHERE outbox_id = ANY ($1) AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
 """  # noqa: S608 (a constant only)
 
-# Erases response bodies and headers of some events.  Rows that owners write are locked with SKIP
+# Erases response bodies and headers of some events; repeat it while it erases STEP_ATTEMPTS.  Rows that owners write are locked with SKIP
 # LOCKED, so that owners do not wait; `erase_leftovers` erases what is skipped.
-#   erased: stored responses of attempts.
+#   found, erased: stored responses of attempts.  The planner overestimates the deliveries, and
+#     would read the whole log of attempts for them; LIMIT also limits its estimate.
 #   retrying, cleared: the retry state of lanes.  failing, reset: endpoints' circuit breakers.
 # Rows are locked in key order, as in every statement that locks several, to avoid deadlocks.
 ERASE_RESPONSES = WriteStatement(
     "erase_responses",
     f"""
 WITH {_DELIVERIES},
+found AS MATERIALIZED (
+    SELECT a.*
+      FROM delivered g
+     CROSS JOIN LATERAL (
+           SELECT lane_id, batch, seq, attempt, replica_id FROM attempt
+            WHERE lane_id = g.lane_id AND batch = g.batch AND seq = g.seq
+              AND response ?| '{{body,headers}}' OFFSET 0) a
+     LIMIT {STEP_ATTEMPTS}),
 erased AS (
     UPDATE attempt a SET response = a.response - 'body' - 'headers'
-      FROM delivered g
-     WHERE a.lane_id = g.lane_id AND a.batch = g.batch AND a.seq = g.seq
-       AND a.response ?| '{{body,headers}}'
+      FROM found f
+     WHERE a.lane_id = f.lane_id AND a.batch = f.batch AND a.seq = f.seq AND a.attempt = f.attempt
+       AND a.replica_id = f.replica_id
     RETURNING 1),
 retrying AS MATERIALIZED (
     SELECT p.lane_id FROM lane_progress p JOIN delivered g ON p.lane_id = g.lane_id
@@ -148,8 +165,12 @@ async def erase_leftovers(connection: StoreConnection, within_s: float) -> int:
 
 
 async def erase_responses(connection: StoreConnection, ids: list[int]) -> int:
-    """Erase the responses to some events; returns the number of attempts."""
-    return await connection.write_together((SET_PLANNER,), (ERASE_RESPONSES, ids))
+    """Erase the responses to some events, step by step; returns the number of attempts."""
+    erased, step = 0, STEP_ATTEMPTS
+    while step == STEP_ATTEMPTS:
+        step = await connection.write_together((SET_PLANNER,), (ERASE_RESPONSES, ids))
+        erased += step
+    return erased
 
 
 async def erase_dead_letters(

@@ -57,7 +57,7 @@ from outbox.store import (
 from outbox.store import (
     endpoints as destinations,
 )
-from outbox.store.erasure import SET_PLANNER
+from outbox.store.erasure import ERASE_RESPONSES, SET_PLANNER
 from outbox.store.replay_progress import ReplayBatch
 from outbox.store.timeline import READ_TIMELINE
 from tests.support.long_log import (
@@ -631,6 +631,18 @@ async def _erasure_of_events(log: LongLog) -> Case:
     return Case(ERASE_EVENTS.sql, (ids,), len(ids), pages, before=(SET_PLANNER.sql,))
 
 
+async def _erasure_of_responses(log: LongLog) -> Case:
+    # Each in another batch, which has a delivery in each of its lanes.
+    ids = [outbox_id(ACKED * LANES - 1 - n * PER_BATCH) for n in range(20)]
+    batches = [batch_of(ACKED) + LANES // PER_BATCH - 1 - n for n in range(len(ids))]
+    responses = f"""UPDATE attempt SET response = '{{"body": "x"}}'
+                     WHERE batch BETWEEN {min(batches)} AND {max(batches)}"""
+    rows = len(ids) * (PER_BATCH + 20) + LANES
+    pages = FOUR * len(ids) * (PER_BATCH + 40)
+    before = (responses, SET_PLANNER.sql)
+    return Case(ERASE_RESPONSES.sql, (ids,), rows, pages, before=before)
+
+
 async def _status_cursor(log: LongLog) -> Case:
     return Case(status.CURSOR, (), 3, 120, {"batch": NEWEST, "outbox": NEWEST})
 
@@ -768,6 +780,10 @@ async def test_nothing_looks_at_more_of_a_long_log_than_it_needs(
         # It executes a prepared statement per step.
         with subtests.test(f"erasure of events, {known}, a plan for all arguments"):
             await _check(log, await _erasure_of_events(log), {}, generic=True)
+        # Maintenance does, too.
+        for settings, generic in ((SESSION_SETTINGS, True), ({}, False)):
+            with subtests.test(f"erasure of responses, {known}, generic={generic}"):
+                await _check(log, await _erasure_of_responses(log), settings, generic=generic)
 
 
 async def _check(log: LongLog, case: Case, settings: Mapping[str, str], *, generic: bool) -> None:
