@@ -33,7 +33,7 @@ from benchmarks import (
 )
 from benchmarks.peers import section as peers
 from benchmarks.picture import draw
-from benchmarks.report import compared, machine, table, target, verdict
+from benchmarks.report import compared, machine, table, target, target_result
 from benchmarks.scale import fair
 from benchmarks.scale import section as scale
 from benchmarks.stage import stage
@@ -222,7 +222,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
             continue
         text += compared(row)
         if row.target is not None:
-            text += f"; {target(row)}: {verdict(row).strip('*')}"
+            text += f"; {target(row)}: {target_result(row).strip('*')}"
         click.echo(text)
 
 

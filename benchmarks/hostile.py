@@ -32,7 +32,7 @@ PER_S = 100
 SECONDS, QUICK_SECONDS = 30.0, 1.5
 SETTLE_S, QUICK_SETTLE_S = 20.0, 1.0
 """Longer than a time-out, so that the slowest requests have ended, too."""
-OWED_PER_S = 40
+PENDING_PER_S = 40
 """Deliveries per second to the hostile receivers, in rotation."""
 SAMPLE_S = 0.1
 LANES = 8
@@ -116,7 +116,7 @@ async def _hostile_load(database: Database, hostile: int) -> AsyncIterator[None]
         async with search(database) as connection:
             for n in cycle(range(hostile)):
                 await connection.execute(PUBLISH, f"hostile.n{n}")
-                await asyncio.sleep(1 / OWED_PER_S)
+                await asyncio.sleep(1 / PENDING_PER_S)
 
     publishing = asyncio.create_task(publish())
     try:

@@ -28,7 +28,7 @@ SHARES = {"p50": 0.5, "p99": 0.99}
 BESIDE = Target("at most", 2.0)
 
 # Events that were dead-lettered long ago, written without a relay.
-BURY = """
+INSERT_DEAD_LETTERS = """
 WITH events AS (
     INSERT INTO outbox (type, key, payload)
     SELECT 'order.paid', 'k' || n % 500, jsonb_build_object('n', 'dead' || n)
@@ -51,7 +51,7 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
         async with stage.server.database() as database, search(database) as connection:
             await connection.execute(MAKE_ACCOUNTS)
             await add_endpoint(connection, stage.urls["http"], lanes=LANES)
-            await connection.execute(BURY, letters)
+            await connection.execute(INSERT_DEAD_LETTERS, letters)
             await connection.execute(PASSED)
             await connection.execute("ANALYZE")
             async with stage.relay(database):
@@ -61,7 +61,7 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
                 )
                 assert asked.job is not None
                 beside_ms = await _live(stage, database, seconds)
-                taken = (await replay_jobs.get(connection, SCHEMA, asked.job)).taken
+                taken = (await replay_jobs.get_job(connection, SCHEMA, asked.job)).taken
         for name, share in SHARES.items():
             with_it.add(name, percentile(beside_ms, share))
             without.add(name, percentile(alone_ms, share))

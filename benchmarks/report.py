@@ -184,7 +184,7 @@ def table(sections: Mapping[str, Measured], *, quick: bool) -> str:
         lines.append(
             f"| {row.name} | {_spread(row.ours, row.unit)} "
             f"| {row.beside_name} | {_beside(row)} "
-            f"| {compared(row)} | {target(row)} | {verdict(row)} |"
+            f"| {compared(row)} | {target(row)} | {target_result(row)} |"
         )
     lines.append("")
     for each in dict.fromkeys(row.section for row in rows):
@@ -226,8 +226,8 @@ def target(row: Row) -> str:
     return f"{row.target.bound} {row.target.value:g}{unit}"
 
 
-def verdict(row: Row) -> str:
-    """Return the verdict in one word."""
+def target_result(row: Row) -> str:
+    """Whether the target is met, in one word."""
     return {None: "", True: "met", False: "**missed**"}[row.met]
 
 

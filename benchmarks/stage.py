@@ -42,7 +42,7 @@ POSTGRES_SETTINGS: Mapping[str, Setting] = {
     "shared_buffers": "256MB",
     "max_wal_size": "4GB",
 }
-ANSWER_BYTES_MAX = 1 << 26
+OUTPUT_BYTES_MAX = 1 << 26
 TIMEOUT_S = 300.0
 POLL_S = 0.02
 
@@ -63,7 +63,7 @@ class Child:
             cwd=Path(__file__).parents[1],
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            limit=ANSWER_BYTES_MAX,
+            limit=OUTPUT_BYTES_MAX,
         )
         return cls(process, name)
 
@@ -276,7 +276,7 @@ async def add_endpoint(
     settings = EndpointSettings(
         name=name, url=url, lanes=lanes, types=types, batch_max=batch_max, retry=retry
     )
-    await endpoint_changes.add(connection, SCHEMA, settings, actor="bench")
+    await endpoint_changes.add_endpoint(connection, SCHEMA, settings, actor="bench")
 
 
 async def add_endpoints(connection: Connection[Any], url: str, number: int) -> None:

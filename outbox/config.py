@@ -339,8 +339,8 @@ def _from_environment(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str,
         try:
             values[name] = Path(env[file_variable]).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise UsageError(f"{file_variable}: {env[file_variable]}: {why}") from None
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise UsageError(f"{file_variable}: {env[file_variable]}: {reason}") from None
         if not values[name]:
             raise UsageError(f"{file_variable}: the file {env[file_variable]} is empty")
         origins[name] = file_variable
@@ -355,16 +355,16 @@ def _from_file(path: Path, *, required: bool) -> tuple[dict[str, str], dict[str,
             raise UsageError(f"{path}: the settings file does not exist") from None
         return {}, {}
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"{path}: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"{path}: {reason}") from None
     try:
-        found = tomllib.loads(text)
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: {error}") from None
     names = {"schema" if name == "schema_name" else name: name for name in Settings.model_fields}
     del names["dsn_source"]
     values = {}
-    for key, value in found.items():
+    for key, value in table.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ""

@@ -367,14 +367,14 @@ def servers() -> Iterator[Callable[[int], Server]]:
     """The session's server of a major version, started when first asked for."""
     started: dict[int, Server] = {}
 
-    def of(major: int) -> Server:
+    def start_server(major: int) -> Server:
         if major not in started:
             server = Server(major)
             server.embedded.start()
             started[major] = server
         return started[major]
 
-    yield of
+    yield start_server
     for server in started.values():
         server.embedded.stop()
 

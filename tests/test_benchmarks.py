@@ -1,4 +1,4 @@
-"""The benchmark runs from end to end; tests do not judge its results."""
+"""The benchmark runs from end to end; its results are not checked."""
 
 from __future__ import annotations
 

@@ -48,12 +48,12 @@ async def test_an_empty_database_has_no_schema(empty_database: Database) -> None
 
 @pytest.mark.one_major
 def test_a_database_works_without_an_event_loop(database: Database) -> None:
-    async def ask() -> int:
+    async def fetch_number() -> int:
         async with database.connection() as connection:
             response: int = await connection.fetchval("SELECT 7")
             return response
 
-    assert asyncio.run(ask()) == 7
+    assert asyncio.run(fetch_number()) == 7
 
 
 @pytest.mark.one_major

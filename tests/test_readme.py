@@ -107,7 +107,7 @@ class Walkthrough:
         self.log = log
         self.running: list[tuple[asyncio.subprocess.Process, Path, str]] = []
 
-    async def take(self, line: str, output: str) -> None:
+    async def run_line(self, line: str, output: str) -> None:
         """Run one command line and compare its output with the README."""
         env = dict(self.env)
         words = shlex.split(line.replace("9000", str(self.port)))
@@ -170,7 +170,7 @@ async def test_the_walkthrough_prints_the_output_of_the_readme(
                 async with empty_database.connection() as connection:
                     await connection.execute(sql)
                 await all_ended(empty_database)
-            await walk.take(line, output)
+            await walk.run_line(line, output)
     finally:
         await walk.end()
 
@@ -196,7 +196,7 @@ async def test_the_guide_leads_from_the_symptom_to_the_repair(
         for line, output in _console(_blocks(GUIDE)):
             # "When the receiver is mended …"
             repaired = repaired or ("replay" in line and "--dry-run" not in line)
-            await walk.take(line, output)
+            await walk.run_line(line, output)
     assert await exceptions(database) == {}
 
 

@@ -193,11 +193,11 @@ def test_an_old_python_is_a_one_line_error(run: ModuleType) -> None:
 def test_a_python_without_pip_is_reported(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     responses = {"missing": (1, ""), "old": (0, "pip 20.3.4 from /x (python 3.11)")}
 
-    def ask(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run_command(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         code, said = responses[asked]
         return subprocess.CompletedProcess(command, code, said, "No module named pip")
 
-    monkeypatch.setattr(run.subprocess, "run", ask)
+    monkeypatch.setattr(run.subprocess, "run", run_command)
     asked = "missing"
     with pytest.raises(run.Stop, match=r"has no pip: install it \(Debian"):
         run.find_pip()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "outbox").rglob("*.py"))
+TESTS = sorted(path for folder in ("benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
 
 DENIED_PARTS = {
     "answer": "response",
@@ -137,7 +138,7 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 def test_identifiers_use_the_fields_terms() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} {what}"
-        for path in SOURCES
+        for path in (*SOURCES, *TESTS)
         for line, what in denied(path.read_text())
     ]
     assert not found, "\n".join(found)

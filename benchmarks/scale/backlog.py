@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LANES = 64
 SEEDED_AT_ONCE = 100_000
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 WAIT_S = 3600.0
 
 SEED = """
@@ -56,7 +56,7 @@ async def _work_off(stage: Stage, events: int) -> Cost:
         stage.expect(0)
         async with stage.relay(database) as relay:
             meter = await Meter.start([relay], connection)
-            await until(connection, WRITTEN, relay, LOOK_EVERY_S, timeout_s=WAIT_S)
+            await until(connection, WRITTEN, relay, POLL_EVERY_S, timeout_s=WAIT_S)
             return meter.cost(events)
 
 

@@ -167,7 +167,7 @@ async def _add(
     tenant: str | None = None,
 ) -> None:
     settings = EndpointSettings(name=name, url=url, lanes=lanes, types=(type,), tenant=tenant)
-    await endpoint_changes.add(connection, SCHEMA, settings, actor="bench")
+    await endpoint_changes.add_endpoint(connection, SCHEMA, settings, actor="bench")
 
 
 @asynccontextmanager

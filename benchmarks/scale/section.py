@@ -56,7 +56,7 @@ SELECT (SELECT coalesce(sum(acked_seq), 0) FROM lane_progress)
        AND (SELECT coalesce(max(id), 0) FROM outbox)
            <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
 """
-LOOK_EVERY_S = 0.2
+POLL_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class Site:
         stage.expect(load.deliveries, delay_s=load.delay_s)
         await self._publish(load)
         await stage.receiver.response()
-        await until(connection, WRITTEN, self._relay, LOOK_EVERY_S)
+        await until(connection, WRITTEN, self._relay, POLL_EVERY_S)
         return meter.cost(load.deliveries)
 
     async def _publish(self, load: Load) -> None:

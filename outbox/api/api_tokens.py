@@ -49,7 +49,7 @@ class RevokedToken(ResponseModel):
 
 async def _list(call: Call[TokensQuery, None]) -> Page:
     query = call.query
-    rows = await api_tokens.page(
+    rows = await api_tokens.list_tokens(
         call.db,
         call.schema,
         revoked=query.revoked,
@@ -78,12 +78,12 @@ async def _add(call: Call[NoQuery, TokenBody]) -> Reply:
                 "expires: a new token cannot outlive the token that creates it; "
                 f"at most {left_s:.0f}s",
             )
-    return Reply(await api_tokens.add(call.db, call.schema, settings, actor=call.actor), 201)
+    return Reply(await api_tokens.add_token(call.db, call.schema, settings, actor=call.actor), 201)
 
 
 async def _revoke(call: Call[NoQuery, None]) -> dict[str, Any]:
     name = call.path["name"]
-    await api_tokens.revoke(call.db, call.schema, name, actor=call.actor)
+    await api_tokens.revoke_token(call.db, call.schema, name, actor=call.actor)
     return {"revoked": name}
 
 

@@ -110,7 +110,7 @@ class DiscardReport(ResponseModel):
 async def _list(call: Call[DeadLettersQuery, None]) -> Page:
     query = call.query
     states = dead_letters.STATES if query.state == "all" else (query.state,)
-    rows = await dead_letters.page(
+    rows = await dead_letters.list_dead_letters(
         call.db,
         call.schema,
         only=tenancy.restrict_filter(call.tenant, await _filter(call, query)),
@@ -123,12 +123,12 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page:
 
 async def _counts(call: Call[DeadLetterFilterFields, None]) -> dict[str, Any]:
     only = tenancy.restrict_filter(call.tenant, await _filter(call, call.query))
-    return views.counts(await dead_letters.count_by_state(call.db, call.schema, only=only))
+    return views.count_report(await dead_letters.count_by_state(call.db, call.schema, only=only))
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
     dead_id = tenancy.parse_id(call.path["id"])
-    found = await dead_letters.get(call.db, call.schema, dead_id)
+    found = await dead_letters.get_dead_letter(call.db, call.schema, dead_id)
     return views.dead_letter((await redactor_for(call)).redact_dead_letter(found))
 
 
@@ -136,11 +136,11 @@ async def _replay(call: Call[NoQuery, ReplayBody]) -> dict[str, Any]:
     selection = await _selection(call)
     if call.body.dry_run:
         _, outcome = await replays.plan_replay(call.db, call.schema, selection)
-        return views.planned("replaying", outcome)
+        return views.replay_plan("replaying", outcome)
     outcome = await replays.start_replay(
         call.db, call.schema, selection, actor=call.actor, rate_per_s=call.body.rate
     )
-    return views.done("replaying", outcome)
+    return views.replay_result("replaying", outcome)
 
 
 async def _discard(call: Call[NoQuery, DiscardBody]) -> dict[str, Any]:
@@ -149,11 +149,11 @@ async def _discard(call: Call[NoQuery, DiscardBody]) -> dict[str, Any]:
         outcome = ReplayOutcome(
             await discard.count_discardable(call.db, call.schema, selection), {}
         )
-        return views.planned("discarded", outcome)
-    outcome = await discard.discard(
+        return views.replay_plan("discarded", outcome)
+    outcome = await discard.discard_dead_letters(
         call.db, call.schema, selection, actor=call.actor, comment=call.body.comment
     )
-    return views.done("discarded", outcome)
+    return views.replay_result("discarded", outcome)
 
 
 async def _filter(call: Call[Any, Any], chosen: DeadLetterFilterFields) -> DeadLetterFilter:

@@ -11,7 +11,7 @@ from outbox.destinations.http.endpoint_validation import check_declared, policy_
 from outbox.errors import UsageError
 from outbox.operations import endpoints
 from outbox.operations.apply import Action, apply_file
-from outbox.operations.views.endpoints import applied
+from outbox.operations.views.endpoints import apply_report
 from outbox.store.connection.secrets import Vault
 
 
@@ -56,7 +56,7 @@ class ApplyReport(ResponseModel):
 
 async def _export(call: Call[Paging, None]) -> Page:
     limit = call.query.limit
-    rows = await endpoints.settings_page(
+    rows = await endpoints.list_settings(
         call.db, call.schema, limit=limit + 1, after=call.query.after
     )
     items = [{"id": id_, **endpoint_config.to_file_values(each)} for id_, each in rows[:limit]]
@@ -82,7 +82,7 @@ async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> dict[str, Any]:
         dry_run=query.dry_run,
         vault=Vault.from_settings(call.settings),
     )
-    return applied(outcome, dry_run=query.dry_run)
+    return apply_report(outcome, dry_run=query.dry_run)
 
 
 ROUTES = (

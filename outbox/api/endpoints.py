@@ -207,7 +207,7 @@ class TestResponse(ResponseModel):
 
 async def _list(call: Call[Paging, None]) -> Page:
     limit = call.query.limit
-    rows = await endpoints.page(
+    rows = await endpoints.list_endpoints(
         call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
     )
     redactor = await redactor_for(call)
@@ -229,15 +229,15 @@ async def _add(call: Call[NoQuery, NewEndpointBody]) -> Reply:
     check_reachable(settings, policy_of(call.settings))
     if (ca_error := await run_in_thread(trust_error, settings.ca)) is not None:
         raise ca_error
-    made = await endpoint_changes.add(
+    made = await endpoint_changes.add_endpoint(
         call.db, call.schema, settings, actor=call.actor, vault=_vault(call), ed25519=ed25519
     )
-    return Reply(views.added(made), 201)
+    return Reply(views.new_endpoint(made), 201)
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
-    found = await endpoints.get(call.db, call.schema, call.path["name"])
-    return views.detail((await redactor_for(call)).redact_endpoint_detail(found))
+    found = await endpoints.get_endpoint(call.db, call.schema, call.path["name"])
+    return views.endpoint_detail((await redactor_for(call)).redact_endpoint_detail(found))
 
 
 async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
@@ -260,7 +260,7 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
             tenancy.require_name(call.tenant, settings.name)
         return settings
 
-    done = await endpoint_changes.update(
+    done = await endpoint_changes.update_endpoint(
         call.db,
         call.schema,
         call.path["name"],
@@ -269,7 +269,7 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
         owner=call.tenant,
         vault=_vault(call),
     )
-    return views.updated(done)
+    return views.endpoint_update(done)
 
 
 async def _remove(call: Call[RemovalQuery, None]) -> Any:
@@ -277,7 +277,7 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
     if query.drain and query.dead_letter:
         raise UsageError("dead_letter, drain: are mutually exclusive")
     if query.drain:
-        endpoint_id = await endpoint_removal.drain(
+        endpoint_id = await endpoint_removal.drain_endpoint(
             call.db, call.schema, name, actor=call.actor, owner=call.tenant
         )
         left = await endpoint_removal.read_drain_status(call.db, call.schema, endpoint_id)
@@ -285,7 +285,7 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
             endpoint = {"id": endpoint_id, "name": name, "state": left.state}
             return Reply({**endpoint, "pending": left.pending, "blocked": left.blocked}, 202)
     try:
-        return await endpoint_removal.remove(
+        return await endpoint_removal.remove_endpoint(
             call.db,
             call.schema,
             name,
@@ -298,7 +298,7 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
 
 
 async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    (change,) = await endpoint_states.pause(
+    (change,) = await endpoint_states.pause_endpoints(
         call.db,
         call.schema,
         [call.path["name"]],
@@ -310,7 +310,7 @@ async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
 
 
 async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    (change,) = await endpoint_states.resume(
+    (change,) = await endpoint_states.resume_endpoints(
         call.db,
         call.schema,
         [call.path["name"]],
@@ -322,7 +322,7 @@ async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
 
 
 async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    return await endpoint_states.enable(
+    return await endpoint_states.enable_endpoint(
         call.db,
         call.schema,
         call.path["name"],

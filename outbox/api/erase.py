@@ -9,7 +9,7 @@ from outbox.api.route import Call, RequestModel, ResponseModel, Route, TenantAcc
 from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureTarget
-from outbox.operations.views.erase import erased
+from outbox.operations.views.erase import erasure_report
 
 if TYPE_CHECKING:
     from outbox.api.request_parsing import NoQuery
@@ -51,7 +51,7 @@ async def _erase(call: Call[NoQuery, EraseBody]) -> dict[str, Any]:
         done = await erase.count_erasable(call.db, call.schema, target)
     else:
         done = await erase.erase_events(call.db, call.schema, target, actor=call.actor)
-    return erased(done, dry_run=body.dry_run)
+    return erasure_report(done, dry_run=body.dry_run)
 
 
 ROUTES = (

@@ -35,7 +35,7 @@ class ResetKey(ResponseModel):
 async def _list(call: Call[OnceQuery, None]) -> Page:
     query, tenant = call.query, call.tenant
     now = await dead_letter_filter.read_now(call.db)
-    rows = await idempotency_keys.page(
+    rows = await idempotency_keys.list_keys(
         call.db,
         call.schema,
         prefix=tenancy.stored_key(tenant, query.prefix),
@@ -51,7 +51,9 @@ async def _list(call: Call[OnceQuery, None]) -> Page:
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
     key = call.path["key"]
-    found = await idempotency_keys.get(call.db, call.schema, tenancy.stored_key(call.tenant, key))
+    found = await idempotency_keys.get_key(
+        call.db, call.schema, tenancy.stored_key(call.tenant, key)
+    )
     return merge_fields(replace(found.row, key=key)) | {"type": found.type}
 
 
@@ -60,7 +62,7 @@ async def _reset(call: Call[NoQuery, None]) -> dict[str, Any]:
     own = tenancy.stored_key(call.tenant, key)
     return {
         "key": key,
-        "reset": await idempotency_keys.reset(call.db, call.schema, own, actor=call.actor),
+        "reset": await idempotency_keys.reset_key(call.db, call.schema, own, actor=call.actor),
     }
 
 

@@ -26,7 +26,7 @@ class JournalQuery(Paging):
 
 async def _list(call: Call[JournalQuery, None]) -> Page:
     query = call.query
-    rows = await journal.page(
+    rows = await journal.list_journal(
         call.db,
         call.schema,
         endpoint_ids=await find_endpoint_ids(call.db, query.endpoint, call.tenant),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.operations.api_tokens import note_failed_logins
+from outbox.operations.api_tokens import record_failed_logins
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ class FailedLogins:
         self._reasons: Counter[str] = Counter()
         self._has_failures = asyncio.Event()
 
-    def record_failure(self, address: str, why: str) -> None:
+    def record_failure(self, address: str, reason: str) -> None:
         """Count one failed login."""
         known = address in self._addresses or len(self._addresses) < ADDRESSES_MAX
         self._addresses[address if known else OTHERS] += 1
-        self._reasons[why.partition(";")[0]] += 1
+        self._reasons[reason.partition(";")[0]] += 1
         self._has_failures.set()
 
     async def run(self) -> None:
@@ -69,6 +69,6 @@ class FailedLogins:
         }
         try:
             async with self._database.connection() as connection:
-                await note_failed_logins(connection, self._database.schema, entry)
+                await record_failed_logins(connection, self._database.schema, entry)
         except Exception as error:  # The log keeps the entry, and the API keeps running.
             log.warning("failed logins", **entry, not_journalled=in_one_line(error))

@@ -84,9 +84,11 @@ class RateLimiter:
             )
 
 
-def too_many_requests(why: str, wait_s: float) -> Problem:
+def too_many_requests(reason: str, wait_s: float) -> Problem:
     """Return a 429 problem with Retry-After, rounded up to seconds."""
     seconds = math.ceil(wait_s)
     return Problem(
-        ProblemKind.TOO_MANY_REQUESTS, f"{why}; retry in {seconds} s", {"Retry-After": str(seconds)}
+        ProblemKind.TOO_MANY_REQUESTS,
+        f"{reason}; retry in {seconds} s",
+        {"Retry-After": str(seconds)},
     )

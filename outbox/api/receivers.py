@@ -138,11 +138,11 @@ class _Receivers:
         limit = _parse_number(request, "limit", LIMIT, lane_history.PAGE_MAX)
         after = (0, -1)
         if name := request.query.get("after"):
-            last = await lane_history.lane(
+            last = await lane_history.get_lane(
                 connection, self._database.schema, fetcher.endpoint_id, name
             )
             after = (last.generation, last.slot)
-        found = await lane_history.lanes(
+        found = await lane_history.list_lanes(
             connection, self._database.schema, fetcher.endpoint_id, after=after, limit=limit
         )
         more = len(found) == limit
@@ -155,16 +155,16 @@ class _Receivers:
         after = _parse_number(request, "after", 0, lane_history.SEQUENCE_MAX)
         limit = max(1, _parse_number(request, "limit", LIMIT, lane_history.PAGE_MAX))
         schema = self._database.schema
-        lane = await lane_history.lane(
+        lane = await lane_history.get_lane(
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
-        found = await lane_history.page(connection, schema, lane, after, limit)
+        found = await lane_history.list_fetched_deliveries(connection, schema, lane, after, limit)
         endpoints = await read_endpoints(connection, [fetcher.endpoint_id], self._vault)
         if not endpoints:
             raise NotFound("the endpoint is removed")
         now = self._clock()
-        if (why := endpoints[0].problem) is not None:
-            raise CannotRun(why)
+        if (reason := endpoints[0].problem) is not None:
+            raise CannotRun(reason)
         keys = endpoints[0].secrets_at(now)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {

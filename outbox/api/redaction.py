@@ -185,4 +185,4 @@ async def redactor_for(call: Call[Any, Any]) -> Redactor:
     """Return the redactor for a caller's scopes and tenant."""
     if call.tenant is None:
         return Redactor(None, may_see_responses="operate" in call.caller.scopes)
-    return Redactor(await tenancy.actors(call.db, call.tenant), may_see_responses=False)
+    return Redactor(await tenancy.list_actors(call.db, call.tenant), may_see_responses=False)

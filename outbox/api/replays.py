@@ -25,7 +25,7 @@ from outbox.api.route import (
 from outbox.operations import backfill, dead_letter_filter, replay_jobs
 from outbox.operations.backfill import Backfill
 from outbox.operations.replay_jobs import JobState, ReplayJob
-from outbox.operations.views.replays import planned
+from outbox.operations.views.replays import backfill_plan
 
 
 class ReplaysQuery(Paging):
@@ -61,7 +61,7 @@ class BackfillPlan(ResponseModel):
 
 async def _list(call: Call[ReplaysQuery, None]) -> Page:
     query = call.query
-    rows = await replay_jobs.page(
+    rows = await replay_jobs.list_jobs(
         call.db,
         call.schema,
         states=replay_jobs.STATES if query.state == "all" else (query.state,),
@@ -74,7 +74,7 @@ async def _list(call: Call[ReplaysQuery, None]) -> Page:
 
 
 async def _show(call: Call[NoQuery, None]) -> ReplayJob:
-    job = await replay_jobs.get(call.db, call.schema, tenancy.parse_id(call.path["id"]))
+    job = await replay_jobs.get_job(call.db, call.schema, tenancy.parse_id(call.path["id"]))
     return (await redactor_for(call)).redact_job(job)
 
 
@@ -86,19 +86,21 @@ async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     assert since is not None
     request = Backfill(body.endpoint, since, absolute_time(body.until, now), tuple(body.type))
     if body.dry_run:
-        return planned(request, await backfill.count_deliveries(call.db, call.schema, request))
+        return backfill_plan(
+            request, await backfill.count_deliveries(call.db, call.schema, request)
+        )
     job = await backfill.request_backfill(
         call.db, call.schema, request, actor=call.actor, rate_per_s=body.rate
     )
     redactor = await redactor_for(call)
-    return Reply(redactor.redact_job(await replay_jobs.get(call.db, call.schema, job)), 201)
+    return Reply(redactor.redact_job(await replay_jobs.get_job(call.db, call.schema, job)), 201)
 
 
 async def _abort(call: Call[NoQuery, None]) -> ReplayJob:
     job_id = tenancy.parse_id(call.path["id"])
     redactor = await redactor_for(call)
     return redactor.redact_job(
-        await replay_jobs.abort(call.db, call.schema, job_id, actor=call.actor)
+        await replay_jobs.abort_job(call.db, call.schema, job_id, actor=call.actor)
     )
 
 

@@ -89,7 +89,7 @@ class RemovedSchedule(ResponseModel):
 
 async def _list(call: Call[Paging, None]) -> Page:
     limit = call.query.limit
-    rows = await schedules.page(
+    rows = await schedules.list_schedules(
         call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
     )
     page = page_of_rows(rows, limit, lambda row: row.name)
@@ -98,7 +98,9 @@ async def _list(call: Call[Paging, None]) -> Page:
         future = await schedules.count_future_events(call.db, call.schema)
         waiting = {"events": future.events, "first_at": future.first_at}
     redactor = await redactor_for(call)
-    items = [views.schedule(redactor.redact_schedule(row), of_many=True) for row in page.items]
+    items = [
+        views.schedule_detail(redactor.redact_schedule(row), of_many=True) for row in page.items
+    ]
     return Page(items, page.next, {"future_events": waiting})
 
 
@@ -112,36 +114,38 @@ async def _add(call: Call[NoQuery, ScheduleBody]) -> Reply:
         replace = replace and await owns_schedule(call.db, call.tenant, wanted.name)
         if not replace:
             tenancy.require_name(call.tenant, wanted.name)
-    added = await schedule_changes.add(
+    added = await schedule_changes.add_schedule(
         call.db, call.schema, wanted, actor=call.actor, replace=replace
     )
     return Reply(await _redacted(call, added), 201)
 
 
 async def _redacted(call: Call[Any, Any], found: Schedule) -> dict[str, Any]:
-    return views.schedule((await redactor_for(call)).redact_schedule(found))
+    return views.schedule_detail((await redactor_for(call)).redact_schedule(found))
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
-    return await _redacted(call, await schedules.get(call.db, call.schema, call.path["name"]))
+    return await _redacted(
+        call, await schedules.get_schedule(call.db, call.schema, call.path["name"])
+    )
 
 
 async def _pause(call: Call[NoQuery, ChangeBody]) -> dict[str, Any]:
-    (paused,) = await schedule_changes.pause(
+    (paused,) = await schedule_changes.pause_schedules(
         call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
     )
     return await _redacted(call, paused)
 
 
 async def _resume(call: Call[NoQuery, ChangeBody]) -> dict[str, Any]:
-    (resumed,) = await schedule_changes.resume(
+    (resumed,) = await schedule_changes.resume_schedules(
         call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
     )
     return await _redacted(call, resumed)
 
 
 async def _run_now(call: Call[NoQuery, None]) -> Reply:
-    event_id = await schedule_changes.run_now(
+    event_id = await schedule_changes.run_schedule_now(
         call.db, call.schema, call.path["name"], actor=call.actor
     )
     return Reply({"id": event_id}, 201)
@@ -149,7 +153,7 @@ async def _run_now(call: Call[NoQuery, None]) -> Reply:
 
 async def _remove(call: Call[NoQuery, None]) -> dict[str, Any]:
     name = call.path["name"]
-    await schedule_changes.remove(call.db, call.schema, [name], actor=call.actor)
+    await schedule_changes.remove_schedules(call.db, call.schema, [name], actor=call.actor)
     return {"removed": name}
 
 

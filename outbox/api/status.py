@@ -107,7 +107,7 @@ class VerifyCheck(ResponseModel):
     """An invariant and its violations."""
 
     name: str
-    promise: str
+    guarantee: str
     violations: int
     examples: tuple[str, ...]
     action: str | None
@@ -135,7 +135,7 @@ async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
 
 async def _status(call: Call[StatusQuery, None]) -> dict[str, Any]:
     seen = await status.read_overview(call.db, call.schema, limit=call.query.limit)
-    return views.overview(call.schema, (await redactor_for(call)).redact_overview(seen))
+    return views.status_report(call.schema, (await redactor_for(call)).redact_overview(seen))
 
 
 async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:

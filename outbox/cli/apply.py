@@ -25,7 +25,7 @@ from outbox.core.model.text import safe
 from outbox.destinations.http.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
 from outbox.operations.apply import apply_file
-from outbox.operations.views.endpoints import applied
+from outbox.operations.views.endpoints import apply_report
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def command(
         if each.settings.name in opened:
             warn_about_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
     if as_json:
-        emit_json(applied(outcome, dry_run=dry_run))
+        emit_json(apply_report(outcome, dry_run=dry_run))
     else:
         _show(outcome, dry_run=dry_run)
 

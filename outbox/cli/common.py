@@ -121,8 +121,8 @@ def warn(message: str) -> None:
 
 def warn_about_networks(name: str, networks: Iterable[str | Network]) -> None:
     """Warn about allowed networks that expose a cloud metadata service."""
-    for why in exposed_metadata_warnings(networks):
-        warn(f"{name}: {why}; open narrower ranges")
+    for reason in exposed_metadata_warnings(networks):
+        warn(f"{name}: {reason}; open narrower ranges")
 
 
 def print_next_page(last: object) -> None:

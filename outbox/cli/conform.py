@@ -119,7 +119,7 @@ async def _grade(
             click.echo(f"  {style('ok', fg='green')}      {done.case}")
         else:
             click.echo(f"  {style('failed', fg='red')}  {done.case}: {safe(done.failure or '')}")
-            click.echo(f"          ({done.why})")
+            click.echo(f"          ({done.reason})")
 
     return await grade(url, test_cases, processed_url=processed, on_grade=show)
 

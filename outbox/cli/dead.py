@@ -113,7 +113,7 @@ def list_(
 
     async def print_page() -> None:
         async with database(settings) as connection:
-            rows = await dead_letters.page(
+            rows = await dead_letters.list_dead_letters(
                 connection,
                 settings.schema_name,
                 only=filter_options.build_filter(
@@ -161,19 +161,19 @@ def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
             )
             return await dead_letters.count_by_state(connection, settings.schema_name, only=only)
 
-    found = views.counts(run_async(read_counts()))
+    report = views.count_report(run_async(read_counts()))
     if as_json:
-        emit_json(found)
+        emit_json(report)
         return
     rows: dict[tuple[str, str], dict[str, int]] = {}
-    for each in found["counts"]:
+    for each in report["counts"]:
         by_state = rows.setdefault(
             (each.endpoint, each.reason), dict.fromkeys(dead_letters.STATES, 0)
         )
-        by_state[each.state] += each.letters
+        by_state[each.state] += each.dead_letters
     table = [[*which, *by_state.values()] for which, by_state in rows.items()]
     if len(table) > 1:
-        table.append(["all", "", *found["total"].values()])
+        table.append(["all", "", *report["total"].values()])
     names = [state.replace("_", " ") for state in dead_letters.STATES]
     emit_table(["endpoint", "reason", *names], table, "no dead letters")
 
@@ -192,7 +192,7 @@ def show(settings: Settings, dead_id: int, as_json: bool) -> None:
 
     async def print_details() -> None:
         async with database(settings) as connection:
-            letter = await dead_letters.get(connection, settings.schema_name, dead_id)
+            letter = await dead_letters.get_dead_letter(connection, settings.schema_name, dead_id)
         if as_json:
             emit_json(views.dead_letter(letter))
         else:
@@ -305,7 +305,7 @@ def discard(
                     as_json,
                 )
                 return
-            outcome = await discards.discard(
+            outcome = await discards.discard_dead_letters(
                 connection, schema, which, actor=actor(), comment=comment
             )
         _print_result("discarded", outcome, as_json)
@@ -315,7 +315,7 @@ def discard(
 
 def _print_plan(verb: str, outcome: ReplayOutcome, as_json: bool) -> None:
     if as_json:
-        emit_json(views.planned(verb, outcome))
+        emit_json(views.replay_plan(verb, outcome))
         return
     what = "replay" if verb == "replaying" else "discard"
     click.echo(f"would {what} {count(outcome.done, 'dead letter')}; nothing was changed")
@@ -326,7 +326,7 @@ def _print_plan(verb: str, outcome: ReplayOutcome, as_json: bool) -> None:
 
 def _print_result(verb: str, outcome: ReplayOutcome, as_json: bool) -> None:
     if as_json:
-        emit_json(views.done(verb, outcome))
+        emit_json(views.replay_result(verb, outcome))
         return
     job = "" if outcome.job is None else f" (replay job {outcome.job})"
     click.echo(f"{verb} {count(outcome.done, 'dead letter')}{job}")

@@ -76,7 +76,7 @@ def _emit(result: DemoReport) -> None:
             "expected": proof.expected,
             "rolled_back": proof.rolled_back,
             "rolled_back_but_delivered": proof.phantoms,
-            "broken_promises": proof.broken_promises,
+            "violations": proof.violations,
             "relay_kills": result.kills,
             "postgres": result.postgres,
             "seed": result.seed,
@@ -90,7 +90,7 @@ def _show(result: DemoReport) -> None:
         ("published", proof.published, f"and {proof.rolled_back} rolled back", None),
         ("expected", proof.expected, "deliveries to 3 endpoints", None),
         ("delivered", proof.delivered, "each processed once", None),
-        ("dead lettered", proof.dead_lettered, "rejected by the receiver, kept for replay", None),
+        ("dead-lettered", proof.dead_lettered, "rejected by the receiver, kept for replay", None),
         (
             "duplicates",
             proof.duplicates,
@@ -101,10 +101,10 @@ def _show(result: DemoReport) -> None:
         ("out of order", proof.out_of_order, "within a lane or a key", not proof.out_of_order),
         ("phantoms", proof.phantoms, "rolled back, but delivered", not proof.phantoms),
         (
-            "broken promises",
-            proof.broken_promises,
+            "violations",
+            proof.violations,
             "found by outbox verify",
-            not proof.broken_promises,
+            not proof.violations,
         ),
     ]
     click.echo()

@@ -69,12 +69,12 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
         emit_json(report)
     else:
         _show(findings)
-        click.echo(f"\n{_verdict(problems, warnings)}")
+        click.echo(f"\n{_summary(problems, warnings)}")
     if problems:
         raise click.exceptions.Exit(1)
 
 
-def _verdict(problems: int, warnings: int) -> str:
+def _summary(problems: int, warnings: int) -> str:
     if not problems and not warnings:
         return "no problems found"
     return ", ".join(

@@ -20,7 +20,7 @@ from outbox.cli.output import count, emit_json
 from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureTarget
-from outbox.operations.views.erase import erased
+from outbox.operations.views.erase import erasure_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,7 +81,7 @@ def command(
     for name in done.schedules:
         warn(f'the schedule "{name}" still publishes such events; see: outbox schedule')
     if as_json:
-        emit_json(erased(done, dry_run=dry_run))
+        emit_json(erasure_report(done, dry_run=dry_run))
         return
     verb = "would be erased" if dry_run else "erased"
     responses = "" if dry_run else f", {count(done.responses, 'response')}"

@@ -42,8 +42,8 @@ class Screen:
         self._shown, self._unavailable = overview, None
         self.draw()
 
-    def show_unavailable(self, why: str, since: datetime) -> None:
-        self._unavailable = unavailable_text(why, since)
+    def show_unavailable(self, reason: str, since: datetime) -> None:
+        self._unavailable = unavailable_text(reason, since)
         self.draw()
 
     def draw(self) -> None:
@@ -106,8 +106,8 @@ def picture(console: Console, schema: str, overview: Overview, foot: str) -> Ren
     return Group(*parts, Text(), *(Text(str(line), style="dim") for line in foot_lines))
 
 
-def unavailable_text(why: str, since: datetime) -> str:
-    return f"database unavailable since {since.astimezone():%H:%M:%S}, retrying: {why}"
+def unavailable_text(reason: str, since: datetime) -> str:
+    return f"database unavailable since {since.astimezone():%H:%M:%S}, retrying: {reason}"
 
 
 @contextmanager

@@ -179,9 +179,9 @@ def run(args: Sequence[str]) -> int:
     except Exception as error:  # Unexpected errors, too, are reported in one line.
         if isinstance(error, OSError) and _is_output_error(error):
             _drop_output()
-            why = error.strerror or str(error)
+            reason = error.strerror or str(error)
             return _fail(
-                f"the command succeeded, but its output could not be written: {why}",
+                f"the command succeeded, but its output could not be written: {reason}",
                 EXIT_OUTPUT_FAILED,
             )
         return _fail(_unexpected(error), EXIT_UNEXPECTED)

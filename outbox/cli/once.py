@@ -101,7 +101,7 @@ def list_(
 
     async def print_page() -> None:
         async with database(settings) as connection:
-            rows = await idempotency_keys.page(
+            rows = await idempotency_keys.list_keys(
                 connection,
                 settings.schema_name,
                 prefix=prefix,
@@ -140,10 +140,10 @@ def show(settings: Settings, key: str, as_json: bool) -> None:
 
     async def print_details() -> None:
         async with database(settings) as connection:
-            found = await idempotency_keys.get(connection, settings.schema_name, key)
-        row = found.row
+            detail = await idempotency_keys.get_key(connection, settings.schema_name, key)
+        row = detail.row
         if as_json:
-            emit_json(merge_fields(row) | {"type": found.type})
+            emit_json(merge_fields(row) | {"type": detail.type})
             return
         emit_pairs(
             [
@@ -155,9 +155,9 @@ def show(settings: Settings, key: str, as_json: bool) -> None:
                 ("event", row.event_id or "not published"),
                 (
                     "type",
-                    found.type or (row.event_id and "unknown: the event is no longer retained"),
+                    detail.type or (row.event_id and "unknown: the event is no longer retained"),
                 ),
-                ("see", row.event_id and found.type and f"outbox trace {row.event_id}"),
+                ("see", row.event_id and detail.type and f"outbox trace {row.event_id}"),
             ]
         )
 
@@ -178,7 +178,7 @@ def reset(settings: Settings, key: str, as_json: bool) -> None:
 
     async def reset_key() -> None:
         async with database(settings) as connection:
-            was_held = await idempotency_keys.reset(
+            was_held = await idempotency_keys.reset_key(
                 connection, settings.schema_name, key, actor=actor()
             )
         if as_json:

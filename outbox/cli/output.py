@@ -31,7 +31,7 @@ DISPENSABLE = ("attempts", "status", "version", "tenant", "lane", "lanes", "type
 SHORTEST = {"url": 16, "types": 10, "type": 10, "endpoint": 12, "name": 12, "relay": 12}
 
 # Columns of sentences, which are wrapped at spaces, and their minimum width.
-SENTENCES = {"promise": 30}
+SENTENCES = {"guarantee": 30}
 
 _COLUMN_GAP = 2
 _FOLD_CHARS_MIN = 30

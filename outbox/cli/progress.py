@@ -61,7 +61,7 @@ async def _ended(
     connection: Connection[Any], schema: str, job_id: int, show: Callable[[ReplayJob], None]
 ) -> ReplayJob:
     while True:
-        job = await replay_jobs.get(connection, schema, job_id)
+        job = await replay_jobs.get_job(connection, schema, job_id)
         show(job)
         if job.state != "running":
             return job
@@ -107,4 +107,6 @@ _STOPPED = {
 
 def describe_stopped(job: ReplayJob) -> str:
     """The endpoints where the replay ended early, and why."""
-    return ", ".join(f"{count(n, 'endpoint')} {_STOPPED[why]}" for why, n in job.stopped.items())
+    return ", ".join(
+        f"{count(n, 'endpoint')} {_STOPPED[reason]}" for reason, n in job.stopped.items()
+    )

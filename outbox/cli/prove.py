@@ -314,7 +314,7 @@ def _show(report: ChaosReport) -> None:
     if report.logs:
         click.echo(f"the relays' logs are in {report.logs}")
     faults = sum(report.faults.values())
-    verdict = (
+    summary = (
         f"proven: {result.committed:,} events under {faults} faults, "
         "nothing lost, nothing out of order, every copy explained"
         if result.good
@@ -323,4 +323,4 @@ def _show(report: ChaosReport) -> None:
             f"{name} {note.count:,}" for name, note in result.findings.items() if note.count
         )
     )
-    click.echo(style(verdict, fg="green" if result.good else "red", bold=True))
+    click.echo(style(summary, fg="green" if result.good else "red", bold=True))

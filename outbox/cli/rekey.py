@@ -91,8 +91,8 @@ def command(
             f"{count(done.secrets, 'secret')} of {count(done.endpoints, 'endpoint')} rewritten, "
             f"{how}"
         )
-        for why in done.locked:
-            click.echo(safe(f"skipped: {why}"), err=True)
+        for reason in done.locked:
+            click.echo(safe(f"skipped: {reason}"), err=True)
         if done.left and not done.locked:
             click.echo(f"{count(done.left, 'secret')} changed concurrently; run again", err=True)
         was_in_clear = any(each.key is None for each in kept)
@@ -118,7 +118,7 @@ async def _rekey(
     async with database(settings) as connection:
         kept = await rotate_key.count_secrets(connection, settings.schema_name)
         with _progress() as show:
-            return kept, await rotate_key.rekey(
+            return kept, await rotate_key.rotate_key(
                 connection,
                 settings.schema_name,
                 vault,

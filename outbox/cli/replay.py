@@ -20,7 +20,7 @@ from outbox.cli.main import Group
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table
 from outbox.operations import backfill, dead_letter_filter, replay_jobs
 from outbox.operations.backfill import Backfill
-from outbox.operations.views.replays import planned
+from outbox.operations.views.replays import backfill_plan
 
 if TYPE_CHECKING:
     from outbox.cli.moments import When
@@ -93,13 +93,13 @@ def command(
             now = await dead_letter_filter.read_now(connection)
             first = moments.moment(since, now)
             assert first is not None
-            asked = Backfill(endpoint, first, moments.moment(until, now), types)
+            backfill_request = Backfill(endpoint, first, moments.moment(until, now), types)
             if dry_run:
-                deliveries = await backfill.count_deliveries(connection, schema, asked)
-                _print_plan(asked, deliveries, as_json)
+                deliveries = await backfill.count_deliveries(connection, schema, backfill_request)
+                _print_plan(backfill_request, deliveries, as_json)
                 return
             job_id = await backfill.request_backfill(
-                connection, schema, asked, actor=actor(), rate_per_s=rate_per_s
+                connection, schema, backfill_request, actor=actor(), rate_per_s=rate_per_s
             )
             if not as_json:
                 click.echo(f"replay job {job_id} started; see: outbox replay show {job_id}")
@@ -112,9 +112,9 @@ def command(
     run_async(start_replay())
 
 
-def _print_plan(asked: Backfill, deliveries: int, as_json: bool) -> None:
+def _print_plan(request: Backfill, deliveries: int, as_json: bool) -> None:
     if as_json:
-        emit_json(planned(asked, deliveries))
+        emit_json(backfill_plan(request, deliveries))
     else:
         click.echo(f"would create {count(deliveries, 'delivery')}; nothing was changed")
 
@@ -148,7 +148,7 @@ def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool)
 
     async def print_page() -> None:
         async with database(settings) as connection:
-            rows = await replay_jobs.page(
+            rows = await replay_jobs.list_jobs(
                 connection, settings.schema_name, states=states, limit=limit + 1, after=after
             )
         rows, more = rows[:limit], len(rows) > limit
@@ -192,7 +192,7 @@ def show(settings: Settings, job_id: int, as_json: bool) -> None:
 
     async def read_details() -> ReplayJob:
         async with database(settings) as connection:
-            return await replay_jobs.get(connection, settings.schema_name, job_id)
+            return await replay_jobs.get_job(connection, settings.schema_name, job_id)
 
     job = run_async(read_details())
     if as_json:
@@ -219,7 +219,9 @@ def abort(settings: Settings, job_id: int, as_json: bool) -> None:
 
     async def abort_replay_job() -> ReplayJob:
         async with database(settings) as connection:
-            return await replay_jobs.abort(connection, settings.schema_name, job_id, actor=actor())
+            return await replay_jobs.abort_job(
+                connection, settings.schema_name, job_id, actor=actor()
+            )
 
     job = run_async(abort_replay_job())
     if as_json:

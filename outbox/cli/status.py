@@ -61,7 +61,7 @@ def command(
 
     overview = run_async(read_overview())
     if as_json:
-        emit_json(status_json.overview(settings.schema_name, overview))
+        emit_json(status_json.status_report(settings.schema_name, overview))
     else:
         emit(settings.schema_name, overview)
 

@@ -83,21 +83,25 @@ def add(
     as_json: bool,
 ) -> None:
     """Create a token, and show its secret once."""
-    wanted = TokenSettings(name=name, scopes=scopes, tenant=tenant, expires_in_s=expires_in_s)
+    token_settings = TokenSettings(
+        name=name, scopes=scopes, tenant=tenant, expires_in_s=expires_in_s
+    )
 
     async def add_token() -> None:
         async with database(settings) as connection:
-            made = await api_tokens.add(connection, settings.schema_name, wanted, actor=actor())
+            token = await api_tokens.add_token(
+                connection, settings.schema_name, token_settings, actor=actor()
+            )
         if as_json:
-            emit_json(made)
+            emit_json(token)
             return
         emit_pairs(
             [
-                ("name", made.name),
-                ("scopes", made.scopes),
-                ("tenant", made.tenant),
-                ("expires", made.expires_at),
-                ("secret", made.secret),
+                ("name", token.name),
+                ("scopes", token.scopes),
+                ("tenant", token.tenant),
+                ("expires", token.expires_at),
+                ("secret", token.secret),
             ]
         )
         click.echo("Save the secret now; it is not shown again.", err=True)
@@ -125,7 +129,7 @@ def list_(settings: Settings, revoked: bool, limit: int, after: int, as_json: bo
 
     async def print_page() -> None:
         async with database(settings) as connection:
-            rows = await api_tokens.page(
+            rows = await api_tokens.list_tokens(
                 connection, settings.schema_name, revoked=revoked, limit=limit + 1, after=after
             )
         rows, more = rows[:limit], len(rows) > limit
@@ -170,7 +174,7 @@ def revoke(settings: Settings, name: str, as_json: bool) -> None:
 
     async def revoke_token() -> None:
         async with database(settings) as connection:
-            await api_tokens.revoke(connection, settings.schema_name, name, actor=actor())
+            await api_tokens.revoke_token(connection, settings.schema_name, name, actor=actor())
         if as_json:
             emit_json({"revoked": name})
         else:

@@ -84,24 +84,24 @@ def command(
         schema = settings.schema_name
         async with database(settings) as connection:
             only = await find_endpoint_ids(connection, endpoint)
-            found = await find_event.find_events(connection, schema, id, limit=limit, below=before)
-            return found, [
+            match = await find_event.find_events(connection, schema, id, limit=limit, below=before)
+            return match, [
                 await trace.read_trace(
                     connection, schema, outbox_id, endpoint_ids=only, payload=payload
                 )
-                for outbox_id in found.outbox_ids
+                for outbox_id in match.outbox_ids
             ]
 
-    found, traces = run_async(read_traces())
-    if found.more:
-        warn(f"older events exist; next page: --before {found.outbox_ids[-1]}")
+    match, traces = run_async(read_traces())
+    if match.more:
+        warn(f"older events exist; next page: --before {match.outbox_ids[-1]}")
     if as_json:
-        emit_json(trace_result(found, traces))
+        emit_json(trace_result(match, traces))
         return
     for n, event_trace in enumerate(traces):
         if n:
             click.echo()
-        _show(event_trace, found.by if len(traces) == 1 else None)
+        _show(event_trace, match.by if len(traces) == 1 else None)
 
 
 def _show(event_trace: EventTrace, found_by: str | None) -> None:

@@ -13,7 +13,7 @@ from outbox.cli.common import actor, database, json_option, run_async, settings_
 from outbox.cli.output import count, emit_json, emit_table
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
-from outbox.operations.verify.promises import CHECKS, EXAMPLES_MAX
+from outbox.operations.verify.guarantees import CHECKS, EXAMPLES_MAX
 from outbox.operations.verify.repair import ADVICE, apply_repairs, plan_repairs
 from outbox.operations.views.verify import run_audit
 
@@ -60,8 +60,8 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
 
     async def audit_and_plan() -> tuple[Audit, list[AppliedRepair]]:
         async with database(settings, long=True) as connection:
-            found = await run_audit(connection, settings.schema_name)
-            return found, await plan_repairs(connection, settings.schema_name) if repairs else []
+            audit = await run_audit(connection, settings.schema_name)
+            return audit, await plan_repairs(connection, settings.schema_name) if repairs else []
 
     async def repair_and_audit() -> tuple[list[AppliedRepair], Audit]:
         async with database(settings, long=True) as connection:
@@ -69,7 +69,7 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
             return done, await run_audit(connection, settings.schema_name)
 
     with _spinner(as_json):
-        found, planned = run_async(audit_and_plan())
+        audit, planned = run_async(audit_and_plan())
     done: list[AppliedRepair] = []
     if planned and not dry_run:
         if not yes:
@@ -77,9 +77,9 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
             if not click.confirm(f"apply {count(len(planned), 'repair')}?", err=True):
                 raise UsageError("nothing was changed")
         with _spinner(as_json):
-            done, found = run_async(repair_and_audit())
+            done, audit = run_async(repair_and_audit())
     if as_json:
-        emit_json(found.as_json() | _repairs_as_json(repairs, planned, done, dry_run=dry_run))
+        emit_json(audit.as_json() | _repairs_as_json(repairs, planned, done, dry_run=dry_run))
     else:
         if repairs and not planned:
             click.echo("nothing to repair\n")
@@ -87,8 +87,8 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
             _list("would repair", planned)
         elif done:
             _list("repaired", done)
-        _show(found)
-    if found.violations:
+        _show(audit)
+    if audit.violations:
         raise click.exceptions.Exit(1)
 
 
@@ -125,20 +125,20 @@ def _spinner(as_json: bool) -> AbstractContextManager[Any]:
     return Console(stderr=True).status(f"running {count(len(CHECKS), 'check')} …")
 
 
-def _show(found: Audit) -> None:
+def _show(audit: Audit) -> None:
     emit_table(
-        ["check", "promise", "violations"],
-        [(f.check.name, f.check.promise, f.violations) for f in found.findings],
+        ["check", "guarantee", "violations"],
+        [(f.check.name, f.check.guarantee, f.violations) for f in audit.findings],
         "",
     )
-    for finding in found.findings:
+    for finding in audit.findings:
         for example in finding.examples:
             click.echo(f"  {finding.check.name}: {safe(example)}")
         if finding.violations:
             click.echo(f"    → {ADVICE[finding.check.name]}")
     checked = ", ".join(
-        count(n, noun.removesuffix("s").replace("_", " ")) for noun, n in found.about.items()
+        count(n, noun.removesuffix("s").replace("_", " ")) for noun, n in audit.about.items()
     )
-    violations = found.violations
-    verdict = "no violations" if not violations else count(violations, "violation")
-    click.echo(f"\n{verdict}; checked {checked} in {found.seconds:.1f} s")
+    violations = audit.violations
+    summary = "no violations" if not violations else count(violations, "violation")
+    click.echo(f"\n{summary}; checked {checked} in {audit.seconds:.1f} s")

@@ -68,7 +68,7 @@ class Display(Protocol):
     def show(self, overview: Overview) -> None:
         """Show an overview."""
 
-    def show_unavailable(self, why: str, since: datetime) -> None:
+    def show_unavailable(self, reason: str, since: datetime) -> None:
         """Show that the database has been unavailable since that time."""
 
 
@@ -172,19 +172,19 @@ class Lines:
 
     def show(self, overview: Overview) -> None:
         if self._as_json:
-            seen = status_json.overview(self._schema, overview)
-            emit_json({**seen, "rates": overview.rates})
+            report = status_json.status_report(self._schema, overview)
+            emit_json({**report, "rates": overview.rates})
             return
         self._begin(overview.at)
         status_command.emit(self._schema, overview)
 
-    def show_unavailable(self, why: str, since: datetime) -> None:
+    def show_unavailable(self, reason: str, since: datetime) -> None:
         now = datetime.now(UTC)
         if self._as_json:
-            emit_json({"schema": self._schema, "at": now, "error": why, "since": since})
+            emit_json({"schema": self._schema, "at": now, "error": reason, "since": since})
             return
         self._begin(now)
-        for line in fold(unavailable_text(why, since)):
+        for line in fold(unavailable_text(reason, since)):
             click.echo(line)
 
     def _begin(self, at: datetime) -> None:

@@ -27,25 +27,24 @@ if TYPE_CHECKING:
 
 TokenState = Literal["live", "expired", "revoked"]
 
-# The hash is selected only for the lookup of a token.
-_COLUMNS = """
-SELECT id, name, scopes, tenant, created_at, created_by, expires_at, revoked_at, revoked_by,
-       last_used_at, {hash}
+# Without the hash, which only the lookup of a token selects.
+_COLUMNS = """id, name, scopes, tenant, created_at, created_by, expires_at, revoked_at, revoked_by,
+       last_used_at,
        CASE WHEN revoked_at IS NOT NULL THEN 'revoked'
             WHEN expires_at <= clock_timestamp() THEN 'expired'
-            ELSE 'live' END AS state
-  FROM token
-"""
+            ELSE 'live' END AS state"""
 
 # In the order of creation; a name can be reused.
 LIST_TOKENS = f"""
-{_COLUMNS.format(hash="")} WHERE id > $1 AND ($2 OR revoked_at IS NULL) ORDER BY id LIMIT $3
-"""
+SELECT {_COLUMNS}
+  FROM token WHERE id > $1 AND ($2 OR revoked_at IS NULL) ORDER BY id LIMIT $3
+"""  # noqa: S608 (constants only)
 
 # By the unique index of hashes.  `stale`: last_used_at is older than a minute.
 FIND_TOKEN = f"""
-SELECT *, last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute' AS stale
-  FROM ({_COLUMNS.format(hash="hash,")} WHERE hash = $1) t
+SELECT {_COLUMNS}, hash,
+       last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute' AS stale
+  FROM token WHERE hash = $1
 """  # noqa: S608 (constants only)
 
 # At most once a minute, even with concurrent requests.
@@ -124,7 +123,7 @@ class NewToken:
     expires_at: datetime | None
 
 
-async def add(
+async def add_token(
     connection: Connection[Any], schema: str, settings: TokenSettings, *, actor: str
 ) -> NewToken:
     """Create a token.
@@ -172,7 +171,7 @@ async def add(
     return await make_change_and_read(connection, schema, actor, plan, read_back, routing=False)
 
 
-async def page(
+async def list_tokens(
     connection: Connection[Any],
     schema: str,
     *,
@@ -190,7 +189,7 @@ async def page(
     return [_token(row) for row in rows]
 
 
-async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: str) -> None:
+async def revoke_token(connection: Connection[Any], schema: str, name: str, *, actor: str) -> None:
     """Revoke a token; its name can be reused.
 
     Raises:
@@ -218,7 +217,7 @@ async def find_token(connection: Connection[Any], schema: str, secret: str) -> T
     return _token(row)
 
 
-async def note_failed_logins(
+async def record_failed_logins(
     connection: Connection[Any], schema: str, data: Mapping[str, Any]
 ) -> None:
     """Write a journal entry about failed logins, with their count."""

@@ -16,14 +16,14 @@ from outbox.operations.endpoint_changes import (
     READ_ENDPOINTS,
     FoundEndpoint,
     check_filters,
-    name_taken,
+    name_conflict,
     plan_addition,
     plan_update,
     require_states,
     write_updates,
 )
 from outbox.operations.endpoint_removal import StillPending, plan_removals
-from outbox.operations.endpoint_writes import add_endpoints, subscribe
+from outbox.operations.endpoint_writes import add_endpoints, replace_subscriptions
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR
 
@@ -122,11 +122,11 @@ async def _plan(
 ) -> ApplyOutcome:
     """Plan the steps, removals first."""
     rows = await change.db.fetch(READ_ALL)
-    there = {row["id"]: FoundEndpoint.from_row(row, vault) for row in rows}
-    matches = _match_endpoints(declared, there)
-    matched = {found.id for found in matches.values()}
-    rest = [found for found in there.values() if found.id not in matched]
-    pruned = [found for found in rest if prune and found.state != "removing"]
+    existing = {row["id"]: FoundEndpoint.from_row(row, vault) for row in rows}
+    matches = _match_endpoints(declared, existing)
+    matched = {endpoint.id for endpoint in matches.values()}
+    rest = [endpoint for endpoint in existing.values() if endpoint.id not in matched]
+    pruned = [endpoint for endpoint in rest if prune and endpoint.state != "removing"]
     require_states(change, pruned)
     try:
         removals = await plan_removals(change, pruned, dead_letter=dead_letter)
@@ -135,15 +135,15 @@ async def _plan(
     # A name is free in the same message, unless deliveries are pending.
     kept = {r.id: r.state for r in removals if r.state == "removing"}
     taken = {
-        found.name: kept.get(found.id, found.state)
-        for found in rest
-        if found.id in kept or found not in pruned
+        endpoint.name: kept.get(endpoint.id, endpoint.state)
+        for endpoint in rest
+        if endpoint.id in kept or endpoint not in pruned
     }
     settings = _merge_settings(declared, matches, taken)
     await _check_filters(change, declared, settings)
     steps = [ApplyStep("remove", r.name, r.id, pending=r.pending) for r in removals]
-    steps += await _plan_changes(change, declared, matches, settings, there, vault)
-    return ApplyOutcome(tuple(steps), () if prune else tuple(found.name for found in rest))
+    steps += await _plan_changes(change, declared, matches, settings, existing, vault)
+    return ApplyOutcome(tuple(steps), () if prune else tuple(endpoint.name for endpoint in rest))
 
 
 def _merge_settings(
@@ -161,7 +161,7 @@ def _merge_settings(
         match, name = matches.get(each.place), each.settings.name
         state = match.state if match and match.state == "removing" else taken.get(name)
         if state is not None:
-            raise Conflict(f"{each.place}.name: {name_taken(name, state)}")
+            raise Conflict(f"{each.place}.name: {name_conflict(name, state)}")
         with _prefix_errors(each.place):
             merged.append(each.merge_over(match.settings if match else None))
     return merged
@@ -184,7 +184,7 @@ async def _plan_changes(
     declared: Sequence[DeclaredEndpoint],
     matches: Mapping[str, FoundEndpoint],
     settings: Sequence[EndpointSettings],
-    there: Mapping[UUID, FoundEndpoint],
+    existing: Mapping[UUID, FoundEndpoint],
     vault: Vault,
 ) -> list[ApplyStep]:
     """Plan additions and updates."""
@@ -197,45 +197,45 @@ async def _plan_changes(
     )
     in_use = await vault.for_writing(change.db) if writes_secrets else vault
     for each, its in zip(declared, settings, strict=True):
-        found = matches.get(each.place)
-        if found is None:
+        match = matches.get(each.place)
+        if match is None:
             new = plan_addition(change, its, in_use)
             additions.append(new)
             steps.append(ApplyStep("add", its.name, new.id, secret=new.secret))
             continue
         with _prefix_errors(each.place):
-            update = await plan_update(change, found, its, in_use)
+            update = await plan_update(change, match, its, in_use)
         if update.differences:
             updates.append(update)
         action: Action = "change" if update.differences else "keep"
-        steps.append(ApplyStep(action, found.name, found.id, update.differences))
+        steps.append(ApplyStep(action, match.name, match.id, update.differences))
     require_states(change, [each.found for each in updates])
     # A name that is freed by this change is not free before.
-    names = {found.name for found in there.values()}
+    names = {endpoint.name for endpoint in existing.values()}
     early = [each.row for each in additions if each.row["name"] not in names]
     late = [each.row for each in additions if each.row["name"] in names]
     add_endpoints(change, early, early=True)
     write_updates(change, updates)
     add_endpoints(change, late)
-    subscribe(change, [each.id for each in additions])
+    replace_subscriptions(change, [each.id for each in additions])
     return steps
 
 
 def _match_endpoints(
-    declared: Sequence[DeclaredEndpoint], there: Mapping[UUID, FoundEndpoint]
+    declared: Sequence[DeclaredEndpoint], existing: Mapping[UUID, FoundEndpoint]
 ) -> dict[str, FoundEndpoint]:
     """Match each place of the file to an endpoint: by id, else by name."""
     matches: dict[str, FoundEndpoint] = {}
     for each in declared:
         if each.id is not None:
-            if each.id not in there:
+            if each.id not in existing:
                 raise NotFound(
                     f"{each.place}.id: there is no endpoint with the id {each.id}; leave it out "
                     "to add one"
                 )
-            matches[each.place] = there[each.id]
-    claimed = {found.id for found in matches.values()}
-    by_name = {f.name: f for f in there.values() if f.id not in claimed}
+            matches[each.place] = existing[each.id]
+    claimed = {endpoint.id for endpoint in matches.values()}
+    by_name = {f.name: f for f in existing.values() if f.id not in claimed}
     for each in declared:
         if each.id is None and each.settings.name in by_name:
             matches[each.place] = by_name[each.settings.name]

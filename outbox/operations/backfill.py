@@ -170,22 +170,22 @@ async def request_backfill(
 
 async def _find_range(connection: Connection[Any], backfill: Backfill) -> BackfillRange:
     name = backfill.endpoint
-    found = await connection.fetchrow(FIND_ENDPOINT, name)
-    if found is None:
+    endpoint = await connection.fetchrow(FIND_ENDPOINT, name)
+    if endpoint is None:
         raise await endpoint_not_found(connection, name)
-    if found["state"] in ("disabling", "disabled"):
+    if endpoint["state"] in ("disabling", "disabled"):
         raise Conflict(
             f'endpoint "{name}" is disabled; enable it first: '
             f"outbox endpoint enable {shlex.quote(name)}"
         )
-    if found["state"] == "removing" or not found["subscribed"]:
+    if endpoint["state"] == "removing" or not endpoint["subscribed"]:
         raise Conflict(f'endpoint "{name}" is being removed, and receives no new events')
     at = await connection.fetchrow(READ_CURSOR)
     first = await connection.fetchval(FIND_FIRST, backfill.since, at["high"])
     last = first and await connection.fetchval(FIND_LAST, first, at["high"], backfill.until)
     if not last:
         # An empty range: its job ends at once.
-        return BackfillRange(found["id"], 1, 0, [])
+        return BackfillRange(endpoint["id"], 1, 0, [])
     # Only overlapping gaps: there can be many, and each event is compared with them.
     gaps = [gap for gap in at["gaps"] if gap.upper > first and gap.lower <= last]
-    return BackfillRange(found["id"], first, last, gaps)
+    return BackfillRange(endpoint["id"], first, last, gaps)

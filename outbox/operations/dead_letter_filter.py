@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from outbox.core.delivery.commands import DeadLetterReason
 from outbox.core.model import pattern
+from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.errors import UsageError
 from outbox.store.endpoints import endpoint_not_found
 from outbox.store.routing_change import READ_NOW

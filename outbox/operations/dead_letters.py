@@ -139,10 +139,10 @@ SELECT r.requested_at, r.next_seq - d.seq AS taken, d.outbox_id IS NULL AS is_ra
 # Most replayed dead letters are single deliveries, whose state follows from the one new
 # delivery; that is faster than `_REPLAYS`.
 COUNT_DEAD = f"""
-SELECT e.name AS endpoint, n.reason, n.state, sum(n.letters)::bigint AS letters,
+SELECT e.name AS endpoint, n.reason, n.state, sum(n.dead_letters)::bigint AS dead_letters,
        sum(n.numbers)::bigint AS numbers
   FROM (SELECT d.endpoint_id, d.reason, coalesce(t.state, d.state) AS state,
-               count(*) AS letters, sum(d.to_seq - d.seq + 1) AS numbers
+               count(*) AS dead_letters, sum(d.to_seq - d.seq + 1) AS numbers
           FROM dead_letter d
           LEFT JOIN LATERAL (
                SELECT CASE WHEN made.seq IS NULL THEN 'replaying'
@@ -192,7 +192,7 @@ class DeadLetterCount:
     endpoint: str
     reason: str
     state: DeadLetterState
-    letters: int
+    dead_letters: int
     numbers: int
     """Number of deliveries; a range has many."""
 
@@ -248,7 +248,7 @@ class DeadLetter:
     replays: tuple[ReplayRow, ...]
 
 
-async def page(
+async def list_dead_letters(
     connection: Connection[Any],
     schema: str,
     *,
@@ -293,7 +293,7 @@ async def count_by_state(
     return [DeadLetterCount(**dict(row)) for row in rows]
 
 
-async def get(connection: Connection[Any], schema: str, dead_id: int) -> DeadLetter:
+async def get_dead_letter(connection: Connection[Any], schema: str, dead_id: int) -> DeadLetter:
     """Read one dead letter with its event and its replays.
 
     Raises:
@@ -303,7 +303,7 @@ async def get(connection: Connection[Any], schema: str, dead_id: int) -> DeadLet
         row = await connection.fetchrow(GET_DEAD, dead_id)
         if row is None:
             raise dead_letter_not_found(dead_id)
-        replays = await replays_of(connection, dead_id)
+        replays = await list_replays(connection, dead_id)
     return DeadLetter(
         row=_row(row),
         tenant=row["tenant"],
@@ -317,7 +317,7 @@ async def get(connection: Connection[Any], schema: str, dead_id: int) -> DeadLet
     )
 
 
-async def replays_of(connection: Connection[Any], dead_id: int) -> list[ReplayRow]:
+async def list_replays(connection: Connection[Any], dead_id: int) -> list[ReplayRow]:
     """List the replays of a dead letter, oldest first."""
     return [
         ReplayRow(

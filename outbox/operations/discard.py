@@ -51,13 +51,15 @@ async def count_discardable(
     with map_errors(schema):
         if selection.ids:
             return len(await read_dead_letters(connection, selection.ids))
-        its = selection.filter
-        ids = await find_endpoint_ids(connection, its.endpoint, its.owner)
-        found: int = await connection.fetchval(COUNT, ids, *its.arguments)
-    return found
+        dead_letter_filter = selection.filter
+        ids = await find_endpoint_ids(
+            connection, dead_letter_filter.endpoint, dead_letter_filter.owner
+        )
+        number: int = await connection.fetchval(COUNT, ids, *dead_letter_filter.arguments)
+    return number
 
 
-async def discard(
+async def discard_dead_letters(
     connection: Connection[Any],
     schema: str,
     selection: DeadLetterSelection,
@@ -84,23 +86,35 @@ async def discard(
 
     if selection.ids:
         return ReplayOutcome(await make_change(connection, schema, actor, plan_named), {})
-    its = selection.filter
+    dead_letter_filter = selection.filter
     criteria = {
-        "selection": {name: to_journal_value(value) for name, value in its.criteria.items()}
+        "selection": {
+            name: to_journal_value(value) for name, value in dead_letter_filter.criteria.items()
+        }
     }
     with map_errors(schema, "operator"):
-        endpoints_of = await find_endpoint_ids(connection, its.endpoint, its.owner)
+        endpoints_of = await find_endpoint_ids(
+            connection, dead_letter_filter.endpoint, dead_letter_filter.owner
+        )
     only = endpoints_of[0] if endpoints_of is not None and len(endpoints_of) == 1 else None
     after = done = 0
 
     async def plan_batch(change: Change) -> list[int]:
-        rows = await change.db.fetch(FIND_DEAD, after, endpoints_of, BATCH_SIZE, *its.arguments)
+        rows = await change.db.fetch(
+            FIND_DEAD, after, endpoints_of, BATCH_SIZE, *dead_letter_filter.arguments
+        )
         ids = [row["id"] for row in rows]
         # Relays must continue the lanes that are unblocked.
         change.routing = any(row["blocks"] for row in rows)
         if ids:
             write_dead_letter_state(change, ids, "discarded")
-            data = {**comment_data, **criteria, "letters": len(ids), "from": ids[0], "to": ids[-1]}
+            data = {
+                **comment_data,
+                **criteria,
+                "dead_letters": len(ids),
+                "from": ids[0],
+                "to": ids[-1],
+            }
             change.journal("dead_discarded", only, data)
         return ids
 

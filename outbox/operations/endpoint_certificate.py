@@ -64,15 +64,17 @@ async def set_identity(
     description = None if about is None else orjson.dumps(about, option=orjson.OPT_UTC_Z).decode()
 
     async def plan(change: Change) -> CertificateChange:
-        found = await find_endpoint(change, name, owner)
-        require_state(found, ("active", "paused", "disabling", "disabled"), "given a certificate")
+        endpoint = await find_endpoint(change, name, owner)
+        require_state(
+            endpoint, ("active", "paused", "disabling", "disabled"), "given a certificate"
+        )
         sealed = None
         if pem is not None:
             in_use = await vault.for_writing(change.db)
-            sealed = Private(in_use.seal(pem, found.id, IDENTITY))
-        change.write(SET_IDENTITY, found.id, sealed, description)
+            sealed = Private(in_use.seal(pem, endpoint.id, IDENTITY))
+        change.write(SET_IDENTITY, endpoint.id, sealed, description)
         kind = "endpoint_certificate_removed" if pem is None else "endpoint_certificate_set"
-        change.journal(kind, found.id, {"name": name, **(about or {})})
-        return CertificateChange(found.id, name, about)
+        change.journal(kind, endpoint.id, {"name": name, **(about or {})})
+        return CertificateChange(endpoint.id, name, about)
 
     return await make_change(connection, schema, actor, plan)

@@ -140,7 +140,7 @@ class Update:
         return self.found.subscribed and self.settings.subscription != old.subscription
 
 
-async def add(
+async def add_endpoint(
     connection: Connection[Any],
     schema: str,
     settings: EndpointSettings,
@@ -167,7 +167,7 @@ async def add(
         high, last = await change.db.fetchrow(READ_WAITING)
         new = plan_addition(change, settings, in_use, ed25519=ed25519)
         endpoint_writes.add_endpoints(change, [new.row], early=True)
-        endpoint_writes.subscribe(change, [new.id])
+        endpoint_writes.replace_subscriptions(change, [new.id])
         return NewEndpoint(
             id=new.id,
             name=settings.name,
@@ -181,7 +181,7 @@ async def add(
     return await make_change(connection, schema, actor, plan)
 
 
-async def update(
+async def update_endpoint(
     connection: Connection[Any],
     schema: str,
     name: str,
@@ -205,15 +205,15 @@ async def update(
     """
 
     async def plan(change: Change) -> Updated:
-        found = await find_endpoint(change, name, owner, vault)
-        settings = edit(found.settings)
-        planned = await plan_update(change, found, settings)
+        endpoint = await find_endpoint(change, name, owner, vault)
+        settings = edit(endpoint.settings)
+        planned = await plan_update(change, endpoint, settings)
         if planned.differences:
             await check_filters(change.db, [settings])
             if planned.renames:
                 await _require_free_name(change.db, settings.name)
             write_updates(change, [planned])
-        return Updated(found.id, settings.name, planned.differences)
+        return Updated(endpoint.id, settings.name, planned.differences)
 
     return await make_change(connection, schema, actor, plan)
 
@@ -228,7 +228,7 @@ def plan_addition(
     """
     secret, endpoint_id = new_secret(ed25519=ed25519), uuid4()
     row = {
-        **endpoint_writes.columns(endpoint_id, settings),
+        **endpoint_writes.endpoint_columns(endpoint_id, settings),
         "headers": vault.seal_headers(settings.headers, endpoint_id),
         "secret": vault.seal(secret, endpoint_id, SIGNING),
         "public_key": public_key(secret),
@@ -258,7 +258,7 @@ async def plan_update(
     if found.state == "removing":
         raise Conflict(f'endpoint "{old.name}" is being removed, and cannot be changed')
     differences = tuple(endpoint_config.differences(old, settings))
-    row = endpoint_writes.columns(found.id, settings)
+    row = endpoint_writes.endpoint_columns(found.id, settings)
     if settings.headers != old.headers:
         vault = in_use or await found.vault.for_writing(change.db)
         row["headers"] = vault.seal_headers(settings.headers, found.id)
@@ -277,7 +277,9 @@ def write_updates(change: Change, updates: Collection[Update]) -> None:
         renamed=[each.found.id for each in updates if each.renames],
         with_new_lanes=[each.found.id for each in updates if each.has_new_lanes],
     )
-    endpoint_writes.subscribe(change, [each.found.id for each in updates if each.subscribes])
+    endpoint_writes.replace_subscriptions(
+        change, [each.found.id for each in updates if each.subscribes]
+    )
 
 
 async def find_endpoint(
@@ -306,15 +308,17 @@ async def find_endpoints(
     for name in names:
         if name not in rows:
             raise await endpoint_not_found(change.db, name)
-    found = [FoundEndpoint.from_row(rows[name], vault) for name in dict.fromkeys(names)]
-    require_states(change, found)
-    return found
+    endpoints = [FoundEndpoint.from_row(rows[name], vault) for name in dict.fromkeys(names)]
+    require_states(change, endpoints)
+    return endpoints
 
 
-def require_states(change: Change, found: Collection[FoundEndpoint]) -> None:
+def require_states(change: Change, endpoints: Collection[FoundEndpoint]) -> None:
     """Require that endpoints still have their states when this is written."""
-    if found:
-        change.write(REQUIRE_STATES, [each.id for each in found], [each.state for each in found])
+    if endpoints:
+        change.write(
+            REQUIRE_STATES, [each.id for each in endpoints], [each.state for each in endpoints]
+        )
 
 
 async def check_filters(
@@ -331,8 +335,8 @@ async def check_filters(
     try:
         await connection.fetchval(READ_FILTERS, filters)
     except (asyncpg.DataError, asyncpg.PostgresSyntaxError) as error:
-        why = str(error).partition("\n")[0].replace(" of jsonpath input", "")
-        raise UsageError(f"filter: invalid SQL/JSON path: {why}") from None
+        reason = str(error).partition("\n")[0].replace(" of jsonpath input", "")
+        raise UsageError(f"filter: invalid SQL/JSON path: {reason}") from None
 
 
 def new_secret(*, ed25519: bool = False) -> str:
@@ -348,7 +352,7 @@ def public_key(secret: str) -> str | None:
     return None if isinstance(key, bytes) else key.public_text
 
 
-def name_taken(name: str, state: str) -> Conflict:
+def name_conflict(name: str, state: str) -> Conflict:
     """The error for a name that is in use."""
     if state == "removing":
         return Conflict(
@@ -361,7 +365,7 @@ def name_taken(name: str, state: str) -> Conflict:
 async def _require_free_name(connection: Connection[Any], name: str) -> None:
     state = await connection.fetchval(FIND_NAME, name)
     if state is not None:
-        raise name_taken(name, state)
+        raise name_conflict(name, state)
 
 
 def _journal_settings(settings: EndpointSettings) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class DrainStatus:
     """Whether the endpoint was enabled again."""
 
 
-async def remove(
+async def remove_endpoint(
     connection: Connection[Any],
     schema: str,
     name: str,
@@ -133,31 +133,31 @@ async def remove(
     """
 
     async def plan(change: Change) -> Removal:
-        found = await find_endpoint(change, name, owner)
-        (removal,) = await plan_removals(change, [found], dead_letter=dead_letter)
+        endpoint = await find_endpoint(change, name, owner)
+        (removal,) = await plan_removals(change, [endpoint], dead_letter=dead_letter)
         return removal
 
     return await make_change(connection, schema, actor, plan)
 
 
 async def plan_removals(
-    change: Change, found: Collection[FoundEndpoint], *, dead_letter: bool
+    change: Change, endpoints: Collection[FoundEndpoint], *, dead_letter: bool
 ) -> list[Removal]:
     """Plan the removal of endpoints, whose states are required already.
 
     Raises:
         StillPending: deliveries are pending, and `dead_letter` is false.
     """
-    rows = await change.db.fetch(COUNT_PENDING, [each.id for each in found])
+    rows = await change.db.fetch(COUNT_PENDING, [each.id for each in endpoints])
     pending = {row["id"]: row["pending"] for row in rows}
     deliveries = {row["id"]: row["deliveries"] for row in rows}
     removals = []
-    for each in found:
+    for each in endpoints:
         if each.state != "removing" and pending[each.id] and not dead_letter:
             raise StillPending(each.name, pending[each.id])
         state = "removing" if pending[each.id] or each.state == "removing" else "removed"
         removals.append(Removal(each.id, each.name, state, pending[each.id]))
-    new = [r for r, each in zip(removals, found, strict=True) if each.state != "removing"]
+    new = [r for r, each in zip(removals, endpoints, strict=True) if each.state != "removing"]
     if not new:
         return removals
     ids = [each.id for each in new]
@@ -178,7 +178,7 @@ async def plan_removals(
     return removals
 
 
-async def drain(
+async def drain_endpoint(
     connection: Connection[Any], schema: str, name: str, *, actor: str, owner: str | None = None
 ) -> UUID:
     """Drain an endpoint before its removal: end its subscription, and keep its state.
@@ -197,19 +197,19 @@ async def drain(
     """
 
     async def plan(change: Change) -> UUID:
-        found = await find_endpoint(change, name, owner)
-        if found.state == "paused":
+        endpoint = await find_endpoint(change, name, owner)
+        if endpoint.state == "paused":
             raise Conflict(
                 f'endpoint "{name}" is paused; resume it first, or dead-letter its pending '
                 "deliveries"
             )
-        if found.subscribed:
+        if endpoint.subscribed:
             comment = "draining before removal"
-            change.write(END_SUBSCRIPTIONS, [found.id])
-            change.write(SET_STATES, [found.id], found.state, change.actor, comment)
-            data = {"name": name, "why": comment}
-            change.journal("endpoint_updated", found.id, data, batch_as="to_batch")
-        return found.id
+            change.write(END_SUBSCRIPTIONS, [endpoint.id])
+            change.write(SET_STATES, [endpoint.id], endpoint.state, change.actor, comment)
+            data = {"name": name, "comment": comment}
+            change.journal("endpoint_updated", endpoint.id, data, batch_as="to_batch")
+        return endpoint.id
 
     return await make_change(connection, schema, actor, plan)
 

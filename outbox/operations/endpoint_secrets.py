@@ -93,10 +93,10 @@ async def rotate_secret(
     """
 
     async def plan(change: Change) -> Rotation:
-        found = await find_endpoint(change, name, owner)
-        require_state(found, ("active", "paused", "disabling", "disabled"), "given a new secret")
+        endpoint = await find_endpoint(change, name, owner)
+        require_state(endpoint, ("active", "paused", "disabling", "disabled"), "given a new secret")
         in_use = await vault.for_writing(change.db)
-        old = await change.db.fetch(READ_SECRETS, found.id, float(overlap_s))
+        old = await change.db.fetch(READ_SECRETS, endpoint.id, float(overlap_s))
         is_ed25519 = bool(old and old[0]["is_ed25519"]) if ed25519 is None else ed25519
         kept = [row for row in old if row["stays"]]
         if len(kept) >= SECRETS_MAX:
@@ -107,14 +107,16 @@ async def rotate_secret(
             )
         secret, secret_id = new_secret(ed25519=is_ed25519), (old[0]["id"] if old else 0) + 1
         public = public_key(secret)
-        sealed = Private(in_use.seal(secret, found.id, SIGNING))
-        change.write(ADD_SECRET, found.id, secret_id, sealed, public)
+        sealed = Private(in_use.seal(secret, endpoint.id, SIGNING))
+        change.write(ADD_SECRET, endpoint.id, secret_id, sealed, public)
         ids, untils = [row["id"] for row in kept], [row["until"] for row in kept]
-        change.write(END_SECRETS, found.id, secret_id, ids, untils)
+        change.write(END_SECRETS, endpoint.id, secret_id, ids, untils)
         data = {"name": name, "overlap_s": overlap_s, "live": len(kept) + 1}
         if is_ed25519:
             data["ed25519"] = True
-        change.journal("endpoint_secret_rotated", found.id, data)
-        return Rotation(found.id, name, public or secret, len(kept) + 1, max(untils, default=None))
+        change.journal("endpoint_secret_rotated", endpoint.id, data)
+        return Rotation(
+            endpoint.id, name, public or secret, len(kept) + 1, max(untils, default=None)
+        )
 
     return await make_change(connection, schema, actor, plan)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint, find_endpoints
-from outbox.operations.endpoint_writes import SET_STATES, subscribe
+from outbox.operations.endpoint_writes import SET_STATES, replace_subscriptions
 from outbox.store.change import make_change
 from outbox.store.connection.message import WriteStatement
 
@@ -68,7 +68,7 @@ class StateChange:
     """Number of lanes that were unblocked."""
 
 
-async def pause(
+async def pause_endpoints(
     connection: Connection[Any],
     schema: str,
     names: Sequence[str],
@@ -88,18 +88,18 @@ async def pause(
     """
 
     async def plan(change: Change) -> list[StateChange]:
-        found = await find_endpoints(change, names, owner)
-        paused = [each for each in found if each.state != "paused"]
+        endpoints = await find_endpoints(change, names, owner)
+        paused = [each for each in endpoints if each.state != "paused"]
         for each in paused:
             require_state(each, ("active",), "paused")
         _set_states(change, paused, "paused", comment)
         changed = {each.id for each in paused}
-        return [StateChange(e.id, e.name, "paused", e.id in changed) for e in found]
+        return [StateChange(e.id, e.name, "paused", e.id in changed) for e in endpoints]
 
     return await make_change(connection, schema, actor, plan)
 
 
-async def resume(
+async def resume_endpoints(
     connection: Connection[Any],
     schema: str,
     names: Sequence[str],
@@ -121,31 +121,31 @@ async def resume(
     """
 
     async def plan(change: Change) -> list[StateChange]:
-        found = await find_endpoints(change, names, owner)
-        for each in found:
+        endpoints = await find_endpoints(change, names, owner)
+        for each in endpoints:
             require_state(each, ("active", "paused"), "resumed")
-        ids = [each.id for each in found]
+        ids = [each.id for each in endpoints]
         rows = await change.db.fetch(COUNT_BLOCKED_LANES, ids)
         unblocked = {row["endpoint_id"]: row["lanes"] for row in rows}
         change.write(REQUEST_RETRY, ids)
         change.write(UNBLOCK_LANES, ids, [unblocked.get(each, 0) for each in ids])
-        resumed = [each.id for each in found if each.state == "paused"]
+        resumed = [each.id for each in endpoints if each.state == "paused"]
         if resumed:
             change.write(SET_STATES, resumed, "active", change.actor, comment)
-        for each in found:
+        for each in endpoints:
             data = {"name": each.name, "comment": comment}
             if each.id in unblocked:
                 data["unblocked"] = unblocked[each.id]
             change.journal("endpoint_resumed", each.id, data)
         return [
             StateChange(e.id, e.name, "active", e.id in resumed, unblocked.get(e.id, 0))
-            for e in found
+            for e in endpoints
         ]
 
     return await make_change(connection, schema, actor, plan)
 
 
-async def enable(
+async def enable_endpoint(
     connection: Connection[Any],
     schema: str,
     name: str,
@@ -167,53 +167,53 @@ async def enable(
     """
 
     async def plan(change: Change) -> StateChange:
-        found = await find_endpoint(change, name, owner)
-        if found.subscribed:
-            if found.state == "paused":
+        endpoint = await find_endpoint(change, name, owner)
+        if endpoint.subscribed:
+            if endpoint.state == "paused":
                 raise Conflict(f'endpoint "{name}" is paused; resume it: outbox endpoint resume')
             raise Conflict(
-                f'endpoint "{name}" is {found.state}; only a disabled endpoint can be enabled'
+                f'endpoint "{name}" is {endpoint.state}; only a disabled endpoint can be enabled'
             )
-        if found.state in ("disabling", "removing"):
-            raise Conflict(f'endpoint "{name}" is {found.state}; wait until that is complete')
-        state = "active" if found.state == "disabled" else found.state
-        subscribe(change, [found.id])
-        change.write(REQUEST_RETRY, [found.id])
-        _set_states(change, [found], state, comment, "enabled", batch_as="from_batch")
-        return StateChange(found.id, name, state, changed=True)
+        if endpoint.state in ("disabling", "removing"):
+            raise Conflict(f'endpoint "{name}" is {endpoint.state}; wait until that is complete')
+        state = "active" if endpoint.state == "disabled" else endpoint.state
+        replace_subscriptions(change, [endpoint.id])
+        change.write(REQUEST_RETRY, [endpoint.id])
+        _set_states(change, [endpoint], state, comment, "enabled", batch_as="from_batch")
+        return StateChange(endpoint.id, name, state, changed=True)
 
     return await make_change(connection, schema, actor, plan)
 
 
 def _set_states(
     change: Change,
-    found: Sequence[FoundEndpoint],
+    endpoints: Sequence[FoundEndpoint],
     state: str,
     comment: str | None,
     verb: str | None = None,
     *,
     batch_as: str | None = None,
 ) -> None:
-    if found:
-        change.write(SET_STATES, [each.id for each in found], state, change.actor, comment)
-    for each in found:
+    if endpoints:
+        change.write(SET_STATES, [each.id for each in endpoints], state, change.actor, comment)
+    for each in endpoints:
         data = {"name": each.name, "comment": comment}
         change.journal(f"endpoint_{verb or state}", each.id, data, batch_as=batch_as)
 
 
-def require_state(found: FoundEndpoint, states: Sequence[str], done: str) -> None:
+def require_state(endpoint: FoundEndpoint, states: Sequence[str], done: str) -> None:
     """Require one of these states.
 
     Raises:
         Conflict: the endpoint has another state.
     """
-    if found.state in states:
+    if endpoint.state in states:
         return
-    name = found.name
+    name = endpoint.name
     hint = {
         "disabled": "enable it first: outbox endpoint enable",
         "disabling": "wait until that is complete, then enable it",
-    }.get(found.state, "it accepts no more changes")
-    is_being = "is" if found.state == "disabled" else "is being"
-    state = {"disabling": "disabled", "removing": "removed"}.get(found.state, found.state)
+    }.get(endpoint.state, "it accepts no more changes")
+    is_being = "is" if endpoint.state == "disabled" else "is being"
+    state = {"disabling": "disabled", "removing": "removed"}.get(endpoint.state, endpoint.state)
     raise Conflict(f'endpoint "{name}" {is_being} {state} and cannot be {done}; {hint}')

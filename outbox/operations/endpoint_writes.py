@@ -178,7 +178,7 @@ def update_endpoints(
         change.write(ADD_LANES, list(with_new_lanes))
 
 
-def subscribe(change: Change, ids: Collection[UUID]) -> None:
+def replace_subscriptions(change: Change, ids: Collection[UUID]) -> None:
     """Replace the subscriptions of endpoints by those that their settings describe."""
     if ids:
         change.write(DELETE_UNUSED_SUBSCRIPTIONS, list(ids))
@@ -186,7 +186,7 @@ def subscribe(change: Change, ids: Collection[UUID]) -> None:
         change.write(BEGIN_SUBSCRIPTIONS, list(ids))
 
 
-def columns(endpoint_id: UUID, settings: EndpointSettings) -> dict[str, Any]:
+def endpoint_columns(endpoint_id: UUID, settings: EndpointSettings) -> dict[str, Any]:
     """The columns of an endpoint's row, except its headers."""
     values = {name: getattr(settings, name) for name in _COLUMNS if name != "headers"}
     return {"id": endpoint_id, **values, "retry": settings.retry.to_dict()}

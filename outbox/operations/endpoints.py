@@ -100,7 +100,7 @@ SELECT id, key_id, public_key, created_at, expires_at FROM endpoint_secret
 GET_OWNERSHIP_HISTORY = """
 SELECT at, kind = 'endpoint_claimed' AS claimed, data ->> 'relay' AS relay,
        (data ->> 'replica')::bigint AS replica_id, (data ->> 'epoch')::bigint AS epoch,
-       actor, data ->> 'why' AS reason
+       actor, data ->> 'reason' AS reason
   FROM journal
  WHERE endpoint_id = $1 AND kind IN ('endpoint_claimed', 'endpoint_released')
  ORDER BY id DESC LIMIT $2
@@ -221,7 +221,7 @@ class EndpointDetail:
     """The last changes of ownership, newest first."""
 
 
-async def page(
+async def list_endpoints(
     connection: Connection[Any],
     schema: str,
     *,
@@ -239,7 +239,7 @@ async def page(
     return [_endpoint(row) for row in rows]
 
 
-async def settings_page(
+async def list_settings(
     connection: Connection[Any], schema: str, *, limit: int, after: str | None = None
 ) -> list[tuple[UUID, EndpointSettings]]:
     """List endpoints like `page`, as id and settings."""
@@ -248,7 +248,7 @@ async def settings_page(
     return [(row["id"], settings_of(row)) for row in rows]
 
 
-async def get(connection: Connection[Any], schema: str, name: str) -> EndpointDetail:
+async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> EndpointDetail:
     """Read one endpoint with all details.
 
     Raises:

@@ -138,15 +138,15 @@ async def count_erasable(
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    found = ErasureResult()
+    erasable = ErasureResult()
     with map_errors(schema):
-        async for ids in _event_batches(connection, target, found):
-            found.events += await connection.fetchval(COUNT_EVENTS, ids)
-            on_progress(found)
-        found.dead_letters = await connection.fetchval(COUNT_DEAD, target.tenant, target.key)
-        found.future_events = await connection.fetchval(COUNT_FUTURE, target.tenant, target.key)
-        found.schedules = await _schedules(connection, target)
-    return found
+        async for ids in _event_batches(connection, target, erasable):
+            erasable.events += await connection.fetchval(COUNT_EVENTS, ids)
+            on_progress(erasable)
+        erasable.dead_letters = await connection.fetchval(COUNT_DEAD, target.tenant, target.key)
+        erasable.future_events = await connection.fetchval(COUNT_FUTURE, target.tenant, target.key)
+        erasable.schedules = await _schedules(connection, target)
+    return erasable
 
 
 async def erase_events(

@@ -135,17 +135,17 @@ async def find_events(
                 rows = await connection.fetch(
                     FIND_BY_KEY, below, limit + 1, *conditions, criteria.key
                 )
-                found = [_event(row) for row in rows[:limit]]
-                after = found[-1].outbox_id if len(rows) > limit else None
-                return EventPage(found, after, None, None)
+                events = [_event(row) for row in rows[:limit]]
+                after = events[-1].outbox_id if len(rows) > limit else None
+                return EventPage(events, after, None, None)
             await connection.execute(PLAN_BY_ID)
             rows = await connection.fetch(FIND, below, limit + 1, *conditions, scanned_max)
-    found = [_event(row) for row in rows[:limit] if row["id"] is not None]
+    events = [_event(row) for row in rows[:limit] if row["id"] is not None]
     extent = rows[0]
     if len(rows) > limit:
-        return EventPage(found, found[-1].outbox_id, extent["events"], extent["oldest_at"])
+        return EventPage(events, events[-1].outbox_id, extent["events"], extent["oldest_at"])
     after = extent["lowest"] if extent["events"] == scanned_max else None
-    return EventPage(found, after, extent["events"], extent["oldest_at"])
+    return EventPage(events, after, extent["events"], extent["oldest_at"])
 
 
 def _event(row: Any) -> EventRow:

@@ -109,7 +109,7 @@ class Fetcher:
     name: str
 
 
-async def add(
+async def add_fetch_token(
     connection: Connection[Any],
     schema: str,
     name: str,
@@ -125,18 +125,20 @@ async def add(
     token = format_fetch_token(secrets.token_bytes(SECRET_BYTES))
 
     async def plan(change: Change) -> FetchToken:
-        found = await find_endpoint(change, name)
-        until, old_until = await change.db.fetchrow(READ_EXPIRY, found.id, float(overlap_s))
-        change.write(LOCK_ENDPOINT, found.id)
-        change.write(END_TOKENS, found.id, float(overlap_s), until, old_until)
-        change.write(ADD_TOKEN, found.id, digest(token), actor)
-        change.journal("fetch_token_added", found.id, {"name": name, "overlap_s": overlap_s})
-        return FetchToken(found.id, name, token, old_until)
+        endpoint = await find_endpoint(change, name)
+        until, old_until = await change.db.fetchrow(READ_EXPIRY, endpoint.id, float(overlap_s))
+        change.write(LOCK_ENDPOINT, endpoint.id)
+        change.write(END_TOKENS, endpoint.id, float(overlap_s), until, old_until)
+        change.write(ADD_TOKEN, endpoint.id, digest(token), actor)
+        change.journal("fetch_token_added", endpoint.id, {"name": name, "overlap_s": overlap_s})
+        return FetchToken(endpoint.id, name, token, old_until)
 
     return await make_change(connection, schema, actor, plan, routing=False)
 
 
-async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: str) -> int:
+async def revoke_fetch_tokens(
+    connection: Connection[Any], schema: str, name: str, *, actor: str
+) -> int:
     """Revoke all fetch tokens of an endpoint; returns their number.
 
     Raises:
@@ -144,12 +146,12 @@ async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: 
     """
 
     async def plan(change: Change) -> int:
-        found = await find_endpoint(change, name)
-        tokens: int = await change.db.fetchval(COUNT_TOKENS, found.id)
+        endpoint = await find_endpoint(change, name)
+        tokens: int = await change.db.fetchval(COUNT_TOKENS, endpoint.id)
         if tokens:
-            change.write(LOCK_ENDPOINT, found.id)
-            change.write(REVOKE_TOKENS, found.id, tokens)
-            change.journal("fetch_tokens_revoked", found.id, {"name": name, "tokens": tokens})
+            change.write(LOCK_ENDPOINT, endpoint.id)
+            change.write(REVOKE_TOKENS, endpoint.id, tokens)
+            change.journal("fetch_tokens_revoked", endpoint.id, {"name": name, "tokens": tokens})
         return tokens
 
     return await make_change(connection, schema, actor, plan, routing=False)

@@ -100,7 +100,7 @@ class IdempotencyKeyDetail:
     """None: there is no event, or retention dropped it."""
 
 
-async def page(
+async def list_keys(
     connection: Connection[Any],
     schema: str,
     *,
@@ -128,7 +128,7 @@ async def page(
     return [_row(row) for row in rows]
 
 
-async def get(connection: Connection[Any], schema: str, key: str) -> IdempotencyKeyDetail:
+async def get_key(connection: Connection[Any], schema: str, key: str) -> IdempotencyKeyDetail:
     """Read one idempotency key.
 
     Raises:
@@ -145,7 +145,7 @@ async def get(connection: Connection[Any], schema: str, key: str) -> Idempotency
     return IdempotencyKeyDetail(_row(row), of_type)
 
 
-async def reset(connection: Connection[Any], schema: str, key: str, *, actor: str) -> bool:
+async def reset_key(connection: Connection[Any], schema: str, key: str, *, actor: str) -> bool:
     """Reset an idempotency key, so that the next publish with it succeeds.
 
     Returns:

@@ -60,7 +60,7 @@ class JournalRow:
     data: dict[str, Any]
 
 
-async def page(
+async def list_journal(
     connection: Connection[Any],
     schema: str,
     *,

@@ -120,7 +120,7 @@ class FetchedDelivery:
     """None: the event was erased."""
 
 
-async def lanes(
+async def list_lanes(
     connection: Connection[Any],
     schema: str,
     endpoint_id: UUID,
@@ -134,7 +134,7 @@ async def lanes(
     return [_lane(row) for row in rows]
 
 
-async def lane(
+async def get_lane(
     connection: Connection[Any], schema: str, endpoint_id: UUID, name: str
 ) -> LaneHistory:
     """Read one lane by its name.
@@ -154,7 +154,7 @@ async def lane(
     raise NotFound(f'there is no lane "{name[:100]}" of this endpoint')
 
 
-async def page(
+async def list_fetched_deliveries(
     connection: Connection[Any], schema: str, lane: LaneHistory, after: int, limit: int
 ) -> list[FetchedDelivery]:
     """List completed deliveries of a lane after the sequence `after`, at most `limit`.
@@ -181,7 +181,7 @@ async def page(
 def _fetched(
     lane: LaneHistory, rows: Sequence[Any], dead_lettered: Sequence[Any], previous: int
 ) -> list[FetchedDelivery]:
-    found: list[FetchedDelivery] = []
+    deliveries: list[FetchedDelivery] = []
     reasons = iter(dead_lettered)
     covering = next(reasons, None)
     for row in rows:
@@ -189,7 +189,7 @@ def _fetched(
         while covering is not None and covering["to_seq"] < sequence:
             covering = next(reasons, None)
         is_dead_lettered = covering is not None and covering["seq"] <= sequence
-        found.append(
+        deliveries.append(
             FetchedDelivery(
                 sequence,
                 previous,
@@ -199,7 +199,7 @@ def _fetched(
         )
         if not is_dead_lettered:
             previous = sequence
-    return found
+    return deliveries
 
 
 def _lane(row: Any) -> LaneHistory:

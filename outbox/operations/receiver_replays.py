@@ -96,7 +96,7 @@ async def request_replay(
         Conflict: a replay of the lane is running, or the endpoint is disabled.
     """
     with map_errors(schema):
-        lane = await lane_history.lane(connection, schema, fetcher.endpoint_id, lane_name)
+        lane = await lane_history.get_lane(connection, schema, fetcher.endpoint_id, lane_name)
         await _require_idle(connection, fetcher, lane)
         last = lane.acknowledged if to is None else min(to, lane.acknowledged)
         batch = await connection.fetchval(FIND_BATCH, lane.id, after + 1)

@@ -114,7 +114,7 @@ class ReplayJob:
         return min(self.done / self.all, 1.0) if self.all else 0.0
 
 
-async def page(
+async def list_jobs(
     connection: Connection[Any],
     schema: str,
     *,
@@ -133,7 +133,7 @@ async def page(
     return [_job(row) for row in rows]
 
 
-async def get(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:
+async def get_job(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:
     """Read one job.
 
     Raises:
@@ -151,7 +151,9 @@ async def has_live_relay(connection: Connection[Any]) -> bool:
     return bool(await connection.fetchval(FIND_RELAY))
 
 
-async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor: str) -> ReplayJob:
+async def abort_job(
+    connection: Connection[Any], schema: str, job_id: int, *, actor: str
+) -> ReplayJob:
     """Abort a job; deliveries already in lanes are delivered.
 
     Raises:
@@ -160,7 +162,7 @@ async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor:
     """
 
     async def plan(change: Change) -> None:
-        job = await get(change.db, schema, job_id)
+        job = await get_job(change.db, schema, job_id)
         if job.state != "running":
             text = "is done" if job.state == "done" else "was aborted already"
             raise Conflict(f"replay job {job_id} {text}; see: outbox replay show {job_id}")
@@ -169,7 +171,7 @@ async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor:
         change.journal("replay_aborted", None, {"job": job_id, "taken": job.taken})
 
     async def read_back(db: Any, _: UUID, __: None) -> ReplayJob:
-        return await get(db, schema, job_id)
+        return await get_job(db, schema, job_id)
 
     return await make_change_and_read(connection, schema, actor, plan, read_back)
 
@@ -177,7 +179,7 @@ async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor:
 def _job(row: Any) -> ReplayJob:
     values = dict(row)
     types = values["types"]
-    stopped = {why: values.pop(why) for why in ("disabled", "removed", "unsubscribed")}
+    stopped = {reason: values.pop(reason) for reason in ("disabled", "removed", "unsubscribed")}
     others = ("stopped", "types", "lane")
     names = {name: values[name] for name in ReplayJob.__slots__ if name not in others}
     lane = None
@@ -187,7 +189,7 @@ def _job(row: Any) -> ReplayJob:
         **names,
         lane=lane,
         types=None if types is None else tuple(types),
-        stopped={why: n for why, n in stopped.items() if n},
+        stopped={reason: n for reason, n in stopped.items() if n},
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.message import rfc3339
 from outbox.errors import Conflict
 from outbox.operations.dead_letter_filter import filter_parameters, find_endpoint_ids
-from outbox.operations.dead_letters import dead_letter_not_found, replays_of
+from outbox.operations.dead_letters import dead_letter_not_found, list_replays
 from outbox.operations.new_replay_job import READ_NEW_JOB, JobPart, add_job
 from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
@@ -53,7 +53,7 @@ SELECT abort_unless(
 # Dead letters that match a filter, by endpoint.
 COUNT_DEAD = f"""
 SELECT d.endpoint_id, e.name AS endpoint, e.state,
-       count(*) AS letters, sum(d.to_seq - d.seq + 1)::bigint AS numbers,
+       count(*) AS dead_letters, sum(d.to_seq - d.seq + 1)::bigint AS numbers,
        count(*) FILTER (WHERE d.outbox_id IS NOT NULL AND d.payload IS NULL) AS erased,
        min(d.id) AS first_id, max(d.id) AS last_id
   FROM dead_letter d
@@ -94,11 +94,11 @@ class ReplayCandidates:
 
     endpoint_id: UUID
     endpoint: str
-    letters: int
+    dead_letters: int
     numbers: int
     """Number of deliveries; a range has many."""
     skipped: int
-    """Number of `letters` that cannot be replayed, because of `reason`."""
+    """Number of `dead_letters` that cannot be replayed, because of `reason`."""
     reason: str | None
     first_id: int
     last_id: int
@@ -125,10 +125,10 @@ async def plan_replay(
     """
     with map_errors(schema):
         if selection.ids:
-            found = _by_endpoint(await _read_named(connection, selection.ids, again=True))
+            candidates = _by_endpoint(await _read_named(connection, selection.ids, again=True))
         else:
-            found = await _find_candidates(connection, selection)
-    return found, _outcome(found, None)
+            candidates = await _find_candidates(connection, selection)
+    return candidates, _outcome(candidates, None)
 
 
 async def start_replay(
@@ -153,24 +153,26 @@ async def start_replay(
             endpoint.
     """
     if selection.ids:
-        found: list[ReplayCandidates] = []
+        candidates: list[ReplayCandidates] = []
     else:
         # Not planned again if routing changes: this may read many dead letters.
         with map_errors(schema, "operator"):
-            found = await _find_candidates(connection, selection)
-        if not any(each.letters > each.skipped for each in found):
-            return _outcome(found, None)
+            candidates = await _find_candidates(connection, selection)
+        if not any(each.dead_letters > each.skipped for each in candidates):
+            return _outcome(candidates, None)
 
     async def plan(change: Change) -> list[ReplayCandidates]:
         if selection.ids:
             return await _plan_named(change, selection, rate_per_s)
-        some = [each for each in found if each.letters > each.skipped]
+        some = [each for each in candidates if each.dead_letters > each.skipped]
         parts = [JobPart(e.endpoint_id, e.first_id, e.last_id, e.numbers) for e in some]
         _add_selection_job(change, selection, parts, rate_per_s)
-        its = {name: to_journal_value(value) for name, value in selection.filter.criteria.items()}
-        data = {"selection": its, "letters": _outcome(found, None).done}
+        criteria = {
+            name: to_journal_value(value) for name, value in selection.filter.criteria.items()
+        }
+        data = {"selection": criteria, "dead_letters": _outcome(candidates, None).done}
         change.journal("dead_replayed", _single_endpoint(some), data, with_job=True)
-        return found
+        return candidates
 
     async def read_back(db: Any, request: UUID, replayed: list[ReplayCandidates]) -> ReplayOutcome:
         return _outcome(replayed, await db.fetchval(READ_NEW_JOB, request))
@@ -206,36 +208,43 @@ def _add_selection_job(
     parts: Sequence[JobPart],
     rate_per_s: float | None,
 ) -> None:
-    its = selection.filter
+    dead_letter_filter = selection.filter
     names = ("types", "tenant", "reason", "since", "until")
-    criteria = dict(zip(names, its.arguments, strict=True))
-    row = {"kind": "dead", "endpoint": its.endpoint, **criteria, "rate_per_s": rate_per_s}
+    criteria = dict(zip(names, dead_letter_filter.arguments, strict=True))
+    row = {
+        "kind": "dead",
+        "endpoint": dead_letter_filter.endpoint,
+        **criteria,
+        "rate_per_s": rate_per_s,
+    }
     add_job(change, row, parts)
 
 
 async def _find_candidates(
     connection: Connection[Any], selection: DeadLetterSelection
 ) -> list[ReplayCandidates]:
-    its = selection.filter
+    dead_letter_filter = selection.filter
     rows = await connection.fetch(
-        COUNT_DEAD, await find_endpoint_ids(connection, its.endpoint, its.owner), *its.arguments
+        COUNT_DEAD,
+        await find_endpoint_ids(connection, dead_letter_filter.endpoint, dead_letter_filter.owner),
+        *dead_letter_filter.arguments,
     )
-    found = []
+    candidates = []
     for row in rows:
         reason = _UNAVAILABLE.get(row["state"], "erased" if row["erased"] else None)
-        found.append(
+        candidates.append(
             ReplayCandidates(
                 row["endpoint_id"],
                 row["endpoint"],
-                row["letters"],
+                row["dead_letters"],
                 row["numbers"],
-                row["letters"] if row["state"] in _UNAVAILABLE else row["erased"],
+                row["dead_letters"] if row["state"] in _UNAVAILABLE else row["erased"],
                 reason,
                 row["first_id"],
                 row["last_id"],
             )
         )
-    return found
+    return candidates
 
 
 _UNAVAILABLE = {
@@ -248,35 +257,37 @@ _UNAVAILABLE = {
 
 def _by_endpoint(rows: Sequence[Any]) -> list[ReplayCandidates]:
     """Group dead letters selected by id by endpoint."""
-    found: dict[UUID, ReplayCandidates] = {}
+    candidates: dict[UUID, ReplayCandidates] = {}
     for row in rows:
-        previous = found.get(row["endpoint_id"])
-        letters, numbers = (previous.letters, previous.numbers) if previous else (0, 0)
-        found[row["endpoint_id"]] = ReplayCandidates(
+        previous = candidates.get(row["endpoint_id"])
+        count, numbers = (previous.dead_letters, previous.numbers) if previous else (0, 0)
+        candidates[row["endpoint_id"]] = ReplayCandidates(
             row["endpoint_id"],
             row["endpoint"],
-            letters + 1,
+            count + 1,
             numbers + row["to_seq"] - row["seq"] + 1,
             0,
             None,
             1,
             0,
         )
-    return list(found.values())
+    return list(candidates.values())
 
 
-def _outcome(found: Sequence[ReplayCandidates], job: int | None) -> ReplayOutcome:
+def _outcome(candidates: Sequence[ReplayCandidates], job: int | None) -> ReplayOutcome:
     skipped = Counter[str]()
-    for each in found:
+    for each in candidates:
         if each.reason is not None:
             skipped[each.reason] += each.skipped
-    todo = {e.endpoint: e.letters - e.skipped for e in found if e.letters > e.skipped}
+    todo = {
+        e.endpoint: e.dead_letters - e.skipped for e in candidates if e.dead_letters > e.skipped
+    }
     return ReplayOutcome(sum(todo.values()), dict(skipped), job, todo)
 
 
-def _single_endpoint(found: Sequence[ReplayCandidates]) -> UUID | None:
+def _single_endpoint(candidates: Sequence[ReplayCandidates]) -> UUID | None:
     """The endpoint, when there is exactly one."""
-    return found[0].endpoint_id if len(found) == 1 else None
+    return candidates[0].endpoint_id if len(candidates) == 1 else None
 
 
 def to_journal_value(value: Any) -> Any:
@@ -316,7 +327,7 @@ async def read_dead_letters(connection: Connection[Any], ids: Sequence[int]) -> 
 
 async def _replay_conflict(connection: Connection[Any], dead_id: int) -> Conflict:
     """The error for a dead letter that was replayed before, with the result of the replay."""
-    last = (await replays_of(connection, dead_id))[-1]
+    last = (await list_replays(connection, dead_id))[-1]
     as_sequence = "" if last.sequence is None else f" as sequence {last.sequence}"
     text = {
         "replaying": "is being replayed already",

@@ -120,7 +120,7 @@ async def count_secrets(connection: StoreConnection, schema: str) -> list[Secret
         return [SecretCount(**row) for row in await connection.fetch(COUNT_SECRETS)]
 
 
-async def rekey(
+async def rotate_key(
     connection: StoreConnection,
     schema: str,
     vault: Vault,
@@ -171,14 +171,14 @@ async def _endpoint(
         return done
     calls: list[WriteCall] = [(DELETE_EXPIRED, endpoint_id)]
     replaced: list[dict[str, Any]] = []
-    why = ""
+    reason = ""
     for secret in await connection.fetch(READ_SECRETS, endpoint_id):
         if vault.is_current(secret["secret"]):
             continue
         try:
             text = vault.open(secret["secret"], endpoint_id, SIGNING)
         except UnreadableSecret as locked:
-            why = why or str(locked)
+            reason = reason or str(locked)
             continue
         new = vault.seal(text, endpoint_id, SIGNING)
         replaced.append(
@@ -190,7 +190,7 @@ async def _endpoint(
     headers = {n: v for n, v in stored.items() if not vault.is_current(_stored(v))}
     opened = vault.open_headers(headers, endpoint_id)
     for locked_text in unreadable_values(opened):
-        why = why or locked_text.why
+        reason = reason or locked_text.reason
     sealed = vault.seal_headers(opened, endpoint_id)
     encrypted = identity
     if identity is not None and not vault.is_current(identity):
@@ -199,7 +199,7 @@ async def _endpoint(
                 vault.open(identity, endpoint_id, IDENTITY), endpoint_id, IDENTITY
             )
         except UnreadableSecret as locked:
-            why = why or str(locked)
+            reason = reason or str(locked)
     changed = sum(sealed[name] != stored[name] for name in sealed)
     if changed or encrypted != identity:
         new_row = {
@@ -212,7 +212,7 @@ async def _endpoint(
         calls.append((REPLACE_IN_ENDPOINT, Private(document(new_row))))
     await connection.write_together(*calls)
     written = len(replaced) + changed + (encrypted != identity)
-    locked_here = (f'endpoint "{row["name"]}": {why}',) if why else ()
+    locked_here = (f'endpoint "{row["name"]}": {reason}',) if reason else ()
     return replace(
         done,
         done=done.done + 1,

@@ -18,7 +18,7 @@ import orjson
 
 from outbox.core.schedules.cron import Cron
 from outbox.errors import Conflict, UsageError
-from outbox.operations.schedules import not_found, read
+from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.routing_change import READ_NOW
@@ -86,7 +86,7 @@ REMOVE = WriteStatement("remove_schedules", "DELETE FROM schedule WHERE name = A
 _COLUMNS = ("name", "cron", "timezone", "tenant", "type", "key", "misfire", "grace_s", "overlap")
 
 
-async def add(
+async def add_schedule(
     connection: Connection[Any],
     schema: str,
     settings: ScheduleSettings,
@@ -109,17 +109,17 @@ async def add(
     contents = Private(settings.payload_json), None if headers is None else Private(headers)
 
     async def plan(change: Change) -> str:
-        found = await change.db.fetchrow(FIND_SCHEDULE, settings.name)
-        if found is not None and not replace:
+        existing = await change.db.fetchrow(FIND_SCHEDULE, settings.name)
+        if existing is not None and not replace:
             raise Conflict(f'schedule "{settings.name}" exists already; use replace to change it')
-        next_at = cron.next(await _ticks_from(change, found))
-        if found is None:
+        next_at = cron.next(await _ticks_from(change, existing))
+        if existing is None:
             change.write(ADD, columns, *contents, next_at, actor)
         else:
-            _require_unchanged(change, [found])
+            _require_unchanged(change, [existing])
             change.write(REPLACE, columns, *contents, next_at)
         details = {"cron": settings.cron, "timezone": settings.timezone, "type": settings.type}
-        _journal(change, "added" if found is None else "changed", settings.name, details)
+        _journal(change, "added" if existing is None else "changed", settings.name, details)
         return settings.name
 
     try:
@@ -131,7 +131,7 @@ async def add(
         raise UsageError((error.constraint_name or "").replace("_", " ")) from error
 
 
-async def pause(
+async def pause_schedules(
     connection: Connection[Any],
     schema: str,
     names: Sequence[str],
@@ -147,7 +147,7 @@ async def pause(
     return await _set_states(connection, schema, names, "paused", "paused", actor, comment)
 
 
-async def resume(
+async def resume_schedules(
     connection: Connection[Any],
     schema: str,
     names: Sequence[str],
@@ -163,7 +163,7 @@ async def resume(
     return await _set_states(connection, schema, names, "active", "resumed", actor, comment)
 
 
-async def remove(
+async def remove_schedules(
     connection: Connection[Any], schema: str, names: Sequence[str], *, actor: str
 ) -> None:
     """Remove schedules; published events are kept.
@@ -183,7 +183,9 @@ async def remove(
     await make_change(connection, schema, actor, plan, routing=False)
 
 
-async def run_now(connection: Connection[Any], schema: str, name: str, *, actor: str) -> UUID:
+async def run_schedule_now(
+    connection: Connection[Any], schema: str, name: str, *, actor: str
+) -> UUID:
     """Publish a schedule's event at once, in any state; returns the event's id.
 
     Scheduled runs do not change; with overlap `wait` the next one waits for this run.
@@ -226,13 +228,13 @@ async def _set_states(
         return list(dict.fromkeys(names))
 
     async def read_back(db: Any, _: UUID, each: Sequence[str]) -> list[Schedule]:
-        return [await read(db, name) for name in each]
+        return [await read_schedule(db, name) for name in each]
 
     return await make_change_and_read(connection, schema, actor, plan, read_back, routing=False)
 
 
 async def _read_back(db: Any, _: UUID, name: str) -> Schedule:
-    return await read(db, name)
+    return await read_schedule(db, name)
 
 
 async def _ticks_from(change: Change, row: Record | None) -> datetime:
@@ -255,7 +257,7 @@ async def _find(change: Change, names: Sequence[str]) -> list[Record]:
     for name in sorted(set(names)):
         row = await change.db.fetchrow(FIND_SCHEDULE, name)
         if row is None:
-            raise await not_found(change.db, name)
+            raise await schedule_not_found(change.db, name)
         rows.append(row)
     return rows
 

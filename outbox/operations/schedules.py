@@ -106,7 +106,7 @@ class FutureEvents:
     now: datetime
 
 
-async def page(
+async def list_schedules(
     connection: Connection[Any],
     schema: str,
     *,
@@ -123,14 +123,14 @@ async def page(
         return [_schedule(row) for row in await connection.fetch(PAGE, after, limit, tenant)]
 
 
-async def get(connection: Connection[Any], schema: str, name: str) -> Schedule:
+async def get_schedule(connection: Connection[Any], schema: str, name: str) -> Schedule:
     """Read one schedule.
 
     Raises:
         NotFound: no schedule has this name.
     """
     with map_errors(schema):
-        return await read(connection, name)
+        return await read_schedule(connection, name)
 
 
 async def count_future_events(connection: Connection[Any], schema: str) -> FutureEvents:
@@ -142,7 +142,7 @@ async def count_future_events(connection: Connection[Any], schema: str) -> Futur
 # ------------------------------------------------------------------ details
 
 
-async def read(connection: Connection[Any], name: str) -> Schedule:
+async def read_schedule(connection: Connection[Any], name: str) -> Schedule:
     """Read one schedule in the caller's transaction.
 
     Raises:
@@ -150,11 +150,11 @@ async def read(connection: Connection[Any], name: str) -> Schedule:
     """
     row = await connection.fetchrow(GET, name)
     if row is None:
-        raise await not_found(connection, name)
+        raise await schedule_not_found(connection, name)
     return _schedule(row)
 
 
-async def not_found(connection: Connection[Any], name: str) -> NotFound:
+async def schedule_not_found(connection: Connection[Any], name: str) -> NotFound:
     """The error for an unknown name, with the closest match."""
     names = [row["name"] for row in await connection.fetch(READ_NAMES)]
     near = difflib.get_close_matches(name, names, 1)

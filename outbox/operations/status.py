@@ -104,7 +104,7 @@ SELECT e.*, (SELECT sum(pending) FROM totals)::bigint AS pending_total, r.name A
 
 COUNT_ENDPOINTS = "SELECT count(*) FROM endpoint WHERE state <> 'removed'"
 
-DEAD_LETTERS = "SELECT state, count(*) AS letters FROM dead_letter GROUP BY state"
+DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
 
 # Two monotonic counters, without a scan of the log partitions.
 COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
@@ -284,7 +284,7 @@ async def read_overview(
         replicas=tuple(ReplicaStatus(**dict(row)) for row in replicas),
         endpoints=tuple(_endpoint(row) for row in endpoints),
         endpoints_total=endpoints_total,
-        dead_letters={row["state"]: row["letters"] for row in dead},
+        dead_letters={row["state"]: row["dead_letters"] for row in dead},
     )
     return (
         overview

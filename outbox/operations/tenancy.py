@@ -67,6 +67,6 @@ async def owns_job(connection: Connection[Any], tenant: str, job_id: int) -> boo
     return bool(await connection.fetchval(OWNS_JOB, tenant, job_id))
 
 
-async def actors(connection: Connection[Any], tenant: str) -> frozenset[str]:
+async def list_actors(connection: Connection[Any], tenant: str) -> frozenset[str]:
     """Journal actors of the tenant's tokens."""
     return frozenset(row["actor"] for row in await connection.fetch(READ_ACTORS, tenant))

@@ -288,11 +288,11 @@ async def _read_lane_states(
         and not any(a.outcome == "delivered" for a in attempts.get(place, ()))
     ]
     lanes = sorted({lane_id for lane_id, _ in pending})
-    found = {row["lane_id"]: row for row in await connection.fetch(READ_LANE_STATES, lanes)}
+    states = {row["lane_id"]: row for row in await connection.fetch(READ_LANE_STATES, lanes)}
     return {
-        (lane_id, seq): _lane_state(found[lane_id])
+        (lane_id, seq): _lane_state(states[lane_id])
         for lane_id, seq in pending
-        if seq > found[lane_id]["acked_seq"]
+        if seq > states[lane_id]["acked_seq"]
     }
 
 

@@ -165,7 +165,7 @@ async def _publish_many(
         list, zip(*rows, strict=True)
     )
     with _map_errors(schema):
-        found = await connection.fetchrow(
+        row = await connection.fetchrow(
             in_schema(statements.PUBLISH_MANY, schema),
             types,
             payloads,
@@ -177,9 +177,9 @@ async def _publish_many(
             once_fors,
             times,
         )
-    if found["size"] > found["size_max"]:
-        raise _numbered(_too_large(found), found["n"])
-    return [_uuid(event_id) for event_id in found["event_ids"]]
+    if row["size"] > row["size_max"]:
+        raise _numbered(_too_large(row), row["n"])
+    return [_uuid(event_id) for event_id in row["event_ids"]]
 
 
 async def reset(connection: AnyConnection, once_key: str, *, schema: str = SCHEMA) -> bool:
@@ -232,7 +232,7 @@ async def _publish(
 ) -> UUID | None:
     event_type, payload, key, tenant, expires_in_s, headers, deliver_at = row
     with _map_errors(schema):
-        found = await connection.fetchrow(
+        published = await connection.fetchrow(
             in_schema(statements.PUBLISH, schema),
             event_type,
             payload,
@@ -245,9 +245,9 @@ async def _publish(
             once_for_s,
             deliver_at,
         )
-    if found["size"] > found["size_max"]:
-        raise _too_large(found)
-    return _uuid(found["event_id"])
+    if published["size"] > published["size_max"]:
+        raise _too_large(published)
+    return _uuid(published["event_id"])
 
 
 async def _call(payload: Any) -> Any:

@@ -63,8 +63,8 @@ def async_transactions(database: Any) -> AsyncTransactions:
         return opened
     if kinds & _OF_THREADS or isinstance(database, (str, Path)):
         raise UsageError("database: it needs threads; use Receiver, not AsyncReceiver")
-    own: AsyncTransactions = _own(database)
-    return own
+    transaction: AsyncTransactions = _own(database)
+    return transaction
 
 
 def transactions(database: Any) -> Transactions:
@@ -92,8 +92,8 @@ def transactions(database: Any) -> Transactions:
         return opened
     if kinds & _OF_ASYNCIO:
         raise UsageError("database: it needs asyncio; use AsyncReceiver, not Receiver")
-    own: Transactions = _own(database)
-    return own
+    transaction: Transactions = _own(database)
+    return transaction
 
 
 class SQLite:

@@ -123,13 +123,13 @@ class HandlerRegistry:
 
     def matching(self, event_type: str) -> Sequence[Callable[..., Any]]:
         """Return the handlers of an event type, in registration order."""
-        found = [handler for pattern, handler in self._handlers if pattern.fullmatch(event_type)]
-        if not found and event_type not in self._unhandled and len(self._unhandled) < 1000:
+        matching = [handler for pattern, handler in self._handlers if pattern.fullmatch(event_type)]
+        if not matching and event_type not in self._unhandled and len(self._unhandled) < 1000:
             self._unhandled.add(event_type)
             log.warning(
                 "no handler for event type %r: its events are recorded, not processed", event_type
             )
-        return found
+        return matching
 
 
 class ReceiverRules:
@@ -383,7 +383,7 @@ def request_log_row(verified: Verified, response: Response) -> dict[str, Any]:
         "attempt": first.attempt if first is not None else None,
         "outcome": response.outcome.value,
         "status": response.status,
-        "why": response.text,
+        "reason": response.text,
     }
 
 

@@ -77,11 +77,11 @@ async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly
     Returns:
         Whether the hourly work was done.
     """
-    made, done = 0, False
+    created, done = 0, False
     with _step("creating partitions"):
-        made = await partitions.extend()
-        if made:
-            log.info("partitions added", partitions=made)
+        created = await partitions.extend()
+        if created:
+            log.info("partitions added", partitions=created)
     with _step("summarizing"):
         await partitions.summarize()
     with _step("ending and dropping periods"):
@@ -92,7 +92,7 @@ async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly
             if deleted := await retention.delete_expired():
                 log.info("old dead letters and idempotency keys deleted", rows=deleted)
             done = True
-    if (made or hourly) and await partitions.renew_lease():
+    if (created or hourly) and await partitions.renew_lease():
         with _step("analyzing"):
             await partitions.analyze()
     if not await partitions.renew_lease():

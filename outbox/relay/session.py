@@ -167,8 +167,8 @@ class Session:
         def now() -> float:
             return time.now(clock())
 
-        def adjust_clock(said: float, requested_at: float, responded_at: float) -> None:
-            moved_s = time.adjust(said, requested_at, responded_at)
+        def adjust_clock(database_now: float, requested_at: float, responded_at: float) -> None:
+            moved_s = time.adjust(database_now, requested_at, responded_at)
             if abs(moved_s) >= CLOCK_JUMP_S:
                 log.warning("database clock jumped", by_s=round(moved_s, 3))
                 dispatcher.clock_jumped()
@@ -215,7 +215,7 @@ class Session:
             schedule_runner.set_leader(leads)
 
         sequencer = Sequencer(
-            stores.cursor(for_cursor, here),
+            stores.sequencing(for_cursor, here),
             me,
             settings,
             events,
@@ -387,8 +387,8 @@ class Session:
                 if not await replicas.renew(me):
                     raise Fenced
             asked_at = clock()
-            said = await replicas.read_clock()
-        return _Registered(me, here, control, tuple(others), label, started_at, said, asked_at)
+            clock_s = await replicas.read_clock()
+        return _Registered(me, here, control, tuple(others), label, started_at, clock_s, asked_at)
 
     async def _expire_former(self, replicas: ReplicaStore, label: str) -> None:
         """Release the endpoints of this process's former replicas, whose sessions have ended."""

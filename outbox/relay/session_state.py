@@ -79,12 +79,12 @@ class RunningSession:
     async def gauges(self, meters: Meters) -> dict[Metric, Series]:
         """Metrics that are sampled, not counted."""
         dispatcher = self.dispatcher
-        found = await gauges.endpoint_gauges(
+        gauges_read = await gauges.endpoint_gauges(
             dispatcher.owned(), meters, self.now(), dispatcher.wait_reason
         )
         stalled: dict[Metric, Series] = {catalogue.STALLED: {(): self.sequencer.stall.stalled_s}}
         leading = gauges.leader_gauges(self.sequencer.lag_s, self.supervisor.survey)
-        return {**found, **stalled, **leading}
+        return {**gauges_read, **stalled, **leading}
 
 
 def _blocked(why: str, blocker: Blocker | None) -> Readiness:

@@ -212,7 +212,7 @@ class EndpointStateStore:
             self._timeline,
         )
 
-    async def disable(self, endpoint_id: UUID, why: str, details: Mapping[str, Any]) -> bool:
+    async def disable(self, endpoint_id: UUID, reason: str, details: Mapping[str, Any]) -> bool:
         """Disable an endpoint from the next batch on; its owner dead-letters the backlog.
 
         Args:
@@ -226,13 +226,13 @@ class EndpointStateStore:
             SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
         """
         response = details.get("last_response") or {}
-        data = orjson.dumps({"why": why, **details}).decode()
+        data = orjson.dumps({"reason": reason, **details}).decode()
         with map_errors(self._schema, "operator"):
             disabled = await self._db.write_unless_aborted(
                 (BEGIN_CHANGE,),
                 (
                     *(BEGIN_DISABLING, self._replica_id, endpoint_id, self._timeline),
-                    *(self._actor, why, data),
+                    *(self._actor, reason, data),
                 ),
                 (
                     *(PUBLISH_ENDPOINT_DISABLED, endpoint_id),

@@ -13,7 +13,7 @@ import orjson
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
-from outbox.core.model import headers, http_status
+from outbox.core.model import headers, retryable_statuses
 from outbox.core.model.response import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
 from outbox.errors import CannotRun, NotFound, UsageError
@@ -168,7 +168,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     try:
         retry = _policy(row["retry"])
         if row["retryable"] is not None:
-            retryable = http_status.parse(row["retryable"])
+            retryable = retryable_statuses.parse(row["retryable"])
         secrets = tuple(
             (parse_signing_key(vault.open(text, endpoint_id, SIGNING)), at and at.timestamp())
             for text, at in row["secrets"]
@@ -183,7 +183,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
             raise UsageError("headers: must be an object of names and values")
         own = vault.open_headers(stored, endpoint_id)
         for locked in unreadable_values(own):
-            raise UnreadableSecret(locked.why)
+            raise UnreadableSecret(locked.reason)
         if row["identity"] is not None:
             identity = vault.open(row["identity"], endpoint_id, IDENTITY)
     except (UnreadableSecret, UsageError, TypeError, ValueError) as error:

@@ -29,12 +29,13 @@ AWAKE = 1
 # sequence is taken before the allocation and held by the top-level transaction until its end.
 # Reading the sequence's last value takes the lock, too: this backend is excluded, or each gap
 # would be attributed to it for a while.  (A prepared transaction has no pid.)
-READ_LOCK_HOLDERS = """
+_LOCK_HOLDERS = """
 SELECT virtualtransaction FROM pg_locks
- WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND relation = $1
+ WHERE locktype = 'relation' AND mode = 'RowExclusiveLock'
    AND pid IS DISTINCT FROM pg_backend_pid()
    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-"""
+   AND relation = """
+READ_LOCK_HOLDERS = f"{_LOCK_HOLDERS}$1"
 
 # Which of the lock holders are *running*: their transaction is still in progress in this
 # statement's snapshot, so an earlier read saw none of their rows.  The lock on the sequence
@@ -124,7 +125,7 @@ SELECT NULL, NULL, NULL, NULL,
             THEN ({COUNT_WAITING_PRODUCERS}) END,
        CASE WHEN cardinality($2) > 0 OR $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
-            THEN array({READ_LOCK_HOLDERS.replace("$1", "$5")}) END,
+            THEN array({_LOCK_HOLDERS}$5) END,
        writer, version, erasures, server_timeline(), statement_timestamp(){no_content}
   FROM cursor
 """  # noqa: S608 (constants only)

@@ -61,18 +61,18 @@ STOP_FILTERS = WriteStatement(
     "stop_filters",
     f"""
 WITH stopped AS (
-    UPDATE subscription SET filter_stopped_at = clock_timestamp(), filter_stopped_reason = f.why
+    UPDATE subscription SET filter_stopped_at = clock_timestamp(), filter_stopped_reason = f.detail
       FROM unnest($1::text[], $2::text[], $3::text[], $4::text[])
-           AS f(tenant, filter, why, reason)
+           AS f(tenant, filter, detail, reason)
      WHERE to_batch IS NULL AND subscription.filter = f.filter
        AND subscription.tenant IS NOT DISTINCT FROM f.tenant
        AND (filter_stopped_at IS NULL
             OR filter_stopped_at < clock_timestamp() - make_interval(secs => $5))
-    RETURNING endpoint_id, f.filter, f.why, f.reason),
+    RETURNING endpoint_id, f.filter, f.detail, f.reason),
 journalled AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
     SELECT 'filter_stopped', $6, endpoint_id,
-           jsonb_build_object('filter', filter, 'why', why, 'from_batch', $7::bigint)
+           jsonb_build_object('filter', filter, 'detail', detail, 'from_batch', $7::bigint)
       FROM stopped)
 SELECT publish_operational_events(
            array_agg('{FILTER_STOPPED}'::text), array_agg(endpoint_id),
@@ -94,7 +94,7 @@ class StoppedFilter:
     """A filter that matches every event from now on."""
 
     reason: FilterStopReason
-    why: str
+    detail: str
     """One line."""
 
 
@@ -102,7 +102,7 @@ class StoppedFilter:
 class FilterFailure:
     """The evaluation of filters failed or timed out."""
 
-    why: str
+    detail: str
     timed_out: bool
     """statement_timeout expired."""
 
@@ -165,7 +165,7 @@ def stop_filters(
         STOP_FILTERS,
         [tenant for tenant, _ in stopped],
         [text for _, text in stopped],
-        [each.why for each in stopped.values()],
+        [each.detail for each in stopped.values()],
         [each.reason.value for each in stopped.values()],
         AGAIN_AFTER_S,
         actor,

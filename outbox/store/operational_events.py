@@ -76,7 +76,7 @@ PUBLISH_ENDPOINT_DISABLED = WriteStatement(
     "publish_endpoint_disabled",
     f"""
 SELECT publish_operational_event('{ENDPOINT_DISABLED}', id, jsonb_build_object(
-           'why', state_comment, 'by', state_by, 'status', $2::integer, 'failure', $3::text))
+           'reason', state_comment, 'by', state_by, 'status', $2::integer, 'failure', $3::text))
   FROM endpoint WHERE id = $1
 """,  # noqa: S608 (constants only)
 )

@@ -105,7 +105,7 @@ released AS (
     RETURNING o.endpoint_id, epoch)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_released', coalesce($4, 'replica ' || leaving.id), endpoint_id,
-       jsonb_build_object('epoch', epoch, 'replica', leaving.id, 'why', $5::text,
+       jsonb_build_object('epoch', epoch, 'replica', leaving.id, 'reason', $5::text,
                           'relay', leaving.name)
   FROM released, leaving
 """,  # noqa: S608 (constants only)
@@ -130,7 +130,7 @@ released AS (
     RETURNING o.endpoint_id, epoch)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_released', $3, endpoint_id,
-       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $4::text,
+       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'reason', $4::text,
                           'relay', (SELECT name FROM replica WHERE id = $1))
   FROM released
 """,  # noqa: S608 (constants only)
@@ -361,12 +361,12 @@ class ReplicaStore:
         self,
         expirable: tuple[int | None, int | None, str | None],
         actor: str | None,
-        why: str,
+        reason: str,
         lock_timeout_s: float | None,
     ) -> bool:
         removed = await self._db.write_together(
             (LOCK_REPLICA, *expirable),
-            (RELEASE_ALL, *expirable, actor, why),
+            (RELEASE_ALL, *expirable, actor, reason),
             (REMOVE_REPLICA, *expirable),
             lock_timeout_s=lock_timeout_s,
         )
@@ -407,9 +407,9 @@ class ReplicaStore:
         return {r["endpoint_id"]: r["epoch"] for r in rows}
 
     async def release(
-        self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, why: str
+        self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, reason: str
     ) -> None:
         """Release endpoints, after everything in their lanes is written."""
         await self._db.write(
-            RELEASE_ENDPOINTS, replica_id, endpoint_ids, actor, why, self._timeline
+            RELEASE_ENDPOINTS, replica_id, endpoint_ids, actor, reason, self._timeline
         )

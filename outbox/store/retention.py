@@ -105,19 +105,26 @@ _REPLAY_REQUESTED = """
                AND d.id BETWEEN p.next_id AND p.last_id)
 """
 
-# Whether a range `d` may be replayed: by an operator, for $1 seconds (NULL: for ever), or by a
-# job that will reach it.
-_OPEN_RANGE = f"""
+
+def _open_range(keep_s: str) -> str:
+    """Whether a range `d` may be replayed, by an operator or by a job that will reach it.
+
+    Args:
+        keep_s: the parameter with the seconds for which an operator may (NULL: for ever).
+    """
+    return f"""
     d.outbox_id IS NULL AND d.state = 'dead'
     AND d.endpoint_id NOT IN (SELECT id FROM endpoint WHERE state = 'removed')
-    AND ($1::float8 IS NULL OR d.began_at > clock_timestamp() - make_interval(secs => $1)
+    AND ({keep_s}::float8 IS NULL
+         OR d.began_at > clock_timestamp() - make_interval(secs => {keep_s})
          OR {_REPLAY_REQUESTED})
 """  # noqa: S608 (constants only)
+
 
 # Whether ranges that may be replayed, or running replays of ranges and lanes, need batches up
 # to $2.
 PINNED_BY_RANGES = f"""
-SELECT EXISTS (SELECT FROM dead_letter d WHERE d.batch <= $2 AND {_OPEN_RANGE})
+SELECT EXISTS (SELECT FROM dead_letter d WHERE d.batch <= $2 AND {_open_range("$1")})
     OR EXISTS (
     SELECT FROM replay r LEFT JOIN dead_letter d ON d.id = r.dead_id
      WHERE r.next_seq <= r.to_seq AND d.outbox_id IS NULL AND r.next_batch <= $2)
@@ -146,7 +153,7 @@ SELECT EXISTS (
             OR EXISTS (
              SELECT FROM dead_letter d
               WHERE d.lane_id = resend.lane_id AND resend.seq BETWEEN d.seq AND d.to_seq
-                AND ({_OPEN_RANGE} OR d.outbox_id IS NULL AND EXISTS (
+                AND ({_open_range("$1")} OR d.outbox_id IS NULL AND EXISTS (
                      SELECT FROM replay r
                       WHERE r.dead_id = d.id AND resend.seq BETWEEN r.next_seq AND r.to_seq)))))
 """  # noqa: S608
@@ -183,7 +190,7 @@ DROP_PERIOD = WriteStatement(
 WITH decided AS MATERIALIZED (SELECT began_at, ended_at FROM drop_period($1, $2)),
 old AS MATERIALIZED (
     SELECT d.id FROM decided, dead_letter d
-     WHERE d.outbox_id IS NULL AND d.state = 'dead' AND NOT ({_OPEN_RANGE.replace("$1", "$4")})
+     WHERE d.outbox_id IS NULL AND d.state = 'dead' AND NOT ({_open_range("$4")})
      ORDER BY d.id FOR UPDATE OF d),
 discarded AS (
     UPDATE dead_letter d SET state = 'discarded' FROM old WHERE d.id = old.id

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import get_args
 
-from outbox.core.delivery.commands import DeadLetterReason
+from outbox.core.model.dead_letter_reason import DeadLetterReason
 
 DELIVERY_OUTCOMES: tuple[str, ...] = ("delivered", *get_args(DeadLetterReason))
 """Results of a delivery: delivered, or the reason of its dead letter."""

@@ -111,11 +111,11 @@ class Meters:
         meters = self._named.get(name)
         if meters is None:
             if len(self._named) >= self.endpoints_max:
-                gone = next((n for n, m in self._named.items() if not m.owners), None)
-                if gone is None:
+                unowned = next((n for n, m in self._named.items() if not m.owners), None)
+                if unowned is None:
                     self._other.begin()
                     return self._other
-                del self._named[gone]
+                del self._named[unowned]
             meters = self._named[name] = EndpointMeters(self._snapshot_at)
             meters.begin()
         meters.owners += 1

@@ -70,8 +70,8 @@ class Sampling:
     def origin(self, delivery: Delivery) -> TraceOrigin | None:
         """The origin of a delivery's trace; None: it is not sampled."""
         headers = delivery.headers
-        if headers is not None and (found := TRACEPARENT.search(headers)):
-            at = found.start()
+        if headers is not None and (match := TRACEPARENT.search(headers)):
+            at = match.start()
             if self._follows and UNSAMPLED.match(headers, at) and not _is_repeated(headers, at):
                 return None
             origin = origin_of(delivery)

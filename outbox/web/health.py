@@ -47,8 +47,8 @@ def application(
         return _text(200, "ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        why = why_not_ready()
-        return _text(200, "ready\n") if why is None else _text(503, f"not ready: {why}\n")
+        reason = why_not_ready()
+        return _text(200, "ready\n") if reason is None else _text(503, f"not ready: {reason}\n")
 
     async def serve_metrics(request: web.Request) -> web.Response:
         accept = request.headers.get("Accept", "")[:ACCEPT_CHARS_MAX]

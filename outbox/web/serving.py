@@ -73,8 +73,8 @@ async def serving(
             await site.start()
         except (OSError, OverflowError) as error:
             number = getattr(error, "errno", None) or 0
-            why = os.strerror(number) if number > 0 else str(error)
-            raise CannotRun(f"cannot listen on {address}: {why}; choose another") from error
+            reason = os.strerror(number) if number > 0 else str(error)
+            raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
         yield Address(address.host, runner.addresses[0][1])
     finally:
         await runner.cleanup()
@@ -82,12 +82,12 @@ async def serving(
 
 class _GuardedRunner(web.AppRunner):
     async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
+        server = await super()._make_server()
         return _GuardedServer(
-            made.request_handler,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-            **made._kwargs,
+            server.request_handler,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            **server._kwargs,
         )
 
 

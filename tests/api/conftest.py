@@ -1,4 +1,4 @@
-"""The API on a real server, asked by a real client, and held to its document."""
+"""The API on a real server; responses are validated against the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-async def anybody(database: Database) -> AsyncIterator[Api]:
+async def client(database: Database) -> AsyncIterator[Api]:
     """A client without a token."""
     async with serving(database) as api:
         yield api
 
 
 @pytest.fixture
-async def api(database: Database, anybody: Api) -> Api:
-    """A client whose token may do everything."""
-    return anybody.with_token(await make_token(database))
+async def api(database: Database, client: Api) -> Api:
+    """A client whose token has all scopes."""
+    return client.with_token(await make_token(database))

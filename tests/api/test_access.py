@@ -1,4 +1,4 @@
-"""Who gets in, for what, and how those are answered who do not."""
+"""Authentication, authorization and limits of API requests."""
 
 from __future__ import annotations
 
@@ -46,29 +46,31 @@ BAD_TOKENS = (
 )
 
 
-async def test_without_a_good_token_nobody_gets_in(anybody: Api, subtests: pytest.Subtests) -> None:
+async def test_a_request_without_a_valid_token_is_rejected(
+    client: Api, subtests: pytest.Subtests
+) -> None:
     for header, says in BAD_TOKENS:
         with subtests.test(header=header, says=says):
             headers = {} if header is None else {"Authorization": header}
-            response = await anybody.request("GET", "/v1/me", headers=headers)
+            response = await client.request("GET", "/v1/me", headers=headers)
             assert response.status == 401
             assert says in response.detail
             assert response.headers["WWW-Authenticate"].startswith('Bearer realm="outbox"')
 
 
-async def test_every_route_but_the_document_needs_a_token(anybody: Api) -> None:
+async def test_every_route_but_the_document_needs_a_token(client: Api) -> None:
     for route in ROUTES:
-        response = await anybody.request(route.method, route.path.replace("{", "").replace("}", ""))
+        response = await client.request(route.method, route.path.replace("{", "").replace("}", ""))
         assert response.status == 401, route
-    assert (await anybody.get("/openapi.json")).status == 200
+    assert (await client.get("/openapi.json")).status == 200
 
 
-async def test_scopes_are_exact(
-    database: Database, anybody: Api, subtests: pytest.Subtests
+async def test_a_scope_does_not_include_another_one(
+    database: Database, client: Api, subtests: pytest.Subtests
 ) -> None:
     for scope in ALL:
         with subtests.test(scope=scope):
-            api = anybody.with_token(await make_token(database, scope, (scope,)))
+            api = client.with_token(await make_token(database, scope, (scope,)))
             for route in ROUTES:
                 response = await api.request(
                     route.method, route.path.replace("{", "").replace("}", "")
@@ -81,11 +83,11 @@ async def test_scopes_are_exact(
                     assert f'scope="{route.scope}"' in response.headers["WWW-Authenticate"]
 
 
-async def test_a_token_says_what_it_may_do(database: Database, anybody: Api) -> None:
+async def test_me_shows_the_scopes_of_the_token(database: Database, client: Api) -> None:
     secret = await make_token(
         database, "ops", ("operate", "read"), tenant="acme", expires_in_s=3600.0
     )
-    me = (await anybody.with_token(secret).get("/v1/me")).json
+    me = (await client.with_token(secret).get("/v1/me")).json
     assert me["expires_at"] is not None
     del me["expires_at"]
     assert me == {
@@ -96,15 +98,15 @@ async def test_a_token_says_what_it_may_do(database: Database, anybody: Api) -> 
     }
 
 
-async def test_an_expired_token_is_refused(database: Database, anybody: Api) -> None:
+async def test_an_expired_token_is_rejected(database: Database, client: Api) -> None:
     secret = await make_token(database, expires_in_s=60.0)
     await fetchval(database, "UPDATE token SET expires_at = now() - interval '1 s' RETURNING id")
-    response = await anybody.with_token(secret).get("/v1/me")
+    response = await client.with_token(secret).get("/v1/me")
     assert response.status == 401
     assert "has expired" in response.detail
 
 
-async def test_a_revocation_holds_when_what_was_known_is_forgotten(database: Database) -> None:
+async def test_a_revoked_token_is_rejected_when_the_cache_expires(database: Database) -> None:
     now = 100.0
     settings = settings_for(database, dsn_source="test")
     connections = Connections(dsn.from_settings(settings), settings)
@@ -119,7 +121,7 @@ async def test_a_revocation_holds_when_what_was_known_is_forgotten(database: Dat
         api = Api(session, at.url, secret)
         assert (await api.get("/v1/me")).status == 200
         async with database.connection(server_settings={"search_path": "relay"}) as db:
-            await api_tokens.revoke(db, "relay", "gone", actor="test")
+            await api_tokens.revoke_token(db, "relay", "gone", actor="test")
         now += auth.CACHED_S - 0.1
         assert (await api.get("/v1/me")).status == 200
         now += 0.1
@@ -128,11 +130,11 @@ async def test_a_revocation_holds_when_what_was_known_is_forgotten(database: Dat
         assert "was revoked" in response.detail
 
 
-async def test_that_a_token_is_used_is_written_once_a_minute(
-    database: Database, anybody: Api
+async def test_the_last_use_of_a_token_is_written_once_a_minute(
+    database: Database, client: Api
 ) -> None:
     secret = await make_token(database)
-    api = anybody.with_token(secret)
+    api = client.with_token(secret)
     used = "SELECT last_used_at FROM token"
     assert await fetchval(database, used) is None
     await api.get("/v1/me")
@@ -146,7 +148,7 @@ async def test_that_a_token_is_used_is_written_once_a_minute(
     assert await fetchval(database, used) >= first
 
 
-async def test_guessing_is_one_row_of_the_journal(
+async def test_failed_logins_are_one_journal_entry(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(login_failures, "LAST_WRITE_S", 30.0)
@@ -168,7 +170,7 @@ async def test_guessing_is_one_row_of_the_journal(
     assert '"too many failed logins from this address": 40' in second
 
 
-async def test_failed_logins_name_a_few_addresses_and_count_the_rest(database: Database) -> None:
+async def test_failed_logins_name_a_few_addresses_and_count_the_others(database: Database) -> None:
     settings = settings_for(database, dsn_source="test")
     connections = Connections(dsn.from_settings(settings), settings)
     failed = FailedLogins(connections)
@@ -183,7 +185,7 @@ async def test_failed_logins_name_a_few_addresses_and_count_the_rest(database: D
     assert int(others) == 100 - login_failures.ADDRESSES_MAX
 
 
-async def test_what_somebody_else_holds_is_told(
+async def test_a_lock_held_by_another_transaction_is_a_503(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def held(connection: Any, _: str) -> None:
@@ -202,7 +204,7 @@ async def test_what_somebody_else_holds_is_told(
 # ---------------------------------------------------------------- requests
 
 
-async def test_paths_and_methods_that_are_none(api: Api) -> None:
+async def test_an_unknown_path_or_method_is_rejected(api: Api) -> None:
     response = await api.get("/v1/nothing")
     assert (response.status, response.json["type"]) == (404, "urn:outbox:problem:not-found")
     response = await api.request("PUT", "/v1/endpoints")
@@ -220,7 +222,7 @@ UNREADABLE_BODIES = (
 )
 
 
-async def test_bodies_that_cannot_be_read(api: Api, subtests: pytest.Subtests) -> None:
+async def test_an_unreadable_body_is_rejected(api: Api, subtests: pytest.Subtests) -> None:
     for body, content_type, expected, says in UNREADABLE_BODIES:
         with subtests.test(body=body, content_type=content_type):
             response = await api.post(
@@ -230,13 +232,13 @@ async def test_bodies_that_cannot_be_read(api: Api, subtests: pytest.Subtests) -
             assert says in response.detail
 
 
-async def test_a_compressed_body_is_refused(api: Api) -> None:
+async def test_a_compressed_body_is_rejected(api: Api) -> None:
     headers = {"Content-Encoding": "gzip"}
     response = await api.post("/v1/events", data=b"\x1f\x8b", headers=headers)
     assert response.status == 415
 
 
-async def test_a_body_is_bounded_whether_it_tells_its_length_or_not(api: Api) -> None:
+async def test_a_body_is_limited_with_and_without_content_length(api: Api) -> None:
     large = b" " * (request_parsing.BODY_BYTES_MAX + 1)
     assert (await api.post("/v1/events", data=large)).status == 413
 
@@ -250,7 +252,7 @@ async def test_a_body_is_bounded_whether_it_tells_its_length_or_not(api: Api) ->
         assert (await response.json(content_type=None))["type"] == "urn:outbox:problem:too-large"
 
 
-async def test_a_body_as_large_as_may_be_is_read(api: Api) -> None:
+async def test_a_body_of_the_maximum_size_is_read(api: Api) -> None:
     events = [{"type": "a.b", "payload": "x" * 260_000} for _ in range(16)]
     response = await api.post("/v1/events", {"events": events})
     assert (response.status, len(response.json["events"])) == (201, 16)
@@ -264,7 +266,7 @@ WRONG_QUERIES = (
 )
 
 
-async def test_queries_that_are_wrong(api: Api, subtests: pytest.Subtests) -> None:
+async def test_an_invalid_query_is_rejected(api: Api, subtests: pytest.Subtests) -> None:
     for query, says in WRONG_QUERIES:
         with subtests.test(query=query, says=says):
             response = await api.get("/v1/endpoints", **query)
@@ -283,7 +285,9 @@ WRONG_CURSORS = (
 )
 
 
-async def test_a_cursor_that_no_page_ended_with(api: Api, subtests: pytest.Subtests) -> None:
+async def test_a_cursor_that_no_page_returned_is_rejected(
+    api: Api, subtests: pytest.Subtests
+) -> None:
     for cursor in WRONG_CURSORS:
         with subtests.test(cursor=cursor):
             for path in (
@@ -307,20 +311,20 @@ WRONG_NUMBERS = (
 )
 
 
-async def test_a_number_that_nothing_has(api: Api, subtests: pytest.Subtests) -> None:
+async def test_an_id_without_a_row_is_not_found(api: Api, subtests: pytest.Subtests) -> None:
     for number in WRONG_NUMBERS:
         with subtests.test(number=number):
             for path in ("/v1/dead-letters", "/v1/replays"):
                 assert (await api.get(f"{path}/{number}")).status == 404, path
 
 
-async def test_text_that_no_column_holds(api: Api) -> None:
+async def test_text_that_postgresql_cannot_store_is_rejected(api: Api) -> None:
     for path in ("/v1/endpoints/a%00b", "/v1/once/%00", "/v1/trace/%00"):
         assert (await api.get(path)).status == 400, path
     assert (await api.get("/v1/events", key="a\0b")).status == 400
 
 
-async def test_an_error_of_ours_is_logged_and_never_shown(
+async def test_an_internal_error_is_logged_and_not_shown(
     database: Database, monkeypatch: pytest.MonkeyPatch, logs: list[MutableMapping[str, Any]]
 ) -> None:
     async def broken(*_: Any, **__: Any) -> None:
@@ -328,8 +332,8 @@ async def test_an_error_of_ours_is_logged_and_never_shown(
 
     monkeypatch.setattr(status, "list_replicas", broken)
     secret = await make_token(database)
-    async with serving(database) as anybody:
-        response = await anybody.with_token(secret).get("/v1/replicas")
+    async with serving(database) as client:
+        response = await client.with_token(secret).get("/v1/replicas")
     assert response.status == 500
     assert b"secret reason" not in response.raw
     (entry,) = [entry for entry in logs if entry["event"] == "unexpected error"]
@@ -353,16 +357,16 @@ HOSTS = (
 )
 
 
-async def test_on_loopback_only_its_own_names_are_heard(
-    anybody: Api, subtests: pytest.Subtests
+async def test_a_loopback_listener_accepts_only_loopback_host_names(
+    client: Api, subtests: pytest.Subtests
 ) -> None:
     for host, expected in HOSTS:
         with subtests.test(host=host):
-            response = await anybody.request("GET", "/openapi.json", headers={"Host": host})
+            response = await client.request("GET", "/openapi.json", headers={"Host": host})
             assert response.status == expected
 
 
-async def test_elsewhere_any_name_is_heard_and_the_log_warns_once(
+async def test_another_listener_accepts_any_host_name_and_warns_once(
     database: Database, logs: list[MutableMapping[str, Any]]
 ) -> None:
     assert not host_check.is_loopback("0.0.0.0")  # noqa: S104 (nothing listens)
@@ -379,45 +383,45 @@ async def test_elsewhere_any_name_is_heard_and_the_log_warns_once(
 # ------------------------------------------------------------- the database
 
 
-async def test_while_the_database_is_away_it_says_so_and_then_goes_on(
+async def test_requests_get_503_while_the_database_is_unavailable(
     private_database: Database,
 ) -> None:
     database = private_database
     secret = await make_token(database)
-    async with serving(database) as anybody:
-        api = anybody.with_token(secret)
+    async with serving(database) as client:
+        api = client.with_token(secret)
         assert (await api.get("/v1/status")).status == 200
         await asyncio.to_thread(database.server.embedded.halt, immediate=True)
         with capture_logs() as logs:
             for n in range(6):
-                # Whoever asks is told no more than that, whether a token is good or none.
-                response = await (api if n % 2 else anybody.with_token(NOBODYS)).get("/v1/status")
+                # The response is the same with a valid token and with an unknown one.
+                response = await (api if n % 2 else client.with_token(NOBODYS)).get("/v1/status")
                 assert response.json["type"] == "urn:outbox:problem:unavailable"
                 assert (response.status, response.detail) == (503, DATABASE_UNAVAILABLE)
                 assert "Retry-After" in response.headers
-            # Nor does it need the database to tell what it is.
+            # These responses do not need the database.
             assert (await api.get("/openapi.json")).status == 200
             await asyncio.to_thread(database.server.embedded.start)
-            await until(lambda: _answers(api), 20, "the API to go on")
-        told = [each for each in logs if each["event"].startswith("the database")]
-        assert told[-1]["event"] == "the database is available again"
-        reasons = [each["reason"] for each in told[:-1]]
+            await until(lambda: _statuses(api), 20, "the API to go on")
+        reported = [each for each in logs if each["event"].startswith("the database")]
+        assert reported[-1]["event"] == "the database is available again"
+        reasons = [each["reason"] for each in reported[:-1]]
         assert database.server.embedded.socket_dir.name in reasons[-1]
         # Once for each reason, and not for each who asked.
         assert len(reasons) == len(set(reasons)) < 4
 
 
-async def _answers(api: Api) -> bool:
+async def _statuses(api: Api) -> bool:
     return (await api.get("/v1/status")).status == 200
 
 
-async def test_an_older_schema_is_told_and_a_migration_heals_it(empty_database: Database) -> None:
-    async with serving(empty_database) as anybody:
-        response = await anybody.with_token(NOBODYS).get("/v1/me")
+async def test_requests_get_503_until_an_older_schema_is_migrated(empty_database: Database) -> None:
+    async with serving(empty_database) as client:
+        response = await client.with_token(NOBODYS).get("/v1/me")
         assert (response.status, response.detail) == (503, SCHEMA_MISSING)
 
 
-async def test_it_has_at_most_five_connections_and_gives_them_back(
+async def test_the_pool_has_at_most_five_connections_and_releases_them(
     database: Database, api: Api
 ) -> None:
     responses = await asyncio.gather(*(api.get("/v1/status") for _ in range(40)))
@@ -426,7 +430,7 @@ async def test_it_has_at_most_five_connections_and_gives_them_back(
     assert 1 <= await fetchval(database, sql) <= 5
 
 
-async def test_what_takes_long_leaves_connections_to_the_others(
+async def test_slow_requests_leave_connections_for_others(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = asyncio.Event()
@@ -457,7 +461,7 @@ async def test_what_takes_long_leaves_connections_to_the_others(
     assert {task.result().status for task in erasing} == {200}
 
 
-async def test_who_asks_is_known_while_all_other_connections_are_busy(
+async def test_a_token_is_authenticated_while_all_other_connections_are_busy(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = asyncio.Event()
@@ -480,7 +484,7 @@ async def test_who_asks_is_known_while_all_other_connections_are_busy(
         gate.set()
 
 
-async def test_a_statement_that_takes_too_long_is_given_up(
+async def test_a_statement_that_takes_too_long_is_cancelled(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow(connection: Any, schema: str) -> Any:
@@ -495,7 +499,7 @@ async def test_a_statement_that_takes_too_long_is_given_up(
     assert "query timed out" in response.detail
 
 
-async def test_sessions_are_bounded(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sessions_have_time_outs(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_for(database, dsn_source="test")
     connections = Connections(dsn.from_settings(settings), settings)
     async with connections.opened(), connections.connection() as db:
@@ -504,7 +508,7 @@ async def test_sessions_are_bounded(database: Database, monkeypatch: pytest.Monk
         assert await db.fetchval("SHOW application_name") == "outbox-admin"
 
 
-async def test_a_taken_address_is_told_before_anything_begins(database: Database) -> None:
+async def test_an_address_in_use_is_reported_before_the_start(database: Database) -> None:
     async with serving(database) as api:
         port = int(api.url.rpartition(":")[2])
         with pytest.raises(CannotRun, match="choose another"):
@@ -512,7 +516,7 @@ async def test_a_taken_address_is_told_before_anything_begins(database: Database
                 pass
 
 
-async def test_what_is_done_stays_done_when_its_connection_cannot_be_reset(
+async def test_a_request_succeeds_although_its_connection_cannot_be_reset(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lost(*_: Any, **__: Any) -> None:
@@ -528,16 +532,16 @@ async def test_what_is_done_stays_done_when_its_connection_cannot_be_reset(
 
 
 @pytest.mark.pgbouncer
-async def test_behind_a_proxy_that_pools_transactions_it_works_as_well(
+async def test_the_api_works_behind_a_transaction_pooler(
     database: Database,
 ) -> None:
     await find_the_schema(database)
     secret = await make_token(database)
     async with (
         pgbouncer(database, pool_size=2) as proxy,
-        serving(database, dsn=proxy.dsn(), pooled=True) as anybody,
+        serving(database, dsn=proxy.dsn(), pooled=True) as client,
     ):
-        api = anybody.with_token(secret)
+        api = client.with_token(secret)
         body = {"type": "a.b", "once": "k"}
         responses = await asyncio.gather(*(api.post("/v1/events", body) for _ in range(10)))
         assert sorted(response.status for response in responses) == [200] * 9 + [201]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.one_major
 
 
 async def dead_lettered(database: Database, count: int, **columns: Any) -> None:
-    """So many dead letters at two endpoints each, numbered from 1 in turn."""
+    """Create `n` dead letters at each of two endpoints, with ids from 1, alternating."""
     await add_endpoint(database, "shop")
     await add_endpoint(database, "audit", types=["a.*"])
     async with running(database, Network(lambda _: REFUSED)):
@@ -56,11 +56,14 @@ async def test_a_listing_is_filtered_and_paged(database: Database, api: Api) -> 
     assert (await api.get("/v1/dead-letters", reason="bored")).status == 422
 
 
-async def test_counts_and_one_of_them(database: Database, api: Api) -> None:
+async def test_counts_and_a_single_dead_letter(database: Database, api: Api) -> None:
     await dead_lettered(database, 2)
     counts = (await api.get("/v1/dead-letters/counts")).json
     assert counts["total"]["dead"] == 4
-    assert {(c["endpoint"], c["letters"]) for c in counts["counts"]} == {("shop", 2), ("audit", 2)}
+    assert {(c["endpoint"], c["dead_letters"]) for c in counts["counts"]} == {
+        ("shop", 2),
+        ("audit", 2),
+    }
     assert (await api.get("/v1/dead-letters/counts", endpoint="shop")).json["total"]["dead"] == 2
     (first, *_) = await api.items("/v1/dead-letters", endpoint="shop")
     letter = (await api.get(f"/v1/dead-letters/{first['id']}")).json
@@ -70,7 +73,7 @@ async def test_counts_and_one_of_them(database: Database, api: Api) -> None:
         assert (await api.get(f"/v1/dead-letters/{text}")).status == 404, text
 
 
-async def test_some_are_sent_again_by_number(database: Database, api: Api) -> None:
+async def test_dead_letters_are_replayed_by_id(database: Database, api: Api) -> None:
     await dead_lettered(database, 2)
     ids = [row["id"] for row in await api.items("/v1/dead-letters", endpoint="shop")]
     dry = await api.post("/v1/dead-letters/replay", {"ids": ids, "dry_run": True})
@@ -91,19 +94,19 @@ async def test_some_are_sent_again_by_number(database: Database, api: Api) -> No
         await all_ended(database)
     assert network.data() == [0, 1]
     (letter, *_) = await api.items("/v1/dead-letters", state="replayed")
-    told = (await api.get(f"/v1/dead-letters/{letter['id']}")).json
-    assert told["replays"][0]["state"] == "replayed"
+    reported = (await api.get(f"/v1/dead-letters/{letter['id']}")).json
+    assert reported["replays"][0]["state"] == "replayed"
     assert await exceptions(database) == {}
 
 
-async def test_a_sweep_is_a_job_that_can_be_followed_and_aborted(
+async def test_a_replay_by_filter_is_a_job_that_can_be_read_and_aborted(
     database: Database, api: Api
 ) -> None:
     await dead_lettered(database, 3)
     sweep = {"endpoint": "shop", "type": ["a.*"], "since": "1h", "rate": 50}
     job = (await api.post("/v1/dead-letters/replay", sweep)).json["job"]
-    told = (await api.get(f"/v1/replays/{job}")).json
-    assert (told["kind"], told["state"], told["endpoint"], told["rate_per_s"]) == (
+    reported = (await api.get(f"/v1/replays/{job}")).json
+    assert (reported["kind"], reported["state"], reported["endpoint"], reported["rate_per_s"]) == (
         "dead",
         "running",
         "shop",
@@ -120,7 +123,7 @@ async def test_a_sweep_is_a_job_that_can_be_followed_and_aborted(
     assert await fetchval(database, sql) == ["token all", "token all"]
 
 
-async def test_nothing_is_swept_without_a_word_for_it(database: Database, api: Api) -> None:
+async def test_replaying_everything_requires_all(database: Database, api: Api) -> None:
     await dead_lettered(database, 1)
     for path in ("/v1/dead-letters/replay", "/v1/dead-letters/discard"):
         for body in ({}, {"dry_run": True}, {"all": True, "endpoint": "shop"}, {"ids": []}):
@@ -132,12 +135,12 @@ async def test_nothing_is_swept_without_a_word_for_it(database: Database, api: A
     assert len(await api.items("/v1/dead-letters")) == 2
 
 
-async def test_some_are_set_aside(database: Database, api: Api) -> None:
+async def test_dead_letters_are_discarded(database: Database, api: Api) -> None:
     await dead_lettered(database, 3)
     (first, *_) = await api.items("/v1/dead-letters", endpoint="shop")
-    why = {"ids": [first["id"]], "comment": "the customer left"}
-    assert (await api.post("/v1/dead-letters/discard", why)).json["discarded"] == 1
-    assert (await api.post("/v1/dead-letters/discard", why)).status == 409
+    discard = {"ids": [first["id"]], "comment": "the customer left"}
+    assert (await api.post("/v1/dead-letters/discard", discard)).json["discarded"] == 1
+    assert (await api.post("/v1/dead-letters/discard", discard)).status == 409
     reason = "SELECT data ->> 'comment' FROM journal WHERE kind = 'dead_discarded'"
     assert await fetchval(database, reason) == "the customer left"
     dry = await api.post("/v1/dead-letters/discard", {"endpoint": "audit", "dry_run": True})
@@ -147,7 +150,7 @@ async def test_some_are_set_aside(database: Database, api: Api) -> None:
     assert len(await api.items("/v1/dead-letters", state="discarded")) == 6
 
 
-async def test_history_is_sent_again(database: Database, api: Api) -> None:
+async def test_a_backfill_replays_past_events(database: Database, api: Api) -> None:
     sent: list[Any] = []
 
     def receive(request: Sent) -> Any:
@@ -179,7 +182,7 @@ INVALID_BACKFILLS = (
 )
 
 
-async def test_backfills_that_cannot_be(
+async def test_an_invalid_backfill_is_rejected(
     database: Database, api: Api, subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "shop")
@@ -188,7 +191,9 @@ async def test_backfills_that_cannot_be(
             assert (await api.post("/v1/replays", body)).status == status
 
 
-async def test_a_listing_is_whole_while_letters_are_added(database: Database, api: Api) -> None:
+async def test_a_listing_is_complete_while_dead_letters_are_added(
+    database: Database, api: Api
+) -> None:
     await dead_lettered(database, 5)
     page = (await api.get("/v1/dead-letters", limit=3)).json
     found = [row["id"] for row in page["items"]]

@@ -1,4 +1,4 @@
-"""Endpoints through the API: each change is in the database, and in the journal."""
+"""Endpoints through the API: each change is stored and journalled."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.api import Api
-    from tests.support.api import AttemptResult as Answered
+    from tests.support.api import AttemptResult as Responded
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -72,10 +72,14 @@ async def test_an_endpoint_is_added_with_its_settings(database: Database, api: A
     assert await actors(database, "endpoint_added") == ["token all"]
     shown = (await api.get("/v1/endpoints/a%2Fb%20shop")).json
     assert shown["endpoint"]["id"] == response.json["id"]
-    told = shown["settings"]
-    assert (told["timeout"], told["connect_timeout"], told["lanes"]) == ("30s", "2.5s", 4)
-    assert told["retryable"] == ["429", "5xx"]
-    assert told["headers"] == {"X-Shop": None, "Authorization": None}
+    reported = shown["settings"]
+    assert (reported["timeout"], reported["connect_timeout"], reported["lanes"]) == (
+        "30s",
+        "2.5s",
+        4,
+    )
+    assert reported["retryable"] == ["429", "5xx"]
+    assert reported["headers"] == {"X-Shop": None, "Authorization": None}
     assert len(shown["lanes"]) == 4
     assert response.json["secret"] not in str(shown)
 
@@ -94,7 +98,7 @@ INVALID_ENDPOINTS = (
 )
 
 
-async def test_endpoints_that_cannot_be(
+async def test_an_invalid_endpoint_is_rejected(
     database: Database, api: Api, subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "taken")
@@ -106,7 +110,7 @@ async def test_endpoints_that_cannot_be(
             assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
 
 
-async def test_an_update_changes_what_is_said_and_null_is_the_default(
+async def test_an_update_changes_the_given_fields_and_null_is_the_default(
     database: Database, api: Api
 ) -> None:
     made = await add_endpoint(database, "shop", lanes=2, tenant="acme", filter="@.a == 1")
@@ -126,8 +130,8 @@ async def test_an_update_changes_what_is_said_and_null_is_the_default(
         },
     }
     assert (await api.get("/v1/endpoints/shop")).status == 404
-    told = (await api.get("/v1/endpoints/store")).json["settings"]
-    assert (told["lanes"], told["tenant"], told["filter"]) == (2, "acme", None)
+    reported = (await api.get("/v1/endpoints/store")).json["settings"]
+    assert (reported["lanes"], reported["tenant"], reported["filter"]) == (2, "acme", None)
     again = await api.request("PATCH", "/v1/endpoints/store", {"timeout": "20s"})
     assert again.json["changed"] == {}
     assert await actors(database, "endpoint_updated") == ["token all"]
@@ -142,7 +146,7 @@ INVALID_UPDATES = (
 )
 
 
-async def test_updates_that_cannot_be(
+async def test_an_invalid_update_is_rejected(
     database: Database, api: Api, subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "shop")
@@ -153,7 +157,7 @@ async def test_updates_that_cannot_be(
             assert await actors(database, "endpoint_updated") == []
 
 
-async def test_pausing_and_resuming(database: Database, api: Api) -> None:
+async def test_endpoints_are_paused_and_resumed(database: Database, api: Api) -> None:
     await add_endpoint(database, "shop")
     paused = await api.post("/v1/endpoints/shop/pause", {"comment": "their database moves"})
     assert (paused.json["state"], paused.json["changed"]) == ("paused", True)
@@ -182,7 +186,7 @@ async def test_a_disabled_endpoint_is_enabled(database: Database, api: Api) -> N
     assert await actors(database, "endpoint_enabled") == ["token all"]
 
 
-async def test_resuming_lets_blocked_lanes_go_on(database: Database, api: Api) -> None:
+async def test_resuming_unblocks_blocked_lanes(database: Database, api: Api) -> None:
     await add_endpoint(database, "shop", on_dead_letter="block")
     network = Network(
         lambda sent: REFUSED if sent.body["data"] == 1 else AttemptResult.completed(200, 0.001)
@@ -207,7 +211,9 @@ async def test_a_secret_is_rotated(database: Database, api: Api) -> None:
     assert await actors(database, "endpoint_secret_rotated") == ["token all"] * 2
 
 
-async def test_removing_asks_what_becomes_of_what_is_owed(database: Database, api: Api) -> None:
+async def test_a_removal_with_pending_deliveries_requires_a_choice(
+    database: Database, api: Api
+) -> None:
     await add_endpoint(database, "idle")
     assert (await api.request("DELETE", "/v1/endpoints/idle")).json["state"] == "removed"
     await add_endpoint(database, "shop")
@@ -226,7 +232,9 @@ async def test_removing_asks_what_becomes_of_what_is_owed(database: Database, ap
         await until(lambda: fetchval(database, none), 20, "the removal")
 
 
-async def test_draining_delivers_first_and_is_asked_again(database: Database, api: Api) -> None:
+async def test_a_drain_is_polled_until_its_deliveries_are_done(
+    database: Database, api: Api
+) -> None:
     await add_endpoint(database, "shop")
     open_ = False
 
@@ -252,34 +260,34 @@ async def test_draining_delivers_first_and_is_asked_again(database: Database, ap
     assert 1 in network.data()
 
 
-async def test_a_test_delivery_tells_what_came_back(database: Database, api: Api) -> None:
+async def test_a_test_delivery_returns_the_response(database: Database, api: Api) -> None:
     secret = (await add_endpoint(database, "shop")).secret
     async with DevelopmentReceiver(secrets=(parse_secret(secret),)).serve() as url:
         await api.request("PATCH", "/v1/endpoints/shop", {"url": url})
-        told = (await api.post("/v1/endpoints/shop/test")).json
-    assert (told["outcome"], told["url"]) == ("delivered", url)
+        reported = (await api.post("/v1/endpoints/shop/test")).json
+    assert (reported["outcome"], reported["url"]) == ("delivered", url)
     gone = (await api.post("/v1/endpoints/shop/test")).json
     assert (gone["outcome"], gone["failure"]) == ("retried", "connect")
 
 
-async def test_test_deliveries_are_few_at_once_and_fewer_of_one_tenant(
+async def test_concurrent_test_deliveries_are_limited_also_by_tenant(
     database: Database, api: Api
 ) -> None:
     tenants = {
         name: api.with_token(await make_token(database, name, tenant=name))
         for name in ("acme", "umbrella")
     }
-    go = asyncio.Event()
+    release = asyncio.Event()
 
     async def slow(connection: Connection) -> None:
         await connection.request()
-        await go.wait()
+        await release.wait()
         await connection.send(OK)
         await connection.closed_by_peer()  # A trial is of the whole way: none is kept.
 
     async with receiver(slow) as server, asyncio.TaskGroup() as asking:
 
-        async def asked(by: Api, path: str, times: int) -> list[asyncio.Task[Answered]]:
+        async def asked(by: Api, path: str, times: int) -> list[asyncio.Task[Responded]]:
             so_far = server.connections
             tasks = [asking.create_task(by.post(path)) for _ in range(times)]
             await until(lambda: server.connections == so_far + times, 10, "the test deliveries")
@@ -297,13 +305,13 @@ async def test_test_deliveries_are_few_at_once_and_fewer_of_one_tenant(
         under_way += await asked(api, paths["acme"], CONCURRENT_MAX - TENANT_MAX - 1)
         refused = await api.post(paths["acme"])
         assert refused.status == 429
-        go.set()
+        release.set()
         for task in under_way:
             assert (await task).json["outcome"] == "delivered"
         assert (await tenants["acme"].post(paths["acme"])).status == 200
 
 
-async def test_all_test_deliveries_go_by_one_transport(
+async def test_all_test_deliveries_share_a_transport(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[TransportRouter] = []
@@ -319,7 +327,7 @@ async def test_all_test_deliveries_go_by_one_transport(
     assert len(made) == 1
 
 
-async def test_a_test_delivery_ends_though_its_endpoint_has_more_patience(
+async def test_a_test_delivery_ends_before_the_time_out_of_its_endpoint(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert test_deliveries.TEST_S <= 30
@@ -330,21 +338,24 @@ async def test_a_test_delivery_ends_though_its_endpoint_has_more_patience(
 
     async with receiver(never) as server:
         await api.post("/v1/endpoints", {"name": "a", "url": server.url, "timeout": 60})
-        told = (await api.post("/v1/endpoints/a/test")).json
-    assert (told["failure"], told["detail"]) == ("timeout", "no complete response within 0.2 s")
+        reported = (await api.post("/v1/endpoints/a/test")).json
+    assert (reported["failure"], reported["detail"]) == (
+        "timeout",
+        "no complete response within 0.2 s",
+    )
 
 
-async def test_certificates_are_looked_at_beside_the_event_loop(
+async def test_certificates_are_parsed_in_a_thread(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = set()
 
-    def noting(look: Any) -> Any:
-        def looks(*given: Any) -> Any:
+    def noting(parse: Any) -> Any:
+        def noted_parse(*given: Any) -> Any:
             threads.add(threading.current_thread())
-            return look(*given)
+            return parse(*given)
 
-        return looks
+        return noted_parse
 
     monkeypatch.setattr(endpoint_validation, "check_ca", noting(endpoint_validation.check_ca))
     monkeypatch.setattr(endpoints, "check_identity", noting(endpoints.check_identity))
@@ -371,7 +382,7 @@ ENDPOINT_ROUTES = (
 )
 
 
-async def test_an_endpoint_that_is_none(
+async def test_an_unknown_endpoint_is_not_found(
     database: Database, api: Api, subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "shop")
@@ -384,7 +395,7 @@ async def test_an_endpoint_that_is_none(
             assert 'did you mean "shop"?' in response.detail
 
 
-async def test_a_listing_of_endpoints_is_whole_while_some_are_added(
+async def test_a_listing_is_complete_while_endpoints_are_added(
     database: Database, api: Api
 ) -> None:
     for n in range(7):
@@ -402,7 +413,7 @@ async def test_a_listing_of_endpoints_is_whole_while_some_are_added(
 # ------------------------------------------------------------- declarations
 
 
-async def test_all_endpoints_are_declared_at_once(database: Database, api: Api) -> None:
+async def test_all_endpoints_are_applied_in_one_request(database: Database, api: Api) -> None:
     await add_endpoint(database, "old")
     body = {
         "defaults": {"retry": "patient"},
@@ -435,7 +446,7 @@ INVALID_DECLARATIONS = (
 )
 
 
-async def test_declarations_that_cannot_be(api: Api, subtests: pytest.Subtests) -> None:
+async def test_an_invalid_declaration_is_rejected(api: Api, subtests: pytest.Subtests) -> None:
     for body, query, says in INVALID_DECLARATIONS:
         with subtests.test(body=body, query=query, says=says):
             response = await api.request("PUT", "/v1/declaration", body, **query)
@@ -452,17 +463,17 @@ def identity() -> str:
     return b"".join([*chain, certificate.private_key_pem.bytes()]).decode()
 
 
-async def test_a_certificate_is_taken_described_and_never_shown(
+async def test_a_certificate_is_stored_and_described_but_never_shown(
     database: Database, api: Api
 ) -> None:
     await add_endpoint(database, "shop")
     path, pem = "/v1/endpoints/shop/certificate", identity()
-    told = (await api.request("PUT", path, {"pem": pem})).json
+    reported = (await api.request("PUT", path, {"pem": pem})).json
     shown = await api.request("GET", "/v1/endpoints/shop")
-    assert shown.json["certificate"] == told["certificate"]
-    assert told["certificate"]["not_after"].endswith("Z")
-    assert sorted(told["certificate"]) == ["more", "not_after", "sha256", "subject"]
-    assert "BEGIN" not in str(shown.json) + str(told)
+    assert shown.json["certificate"] == reported["certificate"]
+    assert reported["certificate"]["not_after"].endswith("Z")
+    assert sorted(reported["certificate"]) == ["more", "not_after", "sha256", "subject"]
+    assert "BEGIN" not in str(shown.json) + str(reported)
     wrong = await api.request("PUT", path, {"pem": pem.replace("PRIVATE KEY", "PUBLIC KEY")})
     assert wrong.status == 422
     assert wrong.detail.startswith("identity: ")
@@ -475,10 +486,10 @@ async def test_a_certificate_is_taken_described_and_never_shown(
     assert kinds == ["endpoint_certificate_set", "endpoint_certificate_removed"]
 
 
-async def test_a_public_key_takes_the_place_of_a_secret(api: Api) -> None:
+async def test_an_ed25519_endpoint_shows_a_public_key(api: Api) -> None:
     body = {"name": "a", "url": URL, "ed25519": True}
     assert (await api.post("/v1/endpoints", body)).json["secret"].startswith("whpk_")
-    # It stays what it is, unless somebody says something else.
+    # The kind of key stays unless the request names another one.
     for body, prefix in (({}, "whpk_"), ({"ed25519": False}, "whsec_"), ({}, "whsec_")):
         rotated = await api.post("/v1/endpoints/a/rotate-secret", {"overlap": 0, **body})
         assert rotated.json["secret"].startswith(prefix)
@@ -487,7 +498,7 @@ async def test_a_public_key_takes_the_place_of_a_secret(api: Api) -> None:
         assert secret["public_key"] == public
 
 
-async def test_authorities_are_looked_at_before_they_are_trusted(api: Api) -> None:
+async def test_certificate_authorities_are_validated(api: Api) -> None:
     pem = trustme.CA().cert_pem.bytes().decode()
     made = await api.post("/v1/endpoints", {"name": "a", "url": URL, "ca": pem})
     assert made.status == 201
@@ -497,7 +508,7 @@ async def test_authorities_are_looked_at_before_they_are_trusted(api: Api) -> No
         assert (refused.status, refused.detail[:4]) == (422, "ca: ")
 
 
-async def test_only_an_operator_opens_a_network(database: Database, api: Api) -> None:
+async def test_a_tenant_token_cannot_open_a_network(database: Database, api: Api) -> None:
     tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
     inside = "http://10.1.2.3:8080/hooks"
     body = {"name": "acme.a", "url": inside, "allow_networks": ["10.1.2.3"]}
@@ -517,7 +528,7 @@ async def test_only_an_operator_opens_a_network(database: Database, api: Api) ->
     assert (await tenant.request("PATCH", "/v1/endpoints/acme.a", {"lanes": 2})).status == 200
 
 
-async def test_no_hostile_url_becomes_an_endpoints(database: Database, api: Api) -> None:
+async def test_no_endpoint_gets_a_hostile_url(database: Database, api: Api) -> None:
     await add_endpoint(database, "good")
     policy = EgressPolicy(["127.0.0.0/8"])  # As the API under test has it.
     refused = [url for url in hostile.URLS if policy.refusal_of_url(url)]
@@ -533,7 +544,9 @@ async def test_no_hostile_url_becomes_an_endpoints(database: Database, api: Api)
     assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
 
 
-async def test_a_tenant_takes_no_header_along_to_another_host(database: Database, api: Api) -> None:
+async def test_a_tenant_cannot_send_kept_headers_to_another_host(
+    database: Database, api: Api
+) -> None:
     tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
     body = {"name": "acme.a", "url": URL, "tenant": "acme", "headers": {"X-Key": "hunter2"}}
     assert (await api.post("/v1/endpoints", body)).status == 201
@@ -549,7 +562,7 @@ async def test_a_tenant_takes_no_header_along_to_another_host(database: Database
         assert moved.status == 200, moved.json
 
 
-async def test_a_name_that_is_swapped_meanwhile_is_still_the_tenants_own(
+async def test_a_concurrent_rename_does_not_expose_another_tenants_endpoint(
     database: Database, api: Api
 ) -> None:
     tenant = api.with_token(await make_token(database, "acme", tenant="acme"))

@@ -1,4 +1,4 @@
-"""Publishing through the API, and finding what was published."""
+"""Publishing and finding events through the API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.one_major
 COUNT = "SELECT count(*) FROM outbox"
 
 
-async def test_an_event_is_published_as_it_was_said(database: Database, api: Api) -> None:
+async def test_an_event_is_published_with_all_its_fields(database: Database, api: Api) -> None:
     said = {
         "type": "order.paid",
         "payload": {"order": 7, "a": [1.5, None, "ü"]},
@@ -52,7 +52,9 @@ def _json(said: dict[str, Any]) -> str:
     return orjson.dumps(said["payload"]).decode()
 
 
-async def test_a_once_key_is_answered_with_the_earlier_event(database: Database, api: Api) -> None:
+async def test_a_used_idempotency_key_returns_the_earlier_event(
+    database: Database, api: Api
+) -> None:
     event = {"type": "a.b", "payload": 1}
     first = await api.post("/v1/events", event, headers={"Idempotency-Key": "k/1"})
     again = await api.post("/v1/events", event, headers={"Idempotency-Key": "k/1"})
@@ -63,14 +65,14 @@ async def test_a_once_key_is_answered_with_the_earlier_event(database: Database,
     assert await fetchval(database, COUNT) == 1
 
 
-async def test_a_once_key_does_not_ask_what_the_event_says(database: Database, api: Api) -> None:
+async def test_an_idempotency_key_does_not_compare_contents(database: Database, api: Api) -> None:
     first = await api.post("/v1/events", {"type": "a.b", "payload": 1, "once": "k"})
     other = await api.post("/v1/events", {"type": "c.d"}, headers={"Idempotency-Key": "k"})
     assert (other.status, other.json) == (200, {"id": first.json["id"], "already": True})
     assert await fetchval(database, COUNT) == 1
 
 
-async def test_a_key_that_was_claimed_for_nothing_has_no_event(
+async def test_an_idempotency_key_claimed_without_an_event_has_none(
     database: Database, api: Api
 ) -> None:
     await fetchval(database, "SELECT claim_once('k')")
@@ -78,7 +80,7 @@ async def test_a_key_that_was_claimed_for_nothing_has_no_event(
     assert (response.status, response.json) == (200, {"id": None, "already": True})
 
 
-async def test_fifty_who_say_the_same_at_once_publish_one_event(
+async def test_fifty_concurrent_requests_with_one_key_publish_one_event(
     database: Database, api: Api
 ) -> None:
     responses = await asyncio.gather(
@@ -92,24 +94,24 @@ async def test_fifty_who_say_the_same_at_once_publish_one_event(
     assert await fetchval(database, COUNT) == 1
 
 
-async def test_many_events_keep_their_order_and_tell_what_became_of_each(
+async def test_a_batch_keeps_its_order_and_has_a_result_for_each_event(
     database: Database, api: Api
 ) -> None:
     earlier = (await api.post("/v1/events", {"type": "a.b", "once": "k"})).json["id"]
     said = [{"type": "a.b", "payload": n} for n in range(999)] + [{"type": "a.b", "once": "k"}]
     response = await api.post("/v1/events", {"events": said})
     assert response.status == 201
-    told = response.json["events"]
-    assert [each["already"] for each in told] == [False] * 999 + [True]
-    assert told[-1]["id"] == earlier
+    reported = response.json["events"]
+    assert [each["already"] for each in reported] == [False] * 999 + [True]
+    assert reported[-1]["id"] == earlier
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         rows = await db.fetch("SELECT event_id FROM outbox WHERE id > 1 ORDER BY id")
-    assert [str(row["event_id"]) for row in rows] == [each["id"] for each in told[:-1]]
+    assert [str(row["event_id"]) for row in rows] == [each["id"] for each in reported[:-1]]
     again = await api.post("/v1/events", {"events": [said[-1]]})
     assert again.status == 200
 
 
-async def test_of_many_events_all_are_published_or_none(database: Database, api: Api) -> None:
+async def test_a_batch_is_atomic(database: Database, api: Api) -> None:
     good = {"type": "a.b"}
     response = await api.post("/v1/events", {"events": [good, {"type": "no type"}, good]})
     assert response.status == 422
@@ -133,7 +135,7 @@ INVALID_EVENTS = (
 )
 
 
-async def test_events_that_cannot_be(
+async def test_an_invalid_event_is_rejected(
     database: Database, api: Api, subtests: pytest.Subtests
 ) -> None:
     for body, says in INVALID_EVENTS:
@@ -145,7 +147,7 @@ async def test_events_that_cannot_be(
             assert await fetchval(database, COUNT) == 0
 
 
-async def test_a_key_for_many_or_twice_is_refused(api: Api) -> None:
+async def test_an_idempotency_key_for_a_batch_or_given_twice_is_rejected(api: Api) -> None:
     headers = {"Idempotency-Key": "k"}
     many = await api.post("/v1/events", {"events": [{"type": "a.b"}]}, headers=headers)
     twice = await api.post("/v1/events", {"type": "a.b", "once": "k"}, headers=headers)
@@ -154,7 +156,7 @@ async def test_a_key_for_many_or_twice_is_refused(api: Api) -> None:
     assert empty.detail == "once: 0 bytes, must be 1 to 512"
 
 
-async def test_an_event_for_later_waits(database: Database, api: Api) -> None:
+async def test_a_scheduled_event_waits(database: Database, api: Api) -> None:
     at = datetime.now(UTC) + timedelta(days=1)
     response = await api.post("/v1/events", {"type": "a.b", "deliver_at": at})
     assert response.status == 201
@@ -167,7 +169,7 @@ async def test_an_event_for_later_waits(database: Database, api: Api) -> None:
 # ---------------------------------------------------------------- looking
 
 
-async def test_events_are_found_by_what_they_have_in_common(database: Database, api: Api) -> None:
+async def test_events_are_filtered(database: Database, api: Api) -> None:
     await publish(database, 1, type="order.paid", key="a", tenant="acme")
     await publish(database, 2, type="order.paid", key="b")
     await publish(database, 3, type="cart.left", key="a")
@@ -193,7 +195,7 @@ INVALID_QUERIES = (
 )
 
 
-async def test_questions_for_events_that_are_none(api: Api, subtests: pytest.Subtests) -> None:
+async def test_an_invalid_event_query_is_rejected(api: Api, subtests: pytest.Subtests) -> None:
     for query, says in INVALID_QUERIES:
         with subtests.test(query=query, says=says):
             response = await api.get("/v1/events", **query)
@@ -201,9 +203,7 @@ async def test_questions_for_events_that_are_none(api: Api, subtests: pytest.Sub
             assert says in response.detail
 
 
-async def test_pages_have_no_hole_and_no_repetition_while_events_are_added(
-    database: Database, api: Api
-) -> None:
+async def test_pages_are_complete_while_events_are_added(database: Database, api: Api) -> None:
     await publish(database, *range(25), key="k")
     for query in ({}, {"key": "k"}):
         page = (await api.get("/v1/events", limit=10, **query)).json
@@ -216,7 +216,7 @@ async def test_pages_have_no_hole_and_no_repetition_while_events_are_added(
         assert found == list(range(newest, 0, -1))
 
 
-async def test_a_look_is_bounded_and_says_how_far_it_went(
+async def test_a_search_is_bounded_and_returns_its_position(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events.find_events, "__kwdefaults__", {
@@ -239,7 +239,9 @@ async def test_a_look_is_bounded_and_says_how_far_it_went(
 
 
 @pytest.mark.parametrize("generic", [False, True])
-async def test_a_look_reads_no_more_than_its_bound(database: Database, generic: bool) -> None:
+async def test_a_search_reads_no_more_rows_than_its_bound(
+    database: Database, generic: bool
+) -> None:
     address = parse(database.dsn, source="test", env={})
     db = await connect(address, schema="relay")
     try:
@@ -262,7 +264,7 @@ async def test_a_look_reads_no_more_than_its_bound(database: Database, generic: 
 # ------------------------------------------------------------------ tracing
 
 
-async def test_a_trace_tells_what_the_command_tells(database: Database, api: Api) -> None:
+async def test_a_trace_equals_the_output_of_the_command(database: Database, api: Api) -> None:
     await add_endpoint(database, "shop")
     await add_endpoint(database, "other", types=["x.y"])
     network = Network(lambda _: OK)
@@ -273,23 +275,23 @@ async def test_a_trace_tells_what_the_command_tells(database: Database, api: Api
         await all_ended(database)
     event_id = made.json["id"]
     for text in (event_id, "k", "o", "1", network.sent[0].delivery):
-        told = (await api.get(f"/v1/trace/{text}")).json
-        (story,) = told["events"]
-        assert story["event"]["event_id"] == event_id, text
-        assert [d["state"] for d in story["deliveries"]] == ["delivered"]
-        assert story["event"]["payload"] is None
-    told = (await api.get("/v1/trace/k", payload=True, endpoint="other")).json
-    assert told["events"][0]["event"]["payload"] == {"n": 1}
-    assert told["events"][0]["deliveries"] == []
-    assert told["events"][0]["diagnosis"]
+        reported = (await api.get(f"/v1/trace/{text}")).json
+        (trace,) = reported["events"]
+        assert trace["event"]["event_id"] == event_id, text
+        assert [d["state"] for d in trace["deliveries"]] == ["delivered"]
+        assert trace["event"]["payload"] is None
+    reported = (await api.get("/v1/trace/k", payload=True, endpoint="other")).json
+    assert reported["events"][0]["event"]["payload"] == {"n": 1}
+    assert reported["events"][0]["deliveries"] == []
+    assert reported["events"][0]["diagnosis"]
 
 
-async def test_what_nobody_knows_has_no_trace(api: Api) -> None:
+async def test_an_unknown_event_has_no_trace(api: Api) -> None:
     assert (await api.get(f"/v1/trace/{uuid.uuid4()}")).status == 404
     assert (await api.get("/v1/trace/k", endpoint="nobody")).status == 404
 
 
-async def test_a_key_with_a_slash_in_it_is_found(database: Database, api: Api) -> None:
+async def test_an_event_is_found_by_a_key_with_a_slash(database: Database, api: Api) -> None:
     await publish(database, 1, key="a/b?c")
     response = await api.get("/v1/trace/a%2Fb%3Fc")
     assert response.json["events"][0]["event"]["key"] == "a/b?c"

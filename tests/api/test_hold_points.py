@@ -26,7 +26,7 @@ NOT_COVERED = {
 }
 
 
-async def test_routes_that_change_something(database: Database) -> None:
+async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Database) -> None:
     await prepare(database)
     secret = await make_token(database)
     left = {(r.method, r.path) for r in ROUTES if r.method != "GET"} - NOT_COVERED

@@ -1,4 +1,4 @@
-"""Whatever is changed through the API stands in the journal, with the token that did it."""
+"""Every change through the API has a journal entry with its token."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def script(sent: Sent) -> AttemptResult:
     return REFUSED if sent.seq < 3 else OK
 
 
-def test_every_change_is_in_the_walk() -> None:
+def test_every_changing_route_is_tested() -> None:
     changing = [f"{r.method} {r.path}" for r in ROUTES if r.method != "GET"]
     assert sorted(changing) == sorted(WALK)
 
 
-async def test_who_changed_it_stands_in_the_journal(database: Database, anybody: Api) -> None:
+async def test_a_change_is_journalled_with_the_token(database: Database, client: Api) -> None:
     await add_endpoint(database)
     await add_endpoint(database, "off")
     async with running(database, Network(script)):
@@ -92,7 +92,7 @@ async def test_who_changed_it_stands_in_the_journal(database: Database, anybody:
         off = "SELECT state = 'disabled' FROM endpoint WHERE name = 'off'"
         await until(lambda: fetchval(database, off), 20, "it to be disabled")
     await fetchval(database, "SELECT publish('a.b', '{}', once => 'o')")
-    api = anybody.with_token(await make_token(database, "walker"))
+    api = client.with_token(await make_token(database, "walker"))
     newest = "SELECT coalesce(max(id), 0) FROM journal"
     by = "SELECT array_agg(DISTINCT actor) FROM journal WHERE id > $1"
     for route, (path, body) in WALK.items():

@@ -1,4 +1,4 @@
-"""What moves: rates between looks, whose they are, and how often the database is asked."""
+"""/v1/live: rates between samples, their tenant, and how often the database is queried."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.one_major
 RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
 
 
-async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api) -> None:
+async def test_pending_deliveries_are_shown_with_their_lanes(database: Database, api: Api) -> None:
     def script(sent: Sent) -> AttemptResult:
         return BUSY if sent.url.endswith("/sick") else OK
 
@@ -46,30 +46,33 @@ async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api)
             await publish(database, n, key=f"key {n}")
 
         async def settled() -> bool:
-            told = (await api.get("/v1/live")).json["endpoints"]
-            return [(each["name"], each["pending"]) for each in told] == [("sick", 10), ("well", 0)]
+            reported = (await api.get("/v1/live")).json["endpoints"]
+            return [(each["name"], each["pending"]) for each in reported] == [
+                ("sick", 10),
+                ("well", 0),
+            ]
 
         async def everything_is_blocked() -> bool:
-            told = (await api.get("/v1/live")).json
-            words = {each["condition"] for each in told["endpoints"]}
-            return bool(words == {"blocked"} and told["totals"]["states"] == {"blocked": 2})
+            reported = (await api.get("/v1/live")).json
+            words = {each["condition"] for each in reported["endpoints"]}
+            return bool(words == {"blocked"} and reported["totals"]["states"] == {"blocked": 2})
 
         await until(settled, 20, "it to settle")
-        told = (await api.get("/v1/live")).json
-    sick, well = told["endpoints"]
+        reported = (await api.get("/v1/live")).json
+    sick, well = reported["endpoints"]
     assert sum(lane["pending"] for lane in sick["lanes"]) == 10
     assert all(lane["failing"] for lane in sick["lanes"])
     assert sick["oldest_s"] > 0
     assert well["lanes"] == [{"pending": 0, "failing": False, "blocked": False}]
-    assert told["totals"]["pending"] == 10
-    assert told["totals"]["failing_lanes"] == 2
-    assert told["totals"]["states"] == {"failing": 1, "healthy": 1}
-    assert [each["condition"] for each in told["endpoints"]] == ["failing", "healthy"]
+    assert reported["totals"]["pending"] == 10
+    assert reported["totals"]["failing_lanes"] == 2
+    assert reported["totals"]["states"] == {"failing": 1, "healthy": 1}
+    assert [each["condition"] for each in reported["endpoints"]] == ["failing", "healthy"]
     await fetchval(database, "INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane")
     await until(everything_is_blocked, 20, "the next look")
 
 
-async def test_rates_are_between_two_looks(database: Database) -> None:
+async def test_rates_are_computed_between_two_samples(database: Database) -> None:
     now = 0.0
     book = LiveStatusCache(lambda: now)
     await add_endpoint(database, "shop")
@@ -96,15 +99,15 @@ async def test_rates_are_between_two_looks(database: Database) -> None:
     assert sample.events * sample.seconds == pytest.approx(20), "it says over how long"
 
 
-async def test_however_many_watch_it_is_looked_at_once(
+async def test_concurrent_requests_share_a_query(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    look = live_status.read_live_status
+    read = live_status.read_live_status
 
     async def counting(*arguments: Any, limit: int, **options: Any) -> live_status.LiveStatus:
         asked.append(limit)
-        return await look(*arguments, limit=limit, **options)
+        return await read(*arguments, limit=limit, **options)
 
     monkeypatch.setattr("outbox.operations.live_status.read_live_status", counting)
     for name in ("a", "b", "c"):
@@ -129,21 +132,21 @@ async def test_however_many_watch_it_is_looked_at_once(
         now += FRESH_S
         await names(connection, 3)
         assert asked == [ENDPOINTS, ENDPOINTS_MAX, ENDPOINTS_MAX]
-        looking = book._caches[None].refreshing
-        async with looking:  # Somebody looks, and what was seen lately does.
+        polling = book._caches[None].refreshing
+        async with polling:  # While a query runs, others get the latest snapshot.
             assert (await book.snapshot(connection, "relay", None, 3))[0].totals.at > at
         now += 3600
-        await looking.acquire()
+        await polling.acquire()
         late = asyncio.ensure_future(book.snapshot(connection, "relay", None, 3))
         await asyncio.sleep(0)
         assert not late.done(), "but not what was seen an hour ago"
-        looking.release()
+        polling.release()
         _, samples = await late
         assert list(samples) == [], "what was an hour ago says nothing of now"
         assert asked[3:] == [ENDPOINTS], "nor does who asked for more then"
 
 
-async def test_a_tenant_sees_what_is_its_own(database: Database, api: Api) -> None:
+async def test_a_tenant_sees_only_its_own_endpoints(database: Database, api: Api) -> None:
     await add_endpoint(database, "acme", tenant="acme", retry=RETRY)
     await add_endpoint(database, "other", tenant="other", retry=RETRY)
     await add_endpoint(database, "nobodys", retry=RETRY)
@@ -156,15 +159,15 @@ async def test_a_tenant_sees_what_is_its_own(database: Database, api: Api) -> No
             return bool((await tenants.get("/v1/live")).json["totals"]["pending"])
 
         await until(seen, 10, "it to be pending")
-        told = (await tenants.get("/v1/live")).json
-    assert [each["name"] for each in told["endpoints"]] == ["acme"]
-    assert told["totals"]["pending"] == 1
-    assert told["totals"]["lanes"] == 1
-    assert sum(told["totals"]["states"].values()) == 1
-    assert all(each["events"] == 0 for each in told["samples"])
+        reported = (await tenants.get("/v1/live")).json
+    assert [each["name"] for each in reported["endpoints"]] == ["acme"]
+    assert reported["totals"]["pending"] == 1
+    assert reported["totals"]["lanes"] == 1
+    assert sum(reported["totals"]["states"].values()) == 1
+    assert all(each["events"] == 0 for each in reported["samples"])
 
 
-async def test_a_page_gets_samples_once(api: Api) -> None:
+async def test_samples_are_returned_once(api: Api) -> None:
     first = (await api.get("/v1/live")).json
     again = await api.get("/v1/live", since=first["totals"]["at"])
     assert all(each["at"] > first["totals"]["at"] for each in again.json["samples"])

@@ -1,4 +1,4 @@
-"""The document: every route is in it, with its scope, and it is what it says it is."""
+"""The OpenAPI document has every route with its scope, and is valid."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ OPERATIONS: dict[tuple[str, str], Any] = {
 }
 
 
-def test_every_route_is_in_it_once() -> None:
+def test_every_route_is_documented_once() -> None:
     assert list(OPERATIONS) == [(route.method, route.path) for route in ROUTES]
     names = [operation["operationId"] for operation in OPERATIONS.values()]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.operation_id)
-def test_a_route_tells_its_scope_and_what_goes_in_and_out(route: Any) -> None:
-    told = OPERATIONS[route.method, route.path]
-    assert told["x-scope"] == route.scope
+def test_a_route_documents_its_scope_request_and_response(route: Any) -> None:
+    reported = OPERATIONS[route.method, route.path]
+    assert reported["x-scope"] == route.scope
     scope = "every token" if route.scope is None else f"`{route.scope}`"
-    assert scope in told["description"]
-    assert ("Not available to tenant tokens" in told["description"]) == (
+    assert scope in reported["description"]
+    assert ("Not available to tenant tokens" in reported["description"]) == (
         route.tenants is TenantAccess.SYSTEM
     )
-    assert told["summary"] == route.summary
-    inside = {each["name"] for each in told["parameters"] if each["in"] == "path"}
+    assert reported["summary"] == route.summary
+    inside = {each["name"] for each in reported["parameters"] if each["in"] == "path"}
     assert inside == set(re.findall(r"{(\w+)}", route.path))
-    query = [each["name"] for each in told["parameters"] if each["in"] == "query"]
+    query = [each["name"] for each in reported["parameters"] if each["in"] == "query"]
     assert query == list(route.query.model_fields if route.query else ())
-    assert ("requestBody" in told) == (route.body is not None)
-    assert set(told["responses"]) == {*map(str, route.responses), "429", "default"}
+    assert ("requestBody" in reported) == (route.body is not None)
+    assert set(reported["responses"]) == {*map(str, route.responses), "429", "default"}
 
 
-def test_gets_need_read_and_what_changes_something_needs_more() -> None:
+def test_get_requires_read_and_changes_require_more() -> None:
     for route in ROUTES:
         if route.path == "/v1/me":
             assert route.scope is None
@@ -65,7 +65,7 @@ def test_gets_need_read_and_what_changes_something_needs_more() -> None:
             assert route.scope == "operate"
 
 
-def test_every_reference_leads_somewhere_and_everything_is_referred_to() -> None:
+def test_every_schema_reference_resolves_and_every_schema_is_used() -> None:
     shared = DOCUMENT["components"]["schemas"]
     text = json.dumps(DOCUMENT)
     referred = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
@@ -73,7 +73,7 @@ def test_every_reference_leads_somewhere_and_everything_is_referred_to() -> None
     assert "outbox__" not in text
 
 
-def test_every_schema_is_one() -> None:
+def test_every_schema_is_valid() -> None:
     for name, schema in DOCUMENT["components"]["schemas"].items():
         jsonschema_rs.meta.validate(
             {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
@@ -81,13 +81,13 @@ def test_every_schema_is_one() -> None:
         assert schema.get("description") or schema.get("enum"), name
 
 
-def test_every_kind_of_problem_is_told() -> None:
-    told = DOCUMENT["components"]["schemas"]["Problem"]["properties"]["type"]["enum"]
-    assert told == [kind.type for kind in problem.ProblemKind]
+def test_every_problem_type_is_documented() -> None:
+    reported = DOCUMENT["components"]["schemas"]["Problem"]["properties"]["type"]["enum"]
+    assert reported == [kind.type for kind in problem.ProblemKind]
     assert len({kind.type for kind in problem.ProblemKind}) == len(problem.ProblemKind)
 
 
-def test_every_command_has_its_routes_or_is_said_to_have_none() -> None:
+def test_every_command_has_routes_or_is_listed_as_without() -> None:
     without = {"alerts", "conform", "demo", "listen", "migrate", "prove", "rekey", "relay"}
     routes = {
         "apply": "/v1/declaration",
@@ -105,7 +105,7 @@ def test_every_command_has_its_routes_or_is_said_to_have_none() -> None:
 
 
 @pytest.mark.one_major
-async def test_it_is_served_to_everybody(anybody: Api) -> None:
-    response = await anybody.get("/openapi.json")
+async def test_the_document_needs_no_token(client: Api) -> None:
+    response = await client.get("/openapi.json")
     assert response.json == json.loads(json.dumps(DOCUMENT))
     assert response.json["openapi"] == "3.1.0"

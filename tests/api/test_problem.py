@@ -1,4 +1,4 @@
-"""What is told of a mistake: in the API's words, neither the command's nor Python's."""
+"""Problem details use the terms of the API, not those of the command line or of Python."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = list(dict.fromkeys(m for r in ROUTES for m in (r.query, r.body) if m is
 
 
 def strange(detail: str) -> str | None:
-    """What in a problem only a reader of our code, or of a command's help, understands."""
+    """Words in a problem that only the source code or a command's help explains."""
     found = re.search(
         r"--\w|tuple|literal|dict\b|validation|\bInput\b|another type|\[['\"]|ID…|e\+\d", detail
     )
@@ -36,16 +36,16 @@ def strange(detail: str) -> str | None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_whatever_stands_in_a_field_is_refused_in_plain_words(model: Any) -> None:
-    told = []
+def test_an_invalid_field_is_rejected_in_plain_words(model: Any) -> None:
+    reported = []
     for name in [*model.model_fields, "nothing-of-it"]:
         for value in ODD:
             try:
                 validate(model, {name: value}, "the body")
             except Problem as problem:
-                told.append(problem.detail)
-    assert told
-    assert [strange(each) for each in told if strange(each)] == []
+                reported.append(problem.detail)
+    assert reported
+    assert [strange(each) for each in reported if strange(each)] == []
 
 
 @pytest.mark.parametrize(
@@ -60,25 +60,25 @@ def test_whatever_stands_in_a_field_is_refused_in_plain_words(model: Any) -> Non
         ({"type": "a.b", "tpye": 1}, 'the body: unknown field "tpye"; did you mean "type"?'),
     ],
 )
-def test_mistakes_of_who_publishes(values: dict[str, Any], says: str) -> None:
+def test_problems_of_publishing(values: dict[str, Any], says: str) -> None:
     with pytest.raises(Problem) as caught:
         validate(NewEvents, values, "the body")
     assert caught.value.detail == says
 
 
-def test_a_kind_of_mistake_that_nobody_thought_of_is_told_nevertheless() -> None:
-    told = describe_errors([{"type": "url_scheme", "loc": ("type",)}], NewEvents, "the body")
-    assert told == "type: must be another type"
+def test_an_unknown_validation_error_is_reported() -> None:
+    reported = describe_errors([{"type": "url_scheme", "loc": ("type",)}], NewEvents, "the body")
+    assert reported == "type: must be another type"
 
 
 @pytest.mark.parametrize("name", ["str", "int", "filter[type]", "list[x]"])
-def test_a_name_that_reads_as_a_type_of_ours_is_unknown_like_any_other(name: str) -> None:
+def test_a_field_named_like_an_internal_type_is_unknown(name: str) -> None:
     with pytest.raises(Problem) as caught:
         read_query(MultiDict({name: "x"}), EventsQuery)
     assert caught.value.detail.startswith(f'the query: unknown field "{name}"; known: limit')
 
 
-def test_what_is_quoted_in_a_problem_is_cut_and_steers_no_terminal() -> None:
+def test_quotations_in_a_problem_are_truncated_without_control_characters() -> None:
     with pytest.raises(Problem) as caught:
         validate(NewEvents, {"\x1b[2J" * 100_000: 1}, "the body")
     detail = caught.value.to_json()["detail"]
@@ -110,7 +110,7 @@ MISTAKES = (
 
 
 @pytest.mark.one_major
-async def test_what_is_said_of_the_mistakes_that_are_made_most(
+async def test_messages_of_frequent_problems(
     api: Api, database: Database, subtests: pytest.Subtests
 ) -> None:
     await _furnish(api, database)
@@ -128,7 +128,7 @@ async def _furnish(api: Api, database: Database) -> None:
 
 
 @pytest.mark.one_major
-async def test_no_route_speaks_in_flags(api: Api, database: Database) -> None:
+async def test_no_problem_mentions_command_line_flags(api: Api, database: Database) -> None:
     await add_endpoint(database, "quiet")
     await _furnish(api, database)
     assert (await api.post("/v1/endpoints/quiet/pause")).status == 200
@@ -153,7 +153,7 @@ async def test_no_route_speaks_in_flags(api: Api, database: Database) -> None:
         {"drain": True},
         {"reason": "x"}, {"limit": 0},
     ]  # fmt: skip
-    told: set[str] = set()
+    reported: set[str] = set()
     for route in ROUTES:
         if route.path in ("/v1/doctor", "/v1/verify"):
             continue
@@ -169,15 +169,15 @@ async def test_no_route_speaks_in_flags(api: Api, database: Database) -> None:
                         continue
                     response = await api.request(route.method, path, body, **query)
                     if response.status >= 400:
-                        told.add(response.detail)
-    assert [strange(each) for each in told if strange(each)] == []
-    assert len(told) > 40
-    assert any("3 deliveries pending" in each for each in told)
-    assert any("is paused; resume it first" in each for each in told)
-    assert any("live secrets, the first" in each for each in told)
+                        reported.add(response.detail)
+    assert [strange(each) for each in reported if strange(each)] == []
+    assert len(reported) > 40
+    assert any("3 deliveries pending" in each for each in reported)
+    assert any("is paused; resume it first" in each for each in reported)
+    assert any("live secrets, the first" in each for each in reported)
 
 
 def _would_do(route: Route, query: dict[str, Any]) -> bool:
-    """Whether it ends what the other questions are about."""
+    """Whether the request would remove what the other requests need."""
     removes = route.method == "DELETE" and query == {"dead_letter": True}
     return removes or route.path.endswith(("/resume", "/test"))

@@ -1,4 +1,4 @@
-"""How often one may come: guessers by address, tokens by themselves; on both listeners."""
+"""Rate limits on both listeners: failed logins by address, requests by token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GOOD, BAD = digest("good"), digest("bad")
 
 
 class Clock:
-    """Moves only when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -45,7 +45,7 @@ class Clock:
 
 
 class Asked:
-    """Counts how often the database is asked for a token."""
+    """Counts the queries for tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
         self.times = 0
@@ -71,50 +71,50 @@ async def api_of(database: Database, clock: Clock, **options: Any) -> AsyncItera
         yield Api(session, at.url, None)
 
 
-async def test_who_guesses_is_refused_before_the_database_is_asked(
+async def test_failed_logins_are_limited_without_a_query(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, clock = Asked(monkeypatch, api_tokens, "find_token"), Clock()
-    async with api_of(database, clock) as anybody:
-        known = anybody.with_token(await make_token(database, "known"))
+    async with api_of(database, clock) as client:
+        known = client.with_token(await make_token(database, "known"))
         assert (await known.get("/v1/me")).status == 200
-        told = [await anybody.with_token(f"obx_{n:043}").get("/v1/me") for n in range(15)]
-        assert [each.status for each in told] == [401] * FAILURES.burst + [429] * 5
+        reported = [await client.with_token(f"obx_{n:043}").get("/v1/me") for n in range(15)]
+        assert [each.status for each in reported] == [401] * FAILURES.burst + [429] * 5
         assert asked.times == 1 + FAILURES.burst
-        refused = told[-1]
+        refused = reported[-1]
         assert refused.json["type"] == "urn:outbox:problem:too-many-requests"
         assert refused.detail == ("too many failed logins from this address; retry in 6 s")
         assert refused.headers["Retry-After"] == "6"
-        # What does not even look like a token counts, and one that nobody shows does not.
-        assert (await anybody.with_token("obx_").get("/v1/me")).status == 429
-        assert (await anybody.get("/v1/me")).status == 401
+        # A malformed token counts as a failed login; a request without a token does not.
+        assert (await client.with_token("obx_").get("/v1/me")).status == 429
+        assert (await client.get("/v1/me")).status == 401
         # A token that was good is heard, although what was known of it is forgotten.
         clock.now += 5
         assert (await known.get("/v1/me")).status == 200
         # A new one from there has to wait.
-        newcomer = anybody.with_token(await make_token(database, "newcomer"))
+        newcomer = client.with_token(await make_token(database, "newcomer"))
         assert (await newcomer.get("/v1/me")).status == 429
         clock.now += 2
         assert (await newcomer.get("/v1/me")).status == 200
 
 
-async def test_a_token_that_was_revoked_counts_as_any_other(database: Database) -> None:
+async def test_a_revoked_token_counts_as_a_failed_login(database: Database) -> None:
     clock = Clock()
-    async with api_of(database, clock) as anybody:
-        api = anybody.with_token(await make_token(database, "gone"))
+    async with api_of(database, clock) as client:
+        api = client.with_token(await make_token(database, "gone"))
         assert (await api.get("/v1/me")).status == 200
         async with database.connection(server_settings={"search_path": "relay"}) as db:
-            await api_tokens.revoke(db, "relay", "gone", actor="test")
+            await api_tokens.revoke_token(db, "relay", "gone", actor="test")
         clock.now += 10
-        told = [(await api.get("/v1/me")).status for _ in range(FAILURES.burst + 1)]
-        assert told == [401] * FAILURES.burst + [429]
+        reported = [(await api.get("/v1/me")).status for _ in range(FAILURES.burst + 1)]
+        assert reported == [401] * FAILURES.burst + [429]
 
 
-async def test_a_token_asks_no_more_often_than_it_may(database: Database) -> None:
+async def test_a_token_is_limited_to_its_request_rate(database: Database) -> None:
     clock = Clock()
-    async with api_of(database, clock, api_rate_max=2) as anybody:
-        one = anybody.with_token(await make_token(database, "one"))
-        other = anybody.with_token(await make_token(database, "other"))
+    async with api_of(database, clock, api_rate_max=2) as client:
+        one = client.with_token(await make_token(database, "one"))
+        other = client.with_token(await make_token(database, "other"))
         assert [(await one.get("/v1/me")).status for _ in range(6)] == [200] * 4 + [429] * 2
         refused = await one.post("/v1/events", {"type": "a.b"})
         assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
@@ -125,13 +125,13 @@ async def test_a_token_asks_no_more_often_than_it_may(database: Database) -> Non
         assert (await one.get("/v1/me")).status == 429
 
 
-async def test_receivers_are_held_to_the_same(
+async def test_the_receiver_listener_has_the_same_limits(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, clock = Asked(monkeypatch, fetch_tokens, "find_fetcher"), Clock()
     await add_endpoint(database)
     async with database.connection(server_settings={"search_path": "relay"}) as db:
-        token = (await fetch_tokens.add(db, "relay", "shop", actor="test")).token
+        token = (await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")).token
     settings = settings_for(database, dsn_source="test")
     connections = Connections(dsn.from_settings(settings), settings)
     app = receivers.application(connections, FailedLogins(connections), RateLimiter(2, clock))
@@ -141,7 +141,7 @@ async def test_receivers_are_held_to_the_same(
         aiohttp.ClientSession() as session,
     ):
 
-        async def ask(shown: str) -> int:
+        async def request_status(shown: str) -> int:
             headers = {"Authorization": f"Bearer {shown}"}
             async with session.get(f"{at.url}v1/lanes", headers=headers) as response:
                 body = await response.json(content_type=None)
@@ -151,17 +151,17 @@ async def test_receivers_are_held_to_the_same(
                     assert body["type"] == "urn:outbox:problem:too-many-requests"
                 return response.status
 
-        assert [await ask(token) for _ in range(5)] == [200] * 4 + [429]
+        assert [await request_status(token) for _ in range(5)] == [200] * 4 + [429]
         before = asked.times
-        told = [await ask(f"obf_{n:043}") for n in range(12)]
-        assert told == [401] * FAILURES.burst + [429] * 2
+        reported = [await request_status(f"obf_{n:043}") for n in range(12)]
+        assert reported == [401] * FAILURES.burst + [429] * 2
         assert asked.times == before + FAILURES.burst
         clock.now += 4
-        assert await ask(token) == 200
-        assert await ask("obf_" + "z" * 43) == 429
+        assert await request_status(token) == 200
+        assert await request_status("obf_" + "z" * 43) == 429
 
 
-async def test_a_receiver_that_fetches_more_than_it_may_waits_and_goes_on(
+async def test_a_receiver_over_its_limit_waits_and_continues(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, waits = Clock(), []
@@ -173,7 +173,7 @@ async def test_a_receiver_that_fetches_more_than_it_may_waits_and_goes_on(
     monkeypatch.setattr(fetching.time, "sleep", sleep)
     await add_endpoint(database, lanes=5)
     async with database.connection(server_settings={"search_path": "relay"}) as db:
-        token = (await fetch_tokens.add(db, "relay", "shop", actor="test")).token
+        token = (await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")).token
     settings = settings_for(database, dsn_source="test")
     connections = Connections(dsn.from_settings(settings), settings)
     app = receivers.application(connections, FailedLogins(connections), RateLimiter(1, clock))
@@ -186,7 +186,7 @@ async def test_a_receiver_that_fetches_more_than_it_may_waits_and_goes_on(
     assert waits == [1.0] * 4
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_limited_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limit, "ADDRESSES_MAX", 50)
     monkeypatch.setattr(rate_limit, "TOKENS_MAX", 50)
     monkeypatch.setattr(rate_limit, "GOOD_MAX", 50)
@@ -198,7 +198,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(here._failures), len(here._requests), len(here._good)} == {50}
 
 
-def test_that_a_token_was_good_is_forgotten_after_an_hour() -> None:
+def test_a_successful_login_is_remembered_for_an_hour() -> None:
     clock = Clock()
     here = RateLimiter(1, clock)
     here.record_good_token(GOOD)
@@ -213,7 +213,7 @@ def test_that_a_token_was_good_is_forgotten_after_an_hour() -> None:
     here.require_login_quota("10.0.0.2", GOOD)
 
 
-def test_networks_of_version_6_are_one_guesser() -> None:
+def test_an_ipv6_network_shares_a_limit() -> None:
     here = RateLimiter(1, Clock())
     for n in range(20):
         here.record_bad_token(f"2001:db8::{n:x}", None)

@@ -1,4 +1,4 @@
-"""The listener for receivers: what was sent comes again, and of one endpoint alone."""
+"""The listener for receivers: deliveries of one endpoint can be fetched again."""
 
 from __future__ import annotations
 
@@ -62,12 +62,10 @@ async def listening(database: Database, token: str) -> AsyncIterator[Client]:
 
 
 async def token_of(db: Connection[Any], name: str = "shop") -> str:
-    return (await fetch_tokens.add(db, "relay", name, actor="test", overlap_s=0)).token
+    return (await fetch_tokens.add_fetch_token(db, "relay", name, actor="test", overlap_s=0)).token
 
 
-async def test_what_was_sent_comes_again_page_by_page(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_deliveries_are_fetched_in_pages(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     network = Network(lambda sent: REFUSED if sent.seq == 3 else OK)
     async with running(database, network):
@@ -94,7 +92,7 @@ async def test_what_was_sent_comes_again_page_by_page(
         assert message.sequence == item["sequence"]
 
 
-async def test_a_token_is_for_one_endpoint_and_an_end_ends_it(
+async def test_a_fetch_token_is_for_one_endpoint_and_can_be_revoked(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -107,11 +105,11 @@ async def test_a_token_is_for_one_endpoint_and_an_end_ends_it(
         client.token = theirs
         assert (await client.get(path, status=404))["type"].endswith("not-found")
         for client.token in ("", "x", "obx_" + "A" * 43, "obf_" + "A" * 43):
-            told = await client.get(path, status=401)
-            assert "create one with outbox endpoint fetch-token" in told["detail"]
+            reported = await client.get(path, status=401)
+            assert "create one with outbox endpoint fetch-token" in reported["detail"]
         # A new one replaces it, at once or later.
-        kept = await fetch_tokens.add(db, "relay", "shop", actor="test")
-        newest = (await fetch_tokens.add(db, "relay", "shop", actor="test")).token
+        kept = await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")
+        newest = (await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")).token
         for client.token in (ours, kept.token, newest):
             await client.get(path)
         client.token = await token_of(db)
@@ -120,17 +118,17 @@ async def test_a_token_is_for_one_endpoint_and_an_end_ends_it(
             client.token = old
             await client.get(path, status=401)
         client.token = await token_of(db)
-        assert await fetch_tokens.revoke(db, "relay", "shop", actor="test") == 1
+        assert await fetch_tokens.revoke_fetch_tokens(db, "relay", "shop", actor="test") == 1
         await client.get(path, status=401)
         client.token = await token_of(db)
-        await endpoint_removal.remove(db, "relay", "shop", dead_letter=True, actor="test")
+        await endpoint_removal.remove_endpoint(db, "relay", "shop", dead_letter=True, actor="test")
         async with running(database, Network()):
             pass
         await db.execute("UPDATE endpoint SET state = 'removed' WHERE name = 'shop'")
         await client.get(path, status=401)
 
 
-async def test_while_a_secret_rotates_both_sign(database: Database, db: Connection[Any]) -> None:
+async def test_both_secrets_sign_during_rotation(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     async with running(database, Network()):
         await publish(database, 1)
@@ -143,7 +141,7 @@ async def test_while_a_secret_rotates_both_sign(database: Database, db: Connecti
         verify(item["headers"], item["body"].encode(), secret)
 
 
-async def test_what_was_erased_keeps_its_place(database: Database, db: Connection[Any]) -> None:
+async def test_an_erased_event_keeps_its_sequence(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     async with running(database, Network()):
         await publish(database, 1, 2, key="k")
@@ -156,7 +154,9 @@ async def test_what_was_erased_keeps_its_place(database: Database, db: Connectio
     assert second["sequence"] == 2
 
 
-async def test_what_is_not_kept_any_more_is_said(database: Database, db: Connection[Any]) -> None:
+async def test_deliveries_beyond_retention_are_reported(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database)
     async with running(database, Network()):
         await publish(database, 1, 2, 3, key="k")
@@ -172,14 +172,16 @@ async def test_what_is_not_kept_any_more_is_said(database: Database, db: Connect
         assert (page["kept_from"], page["items"], page["next"]) == (4, [], None)
 
 
-async def test_bad_questions_get_one_line(database: Database, db: Connection[Any]) -> None:
+async def test_an_invalid_fetch_request_is_rejected(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database)
     async with listening(database, await token_of(db)) as client:
         (lane,) = (await client.get("lanes"))["items"]
         path = f"lanes/{lane['lane']}/deliveries"
         for query in ({"after": "-1"}, {"after": "x"}, {"after": "9" * 30}, {"limit": "1001"}):
-            told = await client.get(path, status=422, **query)
-            assert "\n" not in told["detail"]
+            reported = await client.get(path, status=422, **query)
+            assert "\n" not in reported["detail"]
         await client.get("lanes/x/deliveries", status=404)
         await client.get("nothing", status=404)
         assert "GET" in (await _post(client, path))["detail"]
@@ -191,14 +193,14 @@ async def _post(client: Client, path: str) -> Any:
         return await response.json(content_type=None)
 
 
-async def test_a_paused_endpoint_can_be_fetched_from(
+async def test_deliveries_of_a_paused_endpoint_can_be_fetched(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, lanes=2)
     async with running(database, Network()):
         await publish(database, 1, 2, 3, key="k")
         await all_ended(database)
-        await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+        await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
         await publish(database, 4, key="k")
     async with listening(database, await token_of(db)) as client:
         lanes = (await client.get("lanes"))["items"]

@@ -1,9 +1,8 @@
-"""What a tenant is told does not depend on who and what else there is.
+"""Responses to a tenant do not depend on other tenants and operators.
 
-Two installations in which the same happens to acme, of which one has a second tenant with
-much more, and operators with names: acme's token is answered the same in both, byte by
-byte, but for times, random ids and the numbers of things, which are counted over
-everything.
+Two installations have the same history of acme; one of them also has a second, larger tenant
+and named operators.  Responses to acme's token are equal byte by byte, except for times, random
+ids and sequential ids, which are counted over the whole installation.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ RANDOM = {"secret", "lane", "body"}
 CLOCKS = {"elapsed_ms", "oldest_s"}
 
 
-def plain(told: Any, name: str = "") -> Any:
-    """A response without what differs between any two runs."""
-    if isinstance(told, dict):
-        return {n: plain(value, n) for n, value in told.items()}
-    if isinstance(told, list):
-        return [plain(each, name) for each in told]
-    if told is not None and name in NUMBERED | RANDOM | CLOCKS:
+def plain(reported: Any, name: str = "") -> Any:
+    """A response without the values that differ between any two runs."""
+    if isinstance(reported, dict):
+        return {n: plain(value, n) for n, value in reported.items()}
+    if isinstance(reported, list):
+        return [plain(each, name) for each in reported]
+    if reported is not None and name in NUMBERED | RANDOM | CLOCKS:
         return f"a {name}"
-    if isinstance(told, str):
-        told = re.sub(r"\d{4}-\d\d-\d\d[T ][0-9:.]+(Z|\+00:00)", "a time", told)
-        told = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", "a uuid", told)
-        told = re.sub(r"(dead letter|dead replay|dead discard|job) \d+", r"\1 N", told)
-        told = re.sub(r"\b[0-9a-f]{12}-\d+-\d+\b|\d+ [smhd]\b|a moment", "…", told)
-    return told
+    if isinstance(reported, str):
+        reported = re.sub(r"\d{4}-\d\d-\d\d[T ][0-9:.]+(Z|\+00:00)", "a time", reported)
+        reported = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", "a uuid", reported)
+        reported = re.sub(r"(dead letter|dead replay|dead discard|job) \d+", r"\1 N", reported)
+        reported = re.sub(r"\b[0-9a-f]{12}-\d+-\d+\b|\d+ [smhd]\b|a moment", "…", reported)
+    return reported
 
 
 def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """Where two responses differ."""
+    """The places where two responses differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for name, value in one.items():
             yield from differences(value, other[name], f"{where}.{name}")
@@ -66,14 +65,14 @@ def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
 
 
 class World:
-    """An installation, and what acme has in it."""
+    """An installation, and the rows of acme in it."""
 
     def __init__(self, database: Database, api: Api, *, alone: bool) -> None:
         self.database, self.api, self.alone = database, api, alone
         self.ids: dict[str, Any] = {}
 
     async def live_through(self) -> None:
-        """The same for acme in every world."""
+        """Create the same history of acme in every installation."""
         database = self.database
         await self._others(0)
         operator = self.api.with_token(await make_token(database, "globex-operator"))
@@ -94,7 +93,7 @@ class World:
         async with running(database, network):
             await all_ended(database)
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
-            await endpoint_states.pause(
+            await endpoint_states.pause_endpoints(
                 connection, "relay", ["acme-shop"], actor=f"root@{self._operators}"
             )
         secret = await make_token(database, "acme", ("read", "publish", "operate"), tenant="acme")
@@ -113,7 +112,7 @@ class World:
         return "lonely" if self.alone else "globex-host"
 
     async def _others(self, round_: int) -> None:
-        """Whatever happens beside acme."""
+        """Create the history of others."""
         if self.alone:
             return
         if round_ == 0:
@@ -133,8 +132,8 @@ class World:
         tenant = {} if name.startswith("acme") else {"tenant": "globex"}
         return {"name": name, "cron": "@daily", "type": "a.b", **tenant}
 
-    async def told(self) -> dict[str, tuple[int, Any]]:
-        """What acme's token is answered, wherever it may ask."""
+    async def reported(self) -> dict[str, tuple[int, Any]]:
+        """The responses of all routes to acme's token."""
         responses: dict[str, tuple[int, Any]] = {}
         for route in sorted(
             ROUTES, key=lambda each: ORDER.index(each.method.replace("PUT", "GET"))
@@ -220,21 +219,21 @@ def _nothing(path: str) -> Any:
     return None if path.endswith(("{name}", "test")) else {}
 
 
-async def test_what_a_tenant_is_told_does_not_depend_on_the_others(server: Server) -> None:
-    told: list[dict[str, tuple[int, Any]]] = []
+async def test_responses_to_a_tenant_do_not_depend_on_other_tenants(server: Server) -> None:
+    reported: list[dict[str, tuple[int, Any]]] = []
     for alone in (True, False):
         async with server.database() as database, serving(database) as api:
             world = World(database, api, alone=alone)
             await world.live_through()
-            told.append(await world.told())
-    alone_, among_others = told
+            reported.append(await world.reported())
+    alone_, among_others = reported
     assert list(alone_) == list(among_others)
-    for asked, answered in alone_.items():
-        assert list(differences(answered, among_others[asked])) == [], asked
+    for asked, responded in alone_.items():
+        assert list(differences(responded, among_others[asked])) == [], asked
     assert sum(status == 200 for status, _ in alone_.values()) >= 20
 
 
-async def test_operators_and_relays_are_told_as_such(server: Server) -> None:
+async def test_a_tenant_sees_actors_as_operator_or_relay(server: Server) -> None:
     async with server.database() as database, serving(database) as api:
         world = World(database, api, alone=True)
         await world.live_through()
@@ -250,9 +249,9 @@ async def test_operators_and_relays_are_told_as_such(server: Server) -> None:
         assert schedule["state_by"] in (None, "token acme-helper")
         (job,) = await acme.items("/v1/replays", state="all")
         assert (job["requested_by"], job["done"], job["all"]) == ("operator", 100, 100)
-        (story,) = (await acme.get("/v1/trace/k")).json["events"]
-        assert "by operator" not in " ".join(story["diagnosis"])
-        assert story["sequencing"]["high"] is None
+        (trace,) = (await acme.get("/v1/trace/k")).json["events"]
+        assert "by operator" not in " ".join(trace["diagnosis"])
+        assert trace["sequencing"]["high"] is None
 
 
 TENANTS = (
@@ -264,13 +263,13 @@ TENANTS = (
 )
 
 
-async def test_a_tenant_names_within_its_own_names(
-    database: Database, anybody: Api, subtests: pytest.Subtests
+async def test_names_of_a_tenant_start_with_its_prefix(
+    database: Database, client: Api, subtests: pytest.Subtests
 ) -> None:
     for n, tenant in enumerate(TENANTS):
         with subtests.test(tenant=tenant):
             secret = await make_token(database, f"own-{n}", ("operate",), tenant=tenant)
-            api = anybody.with_token(secret)
+            api = client.with_token(secret)
             refused = await api.post("/v1/endpoints", {"name": "shop", "url": URL})
             assert (refused.status, name_prefix(tenant) in refused.detail) == (422, True)
             name = re.findall(r'"([^"]+)"$', refused.detail)[0]
@@ -279,7 +278,7 @@ async def test_a_tenant_names_within_its_own_names(
             assert (await api.post("/v1/schedules", said)).status == 201
 
 
-def test_no_two_tenants_have_names_in_common() -> None:
+def test_no_two_tenants_share_a_name_prefix() -> None:
     tenants = ["acme", "acme.", "acme.com", "acme.com.", "ACME", "acme-com", "", " ", "x" * 61]
     prefixes = {name_prefix(each) for each in tenants}
     assert len(prefixes) == len(tenants)

@@ -1,4 +1,4 @@
-"""`outbox relay --admin`: the API lives and dies with the relay."""
+"""`outbox relay --admin`: the API is served while the relay runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 
-async def test_a_relay_serves_it_until_it_ends(database: Database, tmp_path: Path) -> None:
+async def test_a_relay_serves_the_api_until_it_ends(database: Database, tmp_path: Path) -> None:
     port = free_port()
     env = {"OUTBOX_DSN": database.dsn, "OUTBOX_ADMIN": f"127.0.0.1:{port}"}
     secret = await make_token(database)
@@ -52,7 +52,7 @@ async def test_a_relay_serves_it_until_it_ends(database: Database, tmp_path: Pat
     ]
 
 
-async def test_a_relay_whose_address_is_taken_says_so_and_does_not_begin(
+async def test_a_relay_reports_an_address_in_use_and_does_not_start(
     database: Database,
 ) -> None:
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
@@ -68,22 +68,22 @@ async def test_a_relay_whose_address_is_taken_says_so_and_does_not_begin(
     )
 
 
-def test_an_address_that_is_none_is_told_with_its_origin() -> None:
+def test_an_invalid_address_is_reported_with_its_setting() -> None:
     with pytest.raises(UsageError, match='--admin: "8080" is not HOST:PORT'):
         load({"admin": "8080"}, env={})
 
 
-async def test_work_that_fails_ends_the_server_and_keeps_its_error(database: Database) -> None:
+async def test_a_failing_task_ends_the_server_with_its_error(database: Database) -> None:
     settings = settings_for(database, dsn_source="test")
     with pytest.raises(UsageError, match="no"):
         async with server.running(settings, Address("127.0.0.1", 0)):
             raise UsageError("no")
 
 
-async def test_deliveries_go_on_while_it_is_asked_and_needs_the_database(
+async def test_deliveries_continue_while_api_requests_use_the_database(
     database: Database,
 ) -> None:
-    """All of its connections hang in a lock, and no delivery waits for it."""
+    """All connections of the API wait for a lock; deliveries do not."""
     settings = settings_for(database, dsn_source="test")
     secret = await make_token(database)
     await add_endpoint(database)

@@ -1,4 +1,4 @@
-"""Everything else through the API: schedules, once keys, erasing, the journal, tokens."""
+"""Other resources of the API: schedules, idempotency keys, erasure, journal, tokens, status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.api import status
-from outbox.operations.verify import promises
+from outbox.operations.verify import guarantees
 from tests.support.api import make_token, serving
 from tests.support.relay import (
     OK,
@@ -33,7 +33,7 @@ NIGHTLY = {"name": "nightly", "cron": "@daily", "type": "report.due", "timezone"
 # ---------------------------------------------------------------- schedules
 
 
-async def test_a_schedule_from_its_first_to_its_last_day(database: Database, api: Api) -> None:
+async def test_a_schedule_is_added_changed_and_removed(database: Database, api: Api) -> None:
     made = await api.post("/v1/schedules", {**NIGHTLY, "payload": {"n": 1}, "grace": "2m"})
     assert made.status == 201
     assert (made.json["grace_s"], len(made.json["next_runs"])) == (120.0, 3)
@@ -67,7 +67,7 @@ INVALID_SCHEDULES = (
 )
 
 
-async def test_schedules_that_cannot_be(api: Api, subtests: pytest.Subtests) -> None:
+async def test_an_invalid_schedule_is_rejected(api: Api, subtests: pytest.Subtests) -> None:
     for change, says in INVALID_SCHEDULES:
         with subtests.test(change=change, says=says):
             response = await api.post("/v1/schedules", {**NIGHTLY, **change})
@@ -76,7 +76,9 @@ async def test_schedules_that_cannot_be(api: Api, subtests: pytest.Subtests) -> 
             assert await api.items("/v1/schedules") == []
 
 
-async def test_schedules_are_paged_with_what_waits(database: Database, api: Api) -> None:
+async def test_schedules_are_paged_with_the_count_of_future_events(
+    database: Database, api: Api
+) -> None:
     for n in range(5):
         await api.post("/v1/schedules", {**NIGHTLY, "name": f"s{n}"})
     await api.post("/v1/events", {"type": "a.b", "deliver_at": "2999-01-01T00:00:00Z"})
@@ -90,7 +92,7 @@ async def test_schedules_are_paged_with_what_waits(database: Database, api: Api)
 # ---------------------------------------------------------------- once keys
 
 
-async def test_once_keys_are_listed_shown_and_reset(database: Database, api: Api) -> None:
+async def test_idempotency_keys_are_listed_shown_and_reset(database: Database, api: Api) -> None:
     for key in ("plan:1", "plan:2", "x/y"):
         await api.post("/v1/events", {"type": "a.b", "once": key})
     await fetchval(database, "SELECT claim_once('claimed')")
@@ -112,7 +114,7 @@ async def test_once_keys_are_listed_shown_and_reset(database: Database, api: Api
 # ------------------------------------------------------------------ erasing
 
 
-async def test_what_events_say_is_erased(database: Database, api: Api) -> None:
+async def test_payloads_are_erased(database: Database, api: Api) -> None:
     await publish(database, 1, tenant="acme", key="k")
     await publish(database, 2, key="k")
     counted = (await api.post("/v1/erase", {"tenant": "acme", "dry_run": True})).json
@@ -131,7 +133,7 @@ async def test_what_events_say_is_erased(database: Database, api: Api) -> None:
 # ------------------------------------------------------------- the journal
 
 
-async def test_the_journal_is_read_from_its_end(database: Database, api: Api) -> None:
+async def test_the_journal_lists_the_newest_entry_first(database: Database, api: Api) -> None:
     await add_endpoint(database, "shop")
     await add_endpoint(database, "other")
     for _ in range(3):
@@ -155,7 +157,7 @@ async def test_the_journal_is_read_from_its_end(database: Database, api: Api) ->
 # ------------------------------------------------------------------- tokens
 
 
-async def test_tokens_are_made_listed_and_revoked(database: Database, api: Api) -> None:
+async def test_tokens_are_added_listed_and_revoked(database: Database, api: Api) -> None:
     body = {"name": "ci", "scopes": ["publish", "read"], "tenant": "acme", "expires": "1d"}
     made = await api.post("/v1/tokens", body)
     assert (made.status, made.json["scopes"]) == (201, ["read", "publish"])
@@ -178,9 +180,9 @@ async def test_tokens_are_made_listed_and_revoked(database: Database, api: Api) 
     ]
 
 
-async def test_a_token_gives_no_scope_that_it_has_not(database: Database, anybody: Api) -> None:
+async def test_a_token_cannot_grant_scopes_that_it_lacks(database: Database, client: Api) -> None:
     secret = await make_token(database, "ops", ("operate",))
-    ops = anybody.with_token(secret)
+    ops = client.with_token(secret)
     assert (await ops.post("/v1/tokens", {"name": "a", "scopes": ["read"]})).status == 403
     assert (await ops.post("/v1/tokens", {"name": "a", "scopes": ["operate"]})).status == 201
 
@@ -193,7 +195,7 @@ INVALID_TOKENS = (
 )
 
 
-async def test_tokens_that_cannot_be(api: Api, subtests: pytest.Subtests) -> None:
+async def test_an_invalid_token_is_rejected(api: Api, subtests: pytest.Subtests) -> None:
     for change in INVALID_TOKENS:
         with subtests.test(change=change):
             response = await api.post("/v1/tokens", {"name": "a", "scopes": ["read"], **change})
@@ -203,36 +205,40 @@ async def test_tokens_that_cannot_be(api: Api, subtests: pytest.Subtests) -> Non
 # ----------------------------------------------------------------- overview
 
 
-async def test_the_status_is_that_of_the_command(database: Database, api: Api) -> None:
+async def test_the_status_equals_the_output_of_the_command(database: Database, api: Api) -> None:
     await add_endpoint(database, "shop")
     async with running(database, Network(lambda s: REFUSED if s.body["data"] else OK)):
         await publish(database, 0, 1)
         await all_ended(database)
-        told = (await api.get("/v1/status")).json
-        assert (told["schema"], told["pending"], told["dead_letters"]) == ("relay", 0, {"dead": 1})
+        reported = (await api.get("/v1/status")).json
+        assert (reported["schema"], reported["pending"], reported["dead_letters"]) == (
+            "relay",
+            0,
+            {"dead": 1},
+        )
         assert [each["leads"] for each in (await api.get("/v1/replicas")).json["items"]] == [True]
 
 
 async def test_the_doctor_writes_nothing(database: Database, api: Api) -> None:
-    told = (await api.get("/v1/doctor")).json
-    assert told["problems"] == sum(f["severity"] == "problem" for f in told["findings"])
-    assert {f["check"] for f in told["findings"]} >= {"server", "relays"}
+    reported = (await api.get("/v1/doctor")).json
+    assert reported["problems"] == sum(f["severity"] == "problem" for f in reported["findings"])
+    assert {f["check"] for f in reported["findings"]} >= {"server", "relays"}
     assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
 
 
-async def test_the_doctor_knows_what_is_open_for_everybody(
-    database: Database, anybody: Api
+async def test_the_doctor_reports_networks_open_to_every_endpoint(
+    database: Database, client: Api
 ) -> None:
     async with serving(database, allow_networks=("169.254.0.0/16",)) as other:
-        told = [
+        reported = [
             (await each.with_token(await make_token(database, name)).get("/v1/doctor")).raw
-            for name, each in (("a", other), ("b", anybody))
+            for name, each in (("a", other), ("b", client))
         ]
     said = b"OUTBOX_ALLOW_NETWORKS opens this for every endpoint"
-    assert [said in each for each in told] == [True, False]
+    assert [said in each for each in reported] == [True, False]
 
 
-async def test_an_audit_tells_what_is_broken(database: Database, api: Api) -> None:
+async def test_an_audit_reports_violations(database: Database, api: Api) -> None:
     assert (await api.post("/v1/verify")).json["violations"] == 0
     await publish(database, 1)
     await fetchval(
@@ -240,16 +246,16 @@ async def test_an_audit_tells_what_is_broken(database: Database, api: Api) -> No
     )
     await add_endpoint(database, "shop")
     await fetchval(database, "UPDATE subscription SET from_batch = 1 RETURNING 1")
-    told = (await api.post("/v1/verify")).json
-    assert told["violations"] > 0
-    assert [c["action"] for c in told["checks"] if c["violations"]]
+    reported = (await api.post("/v1/verify")).json
+    assert reported["violations"] > 0
+    assert [c["action"] for c in reported["checks"] if c["violations"]]
 
 
-async def test_an_audit_that_takes_too_long_is_given_up(
+async def test_an_audit_that_takes_too_long_is_cancelled(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "VERIFY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(promises, "COUNTS", "SELECT pg_sleep(60)")
+    monkeypatch.setattr(guarantees, "COUNTS", "SELECT pg_sleep(60)")
     response = await api.post("/v1/verify")
     assert response.status == 503
     assert "run: outbox verify" in response.detail

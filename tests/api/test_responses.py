@@ -1,7 +1,7 @@
-"""What receivers say goes to operators alone: whoever else asks gets the status and the time.
+"""Receiver responses are shown to operators only; tenants get the status and the time.
 
-Every response of the receivers here has the canary in its body, in its headers and in what
-was wrong with it, and every route is asked for everything that there is.
+Every receiver response has a canary in its body, headers and error, and every route is requested
+for every row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHOWN = {"version", "status", "failure", "elapsed_ms"}
 
 
 def script(sent: Sent) -> AttemptResult:
-    """In every way in which something can be said."""
+    """Respond with the canary in the body, the headers or an error."""
     kind = sent.url.rpartition("/")[2]
     match kind.split("-")[-1]:
         case "busy":
@@ -88,7 +88,7 @@ async def receiver() -> AsyncIterator[Address]:
 
 
 async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
-    """Everything that the routes say, by what was asked."""
+    """The responses of all routes by path."""
     own = tenant or "our"
     letters = [row["id"] for row in await api.items("/v1/dead-letters", state="all")]
     places: dict[str, list[str]] = {
@@ -122,13 +122,13 @@ READERS = (
 )
 
 
-async def test_no_route_tells_others_what_a_receiver_said(
-    database: Database, anybody: Api, subtests: pytest.Subtests
+async def test_no_route_shows_receiver_responses_to_tenants(
+    database: Database, client: Api, subtests: pytest.Subtests
 ) -> None:
     await live_through(database)
     for n, (tenant, scopes) in enumerate(READERS):
         with subtests.test(tenant=tenant, scopes=scopes):
-            api = anybody.with_token(
+            api = client.with_token(
                 await make_token(database, f"reader-{n}", scopes, tenant=tenant)
             )
             for path, said in (await asked(api, tenant)).items():
@@ -161,42 +161,44 @@ async def test_no_route_tells_others_what_a_receiver_said(
             assert attempts[f"{own}-inside"]["error"] == failure
             assert attempts[f"{own}-busy"]["status"] == 503
             assert any(
-                "it responded with 503" in why for event in events for why in event["diagnosis"]
+                "it responded with 503" in reason
+                for event in events
+                for reason in event["diagnosis"]
             )
 
 
-async def test_an_operator_is_told_everything(database: Database, anybody: Api) -> None:
+async def test_an_operator_sees_receiver_responses(database: Database, client: Api) -> None:
     await live_through(database)
-    api = anybody.with_token(await make_token(database, "op", ("read", "operate")))
+    api = client.with_token(await make_token(database, "op", ("read", "operate")))
     said = await asked(api, None)
-    heard = {path for path, text in said.items() if CANARY.encode() in text}
-    assert {"/v1/endpoints/our-busy", "/v1/endpoints/our-garbled", "/v1/trace/k"} <= heard
-    assert "/v1/status" in heard
-    assert any(path.startswith("/v1/dead-letters/") for path in heard)
+    received = {path for path, text in said.items() if CANARY.encode() in text}
+    assert {"/v1/endpoints/our-busy", "/v1/endpoints/our-garbled", "/v1/trace/k"} <= received
+    assert "/v1/status" in received
+    assert any(path.startswith("/v1/dead-letters/") for path in received)
 
 
-async def test_what_an_operational_event_tells_has_nothing_of_it(database: Database) -> None:
+async def test_operational_events_contain_no_receiver_response(database: Database) -> None:
     await live_through(database)
-    told = "SELECT count(*) FROM outbox WHERE type LIKE 'outbox.%'"
-    assert await fetchval(database, told) >= 3
+    reported = "SELECT count(*) FROM outbox WHERE type LIKE 'outbox.%'"
+    assert await fetchval(database, reported) >= 3
     leaks = "SELECT count(*) FROM outbox WHERE payload::text LIKE '%' || $1 || '%'"
     assert await fetchval(database, leaks, CANARY) == 0
     failures = """
         SELECT jsonb_object_agg(payload -> 'endpoint' ->> 'name', payload -> 'failure') FROM outbox
          WHERE type = 'outbox.endpoint.held' AND payload -> 'endpoint' ->> 'name' LIKE '%-inside'
     """
-    told_of = json.loads(await fetchval(database, failures))
-    assert told_of == {"our-inside": "egress_refused", "acme-inside": "connect"}
+    reported_of = json.loads(await fetchval(database, failures))
+    assert reported_of == {"our-inside": "egress_refused", "acme-inside": "connect"}
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])
-async def test_a_trial_shows_the_answer_to_operators_of_the_system_alone(
-    database: Database, anybody: Api, tenant: str | None
+async def test_a_test_delivery_shows_the_response_to_operators_only(
+    database: Database, client: Api, tenant: str | None
 ) -> None:
     async with receiver() as at:
         await add_endpoint(database, url=at.url, tenant=tenant)
         secret = await make_token(database, "op", ("read", "operate"), tenant=tenant)
-        response = await anybody.with_token(secret).post("/v1/endpoints/shop/test")
+        response = await client.with_token(secret).post("/v1/endpoints/shop/test")
     assert (response.status, response.json["status"]) == (200, 500)
     assert response.json["outcome"] == "retried"
     assert (CANARY.encode() in response.raw) == (tenant is None)
@@ -205,8 +207,8 @@ async def test_a_trial_shows_the_answer_to_operators_of_the_system_alone(
 # ---------------------------------------------------------------- other sites
 
 
-async def test_a_form_of_another_site_does_nothing(database: Database, api: Api) -> None:
-    """Nobody is known by a cookie, and what a form can send is refused, token or none."""
+async def test_a_cross_site_form_post_is_rejected(database: Database, api: Api) -> None:
+    """There are no cookies, and content types that a form can send are rejected."""
     body = b'{"type": "a.b"}'
     for content_type in (
         "text/plain",
@@ -214,14 +216,14 @@ async def test_a_form_of_another_site_does_nothing(database: Database, api: Api)
         "multipart/form-data; boundary=x",
     ):
         headers = {"Content-Type": content_type, "Origin": "https://evil.example"}
-        told = await api.with_token(None).post("/v1/events", data=body, headers=headers)
-        assert told.status == 401
-        told = await api.post("/v1/events", data=body, headers=headers)
-        assert told.status == 415
+        reported = await api.with_token(None).post("/v1/events", data=body, headers=headers)
+        assert reported.status == 401
+        reported = await api.post("/v1/events", data=body, headers=headers)
+        assert reported.status == 415
     assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
 
 
-async def test_no_answer_sets_a_cookie_lets_others_read_it_or_is_framed(api: Api) -> None:
+async def test_no_response_sets_a_cookie_allows_cross_origin_reads_or_framing(api: Api) -> None:
     responses = [
         await api.get("/v1/me"),
         await api.get("/v1/endpoints"),
@@ -246,7 +248,7 @@ async def test_no_answer_sets_a_cookie_lets_others_read_it_or_is_framed(api: Api
         assert "Set-Cookie" not in page.headers
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(
+async def test_a_request_without_its_body_times_out(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dataclasses import replace

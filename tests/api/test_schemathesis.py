@@ -1,10 +1,10 @@
-"""The API holds to its own document, whatever is asked by whom.
+"""Responses conform to the OpenAPI document, for any request and token.
 
-schemathesis makes requests of the document, good ones and bad ones, and they are asked of a
-real server with a real database.  Whatever comes back is as the document says: its status, its
-type, its form; and nothing is an error of ours.
+schemathesis generates valid and invalid requests from the document for a real server with a
+real database.  Status, content type and schema of each response are those of the document, and
+none is a 500.
 
---api-examples N   good and bad requests for each operation and token (default: 2)
+--api-examples N   valid and invalid requests for each operation and token (default: 2)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.one_major
 SEED = 20_260_131
 TIMEOUT_S = 60.0
 COSTLY = ("/v1/doctor", "/v1/verify")
-"""They look at everything: a few requests will do."""
+"""These read all rows, so a few requests are sufficient."""
 NAMES = ("shop", "acme.shop", "nightly", "acme.nightly", "1", "7", "order-7", "all")
 """What there is, so that not everything ends with 404."""
 TOKENS: dict[str, dict[str, Any] | None] = {
@@ -74,7 +74,7 @@ def _checks(case: Case) -> list[Any]:
 
 
 async def furnish(database: Database, api: Api) -> None:
-    """Something of everything, of a tenant and of nobody."""
+    """Create rows of every kind, with and without a tenant."""
     for tenant, prefix in ((None, ""), ("acme", "acme.")):
         await add_endpoint(database, f"{prefix}shop", tenant=tenant, url="http://127.0.0.1:9/")
         await api.post(
@@ -85,17 +85,17 @@ async def furnish(database: Database, api: Api) -> None:
 
 
 @pytest.mark.parametrize("who", TOKENS)
-async def test_what_is_asked_by_anybody_is_answered_as_the_document_says(
+async def test_responses_conform_to_the_openapi_document(
     database: Database, who: str, api_examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each route is asked without a token, too, and who guesses is slowed down.
     monkeypatch.setattr(rate_limit, "FAILURES", Allowance(per_s=1000.0, burst=10_000))
-    async with serving(database) as anybody:
-        await furnish(database, anybody.with_token(await make_token(database, "furnisher")))
+    async with serving(database) as client:
+        await furnish(database, client.with_token(await make_token(database, "furnisher")))
         scopes = TOKENS[who]
         token = None if scopes is None else await make_token(database, who, **scopes)
         # The server runs on this loop, and schemathesis waits for its responses.
-        met = await asyncio.to_thread(_ask, anybody.url, token, api_examples)
+        met = await asyncio.to_thread(_send_all, client.url, token, api_examples)
     print(who, sorted(met.items()))
     responses = Counter(status // 100 for status in met.elements())
     assert responses[5] == 0, met
@@ -105,8 +105,8 @@ async def test_what_is_asked_by_anybody_is_answered_as_the_document_says(
         assert responses[2] > len(ROUTES) // 10 or who == "publisher", met
 
 
-def _ask(url: str, token: str | None, examples: int) -> Counter[int]:
-    """Ask everything; the statuses of all responses."""
+def _send_all(url: str, token: str | None, examples: int) -> Counter[int]:
+    """Send all requests; returns the statuses of the responses."""
     schema = schemathesis.openapi.from_dict(document(ROUTES))
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     met: Counter[int] = Counter()
@@ -125,7 +125,7 @@ def _ask(url: str, token: str | None, examples: int) -> Counter[int]:
                     suppress_health_check=list(HealthCheck),
                 )
                 @given(operation.as_strategy(generation_mode=mode), st.sampled_from((None, *NAMES)))
-                def ask(case: Case, name: str | None) -> None:
+                def call_case(case: Case, name: str | None) -> None:
                     if name is not None and case.path_parameters:
                         case.path_parameters = dict.fromkeys(case.path_parameters, name)
                     response = case.call(
@@ -134,5 +134,5 @@ def _ask(url: str, token: str | None, examples: int) -> Counter[int]:
                     met[response.status_code] += 1
                     case.validate_response(response, checks=_checks(case), headers=headers)
 
-                ask()
+                call_case()
     return met

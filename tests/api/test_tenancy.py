@@ -1,6 +1,6 @@
-"""A tenant's token: every route of the table, against what is somebody else's.
+"""Isolation of tenants: every route with ids of another tenant.
 
-A route that is not in the walk makes it fail, so that none can be forgotten.
+A route without a case here fails the test.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.one_major
 
 URL = "http://127.0.0.1:9/"
 
-# Everything that is the other tenant's, or nobody's, as one value.
+# Everything of the other tenant, or without a tenant, as one value.
 ACME_ONCE = stored_key("acme", "")
 THEIRS = f"""
 SELECT md5(concat_ws('|',
@@ -64,7 +64,7 @@ SELECT md5(concat_ws('|',
 
 
 class World:
-    """Two tenants, and what is nobody's; all that is not acme's says "globex" somewhere."""
+    """Two tenants, and rows without one; every row that is not acme's contains "globex"."""
 
     def __init__(self, database: Database, everything: Api, acme: Api) -> None:
         self.database = database
@@ -125,9 +125,9 @@ Request = tuple[str, Any, dict[str, Any]]
 
 
 def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
-    """What to ask of a route about somebody else's things: path, body and query.
+    """Requests to a route for rows of another tenant: path, body and query.
 
-    None: nobody thought of this route.
+    None: the route has no case.
     """
     name, number = "globex-shop", ids["letter"]
     match (route.method, route.path):
@@ -239,40 +239,40 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
     return None
 
 
-async def ask(api: Api, route: Route, request: Request) -> AttemptResult:
+async def send_request(api: Api, route: Route, request: Request) -> AttemptResult:
     path, body, query = request
     return await api.request(route.method, path, body if route.body else None, **query)
 
 
-async def test_no_route_shows_or_touches_what_is_not_the_tenants(world: World) -> None:
+async def test_no_route_reads_or_changes_rows_of_another_tenant(world: World) -> None:
     before = await world.theirs()
     ids = {**world.ids["globex"]}
     for route in ROUTES:
         asked = requests(route, ids)
         assert asked, f"{route.method} {route.path} is not in the walk"
         for request in asked:
-            response = await ask(world.acme, route, request)
+            response = await send_request(world.acme, route, request)
             where = f"{route.method} {request}: {response.status} {response.raw!r}"
             if route.tenants is TenantAccess.SYSTEM:
                 assert response.status == 403, where
             assert response.status < 500, where
-            told = response.raw.decode().replace("globex-nightly", "")
-            assert "globex" not in told or response.status == 422, where
+            reported = response.raw.decode().replace("globex-nightly", "")
+            assert "globex" not in reported or response.status == 422, where
             # The relays that were at work are not the tenant's, either.
-            assert f"{socket.gethostname()}:{os.getpid()}" not in told, where
+            assert f"{socket.gethostname()}:{os.getpid()}" not in reported, where
             if response.status == 404:
                 assert response.detail == NOT_OWNED, where
             assert await world.theirs() == before, where
 
 
-async def test_the_walk_would_notice(world: World) -> None:
-    """With a token for everything the same questions do show what is the other's."""
+async def test_a_route_without_tenant_checks_would_be_detected(world: World) -> None:
+    """A token without a tenant gets the other tenant's rows with the same requests."""
     shown = 0
     for route in ROUTES:
         if route.method != "GET" or route.tenants is TenantAccess.ALL_CALLERS:
             continue
         for request in requests(route, world.ids["globex"]) or ():
-            response = await ask(world.everything, route, request)
+            response = await send_request(world.everything, route, request)
             shown += "globex" in response.raw.decode()
     assert shown >= 20
     before = await world.theirs()
@@ -280,7 +280,7 @@ async def test_the_walk_would_notice(world: World) -> None:
     assert await world.theirs() != before
 
 
-async def test_what_is_the_tenants_own_is_shown(world: World) -> None:
+async def test_a_tenant_reads_its_own_rows(world: World) -> None:
     acme, ids = world.acme, world.ids["acme"]
     assert [e["name"] for e in await acme.items("/v1/endpoints")] == ["acme-shop"]
     shown = (await acme.get("/v1/endpoints/acme-shop")).json
@@ -294,9 +294,9 @@ async def test_what_is_the_tenants_own_is_shown(world: World) -> None:
     counts = (await acme.get("/v1/dead-letters/counts")).json
     assert counts["total"]["dead"] == 1
     for text in ("same-key", ids["event"], ids["delivery"]):
-        (story,) = (await acme.get(f"/v1/trace/{text}", payload=True)).json["events"]
-        assert story["event"]["payload"] == {"who": "acme"}
-        assert [d["endpoint"] for d in story["deliveries"]] == ["acme-shop"]
+        (trace,) = (await acme.get(f"/v1/trace/{text}", payload=True)).json["events"]
+        assert trace["event"]["payload"] == {"who": "acme"}
+        assert [d["endpoint"] for d in trace["deliveries"]] == ["acme-shop"]
     assert (await acme.get(f"/v1/trace/{ids['waits']}")).status == 404
     assert [j["id"] for j in await acme.items("/v1/replays")] == [ids["job"]]
     assert (await acme.post(f"/v1/replays/{ids['job']}/abort")).status == 200
@@ -309,7 +309,7 @@ async def test_what_is_the_tenants_own_is_shown(world: World) -> None:
     assert (await acme.get("/v1/me")).json["tenant"] == "acme"
 
 
-async def test_what_a_tenant_makes_is_its_own(world: World) -> None:
+async def test_rows_that_a_tenant_creates_belong_to_it(world: World) -> None:
     acme, database = world.acme, world.database
     made = await acme.post("/v1/endpoints", {"name": "acme.new", "url": URL})
     assert made.status == 201
@@ -336,7 +336,7 @@ async def test_what_a_tenant_makes_is_its_own(world: World) -> None:
     assert await fetchval(database, sql) == 0
 
 
-async def test_once_keys_of_tenants_do_not_meet(world: World) -> None:
+async def test_idempotency_keys_are_separate_for_each_tenant(world: World) -> None:
     event = {"type": "a.b", "once": "globex-once"}
     first = await world.acme.post("/v1/events", event)
     again = await world.acme.post("/v1/events", event)
@@ -345,14 +345,14 @@ async def test_once_keys_of_tenants_do_not_meet(world: World) -> None:
     assert [row["key"] for row in await world.acme.items("/v1/once")] == ["globex-once"]
     shown = (await world.acme.get("/v1/once/globex-once")).json
     assert (shown["key"], shown["event_id"]) == ("globex-once", first.json["id"])
-    (story,) = (await world.acme.get("/v1/trace/globex-once")).json["events"]
-    assert story["event"]["event_id"] == first.json["id"]
+    (trace,) = (await world.acme.get("/v1/trace/globex-once")).json["events"]
+    assert trace["event"]["event_id"] == first.json["id"]
     assert (await world.acme.post("/v1/once/globex-once/reset")).json["reset"] is True
     held = (await world.everything.get("/v1/once/globex-once")).json
     assert (held["state"], held["event_id"]) == ("held", world.ids["globex"]["published"])
 
 
-async def test_letters_of_a_former_tenant_stay_that_tenants(
+async def test_dead_letters_stay_with_the_former_tenant_of_an_endpoint(
     world: World, database: Database
 ) -> None:
     number = world.ids["globex"]["letter"]
@@ -369,19 +369,19 @@ async def test_letters_of_a_former_tenant_stay_that_tenants(
     assert await fetchval(database, "SELECT state FROM dead_letter WHERE id = $1", number) == "dead"
 
 
-async def test_of_what_waits_the_relays_are_not_named(world: World) -> None:
-    """A paused endpoint of a living relay: its standing tells that there is one, no more."""
+async def test_a_tenant_sees_no_relay_names_in_a_trace(world: World) -> None:
+    """The lane state of a paused endpoint shows that a relay owns it, but not which."""
     await world.acme.post("/v1/endpoints/acme-shop/pause")
     async with running(world.database, Network(lambda _: OK)):
         made = (await world.acme.post("/v1/events", {"type": "a.b", "key": "waits"})).json["id"]
 
         async def standing() -> Any:
-            (story,) = (await world.acme.get("/v1/trace/waits")).json["events"]
-            found = story["deliveries"] and story["deliveries"][0]["lane_state"]
-            # It may be sequenced before anybody owns its lane.
+            (trace,) = (await world.acme.get("/v1/trace/waits")).json["events"]
+            found = trace["deliveries"] and trace["deliveries"][0]["lane_state"]
+            # It may be sequenced before a relay owns its lane.
             return found if found and found["relay"] else None
 
-        told = await until(standing, 20, "the delivery, and whose it is")
-        assert (told["state"], told["relay"]) == ("paused", "(not shown)")
+        reported = await until(standing, 20, "the delivery, and whose it is")
+        assert (reported["state"], reported["relay"]) == ("paused", "(not shown)")
         known = (await world.everything.get(f"/v1/trace/{made}", endpoint="acme-shop")).json
         assert str(os.getpid()) in known["events"][0]["deliveries"][0]["lane_state"]["relay"]

@@ -1,4 +1,4 @@
-"""Commands as their users call them, in this process: quick, and with coverage."""
+"""Commands run in the process of the tests: fast, and with coverage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a command answered."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -51,7 +51,7 @@ class Result:
 def outbox(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Command:
-    """Call a command: `outbox("publish", "a.b", OUTBOX_DSN=…, stdin=b"…")`."""
+    """Run a command: `outbox("publish", "a.b", OUTBOX_DSN=…, stdin=b"…")`."""
     # Nothing of the machine's: no settings, no outbox.toml.
     for name in list(os.environ):
         if name.startswith(("OUTBOX_", "PG")) or name in ("DATABASE_URL", "NO_COLOR"):
@@ -72,7 +72,7 @@ def outbox(
 
 @pytest.fixture
 def here(outbox: Command, database: Database) -> Command:
-    """The same, on the test's own migrated database."""
+    """Run a command on the migrated database of the test."""
 
     def call(*args: object, **options: Any) -> Result:
         return outbox(*args, **{"OUTBOX_DSN": database.dsn, **options})

@@ -1,4 +1,4 @@
-"""`outbox alerts` prints what is shipped, and its help shows how that is loaded."""
+"""`outbox alerts` prints the shipped files, and its help shows how to load them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from outbox.telemetry import alerts
-from tests.support.promtool import judged
+from tests.support.promtool import run_promtool
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Command
 
 
-def test_it_prints_the_files_as_they_are(outbox: Command) -> None:
+def test_alert_files_are_printed_unchanged(outbox: Command) -> None:
     for which in ("rules", "dashboard"):
         result = outbox("alerts", which)
         assert result.code == 0
@@ -27,19 +27,21 @@ def test_it_prints_the_files_as_they_are(outbox: Command) -> None:
 
 
 @pytest.mark.parametrize("args", [[], ["rule"], ["rules", "dashboard"]])
-def test_what_cannot_be_printed_is_wrong_usage(outbox: Command, args: list[str]) -> None:
+def test_an_unknown_file_is_a_usage_error(outbox: Command, args: list[str]) -> None:
     result = outbox("alerts", *args)
     assert result.code == 2
     assert "outbox alerts --help" in result.error
 
 
 @pytest.mark.promtool
-def test_the_settings_in_its_help_are_prometheus_settings(outbox: Command, tmp_path: Path) -> None:
+def test_the_configuration_in_the_help_is_accepted_by_prometheus(
+    outbox: Command, tmp_path: Path
+) -> None:
     (tmp_path / "outbox.yml").write_text(outbox("alerts", "rules").out)
-    _, _, told = outbox("alerts", "--help").out.partition("in prometheus.yml:\n")
+    _, _, reported = outbox("alerts", "--help").out.partition("in prometheus.yml:\n")
     settings = tmp_path / "prometheus.yml"
-    settings.write_text(told.partition("\n\n")[0])
+    settings.write_text(reported.partition("\n\n")[0])
     assert yaml.safe_load(settings.read_text()).keys() == {"rule_files", "scrape_configs"}
-    content, said = judged("check", "config", settings)
+    content, said = run_promtool("check", "config", settings)
     assert content, said
     assert "1 rule files found" in said

@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_apply_shows_what_it_does(here: Command, file: Path) -> None:
+def test_apply_prints_each_change(here: Command, file: Path) -> None:
     dry = here("apply", "-f", file, "--dry-run")
     assert dry.out == "+ billing\n+ audit\n2 endpoints would change; nothing was changed\n"
     assert here("endpoint", "list", "--json").json == []
@@ -86,7 +86,7 @@ MERGES = "a: &a {x: 1}\n" + "".join(
 )
 
 
-def test_an_export_is_a_file_that_changes_nothing(here: Command, file: Path) -> None:
+def test_applying_an_export_changes_nothing(here: Command, file: Path) -> None:
     here("apply", "-f", file)
     here("endpoint", "add", "yes", "https://example.com/", "--tenant", "ünïcode: #")
     export = here("endpoint", "export")
@@ -115,7 +115,7 @@ def test_an_export_is_a_file_that_changes_nothing(here: Command, file: Path) -> 
     assert sorted(after, key=lambda e: e["name"]) == sorted(before, key=lambda e: e["name"])
 
 
-def test_json_toml_and_stdin_say_the_same(here: Command, tmp_path: Path) -> None:
+def test_json_toml_and_stdin_are_equivalent(here: Command, tmp_path: Path) -> None:
     as_json = tmp_path / "e.json"
     as_json.write_text('{"endpoints": [{"name": "a", "url": "https://a.test/", "lanes": 2}]}')
     as_toml = tmp_path / "e.toml"
@@ -158,7 +158,7 @@ def test_json_toml_and_stdin_say_the_same(here: Command, tmp_path: Path) -> None
         ),
     ],
 )
-def test_a_wrong_file_names_itself_and_the_place(
+def test_an_error_in_a_file_names_the_file_and_the_place(
     outbox: Command, tmp_path: Path, name: str, text: str, says: str
 ) -> None:
     path = tmp_path / name
@@ -169,7 +169,7 @@ def test_a_wrong_file_names_itself_and_the_place(
     assert says in result.error
 
 
-def test_what_only_the_database_can_tell_names_the_place_too(here: Command, tmp_path: Path) -> None:
+def test_an_error_found_by_the_database_names_the_place(here: Command, tmp_path: Path) -> None:
     path = tmp_path / "e.yaml"
     path.write_text("endpoints: [{name: a, url: 'https://a.test/', filter: '@.a'}]")
     result = here("apply", "-f", path)
@@ -179,7 +179,7 @@ def test_what_only_the_database_can_tell_names_the_place_too(here: Command, tmp_
     )
 
 
-def test_a_file_that_is_not_there_or_not_text(outbox: Command, tmp_path: Path) -> None:
+def test_a_missing_or_binary_file_is_reported(outbox: Command, tmp_path: Path) -> None:
     missing = outbox("apply", "-f", tmp_path / "none.yaml")
     assert (missing.code, missing.error) == (
         2,

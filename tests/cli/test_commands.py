@@ -1,4 +1,4 @@
-"""Each command on a real database: what it prints, as text and as JSON."""
+"""Output of each command on a real database, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ URL = "https://example.com/hooks"
 
 
 def execute(database: Database, sql: str) -> Any:
-    """Run statements beside the commands; returns the last one's first value."""
+    """Run statements; returns the first value of the last one."""
 
-    async def go() -> Any:
+    async def query_database() -> Any:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             *first, last = [s for s in sql.split(";") if s.strip()]
             for statement in first:
                 await connection.execute(statement)
             return await connection.fetchval(last)
 
-    return asyncio.run(go())
+    return asyncio.run(query_database())
 
 
 FILES = [str(migration) for migration in migrations()]
 LAST = len(FILES)
 
 
-def bury(database: Database, endpoint: str) -> None:
-    """A dead letter of an endpoint, and a range."""
+def add_dead_letters(database: Database, endpoint: str) -> None:
+    """Insert a dead letter of an endpoint, and a range."""
     execute(
         database,
         f"""
@@ -106,7 +106,7 @@ def test_migrate_prints_sql_without_a_database(outbox: Command, empty_database: 
     assert result.code == 0
 
 
-def test_migrate_refuses_a_newer_database(here: Command, database: Database) -> None:
+def test_migrate_rejects_a_newer_schema(here: Command, database: Database) -> None:
     execute(database, "INSERT INTO migration VALUES (99, 'future', 'x', 99)")
     for command in (["migrate"], ["migrate", "--check"], ["status"], ["endpoint", "list"]):
         result = here(*command)
@@ -114,7 +114,7 @@ def test_migrate_refuses_a_newer_database(here: Command, database: Database) -> 
         assert f"is at version 99, this program knows {LAST}; upgrade outbox-" in result.error
 
 
-async def test_migrate_names_the_session_that_it_waits_for(
+async def test_migrate_names_the_blocking_session(
     here: Command, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.5)
@@ -166,7 +166,7 @@ def test_migrate_grants_and_limits(here: Command, database: Database) -> None:
     assert "permission denied for table migration" in denied.error
 
 
-def test_what_a_role_may_do_is_taken_away(here: Command, database: Database) -> None:
+def test_privileges_are_revoked(here: Command, database: Database) -> None:
     execute(database, "DROP ROLE IF EXISTS app; CREATE ROLE app LOGIN")
     assert here("migrate", "--producer", "app").code == 0
     as_app = {"OUTBOX_DSN": database.server.embedded.dsn(database.name, user="app")}
@@ -207,7 +207,7 @@ def test_publish(here: Command, database: Database) -> None:
     assert execute(database, "SELECT payload::text FROM outbox WHERE id = 3") == '{"piped": [1]}'
 
 
-def test_a_taken_once_key_is_no_failure(here: Command, database: Database) -> None:
+def test_a_used_idempotency_key_is_not_an_error(here: Command, database: Database) -> None:
     assert here("publish", "a", "--once", "plan:7").code == 0
     again = here("publish", "a", "--once", "plan:7")
     assert (again.code, again.err) == (0, "")
@@ -241,7 +241,7 @@ INVALID_EVENTS = (
 )
 
 
-def test_a_bad_event(here: Command, subtests: pytest.Subtests) -> None:
+def test_an_invalid_event_is_rejected(here: Command, subtests: pytest.Subtests) -> None:
     for args, stdin, says in INVALID_EVENTS:
         with subtests.test(args=args, stdin=stdin, says=says):
             result = here("publish", *args, stdin=stdin)
@@ -260,9 +260,9 @@ def test_endpoint_add_shows_the_secret_once(here: Command) -> None:
     assert (made["name"], made["url"], made["lanes"]) == ("billing", URL, 2)
     assert made["secret"].startswith("whsec_")
     UUID(made["id"])
-    told = here("endpoint", "add", "audit", URL, "--all-tenants")
-    assert re.search(r"^secret  whsec_\S+$", told.out, re.MULTILINE)
-    assert "not shown again" in told.err
+    reported = here("endpoint", "add", "audit", URL, "--all-tenants")
+    assert re.search(r"^secret  whsec_\S+$", reported.out, re.MULTILINE)
+    assert "not shown again" in reported.err
     for command in (["list"], ["list", "--json"], ["show", "billing"], ["show", "audit", "--json"]):
         assert "whsec_" not in here("endpoint", *command).out
 
@@ -319,7 +319,7 @@ INVALID_URLS = (
 )
 
 
-def test_a_bad_url(here: Command, subtests: pytest.Subtests) -> None:
+def test_an_invalid_url_is_rejected(here: Command, subtests: pytest.Subtests) -> None:
     for url, says in INVALID_URLS:
         with subtests.test(url=url, says=says):
             result = here("endpoint", "add", "a", url)
@@ -328,7 +328,7 @@ def test_a_bad_url(here: Command, subtests: pytest.Subtests) -> None:
             assert "hunter2" not in result.error
 
 
-def test_open_networks_take_any_url(here: Command) -> None:
+def test_allowed_networks_accept_any_url(here: Command) -> None:
     opened = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8, ::1"}
     assert here("endpoint", "add", "a", "http://127.0.0.1:9/", **opened).code == 0
     wrong = here("endpoint", "add", "b", URL, OUTBOX_ALLOW_NETWORKS="127.0.0.1/8")
@@ -348,7 +348,7 @@ INVALID_ENDPOINTS = (
 )
 
 
-def test_a_bad_endpoint(here: Command, subtests: pytest.Subtests) -> None:
+def test_an_invalid_endpoint_is_rejected(here: Command, subtests: pytest.Subtests) -> None:
     assert here("endpoint", "add", "a", URL).code == 0
     for args, says in INVALID_ENDPOINTS:
         with subtests.test(args=args, says=says):
@@ -389,7 +389,7 @@ def test_dead_list(here: Command, database: Database) -> None:
     assert here("dead", "list").out == "no dead letters\n"
     assert here("dead", "list", "--json").json == []
     here("endpoint", "add", "a", URL)
-    bury(database, "a")
+    add_dead_letters(database, "a")
     one, whole = here("dead", "list", "--endpoint", "a", "--json").json
     assert list(one)[:11] == [
         "id", "endpoint", "lane", "sequence", "to_sequence",
@@ -423,7 +423,7 @@ def test_dead_list(here: Command, database: Database) -> None:
 
 def test_dead_show(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    bury(database, "a")
+    add_dead_letters(database, "a")
     shown = here("dead", "show", 1, "--json").json
     assert shown["payload"] == {"n": 7}
     assert shown["headers"] == {"X-A": "b"}
@@ -440,7 +440,7 @@ def test_dead_show(here: Command, database: Database) -> None:
 
 def test_dead_replay_and_discard(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    bury(database, "a")
+    add_dead_letters(database, "a")
     execute(database, "UPDATE endpoint SET state = 'disabled' RETURNING id")
     assert here("dead", "replay", "--endpoint", "a").out == (
         "replaying 0 dead letters\nskipped: 2 of disabled endpoints\n"
@@ -483,7 +483,7 @@ def test_dead_replay_and_discard(here: Command, database: Database) -> None:
 
 def test_a_range_is_replayed_in_chunks(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    bury(database, "a")
+    add_dead_letters(database, "a")
     assert here("dead", "replay", 2).out == "replaying 1 dead letter (replay job 1)\n"
     execute(
         database,
@@ -508,9 +508,9 @@ def test_a_range_is_replayed_in_chunks(here: Command, database: Database) -> Non
     assert again.error == "dead letter 2 was replayed; see: outbox dead show 2"
 
 
-def test_dead_letters_by_what_they_have_in_common(here: Command, database: Database) -> None:
+def test_dead_letters_are_filtered(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    bury(database, "a")
+    add_dead_letters(database, "a")
     assert [r["id"] for r in here("dead", "list", "--type", "a.*", "--json").json] == [1]
     assert [r["id"] for r in here("dead", "list", "--reason", "removed", "--json").json] == [2]
     assert here("dead", "list", "--until", "1h").out == "no dead letters\n"
@@ -541,7 +541,7 @@ def test_dead_letters_by_what_they_have_in_common(here: Command, database: Datab
 
 def test_a_dry_run_changes_nothing(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    bury(database, "a")
+    add_dead_letters(database, "a")
     before = execute(database, "SELECT array_agg(d::text ORDER BY id) FROM dead_letter d")
     assert here("dead", "replay", "--all", "--dry-run", "--json").json == {
         "dry_run": True,
@@ -565,7 +565,7 @@ def test_a_dry_run_changes_nothing(here: Command, database: Database) -> None:
 def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Database) -> None:
     assert here("replay", "list").out == "no replay jobs\n"
     here("endpoint", "add", "a", URL)
-    bury(database, "a")
+    add_dead_letters(database, "a")
     assert here("dead", "replay", "--endpoint", "a", "--rate", 5).out == (
         "replaying 2 dead letters (replay job 1)\n"
     )
@@ -602,8 +602,8 @@ def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Datab
     assert unknown.error == 'there is no endpoint "x"; see: outbox endpoint list'
 
 
-def test_who_waits_hears_how_it_ended(here: Command, database: Database) -> None:
-    """As a relay would have done it, that found nothing to do."""
+def test_a_waiting_command_reports_the_result(here: Command, database: Database) -> None:
+    """The test ends the job as a relay does that finds no delivery to replay."""
     here("endpoint", "add", "a", URL)
     execute(database, "ALTER TABLE replay_job ALTER state SET DEFAULT 'done'; SELECT 1")
     ended = here("replay", "--endpoint", "a", "--since", "1h", "--wait")
@@ -640,7 +640,7 @@ def test_status(here: Command, database: Database) -> None:
     )
     text = here("status").out
     assert "1 alive" in text
-    assert "sequence 1: no response in time, 3 attempts\n" in text, "nobody owns it"
+    assert "sequence 1: no response in time, 3 attempts\n" in text, "no relay owns it"
     execute(
         database,
         "UPDATE ownership SET replica_id = (SELECT id FROM replica) RETURNING endpoint_id",
@@ -664,13 +664,13 @@ def test_status(here: Command, database: Database) -> None:
     assert "tried in turn" not in here("status").out
     execute(database, "UPDATE endpoint_health SET held_until = NULL")
     execute(database, "UPDATE endpoint SET state = 'paused'")
-    assert "tried in turn" not in here("status").out, "nobody tries while it is paused"
+    assert "tried in turn" not in here("status").out, "a paused endpoint gets no attempts"
     here("endpoint", "add", "b", URL)
     assert "and 1 endpoint more; see: outbox endpoint list" in here("status", "--limit", 1).out
 
 
-def test_an_endpoint_is_the_same_in_every_listing(here: Command, database: Database) -> None:
-    """However well its receiver is: a lane that waits for a person is not healthy."""
+def test_every_listing_shows_the_same_endpoint_values(here: Command, database: Database) -> None:
+    """A blocked lane is shown although the circuit breaker of its endpoint is closed."""
     names = ("blocked", "failing", "healthy", "paused")
     for name in names:
         here("endpoint", "add", name, URL)
@@ -696,7 +696,7 @@ def test_an_endpoint_is_the_same_in_every_listing(here: Command, database: Datab
     ]
 
 
-def test_status_says_when_the_timeline_changed(here: Command, database: Database) -> None:
+def test_status_shows_when_the_timeline_changed(here: Command, database: Database) -> None:
     assert "timeline" not in here("status").out
     execute(database, "UPDATE cursor SET timeline = 2, timeline_at = now() - interval '1 minute'")
     assert re.search(r"^timeline +2 since \S+, with new lanes$", here("status").out, re.MULTILINE)
@@ -704,7 +704,7 @@ def test_status_says_when_the_timeline_changed(here: Command, database: Database
     assert (seen["timeline"], seen["timeline_at"] is None) == (2, False)
 
 
-def test_ids_that_were_rolled_back_are_no_lag(here: Command, database: Database) -> None:
+def test_rolled_back_ids_are_not_lag(here: Command, database: Database) -> None:
     execute(database, "SELECT nextval('outbox_id_seq')")
     seen = here("status", "--json").json["cursor"]
     assert (seen["last_id"], seen["lag"], seen["waiting_s"]) == (1, 0, None)
@@ -716,7 +716,7 @@ def test_status_names_problems_and_the_commands_that_resolve_them(
 ) -> None:
     for name in ("a shop", "blocked", "sick"):
         here("endpoint", "add", name, URL)
-    bury(database, "blocked")
+    add_dead_letters(database, "blocked")
     execute(
         database,
         """
@@ -796,7 +796,7 @@ def test_doctor(here: Command, database: Database) -> None:
     assert by_check["relays"]["subject"] == "live health"
 
 
-def test_doctor_asks_these_settings_where_deliveries_may_go(here: Command) -> None:
+def test_doctor_applies_the_egress_settings(here: Command) -> None:
     opened = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
     here("endpoint", "add", "near", "http://127.0.0.1:9/", **opened)
     assert 'these settings reject the URL of "near": 127.0.0.1 is loopback' in here("doctor").out
@@ -820,7 +820,7 @@ def test_doctor_without_a_schema_or_a_database(outbox: Command, empty_database: 
 # ----------------------------------------------------------------- terminal
 
 
-def test_a_terminal_gets_a_table_and_no_colour_is_honoured(
+def test_a_terminal_gets_a_table_and_no_color_is_honoured(
     here: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here("endpoint", "add", "a", URL)
@@ -834,11 +834,11 @@ def test_a_terminal_gets_a_table_and_no_colour_is_honoured(
     assert "\x1b" not in here("endpoint", "show", "a", NO_COLOR="1").out.partition("\n\n")[0]
 
 
-def test_no_word_is_broken_where_the_terminal_is_narrow(
+def test_a_narrow_terminal_breaks_no_word(
     here: Command, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here("endpoint", "add", "a-name-of-twenty-chars", URL)
-    bury(database, "a-name-of-twenty-chars")
+    add_dead_letters(database, "a-name-of-twenty-chars")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     wide = here(
         "dead", "list", NO_COLOR="1", COLUMNS="140", LINES="25", TERM="dumb"
@@ -858,9 +858,7 @@ def test_no_word_is_broken_where_the_terminal_is_narrow(
     assert narrow[3] == "not shown at this width: lane, status, attempts"
 
 
-def test_what_the_doctor_says_is_folded_between_words(
-    here: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_wraps_findings_at_spaces(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     here("endpoint", "add", "a", URL)
     whole = here("doctor", NO_COLOR="1").out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

@@ -1,4 +1,4 @@
-"""`outbox conform`: a line for each case, a verdict, and vectors for other languages."""
+"""`outbox conform`: a line for each case, a summary, and test vectors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ TEXT = format_secret(SECRET)
 async def test_a_receiver_is_graded_case_by_case(outbox: Command) -> None:
     with listen(OUTBOX_SECRET=TEXT) as receiver:
         result = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
-        told = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT, "--json")
+        reported = await asyncio.to_thread(
+            outbox, "conform", receiver.url, "--secret", TEXT, "--json"
+        )
     assert result.code == 0
     assert "  ok      a copy\n" in result.out
     assert "cases passed: it conforms" in result.out
     assert "exactly once; see --processed" in result.out
-    response = orjson.loads(told.out)
+    response = orjson.loads(reported.out)
     assert response["cases"] == len(response["grades"]) > 40
 
 
-async def test_one_that_looks_at_no_signature_fails(outbox: Command) -> None:
+async def test_a_receiver_that_does_not_verify_signatures_fails(outbox: Command) -> None:
     with listen() as receiver:
         result = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
     assert result.code == 1
@@ -42,7 +44,7 @@ async def test_one_that_looks_at_no_signature_fails(outbox: Command) -> None:
     assert "it does not conform" in result.out
 
 
-def test_vectors_hold(outbox: Command) -> None:
+def test_exported_vectors_equal_the_cases(outbox: Command) -> None:
     result = outbox("conform", "--vectors")
     assert result.code == 0
     response = orjson.loads(result.out)
@@ -63,12 +65,14 @@ def test_vectors_hold(outbox: Command) -> None:
         (["http://127.0.0.1:9/", "--secret", TEXT], 3, "http://127.0.0.1:9/ cannot be reached"),
     ],
 )
-def test_wrong_usage(outbox: Command, arguments: list[str], code: int, says: str) -> None:
+def test_a_usage_error_is_one_line(
+    outbox: Command, arguments: list[str], code: int, says: str
+) -> None:
     result = outbox("conform", *arguments)
     assert result.code == code
     assert says in result.err
     assert result.err.count("\n") == 1
 
 
-def test_the_secret_that_nobody_has_is_one() -> None:
+def test_the_unknown_secret_of_a_case_is_valid() -> None:
     assert conform.OTHER_SECRET.startswith("whsec_")

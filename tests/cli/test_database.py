@@ -1,4 +1,4 @@
-"""Which database: every form of naming one, and every way it can be wrong."""
+"""Database addresses: all sources and forms, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.one_major
 SECRET = "hunter2xyz"
 
 
-def test_each_form_of_a_good_dsn(outbox: Command, database: Database, tmp_path: Path) -> None:
+def test_every_valid_form_of_a_dsn_connects(
+    outbox: Command, database: Database, tmp_path: Path
+) -> None:
     run, name = str(database.server.embedded.socket_dir), database.name
     key_value = f"host={run} dbname={name} user=postgres"
     secret_file = tmp_path / "dsn"
@@ -72,7 +74,7 @@ def test_parameters_are_ignored_with_a_warning(outbox: Command, database: Databa
     ],
 )
 @pytest.mark.parametrize("origin", ["--dsn", "OUTBOX_DSN", "OUTBOX_DSN_FILE", "DATABASE_URL"])
-def test_each_form_of_a_wrong_dsn(outbox: Command, tmp_path: Path, origin: str, dsn: str) -> None:
+def test_an_invalid_dsn_is_reported(outbox: Command, tmp_path: Path, origin: str, dsn: str) -> None:
     if origin == "--dsn":
         result = outbox("status", "--dsn", dsn)
     elif origin == "OUTBOX_DSN_FILE":
@@ -86,14 +88,14 @@ def test_each_form_of_a_wrong_dsn(outbox: Command, tmp_path: Path, origin: str, 
     assert SECRET not in result.error
 
 
-def test_an_empty_file_of_a_dsn(outbox: Command, tmp_path: Path) -> None:
+def test_an_empty_dsn_file_is_reported(outbox: Command, tmp_path: Path) -> None:
     path = tmp_path / "dsn"
     path.write_text("\n")
     result = outbox("status", OUTBOX_DSN_FILE=str(path))
     assert (result.code, result.error) == (2, f"OUTBOX_DSN_FILE: the file {path} is empty")
 
 
-def test_wrong_libpq_variables(outbox: Command) -> None:
+def test_invalid_libpq_variables_are_reported(outbox: Command) -> None:
     result = outbox("status", PGHOST="h", PGPORT="none")
     assert result.code == 2
     assert result.error == (
@@ -101,7 +103,7 @@ def test_wrong_libpq_variables(outbox: Command) -> None:
     )
 
 
-def test_no_database_at_all(outbox: Command) -> None:
+def test_a_missing_database_setting_is_reported(outbox: Command) -> None:
     for command in (["status"], ["migrate"], ["publish", "a"], ["endpoint", "list"]):
         result = outbox(*command)
         assert result.code == 3
@@ -124,7 +126,7 @@ def test_no_database_at_all(outbox: Command) -> None:
         ["verify"],
     ],
 )
-def test_an_unreachable_server(outbox: Command, command: list[str]) -> None:
+def test_an_unreachable_server_is_reported(outbox: Command, command: list[str]) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -149,7 +151,7 @@ COMMANDS = (
 )
 
 
-def test_a_missing_schema(here: Command, subtests: pytest.Subtests) -> None:
+def test_a_missing_schema_is_reported(here: Command, subtests: pytest.Subtests) -> None:
     for command in COMMANDS:
         with subtests.test(command=command):
             result = here(*command, "--schema", "my own")
@@ -159,7 +161,7 @@ def test_a_missing_schema(here: Command, subtests: pytest.Subtests) -> None:
             )
 
 
-def test_a_missing_database_and_role(outbox: Command, database: Database) -> None:
+def test_a_missing_database_or_role_is_reported(outbox: Command, database: Database) -> None:
     embedded = database.server.embedded
     result = outbox("status", "--dsn", embedded.dsn("nix"))
     assert result.code == 3

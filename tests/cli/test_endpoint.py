@@ -1,4 +1,4 @@
-"""`outbox endpoint`: everything that its operator does with an endpoint."""
+"""`outbox endpoint` and its subcommands."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_policies_prints_what_the_guide_shows(outbox: Command) -> None:
     assert outbox(*shlex.split(line)[1:]).out == output
 
 
-def test_policies_without_a_name_are_all_presets(outbox: Command) -> None:
+def test_policies_without_a_name_print_all_presets(outbox: Command) -> None:
     shown = outbox("endpoint", "policies", "--json").json
     assert [each["policy"] for each in shown] == ["standard", "fast", "patient", "stepped"]
     stepped = shown[-1]
@@ -78,7 +78,7 @@ def test_policies_without_a_name_are_all_presets(outbox: Command) -> None:
     assert text.count("\nATTEMPT") == 4
 
 
-def test_a_policy_that_is_none_is_a_usage_error(outbox: Command) -> None:
+def test_an_unknown_policy_is_a_usage_error(outbox: Command) -> None:
     result = outbox("endpoint", "policies", "stepped,attempts=0")
     assert (result.code, result.error) == (
         2,
@@ -163,11 +163,11 @@ def test_show_prints_the_ownership_history(here: Command, database: Database) ->
         (False, "one:1", 2, "replica 2", "lease expired"),
         (True, "one:1", 1, "replica 1", None),
     ]
-    told = [line.split() for line in text.splitlines() if "lease expired" in line]
-    assert [words[2:5] for words in told] == [["one:1", "freed", "2"]]
+    reported = [line.split() for line in text.splitlines() if "lease expired" in line]
+    assert [words[2:5] for words in reported] == [["one:1", "freed", "2"]]
 
 
-def test_update_says_what_is_another_one_now(here: Command) -> None:
+def test_update_prints_the_changed_settings(here: Command) -> None:
     here("endpoint", "add", "a", URL, "--tenant", "t", "--filter", "@.a == 1")
     done = here(
         "endpoint", "update", "a", "--name", "b", "--lanes", 4, "--no-filter", "--url", OTHER
@@ -195,7 +195,7 @@ def test_update_says_what_is_another_one_now(here: Command) -> None:
     assert here("endpoint", "show", "b", "--json").json["endpoint"]["tenant"] is None
 
 
-def test_update_replaces_one_header_and_lists_as_a_whole(here: Command, database: Database) -> None:
+def test_update_merges_headers_and_replaces_lists(here: Command, database: Database) -> None:
     here(
         "endpoint", "add", "a", URL, "--header", "X-A: 1", "--header", "X-B: 2",
         "--retryable", "429", "--backlog-max", 5,
@@ -239,7 +239,7 @@ WRONG = [
 ]
 
 
-def test_a_wrong_update_is_one_line_and_changes_nothing(here: Command) -> None:
+def test_an_invalid_update_changes_nothing(here: Command) -> None:
     here("endpoint", "add", "a", URL)
     for args, says in WRONG:
         result = here("endpoint", "update", "a", *args)
@@ -249,7 +249,7 @@ def test_a_wrong_update_is_one_line_and_changes_nothing(here: Command) -> None:
     assert only.keys() == {"id", "name", "url"}
 
 
-def test_help_groups_what_belongs_together(outbox: Command) -> None:
+def test_help_groups_the_options(outbox: Command) -> None:
     for command in ("add", "update"):
         text = outbox("endpoint", command, "--help").out
         titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
@@ -264,7 +264,7 @@ def test_help_groups_what_belongs_together(outbox: Command) -> None:
 # ------------------------------------------------------------------- states
 
 
-def test_pause_and_resume_several(here: Command) -> None:
+def test_several_endpoints_are_paused_and_resumed(here: Command) -> None:
     for name in ("a", "b"):
         here("endpoint", "add", name, URL)
     assert here("endpoint", "pause", "a", "--comment", "they moved").code == 0
@@ -287,12 +287,12 @@ def test_pause_and_resume_several(here: Command) -> None:
 
 def test_rotate_secret_shows_the_new_one_once(here: Command) -> None:
     first = here("endpoint", "add", "a", URL, "--json").json["secret"]
-    told = here("endpoint", "rotate-secret", "a")
-    assert "not shown again" in told.err
-    assert re.search(r"^old secret  signs until \d{4}-", told.out, re.MULTILINE)
+    reported = here("endpoint", "rotate-secret", "a")
+    assert "not shown again" in reported.err
+    assert re.search(r"^old secret  signs until \d{4}-", reported.out, re.MULTILINE)
     made = here("endpoint", "rotate-secret", "a", "--overlap", "0", "--json").json
     assert (made["live"], made["old_until"]) == (1, None)
-    assert made["secret"] not in (first, told.out)
+    assert made["secret"] not in (first, reported.out)
     shown = here("endpoint", "show", "a")
     assert "whsec_" not in shown.out
     wrong = here("endpoint", "rotate-secret", "a", "--overlap", "soon")
@@ -307,7 +307,7 @@ def test_rotate_secret_shows_the_new_one_once(here: Command) -> None:
 
 @asynccontextmanager
 async def removing(database: Database) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`outbox endpoint remove a --wait`, gone at the end."""
+    """Run `outbox endpoint remove a --wait`, which ends with the removal."""
     removal = await asyncio.create_subprocess_exec(
         *process.command_line("endpoint", "remove", "a", "--wait"),
         env=process.environment({"OUTBOX_DSN": database.dsn}),
@@ -347,7 +347,7 @@ async def test_remove_can_wait_until_everything_is_delivered(database: Database)
     assert await exceptions(database) == {}
 
 
-async def test_a_removal_that_waits_ends_when_the_endpoint_is_enabled_again(
+async def test_a_waiting_removal_ends_when_the_endpoint_is_enabled(
     database: Database,
 ) -> None:
     await add_endpoint(database, "a")
@@ -356,13 +356,13 @@ async def test_a_removal_that_waits_ends_when_the_endpoint_is_enabled_again(
         assert removal.stderr is not None
         assert b"has 1 pending delivery" in await removal.stderr.readline()
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
-            await endpoint_states.enable(connection, "relay", "a", actor="test")
+            await endpoint_states.enable_endpoint(connection, "relay", "a", actor="test")
         assert b"was re-enabled by another command" in await removal.stderr.readline()
         assert await removal.wait() == 2
     assert await fetchval(database, "SELECT state FROM endpoint") == "active"
 
 
-def test_remove_asks_nobody_who_is_not_there(here: Command, database: Database) -> None:
+def test_remove_without_a_terminal_does_not_prompt(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
     both = here("endpoint", "remove", "a", "--wait", "--dead-letter")
     assert (both.code, both.error) == (2, "--dead-letter and --wait exclude each other")
@@ -375,7 +375,7 @@ def test_remove_asks_nobody_who_is_not_there(here: Command, database: Database) 
 @pytest.mark.parametrize(
     ("said", "code", "state"), [(b"n\n", 2, "active"), (b"y\n", 0, "removing")]
 )
-async def test_remove_asks_whoever_is_there(
+async def test_remove_on_a_terminal_prompts(
     database: Database, said: bytes, code: int, state: str
 ) -> None:
     await add_endpoint(database, "a")
@@ -402,7 +402,7 @@ async def test_remove_asks_whoever_is_there(
     assert await fetchval(database, "SELECT state FROM endpoint") == state
 
 
-def test_a_list_says_in_a_word_how_an_endpoint_is(here: Command, database: Database) -> None:
+def test_a_listing_shows_the_state_in_one_word(here: Command, database: Database) -> None:
     for name in ("drained", "failing", "fine", "paused"):
         here("endpoint", "add", name, URL)
     here("endpoint", "pause", "paused")
@@ -418,7 +418,7 @@ def test_a_list_says_in_a_word_how_an_endpoint_is(here: Command, database: Datab
     assert words == ["draining", "failing", "healthy", "paused"]
 
 
-async def test_waiting_for_a_removal_can_be_interrupted(database: Database) -> None:
+async def test_a_waiting_removal_can_be_interrupted(database: Database) -> None:
     await add_endpoint(database, "a")
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         await db.execute("UPDATE lane_counter SET last_seq = 2")
@@ -434,7 +434,7 @@ async def test_waiting_for_a_removal_can_be_interrupted(database: Database) -> N
         assert "or cancel: outbox endpoint enable a" in err.decode()
         assert await fetchval(database, "SELECT state FROM endpoint") == "active"
         # And it is taken back.
-        await endpoint_states.enable(db, "relay", "a", actor="test")
+        await endpoint_states.enable_endpoint(db, "relay", "a", actor="test")
 
 
 # --------------------------------------------------------------------- test
@@ -442,7 +442,7 @@ async def test_waiting_for_a_removal_can_be_interrupted(database: Database) -> N
 
 @contextmanager
 def receiver(response: Callable[[web.Request], web.Response] | None = None) -> Iterator[Any]:
-    """A receiver in a thread of its own; yields its URL and what it got."""
+    """Run a receiver in a thread; yields its URL and the requests it received."""
     got: list[tuple[str, dict[str, str], bytes]] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -476,7 +476,7 @@ def receiver(response: Callable[[web.Request], web.Response] | None = None) -> I
         loop.close()
 
 
-def test_a_test_delivery_is_one_like_any_other(here: Command, database: Database) -> None:
+def test_a_test_delivery_equals_other_deliveries(here: Command, database: Database) -> None:
     local = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
     with receiver() as (url, got):
         made = here(
@@ -522,7 +522,7 @@ def test_a_test_delivery_is_one_like_any_other(here: Command, database: Database
         (302, {"Location": "/x"}, "dead_letter", "dead-lettered immediately"),
     ],
 )
-def test_a_test_says_what_the_relay_would_make_of_the_answer(
+def test_a_test_delivery_shows_how_the_relay_would_classify_the_response(
     here: Command, status: int, headers: dict[str, str], outcome: str, says: str
 ) -> None:
     local = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
@@ -540,7 +540,7 @@ def test_a_test_says_what_the_relay_would_make_of_the_answer(
     assert "\x1b" not in text.out
 
 
-def test_a_test_goes_nowhere_that_the_relay_would_not(here: Command) -> None:
+def test_a_test_delivery_obeys_the_egress_rules(here: Command) -> None:
     here("endpoint", "add", "a", "http://127.0.0.1:9/", OUTBOX_ALLOW_NETWORKS="127.0.0.0/8")
     result = here("endpoint", "test", "a", "--json")
     assert result.code == 1
@@ -549,19 +549,19 @@ def test_a_test_goes_nowhere_that_the_relay_would_not(here: Command) -> None:
     assert missing.code == 2
 
 
-def test_a_test_leaves_by_the_proxy_that_the_relay_leaves_by(here: Command) -> None:
+def test_a_test_delivery_uses_the_outbound_proxy(here: Command) -> None:
     here("endpoint", "add", "a", "https://shop.example/")
-    nobody = f"http://me:hunter2@127.0.0.1:{free_port()}"
-    result = here("endpoint", "test", "a", "--json", OUTBOX_PROXY=nobody)
+    unknown_user = f"http://me:hunter2@127.0.0.1:{free_port()}"
+    result = here("endpoint", "test", "a", "--json", OUTBOX_PROXY=unknown_user)
     assert result.json["failure"] == "connect"
     assert result.json["detail"].startswith("the proxy: connection refused at 127.0.0.1:")
     assert "hunter2" not in result.out + result.err
 
 
-def test_no_hostile_url_becomes_an_endpoints(outbox: Command) -> None:
-    """They are refused before a database is asked."""
+def test_no_endpoint_gets_a_hostile_url(outbox: Command) -> None:
+    """A hostile URL is rejected before the database is used."""
     for url in hostile.URLS:
-        # What a shell cannot say, a command is never told.
+        # A shell cannot pass these as arguments.
         if "\0" in url:
             continue
         result = outbox("endpoint", "add", "x", "--", url, OUTBOX_DSN="postgresql://nowhere/")
@@ -578,14 +578,14 @@ def test_no_hostile_url_becomes_an_endpoints(outbox: Command) -> None:
         ("10.0.0.0/8", None),
     ],
 )
-def test_who_opens_a_metadata_service_is_warned(
+def test_opening_a_metadata_service_prints_a_warning(
     here: Command, tmp_path: Path, network: str, address: str | None
 ) -> None:
-    why = f"{network} includes {address}, where clouds provide a machine's credentials"
+    reason = f"{network} includes {address}, where clouds provide a machine's credentials"
 
     def warned(result: Result, name: str) -> bool:
         assert result.code in (0, 3), result.err
-        return f"outbox: warning: {name}: {why}; open narrower ranges\n" in result.err
+        return f"outbox: warning: {name}: {reason}; open narrower ranges\n" in result.err
 
     option = ("--allow-network", network)
     url = "https://example.com/"
@@ -601,13 +601,11 @@ def test_who_opens_a_metadata_service_is_warned(
         warned(here("apply", "-f", str(file)), "endpoints[0].allow_networks"),
         warned(relay, "OUTBOX_ALLOW_NETWORKS"),
     ] == [address is not None] * 4
-    # Who changes something else is not told again.
+    # Another change does not repeat the warning.
     assert not warned(here("endpoint", "update", "a", "--lanes", 2), "--allow-network")
 
 
-def test_a_certificate_that_cannot_be_used_is_told_with_its_file(
-    here: Command, tmp_path: Path
-) -> None:
+def test_an_unusable_certificate_is_reported_with_its_file(here: Command, tmp_path: Path) -> None:
     here("endpoint", "add", "a", URL)
     wrong = tmp_path / "client.pem"
     wrong.write_text("no certificate")
@@ -617,7 +615,7 @@ def test_a_certificate_that_cannot_be_used_is_told_with_its_file(
     assert "identity" not in refused.error
 
 
-def test_how_many_authorities_an_endpoint_trusts_is_shown(here: Command, tmp_path: Path) -> None:
+def test_the_number_of_trusted_authorities_is_shown(here: Command, tmp_path: Path) -> None:
     here("endpoint", "add", "a", URL)
     assert "authorities     the system's" in here("endpoint", "show", "a").out
     authorities = tmp_path / "ca.pem"

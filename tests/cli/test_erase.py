@@ -1,4 +1,4 @@
-"""`outbox erase`: asked first, counted, and journalled."""
+"""`outbox erase`: confirmed, counted and journalled."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.one_major
 
 @pytest.fixture
 def filled(database: Database) -> Database:
-    async def go() -> None:
+    async def query_database() -> None:
         for tenant, key in (("acme", "k1"), ("acme", "k2"), ("other", "k1")):
             await publish(database, {"of": tenant}, tenant=tenant, key=key)
 
-    asyncio.run(go())
+    asyncio.run(query_database())
     return database
 
 
@@ -32,7 +32,7 @@ def left(database: Database) -> int:
     return int(asyncio.run(fetchval(database, sql)))
 
 
-def test_a_tenant(outbox: Command, filled: Database) -> None:
+def test_events_of_a_tenant_are_erased(outbox: Command, filled: Database) -> None:
     dsn = filled.dsn
     result = outbox("erase", "--tenant", "acme", "--dry-run", OUTBOX_DSN=dsn)
     assert result.out == "would be erased: 2 events, 0 dead letters\n"
@@ -40,11 +40,11 @@ def test_a_tenant(outbox: Command, filled: Database) -> None:
     result = outbox("erase", "--tenant", "acme", "--yes", OUTBOX_DSN=dsn)
     assert result.out == "erased: 2 events, 0 dead letters, 0 responses\n"
     assert left(filled) == 1
-    told = asyncio.run(fetchval(filled, "SELECT data FROM journal WHERE kind = 'erased'"))
-    assert json.loads(told)["tenant"] == "acme"
+    reported = asyncio.run(fetchval(filled, "SELECT data FROM journal WHERE kind = 'erased'"))
+    assert json.loads(reported)["tenant"] == "acme"
 
 
-def test_a_key_for_machines(outbox: Command, filled: Database) -> None:
+def test_events_of_a_key_are_erased_with_json_output(outbox: Command, filled: Database) -> None:
     later = ("--at", "2099-01-01T00:00:00Z")
     outbox("publish", "a.b", "--key", "k1", *later, OUTBOX_DSN=filled.dsn)
     nightly = ("nightly", "0 3 * * *", "--type", "a.b", "--key", "k1")
@@ -74,7 +74,7 @@ def test_a_key_for_machines(outbox: Command, filled: Database) -> None:
         ),
     ],
 )
-def test_what_is_not_said_is_not_done(
+def test_an_erasure_requires_a_selection_and_confirmation(
     outbox: Command, filled: Database, arguments: list[str], says: str
 ) -> None:
     result = outbox("erase", *arguments, OUTBOX_DSN=filled.dsn)

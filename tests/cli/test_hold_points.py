@@ -38,7 +38,7 @@ DELETE FROM relay.endpoint_health WHERE endpoint_id = (SELECT id FROM relay.endp
 
 
 async def prepare(database: Database) -> None:
-    """Endpoints, dead letters, an idempotency key and history."""
+    """Create endpoints, dead letters, an idempotency key and past events."""
     await add_endpoint(database, "moved", lanes=2)
     await publish(database, *range(6))
     await sequence_all(database)
@@ -47,7 +47,7 @@ async def prepare(database: Database) -> None:
         await library.publish(db, "a.b", 1, once="plan:7")
 
 
-async def test_commands_that_change_something(
+async def test_no_command_holds_locks_while_it_waits_for_its_client(
     database: Database, outbox: Command, tmp_path: Path
 ) -> None:
     await prepare(database)

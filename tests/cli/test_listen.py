@@ -1,4 +1,4 @@
-"""`outbox listen` as a process: it verifies, counts, prints, and ends with a verdict."""
+"""`outbox listen` as a process: it verifies, counts and prints deliveries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Listening:
-    """A receiver at work; `end` stops it."""
+    """A running receiver; `end` stops it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -40,7 +40,7 @@ class Listening:
     async def post(
         self, *numbers: int, secret: bytes = SECRET, lane_ends: bool = False
     ) -> list[int]:
-        """Deliveries in this order; returns the statuses."""
+        """Send deliveries in this order; returns the statuses."""
         statuses = []
         async with aiohttp.ClientSession() as session:
             for number in numbers:
@@ -50,7 +50,7 @@ class Listening:
         return statuses
 
     def end(self, number: int = signal.SIGINT) -> tuple[int, list[str]]:
-        """The exit code, and what it printed."""
+        """Stop the receiver; returns the exit code and the output."""
         self.process.send_signal(number)
         out, _ = self.process.communicate(timeout=20)
         return self.process.returncode, out.splitlines()
@@ -74,7 +74,7 @@ def listen(*args: str, **env: str) -> Iterator[Listening]:
 
 
 @pytest.mark.parametrize("how", ["flag", "variable", "file"])
-async def test_it_verifies_and_counts(how: str, tmp_path: Path) -> None:
+async def test_deliveries_are_verified_and_counted(how: str, tmp_path: Path) -> None:
     secret = format_secret(SECRET)
     path = tmp_path / "secret"
     path.write_text(secret)
@@ -101,7 +101,7 @@ async def test_it_verifies_and_counts(how: str, tmp_path: Path) -> None:
     ]
 
 
-async def test_the_end_of_a_lane_is_told() -> None:
+async def test_the_end_of_a_lane_is_printed() -> None:
     with listen(OUTBOX_SECRET=format_secret(SECRET)) as listening:
         await listening.post(1, lane_ends=True)
         code, lines = listening.end()
@@ -109,7 +109,7 @@ async def test_the_end_of_a_lane_is_told() -> None:
     assert lines[0].endswith("sequence 1 order.paid key order-7 (last of its lane)")
 
 
-async def test_what_is_missing_is_the_verdict() -> None:
+async def test_missing_deliveries_are_the_verdict() -> None:
     with listen("--json", OUTBOX_SECRET=format_secret(SECRET)) as listening:
         await listening.post(1, 4)
         code, lines = listening.end(signal.SIGTERM)
@@ -121,7 +121,7 @@ async def test_what_is_missing_is_the_verdict() -> None:
     assert last["totals"]["order"]["missing"] == 2
 
 
-async def test_what_is_not_signed_is_rejected() -> None:
+async def test_an_unsigned_delivery_is_rejected() -> None:
     with listen(OUTBOX_SECRET=format_secret(SECRET)) as listening:
         assert await listening.post(1, secret=bytes(32)) == [401]
         code, lines = listening.end()
@@ -129,7 +129,7 @@ async def test_what_is_not_signed_is_rejected() -> None:
     assert "rejected  401: no signature matches" in lines[0]
 
 
-async def test_without_a_secret_it_warns_and_fails_on_demand() -> None:
+async def test_without_a_secret_a_warning_is_printed() -> None:
     with listen("--fail-rate", "1", "--latency", "1") as listening:
         assert listening.before == [
             "outbox: warning: signatures are not verified; set OUTBOX_SECRET to the endpoint's "
@@ -160,14 +160,14 @@ async def test_without_a_secret_it_warns_and_fails_on_demand() -> None:
         (["--host", "192.0.2.1"], 3, "cannot listen on 192.0.2.1:8080"),
     ],
 )
-def test_wrong_usage(outbox: Command, args: list[str], code: int, says: str) -> None:
+def test_a_usage_error_is_one_line(outbox: Command, args: list[str], code: int, says: str) -> None:
     result = outbox("listen", *args, OUTBOX_SECRET=format_secret(SECRET))
     assert result.code == code
     assert says in result.error
     assert "hunter2" not in result.error
 
 
-async def test_it_passes_deliveries_on_and_answers_what_comes_back() -> None:
+async def test_deliveries_are_forwarded_and_the_response_is_returned() -> None:
     secret = format_secret(SECRET)
     with listen(OUTBOX_SECRET=secret) as behind:
         with listen("--forward-to", behind.url, OUTBOX_SECRET=secret) as before:

@@ -1,4 +1,4 @@
-"""Help teaches, and every failure is one line and an exit code."""
+"""Help texts; every failure is one line and an exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROUPS = {
 
 
 def run(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
-    """The command as a process of its own."""
+    """Run the command as a process."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OUTBOX_", "PG"))}
     given = {"capture_output": True, "env": {**env, "PYTHONPATH": str(ROOT)}, **options}
     return subprocess.run([sys.executable, "-m", "outbox", *args], text=True, **given)  # type: ignore[call-overload,no-any-return]
@@ -58,7 +58,7 @@ def test_help_imports_no_command() -> None:
 
 
 def test_every_command_can_be_the_first_that_is_imported() -> None:
-    """Most tests run them where the others are imported already."""
+    """In most tests the modules of other commands are imported already."""
     code = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -92,7 +92,7 @@ def test_every_command_has_help_with_an_example(outbox: Command) -> None:
         assert f"outbox {' '.join(path)}" in result.out.partition("Example")[2], path
 
 
-def test_the_version(outbox: Command) -> None:
+def test_the_version_is_printed(outbox: Command) -> None:
     version = (ROOT / "pyproject.toml").read_text().partition('\nversion = "')[2].partition('"')[0]
     assert outbox("--version").out == f"outbox {version}\n"
 
@@ -136,13 +136,13 @@ def test_the_version(outbox: Command) -> None:
         ),
     ],
 )
-def test_wrong_usage(outbox: Command, args: list[str], says: str) -> None:
+def test_a_usage_error_is_one_line(outbox: Command, args: list[str], says: str) -> None:
     result = outbox(*args)
     assert result.code == 2
     assert says in result.error
 
 
-def test_nothing_at_all_is_wrong_usage(outbox: Command) -> None:
+def test_no_arguments_is_a_usage_error(outbox: Command) -> None:
     for args in ([], ["endpoint"], ["dead"]):
         result = outbox(*args)
         assert (result.code, result.out) == (2, "")
@@ -158,7 +158,7 @@ def test_nothing_at_all_is_wrong_usage(outbox: Command) -> None:
         (KeyboardInterrupt(), 130, None),
     ],
 )
-def test_failures(
+def test_failures_are_one_line_and_an_exit_code(
     outbox: Command,
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
@@ -181,7 +181,7 @@ def test_failures(
     assert "Traceback" in debugged.err
 
 
-def test_a_process_ends_with_the_code() -> None:
+def test_a_process_exits_with_the_code() -> None:
     done = run("pubish")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == 'outbox: there is no command "pubish"; did you mean "publish"?\n'
@@ -192,7 +192,7 @@ def test_a_process_ends_with_the_code() -> None:
     )
 
 
-def test_a_reader_that_went_away_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = run("migrate", "--sql", capture_output=False, stdout=writing, stderr=subprocess.PIPE)
@@ -201,7 +201,7 @@ def test_a_reader_that_went_away_is_no_error() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_an_answer_that_cannot_be_written_is_told() -> None:
+def test_unwritable_output_is_reported() -> None:
     with Path("/dev/full").open("wb") as full:
         for args in (["migrate", "--sql"], ["--version"]):
             done = run(*args, capture_output=False, stdout=full, stderr=subprocess.PIPE)
@@ -212,7 +212,7 @@ def test_an_answer_that_cannot_be_written_is_told() -> None:
             )
 
 
-def test_a_closed_stdout_and_stdin() -> None:
+def test_closed_standard_streams_are_handled() -> None:
     shell = [sys.executable, "-m", "outbox"]
     for args, closed, response in (
         (["migrate", "--sql"], ">&-", (0, "")),

@@ -1,4 +1,4 @@
-"""`outbox once`: what is claimed, by which event, and until when."""
+"""`outbox once`: idempotency keys with their event and expiry."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ pytestmark = pytest.mark.one_major
 
 
 def query(database: Database, sql: str, *arguments: Any) -> list[Any]:
-    async def go() -> list[Any]:
+    async def query_database() -> list[Any]:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             rows: list[Any] = await connection.fetch(sql, *arguments)
             return rows
 
-    return asyncio.run(go())
+    return asyncio.run(query_database())
 
 
 @pytest.fixture
 def claimed(database: Database) -> dict[str, UUID | None]:
-    """Keys a to c with events; d without; e has expired."""
+    """Claim keys a to c with events and d without; e has expired."""
 
-    async def go() -> dict[str, UUID | None]:
+    async def query_database() -> dict[str, UUID | None]:
         async with database.connection() as db:
             ids = {}
             for key in ("plan:a", "plan:b", "plan:c", "e"):
@@ -46,14 +46,14 @@ def claimed(database: Database) -> dict[str, UUID | None]:
             )
             return ids
 
-    return asyncio.run(go())
+    return asyncio.run(query_database())
 
 
 def keys(result: Any) -> list[str]:
     return [row["key"] for row in result.json]
 
 
-def test_a_listing(here: Command, claimed: dict[str, UUID | None]) -> None:
+def test_keys_are_listed(here: Command, claimed: dict[str, UUID | None]) -> None:
     rows = here("once", "list", "--json").json
     assert list(rows[0]) == ["key", "state", "event_id", "claimed_at", "expires_at", "resets"]
     assert [(r["key"], r["state"]) for r in rows] == [
@@ -71,7 +71,7 @@ def test_a_listing(here: Command, claimed: dict[str, UUID | None]) -> None:
 
 
 @pytest.mark.usefixtures("claimed")
-def test_parts_of_a_listing(here: Command) -> None:
+def test_listings_are_filtered_and_paged(here: Command) -> None:
     def listed(*arguments: object) -> list[str]:
         return keys(here("once", "list", "--json", *arguments))
 
@@ -95,7 +95,7 @@ PREFIXES = (
 )
 
 
-def test_any_prefix_finds_its_keys(
+def test_keys_are_found_by_any_prefix(
     here: Command, database: Database, subtests: pytest.Subtests
 ) -> None:
     for prefix in PREFIXES:
@@ -107,13 +107,15 @@ def test_any_prefix_finds_its_keys(
 
 
 @pytest.mark.usefixtures("claimed")
-def test_a_time_that_is_none(here: Command) -> None:
+def test_an_invalid_time_is_rejected(here: Command) -> None:
     bad = here("once", "list", "--since", "yesterday")
     assert bad.code == 2
     assert '"yesterday" is neither a time such as 2026-05-01T12:00Z nor an age such as' in bad.error
 
 
-def test_one_key(here: Command, database: Database, claimed: dict[str, UUID | None]) -> None:
+def test_a_key_is_shown_with_its_event(
+    here: Command, database: Database, claimed: dict[str, UUID | None]
+) -> None:
     found = here("once", "show", "plan:a").out
     assert "order.paid" in found
     assert f"outbox trace {claimed['plan:a']}" in found
@@ -127,7 +129,7 @@ def test_one_key(here: Command, database: Database, claimed: dict[str, UUID | No
         assert "was never claimed; see: outbox once list" in unknown.error
 
 
-def test_a_reset_is_kept(
+def test_a_reset_is_journalled(
     here: Command, database: Database, claimed: dict[str, UUID | None]
 ) -> None:
     assert (
@@ -158,7 +160,7 @@ def test_a_listing_of_many_keys_reads_few(database: Database) -> None:
         "now() + interval '1 d' FROM generate_series(1, 20000) i",
     )
 
-    async def go() -> list[Any]:
+    async def query_database() -> list[Any]:
         async with database.connection(server_settings={"search_path": "relay"}) as db:
             await db.execute("ANALYZE idempotency_key")
             begin = "BEGIN; SET LOCAL plan_cache_mode = force_custom_plan"
@@ -170,5 +172,5 @@ def test_a_listing_of_many_keys_reads_few(database: Database) -> None:
                 plans.append("\n".join(row[0] for row in rows))
             return plans
 
-    for plan in asyncio.run(go()):
+    for plan in asyncio.run(query_database()):
         assert "Index Scan using idempotency_key_pkey" in plan, plan

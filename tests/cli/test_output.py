@@ -11,7 +11,7 @@ NAMES = ("id", "pending", "state", *DISPENSABLE, *SHORTEST)
 COLUMNS = st.lists(st.sampled_from(NAMES), min_size=1, unique=True)
 
 
-def test_a_table_with_room_is_left_alone() -> None:
+def test_a_table_that_fits_is_unchanged() -> None:
     assert fit(["id", "url", "lane"], [3, 40, 16], 63) == {0: 3, 1: 40, 2: 16}
 
 
@@ -21,7 +21,7 @@ def test_text_is_shortened_before_a_column_is_left_out() -> None:
 
 
 @given(columns=COLUMNS, room=st.integers(20, 200), data=st.data())
-def test_it_fits_or_nothing_more_can_give(
+def test_a_table_fits_or_every_column_has_its_minimum(
     columns: list[str], room: int, data: st.DataObject
 ) -> None:
     naturals = data.draw(st.lists(st.integers(1, 60), min_size=len(columns), max_size=len(columns)))

@@ -1,4 +1,4 @@
-"""`outbox prove` says in one line what it cannot do, before it does anything."""
+"""`outbox prove` reports unmet preconditions in one line, before it starts."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def test_help_names_every_fault(outbox: Command) -> None:
         (["--embedded", "--keep"], "--keep"),
     ],
 )
-def test_wrong_usage(outbox: Command, words: list[str], said: str) -> None:
+def test_a_usage_error_is_one_line(outbox: Command, words: list[str], said: str) -> None:
     result = outbox("prove", *words)
     assert result.code == 2
     assert said in result.error
 
 
-def test_without_a_database_it_names_the_one_that_can_be_had(outbox: Command) -> None:
+def test_without_a_database_the_embedded_one_is_suggested(outbox: Command) -> None:
     result = outbox("prove")
     assert result.code == 3
     assert "--embedded" in result.error
 
 
-def test_a_proxy_that_pools_is_refused(outbox: Command) -> None:
+def test_a_pooling_proxy_is_rejected(outbox: Command) -> None:
     result = outbox("prove", OUTBOX_DSN="postgresql://localhost/app", OUTBOX_POOLED="true")
     assert result.code == 3
     assert "direct connection" in result.error
 
 
-def test_a_schema_that_is_there_is_not_touched(outbox: Command, database: Database) -> None:
+def test_an_existing_schema_is_not_touched(outbox: Command, database: Database) -> None:
     migrated = outbox("migrate", "--schema", "outbox_prove_7", OUTBOX_DSN=database.dsn)
     assert migrated.code == 0
     result = outbox("prove", "--seed", "7", OUTBOX_DSN=database.dsn)
@@ -60,13 +60,15 @@ def test_a_schema_that_is_there_is_not_touched(outbox: Command, database: Databa
     assert shown.code == 0
 
 
-def test_too_few_connections_are_told_before_it_begins(outbox: Command, database: Database) -> None:
+def test_too_few_connections_are_reported_before_the_start(
+    outbox: Command, database: Database
+) -> None:
     result = outbox("prove", "--replicas", "16", OUTBOX_DSN=database.dsn)
     assert result.code == 3
     assert "lower --replicas" in result.err
 
 
-def test_a_certificate_with_a_name_is_refused_before_anything_is_made(outbox: Command) -> None:
+def test_a_certificate_for_a_host_name_is_rejected_before_the_start(outbox: Command) -> None:
     dsn = "postgresql://127.0.0.1:1/app?sslmode=verify-full"
     result = outbox("prove", OUTBOX_DSN=dsn)
     assert result.code == 3

@@ -1,4 +1,4 @@
-"""`outbox rekey`, and what every other command does with the key."""
+"""`outbox rekey`, and how other commands use the encryption key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ URL = "https://example.com/hooks"
 EVERYTHING = "SELECT string_agg(secret, ' ') FROM endpoint_secret"
 
 
-def test_a_key_is_made_without_a_database(outbox: Command) -> None:
+def test_a_key_is_generated_without_a_database(outbox: Command) -> None:
     one = outbox("rekey", "--generate").out.strip()
     two = outbox("rekey", "--generate", "--json").json["key"]
     assert parse_keys(one) != parse_keys(two)
@@ -72,7 +72,7 @@ def test_secrets_are_encrypted_and_change_their_key(here: Command, database: Dat
     assert execute(database, EVERYTHING) == made["secret"]
 
 
-def test_who_has_not_the_key_can_look_and_writes_no_secret(here: Command) -> None:
+def test_without_the_key_commands_read_and_write_no_secret(here: Command) -> None:
     key = here("rekey", "--generate").out.strip()
     here("endpoint", "add", "a", URL, "--header", "X-Key: hunter2", OUTBOX_KEY=key)
     for command in (("endpoint", "rotate-secret", "a"), ("endpoint", "add", "b", URL)):
@@ -89,7 +89,7 @@ def test_who_has_not_the_key_can_look_and_writes_no_secret(here: Command) -> Non
 
 
 @pytest.mark.parametrize("key", ["x", "obkey_AAAA", "whsec_" + "A" * 43])
-def test_a_key_that_is_none_is_not_shown(outbox: Command, key: str) -> None:
+def test_an_invalid_key_is_not_shown(outbox: Command, key: str) -> None:
     refused = outbox("endpoint", "list", OUTBOX_KEY=key, OUTBOX_DSN="x")
     assert refused.code == 2
     assert refused.error == (
@@ -98,7 +98,7 @@ def test_a_key_that_is_none_is_not_shown(outbox: Command, key: str) -> None:
     )
 
 
-def test_a_receiver_can_be_given_a_public_key(here: Command) -> None:
+def test_a_public_key_is_printed_for_a_receiver(here: Command) -> None:
     made = here("endpoint", "add", "a", URL, "--ed25519", "--json").json
     assert made["secret"].startswith("whpk_")
     assert made["secret"] in here("endpoint", "show", "a").out
@@ -108,7 +108,7 @@ def test_a_receiver_can_be_given_a_public_key(here: Command) -> None:
     assert "Keep the secret" not in rotated.err
 
 
-def test_headers_come_from_a_file(here: Command, database: Database) -> None:
+def test_headers_are_read_from_a_file(here: Command, database: Database) -> None:
     made = here(
         "endpoint", "add", "a", URL, "--headers-file", "-",
         stdin=b"Authorization: Bearer hunter2\n\nX-Env: prod\n",

@@ -1,4 +1,4 @@
-"""Commands, run as roles that may do what their purpose needs."""
+"""Commands run by database roles with the privileges of one purpose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Command, Result
     from tests.support.postgres import Database
 
-LOOKING = (
+READING = (
     ("status",),
     ("verify",),
     ("trace", "k"),
@@ -66,9 +66,9 @@ OPERATING = (
 
 @pytest.fixture
 def filled(database: Database) -> Database:
-    """Two dead letters, a schedule and a once key."""
+    """Create two dead letters, a schedule and an idempotency key."""
 
-    async def go() -> None:
+    async def query_database() -> None:
         await add_endpoint(
             database, headers={"X-Plain": "canary-header", "Authorization": "canary"}
         )
@@ -79,7 +79,7 @@ def filled(database: Database) -> Database:
             await owner.execute("SELECT relay.publish('a.b', '{}', once => 'o')")
 
     with capture_logs():
-        asyncio.run(go())
+        asyncio.run(query_database())
     return database
 
 
@@ -103,19 +103,19 @@ def as_role(outbox: Command, filled: Database) -> Iterator[Callable[..., Result]
     loop.close()
 
 
-LOOKING_PURPOSES = (
+READING_PURPOSES = (
     "reader",
     "operator",
     "relay",
 )
 
 
-def test_who_looks_sees_everything_but_secrets(
+def test_a_read_role_sees_everything_but_secrets(
     as_role: Callable[..., Result], subtests: pytest.Subtests
 ) -> None:
-    for purpose in LOOKING_PURPOSES:
+    for purpose in READING_PURPOSES:
         with subtests.test(purpose=purpose):
-            for words in LOOKING:
+            for words in READING:
                 result = as_role(purpose, *words)
                 assert result.code == 0, (words, result.err, result.out)
             unseen = [
@@ -129,7 +129,7 @@ def test_who_looks_sees_everything_but_secrets(
             assert headers == {"X-Plain": None, "Authorization": None}
 
 
-def test_an_operator_does_what_its_commands_do(
+def test_an_operator_role_may_run_every_command(
     as_role: Callable[..., Result], tmp_path: Path
 ) -> None:
     for words in OPERATING:
@@ -145,11 +145,11 @@ def test_an_operator_does_what_its_commands_do(
 
 
 @pytest.mark.one_major
-def test_a_monitor_sees_everything_by_what_the_doctors_help_says(
+def test_a_monitor_role_granted_as_the_doctor_says_sees_everything(
     outbox: Command, as_role: Callable[..., Result], filled: Database
 ) -> None:
-    told = " ".join(outbox("doctor", "--help").out.split())
-    assert "`outbox migrate --reader ROLE` and `GRANT pg_monitor TO ROLE`" in told
+    reported = " ".join(outbox("doctor", "--help").out.split())
+    assert "`outbox migrate --reader ROLE` and `GRANT pg_monitor TO ROLE`" in reported
 
     async def grant() -> None:
         async with filled.connection() as owner:
@@ -163,7 +163,7 @@ def test_a_monitor_sees_everything_by_what_the_doctors_help_says(
 
 
 @pytest.mark.one_major
-def test_a_producer_that_looks_is_not_told_to_be_given_more(
+def test_a_producer_role_is_not_advised_to_get_more_privileges(
     as_role: Callable[..., Result],
 ) -> None:
     refused = as_role("producer", "doctor")
@@ -175,7 +175,7 @@ def test_a_producer_that_looks_is_not_told_to_be_given_more(
 
 
 @pytest.mark.one_major
-def test_who_only_looks_changes_nothing_and_is_told_whom_to_ask(
+def test_a_read_role_changes_nothing_and_gets_advice(
     as_role: Callable[..., Result],
 ) -> None:
     for words in OPERATING:
@@ -189,7 +189,7 @@ def test_who_only_looks_changes_nothing_and_is_told_whom_to_ask(
 
 
 @pytest.mark.one_major
-def test_the_owner_drops_what_relays_have_emptied(
+def test_the_owner_drops_emptied_partitions(
     outbox: Command, as_role: Callable[..., Result], filled: Database
 ) -> None:
     async def drop() -> None:
@@ -201,13 +201,13 @@ def test_the_owner_drops_what_relays_have_emptied(
 
     asyncio.run(drop())
     assert "dropped" not in as_role("relay", "migrate").out
-    told = outbox("migrate", OUTBOX_DSN=filled.dsn)
-    assert told.out.endswith("partitions of dropped periods: 1 dropped\n")
+    reported = outbox("migrate", OUTBOX_DSN=filled.dsn)
+    assert reported.out.endswith("partitions of dropped periods: 1 dropped\n")
     assert "dropped" not in outbox("migrate", OUTBOX_DSN=filled.dsn).out
 
 
 @pytest.mark.one_major
-def test_a_producer_publishes_and_cannot_look(as_role: Callable[..., Result]) -> None:
+def test_a_producer_role_publishes_and_cannot_read(as_role: Callable[..., Result]) -> None:
     assert as_role("producer", "publish", "a.b", "--once", "p").code == 0
-    for words in LOOKING:
+    for words in READING:
         assert as_role("producer", *words).code == 3, words

@@ -49,7 +49,9 @@ INVALID_SCHEDULES = (
 )
 
 
-def test_what_is_wrong_is_one_line(here: Command, subtests: pytest.Subtests) -> None:
+def test_an_invalid_schedule_is_reported_in_one_line(
+    here: Command, subtests: pytest.Subtests
+) -> None:
     for arguments, says in INVALID_SCHEDULES:
         with subtests.test(arguments=arguments, says=says):
             result = here("schedule", "add", *arguments)
@@ -58,7 +60,7 @@ def test_what_is_wrong_is_one_line(here: Command, subtests: pytest.Subtests) -> 
             assert here("schedule", "list", "--json").json["schedules"] == []
 
 
-def test_looking_at_them(here: Command) -> None:
+def test_schedules_are_listed_and_shown(here: Command) -> None:
     empty = here("schedule", "list").out
     assert empty == (
         "no schedules; add one with: outbox schedule add NAME CRON --type TYPE\nno delayed events\n"
@@ -85,7 +87,7 @@ def test_looking_at_them(here: Command) -> None:
         assert line in shown.splitlines()
 
 
-def test_the_life_of_a_schedule(here: Command) -> None:
+def test_a_schedule_is_paused_resumed_and_removed(here: Command) -> None:
     here(*NIGHTLY)
     assert here("schedule", "pause", "nightly").out == 'schedule "nightly" is paused\n'
     stays = 'schedule "nightly" is still paused; resume it with: outbox schedule resume nightly\n'
@@ -100,7 +102,9 @@ def test_the_life_of_a_schedule(here: Command) -> None:
     assert gone.error == 'there is no schedule "nightly"; see: outbox schedule list'
 
 
-def test_one_that_waits_for_its_last_run_says_so(here: Command, database: Database) -> None:
+def test_a_schedule_that_waits_for_its_last_run_is_shown_as_such(
+    here: Command, database: Database
+) -> None:
     here(*NIGHTLY, "--overlap", "wait")
     run = here("schedule", "run-now", "nightly", "--json").json["id"]
     assert here("schedule", "show", "nightly", "--json").json["waits"] is False
@@ -118,7 +122,7 @@ def test_one_that_waits_for_its_last_run_says_so(here: Command, database: Databa
     assert here("schedule", "show", "nightly", "--json").json["waits"] is True
 
 
-def test_publishing_later(here: Command) -> None:
+def test_an_event_is_published_for_later(here: Command) -> None:
     later = here(
         "publish", "a.b", "--at", "2100-01-01T01:00:00+01:00", "--once", "k", "--json"
     ).json

@@ -1,4 +1,4 @@
-"""`outbox token`: who may use the API, and for what."""
+"""`outbox token`: tokens of the HTTP API."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.one_major
 
 
 def query(database: Database, sql: str, *arguments: Any) -> list[Any]:
-    async def go() -> list[Any]:
+    async def query_database() -> list[Any]:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             rows: list[Any] = await connection.fetch(sql, *arguments)
             return rows
 
-    return asyncio.run(go())
+    return asyncio.run(query_database())
 
 
 def test_a_secret_is_shown_once_and_kept_as_its_hash(here: Command, database: Database) -> None:
@@ -38,7 +38,7 @@ def test_a_secret_is_shown_once_and_kept_as_its_hash(here: Command, database: Da
     assert "@" in kept["actor"]
 
 
-def test_what_people_read(here: Command) -> None:
+def test_tokens_are_printed_as_text(here: Command) -> None:
     added = here("token", "add", "ci", "--scope", "read", "--tenant", "acme", "--expires", "90d")
     assert added.code == 0
     assert added.out.splitlines()[0] == "name     ci"
@@ -63,7 +63,7 @@ def test_listings_are_paged(here: Command) -> None:
     assert (rest["name"], rest["state"], rest["last_used_at"]) == ("t2", "live", None)
 
 
-def test_a_name_is_unique_among_those_that_live(here: Command, database: Database) -> None:
+def test_a_name_is_unique_among_live_tokens(here: Command, database: Database) -> None:
     add = ("token", "add", "ci", "--scope", "read")
     assert here(*add).code == 0
     taken = here(*add)
@@ -91,7 +91,7 @@ INVALID_TOKENS = (
 )
 
 
-def test_tokens_that_cannot_be(here: Command, subtests: pytest.Subtests) -> None:
+def test_an_invalid_token_is_rejected(here: Command, subtests: pytest.Subtests) -> None:
     for arguments, says in INVALID_TOKENS:
         with subtests.test(arguments=arguments, says=says):
             result = here("token", "add", *arguments)
@@ -99,14 +99,14 @@ def test_tokens_that_cannot_be(here: Command, subtests: pytest.Subtests) -> None
             assert says in result.error
 
 
-def test_a_token_that_is_none_cannot_be_revoked(here: Command) -> None:
+def test_an_unknown_token_cannot_be_revoked(here: Command) -> None:
     result = here("token", "revoke", "nobody")
     assert (result.code, result.error) == (2, 'there is no token "nobody"; see: outbox token list')
 
 
-def test_the_help_teaches_the_scopes(outbox: Command) -> None:
-    told = outbox("token", "add", "--help").out
+def test_the_help_explains_the_scopes(outbox: Command) -> None:
+    reported = outbox("token", "add", "--help").out
     for word in ("read", "publish", "operate", "independent of each other", "tenant"):
-        assert word in told
+        assert word in reported
     # As outbox/docs/security.md has it, and the API does.
-    assert "including payloads, except receivers' responses" in told
+    assert "including payloads, except receivers' responses" in reported

@@ -1,4 +1,4 @@
-"""`outbox trace`: what a person on call reads."""
+"""Output of `outbox trace`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.one_major
 
 
 def script(sent: Sent) -> AttemptResult:
-    """Busy twice, then it is taken; `audit` takes nothing."""
+    """`shop` succeeds at the third attempt; `audit` rejects every delivery."""
     if sent.url.endswith("audit"):
         return REFUSED
     headers = (("X-Request-Id", f"r-{sent.attempt}"),)
@@ -41,9 +41,9 @@ def script(sent: Sent) -> AttemptResult:
 
 @pytest.fixture
 def traced(database: Database) -> Database:
-    """An order whose two events one endpoint has, another refused, and a third never wanted."""
+    """Publish two events of an order: `shop` accepts them, `audit` rejects them."""
 
-    async def go() -> None:
+    async def query_database() -> None:
         await add_endpoint(database)
         await add_endpoint(database, "audit")
         await add_endpoint(database, "billing", types=["invoice.*"])
@@ -52,15 +52,15 @@ def traced(database: Database) -> Database:
             await all_ended(database)
 
     with capture_logs():
-        asyncio.run(go())
+        asyncio.run(query_database())
     return database
 
 
-def test_as_a_person_reads_it(outbox: Command, traced: Database) -> None:
+def test_a_trace_as_text(outbox: Command, traced: Database) -> None:
     result = outbox("trace", "order-17", "--limit", "1", OUTBOX_DSN=traced.dsn)
     assert result.code == 0
     assert result.err == "outbox: warning: older events exist; next page: --before 2\n"
-    event, audit, shop, why = result.out.split("\n\n")
+    event, audit, shop, reason = result.out.split("\n\n")
     pairs = dict(re.split(r"  +", line, maxsplit=1) for line in event.splitlines())
     assert UUID(pairs.pop("event"))
     assert re.fullmatch(r"\+[0-9.]+ m?s in batch \d", pairs.pop("sequenced"))
@@ -86,7 +86,7 @@ def test_as_a_person_reads_it(outbox: Command, traced: Database) -> None:
         "attempt 2  503 after 12 ms  x-request-id r-2  try\ufffd[31m later",
         "attempt 3  204 after 1.0 ms",
     ]
-    assert _lines(why) == [
+    assert _lines(reason) == [
         "why it is not delivered",
         "- audit: sequence 2 of lane LANE-1-0 was dead-lettered because its receiver rejected it; "
         "it is dead letter 2: outbox dead replay 2",
@@ -94,16 +94,16 @@ def test_as_a_person_reads_it(outbox: Command, traced: Database) -> None:
 
 
 def _lines(block: str) -> list[str]:
-    """Without what differs from run to run."""
+    """The lines without values that differ between runs."""
     block = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", block)
     block = re.sub(r"[0-9a-f]{12}-1-0", "LANE-1-0", block)
     return [re.sub(r"^ *(\+[0-9.]+ m?s  )?", "", line) for line in block.splitlines()]
 
 
-def test_as_a_program_reads_it(outbox: Command, traced: Database) -> None:
-    told = outbox("trace", "order-17", "--payload", "--json", OUTBOX_DSN=traced.dsn).json
-    assert (told["version"], told["found_by"], told["more"]) == (1, "key", False)
-    newest, oldest = told["events"]
+def test_a_trace_as_json(outbox: Command, traced: Database) -> None:
+    reported = outbox("trace", "order-17", "--payload", "--json", OUTBOX_DSN=traced.dsn).json
+    assert (reported["version"], reported["found_by"], reported["more"]) == (1, "key", False)
+    newest, oldest = reported["events"]
     assert (newest["event"]["payload"], oldest["event"]["payload"]) == (
         {"paid": True},
         {"order": 17},
@@ -117,20 +117,20 @@ def test_as_a_program_reads_it(outbox: Command, traced: Database) -> None:
     assert len(newest["diagnosis"]) == 1
 
 
-def test_one_endpoint_alone(outbox: Command, traced: Database) -> None:
-    def ask(endpoint: str) -> Any:
+def test_a_trace_of_one_endpoint(outbox: Command, traced: Database) -> None:
+    def trace_endpoint(endpoint: str) -> Any:
         dsn = {"OUTBOX_DSN": traced.dsn}
-        told = outbox("trace", "order-17", "--endpoint", endpoint, "--json", **dsn).json
-        return told["events"][0]
+        reported = outbox("trace", "order-17", "--endpoint", endpoint, "--json", **dsn).json
+        return reported["events"][0]
 
-    assert [d["endpoint"] for d in ask("shop")["deliveries"]] == ["shop"]
-    assert ask("shop")["diagnosis"] == []
-    assert ask("billing")["diagnosis"] == [
+    assert [d["endpoint"] for d in trace_endpoint("shop")["deliveries"]] == ["shop"]
+    assert trace_endpoint("shop")["diagnosis"] == []
+    assert trace_endpoint("billing")["diagnosis"] == [
         "no endpoint received it: 1 not subscribed to its type (billing)"
     ]
 
 
-def test_what_is_not_there(here: Command) -> None:
+def test_an_unknown_event_is_reported(here: Command) -> None:
     result = here("trace", "order-18")
     assert result.code == 2
     assert result.error.startswith('no event found for "order-18": ')

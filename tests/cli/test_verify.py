@@ -1,4 +1,4 @@
-"""`outbox verify --repair`: asks, mends, tells, and looks again."""
+"""`outbox verify --repair`: prompts, repairs, reports, and checks again."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.one_major
 
 @pytest.fixture
 def damaged(database: Database) -> Database:
-    """Three deliveries and a counter that forgot two of them."""
+    """Create three deliveries and a lane counter that is two too low."""
 
-    async def go() -> None:
+    async def query_database() -> None:
         await add_endpoint(database)
         async with running(database, Network()):
             await publish(database, 1, 2, 3)
@@ -30,7 +30,7 @@ def damaged(database: Database) -> Database:
             await db.execute("UPDATE relay.lane_counter SET last_seq = 1")
 
     with capture_logs():
-        asyncio.run(go())
+        asyncio.run(query_database())
     return database
 
 
@@ -39,7 +39,7 @@ def counter(database: Database) -> int:
     return last_seq
 
 
-def test_a_repair_is_told_and_verified(here: Command, damaged: Database) -> None:
+def test_a_repair_is_reported_and_verified(here: Command, damaged: Database) -> None:
     found = here("verify")
     assert found.code == 1
     assert "contiguous: lane 1: counter 1, 3 deliveries from 1 to 3\n" in found.out
@@ -50,10 +50,10 @@ def test_a_repair_is_told_and_verified(here: Command, damaged: Database) -> None
         "would repair:\n  lane 1: counter 1, highest sequence 3\n"
         "    → set the counter to the highest sequence\n\n"
     )
-    mended = here("verify", "--repair", "--yes")
-    assert (mended.code, counter(damaged)) == (0, 3)
-    assert mended.out.startswith("repaired:\n  lane 1: counter 1, highest sequence 3\n")
-    assert "no violations; checked 3 events" in mended.out
+    repaired = here("verify", "--repair", "--yes")
+    assert (repaired.code, counter(damaged)) == (0, 3)
+    assert repaired.out.startswith("repaired:\n  lane 1: counter 1, highest sequence 3\n")
+    assert "no violations; checked 3 events" in repaired.out
     again = here("verify", "--repair", "--yes")
     assert again.code == 0
     assert again.out.startswith("nothing to repair\n")
@@ -70,23 +70,23 @@ def test_a_repair_as_json(here: Command, damaged: Database) -> None:
     planned = here("verify", "--repair", "--dry-run", "--json").json
     assert planned["would_repair"] == [what]
     assert planned["violations"] == 2
-    mended = here("verify", "--repair", "--yes", "--json").json
-    assert (mended["repaired"], mended["violations"]) == ([what], 0)
+    repaired = here("verify", "--repair", "--yes", "--json").json
+    assert (repaired["repaired"], repaired["violations"]) == ([what], 0)
     assert counter(damaged) == 3
     assert "repaired" not in here("verify", "--json").json
 
 
-def test_what_cannot_be_mended_stays_an_exception(here: Command, damaged: Database) -> None:
+def test_a_violation_without_a_repair_stays(here: Command, damaged: Database) -> None:
     asyncio.run(fetchval(damaged, "DELETE FROM attempt WHERE seq = 2"))
-    mended = here("verify", "--repair", "--yes", "--json")
-    assert mended.code == 1
-    assert [r["repair"] for r in mended.json["repaired"]] == ["counters"]
-    (left,) = [c for c in mended.json["checks"] if c["violations"]]
+    repaired = here("verify", "--repair", "--yes", "--json")
+    assert repaired.code == 1
+    assert [r["repair"] for r in repaired.json["repaired"]] == ["counters"]
+    (left,) = [c for c in repaired.json["checks"] if c["violations"]]
     assert left["name"] == "accounted"
     assert "ask the receiver" in left["action"]
 
 
-def test_nobody_is_taken_by_surprise(
+def test_a_repair_requires_confirmation(
     here: Command, damaged: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unasked = here("verify", "--repair")

@@ -49,7 +49,7 @@ os.read = read
 
 
 def prepared(source: str) -> list[str]:
-    """`outbox` in a process that ran this before."""
+    """`outbox` in a process that executes this code first."""
     run = "import sys; from outbox.cli import main; sys.exit(main.run(sys.argv[1:]))"
     return [sys.executable, "-c", f"{source}\n{run}"]
 
@@ -85,7 +85,7 @@ async def line(process: Process) -> str:
 
 
 async def seen(process: Process, wanted: str) -> dict[str, Any]:
-    """The next line of JSON that has this key with something in it."""
+    """The next line of JSON in which this key is not empty."""
     while True:
         response = orjson.loads(await line(process))
         if response.get(wanted):
@@ -93,7 +93,7 @@ async def seen(process: Process, wanted: str) -> dict[str, Any]:
             return response
 
 
-async def test_a_pipe_gets_one_block_for_each_look(database: Database) -> None:
+async def test_a_pipe_gets_one_block_for_each_poll(database: Database) -> None:
     async with on_a_pipe(database) as process:
         for number in range(3):
             assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", await line(process))
@@ -109,7 +109,7 @@ async def test_a_pipe_gets_one_block_for_each_look(database: Database) -> None:
         assert await process.stderr.read() == b""
 
 
-async def test_json_goes_on_when_the_database_comes_back(private_database: Database) -> None:
+async def test_json_continues_when_the_database_returns(private_database: Database) -> None:
     server = private_database.server.embedded
     async with on_a_pipe(private_database, "--json") as process:
         first = orjson.loads(await line(process))
@@ -144,7 +144,7 @@ async def with_patience_of(database: Database, seconds: float) -> AsyncIterator[
 
 @asynccontextmanager
 async def frozen(database: Database) -> AsyncIterator[None]:
-    """What serves the command stops, and its connection stays open."""
+    """Stop the server process of the command; its connection stays open."""
     sql = "SELECT pid FROM pg_stat_activity WHERE application_name = 'outbox-cli'"
     async with database.connection() as connection:
         (row,) = await connection.fetch(sql)
@@ -155,7 +155,7 @@ async def frozen(database: Database) -> AsyncIterator[None]:
         os.kill(row["pid"], signal.SIGCONT)
 
 
-async def test_a_server_that_froze_is_told(private_database: Database) -> None:
+async def test_an_unresponsive_server_is_reported(private_database: Database) -> None:
     async with with_patience_of(private_database, 0.5) as process:
         await seen(process, "rates")
         async with frozen(private_database):
@@ -165,7 +165,7 @@ async def test_a_server_that_froze_is_told(private_database: Database) -> None:
         assert await ended(process) == 0
 
 
-async def test_it_can_be_ended_while_it_waits_for_a_server_that_froze(
+async def test_it_can_be_stopped_while_it_waits_for_an_unresponsive_server(
     private_database: Database,
 ) -> None:
     async with with_patience_of(private_database, 2 * TIMEOUT_S) as process:
@@ -175,7 +175,7 @@ async def test_it_can_be_ended_while_it_waits_for_a_server_that_froze(
             assert await ended(process) == 0
 
 
-async def test_a_reader_that_has_enough_ends_it(database: Database) -> None:
+async def test_a_closed_pipe_ends_it(database: Database) -> None:
     async with on_a_pipe(database, "--json") as process:
         await line(process)
         process.stdout._transport.close()  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ async def test_a_reader_that_has_enough_ends_it(database: Database) -> None:
 
 
 class Terminal:
-    """A terminal of our own, with the command at it."""
+    """A pseudo-terminal with the command."""
 
     def __init__(self, keyboard: int, process: Process) -> None:
         self._keyboard = keyboard
@@ -208,7 +208,7 @@ class Terminal:
         return self._raw.decode(errors="replace")
 
     def screens(self) -> list[list[str]]:
-        """Each picture so far as its lines, the last one maybe incomplete."""
+        """The lines of each view so far; the last one may be incomplete."""
         return [
             [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", each).rstrip() for each in text.split("\r\n")]
             for text in self.raw.partition(BEGIN)[2].split("\x1b[H")[1:]
@@ -221,7 +221,7 @@ class Terminal:
         fcntl.ioctl(self._keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     async def shows(self, text: str) -> list[str]:
-        """A whole picture with this in it."""
+        """Wait for a complete view that contains the text."""
 
         def found() -> list[str] | None:
             whole = self.screens()[:-1]
@@ -270,9 +270,7 @@ async def at_a_terminal(
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
-async def test_a_terminal_shows_one_picture_until_a_key_ends_it(
-    database: Database, key: bytes
-) -> None:
+async def test_a_terminal_shows_one_view_until_q(database: Database, key: bytes) -> None:
     await add_endpoint(database, "shop")
     async with at_a_terminal(database) as terminal:
         await terminal.shows("per second")
@@ -287,14 +285,16 @@ async def test_a_terminal_shows_one_picture_until_a_key_ends_it(
         assert await ended(terminal.process) == 0
 
 
-async def test_a_key_that_ctrl_c_threw_away_is_not_waited_for(database: Database) -> None:
+async def test_a_key_discarded_by_ctrl_c_is_not_waited_for(database: Database) -> None:
     async with at_a_terminal(database, program=prepared(CTRL_C_BEFORE_THE_READ)) as terminal:
         await terminal.shows("per second")
         terminal.press(b"x")
         assert await ended(terminal.process) == 0
 
 
-async def test_a_small_terminal_keeps_the_foot_and_says_what_is_cut(database: Database) -> None:
+async def test_a_small_terminal_keeps_the_footer_and_reports_hidden_lines(
+    database: Database,
+) -> None:
     for n in range(30):
         await add_endpoint(database, f"shop-{n:02}")
     async with database.connection() as connection:
@@ -314,7 +314,9 @@ async def test_a_small_terminal_keeps_the_foot_and_says_what_is_cut(database: Da
         terminal.press(b"q")
 
 
-async def test_a_terminal_is_told_that_the_database_is_away(private_database: Database) -> None:
+async def test_a_terminal_shows_that_the_database_is_unavailable(
+    private_database: Database,
+) -> None:
     server = private_database.server.embedded
     async with at_a_terminal(private_database) as terminal:
         await terminal.shows("per second")
@@ -326,7 +328,7 @@ async def test_a_terminal_is_told_that_the_database_is_away(private_database: Da
         assert await ended(terminal.process) == 0
 
 
-async def test_a_terminal_that_can_do_nothing_gets_blocks(database: Database) -> None:
+async def test_a_dumb_terminal_gets_blocks(database: Database) -> None:
     async with at_a_terminal(database, TERM="dumb") as terminal:
         await until(lambda: terminal.raw.count("schema") > 2, TIMEOUT_S)
         assert BEGIN not in terminal.raw

@@ -17,7 +17,7 @@ from outbox.core.delivery.circuit_breaker import (
     CircuitBreaker,
 )
 from outbox.core.delivery.commands import Gate
-from outbox.core.model.response import Verdict
+from outbox.core.model.response import AttemptOutcome
 from tests.core.invariants import expect
 from tests.core.lane_tables import EPOCH_S
 
@@ -80,7 +80,7 @@ class Endpoint:
         self._activate(lane)
         self._expect_no_lane_forgotten()
 
-    def give_up(self, i: int) -> None:
+    def expire_pending(self, i: int) -> None:
         """Expire a lane's pending deliveries: it does not need its grant."""
         lane = self.lanes[i % len(self.lanes)]
         if not lane.in_flight:
@@ -113,7 +113,7 @@ class Endpoint:
     def response(
         self,
         i: int,
-        verdict: Verdict,
+        outcome: AttemptOutcome,
         u: float = 0.0,
         retry_after_s: float = 0.0,
         *,
@@ -125,18 +125,18 @@ class Endpoint:
         lane = out[i % len(out)]
         before, others = self.health.state, len(out) - 1
         returned = self.health.record_result(
-            verdict, self.now, u, gone=gone, retry_after_s=retry_after_s
+            outcome, self.now, u, gone=gone, retry_after_s=retry_after_s
         )
         self._disabled = self._disabled or gone
         if retry_after_s:
             self._held_until = max(self._held_until, self.now + retry_after_s)
-        self._expect_correct_reports(verdict, returned, before, gone=gone)
-        self._follow(verdict, before)
+        self._expect_correct_reports(outcome, returned, before, gone=gone)
+        self._follow(outcome, before)
         # A success that was in flight when the receiver sent Retry-After is not a probe.
-        if self.health.state in OPENED and not others and verdict is not Verdict.DELIVERED:
+        if self.health.state in OPENED and not others and outcome is not AttemptOutcome.DELIVERED:
             self._probe_after = self.now + (1.0 - u) * PROBE_MIN_S
         lane.in_flight, lane.task = False, True
-        if returned is Verdict.RETRY:
+        if returned is AttemptOutcome.RETRY:
             if lane.due_at <= self.now:
                 lane.failures += 1
                 lane.due_at = self.now + min(2.0**lane.failures / 2, RETRY_MAX_S)
@@ -239,7 +239,7 @@ class Endpoint:
         for lane in self.lanes:
             lane.width = 0
 
-    def _follow(self, verdict: Verdict, before: BreakerState) -> None:
+    def _follow(self, outcome: AttemptOutcome, before: BreakerState) -> None:
         """Follow the permitted concurrency by the rule of slow start."""
         if self.health.state is BreakerState.HEALTHY:
             self._overtaken.clear()
@@ -249,11 +249,11 @@ class Endpoint:
         ):
             if self.health.state is not before:
                 self._recovers()
-        elif verdict is Verdict.RETRY or (
-            verdict is Verdict.DELIVERED and self.now >= self._held_until
+        elif outcome is AttemptOutcome.RETRY or (
+            outcome is AttemptOutcome.DELIVERED and self.now >= self._held_until
         ):
             self._results += 1
-            self._misses += verdict is Verdict.RETRY
+            self._misses += outcome is AttemptOutcome.RETRY
             if self._results >= self._width:
                 most_failed = 2 * self._misses > self._results
                 self._width = max(self._width // 2, 1) if most_failed else self._width * 2
@@ -286,15 +286,15 @@ class Endpoint:
                 self._overtaken.add(pair)
 
     def _expect_correct_reports(
-        self, verdict: Verdict, returned: Verdict, before: BreakerState, *, gone: bool
+        self, outcome: AttemptOutcome, returned: AttemptOutcome, before: BreakerState, *, gone: bool
     ) -> None:
-        if verdict is Verdict.DELIVERED:
+        if outcome is AttemptOutcome.DELIVERED:
             self._refusals = 0
-        if verdict is not Verdict.REFUSED or gone:
-            expect(returned is verdict, "a response is turned into another", verdict, returned)
+        if outcome is not AttemptOutcome.REFUSED or gone:
+            expect(returned is outcome, "a response is turned into another", outcome, returned)
             return
         storm = BreakerState.REJECTING in (before, self.health.state)
-        if returned is Verdict.REFUSED:
+        if returned is AttemptOutcome.REFUSED:
             self._refusals += 1
             expect(not storm, "a refusal ends a delivery in a storm")
             expect(self._refusals < REFUSALS_MAX, "too many deliveries end by refusal")
@@ -329,7 +329,7 @@ class Endpoint:
             elif out := self.in_flight:
                 i = steps % len(out)
                 fails = out[i].id == poison
-                self.response(i, Verdict.RETRY if fails else Verdict.DELIVERED)
+                self.response(i, AttemptOutcome.RETRY if fails else AttemptOutcome.DELIVERED)
             else:
                 expect(self.jump(), "no timer and no task is left", self.lanes)
         if poison is None:

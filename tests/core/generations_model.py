@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from outbox.core.delivery.commands import Fetch, Gate, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
-from outbox.core.model.response import AttemptResult, Failure, Verdict, classify
+from outbox.core.model.response import AttemptOutcome, AttemptResult, Failure, classify
 from tests.core.invariants import expect
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_tables import EPOCH_S, Disk, Receiver, delivery
@@ -257,12 +257,12 @@ class World:
             response = AttemptResult.completed(status, 0.1)
         if received:
             self._receive(lane_id, send)
-        verdict = classify(response, maybe_sent_before=send.maybe_sent_before)
+        outcome = classify(response, maybe_sent_before=send.maybe_sent_before)
         record = owner_state.lanes[lane_id].record_result(
-            verdict, response, POLICY, started_at=self.now, now=self.now, u=0.5, blocks=blocks
+            outcome, response, POLICY, started_at=self.now, now=self.now, u=0.5, blocks=blocks
         )
         owner_state.pending.append(record)
-        if verdict is Verdict.DELIVERED:
+        if outcome is AttemptOutcome.DELIVERED:
             owner_state.delivered[lane_id] = send.delivery.seq
             self._activate(lane_id)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Gate, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.response import RETRYABLE, AttemptResult, Failure, Verdict, classify
+from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult, Failure, classify
 from tests.core.invariants import expect
 from tests.core.lane_invariants import POLICY, Watch
 from tests.core.lane_tables import EPOCH_S, Disk, Receiver, delivery
@@ -292,10 +292,10 @@ class World(Watch):
         if received:
             self._arrives(send)
         self.now += after_s
-        verdict = classify(response, maybe_sent_before=send.maybe_sent_before)
-        expect(status != 409 or verdict is Verdict.DELIVERED, f"{seq} is refused as a copy")
+        outcome = classify(response, maybe_sent_before=send.maybe_sent_before)
+        expect(status != 409 or outcome is AttemptOutcome.DELIVERED, f"{seq} is refused as a copy")
         record = self.lane.record_result(
-            verdict,
+            outcome,
             response,
             POLICY,
             started_at=self.started_at,
@@ -305,9 +305,9 @@ class World(Watch):
         )
         expect(record.seq == seq, "another number was completed", record)
         expect(record.blocks == (blocks and record.dead is not None), "does it block?", record)
-        if verdict is Verdict.RETRY:
+        if outcome is AttemptOutcome.RETRY:
             self._expect_attempts_counted(record)
-        if verdict is Verdict.DELIVERED:
+        if outcome is AttemptOutcome.DELIVERED:
             self._over = self._delivered = seq
             self._stalled_since = self.now if seq < self._known else None
         self._record_dead_lettered(record)
@@ -347,11 +347,11 @@ class World(Watch):
         else:
             response = AttemptResult.completed(status, 0.1, headers=headers)
         before, retryable = send.maybe_sent_before, RETRYABLE
-        verdict, through = classify_batch(
+        outcome, through = classify_batch(
             batch, response, maybe_sent_before=before, retryable=retryable
         )
         records = self.lane.record_batch_result(
-            batch, through, verdict, response, POLICY,
+            batch, through, outcome, response, POLICY,
             started_at=self.started_at, now=self.now, u=u,
         )  # fmt: skip
         taken = 0

@@ -34,7 +34,7 @@ def attempt(
     send = lane.next(now, gate)
     assert isinstance(send, Send)
     assert lane.next(now) is None
-    verdict = classify(response, maybe_sent_before=send.maybe_sent_before)
+    outcome = classify(response, maybe_sent_before=send.maybe_sent_before)
     return send, lane.record_result(
-        verdict, response, POLICY, started_at=now, now=now, u=0.5, **more
+        outcome, response, POLICY, started_at=now, now=now, u=0.5, **more
     )

@@ -12,7 +12,7 @@ from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
-from outbox.core.model.response import Verdict
+from outbox.core.model.response import AttemptOutcome
 from outbox.core.sequencing.gaps import GapTracker
 from tests.core import cursor_model, generations_model, lane_model
 from tests.core.circuit_breaker_model import Endpoint
@@ -146,7 +146,12 @@ def hunt_lane(
 def _walk_circuit_breaker(endpoint: Endpoint, rng: random.Random, steps: int) -> None:
     """Execute random steps; the receiver's behaviour persists for some steps."""
     below = rng.randrange
-    moods = (Verdict.DELIVERED, Verdict.DELIVERED, Verdict.RETRY, Verdict.REFUSED)
+    moods = (
+        AttemptOutcome.DELIVERED,
+        AttemptOutcome.DELIVERED,
+        AttemptOutcome.RETRY,
+        AttemptOutcome.REFUSED,
+    )
     mood, steady = rng.choice(moods), rng.choice((0.7, 0.95, 1.0))
 
     def turn() -> None:
@@ -154,17 +159,20 @@ def _walk_circuit_breaker(endpoint: Endpoint, rng: random.Random, steps: int) ->
         mood = rng.choice(moods)
 
     def response() -> None:
-        verdict = mood if rng.random() < steady else rng.choice(moods)
-        endpoint.response(below(8), verdict, rng.random())
+        outcome = mood if rng.random() < steady else rng.choice(moods)
+        endpoint.response(below(8), outcome, rng.random())
 
     happenings: list[tuple[float, Callable[[], object]]] = [
         (2, lambda: endpoint.offer(below(8), 1 + below(5))),
-        (0.5, lambda: endpoint.give_up(below(8))),
+        (0.5, lambda: endpoint.expire_pending(below(8))),
         (20, lambda: endpoint.work(below(8))),
         (12, response),
         (1, turn),
-        (0.3, lambda: endpoint.response(below(8), Verdict.RETRY, rng.random(), 1 + below(100))),
-        (0.1, lambda: endpoint.response(below(8), Verdict.REFUSED, gone=True)),
+        (
+            0.3,
+            lambda: endpoint.response(below(8), AttemptOutcome.RETRY, rng.random(), 1 + below(100)),
+        ),
+        (0.1, lambda: endpoint.response(below(8), AttemptOutcome.REFUSED, gone=True)),
         (2, lambda: endpoint.tick(rng.choice((0.1, 1, 5)), late=rng.random() < 0.5)),
         (3, endpoint.jump),
         (0.2, endpoint.pause),

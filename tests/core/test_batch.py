@@ -21,7 +21,7 @@ from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.message import body_of, prepare
 from outbox.core.model.endpoint import BATCH_MAX
 from outbox.core.model.headers import parse_lines
-from outbox.core.model.response import RETRYABLE, AttemptResult, Failure, Verdict
+from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult, Failure
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_steps import BUSY
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
@@ -113,42 +113,42 @@ def test_the_accepted_sequence_is_read_from_the_header(
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "verdict", "through"),
+    ("status", "said", "outcome", "through"),
     [
-        (200, None, Verdict.DELIVERED, 9),
-        (204, "9", Verdict.DELIVERED, 9),
-        (200, "6", Verdict.DELIVERED, 6),
+        (200, None, AttemptOutcome.DELIVERED, 9),
+        (204, "9", AttemptOutcome.DELIVERED, 9),
+        (200, "6", AttemptOutcome.DELIVERED, 6),
         # A 2xx that accepts nothing is not a success, or it would be retried for ever.
-        (200, "4", Verdict.RETRY, 4),
-        (200, "nonsense", Verdict.RETRY, 4),
-        (503, None, Verdict.RETRY, 4),
-        (503, "6", Verdict.RETRY, 6),
-        (400, "6", Verdict.REFUSED, 6),
+        (200, "4", AttemptOutcome.RETRY, 4),
+        (200, "nonsense", AttemptOutcome.RETRY, 4),
+        (503, None, AttemptOutcome.RETRY, 4),
+        (503, "6", AttemptOutcome.RETRY, 6),
+        (400, "6", AttemptOutcome.REFUSED, 6),
         # A failure is attributed to a delivery.
-        (500, "9", Verdict.RETRY, 8),
+        (500, "9", AttemptOutcome.RETRY, 8),
         # One of the deliveries was sent before, and it is unknown which.
-        (409, None, Verdict.REFUSED, 4),
-        (302, None, Verdict.REFUSED, 4),
+        (409, None, AttemptOutcome.REFUSED, 4),
+        (302, None, AttemptOutcome.REFUSED, 4),
     ],
 )
 def test_verdict_and_accepted_sequence_of_a_batch_response(
-    status: int, said: str | None, verdict: Verdict, through: int
+    status: int, said: str | None, outcome: AttemptOutcome, through: int
 ) -> None:
     headers = () if said is None else (("X-Accepted-Through", said),)
     response = AttemptResult.completed(status, 0.1, headers=headers)
     batch = [delivery(n) for n in range(5, 10)]
     meant = classify_batch(batch, response, maybe_sent_before=True, retryable=RETRYABLE)
-    assert meant == (verdict, through)
+    assert meant == (outcome, through)
 
 
-def test_a_batch_of_one_is_judged_like_a_delivery() -> None:
+def test_a_batch_of_one_is_classified_like_a_delivery() -> None:
     one, options = [delivery(5)], {"maybe_sent_before": True, "retryable": RETRYABLE}
     conflict, timeout = (
         AttemptResult.completed(409, 0.1),
         AttemptResult.failed(Failure.TIMEOUT, "", 1.0),
     )
-    assert classify_batch(one, conflict, **options) == (Verdict.DELIVERED, 5)
-    assert classify_batch(one, timeout, **options) == (Verdict.RETRY, 4)
+    assert classify_batch(one, conflict, **options) == (AttemptOutcome.DELIVERED, 5)
+    assert classify_batch(one, timeout, **options) == (AttemptOutcome.RETRY, 4)
 
 
 # ---------------------------------------------------------- batches of a lane
@@ -222,14 +222,16 @@ def test_a_retry_budget_begins_when_the_delivery_fails_alone() -> None:
     failed = AttemptResult.failed(Failure.TIMEOUT, "", 1.0)
     batch = (delivery(1), delivery(2))
     (record,) = lane.record_batch_result(
-        batch, 0, Verdict.RETRY, failed, POLICY, started_at=NOW, now=NOW, u=0.5
+        batch, 0, AttemptOutcome.RETRY, failed, POLICY, started_at=NOW, now=NOW, u=0.5
     )
     assert record.progress is not None
     assert (record.progress.spent, record.progress.first_attempt_at) == (0, None)
     lane.confirm_recorded(record)
     later = NOW + POLICY.age_max_s
     assert isinstance(lane.next(later), Send)
-    record = lane.record_result(Verdict.RETRY, failed, POLICY, started_at=later, now=later, u=0.5)
+    record = lane.record_result(
+        AttemptOutcome.RETRY, failed, POLICY, started_at=later, now=later, u=0.5
+    )
     assert record.dead is None
     assert record.progress is not None
     assert (record.progress.spent, record.progress.first_attempt_at) == (1, later)
@@ -271,14 +273,21 @@ def test_the_refill_check_does_not_scan_the_buffer(
     (*_, last) = send.batch
     response = AttemptResult.completed(200, 0.1)
     lane.record_batch_result(
-        send.batch, last.seq, Verdict.DELIVERED, response, POLICY, started_at=NOW, now=NOW, u=0.5
+        send.batch,
+        last.seq,
+        AttemptOutcome.DELIVERED,
+        response,
+        POLICY,
+        started_at=NOW,
+        now=NOW,
+        u=0.5,
     )
     # More remains than fits in one request, until two deliveries are gone.
     assert (20 - last.seq, lane.needs_refill) == (11, False)
     lane.next(NOW)
-    lane.record_result(Verdict.DELIVERED, response, POLICY, started_at=NOW, now=NOW, u=0.5)
+    lane.record_result(AttemptOutcome.DELIVERED, response, POLICY, started_at=NOW, now=NOW, u=0.5)
     lane.next(NOW)
-    lane.record_result(Verdict.DELIVERED, response, POLICY, started_at=NOW, now=NOW, u=0.5)
+    lane.record_result(AttemptOutcome.DELIVERED, response, POLICY, started_at=NOW, now=NOW, u=0.5)
     assert lane.needs_refill
 
 
@@ -326,14 +335,14 @@ def test_a_conflict_refuses_a_delivery_that_was_not_sent_before(is_known: bool) 
     assert isinstance(send, Send)
     conflict, policy = AttemptResult.completed(409, 0.1), POLICY
     (record,) = lane.record_batch_result(
-        send.batch, 0, Verdict.REFUSED, conflict, policy, started_at=NOW, now=NOW, u=0.5
+        send.batch, 0, AttemptOutcome.REFUSED, conflict, policy, started_at=NOW, now=NOW, u=0.5
     )
     lane.confirm_recorded(record)
     alone = lane.next(NOW)
     assert isinstance(alone, Send)
     assert (alone.attempt, alone.maybe_sent_before) == (2, is_known)
     lane.confirm_recorded(
-        lane.record_result(Verdict.RETRY, BUSY, policy, started_at=NOW, now=NOW, u=0.5)
+        lane.record_result(AttemptOutcome.RETRY, BUSY, policy, started_at=NOW, now=NOW, u=0.5)
     )
     # The delivery was sent alone, and may have been received.
     later = lane.next(NOW + 1e4)

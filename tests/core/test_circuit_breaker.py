@@ -15,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from outbox.core.delivery.circuit_breaker import FAILURES_MAX, BreakerState, CircuitBreaker
 from outbox.core.delivery.commands import Gate
-from outbox.core.model.response import Verdict
+from outbox.core.model.response import AttemptOutcome
 from tests.core.circuit_breaker_model import Endpoint
 from tests.core.invariants import Violation
 from tests.core.random_walk import hunt_health
 
 lanes = st.integers(0, 5)
-bad = st.sampled_from([Verdict.RETRY, Verdict.REFUSED])
+bad = st.sampled_from([AttemptOutcome.RETRY, AttemptOutcome.REFUSED])
 uniforms = st.sampled_from([0.0, 0.5, 0.99])
 
 
@@ -39,8 +39,8 @@ class CircuitBreakerMachine(RuleBasedStateMachine):
         self.endpoint.offer(i, count)
 
     @rule(i=lanes)
-    def give_up(self, i: int) -> None:
-        self.endpoint.give_up(i)
+    def expire_pending(self, i: int) -> None:
+        self.endpoint.expire_pending(i)
 
     @rule(i=lanes)
     def work(self, i: int) -> None:
@@ -53,27 +53,27 @@ class CircuitBreakerMachine(RuleBasedStateMachine):
 
     @rule(i=lanes, u=uniforms)
     def succeed(self, i: int, u: float) -> None:
-        self.endpoint.response(i, Verdict.DELIVERED, u)
+        self.endpoint.response(i, AttemptOutcome.DELIVERED, u)
 
-    @rule(i=lanes, verdict=bad, u=uniforms)
-    def fail(self, i: int, verdict: Verdict, u: float) -> None:
-        self.endpoint.response(i, verdict, u)
+    @rule(i=lanes, outcome=bad, u=uniforms)
+    def fail(self, i: int, outcome: AttemptOutcome, u: float) -> None:
+        self.endpoint.response(i, outcome, u)
 
-    @rule(verdict=bad, times=st.integers(2, 10))
-    def storm(self, verdict: Verdict, times: int) -> None:
+    @rule(outcome=bad, times=st.integers(2, 10))
+    def storm(self, outcome: AttemptOutcome, times: int) -> None:
         for _ in range(times):
             if not self.endpoint.tasks and not self.endpoint.in_flight:
                 self.endpoint.jump()
             self.endpoint.work(0)
-            self.endpoint.response(0, verdict)
+            self.endpoint.response(0, outcome)
 
     @rule(i=lanes, u=uniforms, seconds=st.sampled_from([0.5, 30.0, 3600.0]))
     def retry_after(self, i: int, u: float, seconds: float) -> None:
-        self.endpoint.response(i, Verdict.RETRY, u, seconds)
+        self.endpoint.response(i, AttemptOutcome.RETRY, u, seconds)
 
     @rule(i=lanes)
     def gone(self, i: int) -> None:
-        self.endpoint.response(i, Verdict.REFUSED, gone=True)
+        self.endpoint.response(i, AttemptOutcome.REFUSED, gone=True)
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 20.0]), late=st.booleans())
     def tick(self, seconds: float, late: bool) -> None:
@@ -115,14 +115,14 @@ def test_unhealthy_since_is_reset_by_health_or_resume() -> None:
     def fail(health: CircuitBreaker, now: float, times: int = FAILURES_MAX) -> None:
         for _ in range(times):
             health.started(1)
-            health.record_result(Verdict.RETRY, now, 0.5)
+            health.record_result(AttemptOutcome.RETRY, now, 0.5)
 
     health = CircuitBreaker()
     assert health.unhealthy_since is None
     fail(health, 10.0)
     assert (health.state, health.unhealthy_since) == (BreakerState.FAILING, 10.0)
     health.started(1)
-    health.record_result(Verdict.DELIVERED, 20.0, 0.5)
+    health.record_result(AttemptOutcome.DELIVERED, 20.0, 0.5)
     health.admit(2, 20.0)
     assert (health.state, health.record().since) == (BreakerState.RECOVERING, 20.0)
     assert health.unhealthy_since == 10.0, "it is not well yet"
@@ -216,15 +216,15 @@ class LosesUnusedGrants(CircuitBreaker):
 class DeadLettersEveryRefusal(CircuitBreaker):
     """Dead-letters refused deliveries during a refusal storm."""
 
-    def _record_refusal(self, *args: Any) -> Verdict:
+    def _record_refusal(self, *args: Any) -> AttemptOutcome:
         super()._record_refusal(*args)
-        return Verdict.REFUSED
+        return AttemptOutcome.REFUSED
 
 
 class IgnoresRefusalStorm(CircuitBreaker):
     """Does not detect a refusal storm."""
 
-    def _record_refusal(self, *args: Any) -> Verdict:
+    def _record_refusal(self, *args: Any) -> AttemptOutcome:
         self._refusals = 0
         return super()._record_refusal(*args)
 

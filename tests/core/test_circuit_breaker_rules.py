@@ -15,10 +15,10 @@ from outbox.core.delivery.circuit_breaker import (
     CircuitBreaker,
 )
 from outbox.core.delivery.commands import Gate
-from outbox.core.model.response import Verdict
+from outbox.core.model.response import AttemptOutcome
 
 NOW = 1_700_000_000.0
-OK, FAILED, REFUSED = Verdict.DELIVERED, Verdict.RETRY, Verdict.REFUSED
+OK, FAILED, REFUSED = AttemptOutcome.DELIVERED, AttemptOutcome.RETRY, AttemptOutcome.REFUSED
 SHUT, OPEN, PROBE = Gate.SHUT, Gate.OPEN, Gate.PROBE
 HEALTHY, FAILING, REJECTING, RECOVERING = (
     BreakerState.HEALTHY,
@@ -29,13 +29,13 @@ HEALTHY, FAILING, REJECTING, RECOVERING = (
 
 
 def responses(
-    health: CircuitBreaker, *verdicts: Verdict, now: float = NOW, u: float = 0.0
-) -> list[Verdict]:
+    health: CircuitBreaker, *outcomes: AttemptOutcome, now: float = NOW, u: float = 0.0
+) -> list[AttemptOutcome]:
     """Record responses to consecutive requests of one lane, whatever the gate is."""
     got = []
-    for verdict in verdicts:
+    for outcome in outcomes:
         health.started(0)
-        got.append(health.record_result(verdict, now, u, last_response={"status": verdict.value}))
+        got.append(health.record_result(outcome, now, u, last_response={"status": outcome.value}))
     return got
 
 
@@ -79,7 +79,7 @@ def test_all_lanes_of_a_healthy_endpoint_may_send() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "state"),
+    ("outcomes", "state"),
     [
         ([FAILED] * 4, HEALTHY),
         ([FAILED] * 5, FAILING),
@@ -93,10 +93,10 @@ def test_all_lanes_of_a_healthy_endpoint_may_send() -> None:
     ],
 )
 def test_only_consecutive_failures_open_the_breaker(
-    verdicts: list[Verdict], state: BreakerState
+    outcomes: list[AttemptOutcome], state: BreakerState
 ) -> None:
     health = CircuitBreaker()
-    responses(health, *verdicts)
+    responses(health, *outcomes)
     assert health.state is state
 
 
@@ -115,7 +115,7 @@ def test_the_record_contains_the_time_and_the_last_response() -> None:
 # -------------------------------------------------------------------- probes
 
 
-def probes(health: CircuitBreaker, bad: Verdict, u: float, seconds: float) -> list[float]:
+def probes(health: CircuitBreaker, bad: AttemptOutcome, u: float, seconds: float) -> list[float]:
     """Return the times of probes in this period in seconds, if every probe fails immediately."""
     now, at = NOW, []
     assert health.admit(1, now) is SHUT
@@ -240,7 +240,7 @@ def test_failures_become_a_refusal_storm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "verdict", "then"),
+    ("state", "outcome", "then"),
     [
         (FAILING, OK, RECOVERING),
         (FAILING, REFUSED, RECOVERING),
@@ -254,10 +254,10 @@ def test_failures_become_a_refusal_storm() -> None:
     ],
 )
 def test_transitions_after_one_response(
-    state: BreakerState, verdict: Verdict, then: BreakerState
+    state: BreakerState, outcome: AttemptOutcome, then: BreakerState
 ) -> None:
     health = in_state(state)
-    responses(health, verdict)
+    responses(health, outcome)
     assert health.state is then
 
 
@@ -292,8 +292,8 @@ def test_a_round_in_which_most_fail_halves_the_width() -> None:
     for _ in sent(health, NOW):
         health.record_result(OK, NOW, 0.0)
     assert len(sent(health, NOW)) == 4
-    for verdict in (OK, FAILED, FAILED, FAILED):
-        health.record_result(verdict, NOW, 0.0)
+    for outcome in (OK, FAILED, FAILED, FAILED):
+        health.record_result(outcome, NOW, 0.0)
     assert len(sent(health, NOW)) == 2
 
 
@@ -304,8 +304,8 @@ def test_occasional_failures_do_not_prevent_recovery() -> None:
     for _ in sent(health, NOW):
         health.record_result(OK, NOW, 0.0)
     assert len(sent(health, NOW)) == 4
-    for verdict in (OK, FAILED, FAILED, OK):
-        health.record_result(verdict, NOW, 0.0)
+    for outcome in (OK, FAILED, FAILED, OK):
+        health.record_result(outcome, NOW, 0.0)
     assert len(sent(health, NOW)) == 8
 
 
@@ -327,14 +327,14 @@ def test_a_lane_is_probed_once_while_recovering_and_then_follows_its_retry_sched
     assert health.admit(2, NOW) is PROBE
 
 
-@pytest.mark.parametrize("verdict", [FAILED, REFUSED])
-def test_outstanding_grants_are_void_when_the_breaker_opens(verdict: Verdict) -> None:
+@pytest.mark.parametrize("outcome", [FAILED, REFUSED])
+def test_outstanding_grants_are_void_when_the_breaker_opens(outcome: AttemptOutcome) -> None:
     health = in_state(RECOVERING)
     gates(health, 4)
     health.record_result(OK, NOW, 0.0)
     assert health.wake(NOW) == [2, 3]
-    responses(health, *[verdict] * 10)
-    assert health.state is (FAILING if verdict is FAILED else REJECTING)
+    responses(health, *[outcome] * 10)
+    assert health.state is (FAILING if outcome is FAILED else REJECTING)
     assert health.admit(2, NOW) is SHUT
     assert sent(health, NOW + 99) == [4]
 

@@ -25,7 +25,7 @@ from outbox.core.delivery.commands import (
 )
 from outbox.core.delivery.delivery_buffer import REFILL_LEVEL
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.response import AttemptResult, Verdict, stored_response
+from outbox.core.model.response import AttemptOutcome, AttemptResult, stored_response
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_model import World
 from tests.core.lane_steps import BUSY, NO, NOW, OK, attempt, lane_with
@@ -297,7 +297,9 @@ def test_a_stopping_lane_finishes_its_request_in_flight() -> None:
     assert isinstance(send, Send)
     lane.stop()
     assert lane.in_flight
-    record = lane.record_result(Verdict.DELIVERED, OK, POLICY, started_at=NOW, now=NOW, u=0.0)
+    record = lane.record_result(
+        AttemptOutcome.DELIVERED, OK, POLICY, started_at=NOW, now=NOW, u=0.0
+    )
     assert lane.next(NOW) is None
     assert not lane.settled
     lane.confirm_recorded(record)

@@ -133,9 +133,9 @@ def test_a_cut_waits_for_the_request_in_flight() -> None:
         lane.next(NOW)
         lane.dead_letter_through(3, "backlog")
         assert lane.next(NOW) is None
-        verdict = classify(response, maybe_sent_before=False)
+        outcome = classify(response, maybe_sent_before=False)
         lane.confirm_recorded(
-            lane.record_result(verdict, response, POLICY, started_at=NOW, now=NOW, u=0.5)
+            lane.record_result(outcome, response, POLICY, started_at=NOW, now=NOW, u=0.5)
         )
         record = lane.next(NOW)
         assert (cut_of(record).seq, cut_of(record).to_seq) == (first, 3)

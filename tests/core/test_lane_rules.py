@@ -14,7 +14,7 @@ import pytest
 from outbox.core.delivery.commands import DeadRange, Gate, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane, _Busy
 from outbox.core.delivery.retry_state import RetryState
-from outbox.core.model.response import Verdict
+from outbox.core.model.response import AttemptOutcome
 from tests.core.invariants import Violation
 from tests.core.lane_model import NO_FAULTS, Faults
 from tests.core.random_walk import hunt_lane
@@ -291,11 +291,11 @@ class IgnoresAcceptedSequence(Lane):
     """Acknowledges a whole batch regardless of the accepted sequence number."""
 
     def record_batch_result(
-        self, batch: Any, accepted_seq: int, verdict: Verdict, *args: Any, **more: Any
+        self, batch: Any, accepted_seq: int, outcome: AttemptOutcome, *args: Any, **more: Any
     ) -> Any:
-        if verdict is Verdict.DELIVERED:
+        if outcome is AttemptOutcome.DELIVERED:
             accepted_seq = batch[-1].seq
-        return super().record_batch_result(batch, accepted_seq, verdict, *args, **more)
+        return super().record_batch_result(batch, accepted_seq, outcome, *args, **more)
 
 
 class DoesNotBisectFailedBatch(Lane):

@@ -97,7 +97,7 @@ def test_a_peer_is_expired_after_a_full_lease_without_renewal() -> None:
     assert poll(60, (1, 8), (2, 6)) == ({1, 2}, set())
 
 
-def test_each_peer_is_judged_by_its_own_lease() -> None:
+def test_each_peer_is_expired_by_its_own_lease() -> None:
     watch = PeerWatch()
     peers = [Peer(1, 0, 2.0), Peer(2, 0, 20.0)]
     watch.observe(peers, 0)
@@ -126,9 +126,9 @@ def test_a_dead_peer_is_detected_within_a_lease_of_its_last_seen_renewal(
         now += gap_s * lease_s / RENEWALS_PER_LEASE
         renewals += 1
         watch.observe([Peer(2, renewals, lease_s)], now)
-    judged_at = watch.next_expiry_at(me=1)
-    assert judged_at == now + lease_s
-    assert watch.observe([Peer(2, renewals, lease_s)], judged_at) == (set(), {2})
+    expires_at = watch.next_expiry_at(me=1)
+    assert expires_at == now + lease_s
+    assert watch.observe([Peer(2, renewals, lease_s)], expires_at) == (set(), {2})
 
 
 class ReplicaMachine(RuleBasedStateMachine):
@@ -147,7 +147,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.watch = PeerWatch()
         self.renewal: tuple[int, float] | None = None
         """The renewal counter that the observer saw last, and when it first saw it."""
-        self.judged_dead_at: int | None = None
+        self.expired_at_renewal: int | None = None
 
     def own_clock(self, at: float) -> float:
         return 1000.0 + at
@@ -183,7 +183,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         )
         assert alive | dead == {1}
         assert not alive & dead
-        self.judged_dead_at = self.renewals if dead else None
+        self.expired_at_renewal = self.renewals if dead else None
         # A replica that does not renew is detected one lease after its last seen renewal.
         silent_s = self.now - self.renewal[1]
         if abs(silent_s - LEASE_S) > 1e-6:
@@ -194,7 +194,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @invariant()
     def an_expired_replica_does_not_hold_its_lease(self) -> None:
         """Unless a renewal was committed since, which expiring the replica excludes."""
-        if self.judged_dead_at == self.renewals:
+        if self.expired_at_renewal == self.renewals:
             assert self.lease.left_s(self.own_clock(self.now)) <= 0
 
 

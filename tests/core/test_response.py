@@ -17,9 +17,9 @@ from outbox.core.model.response import (
     STORED_BODY_CHARS_MAX,
     STORED_SUCCESS_BODY_CHARS_MAX,
     STORED_VERSION,
+    AttemptOutcome,
     AttemptResult,
     Failure,
-    Verdict,
     classify,
     describe_response,
     one_line,
@@ -32,59 +32,59 @@ from outbox.core.model.response import (
 NOW = datetime(2026, 1, 31, 12, 0, 0, tzinfo=UTC).timestamp()
 
 
-def verdict(status: int, *, maybe_sent_before: bool = False) -> Verdict:
+def outcome(status: int, *, maybe_sent_before: bool = False) -> AttemptOutcome:
     return classify(AttemptResult.completed(status, 0.1), maybe_sent_before=maybe_sent_before)
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 206, 226, 299])
 def test_2xx_is_delivered(status: int) -> None:
-    assert verdict(status) is Verdict.DELIVERED
+    assert outcome(status) is AttemptOutcome.DELIVERED
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 529, 599])
 def test_retryable_statuses_are_retried(status: int) -> None:
-    assert verdict(status) is Verdict.RETRY
+    assert outcome(status) is AttemptOutcome.RETRY
 
 
 @pytest.mark.parametrize("status", [101, 300, 301, 302, 307, 308, 400, 401, 404, 409, 410])
 def test_any_other_status_is_a_refusal(status: int) -> None:
-    assert verdict(status) is Verdict.REFUSED
+    assert outcome(status) is AttemptOutcome.REFUSED
 
 
 def test_409_to_a_number_that_may_have_been_sent_before_is_a_success() -> None:
-    assert verdict(409, maybe_sent_before=True) is Verdict.DELIVERED
-    assert verdict(400, maybe_sent_before=True) is Verdict.REFUSED
-    assert verdict(503, maybe_sent_before=True) is Verdict.RETRY
+    assert outcome(409, maybe_sent_before=True) is AttemptOutcome.DELIVERED
+    assert outcome(400, maybe_sent_before=True) is AttemptOutcome.REFUSED
+    assert outcome(503, maybe_sent_before=True) is AttemptOutcome.RETRY
 
 
 @pytest.mark.parametrize("failure", Failure)
 def test_a_failure_without_a_status_is_retried(failure: Failure) -> None:
     response = AttemptResult.failed(failure, "it went wrong", 0.1)
     for maybe_sent_before in (False, True):
-        assert classify(response, maybe_sent_before=maybe_sent_before) is Verdict.RETRY
+        assert classify(response, maybe_sent_before=maybe_sent_before) is AttemptOutcome.RETRY
 
 
 @pytest.mark.parametrize("status", [0, 99, 600, 999])
 def test_an_invalid_status_counts_as_a_server_error(status: int) -> None:
-    assert verdict(status) is Verdict.RETRY
+    assert outcome(status) is AttemptOutcome.RETRY
     none = frozenset[int]()
     response = AttemptResult.completed(status, 0.1)
-    assert classify(response, maybe_sent_before=False, retryable=none) is Verdict.REFUSED
+    assert classify(response, maybe_sent_before=False, retryable=none) is AttemptOutcome.REFUSED
 
 
 def test_retryable_statuses_are_configurable_per_endpoint() -> None:
     own = frozenset({404, 409, 200})
 
-    def verdict_of(status: int, *, before: bool = False) -> Verdict:
+    def outcome_of(status: int, *, before: bool = False) -> AttemptOutcome:
         return classify(
             AttemptResult.completed(status, 0.1), maybe_sent_before=before, retryable=own
         )
 
-    assert verdict_of(404) is Verdict.RETRY
-    assert verdict_of(503) is Verdict.REFUSED
-    assert verdict_of(409) is Verdict.RETRY
-    assert verdict_of(409, before=True) is Verdict.DELIVERED
-    assert verdict_of(200) is Verdict.DELIVERED
+    assert outcome_of(404) is AttemptOutcome.RETRY
+    assert outcome_of(503) is AttemptOutcome.REFUSED
+    assert outcome_of(409) is AttemptOutcome.RETRY
+    assert outcome_of(409, before=True) is AttemptOutcome.DELIVERED
+    assert outcome_of(200) is AttemptOutcome.DELIVERED
 
 
 def test_a_result_has_either_a_status_or_a_failure() -> None:

@@ -13,7 +13,7 @@ from outbox.core.delivery.commands import Fetch, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.message import Delivery
 from outbox.core.delivery.retry_preview import markdown, schedule
-from outbox.core.model.response import AttemptResult, Verdict
+from outbox.core.model.response import AttemptOutcome, AttemptResult
 from outbox.core.model.retry_policy import PRESETS, RetryPolicy, parse
 
 BUSY = AttemptResult.completed(503, 0.0)
@@ -52,7 +52,9 @@ def attempts(policy: RetryPolicy, u: float, *, late_s: float = 0.0) -> tuple[lis
             now = command.until + late_s
         elif isinstance(command, Send):
             times.append(now - START)
-            record = lane.record_result(Verdict.RETRY, BUSY, policy, started_at=now, now=now, u=u)
+            record = lane.record_result(
+                AttemptOutcome.RETRY, BUSY, policy, started_at=now, now=now, u=u
+            )
             assert isinstance(record, Record)
             if record.dead is not None:
                 return times, record.dead.reason

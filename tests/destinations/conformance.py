@@ -664,11 +664,11 @@ class TransportConformance:
             assert (await transport.send(to(server))).status is None
 
     async def test_closing_ends_connection_attempts(self, make: Make) -> None:
-        looked_up = asyncio.Event()
+        resolving = asyncio.Event()
 
         class Slow(dict[str, list[str] | None]):
             def __contains__(self, name: object) -> bool:
-                looked_up.set()
+                resolving.set()
                 return True
 
             def __getitem__(self, name: str) -> None:
@@ -679,7 +679,7 @@ class TransportConformance:
             sending = asyncio.create_task(
                 transport.send(to("http://slow.example/", connect_timeout_s=SHORT_S))
             )
-            await looked_up.wait()
+            await resolving.wait()
             await transport.aclose()
             assert (await sending).status is None
 

@@ -56,14 +56,14 @@ class Smokescreen:
 
     def _refusal(self, head: str) -> bytes | None:
         try:
-            why = EgressPolicy().refusal(self._address(head), port=443, tls=True)
+            reason = EgressPolicy().refusal(self._address(head), port=443, tls=True)
         except ValueError:
             return b"HTTP/1.1 502 Bad Gateway\r\nX-Smokescreen-Error: no such host\r\n\r\n"
-        if why is None:
+        if reason is None:
             return None
         return (
             b"HTTP/1.1 407 Request rejected by proxy\r\nContent-Length: 2\r\n"
-            b"x-smokescreen-error: Deny: %b\r\n\r\nno" % why.encode()
+            b"x-smokescreen-error: Deny: %b\r\n\r\nno" % reason.encode()
         )
 
     async def _join(

@@ -148,7 +148,7 @@ async def test_allowed_addresses_of_a_dns_response_are_used(
     assert response.failure is (Failure.EGRESS_REFUSED if status is None else None)
 
 
-async def test_three_hundred_hanging_look_ups_delay_no_others() -> None:
+async def test_three_hundred_hanging_lookups_delay_no_others() -> None:
     good = {f"good{n}.example": ["127.0.0.1"] for n in range(60)}
     async with (
         naming(good | {name: [] for name in SLOW}) as dns,
@@ -182,7 +182,7 @@ async def test_three_hundred_hanging_look_ups_delay_no_others() -> None:
     assert beside[-1] < 1.0
 
 
-async def test_a_look_up_is_shared_and_outlives_its_first_caller() -> None:
+async def test_a_lookup_is_shared_and_outlives_its_first_caller() -> None:
     known: dict[str, list[str]] = {"late.example": []}
     async with naming(known) as dns, resolver(timeout=0.2, tries=20, **dns.options) as names:
         with pytest.raises(TimeoutError):
@@ -194,7 +194,7 @@ async def test_a_look_up_is_shared_and_outlives_its_first_caller() -> None:
         assert names._pending == {}
 
 
-async def test_look_ups_are_bounded_and_known_names_come_first(
+async def test_lookups_are_bounded_and_known_names_come_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert LOOKUPS_MAX >= 1024
@@ -211,7 +211,7 @@ async def test_look_ups_are_bounded_and_known_names_come_first(
         assert list(await names.resolve("known.example")) == [PUBLIC]
 
 
-async def test_closing_ends_look_ups() -> None:
+async def test_closing_ends_lookups() -> None:
     async with naming({"slow.example": []}) as dns:
         names = CachingResolver(**dns.options)
         asking = asyncio.ensure_future(names.resolve("slow.example"))

@@ -71,10 +71,10 @@ def test_hostile_urls_are_refused_with_a_one_line_reason(url: str) -> None:
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_hostile_addresses_are_refused_regardless_of_the_resolver(address: str) -> None:
     for networks in ((), (ip_network("10.77.0.0/16"),)):
-        why = CLOSED.refusal(address, port=443, tls=True, networks=networks)
-        assert why is not None
-        assert SETTING in why
-        assert "\n" not in why
+        reason = CLOSED.refusal(address, port=443, tls=True, networks=networks)
+        assert reason is not None
+        assert SETTING in reason
+        assert "\n" not in reason
 
 
 def test_networks_of_an_endpoint_add_to_the_relays() -> None:
@@ -120,8 +120,8 @@ def test_a_denied_network_is_suggested_for_one_endpoint_first() -> None:
         "http://x.example/",
         "https://x.example:1/",
     ):
-        why = CLOSED.refusal_of_url(url) or ""
-        assert why.endswith(
+        reason = CLOSED.refusal_of_url(url) or ""
+        assert reason.endswith(
             "with --allow-network (for this endpoint alone) or OUTBOX_ALLOW_NETWORKS (for all)"
         ), url
 

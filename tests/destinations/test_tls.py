@@ -263,11 +263,11 @@ async def test_concurrent_callers_share_one_context(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Tls] = []
-    go = threading.Event()
+    release = threading.Event()
 
     def slowly(own: Tls) -> ssl.SSLContext:
         asked.append(own)
-        go.wait(20)
+        release.wait(20)
         if len(asked) == 1:
             raise UsageError("ca: cannot be used")
         return endpoint_context(own)
@@ -280,7 +280,7 @@ async def test_concurrent_callers_share_one_context(
             await kept.get(own)
     lanes = [asyncio.ensure_future(kept.get(own)) for _ in range(64)]
     await asyncio.sleep(0)
-    go.set()
+    release.set()
     refused = await asyncio.gather(*lanes, return_exceptions=True)
     assert {str(each) for each in refused} == {"ca: cannot be used"}
     # A cancelled caller does not cancel the others, and a failed build is retried.
@@ -293,10 +293,10 @@ async def test_concurrent_callers_share_one_context(
 async def test_callers_that_wait_for_a_context_fail_when_the_cache_closes(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = threading.Event()
+    release = threading.Event()
 
     def slowly(own: Tls) -> ssl.SSLContext:
-        go.wait(20)
+        release.wait(20)
         return endpoint_context(own)
 
     monkeypatch.setattr(tls_contexts, "endpoint_context", slowly)
@@ -307,7 +307,7 @@ async def test_callers_that_wait_for_a_context_fail_when_the_cache_closes(
     kept.close()
     with pytest.raises(ConnectionAbortedError, match="the transport is closed"):
         await waiting[-1]
-    go.set()
+    release.set()
     await asyncio.gather(*waiting[:-1])
 
 

@@ -103,7 +103,7 @@ async def test_a_backfill_sends_events_before_the_endpoint_and_events_already_de
     for sent in network.accepted:
         assert "replay_of" not in sent.body
     for job_id in (job, again):
-        done = await replay_jobs.get(db, "relay", job_id)
+        done = await replay_jobs.get_job(db, "relay", job_id)
         assert (done.state, done.stopped, done.share) == ("done", {}, 1.0)
     event_trace = await trace.read_trace(db, "relay", 1)
     assert [(d.endpoint, d.backfill) for d in event_trace.deliveries] == [
@@ -139,7 +139,7 @@ async def test_a_backfill_selects_events(database: Database, db: Connection[Any]
         await ranges.sequence_all(database)
         assert await db.fetchval(BACKFILLED, job) == expected, options
         assert planned == len(expected or ())
-        assert (await replay_jobs.get(db, "relay", job)).state == "done"
+        assert (await replay_jobs.get_job(db, "relay", job)).state == "done"
     assert await exceptions(database) == {}
 
 
@@ -176,7 +176,7 @@ async def test_a_new_leader_continues_a_backfill(
     for n in range(20):
         await ranges.turn((first, second)[n // 2 % 2])
     assert sorted(await db.fetchval(BACKFILLED, job)) == list(range(1, 21))
-    assert (await replay_jobs.get(db, "relay", job)).state == "done"
+    assert (await replay_jobs.get_job(db, "relay", job)).state == "done"
     assert await exceptions(database) == {}
 
 
@@ -190,17 +190,17 @@ async def test_an_aborted_backfill_adds_no_more_deliveries(
     job = await request_backfill(db)
     for _ in range(3):
         await ranges.turn(worker)
-    aborted = await replay_jobs.abort(db, "relay", job, actor="bob@desk")
+    aborted = await replay_jobs.abort_job(db, "relay", job, actor="bob@desk")
     assert 0 < aborted.taken < 20
     for _ in range(5):
         await ranges.turn(worker)
     assert len(await db.fetchval(BACKFILLED, job)) == aborted.taken
-    shown = await replay_jobs.get(db, "relay", job)
+    shown = await replay_jobs.get_job(db, "relay", job)
     assert (shown.state, shown.open) == ("aborted", 0)
     with pytest.raises(UsageError, match=f"job {job} was aborted already; see: outbox replay show"):
-        await replay_jobs.abort(db, "relay", job, actor="test")
+        await replay_jobs.abort_job(db, "relay", job, actor="test")
     with pytest.raises(NotFound, match="there is no replay job 99; see: outbox replay list"):
-        await replay_jobs.abort(db, "relay", 99, actor="test")
+        await replay_jobs.abort_job(db, "relay", 99, actor="test")
     actors = await db.fetch(
         "SELECT kind, actor FROM journal WHERE kind LIKE '%fill%' OR kind LIKE 'replay%'"
     )
@@ -227,8 +227,8 @@ async def test_an_aborted_replay_leaves_dead_letters_as_they_were(
         BatchResult.WRITTEN,
     ]
     assert outcome.job is not None
-    assert (await replay_jobs.abort(db, "relay", outcome.job, actor="test")).taken == 4
-    (row,) = await dead_letters.page(db, "relay")
+    assert (await replay_jobs.abort_job(db, "relay", outcome.job, actor="test")).taken == 4
+    (row,) = await dead_letters.list_dead_letters(db, "relay")
     assert (row.state, row.sequence, row.to_sequence) == ("dead", 1, 10)
     await ranges.sequence_all(database)
     assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id IS NOT NULL") == 4
@@ -250,12 +250,12 @@ async def test_a_backfill_ends_with_its_endpoint(
         await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", made.id)
         await db.execute("UPDATE cursor SET version = version + 1")
     elif state == "removed":
-        await endpoint_removal.remove(db, "relay", "shop", actor="test", dead_letter=True)
+        await endpoint_removal.remove_endpoint(db, "relay", "shop", actor="test", dead_letter=True)
     else:
-        await endpoint_removal.drain(db, "relay", "shop", actor="test")
+        await endpoint_removal.drain_endpoint(db, "relay", "shop", actor="test")
     for _ in range(4):
         await ranges.turn(worker)
-    shown = await replay_jobs.get(db, "relay", job)
+    shown = await replay_jobs.get_job(db, "relay", job)
     assert (shown.state, shown.stopped) == ("done", {state: 1})
     assert 0 < shown.taken < 20
     with pytest.raises((UsageError, NotFound)):
@@ -320,7 +320,7 @@ async def test_a_backfill_has_a_bounded_number_of_pending_deliveries(
     async with running(database, network):
         await publish(database, *range(200))
         await all_ended(database)
-        await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+        await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
         job = await request_backfill(db)
         taken = "SELECT taken FROM replay_job_endpoint WHERE job_id = $1"
         await until(lambda: db.fetchval(taken, job))
@@ -332,7 +332,7 @@ async def test_a_backfill_has_a_bounded_number_of_pending_deliveries(
         # The rest is delivered faster than beside live events in production.
         monkeypatch.setattr(replay_throttle, "LIVE_MS", 1e9)
         monkeypatch.setattr(replay_throttle, "LIVE_BATCH_MAX", 50)
-        await endpoint_states.resume(db, "relay", ["shop"], actor="test")
+        await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="test")
         await all_ended(database, timeout_s=60)
     assert backfilled(network.accepted) == list(range(200))
     assert await exceptions(database) == {}

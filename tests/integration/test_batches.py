@@ -48,7 +48,7 @@ def batch_response(status: int, through: int) -> AttemptResult:
 
 async def change(database: Database, name: str, **changes: Any) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             connection, "relay", name, lambda was: replace(was, **changes), actor="test"
         )
 

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.one_major
 async def fetchable(database: Database, name: str = "shop") -> AsyncIterator[FetchClient]:
     """The fetch settings of a receiver."""
     connection = await database.connect(server_settings={"search_path": "relay"})
-    made = await fetch_tokens.add(connection, "relay", name, actor="test")
+    made = await fetch_tokens.add_fetch_token(connection, "relay", name, actor="test")
     settings = settings_for(database, dsn_source="test")
     async with receivers.running(settings, Address("127.0.0.1", 0)) as at:
         yield FetchClient(at.url, made.token)

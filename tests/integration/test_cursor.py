@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import cursor_variants as variants
 from tests.support.adversary import EVERYTHING, Workload, running
-from tests.support.judge import SPOTLESS, judge, progress
+from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor, progress
 from tests.support.producers import EVERY_KIND, INSERT
 from tests.support.waiting import until
 
@@ -38,7 +38,7 @@ async def test_nothing_is_lost_or_reordered(
         await slow.execute("COMMIT")
         await run.finish()
     async with database.connection() as connection:
-        assert await judge(connection) == SPOTLESS
+        assert await check_cursor(connection) == NO_VIOLATIONS
         met = await progress(connection)
     # A run without gaps proves nothing.
     assert run.done.keys() >= EVERY_KIND.keys() - {"skip_ids"}
@@ -63,7 +63,7 @@ async def test_nothing_is_lost_or_reordered_when_the_server_crashes(
             await connection.execute("COMMIT PREPARED 'outlives the crash'")
         await run.finish()
     async with private_database.connection() as connection:
-        assert await judge(connection) == SPOTLESS
+        assert await check_cursor(connection) == NO_VIOLATIONS
     assert run.done["lost connection"]
 
 
@@ -118,6 +118,6 @@ async def test_an_incorrect_cursor_is_detected(
 
         async def caught() -> bool:
             await run.last(0.2)
-            return kind in (await judge(connection)).kinds()
+            return kind in (await check_cursor(connection)).kinds()
 
         await until(caught, CAUGHT_WITHIN_S, f"events to be {kind}")

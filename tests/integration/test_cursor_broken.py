@@ -12,7 +12,7 @@ import pytest
 from outbox.errors import CursorBroken
 from outbox.relay.sequencing import sequencer as sequencer_module
 from outbox.relay.sequencing.cursor import BatchResult
-from tests.support.judge import SPOTLESS, judge
+from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
 from tests.support.relay import Network, add_endpoint, fetchval, publish, relay
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper
@@ -122,7 +122,7 @@ async def test_sequencing_resumes_after_the_repair(
         late = await producer.fetchval(INSERT)
         assert late == 2001
         await relay.sequenced(late)
-    assert await judge(producer) == SPOTLESS
+    assert await check_cursor(producer) == NO_VIOLATIONS
 
 
 UNFIT = {
@@ -165,7 +165,7 @@ async def test_nothing_is_sequenced_until_an_unsuitable_sequence_is_repaired(
         await relay.sequenced(first)
         # The rest of the session's ten ids is discarded by the ALTER.
         await relay.sequenced(await producer.fetchval(INSERT))
-    assert await judge(producer) == SPOTLESS
+    assert await check_cursor(producer) == NO_VIOLATIONS
 
 
 @pytest.mark.usefixtures("recheck_soon")
@@ -195,7 +195,7 @@ async def test_a_sequence_that_is_altered_later_stops_sequencing_until_its_repai
         await producer.execute(f"ALTER SEQUENCE relay.outbox_id_seq {fit}")
         await relay.sequenced(late)
         await relay.sequenced(await producer.fetchval(INSERT))
-    assert await judge(producer) == SPOTLESS
+    assert await check_cursor(producer) == NO_VIOLATIONS
 
 
 async def test_a_stopped_sequencer_limits_its_log_under_load(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support import cursor_variants as variants
-from tests.support.judge import SPOTLESS, Verdict, finished, judge
+from tests.support.cursor_checks import NO_VIOLATIONS, CursorViolations, check_cursor, finished
 from tests.support.scripts import (
     SCRIPTS,
     Script,
@@ -36,21 +36,21 @@ FAILURES = [
 
 async def _play(
     script: Script, database: Database, variant: Variant, *, strict: bool = False
-) -> Verdict:
+) -> CursorViolations:
     async with staged(database, variant, strict=strict) as stage:
         await script.play(stage)
         await stage.settle()
         async with database.connection() as connection:
-            verdict = await judge(connection)
-            assert verdict != SPOTLESS or await finished(connection)
-            return verdict
+            violations = await check_cursor(connection)
+            assert violations != NO_VIOLATIONS or await finished(connection)
+            return violations
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 async def test_the_cursor_is_correct_in_every_interleaving(
     script: Script, database: Database
 ) -> None:
-    assert await _play(script, database, REAL, strict=True) == SPOTLESS
+    assert await _play(script, database, REAL, strict=True) == NO_VIOLATIONS
 
 
 @pytest.mark.one_major
@@ -65,7 +65,7 @@ async def test_the_cursor_is_correct_in_every_interleaving(
 async def test_the_cursor_is_correct_without_reading_its_own_lock(
     script: Script, database: Database
 ) -> None:
-    assert await _play(script, database, variants.MODEST, strict=True) == SPOTLESS
+    assert await _play(script, database, variants.MODEST, strict=True) == NO_VIOLATIONS
 
 
 @pytest.mark.one_major
@@ -76,7 +76,7 @@ async def test_the_cursor_sets_its_own_isolation(isolation: str, database: Datab
             f"ALTER DATABASE {database.name} SET default_transaction_isolation = '{isolation}'"
         )
     script = Script(a_commit_comes_after_the_lock_of_the_cursor)
-    assert await _play(script, database, REAL, strict=True) == SPOTLESS
+    assert await _play(script, database, REAL, strict=True) == NO_VIOLATIONS
 
 
 @pytest.mark.one_major
@@ -98,7 +98,7 @@ CRASH = Script(a_prepared_transaction_outlives_a_crash)
 
 
 async def test_the_cursor_is_correct_after_a_crash(private_database: Database) -> None:
-    assert await _play(CRASH, private_database, REAL, strict=True) == SPOTLESS
+    assert await _play(CRASH, private_database, REAL, strict=True) == NO_VIOLATIONS
 
 
 @pytest.mark.one_major
@@ -108,7 +108,7 @@ async def test_either_protection_is_sufficient_in_a_crash_and_one_is_necessary(
     protected = {"forgetting": variants.DEAF, "keeping the holders": variants.REMEMBERING}
     for name, variant in protected.items():
         async with private_server.database() as database:
-            assert await _play(CRASH, database, variant, strict=True) == SPOTLESS, name
+            assert await _play(CRASH, database, variant, strict=True) == NO_VIOLATIONS, name
     async with private_server.database() as database:
-        verdict = await _play(CRASH, database, variants.REMEMBERING_DEAF)
-        assert "lost" in verdict.kinds()
+        violations = await _play(CRASH, database, variants.REMEMBERING_DEAF)
+        assert "lost" in violations.kinds()

@@ -128,7 +128,7 @@ async def by_schedule(database: Database, event: dict[str, Any]) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         try:
             settings = ScheduleSettings(name="nightly", cron="@daily", timezone="UTC", **event)
-            await schedule_changes.add(connection, "relay", settings, actor="test")
+            await schedule_changes.add_schedule(connection, "relay", settings, actor="test")
         except UsageError as error:
             raise Refused(str(error)) from None
 

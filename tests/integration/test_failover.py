@@ -159,6 +159,6 @@ async def events_of(database: Pair) -> dict[int, str]:
 
 async def set_lanes(database: Pair, lanes: int) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             connection, "relay", "shop", lambda old: replace(old, lanes=lanes), actor="test"
         )

@@ -112,12 +112,12 @@ async def test_a_filter_that_times_out_matches_and_is_reported(
     assert got(network, "good") == [LARGE, {"total": 150}]
     async with database.at_hand() as connection:
         rows = await connection.fetch(
-            """SELECT e.name, j.data ->> 'filter' AS filter, j.data ->> 'why' AS why
+            """SELECT e.name, j.data ->> 'filter' AS filter, j.data ->> 'detail' AS detail
                  FROM journal j LEFT JOIN endpoint e ON e.id = j.endpoint_id
                 WHERE j.kind = 'filter_stopped' ORDER BY e.name"""
         )
     assert [(r["name"], r["filter"]) for r in rows] == [("again", SLOW), ("slow", SLOW)]
-    assert all("too long" in r["why"] for r in rows)
+    assert all("too long" in r["detail"] for r in rows)
     reports = [data for data in got(network, "watcher") if isinstance(data, dict)]
     assert sorted(data["endpoint"]["name"] for data in reports) == ["again", "slow"]
     assert {(data["filter"], data["reason"]) for data in reports} == {(SLOW, "slow")}
@@ -137,7 +137,7 @@ async def test_the_next_leader_skips_a_disabled_filter_until_it_changes(
     assert await fetchval(database, journalled) == 1
     async with running(database, network):
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
-            await endpoint_changes.update(
+            await endpoint_changes.update_endpoint(
                 connection, "relay", "slow", lambda old: replace(old, filter="@.no == 1"), actor="t"
             )
         await publish(database, LARGE)
@@ -221,7 +221,7 @@ async def test_a_changed_filter_applies_from_the_next_batch(database: Database) 
         await publish(database, 5, 15)
         await all_ended(database)
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
-            await endpoint_changes.update(
+            await endpoint_changes.update_endpoint(
                 connection, "relay", "shop", lambda old: replace(old, filter="@ < 10"), actor="t"
             )
         await publish(database, 6, 16)

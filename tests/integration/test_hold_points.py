@@ -103,7 +103,7 @@ async def test_expiry_schedules_delayed_events_and_disabling(
     async with database.connection(**SESSION) as db:
         replica_id = await register(ReplicaStore(db), 0.01)
         await db.execute("UPDATE ownership SET replica_id = $1", replica_id)
-        await schedules.add(db)
+        await schedules.add_schedule(db)
         await schedules.let_be_due(db, 2)
         deliver_at = datetime.now(UTC) + timedelta(seconds=30)
         await outbox.publish(db, "a.b", 1, deliver_at=deliver_at)
@@ -146,7 +146,9 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
         for name in ("ids", "filter", "removed"):
             selection = DeadLetterSelection(filter=DeadLetterFilter(endpoint=name))
             await replays.start_replay(db, "relay", selection, actor="test")
-        await endpoint_removal.remove(db, "relay", "removed", actor="test", dead_letter=True)
+        await endpoint_removal.remove_endpoint(
+            db, "relay", "removed", actor="test", dead_letter=True
+        )
         since = datetime(2020, 1, 1, tzinfo=UTC)
         for name in ("shop", "broken"):
             await backfill.request_backfill(db, "relay", Backfill(name, since), actor="test")
@@ -160,7 +162,7 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
             ended = "SELECT count(*) = 7 FROM replay_job WHERE ended_at IS NOT NULL"
             await until(lambda: fetchval(database, ended), 30, "the jobs to end")
             await all_ended(database)
-        jobs = await replay_jobs.page(db, "relay")
+        jobs = await replay_jobs.list_jobs(db, "relay")
         journal = await db.fetch("SELECT kind, data FROM journal ORDER BY id")
     assert [(job.kind, job.taken, job.stopped) for job in jobs] == [
         ("dead", 5, {}),

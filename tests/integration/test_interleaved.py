@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.relay.sequencing.cursor import BatchResult
-from tests.support.judge import SPOTLESS, judge
+from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
 from tests.support.sequencers import REAL, Slow, Variant, add_endpoints, session, settings
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ async def test_its_events_are_sequenced_in_portions_before_later_ones(
     await sequencer.sequence_batch()
     later = await producer.fetchval(INSERT, "large", IDS)
     batches = await _sequence_all(sequencer)
-    assert await judge(producer) == SPOTLESS
+    assert await check_cursor(producer) == NO_VIOLATIONS
     delivered = [row["outbox_id"] for row in await producer.fetch(ORDER)]
     assert delivered[-1] == later
     assert len(delivered) == IDS + 1 + (10 if store is CommitsDuringRead else 0)
@@ -139,7 +139,7 @@ async def test_its_gaps_are_declared_dead_in_portions_after_a_rollback(
     counts.gaps_read.clear()
     later = await producer.fetchval(INSERT, "other 0", IDS)
     await _sequence_all(sequencer)
-    assert await judge(producer) == SPOTLESS
+    assert await check_cursor(producer) == NO_VIOLATIONS
     assert (await producer.fetch(ORDER))[-1]["outbox_id"] == later
     assert max(counts.gaps_read) <= GAPS_MAX
     assert await producer.fetchval(OLD_GAPS) == 0
@@ -160,5 +160,5 @@ async def test_the_product_reads_portions_in_one_statement(database: Database) -
     await large.execute("COMMIT")
     later = await producer.fetchval(INSERT, "large", 100)
     await _sequence_all(sequencer)
-    assert await judge(producer) == SPOTLESS
+    assert await check_cursor(producer) == NO_VIOLATIONS
     assert (await producer.fetch(ORDER))[-1]["outbox_id"] == later

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.costly
 
 async def set_lanes(database: Database, lanes: int) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             connection, "relay", "shop", lambda old: replace(old, lanes=lanes), actor="test"
         )
 
@@ -125,7 +125,7 @@ async def test_a_blocked_lane_blocks_the_next_generation(database: Database) -> 
         await until(lambda: _numbered(database, 5), 5, "sequencing")
         assert network.data() == [0]
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
-            await endpoint_states.resume(connection, "relay", ["shop"], actor="test")
+            await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
         await all_ended(database)
     assert network.data()[:2] == [0, 2]
     assert sorted(network.data()) == [0, 2, 3, 4]
@@ -170,7 +170,7 @@ async def test_a_lane_blocked_by_its_last_delivery_blocks_the_next_generation(
         await until(lambda: 5 in network.data(), 5, "another endpoint")
         assert network.data() == [0, 4, 5]
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
-            await endpoint_states.resume(connection, "relay", ["shop"], actor="test")
+            await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
         await all_ended(database)
     assert sorted(network.data()) == [0, 2, 3, 4, 4, 5, 5]
     assert await exceptions(database) == {}

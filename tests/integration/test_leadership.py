@@ -12,7 +12,7 @@ import pytest
 from outbox.relay.sequencing.cursor import BatchResult
 from outbox.store.event_reads import AWAKE
 from tests.support import ranges
-from tests.support.judge import SPOTLESS, judge
+from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
 from tests.support.postgres import Server
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import Sleeper, sleeper
@@ -198,7 +198,7 @@ async def test_a_replaced_leader_writes_nothing_and_becomes_a_standby(database: 
     assert await one.sequence_batch() is BatchResult.LOST_LEADERSHIP
     assert not one.cursor.leads
     assert await other.sequence_batch() is BatchResult.WRITTEN
-    assert await judge(producer) == SPOTLESS
+    assert await check_cursor(producer) == NO_VIOLATIONS
 
 
 async def test_a_subscription_change_is_detected_without_an_event(database: Database) -> None:
@@ -223,7 +223,7 @@ async def test_a_locked_cursor_row_delays_a_batch_and_loses_nothing(
         assert await one.sequence_batch() is BatchResult.LOCKED
     await operator.execute("COMMIT")
     assert await one.sequence_batch() is BatchResult.WRITTEN
-    assert await judge(producer) == SPOTLESS
+    assert await check_cursor(producer) == NO_VIOLATIONS
 
 
 # ---------------------------------------------------- events returned with a batch

@@ -196,7 +196,7 @@ async def test_receivers_fetch_and_replay_through_a_least_privilege_relay(
     await add_endpoint(database)
     network = Network()
     async with database.connection(**PATH) as owner:
-        token = (await fetch_tokens.add(owner, "relay", "shop", actor="test")).token
+        token = (await fetch_tokens.add_fetch_token(owner, "relay", "shop", actor="test")).token
     async with role(database, "relay") as name:
         dsn = dsn_of(database, name)
         settings = settings_for(database, dsn=dsn, dsn_source="test")

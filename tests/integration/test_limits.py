@@ -47,7 +47,7 @@ class OpenRequests:
 
 async def change(database: Database, name: str, **changes: Any) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             connection, "relay", name, lambda was: replace(was, **changes), actor="test"
         )
 

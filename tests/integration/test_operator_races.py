@@ -38,12 +38,12 @@ async def noticed(database: Database, name: str) -> None:
 
 async def pause(database: Database) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await endpoint_states.pause(connection, "relay", ["shop"], actor="test")
+        await endpoint_states.pause_endpoints(connection, "relay", ["shop"], actor="test")
 
 
 async def resume(database: Database) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await endpoint_states.resume(connection, "relay", ["shop"], actor="test")
+        await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
 
 
 async def test_a_block_being_written_is_not_taken_for_an_unblock(

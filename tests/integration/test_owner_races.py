@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 async def change_endpoint(database: Database, **settings: Any) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             connection, "relay", "shop", lambda old: replace(old, **settings), actor="test"
         )
 
@@ -110,12 +110,12 @@ async def test_a_delivery_waiting_for_a_slot_obeys_a_pause(
         await publish(database, "paused")
         await until(lambda: _numbered(database, 2), 5, "sequencing")
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
-            await endpoint_states.pause(connection, "relay", ["shop"], actor="test")
+            await endpoint_states.pause_endpoints(connection, "relay", ["shop"], actor="test")
             await updated_once.wait()
             release.set()
             await publish(database, "last", type="slow")
             await until(lambda: network.data() == ["slow", "last"], 5, "the slot to be free")
-            await endpoint_states.resume(connection, "relay", ["shop"], actor="test")
+            await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
         await all_ended(database)
     assert network.data() == ["slow", "last", "paused"]
 

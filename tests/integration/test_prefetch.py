@@ -15,7 +15,7 @@ from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Record, 
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_secret
-from outbox.core.model.response import RETRYABLE, AttemptResult, Verdict
+from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.destinations.http.request import signed_request
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
@@ -126,13 +126,13 @@ class Owner:
 
     def _complete_request(self, event: Event) -> None:
         machine = self.lane.state
-        status, verdict = {
-            "delivered": (204, Verdict.DELIVERED),
-            "refused": (400, Verdict.REFUSED),
-        }.get(event, (503, Verdict.RETRY))
+        status, outcome = {
+            "delivered": (204, AttemptOutcome.DELIVERED),
+            "refused": (400, AttemptOutcome.REFUSED),
+        }.get(event, (503, AttemptOutcome.RETRY))
         self.now += 0.01
         record = machine.record_result(
-            verdict,
+            outcome,
             AttemptResult.completed(status, 0.01),
             POLICY,
             started_at=self.now - 0.01,

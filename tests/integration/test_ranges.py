@@ -123,7 +123,8 @@ async def test_each_sequence_number_of_a_range_is_replayed_once_while_relays_are
         await publish(database, "one", key="k1")
         await until(lambda: in_the_middle(NUMBERS // 10))
     assert {
-        row.state for row in await dead_letters.page(db, "relay", states=dead_letters.STATES)
+        row.state
+        for row in await dead_letters.list_dead_letters(db, "relay", states=dead_letters.STATES)
     } == {"replaying"}
     async with running(database, other):
         async with killed_at_the_end(database, network):
@@ -151,7 +152,7 @@ async def test_each_sequence_number_of_a_range_is_replayed_once_while_relays_are
     # Live events are interleaved with the range, not queued behind it.
     (live,) = ([of for _, of in got] for got in lanes.values() if any(not of for _, of in got))
     assert live.index(None) < len(live) // 2
-    rows = await dead_letters.page(db, "relay", states=dead_letters.STATES)
+    rows = await dead_letters.list_dead_letters(db, "relay", states=dead_letters.STATES)
     assert {(row.state, row.again) for row in rows} == {("replayed", None)}
     assert await exceptions(database) == {}
 
@@ -206,9 +207,9 @@ async def test_the_states_of_a_replayed_range(database: Database, db: Connection
     await replays.start_replay(db, "relay", ALL, actor="test")
 
     async def states() -> list[tuple[str, int | None]]:
-        rows = await dead_letters.page(db, "relay", states=dead_letters.STATES)
+        rows = await dead_letters.list_dead_letters(db, "relay", states=dead_letters.STATES)
         for row in rows:
-            for shown in (await dead_letters.get(db, "relay", row.id)).replays:
+            for shown in (await dead_letters.get_dead_letter(db, "relay", row.id)).replays:
                 assert (shown.state, shown.again) == (row.state, row.again)
         return [(row.state, row.again) for row in rows]
 
@@ -245,9 +246,9 @@ async def test_a_range_is_pending_while_one_of_its_lanes_is_pending(
                FROM lane_counter c JOIN lane l ON l.id = c.lane_id AND l.slot = $1
               WHERE c.lane_id = p.lane_id"""
     for slot in (1, 2, 0):
-        assert (await dead_letters.get(db, "relay", letter)).row.state == "replaying"
+        assert (await dead_letters.get_dead_letter(db, "relay", letter)).row.state == "replaying"
         await db.execute(sql, slot)
-    assert (await dead_letters.get(db, "relay", letter)).row.state == "replayed"
+    assert (await dead_letters.get_dead_letter(db, "relay", letter)).row.state == "replayed"
 
 
 async def test_a_range_dead_lettered_before_its_replay_is_a_dead_letter_again(
@@ -258,7 +259,7 @@ async def test_a_range_dead_lettered_before_its_replay_is_a_dead_letter_again(
     await publish(database, "live")
     await ranges.sequence_all(database)
     (again,) = await ranges.dead_letter_pending(db)
-    (first, second) = await dead_letters.page(db, "relay", states=dead_letters.STATES)
+    (first, second) = await dead_letters.list_dead_letters(db, "relay", states=dead_letters.STATES)
     assert (first.id, first.state, first.again) == (letter, "dead_again", again)
     assert (second.state, second.sequence, second.to_sequence) == ("dead", 6, 11)
     # Once more: each replay names its current sequence number.
@@ -286,7 +287,7 @@ async def test_a_missing_event_of_a_range_is_dead_lettered_as_erased(
     ]
     sql = "SELECT (seq, reason, outbox_id)::text FROM dead_letter WHERE outbox_id IS NOT NULL"
     assert await fetchval(database, sql) == "(5,erased,2)"
-    (row, _) = await dead_letters.page(db, "relay", states=dead_letters.STATES)
+    (row, _) = await dead_letters.list_dead_letters(db, "relay", states=dead_letters.STATES)
     assert (row.state, row.again) == ("dead_again", 2)
 
 
@@ -320,7 +321,7 @@ async def test_replays_of_a_paused_endpoint_are_sequenced_and_those_of_a_disable
     assert await db.fetchval(sql) == (4 if goes_on else 1)
     assert await ids_of_dead(db) == ([] if goes_on else [letter])
     assert outcome.job is not None
-    job = await replay_jobs.get(db, "relay", outcome.job)
+    job = await replay_jobs.get_job(db, "relay", outcome.job)
     assert (job.state, job.stopped) == ("done", {} if goes_on else {"disabled": 1})
     if not goes_on:
         await db.execute("UPDATE endpoint SET state = 'active'; UPDATE cursor SET version = 9")
@@ -330,7 +331,7 @@ async def test_replays_of_a_paused_endpoint_are_sequenced_and_those_of_a_disable
 
 
 async def ids_of_dead(db: Connection[Any]) -> list[int]:
-    return [row.id for row in await dead_letters.page(db, "relay")]
+    return [row.id for row in await dead_letters.list_dead_letters(db, "relay")]
 
 
 async def test_a_removal_stops_a_range(
@@ -343,13 +344,13 @@ async def test_a_removal_stops_a_range(
         BatchResult.EMPTY,
         BatchResult.WRITTEN,
     ]
-    await endpoint_removal.remove(db, "relay", "shop", actor="test", dead_letter=True)
+    await endpoint_removal.remove_endpoint(db, "relay", "shop", actor="test", dead_letter=True)
     network = Network()
     async with running(database, network):
         await until(lambda: db.fetchval("SELECT state = 'removed' FROM endpoint"))
     assert network.sent == []
     assert await db.fetchval("SELECT (next_seq, to_seq)::text FROM replay") == "(5,4)"
-    shown = await dead_letters.page(db, "relay", states=dead_letters.STATES)
+    shown = await dead_letters.list_dead_letters(db, "relay", states=dead_letters.STATES)
     assert [(r.state, r.sequence, r.to_sequence) for r in shown] == [
         ("dead", 1, 10),
         ("dead", 11, 14),

@@ -112,8 +112,8 @@ async def test_checkpoints_go_only_to_active_endpoints_that_enable_them(
     async with running(database, network):
         await publish(database, 1)
         await until(lambda: all(map(network.checkpoints_of, (a, b, c))), 20, "three that asked")
-        await endpoint_states.pause(db, "relay", ["a"], actor="test")
-        await endpoint_changes.update(db, "relay", "b", without_checkpoints, actor="test")
+        await endpoint_states.pause_endpoints(db, "relay", ["a"], actor="test")
+        await endpoint_changes.update_endpoint(db, "relay", "b", without_checkpoints, actor="test")
         await until(lambda: "endpoint is paused" in capsys.readouterr().out, 20, "the pause")
         network.checkpoints.clear()
         await until(lambda: network.checkpoints_of(c) >= 2, 20, "two more")

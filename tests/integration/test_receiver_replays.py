@@ -110,7 +110,7 @@ async def test_replayed_events_are_processed_once_and_in_order_after_a_restored_
             assert restored.moved() == list(range(10))
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         assert replay.job is not None
-        job = await replay_jobs.get(connection, "relay", replay.job)
+        job = await replay_jobs.get_job(connection, "relay", replay.job)
     assert (job.kind, job.state, job.lane) == ("lane", "done", lane_of(made))
     assert (job.from_sequence, job.to_sequence, job.taken, job.done, job.all) == (1, 17, 10, 17, 17)
     assert job.requested_by == "receiver shop"
@@ -268,7 +268,7 @@ async def test_an_operator_lists_and_aborts_a_receiver_replay(
     worker = await ranges.sequencer(database)
     for _ in range(2):
         await ranges.turn(worker)
-    aborted = await replay_jobs.abort(db, "relay", replay.job, actor="test")
+    aborted = await replay_jobs.abort_job(db, "relay", replay.job, actor="test")
     async with running(database, network):
         await all_ended(database)
         await until(lambda: db.fetchval("SELECT ended_at FROM replay_job_endpoint"))
@@ -296,12 +296,12 @@ async def test_an_endpoint_has_one_receiver_replay_at_a_time_and_only_of_its_own
             assert (nothing.job, nothing.from_sequence, nothing.to_sequence) == (None, None, None)
             # The sequencer was not involved.
             assert await db.fetchval(version) == before
-            await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+            await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
             replay = await fetch.replay_async(lane, 0, 2)
             assert (replay.from_sequence, replay.to_sequence, replay.acknowledged) == (1, 2, 3)
             with pytest.raises(ReplayConflict, match=f"409, lane {lane} .* already, by job 1"):
                 await fetch.replay_async(lane, 1)
-            await endpoint_states.resume(db, "relay", ["shop"], actor="test")
+            await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="test")
             await all_ended(database)
         await db.execute("UPDATE endpoint SET state = 'disabled' WHERE name = 'shop'")
         with pytest.raises(CannotFetch, match="409, the endpoint is disabled"):
@@ -325,8 +325,8 @@ async def test_a_removal_ends_a_receiver_replay(database: Database, db: Connecti
         await all_ended(database)
     await request_replay(db, made, 0)
     assert (await endpoint_removal.read_drain_status(db, "relay", made.id)).pending == 3
-    await fetch_tokens.add(db, "relay", "shop", actor="test")
-    await endpoint_removal.remove(db, "relay", "shop", actor="test", dead_letter=True)
+    await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")
+    await endpoint_removal.remove_endpoint(db, "relay", "shop", actor="test", dead_letter=True)
     async with running(database, Network()):
         await until(lambda: db.fetchval("SELECT ended_at FROM replay_job"))
     assert await fetchval(database, "SELECT count(*) FROM delivery WHERE replay_id > 0") == 0

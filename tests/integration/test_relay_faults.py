@@ -64,7 +64,7 @@ async def _change(database: Database, sql: str, *arguments: Any) -> None:
 
 async def _remove(database: Database, name: str) -> endpoint_removal.Removal:
     async with database.connection(**SESSION) as connection:
-        return await endpoint_removal.remove(
+        return await endpoint_removal.remove_endpoint(
             connection, "relay", name, actor="test", dead_letter=True
         )
 
@@ -667,7 +667,7 @@ async def test_the_session_overrides_asynchronous_commit_and_isolation(
             await connection.execute(f"SET {setting} = 0")
         await connection.execute("SET idle_session_timeout = 0")
         settings = EndpointSettings(name="e", url="http://r.test/e")
-        await endpoint_changes.add(connection, "relay", settings, actor="test")
+        await endpoint_changes.add_endpoint(connection, "relay", settings, actor="test")
         async with running(database, network):
             for n in range(30):
                 await connection.execute(

@@ -94,7 +94,7 @@ async def leading(database: Database) -> tuple[Sequencer, Any]:
 
 async def state_of(db: Connection[Any], job: int | None) -> tuple[str, int]:
     assert job is not None
-    found = await replay_jobs.get(db, "relay", job)
+    found = await replay_jobs.get_job(db, "relay", job)
     return found.state, found.taken
 
 
@@ -110,7 +110,7 @@ async def test_a_dead_letter_that_is_discarded_before_its_claim_is_not_replayed(
         before(
             store.replay_feed,
             "claim_dead_letters",
-            lambda: discard.discard(other, "relay", selection, actor="test"),
+            lambda: discard.discard_dead_letters(other, "relay", selection, actor="test"),
         )
         await end_jobs(worker)
     assert await fetchval(database, REPLAYED) == [3, 4, 5, 6]
@@ -132,7 +132,7 @@ async def test_a_job_aborted_while_its_batch_is_planned_replays_nothing_more(
     job = (await replays.start_replay(db, "relay", ALL, actor="test")).job
     assert job is not None
     async with database.connection(server_settings={"search_path": "relay"}) as other:
-        before(store, "write", lambda: replay_jobs.abort(other, "relay", job, actor="test"))
+        before(store, "write", lambda: replay_jobs.abort_job(other, "relay", job, actor="test"))
         await end_jobs(worker)
     assert await fetchval(database, REPLAYED) is None
     assert await state_of(db, job) == ("aborted", 0)

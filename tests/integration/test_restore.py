@@ -67,7 +67,7 @@ async def restore(database: Database, dumped: str) -> None:
 
 async def set_lanes(database: Database, lanes: int) -> None:
     async with database.connection(**PATH) as db:
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             db, "relay", "shop", lambda old: replace(old, lanes=lanes), actor="test"
         )
 

@@ -34,10 +34,10 @@ from outbox.relay import maintenance
 from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder
 from outbox.store import retention
-from outbox.store.cursor import CursorStore
 from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.replay_progress import ReplayBatch
 from outbox.store.retention import RetentionStore
+from outbox.store.sequencing import SequencingStore
 from tests.support import doctor, ranges
 from tests.support.relay import (
     REFUSED,
@@ -227,14 +227,14 @@ async def test_pending_deliveries_of_a_paused_endpoint_are_kept(
     await add_endpoint(database, name="quick")
     network = Network()
     async with running(database, network):
-        await endpoint_states.pause(keeper.db, "relay", ["paused"], actor="test")
+        await endpoint_states.pause_endpoints(keeper.db, "relay", ["paused"], actor="test")
         await publish(database, *range(10))
         await until(lambda: len(network.accepted) == 10, 10, "the quick one")
         await publish(database, *range(10, 20))
         await until(lambda: len(network.accepted) == 20, 10, "the quick one")
         await keeper.maintain_until_idle()
         assert [await keeper.first(kind) for kind in ("events", "log")] == [0, 0]
-        await endpoint_states.resume(keeper.db, "relay", ["paused"], actor="test")
+        await endpoint_states.resume_endpoints(keeper.db, "relay", ["paused"], actor="test")
         await checkpointed(database)
         await keeper.maintain_until_idle()
         assert all([await keeper.first(kind) > 0 for kind in ("events", "log")])
@@ -251,7 +251,7 @@ async def test_the_doctor_names_the_cause_of_old_periods(
 
     await add_endpoint(database, name="paused")
     async with running(database, Network()):
-        await endpoint_states.pause(keeper.db, "relay", ["paused"], actor="test")
+        await endpoint_states.pause_endpoints(keeper.db, "relay", ["paused"], actor="test")
         await publish(database, *range(3))
         await until(lambda: fetchval(database, "SELECT high = 3 FROM batch WHERE high > 2"))
         for _ in range(3):
@@ -266,7 +266,7 @@ async def test_the_doctor_names_the_cause_of_old_periods(
             'were due to be dropped 10 d ago: they have pending deliveries to "paused"'
         )
         assert log.endswith('they have pending deliveries to "paused"')
-        await endpoint_states.resume(keeper.db, "relay", ["paused"], actor="test")
+        await endpoint_states.resume_endpoints(keeper.db, "relay", ["paused"], actor="test")
         await checkpointed(database)
         assert [message.rpartition(": ")[2] for message in await old_data_messages()] == [
             "no relay has dropped them",
@@ -717,7 +717,7 @@ $$ BEGIN PERFORM pg_sleep(0.5); RETURN 1; END $$
 async def test_a_batch_planned_before_a_period_began_is_not_written(
     database: Database, keeper: Maintainer
 ) -> None:
-    leader = CursorStore(await database.connect(**SESSION), timeline=1)
+    leader = SequencingStore(await database.connect(**SESSION), timeline=1)
     await ranges.sequence_all(database)
     await publish(database, 1)
     await ranges.sequence_all(database)
@@ -827,7 +827,7 @@ async def test_events_that_a_job_has_not_reached_are_kept(
     ).job
     assert job is not None
     assert await keeper.retention.delete_expired() == 0
-    await replay_jobs.abort(keeper.db, "relay", job, actor="test")
+    await replay_jobs.abort_job(keeper.db, "relay", job, actor="test")
     async with running(database, Network()):
         ended = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_job_endpoint"
         await until(lambda: fetchval(database, ended), 10, "the job's end")

@@ -198,7 +198,7 @@ async def test_settings_are_reloaded_in_limited_batches(
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             for n in range(10):
                 url = f"http://elsewhere.test/{n}"
-                await endpoint_changes.update(
+                await endpoint_changes.update_endpoint(
                     connection,
                     "relay",
                     f"e{n}",

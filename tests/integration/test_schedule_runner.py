@@ -22,7 +22,7 @@ from tests.support.relay import (
     killed_at_the_end,
     running,
 )
-from tests.support.schedules import add, let_be_due, published
+from tests.support.schedules import add_schedule, let_be_due, published
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ async def test_a_request_names_the_schedule_and_the_tick(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
-    await add(db, payload={"n": 1}, headers={"X-Mine": "yes"})
+    await add_schedule(db, payload={"n": 1}, headers={"X-Mine": "yes"})
     (tick,) = await let_be_due(db, 1)
     network = Network()
     async with running(database, network, **QUICK):
         await until(lambda: network.accepted, what="the tick")
-        await schedule_changes.run_now(db, "relay", "daily", actor="test")
+        await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")
         await until(lambda: len(network.accepted) == 2, what="the run by hand")
     by_clock, by_hand = network.accepted
     assert by_clock.body["data"] == {"n": 1}
@@ -86,7 +86,7 @@ async def test_each_tick_is_published_once_while_replicas_restart(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
-    await add(db)
+    await add_schedule(db)
     expected: Counter[datetime] = Counter()
     network = Network()
 
@@ -138,8 +138,8 @@ async def test_a_run_waits_for_the_previous_run(
     monkeypatch.setattr("outbox.core.schedules.schedule.POLL_MAX_S", 0.05)
     await add_endpoint(database, "quick")
     await add_endpoint(database, "slow")
-    await add(db, overlap="wait")
-    await add(db, "other")
+    await add_schedule(db, overlap="wait")
+    await add_schedule(db, "other")
     due = await let_be_due(db, 3)
     network = DelayedNetwork()
     network.response = response
@@ -173,7 +173,7 @@ async def test_a_run_without_deliveries_does_not_block_the_next_run(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.core.schedules.schedule.POLL_MAX_S", 0.05)
-    await add(db, overlap="wait")
+    await add_schedule(db, overlap="wait")
     due = await let_be_due(db, 2)
 
     async def both_ran() -> bool:
@@ -187,7 +187,7 @@ async def test_a_schedule_error_in_the_database_does_not_delay_deliveries(
     database: Database, db: Connection[Any], logs: list[Any]
 ) -> None:
     await add_endpoint(database)
-    await add(db)
+    await add_schedule(db)
     await let_be_due(db, 1)
     await db.execute("ALTER TABLE schedule RENAME COLUMN due_at TO due_on")
     network = Network()
@@ -205,7 +205,7 @@ async def test_schedules_run_behind_a_transaction_pooling_proxy(
 ) -> None:
     await find_the_schema(database)
     await add_endpoint(database)
-    await add(db)
+    await add_schedule(db)
     due = await let_be_due(db, 5)
     soon = datetime.now(UTC) + timedelta(seconds=0.2)
     await outbox.publish(db, "a", "future", headers={"X-Schedule-Time": "x"}, deliver_at=soon)

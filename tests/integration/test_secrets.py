@@ -19,7 +19,7 @@ from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import check_identity
 from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
 from outbox.operations.endpoint_certificate import set_identity
-from outbox.operations.endpoint_removal import remove
+from outbox.operations.endpoint_removal import remove_endpoint
 from outbox.store.connection.secrets import Vault
 from tests.support.relay import (
     QUICK_RETRY,
@@ -45,7 +45,7 @@ async def add(database: Database, key: str, **values: Any) -> endpoint_changes.N
         {"name": "shop", "url": "http://receiver.test/", "retry": QUICK_RETRY, **values}
     )
     async with database.at_hand() as connection:
-        return await endpoint_changes.add(
+        return await endpoint_changes.add_endpoint(
             connection, "relay", settings, actor="test", vault=vault(database, key)
         )
 
@@ -62,11 +62,11 @@ async def test_deliveries_continue_during_a_key_rotation(database: Database) -> 
             await publish(database, number)
             await all_ended(database)
             async with database.at_hand() as connection:
-                await rotate_key.rekey(
+                await rotate_key.rotate_key(
                     connection, "relay", vault(database, f"{NEW} {OLD}"), actor="test"
                 )
                 # Reloading the settings decrypts with the new key.
-                await endpoint_changes.update(
+                await endpoint_changes.update_endpoint(
                     connection,
                     "relay",
                     "shop",
@@ -188,7 +188,7 @@ async def test_a_client_certificate_is_presented_on_request(database: Database) 
 async def test_a_removed_endpoint_leaves_no_secret(database: Database) -> None:
     await add(database, OLD, headers={"X-Api-Key": "hunter2"})
     async with database.at_hand() as connection:
-        await remove(connection, "relay", "shop", actor="t")
+        await remove_endpoint(connection, "relay", "shop", actor="t")
     left = "SELECT headers::text || coalesce(identity, '') FROM endpoint"
     assert await fetchval(database, left) == "{}"
     assert await fetchval(database, "SELECT count(*) FROM endpoint_secret") == 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.operations.verify.promises import run_checks
+from outbox.operations.verify.guarantees import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection import dsn
@@ -149,7 +149,7 @@ async def test_behind_a_proxy_the_limits_are_those_of_a_transaction(database: Da
         operator.terminate()
 
 
-async def test_a_session_whose_result_is_not_read_ends_and_holds_nothing(pg_major: int) -> None:
+async def test_a_session_with_an_unread_result_ends_and_holds_nothing(pg_major: int) -> None:
     """The backend is "active": no time-out of statements or transactions ends it."""
     with tcp_server(pg_major) as (server, host):
         async with server.database() as database:

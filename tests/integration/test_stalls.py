@@ -265,7 +265,7 @@ async def test_status_and_doctor_name_the_holder(database: Database) -> None:
             (note,) = summary.notes(seen)
             assert f"pid {pid}" in note
             assert f"SELECT pg_terminate_backend({pid})" in note
-            assert status_json.overview("relay", seen)["blocker"]["pid"] == pid
+            assert status_json.status_report("relay", seen)["blocker"]["pid"] == pid
             found = await the_one(connection, "sequencing")
             assert f"pid {pid}" in found.message
             assert f"SELECT pg_terminate_backend({pid})" in str(found.action)

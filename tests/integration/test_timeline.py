@@ -12,10 +12,10 @@ from outbox.core.delivery.commands import AttemptRow, Record
 from outbox.operations import endpoint_states
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.store import timeline
-from outbox.store.cursor import CursorStore
 from outbox.store.endpoint_state import EndpointStateStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
+from outbox.store.sequencing import SequencingStore
 from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import (
     OK,
@@ -83,7 +83,7 @@ class Leader:
         self.replicas = ReplicaStore(self.db, here)
         self.id = await register(self.replicas)
         self.timeline = here
-        self.store = CursorStore(self.db, here)
+        self.store = SequencingStore(self.db, here)
         await self.store.check()
         self.cursor = Cursor(
             self.store, self.id, settings(self.database), lambda _: None, lambda *_: False
@@ -140,7 +140,7 @@ async def test_every_active_endpoint_gets_new_lanes_on_a_new_timeline(
     for name in ("paused", "disabled", "removed"):
         await add_endpoint(database, name)
     async with database.connection(**SESSION) as db:
-        await endpoint_states.pause(db, "relay", ["paused"], actor="test")
+        await endpoint_states.pause_endpoints(db, "relay", ["paused"], actor="test")
         await db.execute("UPDATE endpoint SET state = 'removed' WHERE name = 'removed'")
         await db.execute("UPDATE endpoint SET state = 'disabled' WHERE name = 'disabled'")
         await db.execute("UPDATE ownership SET epoch = 7")
@@ -186,7 +186,7 @@ async def test_nothing_is_sequenced_to_old_lanes_if_a_change_is_made_before_the_
 
     async def change() -> None:
         async with database.connection(**SESSION) as operator:
-            await endpoint_states.pause(operator, "relay", ["shop"], actor="test")
+            await endpoint_states.pause_endpoints(operator, "relay", ["shop"], actor="test")
 
     _before(leader.store, "begin_timeline", change)
     assert await leader.turn() is BatchResult.LOST_LEADERSHIP
@@ -358,7 +358,7 @@ async def test_a_batch_read_from_another_server_is_not_written(
     assert await batches(database) == written
 
 
-async def test_a_leader_whose_last_batch_is_lost_writes_nothing_and_reloads(
+async def test_a_leader_without_its_last_batch_writes_nothing_and_reloads(
     database: Database,
 ) -> None:
     """Without a timeline, the newest batch reveals that the server changed."""
@@ -421,7 +421,7 @@ async def test_a_former_replica_is_expired_by_its_label(database: Database) -> N
     assert await leader.replicas.expire_former(label, 1.0)
 
 
-def _before(store: CursorStore, method: str, action: Callable[[], Any]) -> None:
+def _before(store: SequencingStore, method: str, action: Callable[[], Any]) -> None:
     """Run an action right before the next call of a method."""
     real = getattr(store, method)
 

@@ -317,8 +317,8 @@ class Lease:
         self, world: World, r: int, me: Replica, p: int, watch: Watch
     ) -> Iterator[Step[World]]:
         """Process the response to a poll; a replica considered dead is expired."""
-        judged_by = watch.age_at_poll if self._rules.uses_age_at_poll else watch.age
-        dead = watch.poll == DONE and judged_by >= self._dead_after
+        observed_age = watch.age_at_poll if self._rules.uses_age_at_poll else watch.age
+        dead = watch.poll == DONE and observed_age >= self._dead_after
         if self._rules.reads_expiry:
             dead = watch.poll == FENCED
         age = 0 if watch.poll == OK else watch.age

@@ -108,7 +108,7 @@ class Rules:
     expiry_compares_counter: bool = True
     """An expiry requires the counter that was read."""
     uses_age_at_poll: bool = False
-    """A replica is judged by its age at the start of the poll, not at the response."""
+    """A replica is expired by its age at the start of the poll, not at the response."""
     dead_after: int | None = None
     """The ticks after which a replica is considered dead; None: a lease."""
     reads_expiry: bool = False

@@ -1,4 +1,4 @@
-"""What the API asks stays cheap, however much there is: by index, in few rows."""
+"""Queries of the API use indexes and read few rows, however large the tables are."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ async def db(database: Database) -> AsyncIterator[Connection[Any]]:
 
 
 @pytest.mark.parametrize("analyzed", [False, True])
-async def test_what_is_asked_for_each_request_is_a_look_into_an_index(
-    db: Connection[Any], analyzed: bool
-) -> None:
+async def test_authentication_uses_an_index(db: Connection[Any], analyzed: bool) -> None:
     if analyzed:
         await db.execute("ANALYZE")
     e1 = await db.fetchval("SELECT id FROM endpoint WHERE name = 'e1'")
@@ -99,7 +97,7 @@ async def test_what_is_asked_for_each_request_is_a_look_into_an_index(
             assert plan.rows <= rows_max, f"{sql}\n{plan}"
 
 
-async def test_listings_of_a_tenant_ask_about_no_more_than_they_look_at(
+async def test_listings_of_a_tenant_read_only_its_rows(
     db: Connection[Any],
 ) -> None:
     await db.execute("ANALYZE")
@@ -122,7 +120,7 @@ async def test_listings_of_a_tenant_ask_about_no_more_than_they_look_at(
     assert plan.rows <= 40_000, plan
 
 
-def test_a_token_is_256_random_bits_in_a_form_that_is_known_again() -> None:
+def test_a_token_is_256_random_bits_in_a_recognizable_form() -> None:
     secret = format_token(bytes(range(32)))
     assert secret == "obx_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
     assert is_token(secret)
@@ -130,7 +128,7 @@ def test_a_token_is_256_random_bits_in_a_form_that_is_known_again() -> None:
     assert len(digest(secret)) == 32
 
 
-def test_scopes_have_one_order_and_no_repetition() -> None:
+def test_scopes_are_ordered_and_unique() -> None:
     assert normalize_scopes(["operate", "read", "read"]) == ("read", "operate")
     assert TokenSettings(name="a", scopes=("publish", "read")).scopes == ("read", "publish")  # type: ignore[arg-type]
     for wrong in ([], ["all"]):

@@ -1,4 +1,4 @@
-"""A file's endpoints: planned, carried out in one transaction, and then nothing more."""
+"""Endpoints of a file are planned and applied in one transaction, idempotently."""
 
 from __future__ import annotations
 
@@ -39,57 +39,57 @@ async def put(db: Connection[Any], *declared: dict[str, Any], **options: Any) ->
     )
 
 
-def told(outcome: ApplyOutcome) -> list[tuple[str, str]]:
+def reported(outcome: ApplyOutcome) -> list[tuple[str, str]]:
     return [(step.action, step.name) for step in outcome.steps]
 
 
 async def names(db: Connection[Any]) -> list[str]:
-    return [row.name for row in await endpoints.page(db, "relay")]
+    return [row.name for row in await endpoints.list_endpoints(db, "relay")]
 
 
-async def test_the_second_time_there_is_nothing_to_do(db: Connection[Any]) -> None:
+async def test_applying_a_file_again_changes_nothing(db: Connection[Any]) -> None:
     file = ({"name": "a", "lanes": 2}, {"name": "b", "types": ["order.*"], "retry": "stepped"})
     first = await put(db, *file)
-    assert told(first) == [("add", "a"), ("add", "b")]
+    assert reported(first) == [("add", "a"), ("add", "b")]
     assert all(step.secret and step.id for step in first.steps)
     version = await db.fetchval("SELECT version FROM cursor")
     journal = await db.fetchval("SELECT count(*) FROM journal")
     second = await put(db, *file)
-    assert told(second) == [("keep", "a"), ("keep", "b")]
+    assert reported(second) == [("keep", "a"), ("keep", "b")]
     assert second.changes == 0
     assert {step.secret for step in second.steps} == {None}
     assert await db.fetchval("SELECT version FROM cursor") == version
     assert await db.fetchval("SELECT count(*) FROM journal") == journal
 
 
-async def test_what_differs_is_changed_and_what_is_not_said_is_the_default(
+async def test_differences_are_applied_and_omitted_settings_are_the_defaults(
     db: Connection[Any],
 ) -> None:
     await put(db, {"name": "a", "lanes": 2, "headers": {"Authorization": "x"}}, {"name": "b"})
     done = await put(db, {"name": "b"}, {"name": "a", "method": "PUT"})
-    assert told(done) == [("keep", "b"), ("change", "a")]
+    assert reported(done) == [("keep", "b"), ("change", "a")]
     differences = [(d.setting, d.old, d.new) for d in done.steps[1].differences]
     assert differences == [
         ("method", "POST", "PUT"),
         ("headers", "Authorization", "none"),
         ("lanes", "2", "1"),
     ]
-    settings = (await endpoints.get(db, "relay", "a")).settings
+    settings = (await endpoints.get_endpoint(db, "relay", "a")).settings
     assert (settings.method, settings.headers, settings.lanes) == ("PUT", {}, 1)
 
 
-async def test_a_dry_run_says_the_same_and_does_nothing(db: Connection[Any]) -> None:
+async def test_a_dry_run_returns_the_same_steps_and_changes_nothing(db: Connection[Any]) -> None:
     await put(db, {"name": "a"}, {"name": "b"})
     file = ({"name": "a", "lanes": 3}, {"name": "c"})
     dry = await put(db, *file, prune=True, dry_run=True)
-    assert told(dry) == [("remove", "b"), ("change", "a"), ("add", "c")]
+    assert reported(dry) == [("remove", "b"), ("change", "a"), ("add", "c")]
     assert await names(db) == ["a", "b"]
     wet = await put(db, *file, prune=True)
-    assert told(wet) == told(dry)
+    assert reported(wet) == reported(dry)
     assert await names(db) == ["a", "c"]
 
 
-async def test_who_is_not_in_the_file_stays_unless_pruned(db: Connection[Any]) -> None:
+async def test_undeclared_endpoints_stay_unless_pruned(db: Connection[Any]) -> None:
     await put(db, {"name": "a"}, {"name": "b"})
     done = await put(db, {"name": "a"})
     assert (done.others, done.changes) == (("b",), 0)
@@ -97,28 +97,30 @@ async def test_who_is_not_in_the_file_stays_unless_pruned(db: Connection[Any]) -
     assert await names(db) == ["a"]
 
 
-async def test_what_is_owed_is_given_up_only_when_said(db: Connection[Any]) -> None:
+async def test_pending_deliveries_are_dead_lettered_only_on_request(db: Connection[Any]) -> None:
     await put(db, {"name": "a"}, {"name": "b"})
     await db.execute("UPDATE lane_counter SET last_seq = 3")
     with pytest.raises(UsageError, match='endpoint "b" has 3 deliveries pending'):
         await put(db, {"name": "a"}, prune=True)
     done = await put(db, {"name": "a"}, prune=True, dead_letter=True)
     assert [(step.action, step.pending) for step in done.steps] == [("remove", 3), ("keep", 0)]
-    assert (await endpoints.get(db, "relay", "b")).row.state == "removing"
+    assert (await endpoints.get_endpoint(db, "relay", "b")).row.state == "removing"
     # Its relay has not finished that yet: the file is nevertheless as it is.
     assert (await put(db, {"name": "a"}, prune=True)).changes == 0
     with pytest.raises(UsageError, match=r"^endpoints\[0\].name: .* is being removed"):
         await put(db, {"name": "b"})
 
 
-async def test_an_id_with_another_name_is_a_rename(database: Database, db: Connection[Any]) -> None:
+async def test_a_known_id_with_another_name_is_a_rename(
+    database: Database, db: Connection[Any]
+) -> None:
     made = await add_endpoint(database, "a")
     done = await put(db, {"id": str(made.id), "name": "b", "url": "http://receiver.test/a"})
-    assert told(done) == [("change", "a")]
-    assert (await endpoints.get(db, "relay", "b")).row.id == made.id
+    assert reported(done) == [("change", "a")]
+    assert (await endpoints.get_endpoint(db, "relay", "b")).row.id == made.id
 
 
-async def test_names_may_change_places(db: Connection[Any]) -> None:
+async def test_two_endpoints_can_swap_names(db: Connection[Any]) -> None:
     made = await put(db, {"name": "a"}, {"name": "b"}, {"name": "c"})
     ids = {step.name: str(step.id) for step in made.steps}
     # And a new one takes the name that became free.
@@ -129,7 +131,7 @@ async def test_names_may_change_places(db: Connection[Any]) -> None:
         {"id": ids["c"], "name": "d"},
         {"name": "c"},
     )
-    now = {row.name: str(row.id) for row in await endpoints.page(db, "relay")}
+    now = {row.name: str(row.id) for row in await endpoints.list_endpoints(db, "relay")}
     assert (now["b"], now["a"], now["d"]) == (ids["a"], ids["b"], ids["c"])
     assert now["c"] not in ids.values()
 
@@ -140,12 +142,12 @@ async def test_a_name_is_free_for_another_once_its_endpoint_is_pruned(db: Connec
     with pytest.raises(UsageError, match=r'^endpoints\[0\].name: endpoint "b" exists already'):
         await put(db, file)
     await put(db, file, prune=True)
-    (row,) = await endpoints.page(db, "relay")
+    (row,) = await endpoints.list_endpoints(db, "relay")
     assert (row.name, row.id) == ("b", made.steps[0].id)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-async def test_one_mistake_and_nothing_happens(db: Connection[Any], dry_run: bool) -> None:
+async def test_an_invalid_file_changes_nothing(db: Connection[Any], dry_run: bool) -> None:
     await put(db, {"name": "a"})
     unknown = "0d0a2ee4-8d4a-4c8a-9d0f-0d3f3b6b8a51"
     for wrong, says in (
@@ -155,11 +157,13 @@ async def test_one_mistake_and_nothing_happens(db: Connection[Any], dry_run: boo
         with pytest.raises(UsageError, match=says):
             await put(db, {"name": "a", "lanes": 9}, {"name": "b"}, wrong, dry_run=dry_run)
         assert await names(db) == ["a"]
-        assert (await endpoints.get(db, "relay", "a")).row.lanes == 1
+        assert (await endpoints.get_endpoint(db, "relay", "a")).row.lanes == 1
 
 
-async def test_many_endpoints_take_as_many_messages_as_few(db: Connection[Any]) -> None:
-    """Over a slow line, thousands of endpoints are not slower than one."""
+async def test_the_number_of_messages_does_not_depend_on_the_number_of_endpoints(
+    db: Connection[Any],
+) -> None:
+    """Over a connection with high latency, thousands of endpoints take no longer than one."""
     messages = []
     for endpoints_count in (2, 60):
         sent: list[str] = []
@@ -174,16 +178,16 @@ async def test_many_endpoints_take_as_many_messages_as_few(db: Connection[Any]) 
     assert messages[0] == messages[1]
 
 
-async def test_what_fails_half_way_is_undone(db: Connection[Any]) -> None:
+async def test_a_failed_apply_is_rolled_back(db: Connection[Any]) -> None:
     await put(db, {"name": "a"})
     await db.execute("ALTER TABLE ownership ADD CHECK (epoch > 0) NOT VALID")
     with pytest.raises(asyncpg.CheckViolationError):
         await put(db, {"name": "a", "lanes": 9}, {"name": "b"})
     assert await names(db) == ["a"]
-    assert (await endpoints.get(db, "relay", "a")).row.lanes == 1
+    assert (await endpoints.get_endpoint(db, "relay", "a")).row.lanes == 1
 
 
-async def test_lanes_of_several_are_changed_in_the_order_in_which_relays_lock_them(
+async def test_lanes_are_changed_in_the_lock_order_of_relays(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await put(db, {"name": "a"}, {"name": "b"})

@@ -1,4 +1,4 @@
-"""Dead letters are kept with their event, sent again in order, or set aside by a person."""
+"""Dead letters are kept with their event, replayed in order, or discarded by an operator."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(server_settings={"search_path": "relay"})
 
 
-async def bury(
+async def add_dead_letter(
     db: Connection[Any], endpoint_id: UUID, *numbers: int, to: int | None = None
 ) -> None:
-    """Dead letters without a relay."""
+    """Insert dead letters, without a relay."""
     for number in numbers:
         await db.execute(
             """
@@ -72,10 +72,10 @@ async def bury(
 
 
 async def ids(db: Connection[Any], **options: Any) -> list[int]:
-    return [row.id for row in await dead_letters.page(db, "relay", **options)]
+    return [row.id for row in await dead_letters.list_dead_letters(db, "relay", **options)]
 
 
-async def test_a_refused_delivery_is_shown_and_sent_again(
+async def test_a_refused_delivery_is_shown_and_replayed(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -85,12 +85,12 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
             database, {"n": 1}, {"n": 2}, {"n": 3}, key="k", tenant=None, headers='{"X-A": "b"}'
         )
         await all_ended(database)
-        (row,) = await dead_letters.page(db, "relay")
+        (row,) = await dead_letters.list_dead_letters(db, "relay")
         assert (row.endpoint, row.sequence, row.to_sequence) == ("shop", 2, 2)
         assert row.lane == f"{made.id.hex[:12]}-1-0"
         assert (row.type, row.reason, row.status, row.attempts) == ("a.b", "refused", 400, 1)
         assert row.state == "dead"
-        letter = await dead_letters.get(db, "relay", row.id)
+        letter = await dead_letters.get_dead_letter(db, "relay", row.id)
         assert (letter.key, letter.tenant, letter.payload) == ("k", None, {"n": 2})
         assert letter.headers == {"X-A": "b"}
         assert letter.last_response is not None
@@ -107,12 +107,12 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
     again, first = network.sent[-1], network.sent[1]
     assert again.delivery == first.delivery
     assert (again.seq, again.body["replay_of"]) == (4, {"lane": row.lane, "sequence": 2})
-    (shown,) = (await dead_letters.get(db, "relay", row.id)).replays
+    (shown,) = (await dead_letters.get_dead_letter(db, "relay", row.id)).replays
     assert (shown.lane, shown.sequence, shown.state, shown.again) == (row.lane, 4, "replayed", None)
     assert await ids(db) == []
     assert await ids(db, states=("replaying",)) == []
     assert await ids(db, states=("replayed",)) == [row.id]
-    for refused in (replays.start_replay, discard.discard):
+    for refused in (replays.start_replay, discard.discard_dead_letters):
         with pytest.raises(
             UsageError,
             match=f"{row.id} was replayed as sequence 4; see: outbox dead show {row.id}",
@@ -124,14 +124,18 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
 
 
 @pytest.mark.parametrize("to", [5, 9])
-async def test_what_became_of_a_replay(database: Database, db: Connection[Any], to: int) -> None:
+async def test_the_result_of_a_replay_is_shown(
+    database: Database, db: Connection[Any], to: int
+) -> None:
     one = await add_endpoint(database, "one")
-    await bury(db, one.id, 1)
+    await add_dead_letter(db, one.id, 1)
     (first,) = await ids(db)
 
     async def state() -> tuple[str, int | None]:
-        (row,) = await dead_letters.page(db, "relay", states=dead_letters.STATES, limit=1)
-        letter = await dead_letters.get(db, "relay", first)
+        (row,) = await dead_letters.list_dead_letters(
+            db, "relay", states=dead_letters.STATES, limit=1
+        )
+        letter = await dead_letters.get_dead_letter(db, "relay", first)
         (again,) = letter.replays
         assert (row.state, row.again) == (again.state, again.again)
         assert letter.row == row
@@ -154,7 +158,7 @@ async def test_what_became_of_a_replay(database: Database, db: Connection[Any], 
     await db.execute("UPDATE lane_progress SET acked_seq = 5")
     assert await state() == ("replayed", None)
     # Given up once more: for itself, or within a range.
-    await bury(db, one.id, 5 if to == 5 else 4, to=to)
+    await add_dead_letter(db, one.id, 5 if to == 5 else 4, to=to)
     (second,) = await ids(db)
     assert await state() == ("dead_again", second)
     with pytest.raises(
@@ -171,7 +175,7 @@ async def test_what_became_of_a_replay(database: Database, db: Connection[Any], 
         {"filter": DeadLetterFilter(tenant="t"), "everything": True},
     ],
 )
-async def test_a_selection_is_one_thing(several: dict[str, Any]) -> None:
+async def test_a_selection_is_exactly_one_of_ids_filter_and_all(several: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="select dead letters: by ids"):
         DeadLetterSelection()
     with pytest.raises(UsageError, match="combine neither ids nor all with a filter"):
@@ -180,10 +184,10 @@ async def test_a_selection_is_one_thing(several: dict[str, Any]) -> None:
         DeadLetterSelection(ids=tuple(range(1, 1002)))
 
 
-async def test_pages_and_filters(database: Database, db: Connection[Any]) -> None:
+async def test_dead_letters_are_paged_and_filtered(database: Database, db: Connection[Any]) -> None:
     one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
-    await bury(db, one.id, 1, 2, 3)
-    await bury(db, two.id, 1)
+    await add_dead_letter(db, one.id, 1, 2, 3)
+    await add_dead_letter(db, two.id, 1)
     everything = await ids(db)
     assert len(everything) == 4
     assert await ids(db, limit=2) == everything[:2]
@@ -191,26 +195,28 @@ async def test_pages_and_filters(database: Database, db: Connection[Any]) -> Non
     assert await ids(db, only=DeadLetterFilter(endpoint="two")) == everything[3:]
     with pytest.raises(NotFound, match='there is no endpoint "tow"; did you mean "two"'):
         await ids(db, only=DeadLetterFilter(endpoint="tow"))
-    await discard.discard(db, "relay", DeadLetterSelection(ids=(everything[0],)), actor="test")
+    await discard.discard_dead_letters(
+        db, "relay", DeadLetterSelection(ids=(everything[0],)), actor="test"
+    )
     assert await ids(db) == everything[1:]
     assert await ids(db, states=dead_letters.STATES) == everything
 
 
-async def test_a_sweep_passes_over_what_cannot_be_sent_again(
+async def test_a_replay_by_filter_skips_what_cannot_be_replayed(
     database: Database, db: Connection[Any]
 ) -> None:
     one, gone = await add_endpoint(database, "one"), await add_endpoint(database, "gone")
-    await bury(db, one.id, 1, 2, 3)
-    await bury(db, one.id, 10, to=19)
-    await bury(db, gone.id, 1)
+    await add_dead_letter(db, one.id, 1, 2, 3)
+    await add_dead_letter(db, one.id, 10, to=19)
+    await add_dead_letter(db, gone.id, 1)
     await db.execute("UPDATE dead_letter SET payload = NULL, event_id = NULL WHERE seq = 3")
     off = await add_endpoint(database, "off")
-    await bury(db, off.id, 1, 2)
+    await add_dead_letter(db, off.id, 1, 2)
     await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", off.id)
-    await endpoint_removal.remove(db, "relay", name="gone", actor="test")
+    await endpoint_removal.remove_endpoint(db, "relay", name="gone", actor="test")
     before = await db.fetch(EVERYTHING)
     found, planned = await replays.plan_replay(db, "relay", ALL)
-    assert [(f.endpoint, f.letters, f.numbers, f.skipped) for f in found] == [
+    assert [(f.endpoint, f.dead_letters, f.numbers, f.skipped) for f in found] == [
         ("gone", 1, 1, 1),
         ("off", 2, 2, 2),
         ("one", 4, 13, 1),
@@ -230,16 +236,14 @@ async def test_a_sweep_passes_over_what_cannot_be_sent_again(
     # What is replaying already is not looked at again.
     assert (await replays.start_replay(db, "relay", ALL, actor="test")).done == 0
     data = await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'")
-    assert orjson.loads(data) == {"job": outcome.job, "selection": {}, "letters": 3}
+    assert orjson.loads(data) == {"job": outcome.job, "selection": {}, "dead_letters": 3}
 
 
-async def test_a_selection_by_what_they_have_in_common(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_a_selection_by_filter(database: Database, db: Connection[Any]) -> None:
     one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
-    await bury(db, one.id, 1, 2, 3, 4)
-    await bury(db, two.id, 1)
-    await bury(db, two.id, 5, to=9)
+    await add_dead_letter(db, one.id, 1, 2, 3, 4)
+    await add_dead_letter(db, two.id, 1)
+    await add_dead_letter(db, two.id, 5, to=9)
     await db.execute(
         """
         UPDATE dead_letter SET type = 'a.c' WHERE seq = 2;
@@ -263,7 +267,7 @@ async def test_a_selection_by_what_they_have_in_common(
     ):
         assert await ids(db, only=only) == expected, only
         found, _ = await replays.plan_replay(db, "relay", DeadLetterSelection(filter=only))
-        assert sum(f.letters for f in found) == len(expected)
+        assert sum(f.dead_letters for f in found) == len(expected)
         assert await discard.count_discardable(
             db, "relay", DeadLetterSelection(filter=only)
         ) == len(expected)
@@ -274,26 +278,26 @@ async def test_a_selection_by_what_they_have_in_common(
     await ranges.sequence_all(database)
     assert outcome.done == 2
     assert await ids(db) == [1, 4, 5, 6]
-    told = orjson.loads(await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'"))
-    assert told["selection"] == {"types": ["a.c", "outbox.*"], "reason": "refused"}
+    reported = orjson.loads(await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'"))
+    assert reported["selection"] == {"types": ["a.c", "outbox.*"], "reason": "refused"}
     with pytest.raises(UsageError, match='"tired" is not a reason; choose one of: refused, '):
         DeadLetterFilter(reason="tired")
     with pytest.raises(UsageError, match="until must be later than since"):
         DeadLetterFilter(since=at, until=at)
 
 
-async def test_what_there_is_by_state(database: Database, db: Connection[Any]) -> None:
+async def test_dead_letters_are_counted_by_state(database: Database, db: Connection[Any]) -> None:
     one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
-    await bury(db, one.id, 1, 2, 3, 4)
-    await bury(db, two.id, 1)
-    await bury(db, two.id, 5, to=9)
+    await add_dead_letter(db, one.id, 1, 2, 3, 4)
+    await add_dead_letter(db, two.id, 1)
+    await add_dead_letter(db, two.id, 5, to=9)
     await db.execute("UPDATE dead_letter SET reason = 'expired' WHERE id = 1")
-    await discard.discard(db, "relay", DeadLetterSelection(ids=(1,)), actor="test")
+    await discard.discard_dead_letters(db, "relay", DeadLetterSelection(ids=(1,)), actor="test")
     await replays.start_replay(db, "relay", DeadLetterSelection(ids=(2, 3, 4)), actor="test")
 
     async def counted(**only: Any) -> list[tuple[Any, ...]]:
         found = await dead_letters.count_by_state(db, "relay", only=DeadLetterFilter(**only))
-        return [(c.endpoint, c.reason, c.state, c.letters, c.numbers) for c in found]
+        return [(c.endpoint, c.reason, c.state, c.dead_letters, c.numbers) for c in found]
 
     other = [("two", "refused", "dead", 2, 6)]
     first = [("one", "expired", "discarded", 1, 1)]
@@ -306,7 +310,7 @@ async def test_what_there_is_by_state(database: Database, db: Connection[Any]) -
         "INSERT INTO attempt SELECT lane_id, batch, seq, 1, 1, 'delivered', 204, NULL, now(), 1 "
         "FROM delivery WHERE seq = 12"
     )
-    await bury(db, one.id, 11)
+    await add_dead_letter(db, one.id, 11)
     assert await counted() == [
         *first,
         ("one", "refused", "dead", 1, 1),
@@ -318,16 +322,20 @@ async def test_what_there_is_by_state(database: Database, db: Connection[Any]) -
     assert await counted(endpoint="two") == other
 
 
-async def test_what_is_named_must_be_possible(database: Database, db: Connection[Any]) -> None:
+async def test_dead_letters_selected_by_id_must_be_replayable(
+    database: Database, db: Connection[Any]
+) -> None:
     one, off, gone = [await add_endpoint(database, name) for name in ("one", "it is off", "gone")]
-    await bury(db, one.id, 1, 2, 3)
-    await bury(db, off.id, 10, to=19)
-    await bury(db, gone.id, 1)
+    await add_dead_letter(db, one.id, 1, 2, 3)
+    await add_dead_letter(db, off.id, 10, to=19)
+    await add_dead_letter(db, gone.id, 1)
     await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", off.id)
-    await endpoint_removal.remove(db, "relay", name="gone", actor="test")
+    await endpoint_removal.remove_endpoint(db, "relay", name="gone", actor="test")
     first, second, third, disabled, removed = await ids(db)
     await db.execute("UPDATE dead_letter SET payload = NULL WHERE id = $1", third)
-    await discard.discard(db, "relay", DeadLetterSelection(ids=(second,)), actor="test")
+    await discard.discard_dead_letters(
+        db, "relay", DeadLetterSelection(ids=(second,)), actor="test"
+    )
     for dead_id, says in (
         (second, "was discarded"),
         (third, "has no payload"),
@@ -350,50 +358,54 @@ async def test_what_is_named_must_be_possible(database: Database, db: Connection
     with pytest.raises(UsageError, match=f"dead letter {first} is being replayed already"):
         await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
     with pytest.raises(UsageError, match=f"dead letter {first} is being replayed already"):
-        await discard.discard(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
+        await discard.discard_dead_letters(
+            db, "relay", DeadLetterSelection(ids=(first,)), actor="test"
+        )
 
 
 async def test_discarding_is_journalled(database: Database, db: Connection[Any]) -> None:
     one = await add_endpoint(database, "one")
-    await bury(db, one.id, 1)
-    await bury(db, one.id, 10, to=19)
+    await add_dead_letter(db, one.id, 1)
+    await add_dead_letter(db, one.id, 10, to=19)
     both = await ids(db)
-    outcome = await discard.discard(db, "relay", ALL, actor="ann@desk", comment="the customer left")
+    outcome = await discard.discard_dead_letters(
+        db, "relay", ALL, actor="ann@desk", comment="the customer left"
+    )
     assert (outcome.done, outcome.skipped) == (2, {})
     row = await db.fetchrow("SELECT actor, endpoint_id, data FROM journal ORDER BY id DESC LIMIT 1")
     assert row["actor"] == "ann@desk"
     assert orjson.loads(row["data"]) == {
         "comment": "the customer left",
         "selection": {},
-        "letters": 2,
+        "dead_letters": 2,
         "from": both[0],
         "to": both[1],
     }
     assert await ids(db) == []
 
 
-async def test_a_great_many_are_discarded_step_by_step(
+async def test_many_dead_letters_are_discarded_in_batches(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discard, "BATCH_SIZE", 2)
     one = await add_endpoint(database, "one", lanes=2)
-    await bury(db, one.id, 1, 2, 3, 4, 5)
+    await add_dead_letter(db, one.id, 1, 2, 3, 4, 5)
     await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT min(id), 3 FROM lane")
     version = await db.fetchval("SELECT version FROM cursor")
-    assert (await discard.discard(db, "relay", ALL, actor="ann@desk")).done == 5
-    told = await db.fetch("SELECT data FROM journal WHERE actor = 'ann@desk' ORDER BY id")
-    assert [orjson.loads(r["data"])["letters"] for r in told] == [2, 2, 1]
-    # Only where a lane waits for it has anybody to be told.
+    assert (await discard.discard_dead_letters(db, "relay", ALL, actor="ann@desk")).done == 5
+    reported = await db.fetch("SELECT data FROM journal WHERE actor = 'ann@desk' ORDER BY id")
+    assert [orjson.loads(r["data"])["dead_letters"] for r in reported] == [2, 2, 1]
+    # Owners are notified only if a lane is blocked by it.
     assert await db.fetchval("SELECT version FROM cursor") == version + 1
     assert await db.fetchval("SELECT count(*) FROM lane_block") == 0
 
 
-@pytest.mark.parametrize("decide", [replays.start_replay, discard.discard])
-async def test_a_decision_frees_the_lane_that_waits_for_it(
+@pytest.mark.parametrize("decide", [replays.start_replay, discard.discard_dead_letters])
+async def test_replaying_or_discarding_unblocks_the_lane(
     database: Database, db: Connection[Any], decide: Any
 ) -> None:
     one = await add_endpoint(database, "one", lanes=2)
-    await bury(db, one.id, 1, 2)
+    await add_dead_letter(db, one.id, 1, 2)
     await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 2 FROM lane")
     first, second = await ids(db)
     version = await db.fetchval("SELECT version FROM cursor")
@@ -403,10 +415,10 @@ async def test_a_decision_frees_the_lane_that_waits_for_it(
     # The other lane waits for another letter of the same number.
     assert await db.fetchval("SELECT array_agg(lane_id) = ARRAY[max(l.id)] FROM lane_block, "
                              "(SELECT max(id) AS id FROM lane) l")  # fmt: skip
-    # Its owner looks at what a higher version tells it.
+    # A higher version makes its owner reload.
     assert await db.fetchval("SELECT version FROM cursor") == version + 2
 
 
-async def test_there_is_no_such_dead_letter(db: Connection[Any]) -> None:
+async def test_an_unknown_dead_letter_is_not_found(db: Connection[Any]) -> None:
     with pytest.raises(NotFound, match="there is no dead letter 7"):
-        await dead_letters.get(db, "relay", 7)
+        await dead_letters.get_dead_letter(db, "relay", 7)

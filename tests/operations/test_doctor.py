@@ -1,4 +1,4 @@
-"""The doctor finds what is wrong, names who causes it, and says what to do."""
+"""The doctor finds problems, names their cause, and recommends an action."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
-from outbox.operations import doctor, rotate_key
+from outbox.operations import doctor, endpoint_changes, rotate_key
 from outbox.operations.doctor import DoctorFinding, DoctorLimits, Severity
-from outbox.operations.endpoint_changes import add
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
@@ -28,8 +27,7 @@ from outbox.store.connection.secrets import CLEAR, Vault
 from outbox.store.replicas import ReplicaStore
 from tests.support.doctor import PATH, findings, findings_of, reported_findings, sql_of, the_one
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, register, running
-from tests.support.schedules import add as add_schedule
-from tests.support.schedules import let_be_due
+from tests.support.schedules import add_schedule, let_be_due
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ async def _listens(db: Connection[Any]) -> bool:
 
 
 @pytest.mark.one_major
-async def test_looking_changes_nothing_and_takes_no_lock(db: Connection[Any]) -> None:
+async def test_checks_change_nothing_and_take_no_lock(db: Connection[Any]) -> None:
     await findings(db)
     assert not db.is_in_transaction()
     held = (
@@ -91,14 +89,14 @@ async def test_looking_changes_nothing_and_takes_no_lock(db: Connection[Any]) ->
 
 
 @pytest.mark.one_major
-async def test_a_missing_schema_is_all_there_is_to_say(empty_database: Database) -> None:
+async def test_a_missing_schema_is_the_only_finding(empty_database: Database) -> None:
     found = await findings(await empty_database.connect(**PATH))
     assert [f.check for f in found] == ["server", "schema"]
     assert (found[1].severity, found[1].action) == (Severity.PROBLEM, "run: outbox migrate")
 
 
 @pytest.mark.one_major
-async def test_an_older_schema_is_told_and_a_newer_one_is_an_error(db: Connection[Any]) -> None:
+async def test_an_older_schema_is_reported_and_a_newer_one_is_an_error(db: Connection[Any]) -> None:
     last = migrations()[-1].version
     await db.execute("DELETE FROM migration WHERE version = $1", last)
     found = await findings(db)
@@ -132,7 +130,7 @@ async def test_a_standby_is_a_problem(private_database: Database) -> None:
     ],
 )
 @pytest.mark.one_major
-async def test_a_sequence_that_was_changed(
+async def test_an_altered_sequence_is_a_problem(
     database: Database, db: Connection[Any], alter: str, says: str
 ) -> None:
     await publish(database, 1, 2, 3)
@@ -146,7 +144,7 @@ async def test_a_sequence_that_was_changed(
     assert await reported_findings(db, "sequence") == []
 
 
-async def test_a_sequence_that_a_crash_would_reset(database: Database, db: Connection[Any]) -> None:
+async def test_an_unlogged_sequence_is_a_problem(database: Database, db: Connection[Any]) -> None:
     if database.major < 15:
         pytest.skip("there every sequence is logged")
     await db.execute("ALTER SEQUENCE outbox_id_seq SET UNLOGGED")
@@ -156,7 +154,7 @@ async def test_a_sequence_that_a_crash_would_reset(database: Database, db: Conne
 
 
 @pytest.mark.one_major
-async def test_an_event_with_an_id_of_its_own(db: Connection[Any]) -> None:
+async def test_an_event_with_an_explicit_id_is_a_problem(db: Connection[Any]) -> None:
     await db.execute(
         "INSERT INTO outbox (id, type, payload) OVERRIDING SYSTEM VALUE VALUES (77, 'a', '1')"
     )
@@ -167,7 +165,7 @@ async def test_an_event_with_an_id_of_its_own(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_a_trigger_that_does_not_fire(db: Connection[Any]) -> None:
+async def test_a_disabled_trigger_is_a_problem(db: Connection[Any]) -> None:
     for how, severity in (
         ("DISABLE", Severity.PROBLEM),
         ("ENABLE REPLICA", Severity.PROBLEM),
@@ -184,7 +182,7 @@ async def test_a_trigger_that_does_not_fire(db: Connection[Any]) -> None:
     assert "is missing" in found.message
 
 
-async def test_a_flag_that_producers_cannot_read(db: Connection[Any]) -> None:
+async def test_an_unreadable_wake_up_flag_is_a_problem(db: Connection[Any]) -> None:
     await db.execute("REVOKE SELECT ON SEQUENCE wakeup FROM PUBLIC")
     found = await the_one(db, "wake-up flag")
     assert (found.severity, "producers may not read" in found.message) == (Severity.PROBLEM, True)
@@ -193,7 +191,7 @@ async def test_a_flag_that_producers_cannot_read(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_a_flag_that_is_stuck(db: Connection[Any]) -> None:
+async def test_a_stuck_wake_up_flag_is_a_problem(db: Connection[Any]) -> None:
     await db.execute("SELECT setval('wakeup', extract(epoch FROM now())::bigint + 7260)")
     found = await the_one(db, "wake-up flag")
     assert "the wake-up flag is stuck 2 h in the future" in found.message
@@ -202,7 +200,7 @@ async def test_a_flag_that_is_stuck(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_partitions_that_are_missing(db: Connection[Any]) -> None:
+async def test_missing_partitions_are_a_problem(db: Connection[Any]) -> None:
     await db.execute("DROP TABLE outbox_1, batch_2")
     found = await the_one(db, "partitions")
     assert found.severity is Severity.WARNING
@@ -217,7 +215,7 @@ async def test_partitions_that_are_missing(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_a_truncated_table(db: Connection[Any]) -> None:
+async def test_a_truncated_table_is_a_problem(db: Connection[Any]) -> None:
     await db.execute("TRUNCATE batch, period")
     # The other checks would fail on them.
     *_, found = await findings(db)
@@ -226,7 +224,7 @@ async def test_a_truncated_table(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_another_table_with_the_name_of_a_partition(db: Connection[Any]) -> None:
+async def test_a_table_with_the_name_of_a_partition_is_a_problem(db: Connection[Any]) -> None:
     await db.execute("DROP TABLE attempt_1; CREATE TABLE attempt_1 (backup int)")
     found = await the_one(db, "partitions")
     assert found.action is not None
@@ -237,7 +235,7 @@ async def test_another_table_with_the_name_of_a_partition(db: Connection[Any]) -
 
 
 @pytest.mark.one_major
-async def test_a_clock_that_is_off(db: Connection[Any]) -> None:
+async def test_a_clock_that_differs_is_a_problem(db: Connection[Any]) -> None:
     for off_s, severity in ((30, Severity.WARNING), (-600, Severity.PROBLEM)):
         found = await the_one(db, "clock", clock=lambda off_s=off_s: time.time() + off_s)
         assert found.severity is severity
@@ -245,7 +243,7 @@ async def test_a_clock_that_is_off(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_connections_that_run_out(db: Connection[Any]) -> None:
+async def test_too_few_connections_are_a_problem(db: Connection[Any]) -> None:
     found = await the_one(
         db, "connections", limits=replace(DoctorLimits(), connections_free_min=1_000_000)
     )
@@ -253,7 +251,7 @@ async def test_connections_that_run_out(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_a_timeline_that_changed_or_is_not_said(db: Connection[Any]) -> None:
+async def test_a_changed_or_unknown_timeline_is_reported(db: Connection[Any]) -> None:
     assert await reported_findings(db, "timeline") == []
     await db.execute("UPDATE cursor SET timeline = 7")
     found = await the_one(db, "timeline")
@@ -274,7 +272,7 @@ async def test_a_timeline_that_changed_or_is_not_said(db: Connection[Any]) -> No
 
 
 @pytest.mark.one_major
-async def test_commits_that_a_crash_takes_back(db: Connection[Any]) -> None:
+async def test_settings_that_lose_commits_in_a_crash_are_a_problem(db: Connection[Any]) -> None:
     found = await the_one(db, "durability")
     assert (found.severity, "fsync" in found.message) == (Severity.WARNING, True)
     await db.execute("SET synchronous_commit = off")
@@ -283,7 +281,7 @@ async def test_commits_that_a_crash_takes_back(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_secrets_in_clear_are_told(database: Database, db: Connection[Any]) -> None:
+async def test_secrets_in_clear_are_reported(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     (found,) = await findings_of(db, "secrets")
     assert found.severity is Severity.WARNING
@@ -292,8 +290,10 @@ async def test_secrets_in_clear_are_told(database: Database, db: Connection[Any]
 
 
 @pytest.mark.one_major
-async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connection[Any]) -> None:
-    async def told_of_secrets() -> list[tuple[Severity, str]]:
+async def test_the_encryption_of_secrets_is_reported(
+    database: Database, db: Connection[Any]
+) -> None:
+    async def reported_secrets() -> list[tuple[Severity, str]]:
         return [(f.severity, f.message) for f in await findings(db) if f.check == "secrets"]
 
     one, two = (Vault(parse_keys(format_key(bytes([i]) * 32))) for i in (1, 2))
@@ -302,15 +302,17 @@ async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connect
             settings = EndpointSettings(name=name, url="https://example.com/")
             if vault is CLEAR:
                 await connection.execute("UPDATE endpoint_secret SET secret = 'x' || secret")
-            await add(connection, "relay", settings, actor="t", vault=vault)
+            await endpoint_changes.add_endpoint(
+                connection, "relay", settings, actor="t", vault=vault
+            )
             await connection.execute("UPDATE endpoint_secret SET secret = ltrim(secret, 'x')")
-    assert await told_of_secrets() == [
+    assert await reported_secrets() == [
         (Severity.WARNING, "2 secrets of endpoints are stored in clear, others are encrypted")
     ]
-    await rotate_key.rekey(db, "relay", one, actor="t")
+    await rotate_key.rotate_key(db, "relay", one, actor="t")
     store = ReplicaStore(db, None)
     await register(store, name="blind", keys=two.key_ids)
-    none_is_clear, blind = await told_of_secrets()
+    none_is_clear, blind = await reported_secrets()
     assert none_is_clear == (Severity.OK, "no secret is stored in clear")
     assert blind == (
         Severity.PROBLEM,
@@ -321,7 +323,7 @@ async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connect
 
 
 @pytest.mark.one_major
-async def test_a_certificate_that_ends_is_told_in_time(
+async def test_an_expiring_certificate_is_reported_in_time(
     database: Database, db: Connection[Any]
 ) -> None:
     (none,) = await findings_of(db, "certificates")
@@ -339,7 +341,7 @@ async def test_a_certificate_that_ends_is_told_in_time(
 
 
 @pytest.mark.one_major
-async def test_an_endpoints_own_network_is_no_reason_to_complain(
+async def test_an_allowed_network_of_an_endpoint_is_no_problem(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, "a", url="http://10.1.2.3/", allow_networks=["10.1.2.3/32"])
@@ -349,7 +351,7 @@ async def test_an_endpoints_own_network_is_no_reason_to_complain(
 
 
 @pytest.mark.one_major
-async def test_networks_that_lead_to_a_metadata_service(
+async def test_networks_with_a_metadata_service_are_a_warning(
     database: Database, db: Connection[Any]
 ) -> None:
     everything, link_local = (ip_network(each) for each in ("::/0", "169.254.0.0/16"))
@@ -368,7 +370,9 @@ async def test_networks_that_lead_to_a_metadata_service(
 
 
 @pytest.mark.one_major
-async def test_a_url_that_these_settings_refuse(database: Database, db: Connection[Any]) -> None:
+async def test_a_url_rejected_by_the_settings_is_a_problem(
+    database: Database, db: Connection[Any]
+) -> None:
     for name in ("a", "b"):
         await add_endpoint(database, name)
     found = await the_one(
@@ -381,7 +385,7 @@ async def test_a_url_that_these_settings_refuse(database: Database, db: Connecti
 
 
 @pytest.mark.one_major
-async def test_no_relay_is_a_problem_as_soon_as_somebody_waits_for_one(
+async def test_no_relay_is_a_problem_once_events_wait(
     database: Database, db: Connection[Any]
 ) -> None:
     assert (await the_one(db, "relays")).severity is Severity.WARNING
@@ -395,7 +399,9 @@ async def test_no_relay_is_a_problem_as_soon_as_somebody_waits_for_one(
     assert "r1 (replica 1) owns 0 endpoints, but its lease expired" in gone[-1].message
 
 
-async def test_a_relay_that_is_deaf(database: Database, db: Connection[Any]) -> None:
+async def test_a_relay_without_a_listener_is_a_problem(
+    database: Database, db: Connection[Any]
+) -> None:
     await db.execute(REPLICA)
     found = await the_one(db, "listeners")
     assert "r1 (replica 1) has no LISTEN connection" in found.message
@@ -406,7 +412,7 @@ async def test_a_relay_that_is_deaf(database: Database, db: Connection[Any]) -> 
 
 
 @pytest.mark.one_major
-async def test_a_relay_listens_under_its_own_name_whatever_the_dsn_says(
+async def test_a_listener_is_found_although_the_dsn_sets_an_application_name(
     database: Database, db: Connection[Any]
 ) -> None:
     joined = "&" if "?" in database.dsn else "?"
@@ -421,7 +427,7 @@ async def test_a_relay_listens_under_its_own_name_whatever_the_dsn_says(
 
 
 @pytest.mark.one_major
-async def test_events_that_nobody_sequences(database: Database, db: Connection[Any]) -> None:
+async def test_unsequenced_events_are_a_problem(database: Database, db: Connection[Any]) -> None:
     await publish(database, 1, 2)
     assert await reported_findings(db, "sequencing") == []
     await db.execute("UPDATE outbox SET created_at = now() - interval '20 s'")
@@ -436,7 +442,9 @@ async def test_events_that_nobody_sequences(database: Database, db: Connection[A
 
 
 @pytest.mark.one_major
-async def test_endpoints_that_nobody_owns(database: Database, db: Connection[Any]) -> None:
+async def test_endpoints_without_an_owner_are_a_problem(
+    database: Database, db: Connection[Any]
+) -> None:
     for n in range(12):
         await add_endpoint(database, f"e{n:02}")
     assert await reported_findings(db, "owners") == [], "without a relay that is what is wrong"
@@ -448,7 +456,9 @@ async def test_endpoints_that_nobody_owns(database: Database, db: Connection[Any
 
 
 @pytest.mark.one_major
-async def test_endpoints_that_somebody_stopped(database: Database, db: Connection[Any]) -> None:
+async def test_paused_and_disabled_endpoints_are_reported(
+    database: Database, db: Connection[Any]
+) -> None:
     for state in ("paused", "disabled", "disabling", "removing", "removed"):
         await add_endpoint(database, f"is {state}")
         await db.execute(
@@ -468,7 +478,7 @@ async def test_endpoints_that_somebody_stopped(database: Database, db: Connectio
 
 
 @pytest.mark.one_major
-async def test_endpoints_whose_filters_are_stopped(database: Database, db: Connection[Any]) -> None:
+async def test_stopped_filters_are_reported(database: Database, db: Connection[Any]) -> None:
     for name in ("slow", "tried again", "good"):
         await add_endpoint(database, name, filter="@.total > 100")
     assert await reported_findings(db, "filters") == []
@@ -487,7 +497,7 @@ async def test_endpoints_whose_filters_are_stopped(database: Database, db: Conne
 
 
 @pytest.mark.one_major
-async def test_endpoints_whose_receivers_fail(database: Database, db: Connection[Any]) -> None:
+async def test_open_circuit_breakers_are_reported(database: Database, db: Connection[Any]) -> None:
     for state in ("failing", "rejecting", "recovering", "healthy"):
         await add_endpoint(database, state)
         await db.execute(
@@ -516,7 +526,7 @@ async def test_endpoints_whose_receivers_fail(database: Database, db: Connection
 
 
 @pytest.mark.one_major
-async def test_a_lane_that_waits_for_an_operator(database: Database, db: Connection[Any]) -> None:
+async def test_a_blocked_lane_is_reported(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, "billing")
     await db.execute(
         "INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts) "
@@ -533,7 +543,7 @@ async def test_a_lane_that_waits_for_an_operator(database: Database, db: Connect
     )
 
 
-async def test_a_delivery_that_holds_up_its_lane(database: Database, db: Connection[Any]) -> None:
+async def test_a_failing_lane_is_reported(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, retry={"base_s": 3600.0, "cap_s": 3600.0, "jitter": "none"})
     async with running(database, Network(lambda _: BUSY)):
         await publish(database, 1)
@@ -548,7 +558,9 @@ async def test_a_delivery_that_holds_up_its_lane(database: Database, db: Connect
 
 
 @pytest.mark.one_major
-async def test_lanes_of_an_older_generation(database: Database, db: Connection[Any]) -> None:
+async def test_lanes_of_an_older_generation_are_reported(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database, "shop")
     await db.execute("UPDATE lane_counter SET last_seq = 40; UPDATE endpoint SET generation = 2")
     assert await reported_findings(db, "old lanes") == [], "they are being drained"
@@ -563,7 +575,7 @@ async def test_lanes_of_an_older_generation(database: Database, db: Connection[A
 
 
 @pytest.mark.one_major
-async def test_dead_letters_wait_for_a_decision(database: Database, db: Connection[Any]) -> None:
+async def test_dead_letters_are_reported(database: Database, db: Connection[Any]) -> None:
     for name in ("a", "b"):
         await add_endpoint(database, name)
     await db.execute(
@@ -607,7 +619,7 @@ async def test_a_prepared_transaction_is_named(database: Database, db: Connectio
     await db.execute("BEGIN")
     await db.execute("INSERT INTO outbox (type, payload) VALUES ('a', '1')")
     await db.execute("SAVEPOINT s; INSERT INTO outbox (type, payload) VALUES ('a', '1')")
-    # Somebody else's, which has nothing to do with it.
+    # A table of another application.
     other = await database.connect()
     await other.execute("CREATE TABLE public.t AS SELECT 1; BEGIN; DELETE FROM public.t")
     await other.execute(f"PREPARE TRANSACTION 'other {database.name}'")
@@ -637,7 +649,7 @@ async def test_a_prepared_transaction_is_named_after_a_crash(private_database: D
 # ----------------------------------------------------------- little to go by
 
 
-async def test_a_role_with_few_rights_is_told_what_it_cannot_see(
+async def test_missing_privileges_of_the_role_are_reported(
     database: Database, db: Connection[Any]
 ) -> None:
     await db.execute("DROP ROLE IF EXISTS viewer; CREATE ROLE viewer LOGIN")
@@ -688,7 +700,7 @@ async def test_a_role_with_few_rights_is_told_what_it_cannot_see(
 
 
 @pytest.mark.one_major
-async def test_what_takes_too_long_is_left_out(
+async def test_a_check_that_takes_too_long_is_skipped(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "STATEMENT_TIMEOUT_S", 0.2)
@@ -703,14 +715,14 @@ async def test_what_takes_too_long_is_left_out(
 
 
 @pytest.mark.one_major
-async def test_a_table_that_is_gone_is_a_problem(db: Connection[Any]) -> None:
+async def test_a_missing_table_is_a_problem(db: Connection[Any]) -> None:
     await db.execute("DROP TABLE lane_block")
     found = await the_one(db, "blocked lanes")
     assert found.severity is Severity.PROBLEM
     assert 'relation "lane_block" does not exist' in found.message
 
 
-async def test_what_is_overdue(db: Connection[Any]) -> None:
+async def test_overdue_schedules_and_events_are_reported(db: Connection[Any]) -> None:
     await add_schedule(db)
     await db.execute("SELECT publish('a', '1', deliver_at => now() + interval '1 hour')")
     assert await reported_findings(db, "schedules") == []

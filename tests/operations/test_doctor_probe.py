@@ -1,4 +1,4 @@
-"""The doctor's probe goes the way of an event, and leaves nobody anything to clear up."""
+"""The doctor's probe is published and sequenced like an event, and leaves no rows to remove."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def probed(db: Connection[Any], **options: Any) -> DoctorFinding:
     return found
 
 
-async def test_an_event_goes_through_the_database_and_reaches_nobody_else(
+async def test_the_probe_event_is_sequenced_and_not_delivered(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, "all")
@@ -69,7 +69,7 @@ async def test_without_a_relay_nothing_is_published(
 
 
 @pytest.mark.one_major
-async def test_a_relay_that_does_not_sequence_is_told(db: Connection[Any]) -> None:
+async def test_a_relay_that_does_not_sequence_is_reported(db: Connection[Any]) -> None:
     await db.execute(REPLICA)
     found = await probed(db, limits=replace(DoctorLimits(), probe_s=0.05))
     assert found.severity is Severity.WARNING
@@ -78,19 +78,21 @@ async def test_a_relay_that_does_not_sequence_is_told(db: Connection[Any]) -> No
 
 
 @pytest.mark.one_major
-async def test_what_takes_long_is_told(db: Connection[Any]) -> None:
+async def test_slow_steps_are_reported(db: Connection[Any]) -> None:
     found = await probed(db, limits=replace(DoctorLimits(), probe_slow_ms=0))
     assert found.severity is Severity.WARNING
     assert found.message.startswith("the database is slow to process an event: commit ")
 
 
 @pytest.mark.one_major
-async def test_who_does_not_listen_is_not_made_to(db: Connection[Any]) -> None:
+async def test_the_probe_expects_no_notification_without_a_listener(db: Connection[Any]) -> None:
     found = await probed(db, listening=False)
     assert (found.severity, "notification" in found.message) == (Severity.OK, False)
 
 
-async def test_a_role_that_may_only_read_says_so(database: Database, db: Connection[Any]) -> None:
+async def test_a_reader_role_cannot_publish_the_probe(
+    database: Database, db: Connection[Any]
+) -> None:
     await db.execute(REPLICA)
     await db.execute("DROP ROLE IF EXISTS reader; CREATE ROLE reader LOGIN")
     await db.execute("SELECT relay.grant_reader('reader'); GRANT pg_monitor TO reader")

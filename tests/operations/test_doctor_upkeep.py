@@ -1,4 +1,4 @@
-"""The doctor on what makes tables grow: the horizon, autovacuum, and notifications."""
+"""Checks of the doctor for the causes of table growth: horizon, autovacuum, notifications."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ async def db(database: Database) -> Connection[Any]:
 
 
 @pytest.mark.one_major
-async def test_what_keeps_dead_rows(database: Database, db: Connection[Any]) -> None:
+async def test_old_transactions_that_keep_dead_rows_are_reported(
+    database: Database, db: Connection[Any]
+) -> None:
     old = await database.connect(server_settings={"application_name": "report"})
     await old.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
     await old.execute(f"SELECT\n  1 AS {'x' * 50}, 2 AS not_shown")
@@ -61,7 +63,7 @@ async def test_what_keeps_dead_rows(database: Database, db: Connection[Any]) -> 
 
 
 @pytest.mark.one_major
-async def test_who_only_sits_in_a_transaction_keeps_no_rows(
+async def test_an_idle_transaction_without_a_snapshot_keeps_no_rows(
     database: Database, db: Connection[Any]
 ) -> None:
     idle = await database.connect()
@@ -70,7 +72,7 @@ async def test_who_only_sits_in_a_transaction_keeps_no_rows(
 
 
 @pytest.mark.costly
-async def test_a_slot_that_is_read_too_slowly_keeps_rows(pg_major: int) -> None:
+async def test_a_lagging_replication_slot_is_reported(pg_major: int) -> None:
     server = Server(pg_major, {"wal_level": "logical"})
     with server.embedded:
         async with server.database() as database:
@@ -90,15 +92,15 @@ async def test_a_slot_that_is_read_too_slowly_keeps_rows(pg_major: int) -> None:
 
 
 @pytest.mark.costly
-async def test_a_standby_that_reports_what_its_queries_see(pg_major: int) -> None:
+async def test_a_standby_with_hot_standby_feedback_is_reported(pg_major: int) -> None:
     async with pair(pg_major) as database:
         db = await database.connect(**PATH)
         reader = await database.reader()
         await reader.execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")
         for n in range(3):
             await db.execute("UPDATE cursor SET version = version + $1", n)
-        heard = "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE backend_xmin IS NOT NULL)"
-        await until(lambda: db.fetchval(heard), 30, "the standby's report")
+        received = "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE backend_xmin IS NOT NULL)"
+        await until(lambda: db.fetchval(received), 30, "the standby's report")
         found = await the_one(db, "horizon", limits=AT_ONCE)
         assert found.message.startswith("the standby of pid ")
         assert "set hot_standby_feedback = off there" in str(found.action)
@@ -109,7 +111,7 @@ async def test_a_standby_that_reports_what_its_queries_see(pg_major: int) -> Non
 
 
 @pytest.mark.one_major
-async def test_autovacuum_that_is_off_for_a_table(db: Connection[Any]) -> None:
+async def test_autovacuum_disabled_for_a_table_is_reported(db: Connection[Any]) -> None:
     assert await reported_findings(db, "autovacuum") == []
     await db.execute("ALTER TABLE cursor SET (autovacuum_enabled = off)")
     await db.execute("ALTER TABLE attempt_0 SET (autovacuum_enabled = false)")
@@ -123,7 +125,7 @@ async def test_autovacuum_that_is_off_for_a_table(db: Connection[Any]) -> None:
 
 
 @pytest.mark.costly
-async def test_autovacuum_that_is_off_for_the_server(pg_major: int) -> None:
+async def test_autovacuum_disabled_for_the_server_is_reported(pg_major: int) -> None:
     server = Server(pg_major, {"autovacuum": False})
     with server.embedded:
         async with server.database() as database:
@@ -132,7 +134,7 @@ async def test_autovacuum_that_is_off_for_the_server(pg_major: int) -> None:
 
 
 @pytest.mark.one_major
-async def test_dead_rows_that_pile_up(database: Database, db: Connection[Any]) -> None:
+async def test_many_dead_rows_are_reported(database: Database, db: Connection[Any]) -> None:
     limits = replace(DoctorLimits(), dead_rows_min=50)
     await db.execute("ALTER TABLE cursor SET (autovacuum_enabled = off); ANALYZE cursor")
     old = await database.connect()
@@ -151,7 +153,7 @@ async def test_dead_rows_that_pile_up(database: Database, db: Connection[Any]) -
 
 
 @pytest.mark.one_major
-async def test_rows_that_are_not_frozen_in_time(db: Connection[Any]) -> None:
+async def test_rows_that_are_not_frozen_in_time_are_reported(db: Connection[Any]) -> None:
     assert await reported_findings(db, "wraparound") == []
     found = await reported_findings(
         db, "wraparound", limits=replace(DoctorLimits(), freeze_overdue=0)
@@ -168,7 +170,7 @@ async def test_rows_that_are_not_frozen_in_time(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_sizes_are_told_by_parent(db: Connection[Any]) -> None:
+async def test_sizes_are_reported_by_parent_table(db: Connection[Any]) -> None:
     (found,) = await findings_of(db, "size")
     assert found.severity is Severity.OK
     assert "KiB in all: " in found.message
@@ -179,7 +181,9 @@ async def test_sizes_are_told_by_parent(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_a_queue_of_notifications_that_fills(database: Database, db: Connection[Any]) -> None:
+async def test_a_filling_notification_queue_is_reported(
+    database: Database, db: Connection[Any]
+) -> None:
     stuck = await database.connect(server_settings={"application_name": "deaf"})
     await stuck.execute("LISTEN never")
     await stuck.execute("BEGIN")
@@ -200,7 +204,7 @@ async def test_a_queue_of_notifications_that_fills(database: Database, db: Conne
 
 
 @pytest.mark.one_major
-async def test_a_limit_of_the_role_or_the_database_counts(
+async def test_connection_limits_of_the_role_and_the_database_count(
     database: Database, db: Connection[Any]
 ) -> None:
     assert await reported_findings(db, "connections") == []

@@ -1,4 +1,4 @@
-"""What an operator changes about an endpoint holds from a batch on, and is told."""
+"""Changes of an endpoint apply from a batch on, and are journalled."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ async def db(database: Database) -> Connection[Any]:
 
 
 async def update(db: Connection[Any], **values: Any) -> Updated:
-    return await endpoint_changes.update(
+    return await endpoint_changes.update_endpoint(
         db, "relay", "shop", lambda settings: replace(settings, **values), actor="test"
     )
 
 
 async def batch(db: Connection[Any], number: int) -> None:
-    """A batch of the sequencer's went by."""
+    """Write a batch, as the sequencer does."""
     await db.execute("INSERT INTO batch (batch, high) VALUES ($1, 0)", number)
 
 
@@ -107,16 +107,16 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "lanes": 2,
     }
     done = await update(db, **values)
-    found = await endpoints.get(db, "relay", "store")
+    found = await endpoints.get_endpoint(db, "relay", "store")
     assert (done.id, found.row.id) == (made.id, made.id)
     for field, value in values.items():
         assert getattr(found.settings, field) == value, field
-    (told,) = await journal(db, "endpoint_updated")
-    assert told["name"] == "shop"
-    assert told["changes"]["name"] == ["shop", "store"]
-    assert "hunter2" not in str(told)
+    (reported,) = await journal(db, "endpoint_updated")
+    assert reported["name"] == "shop"
+    assert reported["changes"]["name"] == ["shop", "store"]
+    assert "hunter2" not in str(reported)
     with pytest.raises(NotFound):
-        await endpoints.get(db, "relay", "shop")
+        await endpoints.get_endpoint(db, "relay", "shop")
 
 
 async def test_changing_nothing_writes_nothing(database: Database, db: Connection[Any]) -> None:
@@ -165,16 +165,16 @@ async def test_a_change_of_lanes_is_a_new_generation(
         (2, 2, 2, 7, 0),
         (3, 0, 2, 7, 0),
     ]
-    found = await endpoints.get(db, "relay", "shop")
+    found = await endpoints.get_endpoint(db, "relay", "shop")
     assert (found.row.lanes, found.row.generation) == (1, 3)
     assert found.lanes[-1].name == f"{made.id.hex[:12]}-3-0"
     assert len(await subscriptions(db)) == 1
 
 
-async def test_a_change_of_lanes_waits_for_a_change_of_hands(
+async def test_a_change_of_lanes_waits_for_a_change_of_owner(
     database: Database, db: Connection[Any]
 ) -> None:
-    # Lanes with the epoch before it could be written by nobody.
+    # With the previous epoch no replica could write lanes.
     await add_endpoint(database)
     claiming = await database.connect(**PATH)
     await claiming.execute("BEGIN; UPDATE ownership SET epoch = epoch + 1")
@@ -195,7 +195,7 @@ async def test_an_endpoint_is_claimed_after_a_change_of_lanes(
     replica_id = await register(store)
     changing = await database.connect(**PATH)
     async with changing.transaction():
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             changing, "relay", "shop", lambda old: replace(old, lanes=2), actor="test"
         )
         assert await store.claim(replica_id, [made.id], "test") == {}
@@ -211,23 +211,21 @@ INVALID_CHANGES = (
 )
 
 
-async def test_a_wrong_change_changes_nothing(
+async def test_an_invalid_change_changes_nothing(
     database: Database, db: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, "other")
     await add_endpoint(database)
-    before = (await endpoints.get(db, "relay", "shop")).settings
+    before = (await endpoints.get_endpoint(db, "relay", "shop")).settings
     for values, says in INVALID_CHANGES:
         with subtests.test(values=values, says=says):
             with pytest.raises(UsageError, match=says):
                 await update(db, **{"url": "https://example.com/new", **values})
-            assert (await endpoints.get(db, "relay", "shop")).settings == before
+            assert (await endpoints.get_endpoint(db, "relay", "shop")).settings == before
             assert await journal(db, "endpoint_updated") == []
 
 
-async def test_a_change_holds_for_events_that_come_after_it(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_a_change_applies_to_later_events(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, types=["a.*"])
     network = Network()
     async with running(database, network):
@@ -244,51 +242,57 @@ async def test_a_change_holds_for_events_that_come_after_it(
 # ------------------------------------------------------------------- states
 
 
-async def test_pausing_is_told_with_who_and_why(database: Database, db: Connection[Any]) -> None:
+async def test_pausing_is_journalled_with_actor_and_comment(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database, "a")
     await add_endpoint(database, "b")
-    done = await endpoint_states.pause(db, "relay", ["a", "b"], actor="ann", comment="maintenance")
+    done = await endpoint_states.pause_endpoints(
+        db, "relay", ["a", "b"], actor="ann", comment="maintenance"
+    )
     assert [(c.name, c.state, c.changed) for c in done] == [
         ("a", "paused", True),
         ("b", "paused", True),
     ]
-    row = (await endpoints.get(db, "relay", "a")).row
+    row = (await endpoints.get_endpoint(db, "relay", "a")).row
     assert (row.state, row.state_by, row.state_comment) == ("paused", "ann", "maintenance")
     assert row.state_at > row.created_at
-    assert [told["comment"] for told in await journal(db, "endpoint_paused")] == ["maintenance"] * 2
-    (again,) = await endpoint_states.pause(db, "relay", ["a"], actor="bob")
+    assert [reported["comment"] for reported in await journal(db, "endpoint_paused")] == [
+        "maintenance"
+    ] * 2
+    (again,) = await endpoint_states.pause_endpoints(db, "relay", ["a"], actor="bob")
     assert not again.changed
-    assert (await endpoints.get(db, "relay", "a")).row.state_by == "ann"
+    assert (await endpoints.get_endpoint(db, "relay", "a")).row.state_by == "ann"
     # A subscription goes on, or what is published meanwhile would be missing.
     assert all(to_batch is None for _, to_batch, *_ in await subscriptions(db))
 
 
-async def test_several_are_paused_or_none(database: Database, db: Connection[Any]) -> None:
+async def test_pausing_several_endpoints_is_atomic(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, "a")
     with pytest.raises(NotFound):
-        await endpoint_states.pause(db, "relay", ["a", "nobody"], actor="test")
-    assert (await endpoints.get(db, "relay", "a")).row.state == "active"
+        await endpoint_states.pause_endpoints(db, "relay", ["a", "nobody"], actor="test")
+    assert (await endpoints.get_endpoint(db, "relay", "a")).row.state == "active"
 
 
-async def test_resuming_lets_blocked_lanes_go_on(database: Database, db: Connection[Any]) -> None:
+async def test_resuming_unblocks_blocked_lanes(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, lanes=2)
     await add_endpoint(database, "other")
     await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 3 FROM lane")
     await db.execute("UPDATE endpoint_health SET state = 'failing'")
-    lanes = (await endpoints.get(db, "relay", "shop")).lanes
+    lanes = (await endpoints.get_endpoint(db, "relay", "shop")).lanes
     assert [lane.blocked_seq for lane in lanes] == [3, 3]
-    await endpoint_states.pause(db, "relay", ["shop"], actor="test")
-    (done,) = await endpoint_states.resume(db, "relay", ["shop"], actor="ann")
+    await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
+    (done,) = await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="ann")
     assert (done.state, done.changed, done.unblocked) == ("active", True, 2)
-    found = await endpoints.get(db, "relay", "shop")
+    found = await endpoints.get_endpoint(db, "relay", "shop")
     assert (found.row.state, found.row.state_by) == ("active", "ann")
     assert {lane.blocked_seq for lane in found.lanes} == {None}
-    # What was known of its health is still known: it was paused, not mended.
+    # The circuit breaker keeps its state: the endpoint was paused, not repaired.
     assert found.health.state == "failing"
     assert await db.fetchval("SELECT count(*) FROM lane_block") == 1
 
 
-async def test_resuming_what_is_not_paused_tries_it_at_once(
+async def test_resuming_an_active_endpoint_retries_at_once(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -297,48 +301,50 @@ async def test_resuming_what_is_not_paused_tries_it_at_once(
         "since = now() - interval '1 day'"
     )
     version = await db.fetchval("SELECT version FROM cursor")
-    (done,) = await endpoint_states.resume(db, "relay", ["shop"], actor="ann")
+    (done,) = await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="ann")
     assert (done.state, done.changed) == ("active", False)
     # Its owner alone writes how it is; this is a word to it.
-    assert (await endpoints.get(db, "relay", "shop")).health.state == "failing"
+    assert (await endpoints.get_endpoint(db, "relay", "shop")).health.state == "failing"
     assert await db.fetchval("SELECT resumes FROM endpoint") == 1
     assert await db.fetchval("SELECT version FROM cursor") == version + 1
     assert len(await journal(db, "endpoint_resumed")) == 1
 
 
-async def test_enabling_begins_anew(database: Database, db: Connection[Any]) -> None:
+async def test_enabling_starts_with_new_events(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     await batch(db, 1)
     # As its owner leaves it.
     await db.execute("UPDATE endpoint SET state = 'disabled'")
     await db.execute("UPDATE subscription SET to_batch = 2")
     await db.execute("UPDATE endpoint_health SET state = 'rejecting'")
-    assert not (await endpoints.get(db, "relay", "shop")).row.subscribed
-    # Settings can be mended meanwhile; it still gets nothing.
+    assert not (await endpoints.get_endpoint(db, "relay", "shop")).row.subscribed
+    # Settings can be changed meanwhile; it still gets nothing.
     await update(db, types=("a.*",))
     assert len(await subscriptions(db)) == 1
     await batch(db, 2)
-    done = await endpoint_states.enable(db, "relay", "shop", actor="ann", comment="mended")
+    done = await endpoint_states.enable_endpoint(
+        db, "relay", "shop", actor="ann", comment="repaired"
+    )
     assert (done.state, done.changed) == ("active", True)
     assert await subscriptions(db) == [
         (1, 2, ["**"], None, False, None),
         (3, None, ["a.*"], None, False, None),
     ]
-    found = await endpoints.get(db, "relay", "shop")
+    found = await endpoints.get_endpoint(db, "relay", "shop")
     assert (found.row.state, found.row.state_comment, found.row.subscribed) == (
         "active",
-        "mended",
+        "repaired",
         True,
     )
     assert await db.fetchval("SELECT resumes FROM endpoint") == 1
     assert len(await journal(db, "endpoint_enabled")) == 1
 
 
-async def test_enabling_before_any_batch_went_by(database: Database, db: Connection[Any]) -> None:
+async def test_enabling_before_the_next_batch(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     await db.execute("UPDATE endpoint SET state = 'disabled'")
     await db.execute("UPDATE subscription SET to_batch = 1")
-    await endpoint_states.enable(db, "relay", "shop", actor="test")
+    await endpoint_states.enable_endpoint(db, "relay", "shop", actor="test")
     assert await subscriptions(db) == [(1, None, ["**"], None, False, None)]
 
 
@@ -354,7 +360,7 @@ REFUSED_CHANGES = (
 )
 
 
-async def test_what_cannot_be_done_says_what_to_do(
+async def test_a_rejected_change_says_what_to_do(
     database: Database, db: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database)
@@ -377,9 +383,7 @@ async def live(db: Connection[Any], endpoint_id: UUID) -> list[Any]:
     return found.secrets_at(time.time())
 
 
-async def test_old_secrets_sign_beside_the_new_one_for_a_while(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_old_secrets_sign_during_the_overlap(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     first = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann")
     assert first.live == 2
@@ -398,14 +402,14 @@ async def test_old_secrets_sign_beside_the_new_one_for_a_while(
     with pytest.raises(UsageError, match=r"has 3 live secrets, the first until .*overlap to 0"):
         await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann")
     assert len(await live(db, made.id)) == 3
-    found = await endpoints.get(db, "relay", "shop")
+    found = await endpoints.get_endpoint(db, "relay", "shop")
     assert [secret.expires_at is None for secret in found.secrets] == [True, False, False]
     rotated = await journal(db, "endpoint_secret_rotated")
-    assert [told["live"] for told in rotated] == [2, 3]
+    assert [reported["live"] for reported in rotated] == [2, 3]
     assert "whsec_" not in str(rotated)
 
 
-async def test_without_an_overlap_the_new_secret_is_alone(
+async def test_without_an_overlap_only_the_new_secret_signs(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -415,7 +419,7 @@ async def test_without_an_overlap_the_new_secret_is_alone(
     assert await db.fetchval("SELECT count(*) FROM endpoint_secret") == 1
 
 
-async def test_secrets_that_expired_are_not_kept(database: Database, db: Connection[Any]) -> None:
+async def test_expired_secrets_are_deleted(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     await db.execute("UPDATE endpoint_secret SET expires_at = now()")
     done = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann")
@@ -427,7 +431,7 @@ async def test_secrets_that_expired_are_not_kept(database: Database, db: Connect
 # ------------------------------------------------------------------ removal
 
 
-async def test_a_drained_endpoint_gets_nothing_new_and_all_that_it_is_owed(
+async def test_a_draining_endpoint_gets_its_backlog_and_no_new_events(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database)
@@ -436,30 +440,30 @@ async def test_a_drained_endpoint_gets_nothing_new_and_all_that_it_is_owed(
         await db.execute("INSERT INTO outbox (type, payload) VALUES ('a.b', '1')")
         await all_ended(database)
     await db.execute("UPDATE lane_counter SET last_seq = 2")
-    assert await endpoint_removal.drain(db, "relay", "shop", actor="ann") == made.id
+    assert await endpoint_removal.drain_endpoint(db, "relay", "shop", actor="ann") == made.id
     left = await endpoint_removal.read_drain_status(db, "relay", made.id)
     assert (left.state, left.pending, left.blocked, left.relay) == ("active", 1, 0, False)
-    row = (await endpoints.get(db, "relay", "shop")).row
+    row = (await endpoints.get_endpoint(db, "relay", "shop")).row
     assert (row.state, row.subscribed) == ("active", False)
     assert row.state_comment == "draining before removal"
     # Said again it is the same, and settings begin no new version.
-    await endpoint_removal.drain(db, "relay", "shop", actor="ann")
+    await endpoint_removal.drain_endpoint(db, "relay", "shop", actor="ann")
     await update(db, types=("a.*",))
     assert [to_batch for _, to_batch, *_ in await subscriptions(db)] == [2]
     assert len(await journal(db, "endpoint_updated")) == 2
     # And it can be taken back.
-    await endpoint_states.enable(db, "relay", "shop", actor="ann")
-    assert (await endpoints.get(db, "relay", "shop")).row.subscribed
+    await endpoint_states.enable_endpoint(db, "relay", "shop", actor="ann")
+    assert (await endpoints.get_endpoint(db, "relay", "shop")).row.subscribed
 
 
-async def test_a_paused_endpoint_is_not_waited_for(database: Database, db: Connection[Any]) -> None:
+async def test_a_paused_endpoint_cannot_be_drained(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
-    await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+    await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
     with pytest.raises(UsageError, match="is paused; resume it first"):
-        await endpoint_removal.drain(db, "relay", "shop", actor="test")
+        await endpoint_removal.drain_endpoint(db, "relay", "shop", actor="test")
 
 
-async def test_a_replay_that_is_asked_for_is_owed(database: Database, db: Connection[Any]) -> None:
+async def test_a_requested_replay_is_pending(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     await db.execute(
         """

@@ -1,4 +1,4 @@
-"""Endpoints come and go with effect from a batch, never in the middle of one."""
+"""Endpoints are added and removed with effect from a batch, never within one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def db(database: Database) -> Connection[Any]:
 
 
 async def remove(db: Connection[Any], name: str = "shop", **options: Any) -> Removal:
-    return await endpoint_removal.remove(db, "relay", name, actor="test", **options)
+    return await endpoint_removal.remove_endpoint(db, "relay", name, actor="test", **options)
 
 
 async def test_an_added_endpoint_is_complete(database: Database, db: Connection[Any]) -> None:
@@ -53,10 +53,10 @@ async def test_an_added_endpoint_is_complete(database: Database, db: Connection[
         headers={"Authorization": "Bearer hunter2"},
         lanes=3,
     )
-    made = await endpoint_changes.add(db, "relay", settings, actor="ann@desk")
+    made = await endpoint_changes.add_endpoint(db, "relay", settings, actor="ann@desk")
     assert len(parse_secret(made.secret)) == 32
     assert made.types == ("order.*", "refund.**")
-    found = await endpoints.get(db, "relay", "billing")
+    found = await endpoints.get_endpoint(db, "relay", "billing")
     row, lanes = found.row, found.lanes
     assert found.settings == settings
     assert (row.id, row.url, row.lanes, row.tenant) == (made.id, made.url, 3, "acme")
@@ -85,7 +85,9 @@ async def test_an_added_endpoint_is_complete(database: Database, db: Connection[
     await until(lambda: listener == ["reconfigured"])
 
 
-async def test_without_types_it_gets_everything(database: Database, db: Connection[Any]) -> None:
+async def test_without_types_an_endpoint_gets_every_event(
+    database: Database, db: Connection[Any]
+) -> None:
     assert (await add_endpoint(database)).types == ("**",)
 
 
@@ -98,21 +100,21 @@ INVALID_FILTERS = (
 )
 
 
-async def test_a_filter_that_the_database_cannot_read_changes_nothing(
+async def test_an_invalid_filter_changes_nothing(
     db: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     for text, says in INVALID_FILTERS:
         with subtests.test(filter=text):
             settings = EndpointSettings(name="shop", url="https://example.com/", filter=text)
             with pytest.raises(UsageError, match=r"^filter: invalid SQL/JSON path: ") as caught:
-                await endpoint_changes.add(db, "relay", settings, actor="test")
+                await endpoint_changes.add_endpoint(db, "relay", settings, actor="test")
             assert says in str(caught.value)
             assert "\n" not in str(caught.value)
             assert await db.fetchval("SELECT count(*) FROM endpoint") == 0
             assert await db.fetchval("SELECT version FROM cursor") == 1
 
 
-async def test_a_name_is_taken_until_its_endpoint_is_gone(
+async def test_a_name_is_in_use_until_its_endpoint_is_removed(
     database: Database, db: Connection[Any]
 ) -> None:
     first = await add_endpoint(database, "shop")
@@ -124,23 +126,25 @@ async def test_a_name_is_taken_until_its_endpoint_is_gone(
     assert second.id != first.id
 
 
-async def test_pages_are_in_the_order_of_bytes(database: Database, db: Connection[Any]) -> None:
+async def test_pages_are_in_byte_order(database: Database, db: Connection[Any]) -> None:
     names = ["b", "a", "Z", "é", "a2"]
     for name in names:
         await add_endpoint(database, name)
-    everything = [row.name for row in await endpoints.page(db, "relay")]
+    everything = [row.name for row in await endpoints.list_endpoints(db, "relay")]
     assert everything == ["Z", "a", "a2", "b", "é"]
     paged: list[str] = []
-    while page := await endpoints.page(db, "relay", limit=2, after=paged[-1] if paged else None):
+    while page := await endpoints.list_endpoints(
+        db, "relay", limit=2, after=paged[-1] if paged else None
+    ):
         assert len(page) <= 2
         paged += [row.name for row in page]
     assert paged == everything
 
 
-async def test_a_name_that_no_endpoint_has(database: Database, db: Connection[Any]) -> None:
+async def test_an_unknown_endpoint_is_not_found(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, "billing")
     with pytest.raises(NotFound, match='there is no endpoint "biling"; did you mean "billing"'):
-        await endpoints.get(db, "relay", "biling")
+        await endpoints.get_endpoint(db, "relay", "biling")
     with pytest.raises(NotFound, match='there is no endpoint "x"; see: outbox endpoint list'):
         await remove(db, "x")
 
@@ -157,20 +161,22 @@ async def test_a_change_waits_for_the_batch_in_flight(
     assert await db.fetchval(FROM_BATCH) == 2
 
 
-async def test_under_repeatable_read_by_default_too(database: Database) -> None:
+async def test_a_change_works_under_repeatable_read(database: Database) -> None:
     settings = {"search_path": "relay", "default_transaction_isolation": "repeatable read"}
     connection = await database.connect(server_settings=settings)
     sequencer = await database.connect(**PATH)
     await sequencer.execute("BEGIN; SELECT FROM cursor FOR UPDATE")
     settings = EndpointSettings(name="shop", url="https://a.test/")
-    adding = asyncio.create_task(endpoint_changes.add(connection, "relay", settings, actor="test"))
+    adding = asyncio.create_task(
+        endpoint_changes.add_endpoint(connection, "relay", settings, actor="test")
+    )
     await until(lambda: sequencer.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
     await sequencer.execute("INSERT INTO batch (batch, high) VALUES (1, 0); COMMIT")
     await adding
     assert await sequencer.fetchval(FROM_BATCH) == 2
 
 
-async def test_owed_counts_what_is_acknowledged_behind_the_checkpoint(
+async def test_pending_excludes_deliveries_acknowledged_after_the_checkpoint(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -181,12 +187,12 @@ async def test_owed_counts_what_is_acknowledged_behind_the_checkpoint(
                              elapsed_ms)
         SELECT l.id, 1, s, 1, 1, 'delivered', now(), 1 FROM lane l, generate_series(1, 3) s
     """)
-    found = await endpoints.get(db, "relay", "shop")
+    found = await endpoints.get_endpoint(db, "relay", "shop")
     (lane,) = found.lanes
     assert (found.row.pending, lane.pending, lane.acked_seq) == (2, 2, 3)
 
 
-async def test_an_endpoint_that_is_owed_something_is_not_removed(
+async def test_an_endpoint_with_pending_deliveries_is_not_removed(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, retry=SLOW_RETRY, lanes=2)
@@ -203,7 +209,7 @@ async def test_an_endpoint_that_is_owed_something_is_not_removed(
             'endpoint "shop" has 4 deliveries pending: wait until they are delivered, or '
             "dead-letter them"
         )
-        found = await endpoints.get(db, "relay", "shop")
+        found = await endpoints.get_endpoint(db, "relay", "shop")
         row, lanes = found.row, found.lanes
         assert (row.state, row.pending) == ("active", 4)
         failing = [lane for lane in lanes if lane.attempts]
@@ -242,7 +248,7 @@ async def test_without_a_relay_the_removal_waits_for_one(
     await add_endpoint(database)
 
 
-async def test_a_removal_calls_replays_off(database: Database, db: Connection[Any]) -> None:
+async def test_a_removal_cancels_replays(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     await db.execute(
         """
@@ -265,7 +271,7 @@ async def test_a_removal_calls_replays_off(database: Database, db: Connection[An
     ]
 
 
-async def test_two_removals_at_once(database: Database) -> None:
+async def test_concurrent_removals(database: Database) -> None:
     await add_endpoint(database)
     one, two = await database.connect(**PATH), await database.connect(**PATH)
     done = await asyncio.gather(remove(one), remove(two), return_exceptions=True)
@@ -285,16 +291,16 @@ async def test_events_reach_an_endpoint_from_its_batch_on(
     assert network.data() == ["after"]
 
 
-async def test_a_missing_schema(empty_database: Database) -> None:
+async def test_a_missing_schema_is_an_error(empty_database: Database) -> None:
     connection = await empty_database.connect()
     settings = EndpointSettings(name="a", url="https://a.test/")
     for attempt in (
-        endpoints.page(connection, "relay"),
-        endpoints.get(connection, "relay", "a"),
-        endpoint_changes.add(connection, "relay", settings, actor="test"),
-        endpoint_changes.update(connection, "relay", "a", lambda s: s, actor="test"),
-        endpoint_states.pause(connection, "relay", ["a"], actor="test"),
-        endpoint_removal.remove(connection, "relay", "a", actor="test"),
+        endpoints.list_endpoints(connection, "relay"),
+        endpoints.get_endpoint(connection, "relay", "a"),
+        endpoint_changes.add_endpoint(connection, "relay", settings, actor="test"),
+        endpoint_changes.update_endpoint(connection, "relay", "a", lambda s: s, actor="test"),
+        endpoint_states.pause_endpoints(connection, "relay", ["a"], actor="test"),
+        endpoint_removal.remove_endpoint(connection, "relay", "a", actor="test"),
         apply_file(connection, "relay", [], actor="test", prune=True),
     ):
         with pytest.raises(SchemaMissing):

@@ -1,4 +1,4 @@
-"""Why an event is where it is, in words; each reason alone, and in the order that helps."""
+"""The diagnosis of a trace: each cause alone, and their order."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ LETTER = TracedDeadLetter(
 WHERE = "bill ing: sequence 5 of lane l-1-0 "
 
 
-def story(*deliveries: TracedDelivery, **more: Any) -> EventTrace:
+def trace(*deliveries: TracedDelivery, **more: Any) -> EventTrace:
     values: dict[str, Any] = {
         "at": NOW,
         "event": EVENT,
@@ -90,17 +90,17 @@ def story(*deliveries: TracedDelivery, **more: Any) -> EventTrace:
 
 
 def pending(**changes: Any) -> list[str]:
-    """What is said of a delivery that is pending, without its place."""
+    """The causes of a pending delivery, without its lane."""
     delivery = replace(DELIVERY, lane_state=replace(STANDING, **changes))
-    told = story(delivery).diagnosis
-    assert all(sentence.startswith(WHERE) for sentence in told)
-    return [sentence.removeprefix(WHERE) for sentence in told]
+    reported = trace(delivery).diagnosis
+    assert all(sentence.startswith(WHERE) for sentence in reported)
+    return [sentence.removeprefix(WHERE) for sentence in reported]
 
 
-def test_nothing_is_said_of_what_is_delivered() -> None:
+def test_a_completed_delivery_needs_no_explanation() -> None:
     done = replace(DELIVERY, lane_state=None)
     assert done.state == "delivered"
-    assert story(done).diagnosis == ()
+    assert trace(done).diagnosis == ()
 
 
 @pytest.mark.parametrize(
@@ -112,30 +112,30 @@ def test_nothing_is_said_of_what_is_delivered() -> None:
         (SequencingProgress(15, False, 1, None), "no relay leads"),
     ],
 )
-def test_why_it_is_not_sequenced(sequencing: SequencingProgress, says: str) -> None:
-    (told,) = story(sequenced=None, sequencing=sequencing).diagnosis
-    assert says in told
+def test_an_unsequenced_event_is_explained(sequencing: SequencingProgress, says: str) -> None:
+    (reported,) = trace(sequenced=None, sequencing=sequencing).diagnosis
+    assert says in reported
 
 
-def test_nobody_wanted_it() -> None:
+def test_an_event_without_subscribers_is_explained() -> None:
     missed = (UnsentGroup("type", 3, ("a", "b", "c")), UnsentGroup("filter", 1, ("d",)))
-    (told,) = story(missed=missed).diagnosis
-    assert told == (
+    (reported,) = trace(missed=missed).diagnosis
+    assert reported == (
         "no endpoint received it: 3 not subscribed to its type (a, b, c); "
         "1 with a filter that excludes its payload (d)"
     )
 
 
-def test_what_must_never_be_is_said() -> None:
-    (told,) = story(
+def test_inconsistent_rows_are_reported() -> None:
+    (reported,) = trace(
         replace(DELIVERY, lane_state=None), missed=(UnsentGroup("lost", 1, ("a",)),)
     ).diagnosis
-    assert told == "it was not sent to 1 that should have received it: run outbox verify (a)"
+    assert reported == "it was not sent to 1 that should have received it: run outbox verify (a)"
 
 
-def test_a_log_that_is_gone_tells_nothing_more() -> None:
-    (told,) = story(sequenced=None, log_dropped=True).diagnosis
-    assert "retention dropped the log of its deliveries" in told
+def test_an_event_beyond_the_log_retention_is_explained() -> None:
+    (reported,) = trace(sequenced=None, log_dropped=True).diagnosis
+    assert "retention dropped the log of its deliveries" in reported
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,16 @@ def test_a_log_that_is_gone_tells_nothing_more() -> None:
         ),
     ],
 )
-def test_why_it_was_given_up(changes: dict[str, Any], says: str) -> None:
+def test_a_dead_letter_is_explained(changes: dict[str, Any], says: str) -> None:
     dead = replace(DELIVERY, lane_state=None, dead_letter=replace(LETTER, **changes))
-    assert story(dead).diagnosis == (WHERE + says,)
+    assert trace(dead).diagnosis == (WHERE + says,)
 
 
 @pytest.mark.parametrize("state", ["replayed", "dead_again"])
-def test_of_what_was_sent_again_the_new_delivery_speaks(state: Any) -> None:
+def test_a_replayed_delivery_is_explained_by_its_replay(state: Any) -> None:
     dead = replace(DELIVERY, lane_state=None, dead_letter=replace(LETTER, state=state))
     assert dead.state == state
-    assert story(dead).diagnosis == ()
+    assert trace(dead).diagnosis == ()
 
 
 HEAD = STANDING.head
@@ -276,13 +276,13 @@ HEAD = STANDING.head
         ),
     ],
 )
-def test_what_it_waits_for(changes: dict[str, Any], says: list[str]) -> None:
+def test_a_pending_delivery_is_explained(changes: dict[str, Any], says: list[str]) -> None:
     assert pending(**changes) == says
 
 
-def test_everything_in_the_way_is_said_the_endpoint_first() -> None:
-    told = pending(state="paused", blocked_since=NOW, head=replace(HEAD, sequence=2))
-    assert [sentence.split(":")[0].split(" of ")[0] for sentence in told] == [
+def test_all_causes_are_listed_the_endpoint_first() -> None:
+    reported = pending(state="paused", blocked_since=NOW, head=replace(HEAD, sequence=2))
+    assert [sentence.split(":")[0].split(" of ")[0] for sentence in reported] == [
         "waits",
         "waits",
         "waits behind 3",

@@ -1,4 +1,4 @@
-"""Publishing into the future: what is promised then, and what is refused now."""
+"""Scheduled events: what is guaranteed, and what is rejected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def owner(database: Database) -> Connection[Any]:
 
 @pytest.fixture
 async def app(database: Database, owner: Connection[Any]) -> Connection[Any]:
-    """A connection of a role that was granted what a producer needs, and nothing else."""
+    """A connection of a role that has the privileges of a producer only."""
     await owner.execute("DROP ROLE IF EXISTS later; CREATE ROLE later LOGIN")
     await migrate(owner, "relay", roles=[("producer", "later")])
     return await database.connect(user="later")
@@ -47,13 +47,13 @@ async def entered(owner: Connection[Any]) -> list[Any]:
 
 
 async def let_it_come(owner: Connection[Any]) -> None:
-    """The time of all that waits has come."""
+    """Make all future events due."""
     await owner.execute("UPDATE future_event SET deliver_at = clock_timestamp()")
     while await ScheduleRunStore(owner, 1).move_future_events():
         pass
 
 
-async def test_it_enters_the_outbox_as_it_was_published(
+async def test_a_scheduled_event_enters_the_outbox_unchanged(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
     event_id = await outbox.publish(
@@ -80,7 +80,7 @@ async def test_it_enters_the_outbox_as_it_was_published(
     assert event["created_at"] > row["created_at"]
 
 
-async def test_what_is_not_in_the_future_goes_straight_in(
+async def test_an_event_that_is_due_enters_the_outbox_at_once(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
     await outbox.publish(app, "a", 1, deliver_at=datetime.now(UTC) - DAY)
@@ -90,7 +90,7 @@ async def test_what_is_not_in_the_future_goes_straight_in(
     assert [row["payload"] for row in await entered(owner)] == ["1", "2", "3"]
 
 
-async def test_many_at_once_each_with_its_time(
+async def test_a_batch_has_a_time_for_each_event(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
     ids = await outbox.publish_many(
@@ -114,7 +114,9 @@ async def test_many_at_once_each_with_its_time(
     assert [row["payload"] for row in await entered(owner)] == ["0", "2", "3", "5", "1"]
 
 
-async def test_a_rolled_back_one_never_was(app: Connection[Any], owner: Connection[Any]) -> None:
+async def test_a_rolled_back_event_is_not_published(
+    app: Connection[Any], owner: Connection[Any]
+) -> None:
     transaction = app.transaction()
     await transaction.start()
     assert await outbox.publish(app, "a", 1, once="k", deliver_at=LATER)
@@ -124,7 +126,7 @@ async def test_a_rolled_back_one_never_was(app: Connection[Any], owner: Connecti
     assert await outbox.publish(app, "a", 3, once="k", deliver_at=LATER) is None
 
 
-async def test_who_traces_it_is_told_that_it_waits(
+async def test_a_trace_shows_a_scheduled_event_as_waiting(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
     event_id = await outbox.publish(app, "a", 1, once="k", deliver_at=LATER)
@@ -138,7 +140,7 @@ async def test_who_traces_it_is_told_that_it_waits(
     assert (await find_event.find_events(owner, "relay", str(event_id))).by == "event id"
 
 
-async def test_the_winner_of_a_key_works_out_what_is_sent_later(
+async def test_an_idempotency_key_applies_to_scheduled_events(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
     assert await outbox.publish(app, "a", lambda: {"n": 1}, once="k", deliver_at=LATER)
@@ -147,7 +149,9 @@ async def test_the_winner_of_a_key_works_out_what_is_sent_later(
     assert row["payload"] == '{"n": 1}'
 
 
-async def test_what_is_wrong_is_told_at_once(app: Connection[Any], owner: Connection[Any]) -> None:
+async def test_an_invalid_scheduled_event_is_rejected_at_once(
+    app: Connection[Any], owner: Connection[Any]
+) -> None:
     for value, says in (
         (datetime(2100, 1, 1), "deliver_at: has no time zone"),
         ("2100-01-01", "deliver_at: str is not a datetime"),
@@ -161,7 +165,7 @@ async def test_what_is_wrong_is_told_at_once(app: Connection[Any], owner: Connec
     assert await waiting(owner) == []
 
 
-async def test_a_producer_cannot_reach_what_waits(app: Connection[Any]) -> None:
+async def test_a_producer_role_cannot_read_scheduled_events(app: Connection[Any]) -> None:
     for statement in (
         "SELECT * FROM relay.future_event",
         "INSERT INTO relay.future_event (event_id, type, payload, deliver_at) "
@@ -174,7 +178,7 @@ async def test_a_producer_cannot_reach_what_waits(app: Connection[Any]) -> None:
             await app.execute(statement)
 
 
-async def test_the_sessions_own_settings_change_nothing(
+async def test_session_settings_do_not_change_the_time(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
     await app.execute("SET timezone = 'Asia/Kolkata'; SET datestyle = 'SQL, DMY'")

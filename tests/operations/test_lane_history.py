@@ -1,4 +1,4 @@
-"""What a receiver can fetch is what was sent to it, number by number."""
+"""A receiver can fetch the deliveries that were sent to it, by sequence."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ async def db(database: Database) -> Connection[Any]:
 
 async def the_lane(db: Connection[Any], database: Database) -> LaneHistory:
     endpoint_id = await fetchval(database, "SELECT id FROM endpoint WHERE name = 'shop'")
-    (lane,) = await lane_history.lanes(db, "relay", endpoint_id)
+    (lane,) = await lane_history.list_lanes(db, "relay", endpoint_id)
     return lane
 
 
-def told(found: list[FetchedDelivery]) -> list[tuple[int, int, str | None]]:
+def reported(found: list[FetchedDelivery]) -> list[tuple[int, int, str | None]]:
     return [(each.sequence, each.previous_sequence, each.dead_lettered) for each in found]
 
 
-async def test_what_was_sent_can_be_fetched_as_it_was(
+async def test_deliveries_are_fetched_as_they_were_sent(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -59,8 +59,8 @@ async def test_what_was_sent_can_be_fetched_as_it_was(
         await all_ended(database)
     lane = await the_lane(db, database)
     assert (lane.acknowledged, lane.last, lane.ended) == (9, 9, False)
-    found = await lane_history.page(db, "relay", lane, 0, 100)
-    assert told(found) == [
+    found = await lane_history.list_fetched_deliveries(db, "relay", lane, 0, 100)
+    assert reported(found) == [
         (1, 0, "refused"),
         (2, 0, None),
         (3, 2, None),
@@ -80,11 +80,13 @@ async def test_what_was_sent_can_be_fetched_as_it_was(
     # Any part of it is the same.
     for after in range(10):
         for limit in (1, 2, 100):
-            some = await lane_history.page(db, "relay", lane, after, limit)
-            assert told(some) == told(found)[after : after + limit]
+            some = await lane_history.list_fetched_deliveries(db, "relay", lane, after, limit)
+            assert reported(some) == reported(found)[after : after + limit]
 
 
-async def test_what_is_on_its_way_is_left_out(database: Database, db: Connection[Any]) -> None:
+async def test_unacknowledged_deliveries_are_omitted(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database, retry=QUICK_RETRY | {"base_s": 600.0, "cap_s": 600.0})
     network = Network(lambda sent: BUSY if sent.seq == 3 else OK)
     async with running(database, network):
@@ -98,47 +100,58 @@ async def test_what_is_on_its_way_is_left_out(database: Database, db: Connection
         lane = await until(lane_of_two)
         assert lane is not None
     assert (lane.acknowledged, lane.last) == (2, 4)
-    assert told(await lane_history.page(db, "relay", lane, 0, 100)) == [(1, 0, None), (2, 1, None)]
+    assert reported(await lane_history.list_fetched_deliveries(db, "relay", lane, 0, 100)) == [
+        (1, 0, None),
+        (2, 1, None),
+    ]
 
 
-async def test_a_range_that_was_given_up_is_told_number_by_number(
+async def test_a_dead_lettered_range_is_listed_by_sequence(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
-    go = asyncio.Event()
+    release = asyncio.Event()
 
     async def gone(sent: Sent) -> AttemptResult:
-        await go.wait()
+        await release.wait()
         return OK if sent.seq < 3 else AttemptResult.completed(410, 0.001)
 
     async with running(database, Network(gone)):
         await publish(database, *range(6), key="k")
         await until(lambda: fetchval(database, "SELECT max(last_seq) = 6 FROM lane_counter"))
-        go.set()
+        release.set()
         await all_ended(database)
     lane = await the_lane(db, database)
     ends = [(3, 2, "refused"), (4, 2, "disabled"), (5, 2, "disabled"), (6, 2, "disabled")]
-    assert told(await lane_history.page(db, "relay", lane, 1, 100)) == [(2, 1, None), *ends]
+    assert reported(await lane_history.list_fetched_deliveries(db, "relay", lane, 1, 100)) == [
+        (2, 1, None),
+        *ends,
+    ]
     for after in (2, 3, 4, 5):
         # It begins in the middle of the range.
-        assert told(await lane_history.page(db, "relay", lane, after, 100)) == ends[after - 2 :]
+        assert (
+            reported(await lane_history.list_fetched_deliveries(db, "relay", lane, after, 100))
+            == ends[after - 2 :]
+        )
 
 
-async def test_lanes_are_found_by_their_names_alone(
+async def test_a_lane_is_found_only_by_its_exact_name(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await add_endpoint(database, lanes=3)
     other = await add_endpoint(database, "other")
-    names = [lane.name for lane in await lane_history.lanes(db, "relay", made.id)]
+    names = [lane.name for lane in await lane_history.list_lanes(db, "relay", made.id)]
     assert len(names) == 3
     for name in names:
-        assert (await lane_history.lane(db, "relay", made.id, name)).name == name
+        assert (await lane_history.get_lane(db, "relay", made.id, name)).name == name
         with pytest.raises(NotFound):
-            await lane_history.lane(db, "relay", other.id, name)
-    first, *rest = await lane_history.lanes(db, "relay", made.id, limit=1)
+            await lane_history.get_lane(db, "relay", other.id, name)
+    first, *rest = await lane_history.list_lanes(db, "relay", made.id, limit=1)
     assert rest == []
-    behind = await lane_history.lanes(db, "relay", made.id, after=(first.generation, first.slot))
+    behind = await lane_history.list_lanes(
+        db, "relay", made.id, after=(first.generation, first.slot)
+    )
     assert [lane.name for lane in behind] == names[1:]
     for name in ("", "x", f"{names[0]}-1", names[0].replace("-1-", "-9-"), f"{names[0][:13]}x-0"):
         with pytest.raises(NotFound):
-            await lane_history.lane(db, "relay", made.id, name)
+            await lane_history.get_lane(db, "relay", made.id, name)

@@ -1,4 +1,4 @@
-"""`outbox verify --repair`: what is broken is found, mended, and told; and relays go on."""
+"""`outbox verify --repair`: violations are repaired and journalled while relays run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outbox.errors import CannotRun
 from outbox.operations import dead_letters, endpoint_removal, replays
 from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.operations.verify import repair
-from outbox.operations.verify.promises import CHECKS
+from outbox.operations.verify.guarantees import CHECKS
 from outbox.operations.verify.repair_rules import REPAIRS
 from tests.support.relay import (
     OK,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PATH = {"server_settings": {"search_path": "relay"}}
 
-# What is damaged, which repair mends it, and which check finds it; an endpoint `shop` has
+# The damage, its repair, and the check that finds it; an endpoint `shop` has
 # six deliveries in batches of their own, of which the fifth was given up, and `gone`
 # is removed.
 DAMAGE = {
@@ -103,7 +103,7 @@ DAMAGE = {
 
 
 async def a_life(database: Database) -> None:
-    """Six events, the fifth refused, the sixth with id 9; and an endpoint that is removed."""
+    """Deliver six events, the fifth rejected, the sixth with id 9; and remove an endpoint."""
     await add_endpoint(database)
     await add_endpoint(database, "gone", types=["other.**"])
     network = Network(lambda sent: REFUSED if sent.seq == 5 else OK)
@@ -116,7 +116,7 @@ async def a_life(database: Database) -> None:
             await publish(database, n)
             await all_ended(database)
     async with database.connection(**PATH) as db:
-        await endpoint_removal.remove(db, "relay", "gone", actor="test")
+        await endpoint_removal.remove_endpoint(db, "relay", "gone", actor="test")
 
 
 async def damage(database: Database, sql: str) -> None:
@@ -124,7 +124,7 @@ async def damage(database: Database, sql: str) -> None:
         await db.execute(sql)
 
 
-async def mend(database: Database) -> list[repair.AppliedRepair]:
+async def repair_all(database: Database) -> list[repair.AppliedRepair]:
     async with database.connection(**PATH) as db:
         planned = await repair.plan_repairs(db, "relay")
         done = await repair.apply_repairs(db, "relay", actor="ann@host")
@@ -135,27 +135,27 @@ async def mend(database: Database) -> list[repair.AppliedRepair]:
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("what", DAMAGE)
-async def test_damage_is_mended_and_told(database: Database, what: str) -> None:
+async def test_violations_are_repaired_and_journalled(database: Database, what: str) -> None:
     sql, name, check = DAMAGE[what]
     await a_life(database)
     if name == "counters" or name == "progress":
         sql = f"{sql}{' AND' if 'WHERE' in sql else ' WHERE'} lane_id = 1"
     await damage(database, f"{sql}; UPDATE cursor SET writer = 77")
     assert check in await exceptions(database), "it is found"
-    done = await mend(database)
+    done = await repair_all(database)
     assert {m.repair for m in done} == {name}
     assert await exceptions(database) == {}
     async with database.connection(**PATH) as db:
         rows = await db.fetch("SELECT actor, data::text FROM journal WHERE kind = 'repaired'")
     assert [row["actor"] for row in rows] == ["ann@host"] * len(done)
-    told = [orjson.loads(row["data"]) for row in rows]
-    assert [(t["repair"], t["what"], t["before"], t["after"]) for t in told] == [
+    reported = [orjson.loads(row["data"]) for row in rows]
+    assert [(t["repair"], t["what"], t["before"], t["after"]) for t in reported] == [
         (m.repair, m.what, m.before, m.after) for m in done
     ]
     # Who leads has a copy of all that in memory, and begins anew.
-    (mended,) = [r for r in REPAIRS if r.name == name]
+    (repaired,) = [r for r in REPAIRS if r.name == name]
     leader = await fetchval(database, "SELECT writer FROM cursor")
-    assert leader == (None if mended.expires_replicas else 77)
+    assert leader == (None if repaired.expires_replicas else 77)
     # What comes after has the right numbers, in order, and all of it arrives.
     network = Network()
     async with running(database, network):
@@ -175,7 +175,7 @@ async def test_damage_is_mended_and_told(database: Database, what: str) -> None:
         "UPDATE ownership SET epoch = epoch + 1",
     ],
 )
-async def test_a_running_relay_forgets_what_was_mended(database: Database, sql: str) -> None:
+async def test_a_running_relay_reloads_repaired_rows(database: Database, sql: str) -> None:
     await add_endpoint(database)
     network = Network()
     async with running(database, network):
@@ -194,14 +194,14 @@ async def test_a_running_relay_forgets_what_was_mended(database: Database, sql: 
 
 
 @pytest.mark.one_major
-async def test_a_replay_for_a_removed_endpoint_is_called_off(database: Database) -> None:
+async def test_a_replay_for_a_removed_endpoint_is_cancelled(database: Database) -> None:
     await add_endpoint(database)
     async with running(database, Network(lambda _: REFUSED)):
         await publish(database, 1, 2)
         await all_ended(database)
     async with database.connection(**PATH) as db:
-        await endpoint_removal.remove(db, "relay", "shop", actor="test")
-        for letter in await dead_letters.page(db, "relay"):
+        await endpoint_removal.remove_endpoint(db, "relay", "shop", actor="test")
+        for letter in await dead_letters.list_dead_letters(db, "relay"):
             with pytest.raises(Exception, match="removed"):
                 await replays.start_replay(
                     db, "relay", DeadLetterSelection((letter.id,)), actor="test"
@@ -214,31 +214,34 @@ async def test_a_replay_for_a_removed_endpoint_is_called_off(database: Database)
                UPDATE dead_letter SET state = 'replaying'"""
         )
     assert list(await exceptions(database)) == ["whole"]
-    assert [m.repair for m in await mend(database)] == ["replays", "replays"]
+    assert [m.repair for m in await repair_all(database)] == ["replays", "replays"]
     assert await exceptions(database) == {}
     async with database.connection(**PATH) as db:
-        assert [letter.state for letter in await dead_letters.page(db, "relay")] == ["dead", "dead"]
+        assert [letter.state for letter in await dead_letters.list_dead_letters(db, "relay")] == [
+            "dead",
+            "dead",
+        ]
 
 
 @pytest.mark.one_major
-async def test_what_the_tables_cannot_tell_is_left_alone(database: Database) -> None:
+async def test_a_violation_without_a_unique_repair_is_left(database: Database) -> None:
     await a_life(database)
     await damage(database, "DELETE FROM delivery WHERE seq = 6")
-    assert await mend(database) == [], "number 6 was tried, so the receiver knows it"
+    assert await repair_all(database) == [], "number 6 was tried, so the receiver knows it"
     assert {"contiguous", "complete"} <= (await exceptions(database)).keys()
     assert await fetchval(database, "SELECT count(*) FROM journal WHERE kind = 'repaired'") == 0
 
 
 @pytest.mark.one_major
-async def test_what_is_whole_is_not_touched(database: Database) -> None:
+async def test_consistent_rows_are_not_changed(database: Database) -> None:
     await a_life(database)
     version = await fetchval(database, "SELECT version FROM cursor")
-    assert await mend(database) == []
+    assert await repair_all(database) == []
     assert await fetchval(database, "SELECT version FROM cursor") == version
 
 
 @pytest.mark.one_major
-async def test_loose_partitions_are_dropped_if_they_are_empty(database: Database) -> None:
+async def test_unattached_partitions_are_dropped_if_empty(database: Database) -> None:
     await damage(
         database,
         "CREATE TABLE attempt_77 (LIKE attempt); CREATE TABLE outbox_88 (LIKE outbox);"
@@ -246,13 +249,15 @@ async def test_loose_partitions_are_dropped_if_they_are_empty(database: Database
         "VALUES (1, gen_random_uuid(), 'a', '1', now());"
         "CREATE TABLE outbox_my_own (a int)",
     )
-    assert [(m.repair, m.before) for m in await mend(database)] == [("partitions", "attempt_77")]
+    assert [(m.repair, m.before) for m in await repair_all(database)] == [
+        ("partitions", "attempt_77")
+    ]
     assert await fetchval(database, "SELECT to_regclass('attempt_77') IS NULL")
     assert await fetchval(database, "SELECT to_regclass('outbox_88') IS NOT NULL")
 
 
 @pytest.mark.one_major
-async def test_a_replica_that_cannot_be_ended_keeps_everything_as_it_is(
+async def test_a_replica_that_cannot_be_expired_prevents_the_repair(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repair, "LOCK_TIMEOUT_S", 0.1)
@@ -271,6 +276,6 @@ async def test_a_replica_that_cannot_be_ended_keeps_everything_as_it_is(
     assert await fetchval(database, "SELECT last_seq FROM lane_counter WHERE lane_id = 1") == 3
 
 
-def test_every_check_says_what_to_do() -> None:
+def test_every_check_has_a_recommended_action() -> None:
     names: Sequence[str] = [check.name for check in CHECKS]
     assert list(repair.ADVICE) == names

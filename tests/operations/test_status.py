@@ -1,4 +1,4 @@
-"""The overview tells what is, of one moment."""
+"""The overview is a consistent snapshot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(**PATH)
 
 
-async def test_nothing_is_there_yet(db: Connection[Any]) -> None:
+async def test_an_empty_database_has_an_overview(db: Connection[Any]) -> None:
     seen = await status.read_overview(db, "relay")
     assert (seen.cursor.high, seen.cursor.last_id, seen.cursor.lag) == (0, 0, 0)
     assert seen.cursor.waiting_s is None
@@ -42,7 +42,9 @@ async def test_a_stopped_relay_leaves_a_lag(database: Database, db: Connection[A
     assert seen.cursor.waiting_s == pytest.approx(3600, abs=60)
 
 
-async def test_what_is_owed_failing_and_running(database: Database, db: Connection[Any]) -> None:
+async def test_pending_failing_and_in_flight_deliveries_are_counted(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database, "broken", retry=SLOW_RETRY, lanes=2)
     await add_endpoint(database, "fine")
     await add_endpoint(database, "idle", types=["other"])
@@ -97,7 +99,9 @@ async def test_gaps_and_dead_letters(database: Database, db: Connection[Any]) ->
     assert seen.endpoints[0].dead_letters == 1
 
 
-async def test_the_rates_between_two_looks(database: Database, db: Connection[Any]) -> None:
+async def test_rates_are_computed_between_two_polls(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database, "one")
     await add_endpoint(database, "two")
     first = await status.read_overview(db, "relay")
@@ -118,7 +122,7 @@ async def test_the_rates_between_two_looks(database: Database, db: Connection[An
 
 
 @pytest.mark.one_major
-async def test_what_is_owed_by_all_does_not_depend_on_what_is_shown(
+async def test_the_total_of_pending_deliveries_includes_hidden_endpoints(
     database: Database, db: Connection[Any]
 ) -> None:
     for name in ("one", "two"):
@@ -143,7 +147,7 @@ async def test_a_lapsed_replica_is_not_alive(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_a_missing_schema(empty_database: Database) -> None:
+async def test_a_missing_schema_is_an_error(empty_database: Database) -> None:
     connection = await empty_database.connect()
     with pytest.raises(SchemaMissing):
         await status.read_overview(connection, "relay")

@@ -1,4 +1,4 @@
-"""What happened to an event, found by whatever a person has in hand."""
+"""The trace of an event, found by any of its identifiers."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(server_settings={"search_path": "relay"})
 
 
-async def story_of(db: Connection[Any], text: str, **options: Any) -> EventTrace:
-    """The only event that this stands for."""
+async def trace_of(db: Connection[Any], text: str, **options: Any) -> EventTrace:
+    """The trace of the only event with this identifier."""
     found = await find_event.find_events(db, "relay", text)
     (outbox_id,) = found.outbox_ids
     return await trace.read_trace(db, "relay", outbox_id, **options)
@@ -65,15 +65,15 @@ async def by(db: Connection[Any], text: str) -> tuple[str, tuple[int, ...]]:
     return found.by, found.outbox_ids
 
 
-def the(story: EventTrace, endpoint: str = "shop") -> TracedDelivery:
-    (delivery,) = (d for d in story.deliveries if d.endpoint == endpoint)
+def the(event_trace: EventTrace, endpoint: str = "shop") -> TracedDelivery:
+    (delivery,) = (d for d in event_trace.deliveries if d.endpoint == endpoint)
     return delivery
 
 
 # ----------------------------------------------------------------- finding it
 
 
-async def test_it_is_found_by_whatever_a_person_has_in_hand(
+async def test_an_event_is_found_by_any_of_its_identifiers(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -89,12 +89,12 @@ async def test_it_is_found_by_whatever_a_person_has_in_hand(
     assert await by(db, "pay:17") == ("once key", (outbox_id,))
     assert await by(db, "order-17") == ("key", (outbox_id,))
     assert await by(db, str(outbox_id)) == ("outbox id", (outbox_id,))
-    told = {sent.delivery for sent in network.sent if sent.body["id"] == str(event_id)}
-    assert len(told) == 2
-    for delivery in told:
+    reported = {sent.delivery for sent in network.sent if sent.body["id"] == str(event_id)}
+    assert len(reported) == 2
+    for delivery in reported:
         assert await by(db, delivery) == ("X-Delivery", (outbox_id,))
-    story = await trace.read_trace(db, "relay", outbox_id)
-    assert {str(d.delivery_id) for d in story.deliveries} == told
+    event_trace = await trace.read_trace(db, "relay", outbox_id)
+    assert {str(d.delivery_id) for d in event_trace.deliveries} == reported
 
 
 UNKNOWN = (
@@ -108,7 +108,7 @@ UNKNOWN = (
 )
 
 
-async def test_what_nobody_knows_is_said_to_be_unknown(
+async def test_an_unknown_event_is_not_found(
     db: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     for text in UNKNOWN:
@@ -119,7 +119,7 @@ async def test_what_nobody_knows_is_said_to_be_unknown(
                 await trace.read_trace(db, "relay", 99)
 
 
-async def test_of_a_key_the_newest_come_first_and_in_pages(
+async def test_events_of_a_key_are_paged_newest_first(
     database: Database, db: Connection[Any]
 ) -> None:
     await publish(database, *range(5), key="order-1")
@@ -151,9 +151,7 @@ async def test_a_key_is_found_among_many_without_reading_them(db: Connection[Any
 # ---------------------------------------------------------------- its life
 
 
-async def test_every_attempt_is_told_with_its_answer(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_every_attempt_has_its_response(database: Database, db: Connection[Any]) -> None:
     responses = [
         BUSY,
         AttemptResult.completed(
@@ -166,35 +164,33 @@ async def test_every_attempt_is_told_with_its_answer(
     async with running(database, network):
         await publish(database, 1, key="k", headers='{"X-A": "b"}')
         await all_ended(database)
-    story = await story_of(db, "k", payload=True)
-    assert (story.event.type, story.event.headers, story.event.payload) == (
+    event_trace = await trace_of(db, "k", payload=True)
+    assert (event_trace.event.type, event_trace.event.headers, event_trace.event.payload) == (
         "a.b",
         {"X-A": "b"},
         1,
     )
-    assert story.sequenced is not None
-    assert (story.sequenced.batch, story.sequenced.late) == (1, False)
-    delivery = the(story)
+    assert event_trace.sequenced is not None
+    assert (event_trace.sequenced.batch, event_trace.sequenced.late) == (1, False)
+    delivery = the(event_trace)
     assert (delivery.state, delivery.sequence, delivery.dead_letter) == ("delivered", 1, None)
-    told = [(a.attempt, a.outcome, a.status) for a in delivery.attempts]
-    assert told == [(1, "retry", 503), (2, "retry", 429), (3, "delivered", 200)]
+    reported = [(a.attempt, a.outcome, a.status) for a in delivery.attempts]
+    assert reported == [(1, "retry", 503), (2, "retry", 429), (3, "delivered", 200)]
     first, second, third = (a.response for a in delivery.attempts)
     assert first is not None
     assert first["body"] == "busy"
     assert second is not None
     assert (second["version"], second["headers"]) == (1, {"x-request-id": "r-2"})
     assert third == {"version": 1, "headers": {"x-request-id": "r-3"}, "body": "thanks"}
-    assert story.event.published_at <= delivery.sequenced_at
+    assert event_trace.event.published_at <= delivery.sequenced_at
     # The relay estimates the server's clock, which it is off from by a round trip at most.
     started_at = delivery.attempts[0].started_at
     assert delivery.sequenced_at - started_at < timedelta(seconds=1)
-    assert story.diagnosis == ()
-    assert (await story_of(db, "k")).event.payload is None
+    assert event_trace.diagnosis == ()
+    assert (await trace_of(db, "k")).event.payload is None
 
 
-async def test_an_event_that_was_committed_late_is_found_in_its_own_batch(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_a_late_event_is_found_in_its_batch(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     async with running(database, Network()):
         async with db.transaction():
@@ -202,7 +198,7 @@ async def test_an_event_that_was_committed_late_is_found_in_its_own_batch(
             await publish(database, 2, key="early")
             await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM delivery"))
         await all_ended(database)
-    late, early = await story_of(db, "late"), await story_of(db, "early")
+    late, early = await trace_of(db, "late"), await trace_of(db, "early")
     assert late.sequenced is not None
     assert early.sequenced is not None
     assert (late.sequenced.late, early.sequenced.late) == (True, False)
@@ -211,7 +207,7 @@ async def test_an_event_that_was_committed_late_is_found_in_its_own_batch(
     assert the(late).state == "delivered"
 
 
-async def test_a_dead_letter_and_its_replay_are_told(
+async def test_a_dead_letter_and_its_replay_are_shown(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
@@ -220,19 +216,18 @@ async def test_a_dead_letter_and_its_replay_are_told(
     async with running(database, network):
         await publish(database, 1, key="k")
         await all_ended(database)
-        story = await story_of(db, "k")
-        assert the(story).state == "dead"
-        letter = the(story).dead_letter
+        event_trace = await trace_of(db, "k")
+        assert the(event_trace).state == "dead"
+        letter = the(event_trace).dead_letter
         assert letter is not None
-        assert story.diagnosis == (
-            f"shop: sequence 1 of lane {the(story).lane} was dead-lettered because its receiver "
-            "rejected "
-            f"it; it is dead letter {letter.id}: outbox dead replay {letter.id}",
+        assert event_trace.diagnosis == (
+            f"shop: sequence 1 of lane {the(event_trace).lane} was dead-lettered because its "
+            f"receiver rejected it; it is dead letter {letter.id}: outbox dead replay {letter.id}",
         )
         # Again, to be refused again; and then it is taken.
         await replays.start_replay(db, "relay", DeadLetterSelection(ids=(letter.id,)), actor="test")
         await until(lambda: fetchval(database, "SELECT count(*) = 2 FROM dead_letter"))
-        first, second = (await story_of(db, "k")).deliveries
+        first, second = (await trace_of(db, "k")).deliveries
         assert (first.state, second.state) == ("dead_again", "dead")
         assert second.replay_of == (first.lane, 1)
         responses[0] = OK
@@ -242,18 +237,18 @@ async def test_a_dead_letter_and_its_replay_are_told(
         )
         await until(lambda: network.accepted)
         await all_ended(database)
-    story = await story_of(db, "k")
-    assert [d.state for d in story.deliveries] == ["dead_again", "replayed", "delivered"]
-    assert story.deliveries[2].replay_of == (first.lane, 2)
-    assert story.diagnosis == ()
-    assert len({d.delivery_id for d in story.deliveries}) == 1
-    # What is kept of a dead letter tells of it when the event itself is gone.
+    event_trace = await trace_of(db, "k")
+    assert [d.state for d in event_trace.deliveries] == ["dead_again", "replayed", "delivered"]
+    assert event_trace.deliveries[2].replay_of == (first.lane, 2)
+    assert event_trace.diagnosis == ()
+    assert len({d.delivery_id for d in event_trace.deliveries}) == 1
+    # A dead letter's copy is shown when the event itself was dropped.
     await db.execute("TRUNCATE outbox")
-    assert (await story_of(db, str(story.event.event_id))).event.payload_bytes is None
-    assert await by(db, str(first.delivery_id)) == ("X-Delivery", (story.event.outbox_id,))
+    assert (await trace_of(db, str(event_trace.event.event_id))).event.payload_bytes is None
+    assert await by(db, str(first.delivery_id)) == ("X-Delivery", (event_trace.event.outbox_id,))
 
 
-async def test_a_number_in_a_range_knows_its_dead_letter(
+async def test_a_sequence_in_a_range_has_its_dead_letter(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, retry=SLOW_RETRY)
@@ -261,30 +256,32 @@ async def test_a_number_in_a_range_knows_its_dead_letter(
         for n in range(4):
             await publish(database, n, key=f"k{n}")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 4 FROM lane_counter"))
-        await endpoint_removal.remove(db, "relay", "shop", actor="test", dead_letter=True)
+        await endpoint_removal.remove_endpoint(db, "relay", "shop", actor="test", dead_letter=True)
         await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM dead_letter"))
-    story = await story_of(db, "k2")
-    letter = the(story).dead_letter
+    event_trace = await trace_of(db, "k2")
+    letter = the(event_trace).dead_letter
     assert letter is not None
     assert (letter.sequence, letter.to_sequence, letter.reason) == (1, 4, "removed")
-    (why,) = story.diagnosis
-    assert why.endswith("because its endpoint was removed; it is dead letter 1")
+    (reason,) = event_trace.diagnosis
+    assert reason.endswith("because its endpoint was removed; it is dead letter 1")
 
 
 # ------------------------------------------------------- why it is not delivered
 
 
-async def test_no_relay(database: Database, db: Connection[Any]) -> None:
+async def test_a_stopped_relay_is_a_cause(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     await publish(database, 1, key="k")
-    story = await story_of(db, "k")
-    assert story.sequenced is None
-    assert story.diagnosis == (
+    event_trace = await trace_of(db, "k")
+    assert event_trace.sequenced is None
+    assert event_trace.diagnosis == (
         "it is not sequenced because no relay is running; start one: outbox relay",
     )
 
 
-async def test_behind_a_delivery_that_fails(database: Database, db: Connection[Any]) -> None:
+async def test_an_earlier_failing_delivery_is_a_cause(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database, retry=SLOW_RETRY)
     network = Network(lambda _: BUSY)
     async with running(database, network):
@@ -292,77 +289,81 @@ async def test_behind_a_delivery_that_fails(database: Database, db: Connection[A
             await publish(database, n, key=f"k{n}")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 3 FROM lane_counter"))
         await until(lambda: fetchval(database, "SELECT max(attempts) = 1 FROM lane_progress"))
-        first, third = await story_of(db, "k0"), await story_of(db, "k2")
+        first, third = await trace_of(db, "k0"), await trace_of(db, "k2")
         lane = the(first).lane
         assert the(first).state == "pending"
-        (why,) = first.diagnosis
-        assert why.startswith(
+        (reason,) = first.diagnosis
+        assert reason.startswith(
             f"shop: sequence 1 of lane {lane} failed after 1 attempt, the last: it responded "
             "with 503; "
         )
-        assert "the next is in" in why
-        (why,) = third.diagnosis
-        assert why.startswith(
+        assert "the next is in" in reason
+        (reason,) = third.diagnosis
+        assert reason.startswith(
             f"shop: sequence 3 of lane {lane} waits behind 2 of its lane, the first is sequence 1 "
             f"(event {first.event.event_id}), which failed after 1 attempt"
         )
-    # And when nobody is there any more.
-    assert any("no live relay" in why for why in (await story_of(db, "k0")).diagnosis)
+    # Without a running relay.
+    assert any("no live relay" in reason for reason in (await trace_of(db, "k0")).diagnosis)
 
 
-async def test_a_paused_endpoint_tells_by_whom_and_what_helps(
+async def test_a_paused_endpoint_is_a_cause_with_actor_and_command(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database)
-    await endpoint_states.pause(db, "relay", ["shop"], actor="kim", comment="they move")
+    await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="kim", comment="they move")
     async with running(database, Network()):
         await publish(database, 1, key="k")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 1 FROM lane_counter"))
-        (why,) = (await story_of(db, "k")).diagnosis
-    assert "waits: its endpoint has been paused" in why
-    assert why.endswith(" (they move); outbox endpoint resume shop")
+        (reason,) = (await trace_of(db, "k")).diagnosis
+    assert "waits: its endpoint has been paused" in reason
+    assert reason.endswith(" (they move); outbox endpoint resume shop")
 
 
-async def test_a_lane_that_waits_for_an_operator(database: Database, db: Connection[Any]) -> None:
+async def test_a_blocked_lane_is_reported(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, on_dead_letter="block")
     async with running(database, Network(lambda _: REFUSED)):
         await publish(database, 1, key="k1")
         await publish(database, 2, key="k2")
         await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM lane_block"))
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 2 FROM lane_counter"))
-        (why,) = (await story_of(db, "k2")).diagnosis
-    assert "its lane has been blocked by dead letter" in why
-    assert "outbox dead replay 1, outbox dead discard 1 or outbox endpoint resume shop" in why
+        (reason,) = (await trace_of(db, "k2")).diagnosis
+    assert "its lane has been blocked by dead letter" in reason
+    assert "outbox dead replay 1, outbox dead discard 1 or outbox endpoint resume shop" in reason
 
 
-async def test_a_receiver_that_asked_for_time(database: Database, db: Connection[Any]) -> None:
+async def test_a_retry_after_of_the_receiver_is_a_cause(
+    database: Database, db: Connection[Any]
+) -> None:
     await add_endpoint(database)
     wait = AttemptResult.completed(429, 0.001, headers=(("Retry-After", "600"),))
     async with running(database, Network(lambda _: wait)):
         await publish(database, 1, key="k")
         held = "SELECT count(held_until) = 1 FROM endpoint_health"
         await until(lambda: fetchval(database, held))
-        told = (await story_of(db, "k")).diagnosis
-    assert any("more: its receiver sent Retry-After" in why for why in told)
+        reported = (await trace_of(db, "k")).diagnosis
+    assert any("more: its receiver sent Retry-After" in reason for reason in reported)
 
 
-async def test_lanes_from_before_their_number_changed(
+async def test_pending_lanes_of_an_older_generation_are_a_cause(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, retry=SLOW_RETRY)
     async with running(database, Network(lambda _: BUSY)):
         await publish(database, 1, key="k1")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 1 FROM lane_counter"))
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             db, "relay", "shop", lambda settings: replace(settings, lanes=2), actor="test"
         )
         await publish(database, 2, key="k2")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 2 FROM lane_counter"))
-        told = (await story_of(db, "k2")).diagnosis
-    assert any("waits for 1 pending in lanes of an older generation" in why for why in told)
+        reported = (await trace_of(db, "k2")).diagnosis
+    assert any(
+        "waits for 1 pending in lanes of an older generation" in reason for reason in reported
+    )
 
 
-async def test_who_did_not_get_it_and_which_rule_said_no(
+async def test_endpoints_without_a_delivery_are_listed_with_the_rule(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, "gets-it")
@@ -371,34 +372,37 @@ async def test_who_did_not_get_it_and_which_rule_said_no(
     await add_endpoint(database, "tenant", tenant="acme")
     await add_endpoint(database, "filter", filter="@.n > 1")
     await add_endpoint(database, "gone")
-    await endpoint_removal.remove(db, "relay", "gone", actor="test")
+    await endpoint_removal.remove_endpoint(db, "relay", "gone", actor="test")
     async with running(database, Network()):
         await publish(database, {"n": 1}, key="k")
         await all_ended(database)
         await add_endpoint(database, "younger")
-    story = await story_of(db, "k")
-    assert [d.endpoint for d in story.deliveries] == ["gets-it"]
-    assert {m.reason: (m.endpoints, m.examples) for m in story.missed} == {
+    event_trace = await trace_of(db, "k")
+    assert [d.endpoint for d in event_trace.deliveries] == ["gets-it"]
+    assert {m.reason: (m.endpoints, m.examples) for m in event_trace.missed} == {
         "type": (2, ("a-type", "b-type")),
         "tenant": (1, ("tenant",)),
         "filter": (1, ("filter",)),
         "before": (1, ("younger",)),
     }
-    assert story.diagnosis == ()
+    assert event_trace.diagnosis == ()
     # Asked about one of them.
     ids = await dead_letter_filter.find_endpoint_ids(db, "filter")
-    story = await story_of(db, "k", endpoint_ids=ids)
-    assert story.diagnosis == (
+    event_trace = await trace_of(db, "k", endpoint_ids=ids)
+    assert event_trace.diagnosis == (
         "no endpoint received it: 1 with a filter that excludes its payload (filter)",
     )
 
 
-async def test_more_deliveries_than_are_told_of(database: Database, db: Connection[Any]) -> None:
+async def test_the_number_of_deliveries_is_limited(database: Database, db: Connection[Any]) -> None:
     for name in "abc":
         await add_endpoint(database, name)
     async with running(database, Network()):
         await publish(database, 1, key="k")
         await all_ended(database)
-    story = await story_of(db, "k", limit=2)
-    assert ([d.endpoint for d in story.deliveries], story.deliveries_total) == (["a", "b"], 3)
-    assert story.missed == ()
+    event_trace = await trace_of(db, "k", limit=2)
+    assert ([d.endpoint for d in event_trace.deliveries], event_trace.deliveries_total) == (
+        ["a", "b"],
+        3,
+    )
+    assert event_trace.missed == ()

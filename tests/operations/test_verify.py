@@ -1,4 +1,4 @@
-"""`outbox verify` finds what is broken: every promise is broken once, and named."""
+"""`outbox verify` reports each guarantee that is violated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.operations.verify.promises import CHECKS, run_checks
+from outbox.operations.verify.guarantees import CHECKS, run_checks
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -21,7 +21,7 @@ from tests.support.relay import (
 if TYPE_CHECKING:
     from tests.support.postgres import Database
 
-# What breaks a promise, and which checks must say so.
+# What violates a guarantee, and which checks must report it.
 DAMAGE = {
     "a committed event is declared dead": (
         "UPDATE batch SET dead = '{[2,3)}' WHERE batch = 1",
@@ -41,7 +41,7 @@ DAMAGE = {
         "UPDATE delivery SET outbox_id = 999 WHERE seq = 3",
         {"complete", "real"},
     ),
-    "a delivery to somebody who did not subscribe": (
+    "a delivery to an endpoint without a subscription": (
         "UPDATE subscription SET types = '{other.**}'",
         {"real"},
     ),
@@ -142,7 +142,7 @@ DAMAGE = {
 
 
 async def _a_life(database: Database) -> None:
-    """Six events, the fifth of them refused."""
+    """Deliver six events, the fifth rejected."""
     await add_endpoint(database)
     network = Network(lambda sent: REFUSED if sent.seq == 5 else OK)
     async with running(database, network):
@@ -150,13 +150,13 @@ async def _a_life(database: Database) -> None:
         await all_ended(database)
 
 
-async def test_a_whole_database_has_no_exceptions(database: Database) -> None:
+async def test_a_consistent_database_has_no_violations(database: Database) -> None:
     await _a_life(database)
     assert await exceptions(database) == {}
 
 
 @pytest.mark.one_major
-async def test_damage_is_found(database: Database, subtests: pytest.Subtests) -> None:
+async def test_violations_are_found(database: Database, subtests: pytest.Subtests) -> None:
     await _a_life(database)
     await database.close()
     for what, (damage, expected) in DAMAGE.items():
@@ -183,8 +183,8 @@ ANALYZE outbox, batch, delivery;
 
 
 @pytest.mark.one_major
-async def test_a_long_log_takes_no_more_room_than_it_has(database: Database) -> None:
-    """With every row of a join went a list of all batches once: gigabytes."""
+async def test_the_audit_of_a_long_log_uses_bounded_temporary_space(database: Database) -> None:
+    """An array of all batches in every row of a join would take gigabytes."""
     await add_endpoint(database)
     settings = {
         "search_path": "relay",
@@ -198,5 +198,5 @@ async def test_a_long_log_takes_no_more_room_than_it_has(database: Database) -> 
     assert (found["lost"], found["real"], found["once"]) == ((), (), ())
 
 
-def test_every_check_is_broken_by_some_damage() -> None:
+def test_every_check_has_a_violation_that_it_detects() -> None:
     assert {name for _, names in DAMAGE.values() for name in names} == {c.name for c in CHECKS}

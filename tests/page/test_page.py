@@ -173,7 +173,7 @@ NO_POLLING = """() => {
 async def test_schedules_are_paused_run_and_removed(database: Database) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         settings = ScheduleSettings(name="nightly", cron="0 3 * * *", type="report.nightly")
-        await schedule_changes.add(connection, "relay", settings, actor="test")
+        await schedule_changes.add_schedule(connection, "relay", settings, actor="test")
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
         await visitor.open("schedules")
@@ -333,5 +333,5 @@ async def test_an_unreachable_relay_is_shown_and_retried(database: Database) -> 
 async def test_the_overview_counts_paused_endpoints(database: Database) -> None:
     async with shop(database) as here:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
-            await endpoint_states.pause(connection, "relay", ["well"], actor="test")
+            await endpoint_states.pause_endpoints(connection, "relay", ["well"], actor="test")
         await here.visitor.wait_for("1 paused")

@@ -322,7 +322,7 @@ async def test_a_bad_event_is_refused_and_the_transaction_lives(
 
 
 @pytest.mark.one_major
-async def test_limits_hold_to_the_byte(database: Database, app: Connection[Any]) -> None:
+async def test_limits_are_exact_to_the_byte(database: Database, app: Connection[Any]) -> None:
     headers = {"X-A": "x" * (8192 - len('{"X-A": ""}'))}
     await outbox.publish(
         app, "t" * 255, "x" * (LIMIT - 2), key="é" * 256, tenant="x" * 255, headers=headers
@@ -412,7 +412,7 @@ def exact(text: str | bytes) -> Any:
 # --------------------------------------------------------------------- once
 
 
-async def test_once_is_taken_by_whoever_commits_first(
+async def test_the_first_commit_claims_an_idempotency_key(
     database: Database, app: Connection[Any]
 ) -> None:
     async with database.connection(user="app") as second:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Transaction(Protocol):
     """An inbox and an effect in one transaction of a driver."""
 
-    async def take(self, message: Message, **how: Any) -> DeliveryResult: ...
+    async def receive(self, message: Message, **how: Any) -> DeliveryResult: ...
     async def newest(self, key: str, message: Message) -> bool: ...
     async def execute(self, sql: str) -> None: ...
     async def call(self, name: str, *arguments: Any) -> Any: ...
@@ -35,7 +35,7 @@ class AsyncTransaction:
     def __init__(self, inbox: Inbox, connection: Any, execute: Callable[[str], Any]) -> None:
         self._inbox, self._connection, self._execute = inbox, connection, execute
 
-    async def take(self, message: Message, **how: Any) -> DeliveryResult:
+    async def receive(self, message: Message, **how: Any) -> DeliveryResult:
         return await self._inbox.receive_async(self._connection, message, **how)
 
     async def newest(self, key: str, message: Message) -> bool:
@@ -54,7 +54,7 @@ class ThreadedTransaction:
     def __init__(self, inbox: Inbox, connection: Any, execute: Callable[[str], Any]) -> None:
         self._inbox, self._connection, self._execute = inbox, connection, execute
 
-    async def take(self, message: Message, **how: Any) -> DeliveryResult:
+    async def receive(self, message: Message, **how: Any) -> DeliveryResult:
         return await asyncio.to_thread(self._inbox.receive, self._connection, message, **how)
 
     async def newest(self, key: str, message: Message) -> bool:

@@ -113,7 +113,7 @@ def test_all_deliveries_of_a_batch_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         (lambda _: [], "an empty array"),
         (lambda body: [body[0], 7], "is not an object"),
@@ -127,9 +127,9 @@ def test_all_deliveries_of_a_batch_are_parsed() -> None:
         (lambda body: body[0], "X-Event"),
     ],
 )
-def test_an_inconsistent_batch_is_refused(change: Callable[[Any], Any], why: str) -> None:
+def test_an_inconsistent_batch_is_refused(change: Callable[[Any], Any], reason: str) -> None:
     bad = batch(1, 2, 3, change=change)
-    with pytest.raises(BadMessage, match=why):
+    with pytest.raises(BadMessage, match=reason):
         verify(bad.headers, bad.body, TEXT)
 
 

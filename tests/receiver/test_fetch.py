@@ -23,7 +23,7 @@ def relay_response(response: bytes) -> Iterator[FetchClient]:
     """Serve this response to every request."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer_all() -> None:
+        def respond_to_all() -> None:
             while True:
                 try:
                     connection, _ = listener.accept()
@@ -33,7 +33,7 @@ def relay_response(response: bytes) -> Iterator[FetchClient]:
                     connection.recv(65536)
                     connection.sendall(response)
 
-        thread = threading.Thread(target=answer_all)
+        thread = threading.Thread(target=respond_to_all)
         thread.start()
         try:
             yield FetchClient(f"http://127.0.0.1:{listener.getsockname()[1]}", "obf_" + "A" * 43)

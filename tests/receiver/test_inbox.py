@@ -93,7 +93,7 @@ async def test_each_event_is_recorded_once(opener: Opener, empty_database: Datab
         message(8, lane_ends=True),
     ):
         async with opener.transaction() as transaction:
-            taken = await transaction.take(what)
+            taken = await transaction.receive(what)
             if taken.fresh:
                 await transaction.execute(effect(what.sequence))
             assert taken.observation is not None
@@ -163,7 +163,7 @@ async def test_a_requested_replay_is_recorded_only_if_it_was_lost(opener: Opener
         (again(12, 10, replay_of=("a-1-0", 11)), twice),
     ):
         async with opener.transaction() as transaction:
-            taken = await transaction.take(what)
+            taken = await transaction.receive(what)
         assert taken.outcome is outcome, what
     async with opener.transaction() as transaction:
         lane = (await transaction.call("lanes"))["a-1-0"]
@@ -174,7 +174,7 @@ async def test_a_checkpoint_reveals_deliveries_missing_at_the_end(opener: Opener
     others = message(5, lane="a-2-0", outbox_id=77), message(1, lane="a-3-0", outbox_id=78)
     for what in (message(1), message(3), *others):
         async with opener.transaction() as transaction:
-            await transaction.take(what)
+            await transaction.receive(what)
     marks = (
         LaneMark("a-1-0", 1, 6, ((2, 2), (5, 5))),
         LaneMark(
@@ -192,7 +192,7 @@ async def test_a_checkpoint_reveals_deliveries_missing_at_the_end(opener: Opener
             assert await transaction.call("compare", marks) == CheckpointComparison(shown, missing)
     for number in (6, 7):
         async with opener.transaction() as transaction:
-            taken = await transaction.take(message(number))
+            taken = await transaction.receive(message(number))
             assert (taken.fresh, taken.missing) == (True, ())
     async with opener.transaction() as transaction:
         lanes = await transaction.call("lanes")
@@ -210,11 +210,11 @@ async def test_a_rolled_back_delivery_is_new_again(
     for _ in range(2):
         with contextlib.suppress(Crash):
             async with opener.transaction() as transaction:
-                assert (await transaction.take(message(1))).fresh
+                assert (await transaction.receive(message(1))).fresh
                 await transaction.execute(effect(1))
                 raise Crash
     async with opener.transaction() as transaction:
-        assert (await transaction.take(message(1))).fresh
+        assert (await transaction.receive(message(1))).fresh
         await transaction.execute(effect(1))
     assert await effects(opener, empty_database) == [1]
 
@@ -228,7 +228,7 @@ async def test_concurrent_copies_wait_for_each_other(
 
         async def one(number: int = number) -> DeliveryOutcome:
             async with opener.transaction() as transaction:
-                taken = await transaction.take(message(number))
+                taken = await transaction.receive(message(number))
                 if taken.fresh:
                     await transaction.execute(effect(number))
                 return taken.outcome
@@ -241,26 +241,26 @@ async def test_concurrent_copies_wait_for_each_other(
 @on_every_driver_if_full
 async def test_a_sequence_used_by_another_delivery_is_a_conflict(opener: Opener) -> None:
     async with opener.transaction() as transaction:
-        await transaction.take(message(1))
-        await transaction.take(message(2))
+        await transaction.receive(message(1))
+        await transaction.receive(message(2))
     for _ in range(2):  # It leaves no changes.
         async with opener.transaction() as transaction:
-            taken = await transaction.take(message(2, outbox_id=77))
+            taken = await transaction.receive(message(2, outbox_id=77))
             assert taken.outcome is DeliveryOutcome.CONFLICT
     async with opener.transaction() as transaction:
-        assert (await transaction.take(message(2))).outcome is DeliveryOutcome.DUPLICATE
+        assert (await transaction.receive(message(2))).outcome is DeliveryOutcome.DUPLICATE
 
 
 @on_every_driver_if_full
 async def test_an_early_delivery_reports_the_missing_ones(opener: Opener) -> None:
     async with opener.transaction() as transaction:
-        await transaction.take(message(1))
+        await transaction.receive(message(1))
     async with opener.transaction() as transaction:
-        taken = await transaction.take(message(4), gaps=False)
+        taken = await transaction.receive(message(4), gaps=False)
         assert (taken.outcome, taken.missing) == (DeliveryOutcome.EARLY, ((2, 3),))
     for number in (2, 3, 4):
         async with opener.transaction() as transaction:
-            assert (await transaction.take(message(number), gaps=False)).fresh
+            assert (await transaction.receive(message(number), gaps=False)).fresh
 
 
 async def test_an_older_event_never_overwrites_a_newer_state(opener: Opener) -> None:
@@ -296,7 +296,7 @@ async def test_expired_deliveries_are_deleted_and_their_copies_stay_duplicates(
         pytest.skip("it forgets by itself, see test_memory")
     for number in (1, 2, 3):
         async with opener.transaction() as transaction:
-            await transaction.take(message(number))
+            await transaction.receive(message(number))
     async with opener.transaction() as transaction:
         assert await transaction.call("expire") == 0
     await _age(opener, empty_database, 8, "sequence < 3")
@@ -304,15 +304,15 @@ async def test_expired_deliveries_are_deleted_and_their_copies_stay_duplicates(
         assert await transaction.call("expire") == 2
     async with opener.transaction() as transaction:
         for number in (1, 2, 3):
-            assert (await transaction.take(message(number))).outcome is DeliveryOutcome.DUPLICATE
+            assert (await transaction.receive(message(number))).outcome is DeliveryOutcome.DUPLICATE
         # It is unknown whether this is a copy of a deleted row, unless it is younger than the rows
         # that were deleted.
-        taken = await transaction.take(message(2, outbox_id=77))
+        taken = await transaction.receive(message(2, outbox_id=77))
         assert taken.outcome is DeliveryOutcome.DUPLICATE
         young = datetime.now(tz=UTC) - timedelta(days=6)
-        taken = await transaction.take(message(2, outbox_id=78, published_at=young))
+        taken = await transaction.receive(message(2, outbox_id=78, published_at=young))
         assert taken.outcome is DeliveryOutcome.CONFLICT
-        taken = await transaction.take(message(3, outbox_id=79))
+        taken = await transaction.receive(message(3, outbox_id=79))
         assert taken.outcome is DeliveryOutcome.CONFLICT
 
 

@@ -105,7 +105,7 @@ class CrashingTransaction(MemoryTransaction):
 
 
 class World(RuleBasedStateMachine):
-    """A sender that keeps the relay's promises; all other components may do anything."""
+    """A sender that keeps the relay's guarantees; all other components may do anything."""
 
     gaps = Gaps.REPORT
     copies = Bundle("copies")

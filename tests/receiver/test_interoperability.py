@@ -138,16 +138,16 @@ def asked_of(table: Iterable[Case]) -> list[ToVerify]:
     return [ToVerify(each.secret, each.headers, each.body) for each in table]
 
 
-def verdicts(table: Iterable[Case], said: Iterable[bool]) -> dict[str, bool]:
+def results(table: Iterable[Case], said: Iterable[bool]) -> dict[str, bool]:
     return {each.name: accepted for each, accepted in zip(table, said, strict=True)}
 
 
 def test_all_libraries_refuse_invalid_requests(peer: Peer) -> None:
     table = list(cases())
-    expected = verdicts(table, [each.accepted for each in table])
+    expected = results(table, [each.accepted for each in table])
     assert len(expected) == len(table)
-    assert verdicts(table, we_accept(asked_of(table))) == expected
-    assert verdicts(table, peer.accepts(asked_of(table))) == expected
+    assert results(table, we_accept(asked_of(table))) == expected
+    assert results(table, peer.accepts(asked_of(table))) == expected
 
 
 def test_differences_to_other_libraries_are_stricter_checks(peer: Peer) -> None:
@@ -161,4 +161,4 @@ def test_differences_to_other_libraries_are_stricter_checks(peer: Peer) -> None:
         Case("an id with a full stop", sign(TEXT, "msg.1", BODY)),
     ]
     assert not any(we_accept(asked_of(stricter)))
-    assert verdicts(stricter, peer.accepts(asked_of(stricter))) == {e.name: True for e in stricter}
+    assert results(stricter, peer.accepts(asked_of(stricter))) == {e.name: True for e in stricter}

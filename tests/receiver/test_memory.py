@@ -22,7 +22,7 @@ def message(seq: int, **changes: Any) -> Message:
     return parse(*signed(delivery(seq, **changes)))[0]
 
 
-def take(database: MemoryDatabase, what: Message) -> DeliveryOutcome:
+def handle(database: MemoryDatabase, what: Message) -> DeliveryOutcome:
     with database.transaction() as transaction:
         return Inbox().receive(transaction, what).outcome
 
@@ -30,14 +30,14 @@ def take(database: MemoryDatabase, what: Message) -> DeliveryOutcome:
 def test_after_the_window_only_the_sequences_are_known() -> None:
     clock = Clock()
     database = MemoryDatabase(300, clock=clock)
-    assert take(database, message(1)) is DeliveryOutcome.FRESH
+    assert handle(database, message(1)) is DeliveryOutcome.FRESH
     clock.now = 200.0
-    assert take(database, message(2)) is DeliveryOutcome.FRESH
+    assert handle(database, message(2)) is DeliveryOutcome.FRESH
     clock.now = 301.0
-    assert take(database, message(3)) is DeliveryOutcome.FRESH
+    assert handle(database, message(3)) is DeliveryOutcome.FRESH
     assert [lane for _, lane, _ in database.seen.values()] == ["a-1-0"] * 2
     for number in (1, 2, 3):
-        assert take(database, message(number)) is DeliveryOutcome.DUPLICATE
+        assert handle(database, message(number)) is DeliveryOutcome.DUPLICATE
 
 
 def test_foreign_requests_are_deduplicated_within_the_window_only() -> None:
@@ -61,4 +61,4 @@ def test_a_failed_transaction_leaves_no_changes_and_no_locks() -> None:
         assert Inbox().receive(transaction, message(1)).fresh
         raise LookupError
     assert not database.locks
-    assert take(database, message(1)) is DeliveryOutcome.FRESH
+    assert handle(database, message(1)) is DeliveryOutcome.FRESH

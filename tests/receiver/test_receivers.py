@@ -224,7 +224,7 @@ async def test_two_handlers_may_call_is_newest(pool: asyncpg.Pool) -> None:
     for pattern in ("order.*", "**"):
 
         @receiver.on(pattern)
-        async def ask(message: Message, connection: Any) -> None:
+        async def handle_message(message: Message, connection: Any) -> None:
             said.append(await receiver.inbox.is_newest_async(connection, "k", message))
 
     await receiver.handle(request(1))
@@ -240,7 +240,7 @@ def test_a_failed_commit_does_not_block_a_sqlite_file(tmp_path: Path) -> None:
     receiver = Receiver(TEXT, file)
 
     @receiver.on("**")
-    def take(message: Message, connection: sqlite3.Connection) -> None:
+    def handle(message: Message, connection: sqlite3.Connection) -> None:
         if message.sequence == 1:
             connection.execute("INSERT INTO effect VALUES (7)")
         if message.sequence == 2:
@@ -281,11 +281,11 @@ async def test_a_failed_or_cancelled_request_leaves_nothing_behind(pool: asyncpg
 
 async def test_concurrent_copies_wait_for_the_first_one(pool: asyncpg.Pool) -> None:
     shop = Shop(pool)
-    go, begun = asyncio.Event(), asyncio.Event()
+    release, begun = asyncio.Event(), asyncio.Event()
 
     async def wait(_: Message) -> None:
         begun.set()
-        await go.wait()
+        await release.wait()
 
     shop.before = wait
     async with asyncio.TaskGroup() as tasks:
@@ -293,7 +293,7 @@ async def test_concurrent_copies_wait_for_the_first_one(pool: asyncpg.Pool) -> N
         await begun.wait()
         copies = [tasks.create_task(shop.handle(1, attempt=2)) for _ in range(3)]
         await _locked(pool, 3)
-        go.set()
+        release.set()
     assert first.result().outcome is RequestOutcome.PROCESSED
     assert [copy.result().outcome for copy in copies] == [RequestOutcome.DUPLICATE] * 3
     assert await shop.effects() == [1]
@@ -375,11 +375,11 @@ async def test_headers_that_contradict_the_body_are_rejected(pool: asyncpg.Pool)
 
 async def test_requests_over_the_limit_get_503(pool: asyncpg.Pool) -> None:
     shop = Shop(pool, in_flight_max=1)
-    begun, go = asyncio.Event(), asyncio.Event()
+    begun, release = asyncio.Event(), asyncio.Event()
 
     async def wait(_: Message) -> None:
         begun.set()
-        await go.wait()
+        await release.wait()
 
     shop.before = wait
     async with asyncio.TaskGroup() as tasks:
@@ -387,7 +387,7 @@ async def test_requests_over_the_limit_get_503(pool: asyncpg.Pool) -> None:
         await begun.wait()
         response = await shop.handle(1, lane="b-1-0")
         assert (response.status, response.headers) == (503, (("Retry-After", "1"),))
-        go.set()
+        release.set()
     assert first.result().status == 200
     assert (await shop.handle(1, lane="b-1-0", outbox_id=9)).status == 200
 
@@ -577,12 +577,12 @@ def test_a_threaded_receiver_refuses_coroutine_handlers(caplog: pytest.LogCaptur
     """The delivery would be recorded without its effect."""
     receiver = Receiver(TEXT, MemoryDatabase())
 
-    async def take(message: Any, connection: Any) -> None: ...
+    async def handle(message: Any, connection: Any) -> None: ...
 
     for add in (receiver.on("**"), receiver.on_foreign):
         with pytest.raises(UsageError, match="coroutine function: use AsyncReceiver"):
-            add(take)
-    receiver.on("**")(lambda *arguments: take(*arguments))
+            add(handle)
+    receiver.on("**")(lambda *arguments: handle(*arguments))
     for _ in range(2):
         assert receiver.handle(request(1)).status == 500
     assert "use AsyncReceiver" in caplog.text

@@ -73,7 +73,7 @@ def test_every_event_is_processed_once_over_a_faulty_network(seed: int) -> None:
     came: list[int] = []
 
     @receiver.on("a.b")
-    def take(message: Message, _: object) -> None:
+    def handle(message: Message, _: object) -> None:
         came.append(message.data)
 
     sent = [sender.event("a.b", n, lane=sender.lane(n % 3)) for n in range(60)]
@@ -97,7 +97,7 @@ def test_a_checkpoint_reveals_a_missing_end(gaps: Gaps, caplog: pytest.LogCaptur
     came: list[int] = []
 
     @receiver.on("a.b")
-    def take(message: Message, _: object) -> None:
+    def handle(message: Message, _: object) -> None:
         came.append(message.data)
 
     assert receiver.handle(sender.event("a.b", 1)).status == 200
@@ -136,7 +136,7 @@ def test_a_replay_of_a_processed_delivery_is_not_processed_again() -> None:
     came: list[int] = []
 
     @receiver.on("a.b")
-    def take(message: Message, _: object) -> None:
+    def handle(message: Message, _: object) -> None:
         came.append(message.data)
 
     one = sender.event("a.b", 1)

@@ -22,7 +22,7 @@ from outbox.core.delivery.commands import Record, Send
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.model.ids import lane_name
-from outbox.core.model.response import AttemptResult, Verdict
+from outbox.core.model.response import AttemptOutcome, AttemptResult
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.core.sequencing.gaps import CursorChange
@@ -119,7 +119,7 @@ class Script:
         await stores.timeline.read_timeline(db)
         self._replicas = stores.replicas.ReplicaStore(db)
         self._lanes = stores.lanes.LaneStore(db)
-        self._store = stores.cursor.CursorStore(db)
+        self._store = stores.sequencing.SequencingStore(db)
         await self._store.check()
         self._labels: dict[int, str] = {}
         self._ids = [await self._register() for _ in range(2)]
@@ -274,11 +274,15 @@ class Script:
             if not isinstance(command, Send):
                 break
             u = rng.random()
-            verdict = (
-                Verdict.DELIVERED if u < 0.6 else Verdict.RETRY if u < 0.8 else Verdict.REFUSED
+            attempt_outcome = (
+                AttemptOutcome.DELIVERED
+                if u < 0.6
+                else AttemptOutcome.RETRY
+                if u < 0.8
+                else AttemptOutcome.REFUSED
             )
             record = lane.record_result(
-                verdict,
+                attempt_outcome,
                 AttemptResult.completed(200, 0.1),
                 POLICY,
                 started_at=STARTED_AT,
@@ -508,16 +512,18 @@ class Script:
                 overlap=rng.choice(("allow", "wait")),
             )
             again = rng.random() < 0.5
-            added = await schedule_changes.add(db, SCHEMA, settings, actor="test", replace=again)
+            added = await schedule_changes.add_schedule(
+                db, SCHEMA, settings, actor="test", replace=again
+            )
             return added.name, added.state, added.key
         if u < 0.5:
-            (paused,) = await schedule_changes.pause(db, SCHEMA, [name], actor="test")
+            (paused,) = await schedule_changes.pause_schedules(db, SCHEMA, [name], actor="test")
             return paused.state, paused.next_at
         if u < 0.7:
-            (resumed,) = await schedule_changes.resume(db, SCHEMA, [name], actor="test")
+            (resumed,) = await schedule_changes.resume_schedules(db, SCHEMA, [name], actor="test")
             return resumed.state, resumed.next_at is not None
         if u < 0.8:
-            await schedule_changes.run_now(db, SCHEMA, name, actor="test")
+            await schedule_changes.run_schedule_now(db, SCHEMA, name, actor="test")
         else:
             await self._side.add_future_events(rng.randrange(1, 4))
         return name
@@ -537,7 +543,7 @@ class Script:
         if u < 0.25:
             lanes = rng.randrange(1, 4)
             types = rng.choice((("**",), ("t0.changed", "outbox.**"), None))
-            updated = await stores.endpoint_changes.update(
+            updated = await stores.endpoint_changes.update_endpoint(
                 db,
                 SCHEMA,
                 name,
@@ -546,12 +552,14 @@ class Script:
             )
             return name, updated.differences
         if u < 0.4:
-            await stores.endpoint_states.pause(db, SCHEMA, [name], actor="test")
+            await stores.endpoint_states.pause_endpoints(db, SCHEMA, [name], actor="test")
         elif u < 0.55:
-            (changed,) = await stores.endpoint_states.resume(db, SCHEMA, [name], actor="test")
+            (changed,) = await stores.endpoint_states.resume_endpoints(
+                db, SCHEMA, [name], actor="test"
+            )
             return name, changed.changed, changed.unblocked
         elif u < 0.63:
-            await stores.endpoint_states.enable(db, SCHEMA, name, actor="test")
+            await stores.endpoint_states.enable_endpoint(db, SCHEMA, name, actor="test")
         elif u < 0.7:
             owner = self._owner.get(self._side.endpoint_ids[int(name[1:])], 0)
             store = self._state_store(owner)
@@ -580,12 +588,12 @@ class Script:
             )
         elif u < 0.98:
             return (
-                await stores.replay_jobs.abort(db, SCHEMA, rng.randrange(1, 5), actor="test")
+                await stores.replay_jobs.abort_job(db, SCHEMA, rng.randrange(1, 5), actor="test")
             ).taken
         else:
             ids = tuple(rng.sample(range(1, 10), rng.choice((0, 1))))
             some = DeadLetterSelection(everything=not ids, ids=ids)
-            return (await stores.discard.discard(db, SCHEMA, some, actor="test")).done
+            return (await stores.discard.discard_dead_letters(db, SCHEMA, some, actor="test")).done
         return name
 
 

@@ -82,7 +82,7 @@ class Operator:
             for endpoint in list(db.endpoint.rows.values()):
                 state, name = endpoint["state"], endpoint["name"]
                 if state == "disabled":
-                    await self._try(endpoint_states.enable, name)
+                    await self._try(endpoint_states.enable_endpoint, name)
                 blocked = any(
                     db.lane.rows[b]["endpoint_id"] == endpoint["id"] for b in db.lane_block.rows
                 )
@@ -90,7 +90,7 @@ class Operator:
                 rest_until = db.endpoint_health.rows[endpoint["id"]]["held_until"]
                 held = rest_until is not None and rest_until > db.wall() + 60
                 if state == "paused" or (state == "active" and (blocked or held)):
-                    await self._try(endpoint_states.resume, [name])
+                    await self._try(endpoint_states.resume_endpoints, [name])
 
     async def _act(self) -> None:
         rng = self._rng
@@ -103,19 +103,19 @@ class Operator:
         if u < 0.3:
             await self._change_lanes(name, rng.choice((1, 2, 3, 4)))
         elif u < 0.45:
-            await self._try(endpoint_states.pause, [name])
+            await self._try(endpoint_states.pause_endpoints, [name])
         elif u < 0.65:
-            await self._try(endpoint_states.resume, [name])
+            await self._try(endpoint_states.resume_endpoints, [name])
         elif u < 0.72:
             await self._disable(name)
         elif u < 0.78:
-            await self._try(endpoint_states.enable, name)
+            await self._try(endpoint_states.enable_endpoint, name)
         elif u < 0.81:
             await self._try(migrate.alter_outbox)
         elif u < 0.93:
             await self._try(replays.start_replay, DeadLetterSelection(everything=True))
         else:
-            await self._try(discard.discard, DeadLetterSelection(everything=True))
+            await self._try(discard.discard_dead_letters, DeadLetterSelection(everything=True))
         if rng.random() < 0.5:
             await self._send_again(rng.choice(endpoints)["name"])
 
@@ -173,7 +173,7 @@ class Operator:
         jobs = self._sim.database.replay_job.rows.values()
         running = [row["id"] for row in jobs if row["state"] == "running"]
         if running:
-            await self._try(replay_jobs.abort, self._rng.choice(running))
+            await self._try(replay_jobs.abort_job, self._rng.choice(running))
 
     async def add_schedules(self, count: int) -> None:
         """Add schedules, and one for the special time of the run, if it has one."""
@@ -194,23 +194,23 @@ class Operator:
             grace_s=self._sim.settings.lease_s,
             overlap=self._rng.choice(("allow", "allow", "wait")),
         )
-        await self._try(schedule_changes.add, settings, **options)
+        await self._try(schedule_changes.add_schedule, settings, **options)
 
     async def _act_on_schedules(self) -> None:
         rng = self._rng
         name = rng.choice([row["name"] for row in self._sim.database.schedule.rows.values()])
         u = rng.random()
         if u < 0.3:
-            await self._try(schedule_changes.run_now, name)
+            await self._try(schedule_changes.run_schedule_now, name)
         elif u < 0.5:
-            await self._try(schedule_changes.pause, [name])
+            await self._try(schedule_changes.pause_schedules, [name])
         elif u < 0.8:
-            await self._try(schedule_changes.resume, [name])
+            await self._try(schedule_changes.resume_schedules, [name])
         elif name != "occasion":
             await self._add_schedule(name, rng.choice(GRIDS), replace=True)
 
     async def _change_lanes(self, name: str, lanes: int) -> None:
-        await self._try(endpoint_changes.update, name, lambda s: replace(s, lanes=lanes))
+        await self._try(endpoint_changes.update_endpoint, name, lambda s: replace(s, lanes=lanes))
 
     async def _disable(self, name: str) -> None:
         """Disable an endpoint as its owner does after three days of failures or a 410."""

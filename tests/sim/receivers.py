@@ -117,7 +117,7 @@ class Transport:
         def failed(failure: Failure, detail: str) -> tuple[float, AttemptResult]:
             return delay_s, AttemptResult.failed(failure, detail, elapsed_s + delay_s)
 
-        def of(status: int, **rest: Any) -> tuple[float, AttemptResult]:
+        def completed(status: int, **rest: Any) -> tuple[float, AttemptResult]:
             return delay_s, AttemptResult.completed(status, elapsed_s + delay_s, **rest)
 
         if now < receiver.down_until:
@@ -125,7 +125,9 @@ class Transport:
         if now < receiver.hanging_until:
             return 0.0, None
         if now < receiver.busy_until:
-            return of(429, headers=(("retry-after", str(int(receiver.busy_until - now) + 1)),))
+            return completed(
+                429, headers=(("retry-after", str(int(receiver.busy_until - now) + 1)),)
+            )
         what = "ok"
         for share, trouble in (
             (receiver.busy, "busy"),
@@ -137,7 +139,7 @@ class Transport:
                 what = trouble
             u -= share
         if what == "busy":
-            return of(503, body=b"busy")
+            return completed(503, body=b"busy")
         if what == "garbage":
             return failed(Failure.PROTOCOL, "not HTTP")
         # It accepts a part of the batch.
@@ -161,4 +163,4 @@ class Transport:
         again = all(each.again and not each.is_replay for each in sent.attempts)
         if status == 200 and again and through == sent.last.seq and rng.random() < 0.1:
             status = 409
-        return of(status, headers=headers)
+        return completed(status, headers=headers)

@@ -28,7 +28,7 @@ from tests.sim.fleet import Fleet
 from tests.sim.operators import Operator
 from tests.sim.producers import TROUBLE, Load, Producer, publish_one
 from tests.sim.receivers import Receiver
-from tests.sim.stores import change, cursor, records
+from tests.sim.stores import change, records, sequencing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +99,7 @@ class Simulation:
         self.database.signals = rng.random() < 0.5
         self.database.before_step = {
             records.write_acknowledgements.__name__: self._on_record,
-            cursor.write_replays.__name__: self._on_replays,
+            sequencing.write_replays.__name__: self._on_replays,
             change.write_message.__name__: self._on_change,
         }
         self._recorder: Connection | None = None

@@ -97,7 +97,7 @@ class RealSide:
     async def set_up(self) -> None:
         self._db = await self.connect()
         for settings in SETTINGS:
-            added = await endpoint_changes.add(self._db, SCHEMA, settings, actor="test")
+            added = await endpoint_changes.add_endpoint(self._db, SCHEMA, settings, actor="test")
             self.endpoint_ids.append(added.id)
 
     async def connect(self) -> Any:

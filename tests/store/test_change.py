@@ -1,4 +1,4 @@
-"""Operators' changes: made exactly once, by whatever way the connection ends."""
+"""Operators' changes are made exactly once, however their connection ends."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ async def through(database: Database, lines: Lines) -> AsyncIterator[Connection[
 
 async def add(connection: Connection[Any], name: str = "shop") -> NewEndpoint:
     settings = EndpointSettings(name=name, url="https://example.com/")
-    return await endpoint_changes.add(connection, "relay", settings, actor="test")
+    return await endpoint_changes.add_endpoint(connection, "relay", settings, actor="test")
 
 
 @pytest.mark.parametrize("forward", [True, False], ids=["executed", "not executed"])
-async def test_wherever_the_connection_goes_silent_the_change_is_made_once(
+async def test_a_change_is_made_once_wherever_the_connection_hangs(
     database: Database, forward: bool, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    """The last data of the client arrives at the server, or does not."""
+    """The last data of the client reaches the server in one case, and not in the other."""
     monkeypatch.setattr(changes, "RESPONSE_S", 0.2)
     socket_path = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
     n, made = 2, 0
@@ -94,7 +94,7 @@ async def test_wherever_the_connection_goes_silent_the_change_is_made_once(
                 assert await fetchval(database, STORED) == [new.secret]
                 made += 1
                 assert await fetchval(database, ENTRIES) == made
-                await endpoint_removal.remove(
+                await endpoint_removal.remove_endpoint(
                     await database.connect(**SESSION), "relay", "shop", actor="test"
                 )
                 await fetchval(database, "DELETE FROM relay.endpoint_secret RETURNING 1")
@@ -107,11 +107,11 @@ async def test_changes_of_several_operators_are_all_made(database: Database) -> 
     names = [f"e{n}" for n in range(8)]
     connections = [await database.connect(**SESSION) for _ in names]
     await asyncio.gather(*map(add, connections, names))
-    found = await endpoints.page(connections[0], "relay")
+    found = await endpoints.list_endpoints(connections[0], "relay")
     assert [row.name for row in found] == names
 
 
-async def test_what_changed_since_the_plan_was_read_is_planned_again(database: Database) -> None:
+async def test_a_conflicting_change_is_planned_again(database: Database) -> None:
     await add_endpoint(database)
     first, second = [await database.connect(**SESSION) for _ in range(2)]
     calls = 0
@@ -123,29 +123,31 @@ async def test_what_changed_since_the_plan_was_read_is_planned_again(database: D
 
     async with routing_transaction(second):
         changing = asyncio.create_task(
-            endpoint_changes.update(first, "relay", "shop", edit, actor="test")
+            endpoint_changes.update_endpoint(first, "relay", "shop", edit, actor="test")
         )
         await until(lambda: calls, what="the plan")
         await second.execute("UPDATE endpoint SET url = 'https://other.test/'")
     await changing
-    settings = (await endpoints.get(second, "relay", "shop")).settings
+    settings = (await endpoints.get_endpoint(second, "relay", "shop")).settings
     assert (calls, settings.url, settings.method) == (2, "https://other.test/", "PUT")
 
 
-async def test_a_state_that_its_owner_changed_meanwhile_is_read_again(database: Database) -> None:
+async def test_a_state_changed_by_its_owner_is_read_again(database: Database) -> None:
     """An owner completes a state without a new routing version."""
     await add_endpoint(database)
     db, owner = [await database.connect(**SESSION) for _ in range(2)]
     await db.execute("UPDATE endpoint SET state = 'disabling'")
     async with owner.transaction():
         await owner.execute("UPDATE endpoint SET state = 'disabled'")
-        removing = asyncio.create_task(endpoint_removal.remove(db, "relay", "shop", actor="test"))
+        removing = asyncio.create_task(
+            endpoint_removal.remove_endpoint(db, "relay", "shop", actor="test")
+        )
         waits = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"
         await until(lambda: owner.fetchval(waits), what="the change to wait")
     assert (await removing).state == "removed"
 
 
-async def test_a_change_that_can_never_be_written_ends(
+async def test_a_change_that_always_conflicts_ends_with_an_error(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(changes, "PLANS_MAX", 3)
@@ -182,9 +184,9 @@ async def test_an_error_of_the_plan_is_the_result(database: Database) -> None:
     with pytest.raises(Conflict, match="exists already"):
         await add(db)
     # Without a difference, too, nothing is written.
-    (paused,) = await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+    (paused,) = await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
     version = await db.fetchval("SELECT version FROM cursor")
-    (again,) = await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+    (again,) = await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
     assert (paused.changed, again.changed) == (True, False)
     assert await db.fetchval("SELECT version FROM cursor") == version
 
@@ -205,7 +207,7 @@ async def test_secrets_are_not_in_the_text_of_a_statement(database: Database) ->
     settings = EndpointSettings(
         name="shop", url="https://example.com/", headers={"Authorization": "Bearer hunter2"}
     )
-    new = await endpoint_changes.add(db, "relay", settings, actor="test")
+    new = await endpoint_changes.add_endpoint(db, "relay", settings, actor="test")
     secrets = await db.fetchval(STORED)
     assert secrets == [new.secret]
     stored = await db.fetchval("SELECT headers ->> 'Authorization' FROM endpoint")
@@ -214,10 +216,10 @@ async def test_secrets_are_not_in_the_text_of_a_statement(database: Database) ->
     assert not [text for text in texts if "hunter2" in text or new.secret in text]
 
 
-async def test_a_lost_response_is_settled_from_a_connection_of_a_pool(
+async def test_a_lost_response_is_resolved_by_a_pool_connection(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool's connection does not know how to open another one any more when it is lost."""
+    """A lost connection of a pool cannot open another one."""
     monkeypatch.setattr(changes, "RESPONSE_S", 0.3)
     async with through_lines(database.server.embedded.socket_dir, database.name) as (lines, dsn):
         address = dsns.parse(f"{dsn}?sslmode=disable", source="test", env={})
@@ -307,9 +309,7 @@ async def test_a_fetch_token_that_is_added_after_the_plan_is_among_the_old_ones(
     async with holder.transaction():
         await holder.execute("LOCK TABLE fetch_token IN SHARE ROW EXCLUSIVE MODE")
         change = fetch_tokens.revoke if revoke else fetch_tokens.add
-        changing: asyncio.Task[Any] = asyncio.create_task(
-            change(db, "relay", "shop", actor="test")
-        )
+        changing: asyncio.Task[Any] = asyncio.create_task(change(db, "relay", "shop", actor="test"))
         await until(lambda: holder.fetchval(WAITS), what="the change to wait")
         await holder.execute(ADD_TOKEN)
     changed = await changing

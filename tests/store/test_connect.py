@@ -1,4 +1,4 @@
-"""Connections are set up for the relay, and failures say what to do."""
+"""Session settings of connections, and the messages of connection errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address(text: str) -> Dsn:
 
 
 def dead_port() -> int:
-    """A port that nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -73,7 +73,7 @@ async def test_any_schema_name_is_quoted(database: Database) -> None:
     await connection.close()
 
 
-async def test_the_dsn_may_name_the_application(database: Database) -> None:
+async def test_the_dsn_can_set_the_application_name(database: Database) -> None:
     connection = await connect(
         address(database.dsn + "&application_name=mine"), schema="relay", application_name="ours"
     )
@@ -104,7 +104,7 @@ async def test_hosts_are_tried_in_order(database: Database) -> None:
         await connection.close()
 
 
-async def test_an_unreachable_server() -> None:
+async def test_an_unreachable_server_is_reported() -> None:
     port = dead_port()
     text = f"postgresql://u:hunter2@127.0.0.1:{port}/d"
     assert f"no server listens at 127.0.0.1:{port}; start it" in await failure(text)
@@ -114,14 +114,14 @@ async def test_an_unreachable_server() -> None:
     assert 'host name "nowhere.invalid" is unknown' in await failure("host=nowhere.invalid user=u")
 
 
-async def test_a_server_that_says_nothing() -> None:
+async def test_an_unresponsive_server_is_reported() -> None:
     async with listening(silent) as port:
         text = f"postgresql://u@127.0.0.1:{port}/d"
         message = await failure(text, connect_timeout_s=0.2)
     assert f"no response from 127.0.0.1:{port} within 0.2 s" in message
 
 
-async def test_a_server_that_hangs_up() -> None:
+async def test_a_server_that_closes_the_connection_is_reported() -> None:
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -131,7 +131,7 @@ async def test_a_server_that_hangs_up() -> None:
             assert f"127.0.0.1:{port} closed the connection at once" in message
 
 
-async def test_something_else_than_postgresql() -> None:
+async def test_another_protocol_is_reported() -> None:
     async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -143,7 +143,7 @@ async def test_something_else_than_postgresql() -> None:
             assert f"the server at 127.0.0.1:{port} is not PostgreSQL; check the port" in message
 
 
-async def test_tls_that_the_server_does_not_have(database: Database) -> None:
+async def test_missing_tls_is_reported(database: Database) -> None:
     path = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
     async with listening(forward_to(path)) as port:
         text = f"postgresql://postgres@127.0.0.1:{port}/{database.name}"
@@ -152,14 +152,14 @@ async def test_tls_that_the_server_does_not_have(database: Database) -> None:
         assert "a file named by sslrootcert" in message
 
 
-async def test_a_missing_database_and_role(database: Database) -> None:
+async def test_a_missing_database_or_role_is_reported(database: Database) -> None:
     message = await failure(database.server.embedded.dsn("nix"))
     assert 'database "nix" does not exist' in message
     message = await failure(database.server.embedded.dsn(database.name, user="nobody"))
     assert 'refused the login: role "nobody" does not exist' in message
 
 
-async def test_a_wrong_password(private_database: Database) -> None:
+async def test_a_wrong_password_is_reported(private_database: Database) -> None:
     server = private_database.server
     await server.execute("CREATE ROLE locked LOGIN PASSWORD 'right'")
     hba = server.embedded.data_dir / "pg_hba.conf"
@@ -183,12 +183,12 @@ async def test_a_wrong_password(private_database: Database) -> None:
     await connection.close()
 
 
-async def test_a_setting_that_the_server_does_not_take(database: Database) -> None:
+async def test_an_unsupported_setting_is_reported(database: Database) -> None:
     with pytest.raises(UsageError, match=r'OUTBOX_DSN: .* does not take a setting: .*"nix"'):
         await connect(address(database.dsn + "&options=-c%20nix=1"), schema="relay")
 
 
-async def test_a_proxy_that_takes_no_settings() -> None:
+async def test_a_proxy_that_rejects_startup_settings_is_reported() -> None:
     refusal = refuse_with("08P01", "unsupported startup parameter: search_path")
     async with listening(refusal) as port:
         assert "set OUTBOX_POOLED=true" in await failure(f"postgresql://u@127.0.0.1:{port}/d")
@@ -211,13 +211,15 @@ async def test_behind_a_proxy_the_role_finds_the_schema(database: Database) -> N
     await connection.close()
 
 
-async def test_too_many_connections() -> None:
+async def test_too_many_connections_are_reported() -> None:
     async with listening(refuse_with("53300", "sorry, too many clients already")) as port:
         message = await failure(f"postgresql://u@127.0.0.1:{port}/d")
     assert "has no connection left: sorry, too many clients already" in message
 
 
-async def test_an_old_server(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unsupported_server_version_is_rejected(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "SERVER_VERSION_MIN", 99)
     with pytest.raises(CannotRun, match=r"runs PostgreSQL \d+; 99 or later is needed"):
         await connect(address(database.dsn), schema="relay")
@@ -233,7 +235,7 @@ FAILING_STATEMENTS = (
 )
 
 
-async def test_statements_fail_in_words_of_ours(
+async def test_database_errors_are_translated(
     database: Database, subtests: pytest.Subtests
 ) -> None:
     for statement, error, says in FAILING_STATEMENTS:
@@ -247,13 +249,13 @@ async def test_statements_fail_in_words_of_ours(
                     await connection.execute("SELECT 1")
 
 
-async def test_other_errors_stay_as_they_are(database: Database) -> None:
+async def test_other_errors_are_not_translated(database: Database) -> None:
     connection = await database.connect()
     with pytest.raises(asyncpg.DivisionByZeroError), map_errors("relay"):
         await connection.execute("SELECT 1/0")
 
 
-async def test_a_server_that_stops(private_server: Server) -> None:
+async def test_a_server_shutdown_is_reported(private_server: Server) -> None:
     async with private_server.database() as database:
         connection = await connect(address(database.dsn), schema="relay")
         await asyncio.to_thread(private_server.embedded.kill)

@@ -1,4 +1,4 @@
-"""What the leader tells of the database as a whole."""
+"""Statistics of the database, which the leader reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_an_open_transaction_holds_the_horizon_back(
         assert 0 <= age_s < 60
 
 
-async def test_a_vacuum_does_not_hold_back_what_it_is_there_to_remove(
+async def test_a_vacuum_does_not_hold_back_the_horizon(
     database: Database, db: Connection[Any]
 ) -> None:
     other = await database.connect()
@@ -57,7 +57,7 @@ async def test_a_vacuum_does_not_hold_back_what_it_is_there_to_remove(
         at_work = "SELECT count(*) FROM pg_stat_progress_vacuum WHERE heap_blks_scanned > 0"
         await until(lambda: db.fetchval(at_work))
         assert await db.fetchval(seen, other.get_server_pid())
-        # Somebody else may be at it for a moment, such as an ANALYZE.
+        # Another session, such as an ANALYZE, may hold it for a moment.
         await until(nothing)
         assert not vacuum.done()
     finally:

@@ -1,4 +1,4 @@
-"""Every form of a database address is understood, and no error shows a password."""
+"""All forms of a database address are parsed, and no error shows a password."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def understood(text: str, **env: str) -> Dsn:
         f"host=db.example.com port=5433 database=app username=ann password={SECRET}",
     ],
 )
-def test_all_forms_mean_the_same(text: str) -> None:
+def test_all_dsn_forms_are_equivalent(text: str) -> None:
     found = understood(text)
     assert found.addresses == (("db.example.com", 5433),)
     assert (found.database, found.user, found.password) == ("app", "ann", SECRET)
@@ -62,7 +62,9 @@ def test_all_forms_mean_the_same(text: str) -> None:
         ("host=name hostaddr=10.0.0.1", (("10.0.0.1", 5432),), "any"),
     ],
 )
-def test_several_hosts(text: str, addresses: tuple[tuple[str, int], ...], target: str) -> None:
+def test_several_hosts_are_parsed(
+    text: str, addresses: tuple[tuple[str, int], ...], target: str
+) -> None:
     found = understood(text)
     assert found.addresses == addresses
     assert found.target_session_attrs == target
@@ -77,25 +79,25 @@ def test_several_hosts(text: str, addresses: tuple[tuple[str, int], ...], target
         "host=/var/run/pg dbname=app",
     ],
 )
-def test_unix_sockets(text: str) -> None:
+def test_unix_sockets_are_parsed(text: str) -> None:
     found = understood(text)
     assert found.addresses == (("/var/run/pg", 5432),)
     assert str(found) == 'database "app" at /var/run/pg/.s.PGSQL.5432'
 
 
-def test_percent_encoding_and_plus() -> None:
+def test_percent_encoding_is_strict_and_plus_is_literal() -> None:
     found = understood("postgresql://a%40b:p%2Fw%3A+%C3%A9@h/d%20b?application_name=a+b%26c")
     assert (found.user, found.password, found.database) == ("a@b", "p/w:+é", "d b")
     assert found.server_settings == {"application_name": "a+b&c"}
 
 
-def test_quotes_and_escapes() -> None:
+def test_quotes_and_escapes_are_parsed() -> None:
     found = understood(r"user='a b' password='it\'s \\ me' dbname=a\ b host=''")
     assert (found.user, found.password, found.database) == ("a b", r"it's \ me", "a b")
 
 
 @given(user=st.text(min_size=1), password=st.text(min_size=1), database=st.text(min_size=1))
-def test_what_is_quoted_comes_back(user: str, password: str, database: str) -> None:
+def test_quoted_values_round_trip(user: str, password: str, database: str) -> None:
     values = {"user": user, "password": password, "dbname": database}
     if any("\0" in v or not v.isprintable() for v in values.values()):
         return
@@ -109,7 +111,7 @@ def test_what_is_quoted_comes_back(user: str, password: str, database: str) -> N
     assert (found.user, found.password, found.database) == (user, password, database)
 
 
-def test_the_environment_fills_what_is_left_out() -> None:
+def test_the_environment_supplies_omitted_parameters() -> None:
     env = {
         "PGHOST": "h",
         "PGPORT": "6",
@@ -129,12 +131,12 @@ def test_the_environment_fills_what_is_left_out() -> None:
     assert (given.user, given.database) == ("u", "db")
 
 
-def test_a_host_makes_another_origins_address_void() -> None:
+def test_a_host_overrides_the_address_of_another_source() -> None:
     found = understood("host=mine", PGHOST="theirs", PGHOSTADDR="10.0.0.9")
     assert found.addresses == (("mine", 5432),)
 
 
-def test_services(tmp_path: Path) -> None:
+def test_service_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "services.conf"
     path.write_text("# comment\n[orders]\nhost=h\nport=7\ndbname=d\nuser=u\npassword=p%25w\n")
     found = understood("service=orders dbname=mine", PGSERVICEFILE=str(path), PGUSER="env")
@@ -165,7 +167,7 @@ def test_parameters_are_translated() -> None:
     assert arguments["krbsrvname"] == "pg"
 
 
-def test_the_systems_certificates() -> None:
+def test_system_certificates_are_used() -> None:
     arguments = understood("postgresql://h/d?sslrootcert=system").asyncpg_arguments()
     assert arguments["ssl"] is True
     assert "dsn" not in arguments
@@ -181,7 +183,9 @@ def test_the_systems_certificates() -> None:
         ("statement_cache_size=100", None, True),
     ],
 )
-def test_other_libraries_parameters(query: str, sslmode: str | None, cache: bool) -> None:
+def test_parameters_of_other_libraries_are_ignored(
+    query: str, sslmode: str | None, cache: bool
+) -> None:
     found = understood(f"postgresql+asyncpg://h/d?{query}")
     assert (found.sslmode, found.statement_cache) == (sslmode, cache)
     assert found.warnings == ()
@@ -198,7 +202,7 @@ def test_unknown_parameters_are_ignored_with_a_warning() -> None:
     assert found.warnings == ("--dsn: ignored a parameter it does not know",)
 
 
-def test_no_time_out_is_our_time_out() -> None:
+def test_a_zero_time_out_is_the_default() -> None:
     assert understood("postgresql://h/d?connect_timeout=0").connect_timeout_s == 5.0
 
 
@@ -234,7 +238,7 @@ def test_no_time_out_is_our_time_out() -> None:
         (f"host=h password={SECRET}\0", "NUL"),
     ],
 )
-def test_what_is_wrong_is_said_without_the_password(text: str, says: str) -> None:
+def test_errors_do_not_contain_the_password(text: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         understood(text)
     message = str(caught.value)
@@ -245,14 +249,14 @@ def test_what_is_wrong_is_said_without_the_password(text: str, says: str) -> Non
 
 
 @given(st.text())
-def test_anything_is_understood_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_rejected(text: str) -> None:
     try:
         understood(text)
     except UsageError as error:
         assert "\n" not in str(error)  # noqa: PT017
 
 
-def test_the_settings_name_a_database() -> None:
+def test_settings_name_a_database() -> None:
     settings = load(env={"PGHOST": "h", "PGDATABASE": "d"})
     assert dsn.from_settings(settings, {"PGHOST": "h", "PGDATABASE": "d"}).addresses == (
         ("h", 5432),

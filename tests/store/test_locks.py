@@ -34,7 +34,7 @@ SELECT pg_advisory_lock(hashtextextended(name, 0))
 """
 
 
-async def test_a_role_that_may_only_connect_stops_nothing(
+async def test_a_role_with_connect_only_blocks_nothing(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await database.connect(**SESSION)

@@ -1,4 +1,4 @@
-"""Statements that write as one message: their values arrive as they were, whatever they are."""
+"""Statements sent as one message: their values round-trip."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def db(database: Database, request: pytest.FixtureRequest) -> AsyncIterato
 
 
 @pytest.mark.parametrize("conforming", ["on", "off"])
-async def test_every_value_arrives_as_it_was(db: Any, conforming: str) -> None:
+async def test_every_value_round_trips(db: Any, conforming: str) -> None:
     await db.execute(f"SET standard_conforming_strings = {conforming}; {TABLE}")
     for word in TRICKY:
         row = (
@@ -91,7 +91,7 @@ def test_no_text_ends_its_literal(text: str) -> None:
     assert not set(inner) & {"'", "\\"}
 
 
-async def test_text_that_postgresql_cannot_store_is_refused_and_the_session_goes_on(
+async def test_text_that_postgresql_cannot_store_is_rejected_and_the_session_continues(
     db: Any,
 ) -> None:
     await db.execute(TABLE)
@@ -106,7 +106,7 @@ async def test_text_that_postgresql_cannot_store_is_refused_and_the_session_goes
     assert await db.fetchval("SELECT count(*) FROM written") == 0
 
 
-async def test_a_message_is_written_as_a_whole_or_not_at_all(db: Any) -> None:
+async def test_a_message_is_atomic(db: Any) -> None:
     await db.execute(TABLE)
     insert = (INSERT, *[None] * 14)
     broken = WriteStatement("broken", "SELECT 1 / ($1::bigint - 1)")
@@ -122,7 +122,7 @@ async def test_a_message_is_written_as_a_whole_or_not_at_all(db: Any) -> None:
 async def test_each_statement_of_a_message_has_its_own_snapshot(
     database: Database, db: Any
 ) -> None:
-    """Whatever the isolation is by default: the second one sees what the first waited for."""
+    """Under any default isolation level the second statement sees what the first one waited for."""
     await db.execute(TABLE)
     await db.execute("SET default_transaction_isolation = 'repeatable read'")
     other = await database.connect(server_settings={"search_path": "relay"})
@@ -139,7 +139,7 @@ async def test_each_statement_of_a_message_has_its_own_snapshot(
     assert await writing == 1
 
 
-def test_the_rows_of_a_command_tag() -> None:
+def test_the_row_count_is_parsed_from_a_command_tag() -> None:
     assert [rows_of(tag) for tag in ("INSERT 0 3", "UPDATE 2", "SELECT 0", "NOTIFY")] == [
         3,
         2,

@@ -1,4 +1,4 @@
-"""Migrating: once, together, by hand, and never the wrong schema."""
+"""Migrations are applied once, also concurrently or by psql, and never to another schema."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ async def test_an_empty_database_is_migrated_once(empty_database: Database, sche
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-async def test_functions_find_the_schema_and_nothing_else(
-    empty_database: Database, schema: str
-) -> None:
+async def test_functions_use_only_the_schema(empty_database: Database, schema: str) -> None:
     connection = await opened(empty_database, schema)
     await migrate(connection, schema)
     rows = await connection.fetch(
@@ -125,14 +123,14 @@ async def path_of(connection: asyncpg.Connection, schema: str) -> str:
     return str(await connection.fetchval("SELECT quote_ident($1) || ', pg_temp'", schema))
 
 
-async def test_five_at_once(empty_database: Database) -> None:
+async def test_concurrent_migrations_apply_once(empty_database: Database) -> None:
     connections = [await opened(empty_database, "Any one") for _ in range(5)]
     done = await asyncio.gather(*(migrate(c, "Any one") for c in connections))
     assert sorted((m for each in done for m in each), key=lambda m: m.version) == list(migrations())
     await require_current(connections[0], "Any one")
 
 
-async def test_under_repeatable_read_by_default(empty_database: Database) -> None:
+async def test_migrating_works_under_repeatable_read(empty_database: Database) -> None:
     async with empty_database.connection() as connection:
         await connection.execute(
             f"ALTER DATABASE {empty_database.name} "
@@ -144,7 +142,9 @@ async def test_under_repeatable_read_by_default(empty_database: Database) -> Non
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-async def test_the_printed_sql_makes_the_same(empty_database: Database, schema: str) -> None:
+async def test_the_printed_sql_creates_the_same_schema(
+    empty_database: Database, schema: str
+) -> None:
     server = empty_database.server
     await server.execute("DROP ROLE IF EXISTS app", "CREATE ROLE app")
     connection = await opened(empty_database, schema)
@@ -166,7 +166,7 @@ async def test_the_printed_sql_makes_the_same(empty_database: Database, schema: 
 
 
 def psql(database: Database, script: str) -> None:
-    """Apply a script as an operator would."""
+    """Apply a script with psql."""
     program = binaries.find_binaries(database.major).path("psql")
     done = subprocess.run(
         [program, "--quiet", "--no-psqlrc", "--set=ON_ERROR_STOP=1", "--output=/dev/null"],
@@ -180,7 +180,7 @@ def psql(database: Database, script: str) -> None:
 
 
 @pytest.mark.one_major
-async def test_the_printed_sql_goes_on_from_a_version(empty_database: Database) -> None:
+async def test_the_printed_sql_continues_from_a_version(empty_database: Database) -> None:
     connection = await opened(empty_database)
     first = sql("relay").partition("\n-- 0002_relay.sql")[0]
     await connection.execute(first + "\nCOMMIT;")
@@ -194,7 +194,7 @@ async def test_the_printed_sql_goes_on_from_a_version(empty_database: Database) 
 
 
 @pytest.mark.one_major
-async def test_a_missing_schema(empty_database: Database) -> None:
+async def test_a_missing_schema_is_an_error(empty_database: Database) -> None:
     connection = await opened(empty_database)
     with pytest.raises(SchemaMissing) as caught:
         await require_current(connection, "relay")
@@ -202,7 +202,7 @@ async def test_a_missing_schema(empty_database: Database) -> None:
 
 
 @pytest.mark.one_major
-async def test_a_newer_database_is_refused(database: Database) -> None:
+async def test_a_newer_schema_is_rejected(database: Database) -> None:
     connection = await opened(database)
     await connection.execute("INSERT INTO migration VALUES (99, 'future', 'x', 99)")
     for refused in (
@@ -215,7 +215,7 @@ async def test_a_newer_database_is_refused(database: Database) -> None:
 
 
 def _with_another(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """A later program, with one file more."""
+    """Add a migration file, as a later version would."""
     works_from = read_works_from(text, LAST + 1)
     known = (*migrations(), Migration(LAST + 1, "later", text, "x", works_from))
     monkeypatch.setattr(module, "migrations", lambda: known)
@@ -223,9 +223,7 @@ def _with_another(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("by_hand", [False, True])
-async def test_a_newer_database_that_older_programs_work_with_is_taken(
-    database: Database, by_hand: bool
-) -> None:
+async def test_a_newer_compatible_schema_is_accepted(database: Database, by_hand: bool) -> None:
     connection = await opened(database)
     text = f"-- Compatible with programs of version {LAST}.\nCREATE TABLE later (id int);"
     with pytest.MonkeyPatch.context() as later:
@@ -240,7 +238,7 @@ async def test_a_newer_database_that_older_programs_work_with_is_taken(
 
 
 @pytest.mark.one_major
-async def test_one_file_that_older_programs_do_not_work_with_is_enough(database: Database) -> None:
+async def test_one_incompatible_migration_is_sufficient(database: Database) -> None:
     connection = await opened(database)
     for version, works_from in ((LAST + 1, LAST), (LAST + 2, LAST + 1)):
         row = (version, f"v{version}", "x", works_from)
@@ -254,7 +252,7 @@ async def test_one_file_that_older_programs_do_not_work_with_is_enough(database:
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("line", ["", f"-- Compatible with programs of version {LAST}.\n"])
-async def test_a_file_that_older_programs_do_not_work_with_ends_their_leases(
+async def test_an_incompatible_migration_ends_leases_of_older_relays(
     database: Database, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     connection = await opened(database)
@@ -266,7 +264,7 @@ async def test_a_file_that_older_programs_do_not_work_with_ends_their_leases(
 
 
 @pytest.mark.one_major
-async def test_a_hole_in_the_history_is_refused(database: Database) -> None:
+async def test_a_gap_in_the_history_is_rejected(database: Database) -> None:
     connection = await opened(database)
     await connection.execute("INSERT INTO migration VALUES ($1, 'future', 'x', 1)", LAST + 1)
     await connection.execute("DELETE FROM migration WHERE version = 2")
@@ -275,7 +273,7 @@ async def test_a_hole_in_the_history_is_refused(database: Database) -> None:
 
 
 @pytest.mark.one_major
-async def test_another_file_under_the_same_number_is_refused(database: Database) -> None:
+async def test_another_file_with_the_same_number_is_rejected(database: Database) -> None:
     connection = await opened(database)
     await connection.execute("UPDATE migration SET checksum = 'x' WHERE version = 1")
     with pytest.raises(
@@ -293,7 +291,7 @@ async def test_another_file_under_the_same_number_is_refused(database: Database)
         "CREATE FUNCTION relay.payload_bytes_max() RETURNS int LANGUAGE sql AS 'SELECT 1'",
     ],
 )
-async def test_a_schema_of_something_else_is_left_alone(
+async def test_a_schema_of_another_application_is_not_changed(
     empty_database: Database, theirs: str
 ) -> None:
     connection = await opened(empty_database)
@@ -305,7 +303,7 @@ async def test_a_schema_of_something_else_is_left_alone(
 
 
 @pytest.mark.one_major
-async def test_a_failing_file_leaves_nothing(
+async def test_a_failing_migration_is_rolled_back(
     empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = await opened(empty_database)
@@ -320,7 +318,7 @@ async def test_a_failing_file_leaves_nothing(
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("name", ["", "pg_relay", "information_schema", "x" * 51, "a\nb", "é" * 26])
-async def test_names_that_no_schema_can_have(name: str) -> None:
+async def test_an_invalid_schema_name_is_rejected(name: str) -> None:
     with pytest.raises(UsageError, match="the schema"):
         sql(name)
 
@@ -357,7 +355,7 @@ SELECT count(*) > 0 FROM pg_locks
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("payload_bytes_max", [None, 2000])
-async def test_producers_do_not_wait_for_a_migration_that_waits(
+async def test_a_waiting_migration_does_not_block_producers(
     database: Database, monkeypatch: pytest.MonkeyPatch, payload_bytes_max: int | None
 ) -> None:
     if payload_bytes_max is None:
@@ -379,7 +377,7 @@ async def test_producers_do_not_wait_for_a_migration_that_waits(
 
 
 @pytest.mark.one_major
-async def test_a_migration_that_gets_no_lock_names_the_holder(
+async def test_a_migration_without_its_lock_names_the_holder(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.5)
@@ -404,7 +402,7 @@ async def test_a_migration_that_gets_no_lock_names_the_holder(
 
 
 @pytest.mark.one_major
-async def test_locks_of_another_application_do_not_stop_a_migration(
+async def test_locks_of_another_application_do_not_block_a_migration(
     empty_database: Database,
 ) -> None:
     connection, other = await opened(empty_database), await opened(empty_database)
@@ -414,7 +412,7 @@ async def test_locks_of_another_application_do_not_stop_a_migration(
 
 
 @pytest.mark.one_major
-async def test_a_producer_that_does_not_exist(database: Database) -> None:
+async def test_a_missing_producer_role_is_an_error(database: Database) -> None:
     connection = await opened(database)
     with pytest.raises(UsageError, match='role "no one" does not exist; CREATE ROLE it first'):
         await migrate(connection, "relay", roles=[("producer", "no one")])

@@ -1,4 +1,4 @@
-"""What the database does for operational events: who wants them, and what is in them."""
+"""Operational events in the database: their subscribers and contents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def announced(db: Connection, kind: str = KIND, about: object = None) -> b
     return bool(await db.fetchval("SELECT publish_operational_event($1, $2, '{}')", kind, about))
 
 
-async def test_it_is_written_for_the_patterns_that_match_it(
+async def test_an_operational_event_is_written_if_a_pattern_matches(
     database: Database, subtests: pytest.Subtests
 ) -> None:
     async with database.connection(**PATH) as db:
@@ -53,7 +53,7 @@ async def test_it_is_written_for_the_patterns_that_match_it(
             await db.execute("UPDATE subscription SET to_batch = 1; DELETE FROM outbox")
 
 
-async def test_whether_anybody_wants_any_is_asked_of_a_small_index(database: Database) -> None:
+async def test_subscribers_are_found_by_a_small_index(database: Database) -> None:
     for n in range(50):
         await add_endpoint(database, f"e{n}", types=["outbox.**"] if n == 7 else ["**"])
     async with database.connection(**PATH) as db:
@@ -68,13 +68,13 @@ async def test_whether_anybody_wants_any_is_asked_of_a_small_index(database: Dat
         assert "subscription_operational" in str(plan)
 
 
-async def test_lanes_are_called_as_receivers_know_them(database: Database) -> None:
+async def test_lanes_have_the_names_that_receivers_get(database: Database) -> None:
     endpoint = await add_endpoint(database)
     sql = "SELECT lane_name($1, 1000001, 12)"
     assert await fetchval(database, sql, endpoint.id) == lane_name(endpoint.id, 1_000_001, 12)
 
 
-async def test_of_many_those_that_are_refused_are_missing(database: Database) -> None:
+async def test_rejected_operational_events_are_omitted_from_a_batch(database: Database) -> None:
     await add_endpoint(database, types=[KIND])
     async with database.connection(**PATH) as db:
         await db.execute(f"""
@@ -90,10 +90,10 @@ async def test_of_many_those_that_are_refused_are_missing(database: Database) ->
         written = await db.fetch("SELECT payload ->> 'n' AS n FROM outbox ORDER BY id")
         assert [each["n"] for each in written] == ["1", "2", "4", "6"]
         await db.execute("DELETE FROM reported")
-        assert await db.fetchval(PUBLISH_REPORTED_EVENTS) is None, "of nothing nobody is asked"
+        assert await db.fetchval(PUBLISH_REPORTED_EVENTS) is None, "no lookup without events"
 
 
-async def test_a_table_that_is_locked_is_waited_for_once(database: Database) -> None:
+async def test_a_locked_table_is_waited_for_once(database: Database) -> None:
     await add_endpoint(database, types=[KIND])
     async with database.connection(**PATH) as db, database.connection(**PATH) as other:
         await db.execute(f"""
@@ -110,7 +110,7 @@ async def test_a_table_that_is_locked_is_waited_for_once(database: Database) -> 
     assert "20 operational events were rejected: canceling statement due to lock" in warning
 
 
-async def test_it_fits_into_the_smallest_limit_of_payloads(database: Database) -> None:
+async def test_operational_events_fit_into_the_smallest_payload_limit(database: Database) -> None:
     least, _ = PAYLOAD_BYTES_RANGE
     # The longest name and type that there can be, as JSON twice as long.
     endpoint = await add_endpoint(database, '"' * 200, url="http://receiver.test/")
@@ -128,8 +128,8 @@ async def test_it_fits_into_the_smallest_limit_of_payloads(database: Database) -
                    (SELECT {most} AS generation, 1023 AS slot) l"""
         assert await db.fetchval(letter, endpoint.id) is True
         payload = await db.fetchval("SELECT payload::text FROM outbox")
-    told = orjson.loads(payload)
-    assert set(told) == {
+    reported = orjson.loads(payload)
+    assert set(reported) == {
         *("version", "at", "endpoint", "dead_letter", "lane", "sequence", "to_sequence"),
         *("event", "type", "reason", "attempts", "status", "failure"),
     }

@@ -1,4 +1,4 @@
-"""Partitions of periods: there before they are needed, and made without disturbing anybody."""
+"""Partitions of periods are created ahead of time, without blocking other sessions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def _store(database: Database) -> tuple[PartitionStore, Connection[Any]]:
 
 
 async def _begin_period(database: Database) -> None:
-    """A new period of events, whatever is known of its partition."""
+    """Begin a period of events, also without its partition."""
     connection = await database.connect(**SESSION)
     store = RetentionStore(connection, Retention(None, None, None), period_s=0)
     await publish(database, 1)
@@ -42,20 +42,20 @@ async def _begin_period(database: Database) -> None:
 
 
 async def _is_whole(store: PartitionStore, parent: str, last: int) -> bool:
-    """Every number up to the end of a period has one partition."""
+    """Whether every number up to the end of a period has one partition."""
     parts = await store.partitions(parent)
     joined = all(a.hi == b.lo for a, b in pairwise(parts))
     return joined and parts[0].lo == 0 and parts[-1].hi == (last + 1) * WIDTH
 
 
-async def test_a_new_schema_needs_nothing(database: Database) -> None:
+async def test_a_new_schema_has_its_partitions(database: Database) -> None:
     store, _ = await _store(database)
     assert await store.extend() == 0
     for parent in TABLES:
         assert await _is_whole(store, parent, AHEAD)
 
 
-async def test_partitions_stay_ahead_of_the_period_that_is_written(database: Database) -> None:
+async def test_partitions_are_created_ahead_of_the_current_period(database: Database) -> None:
     store, _ = await _store(database)
     for number in (1, 2):
         await _begin_period(database)
@@ -64,7 +64,7 @@ async def test_partitions_stay_ahead_of_the_period_that_is_written(database: Dat
         assert await store.extend() == 0
 
 
-async def test_a_producer_in_a_long_transaction_is_not_disturbed(database: Database) -> None:
+async def test_a_long_transaction_of_a_producer_is_not_blocked(database: Database) -> None:
     store, _ = await _store(database)
     await _begin_period(database)
     producer = await database.connect(**SESSION)
@@ -77,7 +77,7 @@ async def test_a_producer_in_a_long_transaction_is_not_disturbed(database: Datab
 
 
 @pytest.mark.one_major
-async def test_a_schema_of_any_name_is_rid_of_what_is_dropped(empty_database: Database) -> None:
+async def test_partitions_are_dropped_in_a_schema_of_any_name(empty_database: Database) -> None:
     for schema in ("Staging", 'odd "name'):
         path = {"search_path": search_path(schema)}
         connection = await empty_database.connect(server_settings=path)
@@ -98,7 +98,7 @@ async def test_one_maintainer_at_a_time(database: Database) -> None:
         assert alone
 
 
-async def test_a_maintainer_that_hangs_loses_the_lease(database: Database) -> None:
+async def test_a_hanging_maintainer_loses_the_lease(database: Database) -> None:
     store, connection = await _store(database)
     other, _ = await _store(database)
     async with store.maintenance_lease() as has_lease:
@@ -106,7 +106,7 @@ async def test_a_maintainer_that_hangs_loses_the_lease(database: Database) -> No
         assert not await other.renew_lease()
         expire = "UPDATE lock SET expires_at = clock_timestamp() WHERE name = 'maintenance'"
         await connection.execute(expire)
-        # Nobody has taken it yet.
+        # No maintainer has taken it yet.
         assert await store.renew_lease()
         await connection.execute(expire)
         async with other.maintenance_lease() as has_lease:
@@ -172,7 +172,7 @@ async def test_two_maintainers_drop_the_same_tables(database: Database) -> None:
     assert await fetchval(database, gone) == 0
 
 
-async def test_several_maintainers_without_a_lease_make_what_one_would(database: Database) -> None:
+async def test_maintainers_without_a_lease_create_each_partition_once(database: Database) -> None:
     stores = [PartitionStore(await database.connect(**SESSION)) for _ in range(3)]
     for number in (1, 2, 3):
         await _begin_period(database)
@@ -182,14 +182,14 @@ async def test_several_maintainers_without_a_lease_make_what_one_would(database:
         assert await _is_whole(stores[0], "outbox", number + AHEAD)
 
 
-async def test_events_are_found_by_index_once_the_maintainer_was_there(database: Database) -> None:
+async def test_events_are_found_by_index_after_maintenance(database: Database) -> None:
     store, connection = await _store(database)
     await connection.execute("""
         INSERT INTO outbox (type, key, payload)
         SELECT 'a.b', 'k', to_jsonb(repeat('x', 500)) FROM generate_series(1, 2000) i
     """)
     new = "SELECT brin_summarize_new_values('outbox_0_event_id_key_idx')"
-    # Nobody waits for who vacuums, and the next time is soon.
+    # Maintenance does not wait for a VACUUM; it tries again soon.
     other = await database.connect(**SESSION)
     async with other.transaction():
         await other.execute("LOCK outbox_0 IN SHARE UPDATE EXCLUSIVE MODE")

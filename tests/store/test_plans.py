@@ -1,10 +1,9 @@
-"""The hot queries stay cheap when the log is long: by index, and in few partitions.
+"""Hot queries on a long log use indexes and read few partitions.
 
-Counted are rows and pages, never time, on a million events, deliveries and
-attempts, with the statements that the stores really send; whatever the planner
-knows, because nobody analyses partitioned tables but our maintenance, and with
-a plan for the arguments as well as with one for all, because a relay's
-connections come to use the latter.
+The test counts rows and pages instead of time, on a million events, deliveries and attempts,
+with the statements that the stores send.  It runs with and without planner statistics, because
+only the relay's maintenance analyzes partitioned tables, and with custom and generic plans,
+because a relay's connections change to generic ones.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from outbox.operations import (
 from outbox.operations.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import (
-    cursor,
     database_stats,
     endpoint_state,
     event_reads,
@@ -53,6 +51,7 @@ from outbox.store import (
     replicas,
     routing,
     schedule_runs,
+    sequencing,
 )
 from outbox.store import (
     endpoints as destinations,
@@ -100,12 +99,12 @@ NEWEST = range(USED - 1, USED + EMPTY)
 """The partition that is being written, and the empty ones behind it."""
 ALL = range(USED + EMPTY)
 FOUR = 4.5
-"""Pages for one look into an index of this size and at its row, and a bit."""
+"""Pages of one lookup in an index of this size and of its row, with a margin."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A statement, and what it may look at: at most so many rows and pages."""
+    """A statement, and the maximum numbers of rows and pages that it may read."""
 
     sql: str
     arguments: Sequence[Any]
@@ -128,12 +127,12 @@ async def _events(log: LongLog, high: int, gaps: Sequence[tuple[int, int]] = ())
 NEXT = HIGH + 2 + UNSEQUENCED
 """The newest id."""
 SAID, SAID_PAGES = 2, 32
-"""What a read looks at beside the events: the cursor row (with its dead versions) and
+"""What a read needs besides the events: the cursor row (with its dead versions) and
 this database's name."""
 
 
 async def _state(log: LongLog) -> Case:
-    return Case(cursor.READ_STATE, (), 1, 20, {"batch": NEWEST})
+    return Case(sequencing.READ_STATE, (), 1, 20, {"batch": NEWEST})
 
 
 async def _events_when_idle(log: LongLog) -> Case:
@@ -170,7 +169,7 @@ async def _events_and_young_gaps(log: LongLog) -> Case:
 
 
 async def _events_of_a_backlog(log: LongLog) -> Case:
-    """A full batch, far behind, and the gaps just below it: all of one partition."""
+    """A full batch far behind the newest event, and the gaps just below it, in one partition."""
     at = 3 * WIDTHS["outbox"] + WIDTHS["outbox"] // 2
     gaps = [gap for gap in GAPS if at - 20_000 < gap[0] < at]
     rows, pages = 2000 + SAID, FOUR * len(gaps) + 100 + SAID_PAGES
@@ -206,7 +205,7 @@ async def _events_and_a_gap_as_wide_as_a_setval(log: LongLog) -> Case:
 
 
 def _parts(log: LongLog) -> tuple[list[int], list[UUID], list[int]]:
-    """The one job at all endpoints, which may take ten numbers of each."""
+    """A job at all endpoints, with ten sequences for each."""
     return [1] * ENDPOINTS, log.endpoints, [10] * ENDPOINTS
 
 
@@ -221,13 +220,13 @@ NO_REPLAYS = "UPDATE replay SET next_seq = to_seq + 1 WHERE next_seq <= to_seq"
 
 
 async def _no_replays(log: LongLog) -> Case:
-    """With none pending nothing else is read."""
+    """Without a pending job nothing else is read."""
     rows, pages = ENDPOINTS, 2 * REPLAYS_PENDING + FOUR * ENDPOINTS
     return Case(routing.READ_REPLAYS, _parts(log), rows, pages, before=(NO_REPLAYS,))
 
 
 async def _a_lane_sent_again(log: LongLog) -> Case:
-    """From the middle of a lane that has hundreds of partitions behind it."""
+    """From the middle of a lane with hundreds of earlier partitions."""
     lane, middle = log.lanes[7], ACKED // 2
     endpoint = f"(SELECT endpoint_id FROM lane WHERE id = {lane})"
     asked = f"""
@@ -252,12 +251,12 @@ async def _where_to_begin_with_a_lane(log: LongLog) -> Case:
 
 
 async def _whether_a_lane_is_sent_again(log: LongLog) -> Case:
-    """Of the open jobs, which are few, the one of this lane."""
+    """The open job of a lane, among few open ones."""
     return Case(receiver_replays.FIND_RUNNING, (log.endpoints[7], log.lanes[7]), ENDPOINTS + 1, 20)
 
 
 async def _how_far_lanes_are(log: LongLog) -> Case:
-    """For a checkpoint of one endpoint: the last success behind what each lane wrote down,
+    """For a receiver checkpoint of one endpoint: the last success after each lane's checkpoint,
     and its newest dead letters."""
     rows, pages = (3 + DEAD_RANGES_MAX) * SLOTS, (2 + len(NEWEST) + DEAD_RANGES_MAX) * FOUR * SLOTS
     return Case(
@@ -266,14 +265,14 @@ async def _how_far_lanes_are(log: LongLog) -> Case:
 
 
 async def _letters(log: LongLog) -> Case:
-    """Those that are dead are found among the many that are not any more."""
+    """Dead letters in the state `dead` among many in other states."""
     of_each = 10 + replay_feed.SCAN_EXTRA
     rows, pages = ENDPOINTS * (of_each + 5), ENDPOINTS * (of_each + 5 * FOUR)
     return Case(replay_feed.READ_DEAD_LETTERS, _parts(log), rows, pages + 200, before=(NO_REPLAYS,))
 
 
 async def _claim_of_letters(log: LongLog) -> Case:
-    """Each letter, its lane's block and its replay, whatever the number of others."""
+    """Each dead letter, its blocked lane and its replay, among many others."""
     open_ids = "SELECT array(SELECT id FROM dead_letter WHERE state = 'dead' ORDER BY id LIMIT 10)"
     async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
         ids = await connection.fetchval(open_ids)
@@ -281,15 +280,15 @@ async def _claim_of_letters(log: LongLog) -> Case:
     return Case(statement, ([1] * len(ids), ids), 10 * len(ids), 60 * len(ids))
 
 
-async def _looks(log: LongLog) -> Case:
-    """At the last helping of each endpoint, which is one of the newest batches."""
+async def _reads(log: LongLog) -> Case:
+    """The batch of the last chunk of each endpoint, which is one of the newest."""
     given = f"UPDATE replay_job_endpoint SET batch = {BATCHES - 10}"
     rows, pages = ENDPOINTS * (8 * SLOTS + 4), ENDPOINTS * FOUR * (8 * SLOTS + 4)
     return Case(replay_feed.READ_CHUNK_PROGRESS, (log.endpoints,), rows, pages, before=(given,))
 
 
 async def _history(log: LongLog) -> Case:
-    """From the middle of the log, whatever the partitions' number."""
+    """From the middle of the log, with any number of partitions."""
     middle = 3 * WIDTHS["outbox"]
     begun = f"""
         UPDATE replay_job SET kind = 'history', since = '2000-01-01';
@@ -320,8 +319,8 @@ async def _batch(log: LongLog) -> Case:
         deliveries.was_backfill_ids.append(None)
         deliveries.counters[lane] = NUMBERS + 1
     step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
-    heard = Heard()
-    await cursor.CursorStore(heard, timeline=1).write(
+    received = Received()
+    await sequencing.SequencingStore(received, timeline=1).write(
         BATCHES,
         step,
         100,
@@ -335,7 +334,7 @@ async def _batch(log: LongLog) -> Case:
         replays=ReplayBatch(),
         stopped={},
     )
-    ((sql, arguments),) = heard.asked
+    ((sql, arguments),) = received.asked
     leads = "UPDATE cursor SET writer = 1, version = 1"
     return Case(sql, arguments, LANES + 4, 2000, before=(leads,))
 
@@ -345,7 +344,7 @@ async def _standing(log: LongLog) -> Case:
 
 
 async def _runs_that_have_ended(log: LongLog) -> Case:
-    """A new one, and one of long ago: by their batches, in each lane of these."""
+    """A recent run and an old one, by their batches, in each of their lanes."""
     ids = [outbox_id(i) for i in (100, ACKED - 1)]
     rows, pages = len(ids) * (4 * LANES + 10), len(ids) * 5 * FOUR * LANES
     return Case(schedule_runs.READ_ENDED, (ids,), rows, pages)
@@ -363,12 +362,12 @@ async def _lanes_of_all(log: LongLog) -> Case:
 
 
 def _columns(lane_ids: Sequence[int], *same: int) -> tuple[Any, ...]:
-    """The lanes, and what is the same for all of them."""
+    """The ids of lanes, and columns with one value for all of them."""
     return (list(lane_ids), *([each] * len(lane_ids) for each in same))
 
 
 async def _tail(log: LongLog) -> Case:
-    """Of each lane what lies behind its checkpoint, and no more."""
+    """Only the attempts after the checkpoint of each lane."""
     acknowledged = (ACKED - CHECKPOINT) * 1.1 * LANES
     return Case(
         lanes.READ_ACKNOWLEDGED,
@@ -380,17 +379,17 @@ async def _tail(log: LongLog) -> Case:
 
 
 async def _tail_of_a_lane_that_stands_still(log: LongLog) -> Case:
-    """Nothing, found out with a look or two into each partition since then."""
+    """No row, with one or two index lookups in each partition since the checkpoint."""
     ids, floor = log.lanes_of(0), batch_of(STUCK + 1)
-    looks = len(ids) * len(ALL)
+    lookups = len(ids) * len(ALL)
     since = range(floor // WIDTHS["attempt"], len(ALL))
     return Case(
-        lanes.READ_ACKNOWLEDGED, _columns(ids, floor, STUCK), 0, 3 * looks, {"attempt": since}
+        lanes.READ_ACKNOWLEDGED, _columns(ids, floor, STUCK), 0, 3 * lookups, {"attempt": since}
     )
 
 
 async def _deliveries(log: LongLog) -> Case:
-    """Three rows for each: the delivery, its event and its batch."""
+    """Three rows for each delivery: itself, its event and its batch."""
     ids = log.lanes_of(1)[:32]
     pending = (NUMBERS - ACKED) * len(ids)
     return Case(
@@ -403,10 +402,10 @@ async def _deliveries(log: LongLog) -> Case:
 
 
 async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
-    """The first 200 of 400 that each lane owes: the rest is not looked at.
+    """The first 200 of 400 pending deliveries of each lane; the others are not read.
 
-    That is more than the planner thinks a lane owes, as with a lane that owes
-    much beside many that owe little; so it might as well read and sort them all.
+    That is more than the planner estimates, as with one long lane among many short ones, so it
+    could prefer to read and sort them all.
     """
     ids, floor, limit = log.lanes_of(0)[:10], batch_of(STUCK + 1), 200
     first = floor // WIDTHS["delivery"]
@@ -420,7 +419,7 @@ async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
     )
 
 
-async def _deliveries_of_lanes_that_owe_nothing(log: LongLog) -> Case:
+async def _deliveries_of_lanes_without_backlog(log: LongLog) -> Case:
     return Case(
         lanes.READ_DELIVERIES,
         (*_columns(log.lanes, BATCHES, NUMBERS, 32), 1 << 20),
@@ -430,7 +429,7 @@ async def _deliveries_of_lanes_that_owe_nothing(log: LongLog) -> Case:
     )
 
 
-async def _news(log: LongLog) -> Case:
+async def _notifications(log: LongLog) -> Case:
     touched = 9 * 100
     return Case(
         lanes.READ_NEW_BATCHES,
@@ -450,11 +449,11 @@ def _attempt(outcome: Any = "delivered") -> AttemptRow:
 
 
 async def _written(log: LongLog, group: Sequence[Record]) -> tuple[str, tuple[Any, ...]]:
-    heard = Heard()
-    store = records.RecordStore(heard, log.replica, timeline=1)
+    received = Received()
+    store = records.RecordStore(received, log.replica, timeline=1)
     with suppress(records.Fenced):
         await store.write(group, [0] * len(group))
-    return heard.asked[0]
+    return received.asked[0]
 
 
 async def _group(log: LongLog) -> Case:
@@ -486,10 +485,10 @@ ASKED_BEFORE = (
 """The server reads the functions' bodies once in a session, and plans what is in them."""
 
 
-async def _group_with_a_range_that_is_told(log: LongLog) -> Case:
-    """The first of its numbers decides; it is not gone through.
+async def _group_with_a_reported_range(log: LongLog) -> Case:
+    """Only the first sequence of the range is read.
 
-    Of two lanes only: what is rolled back still makes the indexes of letters grow.
+    Two lanes only, because rolled-back rows also make the indexes of dead letters grow.
     """
     ids = log.lanes_of(0)[:2]
     dead = DeadRange(batch_of(STUCK + 1), STUCK + 1, NUMBERS, "backlog", 0, None)
@@ -498,7 +497,7 @@ async def _group_with_a_range_that_is_told(log: LongLog) -> Case:
     return Case(*await _written(log, group), 80, 300 * len(ids), before=(ASKED_BEFORE,))
 
 
-async def _whether_lanes_owe_ordinary_events(log: LongLog) -> Case:
+async def _whether_lanes_have_ordinary_events(log: LongLog) -> Case:
     ids = log.lanes_of(0)[:10]
     pages = 70 * len(ids)
     return Case(
@@ -520,11 +519,11 @@ async def _lag(log: LongLog) -> Case:
 
 
 async def _checkpoints(log: LongLog) -> Case:
-    heard = Heard()
-    store = records.RecordStore(heard, log.replica, timeline=1)
+    received = Received()
+    store = records.RecordStore(received, log.replica, timeline=1)
     progress = Progress(acked_seq=ACKED, floor_batch=batch_of(ACKED + 1))
     await store.checkpoint([(lane, 0, progress) for lane in log.lanes[:100]])
-    return Case(*heard.asked[0], LANES, 20 * 100)
+    return Case(*received.asked[0], LANES, 20 * 100)
 
 
 async def _checkpoints_that_were_written(log: LongLog) -> Case:
@@ -559,7 +558,7 @@ async def _renewal(log: LongLog) -> Case:
     return Case(replicas.RENEW.sql, (log.replica, 1), 1, 10)
 
 
-async def _look(log: LongLog) -> Case:
+async def _read_status(log: LongLog) -> Case:
     return Case(replicas.READ_CLUSTER, (), 2 + ENDPOINTS, 20)
 
 
@@ -585,7 +584,7 @@ RELAY = {
         _how_far_lanes_are,
         _letters,
         _claim_of_letters,
-        _looks,
+        _reads,
         _history,
         _routes,
         _counters_of_some,
@@ -598,13 +597,13 @@ RELAY = {
         _tail_of_a_lane_that_stands_still,
         _deliveries,
         _deliveries_of_a_lane_that_stands_still,
-        _deliveries_of_lanes_that_owe_nothing,
-        _news,
+        _deliveries_of_lanes_without_backlog,
+        _notifications,
         _last_batch,
         _group,
         _group_with_a_dead_letter,
-        _group_with_a_range_that_is_told,
-        _whether_lanes_owe_ordinary_events,
+        _group_with_a_reported_range,
+        _whether_lanes_have_ordinary_events,
         _lag,
         _checkpoints,
         _checkpoints_that_were_written,
@@ -612,7 +611,7 @@ RELAY = {
         _backlog_over_its_count,
         _backlog_over_its_age,
         _renewal,
-        _look,
+        _read_status,
         _survey,
     )
 }
@@ -620,7 +619,7 @@ RELAY = {
 
 # --------------------------------------------------------------------- commands
 
-# A lane's state is a look into each partition since its floor.
+# A lane's state is an index lookup in each partition since its floor.
 _STATES = 3 * (LANES * len(NEWEST) + SLOTS * len(ALL))
 
 
@@ -685,11 +684,11 @@ async def _dead_show(log: LongLog) -> Case:
     return Case(dead.GET_DEAD, (REPLAYS // 2,), 50, 100)
 
 
-# What the page asks every other second.  A sum over all lanes is a look at each one's two
+# What the page requests every two seconds.  A sum over all lanes reads each one's two
 # rows, and at no log; only lanes that are shown are looked for in the log.
 
 
-async def _live_look(log: LongLog) -> Case:
+async def _live_poll(log: LongLog) -> Case:
     return Case(live_status.READ_LIVE_STATUS, (None, 2), 60_000, 4 * LANES, {"batch": NEWEST})
 
 
@@ -705,7 +704,7 @@ async def _live_events(log: LongLog) -> Case:
     return Case(status.COUNT_EVENTS, (BATCHES - 20, BATCHES), 20, 20, {"batch": NEWEST})
 
 
-# What a receiver fetches: some forty looks by index, and then the page.
+# What a receiver fetches: some forty index lookups, and then the page.
 
 
 async def _fetch_batch(log: LongLog) -> Case:
@@ -720,7 +719,7 @@ async def _fetch_lane(log: LongLog) -> Case:
     return Case(lane_history.READ_LANES, (log.endpoints[1], 1, 7, 0, -1, 1), 3000, 1000)
 
 
-async def _fetch_given_up(log: LongLog) -> Case:
+async def _fetch_dead_lettered(log: LongLog) -> Case:
     return Case(lane_history.READ_DEAD_LETTERED, (log.lanes[7], 1, NUMBERS), 100, 100)
 
 
@@ -742,14 +741,14 @@ COMMANDS = {
         _dead_list_of_one,
         _dead_list_of_what_is_sent_again,
         _dead_show,
-        _live_look,
+        _live_poll,
         _live_states,
         _live_dead_letters,
         _live_events,
         _fetch_batch,
         _fetch_first_batch,
         _fetch_lane,
-        _fetch_given_up,
+        _fetch_dead_lettered,
         _fetch_previous,
     )
 }
@@ -759,10 +758,10 @@ COMMANDS = {
 
 
 @pytest.mark.costly
-async def test_nothing_looks_at_more_of_a_long_log_than_it_needs(
+async def test_hot_queries_read_few_rows_of_a_long_log(
     database: Database, subtests: pytest.Subtests
 ) -> None:
-    """One test for all, because filling the log takes longer than asking everything."""
+    """One test for all, because filling the log takes longer than all queries."""
     log = LongLog(database)
     await log.fill()
     for statistics in STATISTICS:
@@ -810,8 +809,8 @@ async def _check(log: LongLog, case: Case, settings: Mapping[str, str], *, gener
     assert plan.pages <= case.pages_max, f"at most {case.pages_max}\n{plan}"
 
 
-class Heard:
-    """A connection that only hears what a store asks."""
+class Received:
+    """A connection that records the statements of a store."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[Any, ...]]] = []

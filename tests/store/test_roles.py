@@ -1,4 +1,4 @@
-"""Roles: each may do what its purpose needs, and nothing else."""
+"""Each database role has the privileges of its purposes, and no others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SELECT p.proname AS name, p.prosecdef AS definer, p.proconfig AS config,
 DENIED = (asyncpg.InsufficientPrivilegeError, asyncpg.GeneratedAlwaysError)
 FORGED = "INSERT INTO outbox (id, type, payload) OVERRIDING SYSTEM VALUE VALUES (5, 'a', '{}')"
 
-NOBODY_MAY = (
+NO_ROLE_MAY = (
     FORGED,
     "INSERT INTO outbox_0 (type, payload) VALUES ('a', '{}')",
     "UPDATE outbox SET type = 'b'",
@@ -99,7 +99,7 @@ NOBODY_MAY = (
 
 MAY_NOT = {
     "producer": (
-        *NOBODY_MAY,
+        *NO_ROLE_MAY,
         "SELECT * FROM outbox",
         "SELECT payload FROM outbox_0",
         "SELECT * FROM endpoint",
@@ -115,7 +115,7 @@ MAY_NOT = {
         "INSERT INTO outbox (event_id, type, payload) VALUES (gen_random_uuid(), 'a', '{}')",
     ),
     "reader": (
-        *NOBODY_MAY,
+        *NO_ROLE_MAY,
         "SELECT headers FROM endpoint",
         "SELECT * FROM endpoint",
         "SELECT secret FROM endpoint_secret",
@@ -136,7 +136,7 @@ MAY_NOT = {
         "SELECT empty_partition('outbox', 0)",
     ),
     "operator": (
-        *NOBODY_MAY,
+        *NO_ROLE_MAY,
         "SELECT hash FROM token",
         "SELECT hash FROM fetch_token",
         "UPDATE token SET hash = sha256('')",
@@ -162,7 +162,7 @@ MAY_NOT = {
         "SELECT empty_partition('outbox', 0)",
     ),
     "relay": (
-        *NOBODY_MAY,
+        *NO_ROLE_MAY,
         "UPDATE endpoint SET url = 'http://elsewhere.test'",
         "UPDATE endpoint SET headers = '{}'",
         "INSERT INTO endpoint (name, url) VALUES ('a', 'b')",
@@ -214,7 +214,7 @@ async def _as(database: Database, name: str) -> Connection[Any]:
 
 
 @pytest.mark.parametrize("schema", ["relay", 'Pro"d \u00fcber'])
-async def test_no_function_is_everybodys_and_none_can_be_captured(
+async def test_functions_are_not_public_and_have_a_fixed_search_path(
     empty_database: Database, schema: str
 ) -> None:
     connection = await empty_database.connect()
@@ -222,13 +222,13 @@ async def test_no_function_is_everybodys_and_none_can_be_captured(
     found = await connection.fetch(FUNCTIONS, quote_ident(schema))
     assert [f["name"] for f in found if f["public"]] == []
     assert {f["name"] for f in found if f["definer"]} == OWNERS_RIGHTS
-    # Where pg_temp is not named it comes first, and anybody could put tables there.
+    # Without an explicit position pg_temp is searched first, and any role can create tables there.
     pinned = f"search_path={await connection.fetchval('SELECT quote_ident($1)', schema)}, pg_temp"
     assert all(pinned in f["config"] for f in found if f["definer"])
 
 
 @pytest.mark.one_major
-async def test_tables_of_the_callers_own_are_not_taken_for_ours(
+async def test_tables_of_the_caller_do_not_shadow_those_of_the_schema(
     database: Database, owner: Connection[Any]
 ) -> None:
     endpoint = await add_endpoint(database, headers={"X-Ours": "1"})
@@ -259,7 +259,7 @@ async def test_tables_of_the_callers_own_are_not_taken_for_ours(
         )
 
 
-async def test_functions_with_the_owners_rights_do_one_thing_to_our_own_tables(
+async def test_security_definer_functions_are_limited_to_their_tables(
     database: Database, owner: Connection[Any]
 ) -> None:
     async with role(database, "relay") as name:
@@ -275,7 +275,7 @@ async def test_functions_with_the_owners_rights_do_one_thing_to_our_own_tables(
 # ------------------------------------------------------------------- rights
 
 
-async def test_a_role_may_do_nothing_else(
+async def test_a_role_has_only_the_privileges_of_its_purpose(
     database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database)
@@ -293,7 +293,7 @@ async def test_a_role_may_do_nothing_else(
 
 
 @pytest.mark.one_major
-async def test_every_table_is_shown_to_readers_or_kept_from_everybody_on_purpose(
+async def test_every_table_is_readable_or_listed_as_private(
     owner: Connection[Any],
 ) -> None:
     tables = await owner.fetchval("""
@@ -348,7 +348,7 @@ async def _privileges_of(
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("purpose", PURPOSES)
-async def test_granting_again_changes_nothing_whatever_the_names_are(
+async def test_granting_again_changes_nothing_with_any_names(
     empty_database: Database, purpose: str
 ) -> None:
     schema, name = 'Stag"ing x', f'Ro"le {empty_database.name} \u00fc'
@@ -368,7 +368,7 @@ async def test_granting_again_changes_nothing_whatever_the_names_are(
 
 
 @pytest.mark.one_major
-async def test_what_a_later_migration_adds_is_granted_to_who_needs_it(
+async def test_objects_of_a_later_migration_are_granted(
     database: Database, owner: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = migrations()[-1]
@@ -403,9 +403,7 @@ async def test_what_a_later_migration_adds_is_granted_to_who_needs_it(
 
 
 @pytest.mark.one_major
-async def test_a_role_that_was_granted_nothing_any_more_is_left_alone(
-    database: Database, owner: Connection[Any]
-) -> None:
+async def test_revoked_grants_are_not_restored(database: Database, owner: Connection[Any]) -> None:
     async with role(database, "reader", "operator") as name:
         await owner.execute(f'DROP OWNED BY "{name}"; SELECT grant_producer(\'"{name}"\')')
         await owner.execute("SELECT sync_grants()")
@@ -416,9 +414,7 @@ async def test_a_role_that_was_granted_nothing_any_more_is_left_alone(
 
 
 @pytest.mark.one_major
-async def test_a_role_loses_what_its_purposes_do_not_need_any_more(
-    database: Database, owner: Connection[Any]
-) -> None:
+async def test_unneeded_privileges_are_revoked(database: Database, owner: Connection[Any]) -> None:
     async with role(database, "relay", "reader") as name:
         had = await _privileges_of(owner, "relay", name)
         # As if an earlier version had needed these.
@@ -437,7 +433,7 @@ async def test_a_role_loses_what_its_purposes_do_not_need_any_more(
 
 
 @pytest.mark.one_major
-async def test_what_a_role_can_do_is_taken_away_and_nobody_sees_a_gap(
+async def test_privileges_are_replaced_in_one_transaction(
     database: Database, owner: Connection[Any]
 ) -> None:
     async with role(database, "producer", "operator") as name, role(database, "reader") as other:
@@ -457,7 +453,7 @@ async def test_what_a_role_can_do_is_taken_away_and_nobody_sees_a_gap(
 
 
 @pytest.mark.one_major
-async def test_the_owner_loses_nothing(database: Database, owner: Connection[Any]) -> None:
+async def test_the_owner_loses_no_privilege(database: Database, owner: Connection[Any]) -> None:
     me = await owner.fetchval("SELECT quote_ident(current_user)")
     before = await _privileges_of(owner, "relay", await owner.fetchval("SELECT current_user"))
     await owner.execute(f"SELECT grant_reader('{me}'), revoke_purposes('{me}')")
@@ -469,7 +465,7 @@ async def test_the_owner_loses_nothing(database: Database, owner: Connection[Any
 
 
 @pytest.mark.one_major
-async def test_who_has_no_right_on_an_events_id_cannot_forge_operational_ones(
+async def test_without_a_privilege_on_event_ids_operational_events_cannot_be_forged(
     database: Database, owner: Connection[Any]
 ) -> None:
     forged = "INSERT INTO relay.outbox (type, payload) VALUES ('outbox.endpoint.disabled', '{}')"
@@ -493,7 +489,7 @@ async def test_who_has_no_right_on_an_events_id_cannot_forge_operational_ones(
 
 
 @pytest.mark.one_major
-async def test_a_row_of_the_journal_names_the_role_that_wrote_it(
+async def test_a_journal_entry_names_the_role_that_wrote_it(
     database: Database, owner: Connection[Any]
 ) -> None:
     async with role(database, "operator") as name:
@@ -503,12 +499,12 @@ async def test_a_row_of_the_journal_names_the_role_that_wrote_it(
             SET ROLE NONE;
             INSERT INTO journal (kind, actor, data) VALUES ('endpoint_paused', 'ann@desk', '{}')
         """)
-        (row, *_) = await journal.page(owner, "relay")
+        (row, *_) = await journal.list_journal(owner, "relay")
         assert (row.actor, row.session_role) == ("ann@desk", name)
 
 
 @pytest.mark.one_major
-async def test_headers_of_an_endpoint_are_an_object(
+async def test_endpoint_headers_must_be_a_json_object(
     database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     await add_endpoint(database, headers={"X-Ours": "1"})
@@ -528,7 +524,7 @@ async def _says(connection: Connection[Any], check: str = "roles") -> list[Docto
 
 
 @pytest.mark.one_major
-async def test_the_doctor_tells_of_relays_that_are_superusers(owner: Connection[Any]) -> None:
+async def test_the_doctor_reports_relays_that_are_superusers(owner: Connection[Any]) -> None:
     await owner.execute("""
         SET application_name = 'outbox-relay:r1';
         INSERT INTO replica (name, version, label, lease_s, expires_at)
@@ -542,7 +538,7 @@ async def test_the_doctor_tells_of_relays_that_are_superusers(owner: Connection[
 
 
 @pytest.mark.one_major
-async def test_the_doctor_tells_which_right_is_missing(
+async def test_the_doctor_reports_missing_privileges(
     database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
     for purpose in ("relay", "operator", "reader"):
@@ -572,7 +568,7 @@ async def test_the_doctor_tells_which_right_is_missing(
 
 
 @pytest.mark.one_major
-async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
+async def test_the_doctor_reports_roles_that_can_create_in_the_schema(
     owner: Connection[Any],
 ) -> None:
     await owner.execute("GRANT CREATE ON SCHEMA relay TO PUBLIC")
@@ -590,10 +586,10 @@ SECRET_GRANTS = (
 
 
 @pytest.mark.one_major
-async def test_the_doctor_tells_who_can_read_secrets_without_being_meant_to(
+async def test_the_doctor_reports_unintended_readers_of_secrets(
     database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
-    async def told() -> list[DoctorFinding]:
+    async def reported() -> list[DoctorFinding]:
         return [f for f in await _says(owner) if "can read the secrets" in f.message]
 
     async with role(database, "relay", "operator"):
@@ -602,9 +598,9 @@ async def test_the_doctor_tells_who_can_read_secrets_without_being_meant_to(
                 async with role(database, *purposes) as given:
                     await owner.execute(f'GRANT {granted} TO "{given}"')
                     # Without USAGE on the schema there is no way to it.
-                    assert purposes or await told() == []
+                    assert purposes or await reported() == []
                     await owner.execute(f'GRANT USAGE ON SCHEMA relay TO "{given}"')
-                    (found,) = await told()
+                    (found,) = await reported()
                     what = "which has no purpose here"
                     if purposes:
                         what = f"a {' and a '.join(purposes)}"
@@ -615,19 +611,19 @@ async def test_the_doctor_tells_who_can_read_secrets_without_being_meant_to(
                     command = f"outbox migrate --{wanted} {shlex.quote(given)}"
                     assert str(found.action).endswith(command)
                     await migrate(owner, "relay", roles=[(wanted, given)])
-                    assert await told() == []
+                    assert await reported() == []
 
 
 @pytest.mark.one_major
-async def test_the_doctor_tells_when_everybody_can_read_secrets(owner: Connection[Any]) -> None:
-    async def told() -> list[DoctorFinding]:
+async def test_the_doctor_reports_publicly_readable_secrets(owner: Connection[Any]) -> None:
+    async def reported() -> list[DoctorFinding]:
         return [f for f in await _says(owner) if "PUBLIC has" in f.message]
 
     await owner.execute("GRANT SELECT ON relay.endpoint_secret TO PUBLIC")
-    (found,) = await told()
+    (found,) = await reported()
     assert found.message == ("PUBLIC has SELECT on relay.endpoint_secret, including secrets")
     await owner.execute(str(found.action))
-    assert await told() == []
+    assert await reported() == []
 
 
 # --------------------------------------------------------------------- periods
@@ -641,7 +637,7 @@ async def _empties(relay: Connection[Any]) -> bool:
 
 
 @pytest.mark.one_major
-async def test_a_relay_drops_nothing_that_is_written_owed_or_not_the_oldest(
+async def test_a_relay_drops_only_the_oldest_settled_period(
     database: Database, owner: Connection[Any]
 ) -> None:
     drop = "SELECT count(*) FROM drop_period($1, $2)"
@@ -668,14 +664,14 @@ async def test_a_relay_drops_nothing_that_is_written_owed_or_not_the_oldest(
         assert await relay.fetchval(drop, "events", 0) == 0  # Once and for all.
         assert await relay.fetchval(drop, "log", 0) == 1
         assert await relay.fetchval(drop, "log", 1) == 1
-        # Even then there is an hour for somebody to see it.
+        # Even then there is an hour for an operator to see it.
         assert not await _empties(relay)
         await owner.execute("UPDATE period SET dropped_at = dropped_at - interval '61 min'")
         assert await _empties(relay)
 
 
 @pytest.mark.one_major
-async def test_a_period_begins_once_and_only_where_its_partitions_are(
+async def test_a_period_begins_once_and_only_with_its_partitions(
     database: Database, owner: Connection[Any]
 ) -> None:
     ends = "SELECT end_period($1, $2)"
@@ -711,7 +707,7 @@ async def _drop_first_events(owner: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
-async def test_emptied_partitions_are_told_and_their_owner_drops_them(
+async def test_emptied_partitions_are_reported_and_dropped_by_their_owner(
     database: Database, owner: Connection[Any]
 ) -> None:
     await publish(database, 1, 2)
@@ -721,24 +717,24 @@ async def test_emptied_partitions_are_told_and_their_owner_drops_them(
         assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is True
         assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is False
         assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
-        (found,) = await _says(relay, "leftovers")
+        (found,) = await _says(relay, "empty partitions")
         assert found.severity == "ok"
         assert "1 partition of dropped periods is empty and still attached" in found.message
         assert await PartitionStore(relay).drop_owned() == 0
         assert await PartitionStore(owner).drop_owned() == 1
-        (found,) = await _says(relay, "leftovers")
+        (found,) = await _says(relay, "empty partitions")
         assert found.message == "no partition of a dropped period is left"
 
 
 @pytest.mark.one_major
-async def test_to_empty_a_partition_waits_for_nobody(
+async def test_emptying_a_partition_waits_for_no_lock(
     database: Database, owner: Connection[Any]
 ) -> None:
     await publish(database, 1)
     await _drop_first_events(owner)
-    async with role(database, "relay") as name, database.connection(**PATH) as looks:
+    async with role(database, "relay") as name, database.connection(**PATH) as reader:
         relay = await _as(database, name)
-        async with looks.transaction():
-            await looks.fetch("SELECT FROM outbox_0")
+        async with reader.transaction():
+            await reader.fetch("SELECT FROM outbox_0")
             assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is False
         assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is True

@@ -1,4 +1,4 @@
-"""Ticks and future events enter the outbox once, whoever else tries at the same time."""
+"""Runs and future events enter the outbox once, also with concurrent relays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outbox.operations import schedule_changes
 from outbox.store import schedule_runs
 from outbox.store.schedule_runs import ScheduleRunStore
 from tests.support.plans import explain
-from tests.support.schedules import DAY, add, journal, let_be_due, published
+from tests.support.schedules import DAY, add_schedule, journal, let_be_due, published
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ async def store(database: Database) -> ScheduleRunStore:
 # -------------------------------------------------------------------- schedules
 
 
-async def test_a_tick_carries_what_the_schedule_says(
+async def test_a_run_publishes_the_event_of_its_schedule(
     db: Connection[Any], store: ScheduleRunStore
 ) -> None:
-    await add(db, payload={"n": 1}, key="k", tenant="acme", headers={"X-Mine": "yes"})
+    await add_schedule(db, payload={"n": 1}, key="k", tenant="acme", headers={"X-Mine": "yes"})
     (tick,) = await let_be_due(db, 1)
     assert (await store.run_due_schedules()).schedules == 1
     row = await db.fetchrow("SELECT * FROM outbox")
@@ -69,12 +69,12 @@ async def test_a_tick_carries_what_the_schedule_says(
     assert (await store.run_due_schedules()).schedules == 0
 
 
-async def test_each_tick_is_published_once_however_many_try(
+async def test_concurrent_relays_publish_each_run_once(
     database: Database, db: Connection[Any]
 ) -> None:
     names = [f"s{n}" for n in range(3)]
     for name in names:
-        await add(db, name)
+        await add_schedule(db, name)
     stores = [ScheduleRunStore(await database.connect(**PATH), n) for n in range(3)]
     expected: dict[str, list[datetime]] = {name: [] for name in names}
     for _ in range(30):
@@ -85,11 +85,11 @@ async def test_each_tick_is_published_once_however_many_try(
         assert await published(db, name) == expected[name]
 
 
-async def test_what_was_not_committed_never_was(
+async def test_a_rolled_back_run_is_published_later(
     database: Database, db: Connection[Any], store: ScheduleRunStore
 ) -> None:
-    """A replica that dies after it wrote the event, and before it committed."""
-    await add(db)
+    """A replica ends after it wrote the event and before it committed."""
+    await add_schedule(db)
     due = await let_be_due(db, 1)
     dying = await database.connect(**PATH)
     transaction = dying.transaction()
@@ -97,7 +97,9 @@ async def test_what_was_not_committed_never_was(
     (row,) = await dying.fetch(schedule_runs.READ_DUE, 10)
     await dying.write(schedule_runs.LOCK_SCHEDULES, [row["id"]], [row["revision"]])
     await dying.write(schedule_runs.PUBLISH_RUNS, [row["id"]], [row["next_at"]], None)
-    assert (await store.run_due_schedules()).schedules == 0  # It is locked, and nobody waits.
+    assert (
+        await store.run_due_schedules()
+    ).schedules == 0  # It is locked, and the poll does not wait.
     dying.terminate()
 
     async def ticked() -> bool:
@@ -107,29 +109,29 @@ async def test_what_was_not_committed_never_was(
     assert await published(db) == due
 
 
-async def test_all_goes_on_where_a_helping_ended(
+async def test_missed_runs_continue_after_a_full_chunk(
     db: Connection[Any], store: ScheduleRunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedule_runs, "RUNS_MAX", 4)
-    await add(db)
+    await add_schedule(db)
     due = await let_be_due(db, 10)
-    helpings = 0
+    chunks = 0
     while (await store.run_due_schedules()).schedules:
-        helpings += 1
-    assert helpings == 3
+        chunks += 1
+    assert chunks == 3
     assert await published(db) == due
     assert await journal(db, "schedule_skipped") == []
 
 
-async def test_once_publishes_the_newest_and_says_what_it_stands_for(
+async def test_once_publishes_the_newest_run_with_the_number_missed(
     db: Connection[Any], store: ScheduleRunStore
 ) -> None:
-    await add(db, misfire="once")
+    await add_schedule(db, misfire="once")
     due = await let_be_due(db, 10)
     await store.run_due_schedules()
     assert await published(db) == [due[-1]]
-    (told,) = await journal(db, "schedule_skipped")
-    assert told == {
+    (reported,) = await journal(db, "schedule_skipped")
+    assert reported == {
         "name": "daily",
         "misfire": "once",
         "from": due[0].isoformat(),
@@ -137,40 +139,38 @@ async def test_once_publishes_the_newest_and_says_what_it_stands_for(
     }
 
 
-async def test_skip_leaves_out_what_is_older_than_the_grace(
+async def test_skip_omits_runs_older_than_the_grace(
     db: Connection[Any], store: ScheduleRunStore
 ) -> None:
-    await add(db, misfire="skip", grace_s=25 * 3600)
+    await add_schedule(db, misfire="skip", grace_s=25 * 3600)
     due = await let_be_due(db, 10)
     await store.run_due_schedules()
     assert await published(db) == due[-2:]
-    (told,) = await journal(db, "schedule_skipped")
-    assert (told["from"], told["before"]) == (due[0].isoformat(), due[-2].isoformat())
-    await add(db, "prompt", misfire="skip", grace_s=60)
+    (reported,) = await journal(db, "schedule_skipped")
+    assert (reported["from"], reported["before"]) == (due[0].isoformat(), due[-2].isoformat())
+    await add_schedule(db, "prompt", misfire="skip", grace_s=60)
     due = await let_be_due(db, 2, "prompt")
     await store.run_due_schedules()
     assert await published(db, "prompt") == []
     assert await db.fetchval("SELECT next_at FROM schedule WHERE name = 'prompt'") == due[-1] + DAY
 
 
-async def test_a_paused_schedule_does_not_tick(
-    db: Connection[Any], store: ScheduleRunStore
-) -> None:
-    await add(db)
+async def test_a_paused_schedule_does_not_run(db: Connection[Any], store: ScheduleRunStore) -> None:
+    await add_schedule(db)
     await let_be_due(db, 3)
-    await schedule_changes.pause(db, "relay", ["daily"], actor="test")
+    await schedule_changes.pause_schedules(db, "relay", ["daily"], actor="test")
     assert (await store.run_due_schedules()).schedules == 0
-    (resumed,) = await schedule_changes.resume(db, "relay", ["daily"], actor="test")
+    (resumed,) = await schedule_changes.resume_schedules(db, "relay", ["daily"], actor="test")
     assert resumed.next_at is not None
     assert resumed.next_at > resumed.now
     assert (await store.run_due_schedules()).schedules == 0
 
 
-async def test_one_that_cannot_be_read_holds_up_nobody(
+async def test_an_unreadable_schedule_does_not_block_others(
     db: Connection[Any], store: ScheduleRunStore
 ) -> None:
-    await add(db, "broken")
-    await add(db)
+    await add_schedule(db, "broken")
+    await add_schedule(db)
     await let_be_due(db, 2, "broken")
     await let_be_due(db, 1)
     await db.execute("UPDATE schedule SET timezone = 'Atlantis' WHERE name = 'broken'")
@@ -181,9 +181,9 @@ async def test_one_that_cannot_be_read_holds_up_nobody(
     assert (await store.run_due_schedules()).schedules == 0
 
 
-async def test_when_something_is_due(db: Connection[Any], store: ScheduleRunStore) -> None:
+async def test_the_next_due_time_is_known(db: Connection[Any], store: ScheduleRunStore) -> None:
     assert await store.due_in_s() is None
-    await add(db)
+    await add_schedule(db)
     due_in_s = await store.due_in_s()
     assert due_in_s is not None
     assert 80_000 < due_in_s < 86_400
@@ -199,7 +199,7 @@ async def test_when_something_is_due(db: Connection[Any], store: ScheduleRunStor
 async def _future(
     db: Connection[Any], *seconds: float, key: str | None = "k", ago_s: float = 0.0
 ) -> None:
-    """Events that wait, numbered; then time goes by."""
+    """Insert numbered future events, and make them due."""
     now = datetime.now(UTC)
     for n, s in enumerate(seconds):
         await outbox.publish(db, "a", n, key=key, deliver_at=now + timedelta(seconds=60 + s))
@@ -212,7 +212,7 @@ async def _numbers(db: Connection[Any]) -> list[int]:
     return [int(r["payload"]) for r in await db.fetch("SELECT payload FROM outbox ORDER BY id")]
 
 
-async def test_they_come_by_their_time_then_by_their_insertion(
+async def test_future_events_are_ordered_by_time_then_insertion(
     db: Connection[Any], store: ScheduleRunStore
 ) -> None:
     await _future(db, 3, 1, 2, 1, 3, ago_s=10)
@@ -222,13 +222,13 @@ async def test_they_come_by_their_time_then_by_their_insertion(
     assert await db.fetchval("SELECT count(*) FROM future_event") == 0
 
 
-async def test_only_those_that_are_due_move(db: Connection[Any], store: ScheduleRunStore) -> None:
+async def test_only_due_events_are_moved(db: Connection[Any], store: ScheduleRunStore) -> None:
     await _future(db, 0, 3600, ago_s=1)
     assert await store.move_future_events() == 1
     assert await _numbers(db) == [0]
 
 
-async def test_they_move_once_and_in_order_however_many_try(
+async def test_concurrent_relays_move_future_events_once_and_in_order(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedule_runs, "EVENTS_MAX", 7)
@@ -247,7 +247,7 @@ async def test_they_move_once_and_in_order_however_many_try(
     assert await _numbers(db) == list(range(100))
 
 
-async def test_nobody_waits_for_another_one_that_moves_them(
+async def test_moving_future_events_waits_for_no_other_relay(
     database: Database, db: Connection[Any], store: ScheduleRunStore
 ) -> None:
     await _future(db, 0, 1, 2, ago_s=10)
@@ -264,16 +264,16 @@ async def test_nobody_waits_for_another_one_that_moves_them(
 
 
 @pytest.mark.parametrize("analyzed", [False, True], ids=("unknown", "analyzed"))
-async def test_looks_are_cheap_when_a_lot_waits(
+async def test_polls_are_cheap_with_many_future_events(
     database: Database, db: Connection[Any], analyzed: bool
 ) -> None:
-    """A look reads what is due, three events at first, whatever the server knows."""
+    """A poll reads only due events, with and without statistics."""
     await db.execute(
         "INSERT INTO future_event (event_id, type, payload, deliver_at) "
         "SELECT gen_random_uuid(), 'a', '1', now() + n * interval '1 hour' "
         "FROM generate_series(1, 20000) n"
     )
-    await add(db)
+    await add_schedule(db)
     await db.execute(
         "INSERT INTO schedule (name, cron, timezone, type, payload, misfire, grace_s, overlap, "
         "next_at, due_at) SELECT 's' || n, '@yearly', 'UTC', 'a', '1', 'once', 1, 'allow', t, t "
@@ -295,10 +295,10 @@ async def test_looks_are_cheap_when_a_lot_waits(
             assert plan.pages <= 30, plan
 
 
-async def test_the_outbox_rules_hold_when_it_is_written(
+async def test_the_rules_of_the_outbox_apply_to_moved_events(
     database: Database, db: Connection[Any]
 ) -> None:
-    """What would be refused at its time is refused at once, in the outbox's words."""
+    """What the outbox would reject when due is rejected at once, with the same message."""
     later = "deliver_at => now() + interval '1 day'"
     refusals: Sequence[tuple[str, str]] = (
         (f"'a b', '1', {later}", "type_must_be_dotted"),

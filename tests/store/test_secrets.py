@@ -1,4 +1,4 @@
-"""Secrets at rest: what stands in the tables, and who can read it."""
+"""Encryption of secrets in the tables, and key rotation."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ async def add(db: Connection[Any], vault: Vault, name: str = "shop", **values: A
         headers={"Authorization": CREDENTIAL, "X-Env": "prod"},
         **values,
     )
-    return await endpoint_changes.add(db, "relay", settings, actor="test", vault=vault)
+    return await endpoint_changes.add_endpoint(db, "relay", settings, actor="test", vault=vault)
 
 
 async def everything(db: Connection[Any]) -> str:
-    """All that stands in the tables, as text."""
+    """All stored values, as text."""
     tables = await db.fetch(
         "SELECT relname FROM pg_class WHERE relkind IN ('r', 'p') "
         "AND relnamespace = 'relay'::regnamespace AND NOT relispartition"
@@ -61,7 +61,7 @@ async def everything(db: Connection[Any]) -> str:
 # ------------------------------------------------------------------ the vault
 
 
-def test_a_text_is_read_again_and_never_looks_the_same() -> None:
+def test_a_text_round_trips_with_a_different_ciphertext_each_time() -> None:
     endpoint = uuid4()
     first, second = (OLD.seal("whsec_é", endpoint, SIGNING) for _ in range(2))
     assert first != second
@@ -72,12 +72,12 @@ def test_a_text_is_read_again_and_never_looks_the_same() -> None:
     assert BOTH.key_id == NEW.key_id
 
 
-def test_without_a_key_things_are_as_they_are() -> None:
+def test_without_a_key_texts_are_stored_in_clear() -> None:
     assert CLEAR.seal("x", uuid4(), SIGNING) == "x"
     assert OLD.open("x", uuid4(), SIGNING) == "x"
 
 
-def test_what_was_written_for_one_endpoint_or_use_is_nothing_for_another() -> None:
+def test_a_ciphertext_is_bound_to_its_endpoint_and_purpose() -> None:
     endpoint = uuid4()
     sealed = OLD.seal("x", endpoint, SIGNING)
     for other, what in ((uuid4(), SIGNING), (endpoint, "header x")):
@@ -86,7 +86,7 @@ def test_what_was_written_for_one_endpoint_or_use_is_nothing_for_another() -> No
 
 
 @pytest.mark.parametrize("at", range(0, 60, 7))
-def test_whatever_is_changed_in_it_is_found(at: int) -> None:
+def test_any_changed_byte_is_detected(at: int) -> None:
     endpoint = UUID(int=7)
     head, _, data = OLD.seal("a secret that is long", endpoint, SIGNING).rpartition(":")
     changed = "A" if data[at] != "A" else "B"
@@ -95,12 +95,12 @@ def test_whatever_is_changed_in_it_is_found(at: int) -> None:
 
 
 @pytest.mark.parametrize("rest", ["", ":", "?:", ":x", f"{OLD.key_id}:", f"{OLD.key_id}:é"])
-def test_what_was_never_encrypted_is_locked_and_not_a_crash(rest: str) -> None:
+def test_an_invalid_ciphertext_is_reported_as_locked(rest: str) -> None:
     with pytest.raises(UnreadableSecret):
         OLD.open(f"sealed:{rest}", uuid4(), SIGNING)
 
 
-def test_who_has_not_the_key_is_told_which_one() -> None:
+def test_a_missing_key_is_named() -> None:
     sealed = OLD.seal("x", uuid4(), SIGNING)
     for vault in (CLEAR, NEW):
         with pytest.raises(UnreadableSecret, match=f"key {OLD.key_id}; set OUTBOX_KEY"):
@@ -112,7 +112,7 @@ def test_who_has_not_the_key_is_told_which_one() -> None:
 
 async def test_no_secret_is_in_the_tables(db: Connection[Any]) -> None:
     made = await add(db, OLD)
-    await endpoint_changes.update(
+    await endpoint_changes.update_endpoint(
         db,
         "relay",
         "shop",
@@ -138,7 +138,7 @@ async def test_no_secret_is_in_the_tables(db: Connection[Any]) -> None:
     assert "hunter" not in repr(found)
 
 
-async def test_who_cannot_read_an_endpoint_says_why_and_the_others_go_on(
+async def test_an_endpoint_with_unreadable_secrets_does_not_stop_others(
     db: Connection[Any],
 ) -> None:
     await add(db, CLEAR, "clear")
@@ -155,7 +155,7 @@ async def test_who_cannot_read_an_endpoint_says_why_and_the_others_go_on(
     assert (await find_endpoint(db, "relay", "shop", BOTH)).id == made.id
 
 
-async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection[Any]) -> None:
+async def test_no_secret_is_written_with_a_key_that_other_relays_lack(db: Connection[Any]) -> None:
     await add(db, OLD)
     for vault in (CLEAR, NEW):
         with pytest.raises(
@@ -165,7 +165,7 @@ async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection
         with pytest.raises(UnreadableSecret):
             await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=vault)
         with pytest.raises(UnreadableSecret):
-            await endpoint_changes.update(
+            await endpoint_changes.update_endpoint(
                 db,
                 "relay",
                 "shop",
@@ -173,15 +173,15 @@ async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection
                 actor="t",
                 vault=vault,
             )
-    # With a new key in front it is written with the one that everybody has, until `rekey`.
+    # With a new first key, secrets are written with the key that all relays have, until `rekey`.
     await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=BOTH)
     assert await keys_in_use(db) == [OLD.key_id, OLD.key_id]
-    await rotate_key.rekey(db, "relay", BOTH, actor="t")
+    await rotate_key.rotate_key(db, "relay", BOTH, actor="t")
     await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=BOTH)
     assert await keys_in_use(db) == [NEW.key_id] * 3
 
 
-async def test_the_first_key_comes_into_use_when_every_relay_has_it(db: Connection[Any]) -> None:
+async def test_a_new_key_is_used_when_every_relay_has_it(db: Connection[Any]) -> None:
     store = ReplicaStore(db, None)
     await register(store, name="old")
     with pytest.raises(Conflict, match=f"the relay old does not have the key {OLD.key_id}"):
@@ -201,9 +201,7 @@ async def keys_in_use(db: Connection[Any]) -> list[str | None]:
     "headers",
     ['{"X": {}}', '{"X": {"sealed": 5}}', '{"X": {"sealed": "x"}}', '{"X": 5}', '{"X": null}'],
 )
-async def test_a_row_that_nobody_can_read_keeps_no_other_waiting(
-    db: Connection[Any], headers: str
-) -> None:
+async def test_an_unreadable_row_does_not_block_others(db: Connection[Any], headers: str) -> None:
     await add(db, OLD, "broken")
     await add(db, OLD, "good")
     await db.execute("UPDATE endpoint SET headers = $1::text::jsonb WHERE name = 'broken'", headers)
@@ -212,18 +210,18 @@ async def test_a_row_that_nobody_can_read_keeps_no_other_waiting(
     assert good.usable
     assert broken.problem is not None
     assert "its header x is neither a text nor encrypted" in broken.problem
-    done = await rotate_key.rekey(db, "relay", BOTH, actor="t")
+    done = await rotate_key.rotate_key(db, "relay", BOTH, actor="t")
     assert (done.done, len(done.locked), done.left) == (2, 1, 1)
 
 
-async def test_without_the_key_everything_else_can_be_changed(db: Connection[Any]) -> None:
+async def test_without_the_key_other_settings_can_be_changed(db: Connection[Any]) -> None:
     made = await add(db, OLD)
     for vault in (CLEAR, NEW):
-        found = await endpoints.get(db, "relay", "shop")
+        found = await endpoints.get_endpoint(db, "relay", "shop")
         assert all(isinstance(v, UnreadableText) for v in found.settings.headers.values())
         document = {"endpoints": [{**endpoint_config.to_file_values(found.settings), "lanes": 2}]}
         await apply_file(db, "relay", endpoint_config.parse_file(document), actor="t", vault=vault)
-        done = await endpoint_changes.update(
+        done = await endpoint_changes.update_endpoint(
             db,
             "relay",
             "shop",
@@ -239,62 +237,62 @@ async def test_without_the_key_everything_else_can_be_changed(db: Connection[Any
 # ------------------------------------------------------------------ rekeying
 
 
-async def test_everything_is_encrypted_anew(db: Connection[Any]) -> None:
+async def test_all_secrets_are_encrypted_with_the_new_key(db: Connection[Any]) -> None:
     made = [await add(db, CLEAR, f"e{i}") for i in range(3)]
     await endpoint_secrets.rotate_secret(db, "relay", "e0", actor="t")
     assert await rotate_key.count_secrets(db, "relay") == [rotate_key.SecretCount(None, 4 + 6)]
-    done = await rotate_key.rekey(db, "relay", OLD, actor="ann")
+    done = await rotate_key.rotate_key(db, "relay", OLD, actor="ann")
     assert (done.key, done.endpoints, done.done, done.secrets) == (OLD.key_id, 3, 3, 10)
     assert CREDENTIAL not in await everything(db)
     seen: list[int] = []
-    again = await rotate_key.rekey(
+    again = await rotate_key.rotate_key(
         db, "relay", BOTH, actor="ann", on_progress=lambda d: seen.append(d.done)
     )
     assert (again.secrets, seen) == (10, [1, 2, 3])
     assert await rotate_key.count_secrets(db, "relay") == [rotate_key.SecretCount(NEW.key_id, 10)]
-    assert (await rotate_key.rekey(db, "relay", NEW, actor="ann")).secrets == 0
-    clear = await rotate_key.rekey(db, "relay", NEW.in_clear(), actor="ann")
+    assert (await rotate_key.rotate_key(db, "relay", NEW, actor="ann")).secrets == 0
+    clear = await rotate_key.rotate_key(db, "relay", NEW.in_clear(), actor="ann")
     assert (clear.key, clear.secrets) == (None, 10)
     found = await read_endpoints(db, [m.id for m in made], CLEAR)
     assert all(dict(f.headers)["Authorization"] == CREDENTIAL for f in found)
-    told = await db.fetch("SELECT actor, data FROM journal WHERE kind = 'secrets_rekeyed'")
-    assert [r["actor"] for r in told] == ["ann"] * 3
+    reported = await db.fetch("SELECT actor, data FROM journal WHERE kind = 'secrets_rekeyed'")
+    assert [r["actor"] for r in reported] == ["ann"] * 3
 
 
-async def test_what_cannot_be_read_is_left_as_it_is(db: Connection[Any]) -> None:
+async def test_an_unreadable_secret_is_not_changed(db: Connection[Any]) -> None:
     await add(db, CLEAR, "good")
     await add(db, OLD, "lost")
     before = await db.fetchval("SELECT headers::text FROM endpoint WHERE name = 'lost'")
-    done = await rotate_key.rekey(db, "relay", NEW, actor="ann")
+    done = await rotate_key.rotate_key(db, "relay", NEW, actor="ann")
     assert (done.done, done.secrets, len(done.locked), done.left) == (2, 3, 1, 3)
     assert done.locked[0].startswith('endpoint "lost": its signing secret is encrypted with')
     assert before == await db.fetchval("SELECT headers::text FROM endpoint WHERE name = 'lost'")
 
 
-async def test_a_header_that_only_looks_encrypted_is_encrypted(db: Connection[Any]) -> None:
+async def test_a_header_that_resembles_a_ciphertext_is_encrypted(db: Connection[Any]) -> None:
     made = await add(db, CLEAR)
-    looks = OLD.seal("x", made.id, "header x-env")
-    text = orjson.dumps({"X-Env": looks}).decode()
+    resembling = OLD.seal("x", made.id, "header x-env")
+    text = orjson.dumps({"X-Env": resembling}).decode()
     await db.execute("UPDATE endpoint SET headers = $1::text::jsonb", text)
-    await rotate_key.rekey(db, "relay", OLD, actor="ann")
+    await rotate_key.rotate_key(db, "relay", OLD, actor="ann")
     (found,) = await read_endpoints(db, [made.id], OLD)
-    assert dict(found.headers) == {"X-Env": looks}
+    assert dict(found.headers) == {"X-Env": resembling}
 
 
-async def test_a_running_relay_without_the_key_is_not_left_behind(db: Connection[Any]) -> None:
+async def test_key_rotation_requires_the_key_on_every_running_relay(db: Connection[Any]) -> None:
     await add(db, OLD)
     store = ReplicaStore(db, None)
     for name, vault in (("old", OLD), ("both", BOTH)):
         await register(store, name=name, keys=vault.key_ids)
     with pytest.raises(Conflict, match=f"the relay old does not have the key {NEW.key_id}"):
-        await rotate_key.rekey(db, "relay", BOTH, actor="ann")
+        await rotate_key.rotate_key(db, "relay", BOTH, actor="ann")
     assert await rotate_key.count_secrets(db, "relay") == [rotate_key.SecretCount(OLD.key_id, 3)]
-    assert (await rotate_key.rekey(db, "relay", BOTH, actor="ann", force=True)).secrets == 3
+    assert (await rotate_key.rotate_key(db, "relay", BOTH, actor="ann", force=True)).secrets == 3
     await db.execute("UPDATE replica SET expires_at = clock_timestamp() WHERE name = 'old'")
-    assert (await rotate_key.rekey(db, "relay", BOTH, actor="ann")).secrets == 0
+    assert (await rotate_key.rotate_key(db, "relay", BOTH, actor="ann")).secrets == 0
 
 
-async def test_of_an_endpoint_everything_that_can_be_read_gets_the_key(db: Connection[Any]) -> None:
+async def test_readable_secrets_of_an_endpoint_are_rotated(db: Connection[Any]) -> None:
     made = await add(db, OLD)
     other = Vault(parse_keys(format_key(bytes([9]) * 32)))
     unreadable = other.seal("whsec_lost", made.id, SIGNING)
@@ -303,35 +301,33 @@ async def test_of_an_endpoint_everything_that_can_be_read_gets_the_key(db: Conne
         made.id,
         unreadable,
     )
-    done = await rotate_key.rekey(db, "relay", BOTH, actor="t")
+    done = await rotate_key.rotate_key(db, "relay", BOTH, actor="t")
     assert (done.secrets, len(done.locked), done.left) == (3, 1, 1)
-    # Once it has ended it is in nobody's way.
+    # An ended relay does not prevent the rotation.
     await db.execute("UPDATE endpoint_secret SET expires_at = now() WHERE id = 2")
-    done = await rotate_key.rekey(db, "relay", BOTH, actor="t")
+    done = await rotate_key.rotate_key(db, "relay", BOTH, actor="t")
     assert (done.locked, done.left) == ((), 0)
 
 
-async def test_what_others_write_meanwhile_is_not_forgotten(
-    database: Database, db: Connection[Any]
-) -> None:
+async def test_concurrent_writes_are_also_rotated(database: Database, db: Connection[Any]) -> None:
     for name in "abc":
         await add(db, OLD, name)
     beside = await database.connect(server_settings={"search_path": "relay"})
-    looks = 0
+    statements = 0
     pending: list[asyncio.Task[Any]] = []
 
     def meanwhile(done: rotate_key.RekeyProgress) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 2:
-            # Whoever has the old key alone, behind where it has looked.
+        nonlocal statements
+        statements += 1
+        if statements == 2:
+            # A writer that has only the old key, behind the current position.
             pending.append(
                 asyncio.ensure_future(
                     endpoint_secrets.rotate_secret(beside, "relay", "a", actor="t", vault=OLD)
                 )
             )
 
-    done = await rotate_key.rekey(db, "relay", BOTH, actor="t", on_progress=meanwhile)
+    done = await rotate_key.rotate_key(db, "relay", BOTH, actor="t", on_progress=meanwhile)
     await asyncio.gather(*pending, return_exceptions=True)
     left = {each.key for each in await rotate_key.count_secrets(db, "relay")}
     assert (done.left, left) == (0, {NEW.key_id})

@@ -70,7 +70,7 @@ async def journal(db: Connection[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.one_major
-async def test_a_running_relay_reports_them_and_sequences_them_after_the_repair(
+async def test_a_running_relay_reports_skipped_events_and_sequences_them_after_the_repair(
     database: Database,
     db: Connection[Any],
     logs: list[dict[str, Any]],
@@ -142,7 +142,7 @@ async def test_an_event_with_deliveries_is_not_sequenced_again(
 
 
 @pytest.mark.one_major
-async def test_all_batches_are_searched_in_the_course_of_time(
+async def test_all_batches_are_searched_eventually(
     db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(skipped_events, "BATCHES_PER_SEARCH", 2)

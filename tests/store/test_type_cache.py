@@ -1,4 +1,4 @@
-"""Built-in types are asked about once in a process."""
+"""Built-in types are queried once per process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _asked(database: Database, *statements: str) -> tuple[int, list[Any]]:
-    """What a new connection asks about types, and its responses."""
+    """The type queries of a new connection, and their results."""
     asked: list[str] = []
 
     def note(query: LoggedQuery) -> None:
@@ -43,7 +43,7 @@ async def _asked(database: Database, *statements: str) -> tuple[int, list[Any]]:
 
 
 @pytest.mark.usefixtures("nothing_known")
-async def test_the_second_connection_asks_about_no_built_in_type(database: Database) -> None:
+async def test_the_second_connection_queries_no_built_in_type(database: Database) -> None:
     first, (read,) = await _asked(database, VALUES)
     second, (again,) = await _asked(database, VALUES)
     assert (first > 0, second) == (True, 0)
@@ -52,12 +52,12 @@ async def test_the_second_connection_asks_about_no_built_in_type(database: Datab
 
 
 @pytest.mark.usefixtures("nothing_known")
-async def test_types_of_a_database_of_its_own_are_not_taken_for_others(database: Database) -> None:
-    """Its number may be another type's in another database."""
+async def test_types_of_one_database_are_not_used_for_another(database: Database) -> None:
+    """Its OID may be that of another type in another database."""
     async with database.connection() as setting_up:
         await setting_up.execute(f"CREATE TYPE {database.schema}.mood AS ENUM ('good', 'bad')")
-    ask = "SELECT ARRAY['good', 'bad']::mood[] AS moods"
+    query = "SELECT ARRAY['good', 'bad']::mood[] AS moods"
     for _ in range(2):
-        asked, (_, read) = await _asked(database, VALUES, ask)
+        asked, (_, read) = await _asked(database, VALUES, query)
         assert asked > 0
         assert read["moods"] == ["good", "bad"]

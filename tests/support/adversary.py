@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.support.judge import finished
+from tests.support.cursor_checks import finished
 from tests.support.producers import APPLICATION, EVERY_KIND, Producer
 from tests.support.sequencers import REAL, Replica, Variant, add_endpoints
 from tests.support.waiting import until

@@ -189,7 +189,7 @@ async def make_token(
     """Create a token and return its secret."""
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         settings = TokenSettings(name=name, scopes=scopes, **options)
-        return (await api_tokens.add(connection, "relay", settings, actor="test")).secret
+        return (await api_tokens.add_token(connection, "relay", settings, actor="test")).secret
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import asyncpg
 from outbox.core.sequencing.gaps import CursorChange, GapTracker, LockHolders
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.relay.sequencing.cursor import Cursor
-from outbox.store.cursor import CursorStore
+from outbox.store.sequencing import SequencingStore
 from tests.support.sequencers import Slow, Variant
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class ModestStore(Slow):
         return holders - {own}
 
 
-class LockStore(CursorStore):
+class LockStore(SequencingStore):
     """Considers a transaction running while it holds the lock, although its rows may be visible."""
 
     async def running(self) -> LockHolders:

@@ -96,8 +96,8 @@ def _fetch(major: int, room: Path) -> Path:
     return prefix
 
 
-def _not_fetched(major: int, why: str) -> CannotRun:
+def _not_fetched(major: int, reason: str) -> CannotRun:
     return CannotRun(
-        f"PostgreSQL {major} cannot be fetched ({why}): "
+        f"PostgreSQL {major} cannot be fetched ({reason}): "
         "install it, or name the directory of its programs in OUTBOX_PG_BIN"
     )

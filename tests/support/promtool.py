@@ -17,7 +17,7 @@ def promtool() -> str | None:
     return shutil.which("promtool")
 
 
-def judged(*args: str | Path, stdin: bytes = b"") -> tuple[bool, str]:
+def run_promtool(*args: str | Path, stdin: bytes = b"") -> tuple[bool, str]:
     """Whether the check passes, and its output."""
     program = promtool()
     assert program is not None
@@ -27,10 +27,10 @@ def judged(*args: str | Path, stdin: bytes = b"") -> tuple[bool, str]:
     return done.returncode == 0, done.stdout.decode()
 
 
-def judged_expressions(expressions: Iterable[str], room: Path) -> tuple[bool, str]:
+def check_expressions(expressions: Iterable[str], room: Path) -> tuple[bool, str]:
     """Whether all are valid PromQL: as recording rules, which promtool reads from a file."""
     rules = [{"record": f"it:is:number{n}", "expr": expr} for n, expr in enumerate(expressions)]
     path = room / "expressions.yml"
     # JSON is YAML, too.
     path.write_text(json.dumps({"groups": [{"name": "all", "rules": rules}]}))
-    return judged("check", "rules", path)
+    return run_promtool("check", "rules", path)

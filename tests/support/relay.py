@@ -16,7 +16,7 @@ from outbox.config import Settings
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_changes
-from outbox.operations.verify.promises import run_checks
+from outbox.operations.verify.guarantees import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
@@ -111,7 +111,7 @@ async def add_endpoint(database: Database, name: str = "shop", **options: Any) -
     async with database.at_hand() as connection:
         values = {"name": name, "url": f"http://receiver.test/{name}", "retry": QUICK_RETRY}
         settings = EndpointSettings.from_dict(values | options)
-        return await endpoint_changes.add(connection, "relay", settings, actor="test")
+        return await endpoint_changes.add_endpoint(connection, "relay", settings, actor="test")
 
 
 async def publish(database: Database, *payloads: Any, type: str = "a.b", **columns: Any) -> None:  # noqa: A002

@@ -19,10 +19,12 @@ HALF_AN_HOUR_AGO = datetime.now(UTC) - timedelta(minutes=30)
 DAILY = f"{HALF_AN_HOUR_AGO:%M %H} * * *"
 
 
-async def add(db: Connection[Any], name: str = "daily", **options: Any) -> None:
+async def add_schedule(db: Connection[Any], name: str = "daily", **options: Any) -> None:
     """Add a schedule that publishes all of its ticks, unless the options differ."""
     wanted = {"cron": DAILY, "type": "a.b", "misfire": "all", **options}
-    await schedule_changes.add(db, "relay", ScheduleSettings(name=name, **wanted), actor="test")
+    await schedule_changes.add_schedule(
+        db, "relay", ScheduleSettings(name=name, **wanted), actor="test"
+    )
 
 
 async def let_be_due(db: Connection[Any], ticks: int, name: str = "daily") -> list[datetime]:

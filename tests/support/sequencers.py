@@ -20,8 +20,8 @@ from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.relay.wake_event import WakeEvent
 from outbox.store import event_reads
-from outbox.store.cursor import CursorStore
 from outbox.store.event_reads import Reading
+from outbox.store.sequencing import SequencingStore
 
 if TYPE_CHECKING:
     import random
@@ -54,7 +54,7 @@ class Variant:
 
     sequencer: type[Sequencer] = Sequencer
     cursor: type[Cursor] = Cursor
-    store: type[CursorStore] = CursorStore
+    store: type[SequencingStore] = SequencingStore
     tracker: type[GapTracker] = GapTracker
     prepare: str = ""
     """SQL to run in the database first."""
@@ -118,7 +118,7 @@ async def add_endpoints(database: Database, *lanes: int) -> None:
             settings = EndpointSettings(
                 name=f"endpoint {number}", url="http://127.0.0.1/", lanes=count
             )
-            await endpoint_changes.add(connection, database.schema, settings, actor="test")
+            await endpoint_changes.add_endpoint(connection, database.schema, settings, actor="test")
 
 
 def on_clock(tracker: type[GapTracker], ahead_s: Callable[[float], float]) -> type[GapTracker]:
@@ -137,7 +137,7 @@ def on_clock(tracker: type[GapTracker], ahead_s: Callable[[float], float]) -> ty
     return OnClock
 
 
-class Slow(CursorStore):
+class Slow(SequencingStore):
     """Reads the events and the holders in two statements.
 
     In the product they are one statement, whose snapshot is older than its view of the sequence and
@@ -176,7 +176,7 @@ class Slow(CursorStore):
         return [RoutableEvent(*row) for row in rows]
 
     async def holders_after_read(self) -> LockHolders:
-        return await CursorStore.holders(self)
+        return await SequencingStore.holders(self)
 
 
 class Hooked(Slow):
@@ -217,7 +217,7 @@ class Hooked(Slow):
         return await super().write(*batch, **options)
 
 
-class Dawdling(CursorStore):
+class Dawdling(SequencingStore):
     """Delays its statements, as over a slow network.
 
     The pauses are part of the workload: they widen the windows in which a producer, or another
@@ -341,7 +341,7 @@ class Replica:
         await store.check()
         return sequencer
 
-    def _count_old_gaps(self, store: CursorStore) -> None:
+    def _count_old_gaps(self, store: SequencingStore) -> None:
         write = store.write
 
         async def counted(batch: int, step: CursorChange, *rest: Any, **options: Any) -> Any:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.router import RoutableEvent
     from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.sequencing.sequencer import Sequencer
-    from outbox.store.cursor import CursorStore
     from outbox.store.event_reads import Reading
     from outbox.store.leadership import LeaderStatus
+    from outbox.store.sequencing import SequencingStore
     from tests.support.postgres import Database
 
 SOON_S = 5.0
@@ -102,7 +102,7 @@ class Drowsy(Slow):
 
 
 class Sleeper:
-    def __init__(self, sequencer: Sequencer, store: CursorStore, wake_event: WakeEvent) -> None:
+    def __init__(self, sequencer: Sequencer, store: SequencingStore, wake_event: WakeEvent) -> None:
         self.sequencer = sequencer
         self.store = store
         self.wake_event = wake_event

@@ -94,14 +94,14 @@ class Npm:
             _install(_program("npm"))
 
     def signed(self, what: Iterable[ToSign]) -> list[str]:
-        responses: list[str] = self._ask(what)
+        responses: list[str] = self._run_library(what)
         return responses
 
     def accepts(self, what: Iterable[ToVerify]) -> list[bool]:
-        responses: list[bool] = self._ask(what)
+        responses: list[bool] = self._run_library(what)
         return responses
 
-    def _ask(self, what: Iterable[ToSign | ToVerify]) -> Any:
+    def _run_library(self, what: Iterable[ToSign | ToVerify]) -> Any:
         asked = [each._asdict() | {"body": base64.b64encode(each.body).decode()} for each in what]
         done = subprocess.run(
             [self._node, str(SCRIPT)],
@@ -143,8 +143,8 @@ def _install(npm: str) -> None:
             raise CannotRun(f"npm did not end within {_FETCH_S} s") from None
         if done.returncode:
             # The first line gives the error; those after it name hosts and files.
-            why = done.stderr.partition("\n")[0]
-            raise CannotRun(f"npm could not fetch standardwebhooks: {why}")
+            reason = done.stderr.partition("\n")[0]
+            raise CannotRun(f"npm could not fetch standardwebhooks: {reason}")
         # Renamed when complete; another process may have been faster, with the same result.
         with suppress(OSError):
             fetched.rename(INSTALLED)

@@ -81,10 +81,10 @@ def test_sampling_agrees_with_the_sdk(
     expected = None if headers is None else headers.replace("\\n", "\n").encode()
     delivery = DELIVERY._replace(event_id=event_id, headers=expected)
     origin = origin_of(delivery)
-    verdict = sdk_decision(*environment.items()).should_sample(
+    sdk_result = sdk_decision(*environment.items()).should_sample(
         origin.context, origin.trace_id, "deliver", SpanKind.PRODUCER
     )
-    sampled = verdict.decision.is_sampled()  # type: ignore[no-untyped-call]
+    sampled = sdk_result.decision.is_sampled()  # type: ignore[no-untyped-call]
     found = configure_sampling(environment).origin(delivery)
     assert (found is not None) == sampled
     assert found is None or (found.trace_id, found.state) == (origin.trace_id, origin.state)

@@ -71,12 +71,12 @@ async def test_formats_are_rendered_one_after_the_other(metrics: Metrics, url: s
     metrics.go_on.set()
     async with aiohttp.ClientSession() as session:
 
-        async def ask(accept: str) -> str:
+        async def request_health(accept: str) -> str:
             async with session.get(f"{url}metrics", headers={"Accept": accept}) as response:
                 return await response.text()
 
         texts = ["a", "b", "a", "c"]
-        assert await asyncio.gather(*map(ask, texts)) == texts
+        assert await asyncio.gather(*map(request_health, texts)) == texts
     assert metrics.at_most == 1
 
 

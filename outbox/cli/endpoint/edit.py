@@ -66,38 +66,38 @@ def add(
     The endpoint receives events published from now on. Without a running relay, it
     also receives events that are not sequenced yet.
     """
-    wanted = EndpointSettings(name=name, url=url, **given)
-    check_settings(wanted, policy_of(settings))
+    endpoint_settings = EndpointSettings(name=name, url=url, **given)
+    check_settings(endpoint_settings, policy_of(settings))
     vault = Vault.from_settings(settings)
 
     async def add_endpoint() -> None:
         async with database(settings) as connection:
-            made = await endpoint_changes.add(
+            added = await endpoint_changes.add_endpoint(
                 connection,
                 settings.schema_name,
-                wanted,
+                endpoint_settings,
                 actor=actor(),
                 vault=vault,
                 ed25519=ed25519,
             )
-        warn_about_networks("--allow-network", wanted.allow_networks)
-        if made.waiting:
-            verb = "is" if made.waiting == 1 else "are"
+        warn_about_networks("--allow-network", endpoint_settings.allow_networks)
+        if added.waiting:
+            verb = "is" if added.waiting == 1 else "are"
             warn(
-                f"{count(made.waiting, 'event')} {verb} not sequenced yet; "
+                f"{count(added.waiting, 'event')} {verb} not sequenced yet; "
                 "this endpoint also receives those that match"
             )
         if as_json:
-            emit_json(views.added(made))
+            emit_json(views.new_endpoint(added))
             return
         emit_pairs(
             [
-                ("id", made.id),
-                ("name", made.name),
-                ("url", made.url),
-                ("types", made.types),
-                ("lanes", made.lanes),
-                ("public key" if ed25519 else "secret", made.secret),
+                ("id", added.id),
+                ("name", added.name),
+                ("url", added.url),
+                ("types", added.types),
+                ("lanes", added.lanes),
+                ("public key" if ed25519 else "secret", added.secret),
             ]
         )
         if not ed25519:
@@ -142,20 +142,20 @@ def update(
 
     opened: list[str] = []
 
-    def edited(there: EndpointSettings) -> EndpointSettings:
-        wanted = replace(edit(there), **named)
-        check_settings(wanted, policy, there)
-        opened[:] = [each for each in wanted.allow_networks if each not in there.allow_networks]
-        return wanted
+    def edited(current: EndpointSettings) -> EndpointSettings:
+        changed = replace(edit(current), **named)
+        check_settings(changed, policy, current)
+        opened[:] = [each for each in changed.allow_networks if each not in current.allow_networks]
+        return changed
 
     async def update_endpoint() -> None:
         async with database(settings) as connection:
-            done = await endpoint_changes.update(
+            done = await endpoint_changes.update_endpoint(
                 connection, settings.schema_name, name, edited, actor=actor(), vault=vault
             )
         warn_about_networks("--allow-network", opened)
         if as_json:
-            emit_json(views.updated(done))
+            emit_json(views.endpoint_update(done))
         elif not done.differences:
             click.echo(f'endpoint "{name}" already has these settings; nothing was changed')
         else:

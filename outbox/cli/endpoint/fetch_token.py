@@ -46,7 +46,9 @@ def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_js
 
     async def revoke_tokens() -> None:
         async with database(settings) as connection:
-            ended = await fetch_tokens.revoke(connection, settings.schema_name, name, actor=actor())
+            ended = await fetch_tokens.revoke_fetch_tokens(
+                connection, settings.schema_name, name, actor=actor()
+            )
         if as_json:
             emit_json({"name": name, "revoked": ended})
         else:
@@ -54,14 +56,18 @@ def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_js
 
     async def create_token() -> None:
         async with database(settings) as connection:
-            made = await fetch_tokens.add(
+            fetch_token = await fetch_tokens.add_fetch_token(
                 connection, settings.schema_name, name, actor=actor(), overlap_s=kept_s
             )
         if as_json:
-            emit_json(made)
+            emit_json(fetch_token)
             return
-        old = "revoked" if made.old_until is None else f"valid until {cell(made.old_until)}"
-        emit_pairs([("name", made.name), ("token", made.token), ("old tokens", old)])
+        old = (
+            "revoked"
+            if fetch_token.old_until is None
+            else f"valid until {cell(fetch_token.old_until)}"
+        )
+        emit_pairs([("name", fetch_token.name), ("token", fetch_token.token), ("old tokens", old)])
         click.echo("Save the token now; it is not shown again.", err=True)
 
     run_async(revoke_tokens() if revoke else create_token())

@@ -42,7 +42,7 @@ def pause(settings: Settings, names: tuple[str, ...], comment: str | None, as_js
 
     async def pause_endpoints() -> None:
         async with database(settings) as connection:
-            changes = await endpoint_states.pause(
+            changes = await endpoint_states.pause_endpoints(
                 connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
@@ -75,7 +75,7 @@ def resume(settings: Settings, names: tuple[str, ...], comment: str | None, as_j
 
     async def resume_endpoints() -> None:
         async with database(settings) as connection:
-            changes = await endpoint_states.resume(
+            changes = await endpoint_states.resume_endpoints(
                 connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
@@ -111,7 +111,7 @@ def enable(settings: Settings, name: str, comment: str | None, as_json: bool) ->
 
     async def enable_endpoint() -> None:
         async with database(settings) as connection:
-            change = await endpoint_states.enable(
+            change = await endpoint_states.enable_endpoint(
                 connection, settings.schema_name, name, actor=actor(), comment=comment
             )
         if as_json:
@@ -161,7 +161,7 @@ def rotate_secret(
 
     async def rotate() -> None:
         async with database(settings) as connection:
-            made = await endpoint_secrets.rotate_secret(
+            rotated = await endpoint_secrets.rotate_secret(
                 connection,
                 settings.schema_name,
                 name,
@@ -171,12 +171,16 @@ def rotate_secret(
                 ed25519=ed25519,
             )
         if as_json:
-            emit_json(made)
+            emit_json(rotated)
             return
-        old = "no longer signs" if made.old_until is None else f"signs until {cell(made.old_until)}"
-        is_public = made.secret.startswith(PUBLIC_PREFIX)
+        old = (
+            "no longer signs"
+            if rotated.old_until is None
+            else f"signs until {cell(rotated.old_until)}"
+        )
+        is_public = rotated.secret.startswith(PUBLIC_PREFIX)
         what = "public key" if is_public else "secret"
-        emit_pairs([("name", made.name), (what, made.secret), ("old secret", old)])
+        emit_pairs([("name", rotated.name), (what, rotated.secret), ("old secret", old)])
         if not is_public:
             click.echo("Save the secret now; it is not shown again.", err=True)
 

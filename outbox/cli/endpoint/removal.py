@@ -51,17 +51,17 @@ def remove(settings: Settings, name: str, dead_letter: bool, wait: bool, as_json
         async with database(settings) as connection:
             if wait:
                 await _wait_until_delivered(connection, settings.schema_name, name, quiet=as_json)
-            gone = await _remove_or_confirm(
+            removal = await _remove_or_confirm(
                 connection, settings.schema_name, name, dead_letter=dead_letter
             )
         if as_json:
-            emit_json(gone)
-        elif gone.state == "removed":
-            click.echo(f'removed endpoint "{gone.name}"')
+            emit_json(removal)
+        elif removal.state == "removed":
+            click.echo(f'removed endpoint "{removal.name}"')
         else:
             click.echo(
-                f'removing endpoint "{gone.name}": the relay dead-letters its '
-                f"{count(gone.pending, 'delivery')}; if no relay is running, the next one will"
+                f'removing endpoint "{removal.name}": the relay dead-letters its '
+                f"{count(removal.pending, 'delivery')}; if no relay is running, the next one will"
             )
 
     try:
@@ -81,7 +81,7 @@ async def _remove_or_confirm(
 ) -> Removal:
     """Remove an endpoint; on a terminal, ask before dead-lettering its backlog."""
     try:
-        return await endpoint_removal.remove(
+        return await endpoint_removal.remove_endpoint(
             connection, schema, name, actor=actor(), dead_letter=dead_letter
         )
     except StillPending as still:
@@ -92,14 +92,16 @@ async def _remove_or_confirm(
         )
         if not click.confirm(question, err=True):
             raise UsageError("nothing was changed; --wait delivers the backlog first") from None
-    return await endpoint_removal.remove(connection, schema, name, actor=actor(), dead_letter=True)
+    return await endpoint_removal.remove_endpoint(
+        connection, schema, name, actor=actor(), dead_letter=True
+    )
 
 
 async def _wait_until_delivered(
     connection: Connection[Any], schema: str, name: str, *, quiet: bool
 ) -> None:
     """Unsubscribe the endpoint from new events, and wait until its backlog is delivered."""
-    endpoint_id = await endpoint_removal.drain(connection, schema, name, actor=actor())
+    endpoint_id = await endpoint_removal.drain_endpoint(connection, schema, name, actor=actor())
     previous = ""
     while True:
         waiting = await endpoint_removal.read_drain_status(connection, schema, endpoint_id)

@@ -47,7 +47,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
 
     async def print_page() -> None:
         async with database(settings) as connection:
-            rows = await endpoints.page(
+            rows = await endpoints.list_endpoints(
                 connection, settings.schema_name, limit=limit + 1, after=after
             )
         rows, more = rows[:limit], len(rows) > limit
@@ -91,11 +91,11 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
 
     async def print_details() -> None:
         async with database(settings) as connection:
-            found = await endpoints.get(connection, settings.schema_name, name)
+            detail = await endpoints.get_endpoint(connection, settings.schema_name, name)
         if as_json:
-            emit_json(views.detail(found))
+            emit_json(views.endpoint_detail(detail))
             return
-        emit_pairs(_pairs(found))
+        emit_pairs(_pairs(detail))
         click.echo()
         emit_table(
             [
@@ -115,23 +115,23 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
                     lane.acked_seq,
                     lane.pending,
                     _attempts(lane),
-                    _next_attempt(found, lane),
+                    _next_attempt(detail, lane),
                     lane.last_response,
                     None if lane.blocked_seq is None else f"by sequence {lane.blocked_seq}",
                 )
-                for lane in found.lanes
+                for lane in detail.lanes
                 # Omit drained lanes of earlier generations.
-                if lane.generation == found.row.generation or lane.pending or lane.blocked_seq
+                if lane.generation == detail.row.generation or lane.pending or lane.blocked_seq
             ],
             "no lanes",
         )
-        if found.ownership_history:
+        if detail.ownership_history:
             click.echo()
             emit_table(
                 ["at", "relay", "change", "epoch", "by", "reason"],
                 [
                     (h.at, h.relay, "claimed" if h.claimed else "freed", h.epoch, h.actor, h.reason)
-                    for h in found.ownership_history
+                    for h in detail.ownership_history
                 ],
                 "",
             )
@@ -160,7 +160,7 @@ def export(settings: Settings, as_json: bool) -> None:
         declared: list[dict[str, Any]] = []
         async with database(settings) as connection:
             after = None
-            while rows := await endpoints.settings_page(
+            while rows := await endpoints.list_settings(
                 connection, settings.schema_name, limit=PAGE, after=after
             ):
                 declared += [
@@ -220,9 +220,9 @@ def policies(policy: tuple[str, ...], as_markdown: bool, as_json: bool) -> None:
             emit_table(COLUMNS, [cells(row) for row in schedule(each)], "no attempts")
 
 
-def _pairs(found: EndpointDetail) -> list[tuple[str, Any]]:
+def _pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
     """Name-value pairs of an endpoint, without its lanes."""
-    row, health, settings = found.row, found.health, views.settings(found.settings)
+    row, health, settings = detail.row, detail.health, views.endpoint_settings(detail.settings)
     state = f"{row.state} since {cell(row.state_at)}"
     if row.state_by:
         state += f" by {row.state_by}"
@@ -233,8 +233,8 @@ def _pairs(found: EndpointDetail) -> list[tuple[str, Any]]:
         healthy += f", on hold until {cell(health.held_until)}"
     elif health.state in PROBED_STATES and row.state == "active":
         healthy += f"; {PROBING_TEXT}"
-    older = [s.expires_at for s in found.secrets if s.expires_at is not None]
-    live = f"{len(found.secrets)} live, {_kept(found)}"
+    older = [s.expires_at for s in detail.secrets if s.expires_at is not None]
+    live = f"{len(detail.secrets)} live, {_kept(detail)}"
     lanes = f"{row.lanes} (generation {row.generation})" if row.generation > 1 else row.lanes
     backlog = [f"{settings['backlog_max']} deliveries"] if settings["backlog_max"] else []
     backlog += [settings["backlog_age"]] if settings["backlog_age"] else []
@@ -245,7 +245,7 @@ def _pairs(found: EndpointDetail) -> list[tuple[str, Any]]:
         ("condition", row.condition),
         ("state", state),
         ("receives", None if row.subscribed else "no new events"),
-        ("relay", _relay(found)),
+        ("relay", _relay(detail)),
         ("health", healthy),
         ("last failure", health.last_response),
         ("types", row.types),
@@ -265,9 +265,9 @@ def _pairs(found: EndpointDetail) -> list[tuple[str, Any]]:
             settings["batch_max"] and f"at most {settings['batch_max']} deliveries in a request",
         ),
         ("networks", settings["allow_networks"]),
-        ("authorities", _authorities(found.settings.ca)),
-        ("certificate", _certificate(found)),
-        ("retry", f"{settings['retry']} ({retry_policy.format_values(found.settings.retry)})"),
+        ("authorities", _authorities(detail.settings.ca)),
+        ("certificate", _certificate(detail)),
+        ("retry", f"{settings['retry']} ({retry_policy.format_values(detail.settings.retry)})"),
         (
             "retryable",
             "408 425 429 5xx" if settings["retryable"] is None else settings["retryable"],
@@ -278,7 +278,7 @@ def _pairs(found: EndpointDetail) -> list[tuple[str, Any]]:
         ("disabled", f"after {settings['disable_after']} without a success"),
         ("checkpoints", settings["checkpoint_every"] and f"every {settings['checkpoint_every']}"),
         ("secrets", f"{live}, the older ones until {cell(max(older))}" if older else live),
-        ("public key", found.secrets[0].public_key if found.secrets else None),
+        ("public key", detail.secrets[0].public_key if detail.secrets else None),
         ("pending", row.pending),
         ("added", row.created_at),
     ]
@@ -296,31 +296,31 @@ def _attempts(lane: LaneRow) -> str:
     return f"{lane.attempts} ({count(lane.probes, 'probe')})" if lane.probes else f"{lane.attempts}"
 
 
-def _next_attempt(found: EndpointDetail, lane: LaneRow) -> Any:
+def _next_attempt(detail: EndpointDetail, lane: LaneRow) -> Any:
     """The time of the lane's next attempt, unless the circuit breaker decides it."""
-    healthy = found.row.state == "active" and found.health.state == HEALTHY
+    healthy = detail.row.state == "active" and detail.health.state == HEALTHY
     return lane.next_attempt_at if healthy and lane.blocked_seq is None else None
 
 
-def _relay(found: EndpointDetail) -> str:
+def _relay(detail: EndpointDetail) -> str:
     """The relay that owns the endpoint."""
-    last = found.ownership_history[0] if found.ownership_history else None
+    last = detail.ownership_history[0] if detail.ownership_history else None
     if last is None or not last.claimed:
         return "none"
     return f"{last.relay} (replica {last.replica_id}) since {cell(last.at)}"
 
 
-def _certificate(found: EndpointDetail) -> str | None:
+def _certificate(detail: EndpointDetail) -> str | None:
     """The client certificate for the receiver."""
-    if (shown := found.certificate) is None:
+    if (shown := detail.certificate) is None:
         return None
     return f"{shown['subject']}, until {shown['not_after'][:10]}, SHA-256 {shown['sha256']}"
 
 
-def _kept(found: EndpointDetail) -> str:
+def _kept(detail: EndpointDetail) -> str:
     """How the signing secrets are stored: encrypted or in clear."""
-    keys = sorted({s.key_id for s in found.secrets if s.key_id is not None})
-    if any(s.key_id is None for s in found.secrets):
+    keys = sorted({s.key_id for s in detail.secrets if s.key_id is not None})
+    if any(s.key_id is None for s in detail.secrets):
         return "in clear" if not keys else f"some in clear, some encrypted with {' '.join(keys)}"
     return f"encrypted with the key {' '.join(keys)}"
 

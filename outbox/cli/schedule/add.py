@@ -114,7 +114,7 @@ def add(
     """Publish an event of --type on the schedule CRON."""
     from outbox.core.schedules.schedule import ScheduleSettings
 
-    wanted = ScheduleSettings(
+    schedule_settings = ScheduleSettings(
         name=name,
         cron=cron,
         timezone=timezone,
@@ -130,11 +130,11 @@ def add(
 
     async def add_schedule() -> None:
         async with database(settings) as connection:
-            added = await schedule_changes.add(
-                connection, settings.schema_name, wanted, actor=actor(), replace=replace
+            added = await schedule_changes.add_schedule(
+                connection, settings.schema_name, schedule_settings, actor=actor(), replace=replace
             )
         if as_json:
-            emit_json(views.schedule(added))
+            emit_json(views.schedule_detail(added))
             return
         runs = added.next_runs()
         if not runs:

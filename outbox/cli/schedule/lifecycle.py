@@ -41,11 +41,11 @@ def pause(settings: Settings, names: tuple[str, ...], comment: str | None, as_js
 
     async def pause_schedules() -> None:
         async with database(settings) as connection:
-            paused = await schedule_changes.pause(
+            paused = await schedule_changes.pause_schedules(
                 connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
-            emit_json([views.schedule(each) for each in paused])
+            emit_json([views.schedule_detail(each) for each in paused])
             return
         for each in paused:
             click.echo(f'schedule "{each.name}" is paused')
@@ -68,11 +68,11 @@ def resume(settings: Settings, names: tuple[str, ...], comment: str | None, as_j
 
     async def resume_schedules() -> None:
         async with database(settings) as connection:
-            resumed = await schedule_changes.resume(
+            resumed = await schedule_changes.resume_schedules(
                 connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
-            emit_json([views.schedule(each) for each in resumed])
+            emit_json([views.schedule_detail(each) for each in resumed])
             return
         for each in resumed:
             click.echo(
@@ -96,7 +96,9 @@ def remove(settings: Settings, names: tuple[str, ...], as_json: bool) -> None:
 
     async def remove_schedules() -> None:
         async with database(settings) as connection:
-            await schedule_changes.remove(connection, settings.schema_name, names, actor=actor())
+            await schedule_changes.remove_schedules(
+                connection, settings.schema_name, names, actor=actor()
+            )
         if as_json:
             emit_json({"removed": list(dict.fromkeys(names))})
             return
@@ -124,7 +126,7 @@ def run_now(settings: Settings, name: str, as_json: bool) -> None:
 
     async def publish_run() -> None:
         async with database(settings) as connection:
-            event_id = await schedule_changes.run_now(
+            event_id = await schedule_changes.run_schedule_now(
                 connection, settings.schema_name, name, actor=actor()
             )
         if as_json:

@@ -47,7 +47,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
 
     async def print_page() -> None:
         async with database(settings) as connection:
-            rows = await schedules.page(
+            rows = await schedules.list_schedules(
                 connection, settings.schema_name, limit=limit + 1, after=after
             )
             future = await schedules.count_future_events(connection, settings.schema_name)
@@ -56,7 +56,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
             print_next_page(rows[-1].name)
         if as_json:
             waiting = {"events": future.events, "first_at": future.first_at}
-            listed = [views.schedule(row, of_many=True) for row in rows]
+            listed = [views.schedule_detail(row, of_many=True) for row in rows]
             emit_json({"schedules": listed, "future_events": waiting})
             return
         emit_table(
@@ -83,31 +83,31 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
 
     async def print_details() -> None:
         async with database(settings) as connection:
-            found = await schedules.get(connection, settings.schema_name, name)
+            schedule = await schedules.get_schedule(connection, settings.schema_name, name)
         if as_json:
-            emit_json(views.schedule(found))
+            emit_json(views.schedule_detail(schedule))
             return
-        paused = None if found.state == "active" else found
+        paused = None if schedule.state == "active" else schedule
         emit_pairs(
             [
-                ("name", found.name),
-                ("cron", f"{found.cron} in {found.timezone}"),
-                ("state", found.state),
+                ("name", schedule.name),
+                ("cron", f"{schedule.cron} in {schedule.timezone}"),
+                ("state", schedule.state),
                 ("since", paused and paused.state_at),
                 ("by", paused and paused.state_by),
                 ("comment", paused and paused.state_comment),
-                ("next runs", _next_runs(found)),
-                ("last due", found.last_at),
-                ("last run", found.last_run_at),
-                ("last event", found.last_event),
-                ("missed runs", _misfire(found)),
-                ("overlap", found.overlap),
-                ("type", found.type),
-                ("key", found.key),
-                ("tenant", found.tenant),
-                ("headers", found.headers),
-                ("payload", found.payload),
-                ("added", found.created_at),
+                ("next runs", _next_runs(schedule)),
+                ("last due", schedule.last_at),
+                ("last run", schedule.last_run_at),
+                ("last event", schedule.last_event),
+                ("missed runs", _misfire(schedule)),
+                ("overlap", schedule.overlap),
+                ("type", schedule.type),
+                ("key", schedule.key),
+                ("tenant", schedule.tenant),
+                ("headers", schedule.headers),
+                ("payload", schedule.payload),
+                ("added", schedule.created_at),
             ]
         )
 

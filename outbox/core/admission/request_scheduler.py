@@ -172,7 +172,7 @@ class RequestScheduler:
             if queue.capacity_class is not None:
                 was.queues[queue.capacity_class].discard(queue)
                 queue.capacity_class = None
-            its = self._join_tenant(tenant)
+            tenant_queue = self._join_tenant(tenant)
             holder = capacity_holder(queue)
             held = [
                 (holders, slot)
@@ -182,10 +182,10 @@ class RequestScheduler:
             ]
             for holders, slot in held:
                 holders.remove(holder, slot)
-            queue.tenant = its
+            queue.tenant = tenant_queue
             for holders, slot in held:
                 holders.add(capacity_holder(queue), slot)
-            for each, sign in ((was, -1), (its, 1)):
+            for each, sign in ((was, -1), (tenant_queue, 1)):
                 each.open += sign * queue.open
                 each.fast += sign * queue.fast
                 each.probation += sign * queue.probation
@@ -582,17 +582,17 @@ class RequestScheduler:
         capacity = self._capacity(capacity_class)
         if capacity <= 0:
             return None
-        found = self._next_waiting(capacity_class)
-        return None if found is None or found[0] >= capacity else found[1]
+        waiting = self._next_waiting(capacity_class)
+        return None if waiting is None or waiting[0] >= capacity else waiting[1]
 
     def _next_waiting(self, capacity_class: CapacityClass) -> tuple[int, EndpointQueue] | None:
         """The endpoint that is next in a class, and the usage that bounds it."""
         tenants, no_tenant = self._tenant_queues[capacity_class], self._no_tenant
         if tenants.peek(no_tenant) is None:
             return no_tenant.queues[capacity_class].peek()
-        found = tenants.peek()
-        assert found is not None
-        usage, tenant = found
+        waiting = tenants.peek()
+        assert waiting is not None
+        usage, tenant = waiting
         first = tenant.queues[capacity_class].peek()
         assert first is not None
         return usage, first[1]

@@ -43,7 +43,7 @@ from outbox.core.delivery.message import USER_AGENT, Prepared, body_of
 from outbox.core.delivery.signature import ID_HEADER
 from outbox.core.model.endpoint import BATCH_MAX
 from outbox.core.model.headers import format_lines, merge, normalize_name
-from outbox.core.model.response import Verdict, classify
+from outbox.core.model.response import AttemptOutcome, classify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -121,8 +121,8 @@ class BatchSize:
 def element_bytes(delivery: Delivery) -> int:
     """Upper bound of a delivery's bytes in a batch body."""
     texts = len(delivery.type) + len(delivery.key or "") + len(delivery.tenant or "")
-    own = 0 if delivery.headers is None else len(delivery.headers)
-    return _ELEMENT_BYTES + _ESCAPED_BYTES * texts + own + len(delivery.payload)
+    header_count = 0 if delivery.headers is None else len(delivery.headers)
+    return _ELEMENT_BYTES + _ESCAPED_BYTES * texts + header_count + len(delivery.payload)
 
 
 def prepare_batch(
@@ -170,8 +170,8 @@ def classify_batch(
     *,
     maybe_sent_before: bool,
     retryable: frozenset[int],
-) -> tuple[Verdict, int]:
-    """The verdict for a batch, and the last sequence that it delivered.
+) -> tuple[AttemptOutcome, int]:
+    """The outcome for a batch, and the last sequence that it delivered.
 
     Args:
         maybe_sent_before: the first delivery was, or may have been, sent before.
@@ -179,14 +179,14 @@ def classify_batch(
     first, last = batch[0].seq, batch[-1].seq
     # 409 for several deliveries does not say which of them is the duplicate.
     known = maybe_sent_before and first == last
-    verdict = classify(response, maybe_sent_before=known, retryable=retryable)
+    outcome = classify(response, maybe_sent_before=known, retryable=retryable)
     through = accepted_through(response.headers, first, last)
-    if verdict is not Verdict.DELIVERED:
+    if outcome is not AttemptOutcome.DELIVERED:
         # A failure leaves at least the last delivery not accepted.
-        return verdict, first - 1 if through is None else min(through, last - 1)
+        return outcome, first - 1 if through is None else min(through, last - 1)
     if through is None:
-        return verdict, last
-    return (verdict if through >= first else Verdict.RETRY), through
+        return outcome, last
+    return (outcome if through >= first else AttemptOutcome.RETRY), through
 
 
 def accepted_through(headers: Iterable[tuple[str, str]], first: int, last: int) -> int | None:

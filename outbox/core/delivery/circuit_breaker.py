@@ -35,7 +35,7 @@ from enum import StrEnum
 from typing import Any
 
 from outbox.core.delivery.commands import Gate
-from outbox.core.model.response import RETRY_AFTER_S_MAX, Verdict
+from outbox.core.model.response import RETRY_AFTER_S_MAX, AttemptOutcome
 
 FAILURES_MAX = 5
 """Consecutive failures that open the breaker."""
@@ -76,7 +76,7 @@ class BreakerRecord:
 
 
 # Bound once: enum member access is slow in Python 3.11, and every delivery uses these.
-_HEALTHY, _OPEN, _DELIVERED = BreakerState.HEALTHY, Gate.OPEN, Verdict.DELIVERED
+_HEALTHY, _OPEN, _DELIVERED = BreakerState.HEALTHY, Gate.OPEN, AttemptOutcome.DELIVERED
 
 
 class CircuitBreaker:
@@ -215,15 +215,15 @@ class CircuitBreaker:
 
     def record_result(
         self,
-        verdict: Verdict,
+        outcome: AttemptOutcome,
         now: float,
         u: float,
         *,
         gone: bool = False,
         retry_after_s: float = 0.0,
         last_response: dict[str, Any] | None = None,
-    ) -> Verdict:
-        """Record the result of a request and return the verdict for its delivery.
+    ) -> AttemptOutcome:
+        """Record the result of a request and return the outcome for its delivery.
 
         Args:
             u: uniform in [0, 1), for the jitter of the next probe.
@@ -231,20 +231,20 @@ class CircuitBreaker:
             retry_after_s: the hold-off from Retry-After, in seconds; 0: none.
 
         Returns:
-            The verdict, or `Verdict.RETRY` for a refusal while the endpoint is rejecting.
+            The outcome, or `AttemptOutcome.RETRY` for a refusal while the endpoint is rejecting.
         """
         self._in_flight -= 1
-        if verdict is _DELIVERED:
+        if outcome is _DELIVERED:
             self._record_success(now)
-            return verdict
+            return outcome
         if gone:
             self._disabled = True
             self._last_response = last_response
-            return verdict
-        if verdict is Verdict.REFUSED:
+            return outcome
+        if outcome is AttemptOutcome.REFUSED:
             return self._record_refusal(now, u, last_response)
         self._record_failure(now, u, retry_after_s, last_response)
-        return verdict
+        return outcome
 
     def _record_success(self, now: float) -> None:
         self._failures = self._refusals = 0
@@ -261,18 +261,18 @@ class CircuitBreaker:
 
     def _record_refusal(
         self, now: float, u: float, last_response: dict[str, Any] | None
-    ) -> Verdict:
+    ) -> AttemptOutcome:
         self._failures = 0
         self._refusals += 1
         if self._state is BreakerState.REJECTING:
             self._schedule_probe(now, u)
-            return Verdict.RETRY
+            return AttemptOutcome.RETRY
         if self._refusals >= REFUSALS_MAX:
             self._trip(BreakerState.REJECTING, now, u, last_response)
-            return Verdict.RETRY
+            return AttemptOutcome.RETRY
         if self._state is BreakerState.FAILING:
             self._recover(now)
-        return Verdict.REFUSED
+        return AttemptOutcome.REFUSED
 
     def _record_failure(
         self, now: float, u: float, retry_after_s: float, last_response: dict[str, Any] | None

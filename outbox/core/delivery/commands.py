@@ -10,13 +10,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.delivery.message import Delivery
-
-LaneDeadLetterReason: TypeAlias = Literal["refused", "exhausted", "expired", "erased", "backlog"]
-"""Why a lane dead-letters a delivery."""
-DeadLetterReason: TypeAlias = Literal[
-    "refused", "exhausted", "expired", "erased", "backlog", "disabled", "removed"
-]
-"""Why a delivery was dead-lettered, by its lane or because its endpoint was disabled or removed."""
+    from outbox.core.model.dead_letter_reason import LaneDeadLetterReason
 
 
 class Gate(Enum):

@@ -51,7 +51,7 @@ def inline_deliveries(
         lanes: the lanes that need them, by id.
         committed_after: lower bound of the commit time of the batch's events.
     """
-    found: dict[int, list[Delivery]] = {}
+    by_lane: dict[int, list[Delivery]] = {}
     complete, left_bytes = set(lanes if contents else ()), INLINE_BYTES_MAX
     for lane_id, seq, outbox_id in deliveries:
         if not complete:
@@ -73,5 +73,5 @@ def inline_deliveries(
             *content,
             committed_after=committed_after,
         )
-        found.setdefault(lane_id, []).append(delivery)
-    return found
+        by_lane.setdefault(lane_id, []).append(delivery)
+    return by_lane

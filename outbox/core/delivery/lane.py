@@ -23,6 +23,7 @@ The attempts of the next sequence, `acked_seq + 1`, are its `RetryState`.
 from __future__ import annotations
 
 from enum import Enum, auto
+from http import HTTPStatus
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
@@ -42,9 +43,8 @@ from outbox.core.delivery.commands import (
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer, is_expired
 from outbox.core.delivery.message import Delivery
 from outbox.core.delivery.retry_state import RetryState
-from outbox.core.model.http_status import CONFLICT
 from outbox.core.model.response import (
-    Verdict,
+    AttemptOutcome,
     stored_response,
     stored_success,
     strip_batch_response,
@@ -53,7 +53,8 @@ from outbox.core.model.response import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from outbox.core.delivery.commands import Command, LaneDeadLetterReason
+    from outbox.core.delivery.commands import Command
+    from outbox.core.model.dead_letter_reason import LaneDeadLetterReason
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.retry_policy import RetryPolicy
 
@@ -65,7 +66,7 @@ class _Busy(Enum):
 
 # Bound once: enum member access is slow in Python 3.11.
 _SENDING = _Busy.SENDING
-_OPEN, _SHUT, _DELIVERED = Gate.OPEN, Gate.SHUT, Verdict.DELIVERED
+_OPEN, _SHUT, _DELIVERED = Gate.OPEN, Gate.SHUT, AttemptOutcome.DELIVERED
 
 
 class Lane:
@@ -309,7 +310,7 @@ class Lane:
 
     def record_result(
         self,
-        verdict: Verdict,
+        outcome: AttemptOutcome,
         response: AttemptResult,
         policy: RetryPolicy,
         *,
@@ -329,19 +330,19 @@ class Lane:
         """
         first, retry = self._buffer.queue[0], self._retry
         attempt = retry.attempts + 1
-        stored = stored_success(response) if verdict is _DELIVERED else stored_response(response)
+        stored = stored_success(response) if outcome is _DELIVERED else stored_response(response)
         row = AttemptRow(
             first.batch,
             first.seq,
             attempt,
-            _OUTCOMES[verdict],
+            _OUTCOMES[outcome],
             response.status,
             response.detail or (response.failure.value if response.failure else None),
             started_at,
             response.elapsed_s,
             stored,
         )
-        if verdict is _DELIVERED:
+        if outcome is _DELIVERED:
             self._success_at = now
             self._advance(first.seq, first.batch, delivered=True)
             self._stalled_since = now if self.pending else None
@@ -352,7 +353,7 @@ class Lane:
         self._batch_size.record_failed(first.seq)
         retry.attempts = attempt
         retry.record_failure(stored, started_at)
-        if verdict is Verdict.REFUSED:
+        if outcome is AttemptOutcome.REFUSED:
             return self._dead_letter(first, "refused", row, blocks=blocks)
         if not self._is_free_probe and retry.charge_attempt(
             policy, started_at=started_at, now=now, u=u, preempted=preempted
@@ -364,7 +365,7 @@ class Lane:
         self,
         batch: Sequence[Delivery],
         accepted_seq: int,
-        verdict: Verdict,
+        outcome: AttemptOutcome,
         response: AttemptResult,
         policy: RetryPolicy,
         *,
@@ -376,7 +377,7 @@ class Lane:
 
         Args:
             accepted_seq: the last sequence that was delivered.
-            verdict: of the batch; if it is not a success, the first delivery that was not
+            outcome: of the batch; if it is not a success, the first delivery that was not
                 accepted is sent again alone, and that result decides about it.
             started_at: when the request began, in epoch seconds.
             u: uniform in [0, 1), for the jitter.
@@ -385,7 +386,9 @@ class Lane:
             Records in sequence order; each but the last is a success.
         """
         # A 409 for deliveries that were not sent before is not about a duplicate.
-        is_refusal = response.status == CONFLICT and not self._may_have_been_sent(batch[0])
+        is_refusal = response.status == HTTPStatus.CONFLICT and not self._may_have_been_sent(
+            batch[0]
+        )
         response = strip_batch_response(response)
         stored = stored_success(response)
         records: list[Record] = []
@@ -401,7 +404,7 @@ class Lane:
             self._success_at = now
             self._advance(accepted_seq, self._floor_batch, delivered=True)
             self._stalled_since = now if self.pending else None
-        if verdict is Verdict.DELIVERED:
+        if outcome is AttemptOutcome.DELIVERED:
             self._batch_size.record_accepted(batch[-1].seq, len(records), of=len(batch))
             self._busy = None
             return records
@@ -412,7 +415,7 @@ class Lane:
         # The budget of time starts with its own first attempt, not with that of the batch.
         retry.last_response = stored_response(response)
         # Isolate a refused delivery at once; after a failure the receiver needs a delay.
-        wait_s = 0.0 if verdict is Verdict.REFUSED else policy.delay_s(1, u)
+        wait_s = 0.0 if outcome is AttemptOutcome.REFUSED else policy.delay_s(1, u)
         retry.postpone(now + wait_s)
         row = AttemptRow(
             first.batch,
@@ -582,8 +585,8 @@ class Lane:
         return Record(self.id, seq, row, progress, dead, blocks)
 
 
-_OUTCOMES: dict[Verdict, Literal["delivered", "retry", "refused"]] = {
-    Verdict.DELIVERED: "delivered",
-    Verdict.RETRY: "retry",
-    Verdict.REFUSED: "refused",
+_OUTCOMES: dict[AttemptOutcome, Literal["delivered", "retry", "refused"]] = {
+    AttemptOutcome.DELIVERED: "delivered",
+    AttemptOutcome.RETRY: "retry",
+    AttemptOutcome.REFUSED: "refused",
 }

@@ -86,8 +86,8 @@ class RepeatedHeader(SignatureError):
 class MalformedHeader(SignatureError):
     """A header has an invalid value."""
 
-    def __init__(self, header: str, why: str) -> None:
-        super().__init__(f"the header {header} {why}")
+    def __init__(self, header: str, reason: str) -> None:
+        super().__init__(f"the header {header} {reason}")
         self.header = header
 
 
@@ -237,16 +237,16 @@ def verify(
 
 def _signed_headers(headers: Mapping[str, str]) -> tuple[str, str, str]:
     """Validated id, time stamp and signatures."""
-    wanted = {ID_HEADER: "", TIMESTAMP_HEADER: "", SIGNATURE_HEADER: ""}
+    values = {ID_HEADER: "", TIMESTAMP_HEADER: "", SIGNATURE_HEADER: ""}
     for name, value in headers.items():
-        if (lower := name.lower()) in wanted:
-            if wanted[lower]:
+        if (lower := name.lower()) in values:
+            if values[lower]:
                 raise RepeatedHeader(lower)
-            wanted[lower] = value
-    for header, value in wanted.items():
+            values[lower] = value
+    for header, value in values.items():
         if not value:
             raise MissingHeader(header)
-    message_id, timestamp, signatures = wanted.values()
+    message_id, timestamp, signatures = values.values()
     if "." in message_id:
         # Otherwise the same signed bytes could be another id, time stamp and body.
         raise MalformedHeader(ID_HEADER, 'contains a ".", which separates the signed parts')
@@ -259,7 +259,7 @@ def _signed_headers(headers: Mapping[str, str]) -> tuple[str, str, str]:
 def _candidates(text: str, keys: Sequence[Key]) -> dict[str, list[str]]:
     """The signatures by version, for versions with a key, without the version prefix."""
     versions = {_ED25519 if isinstance(key, PublicKey) else _HMAC for key in keys}
-    found: dict[str, list[str]] = {_HMAC: [], _ED25519: []}
+    by_version: dict[str, list[str]] = {_HMAC: [], _ED25519: []}
     signatures = text.split(" ")
     if len(signatures) > SIGNATURES_MAX:
         raise MalformedHeader(SIGNATURE_HEADER, f"has more than {SIGNATURES_MAX} signatures")
@@ -267,14 +267,14 @@ def _candidates(text: str, keys: Sequence[Key]) -> dict[str, list[str]]:
         version, comma, encoded = signature.partition(",")
         if comma and version in versions:
             _bytes(SIGNATURE_HEADER, encoded)
-            found[version].append(encoded)
-    if len(found[_ED25519]) > ED25519_SIGNATURES_MAX:
-        why = f"has more than {ED25519_SIGNATURES_MAX} signatures of version {_ED25519}"
-        raise MalformedHeader(SIGNATURE_HEADER, why)
-    if not any(found.values()):
+            by_version[version].append(encoded)
+    if len(by_version[_ED25519]) > ED25519_SIGNATURES_MAX:
+        reason = f"has more than {ED25519_SIGNATURES_MAX} signatures of version {_ED25519}"
+        raise MalformedHeader(SIGNATURE_HEADER, reason)
+    if not any(by_version.values()):
         wanted = " or ".join(sorted(versions))
         raise MalformedHeader(SIGNATURE_HEADER, f"has no signature of version {wanted}")
-    return found
+    return by_version
 
 
 def _hmac(secret: bytes, *signed: bytes) -> str:

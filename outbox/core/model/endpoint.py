@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from outbox.core.model import duration, http_status, pattern
+from outbox.core.model import duration, pattern, retryable_statuses
 from outbox.core.model.event import TENANT_BYTES_MAX, check_text, encode_headers
 from outbox.core.model.filter import validate_filter
 from outbox.core.model.headers import header_problem
@@ -125,7 +125,7 @@ class EndpointSettings:
             _pem(self.ca)
         if self.retryable is not None:
             self._set("retryable", tuple(t.lower() for t in _texts("retryable", self.retryable)))
-            http_status.parse(self.retryable or ())
+            retryable_statuses.parse(self.retryable or ())
         _choice("on_dead_letter", self.on_dead_letter, get_args(OnDeadLetter))
         if self.backlog_count_max is not None:
             _integer("backlog_max", self.backlog_count_max, COUNT_MAX)
@@ -141,7 +141,7 @@ class EndpointSettings:
     @property
     def retryable_statuses(self) -> frozenset[int]:
         """The statuses that are retried."""
-        return RETRYABLE if self.retryable is None else http_status.parse(self.retryable)
+        return RETRYABLE if self.retryable is None else retryable_statuses.parse(self.retryable)
 
     @property
     def subscription(self) -> tuple[tuple[str, ...], str | None, bool, str | None]:

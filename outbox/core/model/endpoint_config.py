@@ -67,16 +67,16 @@ class DeclaredEndpoint:
     kept_headers: tuple[str, ...] = ()
     """Headers that are null in the file and keep their current value."""
 
-    def merge_over(self, there: EndpointSettings | None) -> EndpointSettings:
+    def merge_over(self, current: EndpointSettings | None) -> EndpointSettings:
         """The declared settings with the current values of `kept_headers`.
 
         Args:
-            there: the current settings; None: the endpoint is new.
+            current: the settings in effect; None: the endpoint is new.
 
         Raises:
             UsageError: a kept header has no current value.
         """
-        return _apply_kept_headers(self.settings, self.kept_headers, there)
+        return _apply_kept_headers(self.settings, self.kept_headers, current)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,13 @@ def parse_file(document: object) -> list[DeclaredEndpoint]:
     return declared
 
 
-def parse_one(values: Mapping[str, Any], there: EndpointSettings | None = None) -> EndpointSettings:
+def parse_one(
+    values: Mapping[str, Any], current: EndpointSettings | None = None
+) -> EndpointSettings:
     """The settings of one endpoint from values by public name.
 
     Args:
-        there: the current settings, kept where `values` has none; None: the defaults.
+        current: the settings in effect, kept where `values` has none; None: the defaults.
 
     Raises:
         UsageError: a value is invalid; the message starts with its name.
@@ -133,12 +135,12 @@ def parse_one(values: Mapping[str, Any], there: EndpointSettings | None = None) 
     given = {
         FIELDS[name]: _convert(name, each) for name, each in values.items() if each is not None
     }
-    if there is None:
+    if current is None:
         return _apply_kept_headers(EndpointSettings(**given), kept, None)
     defaults = {
         FIELDS[n]: getattr(_DEFAULTS, FIELDS[n]) for n, each in values.items() if each is None
     }
-    return _apply_kept_headers(replace(there, **given, **defaults), kept, there)
+    return _apply_kept_headers(replace(current, **given, **defaults), kept, current)
 
 
 def to_file_values(settings: EndpointSettings) -> dict[str, Any]:
@@ -200,18 +202,18 @@ def _pop_kept_headers(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _apply_kept_headers(
-    settings: EndpointSettings, kept: Sequence[str], there: EndpointSettings | None
+    settings: EndpointSettings, kept: Sequence[str], current: EndpointSettings | None
 ) -> EndpointSettings:
     if not kept:
         return settings
-    has = {} if there is None else {name.lower(): name for name in there.headers}
+    has = {} if current is None else {name.lower(): name for name in current.headers}
     headers = dict(settings.headers)
     for name in kept:
-        if there is None or name.lower() not in has:
+        if current is None or name.lower() not in has:
             raise UsageError(
                 f"headers.{name}: has no value, and the endpoint has no such header to keep"
             )
-        headers[name] = there.headers[has[name.lower()]]
+        headers[name] = current.headers[has[name.lower()]]
     return replace(settings, headers=headers)
 
 

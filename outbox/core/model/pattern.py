@@ -37,14 +37,14 @@ def segments(pattern: str) -> list[str]:
     # A valid pattern is ASCII, so characters are bytes; an invalid one may have lone surrogates.
     if len(pattern) > TYPE_BYTES_MAX:
         raise UsageError(f"type pattern: longer than {TYPE_BYTES_MAX} bytes: {pattern[:40]!r}…")
-    found = pattern.split(".")
-    for segment in found[:-1] if found[-1] == "**" else found:
+    parts = pattern.split(".")
+    for segment in parts[:-1] if parts[-1] == "**" else parts:
         if segment != "*" and not _SEGMENT.fullmatch(segment):
             raise UsageError(
                 f"type pattern: {pattern!r} is invalid: use segments of letters, digits and _ "
                 'joined by dots, "*" for one segment, a last "**" for the rest'
             )
-    return found
+    return parts
 
 
 def parse(pattern: str) -> re.Pattern[str]:
@@ -53,9 +53,9 @@ def parse(pattern: str) -> re.Pattern[str]:
     Raises:
         UsageError: the pattern is invalid.
     """
-    found = segments(pattern)
-    regex = [_REGEX.get(segment, segment) for segment in found]
-    if found[0] != "outbox":
+    parts = segments(pattern)
+    regex = [_REGEX.get(segment, segment) for segment in parts]
+    if parts[0] != "outbox":
         excluded = r"(?!outbox\.)"
     else:
         excluded = "" if pattern == PROBE else rf"(?!{re.escape(PROBE)}\Z)"
@@ -91,15 +91,15 @@ class Patterns:
             UsageError: the pattern is invalid.
         """
         node = self._root
-        found = segments(pattern)
-        rest = found[-1] == "**"
-        for segment in found[:-1] if rest else found:
+        parts = segments(pattern)
+        rest = parts[-1] == "**"
+        for segment in parts[:-1] if rest else parts:
             node = node.nodes.setdefault(segment, _Node())
         (node.rest if rest else node.items).append(item)
 
     def matching(self, type: str) -> set[int]:  # noqa: A002
         """The items with a pattern that matches this valid type."""
-        found: set[int] = set()
+        matching: set[int] = set()
         words = type.split(".")
         nodes = [self._root]
         for n, word in enumerate(words):
@@ -108,12 +108,12 @@ class Patterns:
             following: list[_Node] = []
             for node in nodes:
                 if covers and type != PROBE:
-                    found.update(node.rest)
+                    matching.update(node.rest)
                     if (any_word := node.nodes.get("*")) is not None:
                         following.append(any_word)
                 if (same := node.nodes.get(word)) is not None:
                     following.append(same)
             nodes = following
         for node in nodes:
-            found.update(node.items)
-        return found
+            matching.update(node.items)
+        return matching

@@ -1,4 +1,4 @@
-"""Responses: the result of an attempt, its verdict for the delivery, and the stored form.
+"""Responses: the result of an attempt, its outcome for the delivery, and the stored form.
 
 The status line decides.  After it, the body may be endless, malformed or truncated: a 2xx is a
 success, because the receiver acknowledged the event and a retry would only be a duplicate.
@@ -98,7 +98,7 @@ class Failure(StrEnum):
     """A fault of the relay; the detail describes it."""
 
 
-class Verdict(Enum):
+class AttemptOutcome(Enum):
     """What an attempt means for its delivery."""
 
     DELIVERED = "delivered"
@@ -108,7 +108,7 @@ class Verdict(Enum):
 
 
 # Bound once: enum member access is slow in Python 3.11, and every delivery uses it.
-_DELIVERED = Verdict.DELIVERED
+_DELIVERED = AttemptOutcome.DELIVERED
 
 
 class AttemptResult(NamedTuple):
@@ -185,8 +185,8 @@ def _redact_text(text: str, pattern: re.Pattern[str], secrets: tuple[str, ...]) 
 
 def classify(
     response: AttemptResult, *, maybe_sent_before: bool, retryable: frozenset[int] = RETRYABLE
-) -> Verdict:
-    """The verdict of a result for its delivery.
+) -> AttemptOutcome:
+    """The outcome of a result for its delivery.
 
     Redirects are never followed (the signature is for one URL, and the target may be internal),
     so they are refusals, like any status that is neither a success nor retryable.  A status
@@ -199,16 +199,16 @@ def classify(
     """
     status = response.status
     if status is None:
-        return Verdict.RETRY
+        return AttemptOutcome.RETRY
     if not 100 <= status <= 599:
         status = 500
     if 200 <= status <= 299:
         return _DELIVERED
     if status == 409 and maybe_sent_before:
-        return Verdict.DELIVERED
+        return AttemptOutcome.DELIVERED
     if status in retryable:
-        return Verdict.RETRY
-    return Verdict.REFUSED
+        return AttemptOutcome.RETRY
+    return AttemptOutcome.REFUSED
 
 
 def retry_after_s(headers: Iterable[tuple[str, str]], now: float) -> float | None:

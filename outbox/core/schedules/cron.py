@@ -96,9 +96,9 @@ class Cron:
     def after(self, moment: datetime) -> Iterator[datetime]:
         """The times after this one, in UTC; infinite."""
         last = moment.astimezone(UTC)
-        while (found := self._first_after(last)) is not None:
-            yield found
-            last = found
+        while (tick := self._first_after(last)) is not None:
+            yield tick
+            last = tick
 
     def between(self, after: datetime, until: datetime) -> Iterator[datetime]:
         """The times after the first and up to the second."""
@@ -124,8 +124,8 @@ class Cron:
         for back in (HOUR, DAY, 40 * DAY):
             if until - back <= first:
                 break
-            if found := list(self.between(until - back, until)):
-                return found[-1]
+            if ticks := list(self.between(until - back, until)):
+                return ticks[-1]
         return [first, *self.between(first, until)][-1]
 
     # --------------------------------------------------------------- stepping
@@ -137,11 +137,11 @@ class Cron:
         # In local time, then converted to the first moment with that local time, which is
         # monotonic in the local time.
         shown = moment.astimezone(self.zone).replace(tzinfo=UTC)
-        while (found := self._walk(shown, until, UTC)) is not None:
-            at = _first_moment(found.replace(tzinfo=None), self.zone)
+        while (tick := self._walk(shown, until, UTC)) is not None:
+            at = _first_moment(tick.replace(tzinfo=None), self.zone)
             if at > moment:
                 return at
-            shown = found
+            shown = tick
         return None
 
     def _walk(self, after: datetime, until: datetime, zone: tzinfo) -> datetime | None:

@@ -123,8 +123,10 @@ class FilterBudget:
             tenant_filter for tenant_filter, own in self._filters.items() if own.left_s(now) < 0
         ]
         for tenant, account in self._tenants.items():
-            its = [tenant_filter for tenant_filter in self._filters if tenant_filter[0] == tenant]
-            self._stop_costliest(account, its, stopped, now)
+            of_tenant = [
+                tenant_filter for tenant_filter in self._filters if tenant_filter[0] == tenant
+            ]
+            self._stop_costliest(account, of_tenant, stopped, now)
         self._stop_costliest(self._all, list(self._filters), stopped, now)
         for tenant_filter in stopped:
             del self._filters[tenant_filter]
@@ -155,7 +157,7 @@ class FilterBudget:
         account.used_s = account.burst_s
 
     def _accounts(self, tenant_filter: TenantFilter) -> list[_Account]:
-        found = [self._filters.setdefault(tenant_filter, _Account(FILTER_S, FILTER_SHARE))]
+        accounts = [self._filters.setdefault(tenant_filter, _Account(FILTER_S, FILTER_SHARE))]
         if (tenant := tenant_filter[0]) is not None:
-            found.append(self._tenants.setdefault(tenant, _Account(TENANT_S, TENANT_SHARE)))
-        return found
+            accounts.append(self._tenants.setdefault(tenant, _Account(TENANT_S, TENANT_SHARE)))
+        return accounts

@@ -358,7 +358,7 @@ class GapTracker:
         return frozenset(h for h in present if h in holders or h.startswith("-1/"))
 
     def _step(
-        self, high: int, kept: list[_Gap], found: list[int], dead: list[Range]
+        self, high: int, kept: list[_Gap], found_ids: list[int], dead: list[Range]
     ) -> CursorChange:
         read = self._portion or ()
         read_young = {g.range for g in read if not g.old}
@@ -368,7 +368,7 @@ class GapTracker:
         return CursorChange(
             high=high,
             young=tuple(sorted(young)),
-            found=_as_ranges(sorted(found)),
+            found=_as_ranges(sorted(found_ids)),
             dead=tuple(sorted(dead)),
             old_closed=tuple(sorted(old_before - old)),
             old_opened=tuple(sorted(old - old_before)),

@@ -140,10 +140,10 @@ class Router:
         pair = (tenant, type)
         routes = self._matches.get(pair)
         if routes is None:
-            found = self._of_all.matching(type)
+            matching = self._of_all.matching(type)
             if (own := self._of_tenant.get(tenant)) is not None:
-                found |= own.matching(type)
-            routes = tuple(self._routes[n] for n in sorted(found))
+                matching |= own.matching(type)
+            routes = tuple(self._routes[n] for n in sorted(matching))
             self._matches[pair] = routes
             self._matched += len(routes)
             while len(self._matches) > MATCHES_MAX or self._matched > MATCHED_MAX:
@@ -180,14 +180,14 @@ class Router:
         self, events: Iterable[RoutableEvent], refused: Refused = NONE_REFUSED
     ) -> list[tuple[int, int]]:
         """Pairs of lane and event id for each event and subscribed endpoint."""
-        found: list[tuple[int, int]] = []
+        placements: list[tuple[int, int]] = []
         for event_id, tenant, type_, key_hash in events:
             for route in self.match(tenant, type_):
                 tenant_filter = route.tenant_filter
                 if tenant_filter is None or event_id not in refused.get(tenant_filter, ()):
                     lane_ids = route.lane_ids
-                    found.append((lane_ids[key_hash % len(lane_ids)], event_id))
-        return found
+                    placements.append((lane_ids[key_hash % len(lane_ids)], event_id))
+        return placements
 
     def lanes_of(
         self, events: Iterable[RoutableEvent], refused: Refused = NONE_REFUSED

@@ -118,9 +118,9 @@ class ConnectionOpener:
         proxy = self._proxy
         assert proxy is not None
         # The proxy resolves names; checks that need no address are made here.
-        why = self._policy.proxy_refusal(target.host, port=target.port, networks=target.networks)
-        if why is not None:
-            raise NotConnected(Failure.EGRESS_REFUSED, why)
+        reason = self._policy.proxy_refusal(target.host, port=target.port, networks=target.networks)
+        if reason is not None:
+            raise NotConnected(Failure.EGRESS_REFUSED, reason)
         context = await self._contexts.get(target.tls)
         try:
             # No egress check: the operator configured the proxy.
@@ -155,15 +155,15 @@ class ConnectionOpener:
     ) -> socket.socket:
         """Connect to one of a host's addresses that the policy allows."""
         try:
-            found = [host] if literal(host) is not None else await self._resolver.resolve(host)
+            addresses = [host] if literal(host) is not None else await self._resolver.resolve(host)
         except Unresolved as error:
             raise NotConnected(Failure.DNS, f"{host}: {error}") from None
         allowed: list[str] = []
         refused = ""
-        for address in found:
-            if (why := refusal(address)) is None:
+        for address in addresses:
+            if (reason := refusal(address)) is None:
                 allowed.append(address)
-            refused = refused or why or ""
+            refused = refused or reason or ""
         if not allowed:
             raise NotConnected(Failure.EGRESS_REFUSED, refused)
         return await start_connection(

@@ -102,10 +102,10 @@ class CachingResolver:
             self._backend = None
         if self._backend is None:
             self._backend = _start_backend(loop, self._options)
-        found = self._backend.query(host)
+        query = self._backend.query(host)
         # A separate future: the lookup may be cancelled, and this one may have no waiters.
         self._pending[host] = result = loop.create_future()
-        found.add_done_callback(partial(self._ended, host, result))
+        query.add_done_callback(partial(self._ended, host, result))
         return result
 
     def _ended(
@@ -148,8 +148,8 @@ class _Threads:
 
 
 def _addresses(host: str) -> list[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(each[4][0]) for each in found))
+    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(each[4][0]) for each in infos))
 
 
 def _start_backend(

@@ -262,12 +262,16 @@ class EgressPolicy:
                 # The address, and therefore the rule, is known only at the connect, or to
                 # the proxy.
                 via_proxy = self._proxied and self.uses_proxy(host, tls=tls, networks=networks)
-                why = self.proxy_refusal(host, port=port, networks=networks) if via_proxy else None
-                if why is not None:
-                    raise UsageError(f"url: {why}")
+                reason = (
+                    self.proxy_refusal(host, port=port, networks=networks) if via_proxy else None
+                )
+                if reason is not None:
+                    raise UsageError(f"url: {reason}")
                 return
-        if (why := self.refusal_of_host(host, port=port, tls=tls, networks=networks)) is not None:
-            raise UsageError(f"url: {why}")
+        if (
+            reason := self.refusal_of_host(host, port=port, tls=tls, networks=networks)
+        ) is not None:
+            raise UsageError(f"url: {reason}")
 
 
 def literal(host: str) -> Address | None:

@@ -81,5 +81,5 @@ def _check(response: bytes) -> None:
     if denial is None:
         raise NotConnected(Failure.CONNECT, f"the proxy responded {code}")
     kind = Failure.EGRESS_REFUSED if code in _REFUSED else Failure.CONNECT
-    why = denial[1].decode("latin-1").strip()
-    raise NotConnected(kind, f"the proxy responded {code}: {why}")
+    reason = denial[1].decode("latin-1").strip()
+    raise NotConnected(kind, f"the proxy responded {code}: {reason}")

@@ -96,5 +96,5 @@ class TransportRouter:
         self._contexts.close()
 
 
-async def _refused(why: str) -> AttemptResult:
-    return AttemptResult.failed(Failure.EGRESS_REFUSED, why, 0.0)
+async def _refused(reason: str) -> AttemptResult:
+    return AttemptResult.failed(Failure.EGRESS_REFUSED, reason, 0.0)

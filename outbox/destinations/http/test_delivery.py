@@ -7,6 +7,7 @@ import secrets
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
@@ -16,8 +17,13 @@ from outbox.core.delivery.batch import accepted_through, prepare_batch
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model import duration
 from outbox.core.model import retry_policy as retry
-from outbox.core.model.http_status import GONE
-from outbox.core.model.response import Verdict, classify, redact, retry_after_s, stored_response
+from outbox.core.model.response import (
+    AttemptOutcome,
+    classify,
+    redact,
+    retry_after_s,
+    stored_response,
+)
 from outbox.destinations.http.request import RequestSettings, signed_request
 
 if TYPE_CHECKING:
@@ -126,15 +132,19 @@ def _request(endpoint: EndpointUnderTest) -> Request:
 
 def _classify(response: AttemptResult, endpoint: EndpointUnderTest) -> tuple[str, str]:
     """Classify a response like the relay; returns outcome and phrase."""
-    verdict = classify(response, maybe_sent_before=False, retryable=endpoint.retryable)
+    outcome = classify(response, maybe_sent_before=False, retryable=endpoint.retryable)
     in_array = endpoint.batch_max is not None
     # X-Accepted-Through: 0 rejects the only delivery, which has sequence number 1.
-    if verdict is Verdict.DELIVERED and in_array and accepted_through(response.headers, 1, 1) == 0:
-        verdict = Verdict.RETRY
-    if verdict is Verdict.DELIVERED:
+    if (
+        outcome is AttemptOutcome.DELIVERED
+        and in_array
+        and accepted_through(response.headers, 1, 1) == 0
+    ):
+        outcome = AttemptOutcome.RETRY
+    if outcome is AttemptOutcome.DELIVERED:
         return "delivered", "delivered"
-    if verdict is Verdict.REFUSED:
-        if response.status == GONE:
+    if outcome is AttemptOutcome.REFUSED:
+        if response.status == HTTPStatus.GONE:
             return "disabled", "dead-lettered, and the endpoint would be disabled"
         return "dead_letter", "dead-lettered immediately"
     lo, hi = (duration.rounded(s) for s in endpoint.retry.delay_bounds_s(1))

@@ -105,7 +105,7 @@ def check_run(ledger: Ledger, facts: RunFacts) -> CheckResult:
     if facts.unsettled:
         violations["unsettled"].add(facts.unsettled)
     freed = [event for event in facts.ownership_events if not event.claimed]
-    taken = sum(event.why == LEASE_EXPIRED for event in freed)
+    taken = sum(event.reason == LEASE_EXPIRED for event in freed)
     return CheckResult(
         findings=violations,
         committed=len(ledger.committed),

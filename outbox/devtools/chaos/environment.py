@@ -24,7 +24,7 @@ from outbox.devtools.chaos.relays import Relays
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.operations.endpoint_changes import plan_addition
-from outbox.operations.endpoint_writes import add_endpoints, subscribe
+from outbox.operations.endpoint_writes import add_endpoints, replace_subscriptions
 from outbox.receiver.proxy import open_proxy
 from outbox.store.change import make_change
 from outbox.store.connection import dsn
@@ -93,7 +93,7 @@ class Environment:
         async def plan(change: Change) -> None:
             added = {n: plan_addition(change, its, CLEAR) for n, its in settings.items()}
             add_endpoints(change, [new.row for new in added.values()])
-            subscribe(change, [new.id for new in added.values()])
+            replace_subscriptions(change, [new.id for new in added.values()])
             # Before it is written, after which deliveries may arrive at once.
             for number, new in added.items():
                 self.endpoint_ids[new.id] = number

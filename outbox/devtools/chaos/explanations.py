@@ -78,7 +78,7 @@ class CopyExplainer:
         events = [f'responded "{before.label}" at {before.at - self._began_at:.2f} s']
         for event in self._between(endpoint, before.at - CONTEXT_S, copy.at + CONTEXT_S):
             relay = self._relay_of.get(event.replica, "?")
-            what = "acquired by" if event.claimed else f"released ({event.why}) by"
+            what = "acquired by" if event.claimed else f"released ({event.reason}) by"
             events.append(f"{what} relay {relay} at {event.at - self._began_at:.2f} s")
         events.append(f"again at {copy.at - self._began_at:.2f} s")
         return ", ".join(events)
@@ -92,7 +92,7 @@ class CopyExplainer:
     def explain_takeover(self, endpoint: int, begin: float, end: float) -> str | None:
         """Return why an endpoint was taken over between two times; None: it was not."""
         for event in self._between(endpoint, begin - SLACK_S, end + SLACK_S):
-            if event.claimed or event.why in CLEAN:
+            if event.claimed or event.reason in CLEAN:
                 continue
             relay = self._relay_of.get(event.replica)
             fault = None if relay is None else self._fault(relay, event.at)

@@ -49,7 +49,7 @@ class OwnershipEvent:
     at: float
     replica: int
     claimed: bool
-    why: str = ""
+    reason: str = ""
     """Reason of a release."""
 
 

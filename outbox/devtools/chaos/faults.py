@@ -283,7 +283,7 @@ class FaultInjector:
         lanes = run.rng.randint(1, LANES_MAX)
         self._report(run, f"{name} to {lanes}")
         async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
-            await endpoint_changes.update(
+            await endpoint_changes.update_endpoint(
                 connection,
                 self._environment.plan.schema,
                 name,
@@ -296,12 +296,12 @@ class FaultInjector:
         schema, lanes = self._environment.plan.schema, run.rng.randint(1, LANES_MAX)
 
         async def change_lanes(connection: Connection[Any]) -> None:
-            await endpoint_changes.update(
+            await endpoint_changes.update_endpoint(
                 connection, schema, name, lambda s: replace(s, lanes=lanes), actor=ACTOR
             )
 
         async def pause(connection: Connection[Any]) -> None:
-            await endpoint_states.pause(connection, schema, [name], actor=ACTOR)
+            await endpoint_states.pause_endpoints(connection, schema, [name], actor=ACTOR)
 
         pauses = run.rng.random() < 0.5
         command = pause if pauses else change_lanes
@@ -319,7 +319,7 @@ class FaultInjector:
         # The outcome may be unknown after a lost connection: resume in any case.
         with suppress(DatabaseUnavailable):
             async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
-                await endpoint_states.pause(connection, schema, [name], actor=ACTOR)
+                await endpoint_states.pause_endpoints(connection, schema, [name], actor=ACTOR)
         await asyncio.sleep(paused_s)
         await self._resume(name)
 
@@ -329,7 +329,7 @@ class FaultInjector:
         while True:
             try:
                 async with self._environment.control.use() as connection:
-                    await endpoint_states.resume(
+                    await endpoint_states.resume_endpoints(
                         connection, self._environment.plan.schema, [name], actor=ACTOR
                     )
             except DatabaseUnavailable:

@@ -63,7 +63,7 @@ SELECT l.endpoint_id, l.generation, l.slot, d.seq, d.to_seq, d.reason
 
 READ_OWNERSHIP = """
 SELECT endpoint_id, at, kind = 'endpoint_claimed' AS claimed,
-       (data ->> 'replica')::bigint AS replica, coalesce(data ->> 'why', '') AS why
+       (data ->> 'replica')::bigint AS replica, coalesce(data ->> 'reason', '') AS reason
   FROM journal WHERE kind IN ('endpoint_claimed', 'endpoint_released') ORDER BY id
 """
 
@@ -123,7 +123,7 @@ class OwnershipChange:
     at: datetime
     replica: int
     claimed: bool
-    why: str
+    reason: str
 
 
 async def require_capacity(connection: Connection[Any], schema: str, connections: int) -> None:
@@ -207,7 +207,7 @@ async def dead_numbers(connection: Connection[Any]) -> list[DeadNumbers]:
 async def ownership_changes(connection: Connection[Any]) -> list[OwnershipChange]:
     """Return the ownership history of all endpoints, in order."""
     return [
-        OwnershipChange(r["endpoint_id"], r["at"], r["replica"], r["claimed"], r["why"])
+        OwnershipChange(r["endpoint_id"], r["at"], r["replica"], r["claimed"], r["reason"])
         for r in await connection.fetch(READ_OWNERSHIP)
     ]
 

@@ -20,7 +20,7 @@ from outbox.devtools.chaos.facts import DeadRange, Incident, LaneCount, Ownershi
 from outbox.devtools.chaos.faults import FaultInjector
 from outbox.devtools.chaos.live_view import RunSnapshot, render
 from outbox.errors import CannotRun, DatabaseUnavailable
-from outbox.operations.verify.promises import run_checks
+from outbox.operations.verify.guarantees import run_checks
 from outbox.store.connection.connect import CONNECTION_ERRORS
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class _Run:
             dead=tuple(DeadRange(d.lane, d.seq, d.to_seq, d.reason) for d in dead),
             ownership_events=tuple(
                 OwnershipEvent(
-                    ids[h.endpoint_id], h.at.timestamp() + offset_s, h.replica, h.claimed, h.why
+                    ids[h.endpoint_id], h.at.timestamp() + offset_s, h.replica, h.claimed, h.reason
                 )
                 for h in ownership
             ),

@@ -71,7 +71,7 @@ class ConformanceCase:
     """A test case of a few requests."""
 
     name: str
-    why: str
+    reason: str
     """The consequence for a receiver that fails the case."""
     steps: tuple[CaseStep, ...]
     processed: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class _Suite:
     lanes: int = 0
     cases: list[ConformanceCase] = field(default_factory=list)
 
-    def case(self, name: str, why: str) -> _CaseBuilder:
+    def case(self, name: str, reason: str) -> _CaseBuilder:
         self.lanes += 1
         sender = FakeSender(
             self.secret,
@@ -98,7 +98,7 @@ class _Suite:
             clock=self.clock,
             new_id=lambda: next(self.ids),
         )
-        return _CaseBuilder(self, sender, sender.lane(self.lanes), name, why)
+        return _CaseBuilder(self, sender, sender.lane(self.lanes), name, reason)
 
 
 @dataclass(slots=True)
@@ -107,15 +107,15 @@ class _CaseBuilder:
     sender: FakeSender
     lane: str
     name: str
-    why: str
+    reason: str
     steps: list[CaseStep] = field(default_factory=list)
     processed: list[str] = field(default_factory=list)
 
     def event(self, data: object = None, **how: object) -> Request:
         return self.sender.event(EVENT_TYPE, data, lane=self.lane, **how)  # type: ignore[arg-type]
 
-    def step(self, request: Request, verdict: ExpectedResponse, *, at_once: int = 1) -> None:
-        self.steps.append(CaseStep(request, verdict, at_once))
+    def step(self, request: Request, expected: ExpectedResponse, *, at_once: int = 1) -> None:
+        self.steps.append(CaseStep(request, expected, at_once))
 
     def taken(self, request: Request, *, again: bool = False) -> Request:
         self.step(request, ExpectedResponse.TAKEN)
@@ -135,7 +135,7 @@ class _CaseBuilder:
 
     def end(self) -> None:
         self.suite.cases.append(
-            ConformanceCase(self.name, self.why, tuple(self.steps), tuple(self.processed))
+            ConformanceCase(self.name, self.reason, tuple(self.steps), tuple(self.processed))
         )
 
 
@@ -351,9 +351,9 @@ def _batches(suite: _Suite) -> None:
     case.together(*(case.event("x" * 150_000) for _ in range(4)))
     case.end()
 
-    def spoiled(name: str, why: str, spoil: Callable[[Request], Request]) -> None:
+    def spoiled(name: str, reason: str, spoil: Callable[[Request], Request]) -> None:
         """The spoiled batch is refused as a whole, and the original one accepted."""
-        case = suite.case(name, why)
+        case = suite.case(name, reason)
         case.taken(case.event(0))
         batch = [case.event(n) for n in range(1, 4)]
         case.refused(spoil(case.sender.batch(*batch)))
@@ -379,9 +379,9 @@ def _batches(suite: _Suite) -> None:
 
 
 def _signatures(suite: _Suite) -> None:
-    def forged(name: str, why: str, spoil: Callable[[Request], Request]) -> None:
+    def forged(name: str, reason: str, spoil: Callable[[Request], Request]) -> None:
         """The forgery is refused, and the original delivery is accepted."""
-        case = suite.case(name, why)
+        case = suite.case(name, reason)
         case.taken(case.event(0))
         true = case.event(1)
         case.refused(spoil(true))
@@ -532,7 +532,7 @@ def vectors(cases: tuple[ConformanceCase, ...]) -> Iterator[dict[str, object]]:
     for case in cases:
         yield {
             "name": case.name,
-            "why": case.why,
+            "reason": case.reason,
             "steps": [
                 {
                     "method": step.request.method,

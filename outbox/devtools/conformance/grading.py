@@ -40,7 +40,7 @@ class CaseGrade:
     """Result of one case."""
 
     case: str
-    why: str
+    reason: str
     """The consequence for a receiver that fails the case."""
     failure: str | None
     """The failed step and its response; None: passed."""
@@ -81,10 +81,10 @@ async def grade(
         grades: list[CaseGrade] = []
         for case in cases:
             failure = await receiver.failure(case)
-            if not grades and (why := _NOT_FOUND.get(receiver.last_status)):
+            if not grades and (reason := _NOT_FOUND.get(receiver.last_status)):
                 # All further cases would fail for the same reason.
-                raise CannotRun(f"{url} responded {receiver.last_status} to a delivery: {why}")
-            grades.append(CaseGrade(case.name, case.why, failure))
+                raise CannotRun(f"{url} responded {receiver.last_status} to a delivery: {reason}")
+            grades.append(CaseGrade(case.name, case.reason, failure))
             on_grade(grades[-1])
     return grades
 
@@ -197,13 +197,13 @@ def _partial_success_error(request: Request, response: aiohttp.ClientResponse) -
     return f"{response.status} with {ACCEPTED_THROUGH} {through} to a batch of {first} to {last}"
 
 
-def _response_error(verdict: ExpectedResponse, response: int | str) -> str | None:
+def _response_error(expected: ExpectedResponse, response: int | str) -> str | None:
     """Compare a response with the expected one; returns the error, or None."""
     if isinstance(response, str):
-        if verdict is ExpectedResponse.CUT and response.startswith("a broken connection"):
+        if expected is ExpectedResponse.CUT and response.startswith("a broken connection"):
             return None
         return f"expected a response, got {response}"
-    match verdict:
+    match expected:
         case ExpectedResponse.TAKEN if not 200 <= response < 300:
             return f"expected 2xx, got {response}"
         case ExpectedResponse.REFUSED | ExpectedResponse.CUT:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.verify.promises import run_checks
+from outbox.operations.verify.guarantees import run_checks
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -41,13 +41,13 @@ class DemoChecks:
     missing: int
     phantoms: int
     """Deliveries of rolled-back events."""
-    broken_promises: int
+    violations: int
     """Violations found by `outbox verify` in the database."""
 
     @property
     def good(self) -> bool:
-        """There are no violations."""
-        return not (self.out_of_order or self.missing or self.phantoms or self.broken_promises)
+        """Every guarantee held."""
+        return not (self.out_of_order or self.missing or self.phantoms or self.violations)
 
 
 async def check_demo(
@@ -80,7 +80,7 @@ async def check_demo(
         out_of_order=out_of_order,
         missing=missing,
         phantoms=phantoms,
-        broken_promises=broken,
+        violations=broken,
     )
 
 

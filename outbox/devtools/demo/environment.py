@@ -151,7 +151,7 @@ async def _destination(
     destination = Destination(plan, receiver)
     receiver.on_request = destination.record_processed
     url = await stack.enter_async_context(receiver.serve())
-    endpoint = await endpoint_changes.add(
+    endpoint = await endpoint_changes.add_endpoint(
         control,
         SCHEMA,
         EndpointSettings(

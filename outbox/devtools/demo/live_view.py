@@ -42,7 +42,7 @@ async def read_lanes(environment: DemoEnvironment) -> list[LaneView]:
     shown: list[LaneView] = []
     for destination in environment.destinations:
         plan = destination.plan
-        lanes = (await endpoints.get(environment.control, "relay", plan.name)).lanes
+        lanes = (await endpoints.get_endpoint(environment.control, "relay", plan.name)).lanes
         shown += [
             LaneView(plan.name, plan.description, lane, destination.per_lane.get(lane.name, 0))
             for lane in lanes

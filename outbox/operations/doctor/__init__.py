@@ -51,56 +51,56 @@ TIMEOUT_S = 60.0
 """For all checks together."""
 
 _FIRST: tuple[tuple[str, Check], ...] = (
-    ("server", server.version),
-    ("schema", schema.version),
-    ("locks", transactions.locks),
-    ("rows", schema.initial_rows),
+    ("server", server.check_version),
+    ("schema", schema.check_version),
+    ("locks", transactions.check_locks),
+    ("rows", schema.check_initial_rows),
 )
 """After a problem in one of these, the other checks are skipped: they would repeat it."""
 
 _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
-    ("durability", server.durability),
-    ("timeline", server.timeline),
-    ("connections", server.connections),
-    ("clock", server.clock),
-    ("sequence", schema.sequence),
-    ("trigger", schema.trigger),
-    ("wake-up flag", schema.flag),
-    ("partitions", schema.partitions),
-    ("roles", roles.roles),
-    ("autovacuum", tables.autovacuum),
-    ("secrets", endpoints.secrets),
-    ("networks", endpoints.networks),
-    ("certificates", endpoints.certificates),
+    ("durability", server.check_durability),
+    ("timeline", server.check_timeline),
+    ("connections", server.check_connections),
+    ("clock", server.check_clock),
+    ("sequence", schema.check_sequence),
+    ("trigger", schema.check_trigger),
+    ("wake-up flag", schema.check_flag),
+    ("partitions", schema.check_partitions),
+    ("roles", roles.check_roles),
+    ("autovacuum", tables.check_autovacuum),
+    ("secrets", endpoints.check_secrets),
+    ("networks", endpoints.check_networks),
+    ("certificates", endpoints.check_certificates),
 )
 
 _LIVE: tuple[tuple[str, Check], ...] = (
-    ("synchronous standby", server.synchronous_standby),
-    ("relays", relays.replicas),
-    ("listeners", relays.listeners),
-    ("sequencing", relays.lag),
-    ("skipped events", relays.skipped_events),
-    ("schedules", schedules.overdue),
-    ("owners", relays.owners),
-    ("endpoints", endpoints.states),
-    ("health", endpoints.health),
-    ("filters", endpoints.filters),
-    ("blocked lanes", lanes.blocked),
-    ("failing lanes", lanes.failing),
-    ("old lanes", lanes.generations),
-    ("dead letters", lanes.dead_letters),
-    ("gaps", transactions.gaps),
-    ("publishing", transactions.in_flight),
-    ("horizon", horizon.horizon),
-    ("dead rows", tables.dead_rows),
-    ("wraparound", tables.wraparound),
-    ("size", tables.size),
-    ("retention", retention.retention),
-    ("leftovers", roles.empty_partitions),
-    ("notify queue", transactions.queue),
+    ("synchronous standby", server.check_synchronous_standby),
+    ("relays", relays.check_replicas),
+    ("listeners", relays.check_listeners),
+    ("sequencing", relays.check_lag),
+    ("skipped events", relays.check_skipped_events),
+    ("schedules", schedules.check_overdue),
+    ("owners", relays.check_owners),
+    ("endpoints", endpoints.check_states),
+    ("health", endpoints.check_health),
+    ("filters", endpoints.check_filters),
+    ("blocked lanes", lanes.check_blocked),
+    ("failing lanes", lanes.check_failing),
+    ("old lanes", lanes.check_generations),
+    ("dead letters", lanes.check_dead_letters),
+    ("gaps", transactions.check_gaps),
+    ("publishing", transactions.check_in_flight),
+    ("horizon", horizon.check_horizon),
+    ("dead rows", tables.check_dead_rows),
+    ("wraparound", tables.check_wraparound),
+    ("size", tables.check_size),
+    ("retention", retention.check_retention),
+    ("empty partitions", roles.check_empty_partitions),
+    ("notify queue", transactions.check_queue),
 )
 
-_PROBE: tuple[tuple[str, Check], ...] = (("probe", probe.probe),)
+_PROBE: tuple[tuple[str, Check], ...] = (("probe", probe.check_probe),)
 """The probe writes, so it manages its own transactions."""
 
 
@@ -120,10 +120,10 @@ async def examine(context: DoctorContext) -> AsyncIterator[DoctorFinding]:
         (Subject.LIVE, _PROBE if context.probing else ()),
     ):
         for name, check in checks:
-            found = await _run_check(check, context, deadline)
-            for result in found:
+            results = await _run_check(check, context, deadline)
+            for result in results:
                 yield DoctorFinding(subject, name, result.severity, result.message, result.action)
-            if checks is _FIRST and any(result.severity is Severity.PROBLEM for result in found):
+            if checks is _FIRST and any(result.severity is Severity.PROBLEM for result in results):
                 return
 
 
@@ -142,7 +142,7 @@ async def _run_check(check: Check, context: DoctorContext, deadline: float) -> l
 async def _collect_results(check: Check, context: DoctorContext) -> list[CheckResult]:
     results: list[CheckResult] = []
     try:
-        if check is probe.probe:
+        if check is probe.check_probe:
             results += [each async for each in check(context)]
         else:
             await _run_read_only(check, context, results)
@@ -178,18 +178,18 @@ async def _run_read_only(check: Check, context: DoctorContext, results: list[Che
         results += [each async for each in check(context)]
 
 
-async def _access_error(context: DoctorContext, why: str) -> CannotRun:
+async def _access_error(context: DoctorContext, reason: str) -> CannotRun:
     """The error for a role that cannot read the migrations."""
-    return CannotRun(f"{why}; {await _suggest_grant(context)}")
+    return CannotRun(f"{reason}; {await _suggest_grant(context)}")
 
 
-async def _privilege_result(context: DoctorContext, why: str) -> CheckResult:
+async def _privilege_result(context: DoctorContext, reason: str) -> CheckResult:
     """The result of a check that this role has no rights for."""
-    if any(thing in why for thing in (" table ", " sequence ", " function ")):
+    if any(thing in reason for thing in (" table ", " sequence ", " function ")):
         action = await _suggest_grant(context)
     else:
         action = "connect as the role that ran outbox migrate"
-    return warning(f"this check needs more rights: {why}", action)
+    return warning(f"this check needs more rights: {reason}", action)
 
 
 async def _suggest_grant(context: DoctorContext) -> str:

@@ -14,8 +14,8 @@ from outbox.core.model.response import describe_response, outcome_fields
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.operations.doctor.finding import (
     ROWS_MAX,
-    count_noun,
     format_age,
+    format_count,
     join_names,
     ok,
     problem,
@@ -71,7 +71,7 @@ SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 
 
 # Filters that the sequencer has stopped evaluating.
 FILTERS = """
-SELECT e.name, s.filter_stopped_reason AS why,
+SELECT e.name, s.filter_stopped_reason AS reason,
        extract(epoch FROM clock_timestamp() - s.filter_stopped_at)::float8 AS since_s,
        count(*) OVER () AS total
   FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
@@ -81,21 +81,21 @@ SELECT e.name, s.filter_stopped_reason AS why,
 """
 
 
-async def secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Secrets are encrypted, with one key that all relays have."""
     kept = {row["key"]: row["count"] for row in await context.db.fetch(COUNT_SECRETS)}
     in_clear = kept.pop(None, 0)
     keys = sorted(kept)
     if keys and in_clear:
         yield warning(
-            f"{count_noun(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear, "
+            f"{format_count(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear, "
             "others are "
             "encrypted",
             "outbox rekey",
         )
     elif in_clear:
         yield warning(
-            f"{count_noun(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear: a "
+            f"{format_count(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear: a "
             "reader "
             f"of {context.qualify('endpoint_secret')}, or of a backup, can forge signatures",
             "set OUTBOX_KEY for relays and operators (create one: outbox rekey --generate), then "
@@ -121,7 +121,7 @@ async def secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
 
 
-async def networks(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_networks(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Egress rules allow every URL, and no network is opened too widely."""
     refused: dict[str, list[str]] = {}
     exposed: dict[str, list[str]] = {}
@@ -129,30 +129,30 @@ async def networks(context: DoctorContext) -> AsyncIterator[CheckResult]:
         networks = tuple(map(ip_network, row["allow_networks"]))
         for leads in exposed_metadata_warnings(networks):
             exposed.setdefault(leads, []).append(row["name"])
-        if (why := context.explain_url_rejection(row["url"], networks)) is not None:
-            refused.setdefault(why, []).append(row["name"])
-    for why, names in islice(refused.items(), ROWS_MAX):
+        if (reason := context.explain_url_rejection(row["url"], networks)) is not None:
+            refused.setdefault(reason, []).append(row["name"])
+    for reason, names in islice(refused.items(), ROWS_MAX):
         yield warning(
-            f"these settings reject the URL of {join_names(names)}: {why}",
+            f"these settings reject the URL of {join_names(names)}: {reason}",
             "set OUTBOX_ALLOW_NETWORKS to the same value as for the relays, or change the URL",
         )
     everywhere = exposed_metadata_warnings(context.allow_networks)
-    for why in everywhere:
+    for reason in everywhere:
         yield warning(
-            f"OUTBOX_ALLOW_NETWORKS opens this for every endpoint: {why}",
+            f"OUTBOX_ALLOW_NETWORKS opens this for every endpoint: {reason}",
             "allow narrower ranges, or allow them for one endpoint: outbox endpoint update NAME "
             "--allow-network RANGE",
         )
-    for why, names in islice(exposed.items(), ROWS_MAX):
+    for reason, names in islice(exposed.items(), ROWS_MAX):
         yield warning(
-            f"allowed for {join_names(names)}: {why}",
+            f"allowed for {join_names(names)}: {reason}",
             "allow narrower ranges: outbox endpoint update NAME --allow-network RANGE",
         )
     if not refused and not exposed and not everywhere:
         yield ok("these settings allow the URLs of all endpoints")
 
 
-async def certificates(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_certificates(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Client certificates for mutual TLS do not expire soon."""
     rows = await context.db.fetch(CERTIFICATES)
     for row in rows:
@@ -169,10 +169,10 @@ async def certificates(context: DoctorContext) -> AsyncIterator[CheckResult]:
     if not rows:
         yield ok("no endpoint has a client certificate")
     elif all(row["left_s"] >= context.limits.certificate_s for row in rows):
-        yield ok(f"{count_noun(len(rows), 'client certificate')}, none of them expires soon")
+        yield ok(f"{format_count(len(rows), 'client certificate')}, none of them expires soon")
 
 
-async def states(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_states(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Endpoints that are paused, disabled or being removed."""
     rows = await context.db.fetch(STATES, ROWS_MAX)
     for row in rows:
@@ -185,11 +185,11 @@ async def states(context: DoctorContext) -> AsyncIterator[CheckResult]:
 
 def _state(row: Any, context: DoctorContext) -> CheckResult:
     by = f" by {row['state_by']}" if row["state_by"] else ""
-    why = f" ({row['state_comment']})" if row["state_comment"] else ""
+    reason = f" ({row['state_comment']})" if row["state_comment"] else ""
     name = shlex.quote(row["name"])
     message = (
         f'endpoint "{row["name"]}" has been {row["state"]}{by} for '
-        f"{format_age(row['since_s'])}{why}"
+        f"{format_age(row['since_s'])}{reason}"
     )
     match row["state"]:
         case "paused":
@@ -211,7 +211,7 @@ def _state(row: Any, context: DoctorContext) -> CheckResult:
             return ok(message)
 
 
-async def health(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_health(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Circuit breakers of active endpoints are closed."""
     rows = await context.db.fetch(HEALTH, ROWS_MAX)
     for row in rows:
@@ -247,7 +247,7 @@ def _health(row: Any) -> CheckResult:
             return ok(f"{who} has been {row['state']} for {since}")
 
 
-async def filters(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_filters(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The sequencer evaluates every filter."""
     rows = await context.db.fetch(FILTERS, ROWS_MAX, AGAIN_AFTER_S)
     for row in rows:
@@ -255,7 +255,7 @@ async def filters(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield warning(
             f'the filter of endpoint "{row["name"]}" has not been evaluated for '
             f"{format_age(row['since_s'])} "
-            f"({row['why']}): the endpoint receives events that it should not",
+            f"({row['reason']}): the endpoint receives events that it should not",
             f"simplify it: outbox endpoint update {name} --filter …; otherwise it is evaluated "
             "again "
             "after a day",

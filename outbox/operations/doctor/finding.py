@@ -180,7 +180,7 @@ def format_age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def count_noun(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """`1 event`, `2 events`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

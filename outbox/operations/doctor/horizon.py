@@ -13,8 +13,8 @@ from outbox.core.model.sql_names import quote_literal
 from outbox.operations.doctor.finding import (
     MAY_READ_STATS,
     ROWS_MAX,
-    count_noun,
     format_age,
+    format_count,
     missing_privilege,
     ok,
     report_remaining,
@@ -72,7 +72,7 @@ SELECT s.slot_name AS name, pg_wal_lsn_diff(pg_current_wal_lsn(), s.restart_lsn)
 SEE = "see pg_stat_activity, pg_prepared_xacts, pg_replication_slots, pg_stat_replication"
 
 
-async def horizon(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_horizon(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No old transaction, slot or standby holds back the xmin horizon."""
     limits = context.limits
     pins = await context.db.fetch(PINS, ROWS_MAX, limits.transaction_s, limits.horizon_transactions)
@@ -97,7 +97,7 @@ async def horizon(context: DoctorContext) -> AsyncIterator[CheckResult]:
     elif not old and not idle:
         yield ok(
             f"no old transaction holds back VACUUM; the oldest is {_describe_pin(pins[0])} "
-            f"{count_noun(pins[0]['xids'], 'transaction')} back"
+            f"{format_count(pins[0]['xids'], 'transaction')} back"
             if pins
             else "nothing holds back VACUUM"
         )
@@ -133,7 +133,7 @@ def _describe_kept_rows(row: Any) -> str:
     what = "dead rows of the catalogs" if row["catalog_only"] else "dead rows"
     return (
         f"keeps VACUUM from removing {what}; its snapshot is "
-        f"{count_noun(row['xids'], 'transaction')} old"
+        f"{format_count(row['xids'], 'transaction')} old"
     )
 
 

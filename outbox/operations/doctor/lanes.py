@@ -10,8 +10,8 @@ import orjson
 from outbox.core.model.ids import lane_name
 from outbox.operations.doctor.finding import (
     ROWS_MAX,
-    count_noun,
     format_age,
+    format_count,
     ok,
     problem,
     report_remaining,
@@ -72,8 +72,8 @@ SELECT e.name, e.state, count(*) AS lanes, sum(s.last_seq - s.acked_seq)::bigint
 
 # Without removed endpoints, whose dead letters cannot be replayed.
 DEAD_LETTERS = """
-SELECT e.name, count(*) AS letters, extract(epoch FROM clock_timestamp() - min(d.at))::float8
-       AS oldest_s, sum(count(*)) OVER ()::bigint AS all_letters, count(*) OVER () AS total
+SELECT e.name, count(*) AS dead_letters, extract(epoch FROM clock_timestamp() - min(d.at))::float8
+       AS oldest_s, sum(count(*)) OVER ()::bigint AS all_dead_letters, count(*) OVER () AS total
   FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id AND e.state <> 'removed'
  WHERE d.state = 'dead'
  GROUP BY e.id, e.name
@@ -86,20 +86,22 @@ def _lane(row: Any) -> str:
     return f'lane {lane} of "{row["name"]}"'
 
 
-async def blocked(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_blocked(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No lane is blocked by a dead letter."""
     rows = await context.db.fetch(BLOCKED, ROWS_MAX)
     for row in rows:
         name = shlex.quote(row["name"])
-        letter = row["dead_id"]
-        which = f" as dead letter {letter} ({row['reason']})" if letter else ""
-        each = (
-            f"outbox dead replay {letter}, or outbox dead discard {letter}; or " if letter else ""
+        dead_id = row["dead_id"]
+        which = f" as dead letter {dead_id} ({row['reason']})" if dead_id else ""
+        unblock = (
+            f"outbox dead replay {dead_id}, or outbox dead discard {dead_id}; or "
+            if dead_id
+            else ""
         )
         yield problem(
             f"{_lane(row)} has been blocked for {format_age(row['since_s'])}: sequence "
             f"{row['seq']} was dead-lettered{which}",
-            f"{each}unblock all lanes: outbox endpoint resume {name}",
+            f"{unblock}unblock all lanes: outbox endpoint resume {name}",
         )
     for result in report_remaining(rows, "outbox status"):
         yield result
@@ -107,7 +109,7 @@ async def blocked(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok("no lane is blocked")
 
 
-async def failing(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_failing(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No lane has been failing for long."""
     rows = await context.db.fetch(FAILING, ROWS_MAX, context.limits.failing_s)
     for row in rows:
@@ -115,7 +117,7 @@ async def failing(context: DoctorContext) -> AsyncIterator[CheckResult]:
         last = response.get("status") or response.get("failure") or "no response"
         yield warning(
             f"{_lane(row)} has been failing at sequence {row['retry_seq']} for "
-            f"{format_age(row['since_s'])}: {count_noun(row['attempts'], 'attempt')}, {last}",
+            f"{format_age(row['since_s'])}: {format_count(row['attempts'], 'attempt')}, {last}",
             "fix its receiver; when the retries are exhausted, the delivery is dead-lettered",
         )
     for result in report_remaining(rows, "outbox status"):
@@ -124,7 +126,7 @@ async def failing(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok("no lane has been failing for long")
 
 
-async def generations(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_generations(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Lanes of older generations have no pending deliveries."""
     rows = await context.db.fetch(GENERATIONS, ROWS_MAX)
     for row in rows:
@@ -137,7 +139,7 @@ async def generations(context: DoctorContext) -> AsyncIterator[CheckResult]:
 
 def _generation(row: Any) -> CheckResult:
     message = (
-        f'"{row["name"]}": {count_noun(row["lanes"], "lane")} of an older generation with '
+        f'"{row["name"]}": {format_count(row["lanes"], "lane")} of an older generation with '
         f"{row['pending']} pending, which are delivered before the new lanes"
     )
     if row["blocked"]:
@@ -152,17 +154,17 @@ def _generation(row: Any) -> CheckResult:
     return ok(message)
 
 
-async def dead_letters(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_dead_letters(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No dead letter waits for a decision."""
     rows = await context.db.fetch(DEAD_LETTERS, ROWS_MAX)
     if not rows:
         yield ok("no dead letter waits for a decision")
         return
-    of = ", ".join(f'{row["letters"]} of "{row["name"]}"' for row in rows)
+    by_endpoint = ", ".join(f'{row["dead_letters"]} of "{row["name"]}"' for row in rows)
     more = rows[0]["total"] - len(rows)
     yield warning(
-        f"{count_noun(rows[0]['all_letters'], 'dead letter')}, the oldest for "
-        f"{format_age(rows[0]['oldest_s'])}: {of}"
-        + (f" and {count_noun(more, 'endpoint')} more" if more else ""),
+        f"{format_count(rows[0]['all_dead_letters'], 'dead letter')}, the oldest for "
+        f"{format_age(rows[0]['oldest_s'])}: {by_endpoint}"
+        + (f" and {format_count(more, 'endpoint')} more" if more else ""),
         "see outbox dead list; then outbox dead replay or outbox dead discard",
     )

@@ -69,7 +69,7 @@ class Timing:
         return ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts if ms is not None)
 
 
-async def probe(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_probe(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """An event is committed, notified and sequenced quickly."""
     about = await context.db.fetchrow(ABOUT)
     error = None

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from outbox.operations.doctor.finding import (
     ROWS_MAX,
-    count_noun,
     format_age,
+    format_count,
     join_names,
     ok,
     problem,
@@ -69,7 +69,7 @@ SELECT e.name, o.replica_id, count(*) OVER () AS total
 """
 
 
-async def replicas(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_replicas(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """At least one relay renews its lease."""
     rows = await context.db.fetch(REPLICAS)
     if not any(row["left_s"] > 0 for row in rows):
@@ -79,7 +79,7 @@ async def replicas(context: DoctorContext) -> AsyncIterator[CheckResult]:
             yield warning("no relay is running, and there is no endpoint yet", START)
     for row in rows:
         who = f"{row['name']} (replica {row['id']})"
-        owns = f"owns {count_noun(row['endpoints'], 'endpoint')}"
+        owns = f"owns {format_count(row['endpoints'], 'endpoint')}"
         if row["left_s"] > 0:
             yield ok(f"{who} {owns}; its lease expires in {format_age(row['left_s'])}")
         else:
@@ -89,7 +89,7 @@ async def replicas(context: DoctorContext) -> AsyncIterator[CheckResult]:
             )
 
 
-async def listeners(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_listeners(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Every relay has a LISTEN connection."""
     if not context.listening:
         yield ok("relays with these settings do not listen; they poll every OUTBOX_POLL_S")
@@ -107,13 +107,13 @@ async def listeners(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok("every running relay listens")
 
 
-async def lag(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_lag(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Committed events are sequenced without delay."""
     row = await context.db.fetchrow(WAITING, COUNT_MAX + 1)
     if not row["events"]:
         yield ok(f"all events up to id {row['high']} are sequenced")
         return
-    events = count_noun(min(row["events"], COUNT_MAX), "event")
+    events = format_count(min(row["events"], COUNT_MAX), "event")
     if row["events"] > COUNT_MAX:
         events = f"over {events}"
     verb = "waits" if row["events"] == 1 else "wait"
@@ -130,7 +130,7 @@ async def lag(context: DoctorContext) -> AsyncIterator[CheckResult]:
     yield make_result(message, action)
 
 
-async def skipped_events(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_skipped_events(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No committed event was skipped as rolled back; of older batches, outbox verify knows."""
     row = await context.db.fetchrow(FIND_SKIPPED_EVENTS, BATCHES_PER_SEARCH, None)
     if not row["events"]:
@@ -139,13 +139,13 @@ async def skipped_events(context: DoctorContext) -> AsyncIterator[CheckResult]:
     ids = ", ".join(map(str, row["first_ids"]))
     at_least = "at least " if row["events"] == EVENTS_MAX else ""
     yield problem(
-        f"{at_least}{count_noun(row['events'], 'committed event')} skipped, from id {ids}: the "
+        f"{at_least}{format_count(row['events'], 'committed event')} skipped, from id {ids}: the "
         "sequence of outbox.id was altered, or they were inserted with explicit ids",
         "outbox verify --repair, and the next batches sequence them",
     )
 
 
-async def owners(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_owners(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Every endpoint is owned by a running relay."""
     rows = await context.db.fetch(OWNERLESS, ROWS_MAX)
     if not rows:

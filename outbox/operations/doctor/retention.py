@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.sequencing.partition_window import PartitionWindow
 from outbox.operations.doctor.finding import (
     ROWS_MAX,
-    count_noun,
     format_age,
+    format_count,
     join_names,
     ok,
     warning,
@@ -43,16 +43,15 @@ SELECT count(*) FROM dead_letter
 _CONTENTS: dict[WindowKind, str] = {"events": "events", "log": "deliveries and attempts"}
 
 
-async def retention(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_retention(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Periods older than the retention are dropped."""
     periods = [PartitionWindow(**dict(row)) for row in await context.db.fetch(READ_PERIODS)]
     kinds: tuple[WindowKind, ...] = ("events", "log")
     for kind in kinds:
         ours = sorted((p for p in periods if p.kind == kind), key=lambda p: p.number)
         keep_s, what, oldest = context.keep.retention_s(kind), _CONTENTS[kind], ours[0]
-        kept = (
-            f"{what} are kept for {format_age(oldest.age_s)}, in {count_noun(len(ours), 'period')}"
-        )
+        periods_kept = format_count(len(ours), "period")
+        kept = f"{what} are kept for {format_age(oldest.age_s)}, in {periods_kept}"
         if keep_s is None:
             yield ok(f"{kept}, without a limit")
             continue
@@ -60,11 +59,11 @@ async def retention(context: DoctorContext) -> AsyncIterator[CheckResult]:
         if overdue_s < GRACE_S:
             yield ok(kept)
             continue
-        why, action = await _find_blocker(context, oldest)
+        reason, action = await _find_blocker(context, oldest)
         yield warning(
             f"{what} from {format_age(oldest.age_s)} ago were due to be dropped "
             f"{format_age(overdue_s)} ago: "
-            f"{why}",
+            f"{reason}",
             action,
         )
 
@@ -84,7 +83,7 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
     if await context.db.fetchval(PINNED_BY_RANGES, context.keep.dead_letters_s, last):
         ranges = await context.db.fetchval(RANGES, last)
         return (
-            f"{count_noun(ranges, 'dead letter')} with ranges of them can still be replayed",
+            f"{format_count(ranges, 'dead letter')} with ranges of them can still be replayed",
             "see outbox dead list; then outbox dead replay or outbox dead discard",
         )
     if period.kind == "events" and await context.db.fetchval(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
-from outbox.operations.doctor.finding import count_noun, join_names, ok, problem, warning
+from outbox.operations.doctor.finding import format_count, join_names, ok, problem, warning
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -118,7 +118,7 @@ SELECT count(*)
 """
 
 
-async def roles(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_roles(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Relays and the current role have the privileges they need, and not more."""
     wrong = False
     for row in await context.db.fetch(RELAYS):
@@ -188,12 +188,12 @@ def _secret_reader_result(
     )
 
 
-async def empty_partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_empty_partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Partitions that relays emptied, but do not own, are dropped by the owner."""
     count = await context.db.fetchval(EMPTY_PARTITIONS)
     run = f"as their owner: {migrate_command(context.schema)}"
     message = (
-        f"{count_noun(count, 'partition')} of dropped periods {'is' if count == 1 else 'are'} "
+        f"{format_count(count, 'partition')} of dropped periods {'is' if count == 1 else 'are'} "
         "empty and "
         "still attached, because the relays do not own them"
     )

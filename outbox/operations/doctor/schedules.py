@@ -46,7 +46,7 @@ SELECT extract(epoch FROM clock_timestamp() - deliver_at)::float8 AS since_s
 ACTION = 'start a relay: outbox relay; if one runs, its log has the error ("scheduled runs failed")'
 
 
-async def overdue(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_overdue(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Schedules and future events are published on time."""
     late_s = context.limits.overdue_s
     rows = await context.db.fetch(OVERDUE, ROWS_MAX, late_s)

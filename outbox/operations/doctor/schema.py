@@ -70,28 +70,28 @@ _WHY_DISABLED = {
 }
 
 
-async def version(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_version(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The migrations of this version are applied."""
-    found = await migrate.status(context.db, context.schema)
+    status = await migrate.status(context.db, context.schema)
     run = f"run: {migrate_command(context.schema)}"
-    if not found.applied:
+    if not status.applied:
         yield problem(f'schema "{context.schema}" does not exist', run)
-    elif found.pending:
+    elif status.pending:
         yield problem(
-            f'schema "{context.schema}" is at version {found.version}, this program needs '
-            f"{found.pending[-1].version}",
+            f'schema "{context.schema}" is at version {status.version}, this program needs '
+            f"{status.pending[-1].version}",
             run,
         )
-    elif found.version > found.applied[-1].version:
+    elif status.version > status.applied[-1].version:
         yield ok(
-            f'"{context.schema}" is at version {found.version}, newer than version '
-            f"{found.applied[-1].version} of this program, and compatible"
+            f'"{context.schema}" is at version {status.version}, newer than version '
+            f"{status.applied[-1].version} of this program, and compatible"
         )
     else:
-        yield ok(f'"{context.schema}" is at version {found.version}')
+        yield ok(f'"{context.schema}" is at version {status.version}')
 
 
-async def initial_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_initial_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The rows that the migrations wrote exist."""
     emptied = await context.db.fetchval(EMPTIED)
     if emptied:
@@ -106,7 +106,7 @@ async def initial_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok("the rows that the migrations wrote exist")
 
 
-async def sequence(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_sequence(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The id sequence is consecutive, and all ids come from it."""
     row = await context.db.fetchrow(SEQUENCE)
     if row is None:
@@ -152,7 +152,7 @@ async def sequence(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok(f"ids are consecutive; the last one is {given}")
 
 
-async def trigger(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_trigger(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Producers wake a sleeping relay."""
     enabled = await context.db.fetchval(TRIGGER)
     table = context.qualify("outbox")
@@ -172,7 +172,7 @@ async def trigger(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
 
 
-async def flag(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_flag(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Producers can read the wake-up flag, and its value is plausible."""
     row = await context.db.fetchrow(FLAG)
     name = context.qualify("wakeup")
@@ -194,7 +194,7 @@ async def flag(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok("a relay may be sleeping" if ahead_s > 0 else "no relay is sleeping")
 
 
-async def partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The partitions for the current and the next period exist."""
     written = dict(await context.db.fetch(WRITTEN_PERIODS))
     store = PartitionStore(context.db)
@@ -202,9 +202,9 @@ async def partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
     for kind, parents in PARENTS.items():
         for parent in parents:
             # A partition that is being detached accepts no rows.
-            there = {p.lo // WIDTH for p in await store.partitions(parent) if not p.detaching}
+            numbers = {p.lo // WIDTH for p in await store.partitions(parent) if not p.detaching}
             for number in (written[kind], written[kind] + 1):
-                if number not in there:
+                if number not in numbers:
                     wrong = True
                     taken = await context.db.fetchval(TABLE_EXISTS, f"{parent}_{number}")
                     now = number == written[kind]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outbox.operations.doctor.finding import (
-    count_noun,
     format_age,
+    format_count,
     missing_privilege,
     ok,
     problem,
@@ -85,7 +85,7 @@ SELECT server_timeline() AS server, timeline AS known, current_user AS role,
 CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 
-async def version(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_version(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The server is a primary of a tested version."""
     row = await context.db.fetchrow(VERSION)
     message = f"PostgreSQL {row['version']}"
@@ -103,7 +103,7 @@ async def version(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok(f"{message}, a primary")
 
 
-async def durability(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_durability(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Committed data survives a crash."""
     row = await context.db.fetchrow(DURABILITY)
     off = [name for name in ("fsync", "full_page_writes") if row[name] != "on"]
@@ -124,12 +124,12 @@ async def durability(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok("commits reach the disk before anything is sent")
 
 
-async def synchronous_standby(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_synchronous_standby(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No commit waits long for a synchronous standby."""
     row = await context.db.fetchrow(UNCONFIRMED_COMMITS)
     if row["sessions"] and row["since_s"] > context.limits.standby_s:
         yield problem(
-            f"the commits of {count_noun(row['sessions'], 'session')} wait for a synchronous "
+            f"the commits of {format_count(row['sessions'], 'session')} wait for a synchronous "
             f"standby, for up to {format_age(row['since_s'])}: nothing is published or delivered",
             f"bring back a standby of synchronous_standby_names ({row['standbys']}), or remove it "
             "there",
@@ -142,7 +142,7 @@ async def synchronous_standby(context: DoctorContext) -> AsyncIterator[CheckResu
         yield ok("synchronous standbys confirm commits")
 
 
-async def timeline(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_timeline(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """A failover is detected, and starts new lanes, because commits may have been lost."""
     row = await context.db.fetchrow(TIMELINE)
     if row["server"] is None:
@@ -176,12 +176,12 @@ async def timeline(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
 
 
-async def connections(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_connections(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Connections for one more relay are available."""
     row = await context.db.fetchrow(CONNECTIONS)
     free = max(row["usable"] - row["used"], 0)
     message = (
-        f"{count_noun(free, 'connection')} of {row['usable']} free, of {row['of']}; "
+        f"{format_count(free, 'connection')} of {row['usable']} free, of {row['of']}; "
         f"relays use {row['of_relays']}, and one more opens up to "
         f"{context.limits.connections_free_min}"
     )
@@ -191,13 +191,13 @@ async def connections(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok(message)
 
 
-async def clock(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_clock(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The clocks of this machine and the server agree."""
     before = context.clock()
-    there = await context.db.fetchval(CLOCK)
+    server_time = await context.db.fetchval(CLOCK)
     after = context.clock()
     # The server read its clock between `before` and `after`.
-    off_s = there - (before + after) / 2
+    off_s = server_time - (before + after) / 2
     surely_s = abs(off_s) - (after - before) / 2
     where = "ahead of" if off_s < 0 else "behind"
     message = f"this machine is {format_age(abs(off_s))} {where} the server"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.operations.doctor.finding import (
     ROWS_MAX,
-    count_noun,
     format_age,
+    format_count,
     join_names,
     ok,
     problem,
@@ -70,7 +70,7 @@ SELECT current_setting('autovacuum')::boolean AS autovacuum,
 """
 
 
-async def autovacuum(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_autovacuum(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Autovacuum is enabled for the server and for all tables."""
     row = await context.db.fetchrow(SETTINGS)
     off = [name for name in ("autovacuum", "track_counts") if not row[name]]
@@ -91,7 +91,7 @@ async def autovacuum(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok("autovacuum is on for the server and for all tables")
 
 
-async def dead_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_dead_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Dead rows do not accumulate."""
     rows = sorted(await context.db.fetch(TABLES), key=lambda row: -row["dead"])
     limits = context.limits
@@ -104,14 +104,14 @@ async def dead_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
     for row in bad[:ROWS_MAX]:
         name = context.qualify(row["name"])
         yield warning(
-            f"{name} has {count_noun(row['dead'], 'dead row')} and "
-            f"{count_noun(row['live'], 'live row')}, {_vacuumed(row)}: queries become slower",
+            f"{name} has {format_count(row['dead'], 'dead row')} and "
+            f"{format_count(row['live'], 'live row')}, {_vacuumed(row)}: queries become slower",
             f"end what holds back VACUUM (see horizon), then VACUUM {name}",
         )
     if not bad:
         most = rows[0]
         yield ok(
-            f"{count_noun(sum(row['dead'] for row in rows), 'dead row')} in all"
+            f"{format_count(sum(row['dead'] for row in rows), 'dead row')} in all"
             + (
                 f", {most['dead']} of them in {context.qualify(most['name'])}, {_vacuumed(most)}"
                 if most["dead"]
@@ -126,7 +126,7 @@ def _vacuumed(row: Any) -> str:
     return f"vacuumed {format_age(row['vacuumed_s'])} ago"
 
 
-async def wraparound(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_wraparound(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Old rows are frozen long before transaction ids wrap around."""
     settings = await context.db.fetchrow(SETTINGS)
     rows = await context.db.fetch(TABLES)
@@ -142,7 +142,7 @@ async def wraparound(context: DoctorContext) -> AsyncIterator[CheckResult]:
         overdue = True
         make_result = problem if row[number] >= context.limits.freeze_problem else warning
         yield make_result(
-            f"{context.qualify(row[oldest])} has rows that are {count_noun(row[number], what)} "
+            f"{context.qualify(row[oldest])} has rows that are {format_count(row[number], what)} "
             "old and not "
             f"frozen, although autovacuum should start at {settings[f'{number}_max']}; at about "
             "2,000,000,000 the server rejects writes",
@@ -154,7 +154,7 @@ async def wraparound(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok(f"freezing is on time; the oldest table is {most} transactions old")
 
 
-async def size(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_size(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Size of the tables, including indexes."""
     rows = await context.db.fetch(SIZES, None)
     total = _bytes(sum(row["bytes"] for row in rows))

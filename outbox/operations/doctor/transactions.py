@@ -8,8 +8,8 @@ from outbox.core.model.sql_names import quote_literal
 from outbox.operations.doctor.finding import (
     MAY_READ_STATS,
     ROWS_MAX,
-    count_noun,
     format_age,
+    format_count,
     missing_privilege,
     ok,
     problem,
@@ -68,7 +68,7 @@ SELECT a.pid, a.datname AS database, a.usename AS role, a.application_name AS ap
 OLDEST_SESSIONS_MAX = 3
 
 
-async def locks(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_locks(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No session has locked a table of the outbox that others wait for."""
     blocker = await read_lock_blocker(context.db)
     if blocker is None:
@@ -80,7 +80,7 @@ async def locks(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
 
 
-async def gaps(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_gaps(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No id has been an open gap for long."""
     row = await context.db.fetchrow(GAPS)
     if not row["gaps"]:
@@ -88,7 +88,7 @@ async def gaps(context: DoctorContext) -> AsyncIterator[CheckResult]:
         return
     since_s = row["since_s"] or 0.0
     message = (
-        f"{count_noun(row['gaps'], 'gap')} open, the oldest at id {row['oldest']} "
+        f"{format_count(row['gaps'], 'gap')} open, the oldest at id {row['oldest']} "
         f"for about {format_age(since_s)}"
     )
     if since_s < context.limits.holder_s:
@@ -105,12 +105,12 @@ async def gaps(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
 
 
-async def in_flight(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_in_flight(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """No transaction that published has been open for long."""
     rows = await context.db.fetch(IN_FLIGHT_TRANSACTIONS)
-    seen = [row for row in rows if row["since_s"] is not None]
+    active = [row for row in rows if row["since_s"] is not None]
     unreadable = [row for row in rows if row["since_s"] is None]
-    old = [row for row in seen if row["since_s"] >= context.limits.holder_s]
+    old = [row for row in active if row["since_s"] >= context.limits.holder_s]
     for row in old[:ROWS_MAX]:
         yield warning(
             f"{_describe_session(row)} has published but not ended: its events wait",
@@ -123,10 +123,10 @@ async def in_flight(context: DoctorContext) -> AsyncIterator[CheckResult]:
         role = (await context.db.fetchrow(MAY_READ_STATS))["role"]
         yield missing_privilege(f"how long these have been publishing: pid {pids}", role)
     if not old and not unreadable:
-        yield ok(f"{count_noun(len(rows), 'transaction')} open, none for long")
+        yield ok(f"{format_count(len(rows), 'transaction')} open, none for long")
 
 
-async def queue(context: DoctorContext) -> AsyncIterator[CheckResult]:
+async def check_queue(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """The server's NOTIFY queue is not filling up; when it is full, commits fail."""
     share = await trim_notification_queue(context.db)
     if share < context.limits.queue_share:

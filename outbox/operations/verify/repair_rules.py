@@ -110,7 +110,7 @@ REPAIRS: tuple[Repair, ...] = (
             RETURNING o.endpoint_id, o.epoch)
         INSERT INTO journal (kind, actor, endpoint_id, data)
         SELECT 'endpoint_released', 'outbox verify', endpoint_id,
-               jsonb_build_object('epoch', epoch, 'why', 'repaired')
+               jsonb_build_object('epoch', epoch, 'reason', 'repaired')
           FROM freed
         """,
         ("endpoint_id", "epoch"),

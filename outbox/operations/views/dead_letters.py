@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from outbox.operations.replays import ReplayOutcome
 
 
-def dead_letter(found: DeadLetter) -> dict[str, Any]:
+def dead_letter(dead_letter: DeadLetter) -> dict[str, Any]:
     """JSON form of one dead letter."""
-    return merge_fields(found.row, found, without=("row",))
+    return merge_fields(dead_letter.row, dead_letter, without=("row",))
 
 
-def counts(found: Sequence[DeadLetterCount]) -> dict[str, Any]:
+def count_report(counts: Sequence[DeadLetterCount]) -> dict[str, Any]:
     """JSON form of counts: in total, and by endpoint, reason and state."""
     total: dict[str, int] = dict.fromkeys(STATES, 0)
-    for each in found:
-        total[each.state] += each.letters
-    return {"total": total, "counts": found}
+    for each in counts:
+        total[each.state] += each.dead_letters
+    return {"total": total, "counts": counts}
 
 
-def planned(verb: str, outcome: ReplayOutcome) -> dict[str, Any]:
+def replay_plan(verb: str, outcome: ReplayOutcome) -> dict[str, Any]:
     """JSON form of a dry run."""
     result: dict[str, Any] = {"dry_run": True, verb: outcome.done, "skipped": outcome.skipped}
     return result if outcome.by_endpoint is None else result | {"by_endpoint": outcome.by_endpoint}
 
 
-def done(verb: str, outcome: ReplayOutcome) -> dict[str, Any]:
+def replay_result(verb: str, outcome: ReplayOutcome) -> dict[str, Any]:
     """JSON form of a result."""
     result = {verb: outcome.done, "skipped": outcome.skipped}
     return result if outcome.job is None else result | {"job": outcome.job}

@@ -13,44 +13,44 @@ if TYPE_CHECKING:
     from outbox.operations.endpoints import EndpointDetail
 
 
-def detail(found: EndpointDetail) -> dict[str, Any]:
+def endpoint_detail(detail: EndpointDetail) -> dict[str, Any]:
     """JSON form of one endpoint."""
     return {
-        "endpoint": found.row,
-        "settings": settings(found.settings),
-        "health": found.health,
-        "secrets": found.secrets,
-        "certificate": found.certificate,
-        "lanes": found.lanes,
-        "ownership_history": found.ownership_history,
+        "endpoint": detail.row,
+        "settings": endpoint_settings(detail.settings),
+        "health": detail.health,
+        "secrets": detail.secrets,
+        "certificate": detail.certificate,
+        "lanes": detail.lanes,
+        "ownership_history": detail.ownership_history,
     }
 
 
-def settings(held: EndpointSettings) -> dict[str, Any]:
+def endpoint_settings(settings: EndpointSettings) -> dict[str, Any]:
     """JSON form of settings, by the names used in files and flags; header values are null,
     because they may be credentials.
     """
-    return {name: endpoint_config.setting_value(held, name) for name in endpoint_config.FIELDS}
+    return {name: endpoint_config.setting_value(settings, name) for name in endpoint_config.FIELDS}
 
 
-def added(made: NewEndpoint) -> dict[str, Any]:
+def new_endpoint(added: NewEndpoint) -> dict[str, Any]:
     """JSON form of a new endpoint, with its secret."""
     return {
-        "id": made.id,
-        "name": made.name,
-        "url": made.url,
-        "secret": made.secret,
-        "lanes": made.lanes,
+        "id": added.id,
+        "name": added.name,
+        "url": added.url,
+        "secret": added.secret,
+        "lanes": added.lanes,
     }
 
 
-def updated(done: Updated) -> dict[str, Any]:
+def endpoint_update(updated: Updated) -> dict[str, Any]:
     """JSON form of an update: each changed setting with its old and new value."""
-    changes = {each.setting: [each.old, each.new] for each in done.differences}
-    return {"id": done.id, "name": done.name, "changed": changes}
+    changes = {each.setting: [each.old, each.new] for each in updated.differences}
+    return {"id": updated.id, "name": updated.name, "changed": changes}
 
 
-def applied(outcome: ApplyOutcome, *, dry_run: bool) -> dict[str, Any]:
+def apply_report(outcome: ApplyOutcome, *, dry_run: bool) -> dict[str, Any]:
     """JSON form of the result of apply."""
     return {
         "dry_run": dry_run,

@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from outbox.operations.erase import ErasureResult
 
 
-def erased(done: ErasureResult, *, dry_run: bool) -> dict[str, Any]:
+def erasure_report(result: ErasureResult, *, dry_run: bool) -> dict[str, Any]:
     """JSON form of the counts."""
     return {
         "dry_run": dry_run,
-        "events": done.events,
-        "future_events": done.future_events,
-        "dead_letters": done.dead_letters,
-        "responses": None if dry_run else done.responses,
-        "schedules": done.schedules,
+        "events": result.events,
+        "future_events": result.future_events,
+        "dead_letters": result.dead_letters,
+        "responses": None if dry_run else result.responses,
+        "schedules": result.schedules,
     }

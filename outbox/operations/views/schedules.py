@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from outbox.operations.schedules import Schedule
 
 
-def schedule(found: Schedule, *, of_many: bool = False) -> dict[str, Any]:
+def schedule_detail(schedule: Schedule, *, of_many: bool = False) -> dict[str, Any]:
     """JSON form of a schedule; in a listing without payload and headers."""
     left_out = ("now", "payload", "headers") if of_many else ("now",)
-    return merge_fields(found, without=left_out) | {"next_runs": found.next_runs()}
+    return merge_fields(schedule, without=left_out) | {"next_runs": schedule.next_runs()}

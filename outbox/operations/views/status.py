@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from outbox.operations.status import Overview
 
 
-def overview(schema: str, seen: Overview) -> dict[str, Any]:
+def status_report(schema: str, overview: Overview) -> dict[str, Any]:
     """JSON form of the overview."""
-    cursor = seen.cursor
+    cursor = overview.cursor
     return {
         "schema": schema,
-        "at": seen.at,
+        "at": overview.at,
         "cursor": {
             "batch": cursor.batch,
             "high": cursor.high,
@@ -24,11 +24,11 @@ def overview(schema: str, seen: Overview) -> dict[str, Any]:
             "timeline": cursor.timeline,
             "timeline_at": cursor.timeline_at,
         },
-        "blocker": None if seen.blocker is None else seen.blocker.as_json(),
-        "open_gaps": seen.gaps,
-        "replicas": seen.replicas,
-        "pending": seen.pending,
-        "endpoints_total": seen.endpoints_total,
-        "endpoints": seen.endpoints,
-        "dead_letters": seen.dead_letters,
+        "blocker": None if overview.blocker is None else overview.blocker.as_json(),
+        "open_gaps": overview.gaps,
+        "replicas": overview.replicas,
+        "pending": overview.pending,
+        "endpoints_total": overview.endpoints_total,
+        "endpoints": overview.endpoints,
+        "dead_letters": overview.dead_letters,
     }

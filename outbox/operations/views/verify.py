@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.verify.promises import count_rows, run_checks
+from outbox.operations.verify.guarantees import count_rows, run_checks
 from outbox.operations.verify.repair import ADVICE
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.verify.promises import AuditFinding
+    from outbox.operations.verify.guarantees import AuditFinding
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Audit:
             "checks": [
                 {
                     "name": f.check.name,
-                    "promise": f.check.promise,
+                    "guarantee": f.check.guarantee,
                     "violations": f.violations,
                     "examples": f.examples,
                     "action": ADVICE[f.check.name] if f.violations else None,

@@ -129,8 +129,8 @@ def _numbered(sql: str) -> tuple[str, tuple[str, ...]]:
     """Convert :name parameters to $1, $2 …; returns the SQL and the names in order."""
     names: list[str] = []
 
-    def number(found: re.Match[str]) -> str:
-        name = found[1]
+    def number(match: re.Match[str]) -> str:
+        name = match[1]
         if name not in names:
             names.append(name)
         return f"${names.index(name) + 1}"

@@ -121,8 +121,8 @@ def receive(
     yield Call(sql.add_lane, {"lane": message.lane})
     rows = yield Call(sql.lock_lanes, {"lane": message.lane, "replayed": replayed_lane})
     lanes = {lane.name: lane for lane in map(StoredLane.from_row, rows)}
-    own = lanes[message.lane]
-    order = LaneOrder.from_state(own.state, from_start=from_start)
+    own_lane = lanes[message.lane]
+    order = LaneOrder.from_state(own_lane.state, from_start=from_start)
     if not gaps and (missing := order.missing_before(message.sequence, message.previous_sequence)):
         return DeliveryResult(DeliveryOutcome.EARLY, missing=missing)
     before = order.high
@@ -135,7 +135,7 @@ def receive(
     if observation.kind is OrderKind.CONFLICT:
         return DeliveryResult(DeliveryOutcome.CONFLICT, observation)
     claimed = bool((yield Call(sql.claim, claim)))
-    is_kept = message.sequence > own.forgotten or message.timestamp > expired_before
+    is_kept = message.sequence > own_lane.forgotten or message.timestamp > expired_before
     if claimed and observation.kind is OrderKind.DUPLICATE and is_kept:
         # The number was seen with another X-Delivery.  The row of this one cannot have
         # expired, because the event is younger than the retention.
@@ -146,12 +146,12 @@ def receive(
     seen = not claimed or observation.kind is OrderKind.DUPLICATE
     replayed = lanes.get(replayed_lane)
     if message.replay_of is not None and replayed is not None:
-        other = order if replayed is own else LaneOrder.from_state(replayed.state)
+        other = order if replayed is own_lane else LaneOrder.from_state(replayed.state)
         closed = other.close(replayed_number)
         observation = replace(observation, closed=closed)
         # The replayed number was received, or replayed before.
         seen = seen or (closed is None and replayed_number <= other.high)
-        if replayed is not own:
+        if replayed is not own_lane:
             yield _save_lane(sql, replayed_lane, other)
     yield _save_lane(sql, message.lane, order)
     outcome = DeliveryOutcome.DUPLICATE if seen else DeliveryOutcome.FRESH

@@ -107,8 +107,8 @@ _COMMON = {
         """,
     "log": """
         INSERT INTO {p}_request
-               (delivery_id, lane, sequence, type, attempt, outcome, status, why)
-        VALUES (:delivery_id, :lane, :sequence, :type, :attempt, :outcome, :status, :why)
+               (delivery_id, lane, sequence, type, attempt, outcome, status, reason)
+        VALUES (:delivery_id, :lane, :sequence, :type, :attempt, :outcome, :status, :reason)
         """,
     # Replays and backfills come without a lane: their number does not reflect the age of the
     # event, so they are compared by time of publication.  Equal times belong to one
@@ -186,7 +186,7 @@ _POSTGRESQL = Statements(
             attempt     int,
             outcome     text NOT NULL,
             status      int NOT NULL,
-            why         text)
+            reason      text)
         """,
         """
         CREATE INDEX IF NOT EXISTS {bare}_request_at ON {p}_request
@@ -288,7 +288,7 @@ _SQLITE = Statements(
             attempt     INTEGER,
             outcome     TEXT NOT NULL,
             status      INTEGER NOT NULL,
-            why         TEXT)
+            reason      TEXT)
         """,
     ),
     # SQLite cannot write to two tables in one statement, and saves no round trip by it.

@@ -221,26 +221,28 @@ class Ownership:
     # ------------------------------------------------------------- one poll
 
     async def _poll(self) -> None:
-        seen = await self._replicas.read_cluster()
+        cluster = await self._replicas.read_cluster()
         await self._terminate_stuck_sessions()
-        alive, dead = self._watch.observe(seen.peers, self._clock())
+        alive, dead = self._watch.observe(cluster.peers, self._clock())
         alive.add(self._me)
-        self._leaders = seen.sequencer_pids
+        self._leaders = cluster.sequencer_pids
         self._throttle.alone = alive == {self._me}
-        if await self._expire_replicas(peer for peer in seen.peers if peer.id in dead - {self._me}):
-            seen = await self._replicas.read_cluster()
-        wanted = [e for e in seen.free if preferred_replica(e, alive) == self._me]
-        if wanted:
-            await self._claim(wanted)
+        if await self._expire_replicas(
+            peer for peer in cluster.peers if peer.id in dead - {self._me}
+        ):
+            cluster = await self._replicas.read_cluster()
+        claimable = [e for e in cluster.free if preferred_replica(e, alive) == self._me]
+        if claimable:
+            await self._claim(claimable)
         if alive != self._assigned_among:
             # Endpoints claimed since then were assigned by that set of replicas.
             self._assigned_among = alive
             mine = [e.id for e in self._dispatcher.endpoints()]
             self._stop_endpoints(e for e in mine if preferred_replica(e, alive) != self._me)
-        if seen.erasures != self._erasures:
-            self._erasures = seen.erasures
+        if cluster.erasures != self._erasures:
+            self._erasures = cluster.erasures
             self._dispatcher.reread()
-        await self._apply_changes(seen.version)
+        await self._apply_changes(cluster.version)
         await self._release_stopped()
 
     async def _terminate_stuck_sessions(self) -> None:
@@ -274,14 +276,14 @@ class Ownership:
             await self._wake_replicas()
         return expired
 
-    async def _claim(self, wanted: list[UUID]) -> None:
+    async def _claim(self, claimable: list[UUID]) -> None:
         """Claim endpoints in chunks: loading a chunk blocks the event loop, and with it the
         renewal of the lease.
         """
         portion = ClaimBatchSize(ENDPOINTS_AT_ONCE, LANES_AT_ONCE)
         requested = endpoints = lanes = 0
-        while requested < len(wanted) and not self._stopping:
-            some = wanted[requested : requested + portion.endpoints]
+        while requested < len(claimable) and not self._stopping:
+            some = claimable[requested : requested + portion.endpoints]
             requested += len(some)
             got, of_those = await self._claim_chunk(some)
             portion.record_claim(len(some), of_those)
@@ -289,9 +291,9 @@ class Ownership:
         if endpoints:
             log.info("endpoints claimed", endpoints=endpoints, lanes=lanes)
 
-    async def _claim_chunk(self, wanted: list[UUID]) -> tuple[int, int]:
+    async def _claim_chunk(self, claimable: list[UUID]) -> tuple[int, int]:
         """Claim these endpoints; return how many were claimed, and how many lanes they have."""
-        epochs = await self._replicas.claim(self._me, wanted, self._actor)
+        epochs = await self._replicas.claim(self._me, claimable, self._actor)
         if not epochs:
             return 0, 0
         endpoints = {e.id: e for e in await self._endpoints(epochs)}
@@ -335,8 +337,8 @@ class Ownership:
                     endpoint.id, [(lane.id, lane.acked_seq) for lane in lanes]
                 )
                 self._telemetry.endpoint_ended(endpoint, lanes)
-        why = "moved to another replica, or ended"
-        await self._replicas.release(self._me, [e.id for e in drained], self._actor, why)
+        reason = "moved to another replica, or ended"
+        await self._replicas.release(self._me, [e.id for e in drained], self._actor, reason)
         await self._wake_replicas()
         log.info("endpoints released", endpoints=len(drained))
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store.channels import trim_notification_queue, wake_all, wake_owners
 from outbox.store.connection.migrate import require_current
-from outbox.store.cursor import CursorStore
 from outbox.store.endpoint_state import EndpointStateStore
 from outbox.store.lanes import LaneStore
 from outbox.store.partitions import PartitionStore
@@ -20,6 +19,7 @@ from outbox.store.records import RecordStore
 from outbox.store.replicas import ReplicaStore
 from outbox.store.retention import RetentionStore
 from outbox.store.schedule_runs import ScheduleRunStore
+from outbox.store.sequencing import SequencingStore
 from outbox.store.skipped_events import SkippedEventStore
 from outbox.store.timeline import read_timeline
 
@@ -36,7 +36,7 @@ class Stores:
     replicas: type[ReplicaStore] = ReplicaStore
     records: type[RecordStore] = RecordStore
     lanes: type[LaneStore] = LaneStore
-    cursor: type[CursorStore] = CursorStore
+    sequencing: type[SequencingStore] = SequencingStore
     endpoint_state: type[EndpointStateStore] = EndpointStateStore
     checkpoints: type[CheckpointStore] = CheckpointStore
     schedule_runs: type[ScheduleRunStore] = ScheduleRunStore

@@ -174,15 +174,15 @@ class Watchdog:
             return await self._find_busy_backends(pids)
         except (*CONNECTION_ERRORS, OutboxError) as error:
             if not self._warned:
-                why = in_one_line(error)
-                log.warning("the state of the relay's backends cannot be read", reason=why)
+                reason = in_one_line(error)
+                log.warning("the state of the relay's backends cannot be read", reason=reason)
             self._warned = True
             return None
 
-    def _hangs(self, name: str, why: str) -> DatabaseUnavailable:
+    def _hangs(self, name: str, reason: str) -> DatabaseUnavailable:
         waited_s = self._watched[name].waiting_s
         return DatabaseUnavailable(
-            f"the connection for {name} hangs: no response for {waited_s:.1f} s, and {why}"
+            f"the connection for {name} hangs: no response for {waited_s:.1f} s, and {reason}"
         )
 
 

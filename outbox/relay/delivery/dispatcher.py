@@ -11,14 +11,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import Fetch, Record, Send, Wait
 from outbox.core.delivery.operational_events import is_operational
-from outbox.core.model.http_status import GONE
-from outbox.core.model.response import Verdict, classify, redact, retry_after_s, stored_response
+from outbox.core.model.response import (
+    AttemptOutcome,
+    classify,
+    redact,
+    retry_after_s,
+    stored_response,
+)
 from outbox.relay.delivery.admission import AdmissionQueue
 from outbox.relay.delivery.fetcher import DeliveryFetcher
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime, call_later
@@ -42,7 +48,7 @@ if TYPE_CHECKING:
 
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
-_DELIVERED, _HEALTHY = Verdict.DELIVERED, BreakerState.HEALTHY
+_DELIVERED, _HEALTHY = AttemptOutcome.DELIVERED, BreakerState.HEALTHY
 
 
 class Dispatcher:
@@ -416,7 +422,7 @@ class Dispatcher:
         if credentials:
             response = redact(response, credentials)
         now = self._now()
-        verdict, record = self._record_result(
+        outcome, record = self._record_result(
             lane, send, response, span, started_at, now, preempted=not responded
         )
         if not record.urgent:
@@ -427,7 +433,7 @@ class Dispatcher:
             return self._now()
         await self._recorder.write(lane_state, runtime.epoch, record)
         if record.dead is None:
-            self._telemetry.attempt_failed(lane, send, verdict, response, record, now)
+            self._telemetry.attempt_failed(lane, send, outcome, response, record, now)
         else:
             self._telemetry.dead_lettered(lane, record, now)
         return self._now()
@@ -442,32 +448,32 @@ class Dispatcher:
         now: float,
         *,
         preempted: bool,
-    ) -> tuple[Verdict, Record]:
+    ) -> tuple[AttemptOutcome, Record]:
         """Classify a response, update breaker and lane, and report the attempt.
 
         Returns:
-            The verdict, and the record to write; of a batch, the last delivery's record.
+            The outcome, and the record to write; of a batch, the last delivery's record.
         """
         runtime, lane_state = lane.runtime, lane.state
-        verdict, accepted_seq = _classify(runtime.endpoint, send, response)
-        verdict = self._apply_to_breaker(runtime, send, verdict, response, now)
+        outcome, accepted_seq = _classify(runtime.endpoint, send, response)
+        outcome = self._apply_to_breaker(runtime, send, outcome, response, now)
         policy, u = runtime.endpoint.retry, self._rng.random()
         if len(send.batch) > 1:
             records = lane_state.record_batch_result(
-                send.batch, accepted_seq, verdict, response, policy,
+                send.batch, accepted_seq, outcome, response, policy,
                 started_at=started_at, now=now, u=u,
             )  # fmt: skip
             self._telemetry.batch_completed(lane, send, response, records, span)
             for each in records[:-1]:
                 self._recorder.add(lane_state, runtime.epoch, each)
-            return verdict, records[-1]
+            return outcome, records[-1]
         record = lane_state.record_result(
-            verdict, response, policy,
+            outcome, response, policy,
             started_at=started_at, now=now, u=u,
             blocks=runtime.endpoint.blocks, preempted=preempted,
         )  # fmt: skip
         self._telemetry.attempt_completed(lane, send.delivery, response, record, span)
-        return verdict, record
+        return outcome, record
 
     def _requeue(self, runtime: EndpointRuntime) -> None:
         """Cancel the endpoint's waiting requests, so that each lane decides again."""
@@ -482,23 +488,25 @@ class Dispatcher:
         self,
         runtime: EndpointRuntime,
         send: Send,
-        verdict: Verdict,
+        outcome: AttemptOutcome,
         response: AttemptResult,
         now: float,
-    ) -> Verdict:
-        """Apply a result to the circuit breaker; return the verdict for the delivery."""
+    ) -> AttemptOutcome:
+        """Apply a result to the circuit breaker; return the outcome for the delivery."""
         health = runtime.breaker
         before = health.state
         asked_s = None
-        if verdict is _DELIVERED:
-            health.record_result(verdict, now, 0.0)
+        if outcome is _DELIVERED:
+            health.record_result(outcome, now, 0.0)
         else:
-            asked_s = retry_after_s(response.headers, now) if verdict is Verdict.RETRY else None
-            verdict = health.record_result(
-                verdict,
+            asked_s = (
+                retry_after_s(response.headers, now) if outcome is AttemptOutcome.RETRY else None
+            )
+            outcome = health.record_result(
+                outcome,
                 now,
                 self._rng.random(),
-                gone=response.status == GONE,
+                gone=response.status == HTTPStatus.GONE,
                 retry_after_s=asked_s or 0.0,
                 last_response=stored_response(response),
             )
@@ -522,7 +530,7 @@ class Dispatcher:
             self._schedule_probes(runtime)
             if asked_s:
                 self._mark_changed(runtime)  # The next owner must respect the hold-off, too.
-        return verdict
+        return outcome
 
     def _wake_for_checkpoints(self, endpoints: Iterable[Endpoint]) -> None:
         """Wake the supervisor if one of the endpoints receives checkpoints."""
@@ -535,10 +543,12 @@ class Dispatcher:
         self._on_breaker_change()
 
 
-def _classify(endpoint: Endpoint, send: Send, response: AttemptResult) -> tuple[Verdict, int]:
+def _classify(
+    endpoint: Endpoint, send: Send, response: AttemptResult
+) -> tuple[AttemptOutcome, int]:
     """Classify a response; of a success, also the last delivered sequence number."""
     before, retryable = send.maybe_sent_before, endpoint.retryable
     if send.batch:
         return classify_batch(send.batch, response, maybe_sent_before=before, retryable=retryable)
-    verdict = classify(response, maybe_sent_before=before, retryable=retryable)
-    return verdict, send.delivery.seq
+    outcome = classify(response, maybe_sent_before=before, retryable=retryable)
+    return outcome, send.delivery.seq

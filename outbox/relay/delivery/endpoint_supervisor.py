@@ -160,13 +160,13 @@ class EndpointSupervisor:
             kept = EndpointState(endpoint, owned.epoch, health, owned.reported, stalled_since)
             await self._store_states([(owned, kept)])
 
-    async def _disable(self, owned: EndpointRuntime, why: str) -> None:
+    async def _disable(self, owned: EndpointRuntime, reason: str) -> None:
         endpoint = owned.endpoint
         if endpoint.ends or owned.stopped:
             return
         reported_event = {"last_response": owned.breaker.record().last_response}
-        if await self._store.disable(endpoint.id, why, reported_event):
-            log.error("endpoint disabled", endpoint=endpoint.name, reason=why)
+        if await self._store.disable(endpoint.id, reason, reported_event):
+            log.error("endpoint disabled", endpoint=endpoint.name, reason=reason)
 
     async def _enforce_backlog_limits(self, owned: EndpointRuntime) -> None:
         """Enforce the backlog limits on lanes without progress; the oldest go first."""

@@ -59,17 +59,17 @@ class DeliveryFetcher:
         """Read until cancelled; asyncpg's errors end it."""
         while True:
             await self._requested.wait()
-            wanted = self._requests.pop_until(ROWS_PER_READ)
+            requested = self._requests.pop_until(ROWS_PER_READ)
             if not self._requests:
                 self._requested.clear()
             rows = await self._store.deliveries(
-                [lane.loaded for lane, _ in wanted],
-                [fetch.floor_batch for _, fetch in wanted],
-                [fetch.after_seq for _, fetch in wanted],
-                [_rows_max(lane) for lane, _ in wanted],
+                [lane.loaded for lane, _ in requested],
+                [fetch.floor_batch for _, fetch in requested],
+                [fetch.after_seq for _, fetch in requested],
+                [_rows_max(lane) for lane, _ in requested],
                 BYTES_PER_LANE,
             )
-            for lane, fetch in wanted:
+            for lane, fetch in requested:
                 following = _following(fetch.after_seq, rows[lane.loaded.id])
                 lane.payload_bytes = _mean_bytes(following) or lane.payload_bytes
                 lane.state.append_fetched(following)

@@ -106,8 +106,8 @@ class CheckpointSender:
         if due:
             marks = await self._store.marks([each.endpoint.id for each in due])
             for each in due:
-                if found := marks[each.endpoint.id]:
-                    each.marks = found
+                if lane_marks := marks[each.endpoint.id]:
+                    each.marks = lane_marks
                     self._read.put_nowait(each)
 
     def _update_subscribers(

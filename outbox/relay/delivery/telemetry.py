@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.commands import AttemptRow, Record, Send
     from outbox.core.delivery.lane import Lane
-    from outbox.core.model.response import AttemptResult, Verdict
+    from outbox.core.model.response import AttemptOutcome, AttemptResult
     from outbox.destinations.interface import Request
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.store.endpoints import Endpoint
@@ -128,7 +128,7 @@ class DeliveryTelemetry:
         self,
         lane: LaneRuntime,
         send: Send,
-        verdict: Verdict,
+        outcome: AttemptOutcome,
         response: AttemptResult,
         record: Record,
         now: float,
@@ -151,7 +151,7 @@ class DeliveryTelemetry:
             status=response.status,
             failure=response.failure and response.failure.value,
             detail=response.detail or None,
-            verdict=verdict.name.lower(),
+            outcome=outcome.name.lower(),
             retry_in_s=None if delay_s is None else round(delay_s, 3),
             **self._trace(delivery),
         )

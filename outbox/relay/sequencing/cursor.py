@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.core.delivery.message import Delivery
     from outbox.core.sequencing.router import TenantFilter
-    from outbox.store.cursor import CursorStore
     from outbox.store.event_reads import Reading
     from outbox.store.filters import StoppedFilter
     from outbox.store.lanes import LoadedLane
+    from outbox.store.sequencing import SequencingStore
 
 log = structlog.get_logger("outbox.sequencer")
 
@@ -116,7 +116,7 @@ class Cursor:
 
     def __init__(
         self,
-        store: CursorStore,
+        store: SequencingStore,
         replica_id: int,
         settings: Settings,
         on_batch: Callable[[SequencedBatch], None],

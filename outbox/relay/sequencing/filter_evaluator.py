@@ -73,7 +73,7 @@ class FilterEvaluator:
             log.error(
                 "filter stopped; it counts as matching from now on",
                 filter=tenant_filter[1],
-                reason=each.why,
+                reason=each.detail,
             )
 
     async def evaluate(
@@ -173,7 +173,7 @@ class FilterEvaluator:
                 return met[0]
             if not met.timed_out:
                 self._time.charge(tenant_filter, took_s, 0.0, _now())
-                return StoppedFilter(FilterStopReason.FAILS, met.why)
+                return StoppedFilter(FilterStopReason.FAILS, met.detail)
             if reference_s >= SLOW_SHARE * took_s and patience < PATIENCE_MAX:
                 patience *= PATIENCE
                 continue

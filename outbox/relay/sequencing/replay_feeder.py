@@ -121,14 +121,14 @@ class ReplayFeeder:
     ) -> bool:
         """Take sequence numbers; returns False if that has raised the routing version."""
         found = await self._store.read_dead_letters(shares)
-        letters = {key: chunk for key, chunk in found.items() if chunk is not None}
-        if letters:
-            if not await self._store.claim_dead_letters(letters, leader, version):
+        chunks = {key: chunk for key, chunk in found.items() if chunk is not None}
+        if chunks:
+            if not await self._store.claim_dead_letters(chunks, leader, version):
                 # The batch goes on without them; if this replica does not lead any more, it is
                 # not written.
-                self._return([share for share in shares if share.part.key in letters])
-                shares = [share for share in shares if share.part.key not in letters]
-            elif any(chunk.blocks for chunk in letters.values()):
+                self._return([share for share in shares if share.part.key in chunks])
+                shares = [share for share in shares if share.part.key not in chunks]
+            elif any(chunk.blocks for chunk in chunks.values()):
                 return False
         planned.chunks = await self._routing.replays(shares) if shares else []
         for share in shares:
@@ -154,22 +154,22 @@ class ReplayFeeder:
 
     async def _take_history(self, share: Share, router: Router, planned: ReplayBatch) -> None:
         part = share.part
-        own = router.for_endpoint(part.endpoint_id)
+        routes = router.for_endpoint(part.endpoint_id)
         history = await self._store.read_history(part)
-        if own is None or history is None:
-            ending = part if own is not None else replace(part, end_reason="unsubscribed")
+        if routes is None or history is None:
+            ending = part if routes is not None else replace(part, end_reason="unsubscribed")
             planned.ends.append(replace(share, part=ending))
             return
-        refused, failed = await self._evaluate(own, history.events)
+        refused, failed = await self._evaluate(routes, history.events)
         planned.failed |= failed
-        found = own.placements(history.events, refused)
-        n = count_fitting([lane for lane, _ in found], share.per_lane, share.numbers)
-        planned.replays += [Replay(lane, i, backfill_id=part.job_id) for lane, i in found[:n]]
-        next_id = found[n][1] if n < len(found) else history.next_id
+        placements = routes.placements(history.events, refused)
+        n = count_fitting([lane for lane, _ in placements], share.per_lane, share.numbers)
+        planned.replays += [Replay(lane, i, backfill_id=part.job_id) for lane, i in placements[:n]]
+        next_id = placements[n][1] if n < len(placements) else history.next_id
         if not n and not history.more:
             planned.ends.append(share)
         else:
-            from_id = found[0][1] if n else next_id
+            from_id = placements[0][1] if n else next_id
             planned.moves.append(PartProgress(share, next_id, n, from_id=from_id))
 
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.relay.sequencing.cursor import SequencedBatch
-    from outbox.store.cursor import CursorStore
     from outbox.store.lanes import LoadedLane
     from outbox.store.leadership import LeaderStatus
+    from outbox.store.sequencing import SequencingStore
 
 log = structlog.get_logger("outbox.sequencer")
 
@@ -84,7 +84,7 @@ class Sequencer:
 
     def __init__(
         self,
-        store: CursorStore,
+        store: SequencingStore,
         replica_id: int,
         settings: Settings,
         wake_event: WakeEvent,

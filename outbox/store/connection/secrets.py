@@ -193,19 +193,19 @@ CLEAR = Vault()
 class UnreadableText(str):
     """Placeholder for a text that cannot be decrypted; it is written back unchanged."""
 
-    __slots__ = ("stored", "why")
+    __slots__ = ("reason", "stored")
 
     stored: Any
-    why: str
+    reason: str
 
-    def __new__(cls, stored: Any, why: str) -> UnreadableText:
+    def __new__(cls, stored: Any, reason: str) -> UnreadableText:
         text = super().__new__(cls, "(encrypted)")
-        text.stored, text.why = stored, why
+        text.stored, text.reason = stored, reason
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
         # copy.deepcopy would otherwise copy only the text.
-        return UnreadableText, (self.stored, self.why)
+        return UnreadableText, (self.stored, self.reason)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnreadableText) and self.stored == other.stored

@@ -80,9 +80,11 @@ class SmallRun:
         self._add("dead", DeadRange(LANE, seq, seq, "refused"))
         self.highest[LANE] = max(self.highest.get(LANE, 0), seq)
 
-    def take_over(self, why: str = "lease expired") -> None:
+    def take_over(self, reason: str = "lease expired") -> None:
         """Record in the journal that relay 1 has just taken the endpoint over from relay 0."""
-        self._add("ownership_events", OwnershipEvent(0, self.tick(), 10, claimed=False, why=why))
+        self._add(
+            "ownership_events", OwnershipEvent(0, self.tick(), 10, claimed=False, reason=reason)
+        )
         self._add("ownership_events", OwnershipEvent(0, self.tick(), 11, claimed=True))
 
     def fault(self, kind: str, *, relay: int | None = None) -> None:
@@ -97,13 +99,13 @@ class SmallRun:
     def _add(self, name: str, fact: object) -> None:
         self.facts[name] = (*self.facts.get(name, ()), fact)
 
-    def judge(self, **others: Any) -> CheckResult:
+    def check(self, **others: Any) -> CheckResult:
         """Return the result of the checker."""
         lanes = tuple(LaneCount(lane, 0, high) for lane, high in self.highest.items())
         facts = {"lanes": lanes, "relay_of": {10: 0, 11: 1}, **self.facts, **others}
         return check_run(self.ledger, RunFacts(**facts))
 
 
-def wrong(judgement: CheckResult) -> dict[str, int]:
+def wrong(checked: CheckResult) -> dict[str, int]:
     """Return the findings."""
-    return {name: note.count for name, note in judgement.findings.items() if note.count}
+    return {name: note.count for name, note in checked.findings.items() if note.count}

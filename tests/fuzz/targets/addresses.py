@@ -24,9 +24,9 @@ def urls(raw: bytes) -> None:
     """A URL that is let through names no address that a connection to would be refused."""
     text = raw.decode("utf-8", "surrogateescape")
     for policy in (_CLOSED, _OPEN):
-        why = policy.refusal_of_url(text)
-        if why is not None:
-            refused(UsageError(why), "url")
+        reason = policy.refusal_of_url(text)
+        if reason is not None:
+            refused(UsageError(reason), "url")
             continue
         url = URL(text)
         host, port = url.raw_host, url.port

@@ -12,9 +12,9 @@ from outbox.core.model.response import (
     BODY_BYTES_MAX,
     DETAIL_CHARS_MAX,
     RETRY_AFTER_S_MAX,
+    AttemptOutcome,
     AttemptResult,
     Failure,
-    Verdict,
     classify,
     describe_response,
     retry_after_s,
@@ -59,10 +59,10 @@ def responses(raw: bytes) -> None:
     while not data.is_empty and len(scripts) < REQUESTS_MAX:
         scripts.append(segments(data.raw(), drip=drip))
     for kind in KINDS:
-        _LOOP.run(_judge(kind, scripts))
+        _LOOP.run(_check_kind(kind, scripts))
 
 
-async def _judge(kind: TransportKind, scripts: Sequence[list[bytes | int]]) -> None:
+async def _check_kind(kind: TransportKind, scripts: Sequence[list[bytes | int]]) -> None:
     together = [each async for each in _asked(kind, scripts)]
     for response in together:
         _check(response)
@@ -121,11 +121,14 @@ def _check(response: AttemptResult) -> None:
     one_line(describe_response(stored_response(response)), "in words", DETAIL_CHARS_MAX)
     delay_s = retry_after_s(response.headers, NOW)
     hold(delay_s is None or 0 <= delay_s <= RETRY_AFTER_S_MAX, f"retry after {delay_s}")
-    verdict = classify(response, maybe_sent_before=False)
+    outcome = classify(response, maybe_sent_before=False)
     is_success = response.status is not None and 200 <= response.status <= 299
     is_status = response.status is not None and 100 <= response.status <= 599
-    hold(is_status or verdict is Verdict.RETRY, f"{response.status} counts as {verdict}")
-    hold((verdict is Verdict.DELIVERED) == is_success, f"{response.status} counts as {verdict}")
+    hold(is_status or outcome is AttemptOutcome.RETRY, f"{response.status} counts as {outcome}")
+    hold(
+        (outcome is AttemptOutcome.DELIVERED) == is_success,
+        f"{response.status} counts as {outcome}",
+    )
 
 
 OK = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -45,7 +45,7 @@ def filters(raw: bytes) -> None:
     hold(_METHOD.search(bare) is None, f"{text!r} depends on the time zone")
     hold(_VARIABLE.search(bare) is None, f"{text!r} has a variable")
     if JUDGE in os.environ:
-        _judge(text)
+        _check_filter(text)
 
 
 @lru_cache(1)
@@ -55,7 +55,7 @@ def _database() -> Any:
     return psycopg.connect(os.environ[JUDGE], autocommit=True)
 
 
-def _judge(text: str) -> None:
+def _check_filter(text: str) -> None:
     """Check PostgreSQL's own representation of a filter in the same way."""
     import psycopg
 

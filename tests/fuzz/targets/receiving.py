@@ -197,9 +197,9 @@ class _ValidatingReceiver(AsyncReceiver):
         return self.rules.body_bytes_max
 
     async def handle(self, request: Request) -> Response:
-        return self.take(request)
+        return self.respond(request)
 
-    def take(self, request: Request) -> Response:
+    def respond(self, request: Request) -> Response:
         self.came.append(request)
         read = self.rules.read(request)
         hold(not isinstance(read, Verified), "somebody without the secret is believed")
@@ -216,7 +216,7 @@ class _ThreadedValidatingReceiver(Receiver):
         return self._taken.body_bytes_max
 
     def handle(self, request: Request) -> Response:
-        return self._taken.take(request)
+        return self._taken.respond(request)
 
 
 _TAKEN = _ValidatingReceiver()

@@ -75,7 +75,7 @@ def requests(raw: bytes) -> None:
     hold(is_good == bool(wires), f"{url!r} is good: {is_good}, and was asked: {bool(wires)}")
     if not is_good:
         return
-    _judge(bytes(wires[0].written), method, parse_lines(lines), prepared.body)
+    _check_request(bytes(wires[0].written), method, parse_lines(lines), prepared.body)
 
 
 def _send(request: Request, wires: list[Wire]) -> Failure | None:
@@ -98,7 +98,9 @@ def _send(request: Request, wires: list[Wire]) -> Failure | None:
     return failures[0]
 
 
-def _judge(written: bytes, method: str, headers: tuple[tuple[str, str], ...], body: bytes) -> None:
+def _check_request(
+    written: bytes, method: str, headers: tuple[tuple[str, str], ...], body: bytes
+) -> None:
     reader = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
     reader.receive_data(written)
     request = reader.next_event()

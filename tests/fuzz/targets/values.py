@@ -6,13 +6,14 @@ import base64
 import contextlib
 import math
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from itertools import islice
 
 import orjson
 
 from outbox.core.delivery.ed25519 import PAIR_BYTES, parse_private_key, parse_public_key
 from outbox.core.delivery.signature import format_secret, parse_key, parse_secret
-from outbox.core.model import duration, http_status, pattern, retry_policy
+from outbox.core.model import duration, pattern, retry_policy, retryable_statuses
 from outbox.core.model.api_token import TokenSettings, is_fetch_token, is_token
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.event import check_text, check_type, encode_headers, encode_payload
@@ -53,12 +54,12 @@ def durations(raw: bytes) -> None:
             read.exhausted(attempts, 1.0)
     items = data.text().split(",")
     try:
-        chosen = http_status.parse(items)
+        chosen = retryable_statuses.parse(items)
     except UsageError as error:
         refused(error, "statuses", 500)
     else:
         bad = [each for each in chosen if not 100 <= each <= 599 or 200 <= each <= 299]
-        hold(not bad and http_status.GONE not in chosen, f"{items} retries {bad}")
+        hold(not bad and HTTPStatus.GONE not in chosen, f"{items} retries {bad}")
 
 
 def cron(raw: bytes) -> None:

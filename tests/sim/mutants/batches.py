@@ -18,8 +18,8 @@ def whole_batch_acknowledged_after_partial_success(sim: Simulation) -> None:
     """A response of 2xx acknowledges all deliveries of the request."""
 
     def patched(*args: Any, **rest: Any) -> Any:
-        verdict, through = batch.classify_batch(*args, **rest)
-        return verdict, args[0][-1].seq if through >= args[0][0].seq else through
+        outcome, through = batch.classify_batch(*args, **rest)
+        return outcome, args[0][-1].seq if through >= args[0][0].seq else through
 
     swap(dispatcher, "classify_batch", patched)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.sequencing import gaps, router
 from outbox.relay.sequencing import cursor, sequencer
 from tests.sim.mutants.catalogue import mutant, swap
-from tests.sim.stores import cursor as cursor_store
 from tests.sim.stores import routing_change
+from tests.sim.stores import sequencing as sequencing_store
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import CursorChange
@@ -36,14 +36,14 @@ def gap_declared_dead_after_timeout(sim: Simulation) -> None:
 @mutant
 def gaps_not_stored(sim: Simulation) -> None:
     """The gaps are only in the memory of the replica that found them."""
-    write = cursor_store.write_batch
+    write = sequencing_store.write_batch
 
     def write_batch(
         db: Database, tx: Transaction, batch: int, step: CursorChange, *args: Any, **rest: Any
     ) -> Steps[Any]:
         return write(db, tx, batch, replace(step, young=(), old_opened=()), *args, **rest)
 
-    swap(cursor_store, "write_batch", write_batch)
+    swap(sequencing_store, "write_batch", write_batch)
 
 
 @mutant
@@ -122,7 +122,7 @@ def replay_reuses_sequence_number(sim: Simulation) -> None:
 @mutant
 def batch_written_without_fence(sim: Simulation) -> None:
     """A batch is written without a check of the leader and the version."""
-    write = cursor_store.write_batch
+    write = sequencing_store.write_batch
 
     def write_batch(
         db: Database,
@@ -138,4 +138,4 @@ def batch_written_without_fence(sim: Simulation) -> None:
         assert row is not None
         return write(db, tx, batch, step, deliveries, row["writer"], row["version"], **rest)
 
-    swap(cursor_store, "write_batch", write_batch)
+    swap(sequencing_store, "write_batch", write_batch)

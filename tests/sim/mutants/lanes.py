@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery import lane
-from outbox.core.model.response import Verdict
+from outbox.core.model.response import AttemptOutcome
 from outbox.relay.delivery import recorder
 from tests.sim.mutants.catalogue import mutant, swap
 
@@ -18,9 +18,9 @@ def next_delivery_sent_before_retry(sim: Simulation) -> None:
     """A delivery that fails changes places with the next one."""
     original = lane.Lane.record_result
 
-    def patched(self: Any, verdict: Verdict, *args: Any, **rest: Any) -> Any:
-        record = original(self, verdict, *args, **rest)
-        if verdict is Verdict.RETRY and record.dead is None and len(self._buffer.queue) > 1:
+    def patched(self: Any, outcome: AttemptOutcome, *args: Any, **rest: Any) -> Any:
+        record = original(self, outcome, *args, **rest)
+        if outcome is AttemptOutcome.RETRY and record.dead is None and len(self._buffer.queue) > 1:
             queue = self._buffer.queue
             queue[0], queue[1] = queue[1], queue[0]
             self._retry.next_attempt_at = None

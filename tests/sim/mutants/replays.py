@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from tests.sim.mutants.catalogue import mutant, swap
-from tests.sim.stores import backfill, cursor, replay_feed, replay_jobs, replay_progress, routing
+from tests.sim.stores import (
+    backfill,
+    replay_feed,
+    replay_jobs,
+    replay_progress,
+    routing,
+    sequencing,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
 @mutant
 def replay_position_advanced_outside_batch(sim: Simulation) -> None:
     """The position of a job is in the tables before its batch is durable."""
-    write = cursor.CursorStore.write
+    write = sequencing.SequencingStore.write
     advance = replay_progress.advance_parts
 
     async def patched(
@@ -33,7 +40,7 @@ def replay_position_advanced_outside_batch(sim: Simulation) -> None:
             await self._db.call(advance, batch, replays.moves)
         return await write(self, batch, *rest, replays=replays, **options)
 
-    swap(cursor.CursorStore, "write", patched)
+    swap(sequencing.SequencingStore, "write", patched)
     swap(replay_progress, "advance_parts", lambda *_: ())
 
 
@@ -42,7 +49,7 @@ def replay_position_not_stored(sim: Simulation) -> None:
     """The position of a job is only in the memory of the leader."""
     positions: dict[tuple[Any, int, UUID], int] = {}
     read = replay_feed.ReplayFeedStore.read_history
-    write = cursor.CursorStore.write
+    write = sequencing.SequencingStore.write
 
     async def read_history(self: Any, part: JobPart) -> Any:
         found = await read(self, part)
@@ -61,7 +68,7 @@ def replay_position_not_stored(sim: Simulation) -> None:
         return await write(self, *batch, replays=replays, **options)
 
     swap(replay_feed.ReplayFeedStore, "read_history", read_history)
-    swap(cursor.CursorStore, "write", patched)
+    swap(sequencing.SequencingStore, "write", patched)
 
 
 @mutant

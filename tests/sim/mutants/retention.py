@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.mutants.catalogue import mutant, swap
-from tests.sim.stores import cursor, retention
+from tests.sim.stores import retention, sequencing
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
@@ -36,7 +36,7 @@ def log_period_begins_without_leader_change(sim: Simulation) -> None:
     """When a period of the log begins, the leader may go on with the next batch it knows."""
     _always(sim)
 
-    swap(cursor, "clear_leader", lambda db, tx: None)
+    swap(sequencing, "clear_leader", lambda db, tx: None)
 
 
 @mutant

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from outbox.relay.cluster.stores import Stores
 from tests.sim.stores import channels, migrate, timeline
-from tests.sim.stores.cursor import CursorStore
 from tests.sim.stores.endpoint_state import EndpointStateStore
 from tests.sim.stores.lanes import LaneStore
 from tests.sim.stores.partitions import PartitionStore
@@ -24,13 +23,14 @@ from tests.sim.stores.records import RecordStore
 from tests.sim.stores.replicas import ReplicaStore
 from tests.sim.stores.retention import RetentionStore
 from tests.sim.stores.schedule_runs import ScheduleRunStore
+from tests.sim.stores.sequencing import SequencingStore
 from tests.sim.stores.skipped_events import SkippedEventStore
 
 STORES = Stores(
     replicas=ReplicaStore,
     records=RecordStore,
     lanes=LaneStore,
-    cursor=CursorStore,
+    sequencing=SequencingStore,
     endpoint_state=EndpointStateStore,
     checkpoints=CheckpointStore,
     schedule_runs=ScheduleRunStore,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.sim.stores.change import Change
 
 
-async def discard(
+async def discard_dead_letters(
     connection: Connection,
     schema: str,
     selection: DeadLetterSelection,
@@ -45,7 +45,7 @@ async def discard(
         change.routing = any(found.values())
         if ids:
             write_dead_letter_state(change, ids, "discarded")
-            data = {"letters": len(ids), "from": ids[0], "to": ids[-1]}
+            data = {"dead_letters": len(ids), "from": ids[0], "to": ids[-1]}
             change.journal("dead_discarded", None, data)
         return ids
 

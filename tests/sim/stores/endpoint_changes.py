@@ -35,7 +35,7 @@ class FoundEndpoint(endpoint_changes.FoundEndpoint):
         return settings
 
 
-async def update(
+async def update_endpoint(
     connection: Connection,
     schema: str,
     name: str,
@@ -60,7 +60,7 @@ async def update(
                 change.write(endpoint_writes.begin_generation, [found.id])
                 change.write(endpoint_writes.add_lanes, [found.id])
             if found.subscribed and new.subscription != old.subscription:
-                endpoint_writes.subscribe(change, [found.id])
+                endpoint_writes.replace_subscriptions(change, [found.id])
         return Updated(found.id, name, differences)
 
     return await make_change(connection, schema, actor, plan)

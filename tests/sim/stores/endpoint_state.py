@@ -42,10 +42,10 @@ class EndpointStateStore(endpoint_state.EndpointStateStore):
     async def write_health(self, rows: Sequence[EndpointState]) -> None:
         await self._db.call(write_health, self._me, rows)
 
-    async def disable(self, endpoint_id: UUID, why: str, details: Mapping[str, Any]) -> bool:
+    async def disable(self, endpoint_id: UUID, reason: str, details: Mapping[str, Any]) -> bool:
         with map_errors(self._schema, "operator"):
             return await self._db.call(
-                disable, self._me, endpoint_id, self._actor, {"why": why, **details}
+                disable, self._me, endpoint_id, self._actor, {"reason": reason, **details}
             )
 
     async def read_database_stats(self) -> DatabaseStats:
@@ -106,7 +106,7 @@ def disable(
     yield from perform(routing_change.lock_cursor(db, tx))
     if not (yield from lock_ownership(db, tx, me, endpoint_id)):
         return False
-    if not (yield from begin_disabling(db, tx, endpoint_id, actor, data["why"])):
+    if not (yield from begin_disabling(db, tx, endpoint_id, actor, data["reason"])):
         return False
     yield from perform(routing_change.raise_version(db, tx))
     endpoint_writes.end_subscriptions(db, tx, [endpoint_id])
@@ -127,14 +127,14 @@ def lock_ownership(db: Database, tx: Transaction, me: int, endpoint_id: UUID) ->
 
 
 def begin_disabling(
-    db: Database, tx: Transaction, endpoint_id: UUID, by: str, why: str
+    db: Database, tx: Transaction, endpoint_id: UUID, by: str, reason: str
 ) -> Steps[bool]:
     yield Wait(db.endpoint, endpoint_id, UPDATE)
     e = tx.get(db.endpoint, endpoint_id)
     assert e is not None
     if e["state"] not in ("active", "paused"):
         return False
-    tx.change(db.endpoint, endpoint_id, state="disabling", state_by=by, state_comment=why)
+    tx.change(db.endpoint, endpoint_id, state="disabling", state_by=by, state_comment=reason)
     return True
 
 

@@ -9,7 +9,7 @@ from outbox.operations.endpoint_states import StateChange, require_state
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.stores.change import make_change
 from tests.sim.stores.endpoint_changes import find_endpoint, find_endpoints
-from tests.sim.stores.endpoint_writes import set_states, subscribe
+from tests.sim.stores.endpoint_writes import replace_subscriptions, set_states
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.sim.stores.change import Change
 
 
-async def pause(
+async def pause_endpoints(
     connection: Connection,
     schema: str,
     names: Sequence[str],
@@ -43,7 +43,7 @@ async def pause(
     return await make_change(connection, schema, actor, plan)
 
 
-async def resume(
+async def resume_endpoints(
     connection: Connection,
     schema: str,
     names: Sequence[str],
@@ -72,7 +72,7 @@ async def resume(
     return await make_change(connection, schema, actor, plan)
 
 
-async def enable(
+async def enable_endpoint(
     connection: Connection,
     schema: str,
     name: str,
@@ -86,7 +86,7 @@ async def enable(
         if found.subscribed or found.state in ("disabling", "removing"):
             raise Conflict(f"endpoint {name} is {found.state}")
         state = "active" if found.state == "disabled" else found.state
-        subscribe(change, [found.id])
+        replace_subscriptions(change, [found.id])
         change.write(request_retry, [found.id])
         change.write(set_states, [found.id], state, actor, comment)
         change.journal("endpoint_enabled", found.id, {"name": name}, batch_as="from_batch")

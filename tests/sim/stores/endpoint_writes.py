@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.sim.stores.change import Change
 
 
-def subscribe(change: Change, ids: Collection[UUID]) -> None:
+def replace_subscriptions(change: Change, ids: Collection[UUID]) -> None:
     if ids:
         change.write(delete_unused_subscriptions, ids)
         change.write(end_subscriptions, ids)

@@ -11,7 +11,7 @@ from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.message import Delivery, EventContent
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
-from outbox.core.model import http_status
+from outbox.core.model import retryable_statuses
 from outbox.core.model.ids import lane_name
 from outbox.core.model.response import RETRYABLE
 from outbox.store import lanes as real
@@ -102,7 +102,7 @@ def _endpoint(e: Row, h: Row) -> Endpoint:
         secrets=((parse_signing_key(SECRET), None),),
         networks=(),
         identity=None,
-        retryable=RETRYABLE if retryable is None else http_status.parse(retryable),
+        retryable=RETRYABLE if retryable is None else retryable_statuses.parse(retryable),
         blocks=settings.on_dead_letter == "block",
         generation=e["generation"],
         resumes=e["resumes"],

@@ -161,5 +161,5 @@ def publish_endpoint_disabled(
 ) -> Steps[None]:
     e = tx.get(db.endpoint, endpoint_id)
     assert e is not None
-    data = {"why": e["state_comment"], "by": e["state_by"], **response_fields(last_response)}
+    data = {"reason": e["state_comment"], "by": e["state_by"], **response_fields(last_response)}
     yield from publish_operational_event(db, tx, kinds.ENDPOINT_DISABLED, endpoint_id, data)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.sim.stores.change import Change
 
 
-async def get(connection: Connection, schema: str, job_id: int) -> ReplayJob:
+async def get_job(connection: Connection, schema: str, job_id: int) -> ReplayJob:
     with map_errors(schema):
         job = await connection.call(read_job, job_id)
     if job is None:
@@ -27,17 +27,17 @@ async def get(connection: Connection, schema: str, job_id: int) -> ReplayJob:
     return job
 
 
-async def abort(connection: Connection, schema: str, job_id: int, *, actor: str) -> ReplayJob:
+async def abort_job(connection: Connection, schema: str, job_id: int, *, actor: str) -> ReplayJob:
     async def plan(change: Change) -> None:
-        job = await get(change.db, schema, job_id)
+        job = await get_job(change.db, schema, job_id)
         if job.state != "running":
             raise Conflict(f"replay job {job_id} is {job.state}")
-        change.write(abort_job, job_id)
+        change.write(abort_job_row, job_id)
         change.write(cancel_replays, None, job_id)
         change.journal("replay_aborted", None, {"job": job_id, "taken": job.taken})
 
     async def read_back(db: Connection, _: UUID, __: None) -> ReplayJob:
-        return await get(db, schema, job_id)
+        return await get_job(db, schema, job_id)
 
     return await make_change_and_read(connection, schema, actor, plan, read_back)
 
@@ -67,7 +67,7 @@ def cancel_replays(
         tx.change(db.dead_letter, r["dead_id"], state="dead")
 
 
-def abort_job(db: Database, tx: Transaction, job_id: int) -> Steps[None]:
+def abort_job_row(db: Database, tx: Transaction, job_id: int) -> Steps[None]:
     yield Wait(db.replay_job, job_id, UPDATE)
     row = tx.get(db.replay_job, job_id)
     abort_unless(row is not None and row["state"] == "running")

@@ -148,9 +148,9 @@ def _by_endpoint(rows: Sequence[Row]) -> list[ReplayCandidates]:
     for row in rows:
         i = row["endpoint_id"]
         previous = found.get(i)
-        letters, numbers = (previous.letters, previous.numbers) if previous else (0, 0)
+        count, numbers = (previous.dead_letters, previous.numbers) if previous else (0, 0)
         numbers += row["to_seq"] - row["seq"] + 1
-        found[i] = ReplayCandidates(i, row["endpoint"], letters + 1, numbers, 0, None, 1, 0)
+        found[i] = ReplayCandidates(i, row["endpoint"], count + 1, numbers, 0, None, 1, 0)
     return list(found.values())
 
 
@@ -158,8 +158,8 @@ def _outcome(found: Sequence[ReplayCandidates], job: int | None) -> ReplayOutcom
     skipped: Counter[str] = Counter()
     for each in found:
         if each.reason is not None:
-            skipped[each.reason] += each.letters
-    dead_letters = {each.endpoint: each.letters for each in found if each.reason is None}
+            skipped[each.reason] += each.dead_letters
+    dead_letters = {each.endpoint: each.dead_letters for each in found if each.reason is None}
     return ReplayOutcome(sum(dead_letters.values()), dict(skipped), job, dead_letters)
 
 
@@ -175,11 +175,11 @@ def count_dead(db: Database, tx: Transaction) -> list[ReplayCandidates]:
     for endpoint_id, dead_letters in found.items():
         e = tx.get(db.endpoint, endpoint_id)
         assert e is not None
-        ids, letters = [d["id"] for d in dead_letters], len(dead_letters)
+        ids, count = [d["id"] for d in dead_letters], len(dead_letters)
         numbers = sum(d["to_seq"] - d["seq"] + 1 for d in dead_letters)
         reason = UNAVAILABLE.get(e["state"])
-        skipped = 0 if reason is None else letters
-        counts = (letters, numbers, skipped, reason, min(ids), max(ids))
+        skipped = 0 if reason is None else count
+        counts = (count, numbers, skipped, reason, min(ids), max(ids))
         rows.append(ReplayCandidates(endpoint_id, e["name"], *counts))
     return sorted(rows, key=lambda row: row.endpoint)
 

@@ -112,9 +112,9 @@ class ReplicaStore(replicas.ReplicaStore):
         return await self._db.call(read_epochs, replica_id, endpoint_ids)
 
     async def release(
-        self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, why: str
+        self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, reason: str
     ) -> None:
-        await self._db.call(release_endpoints, replica_id, endpoint_ids, actor, why)
+        await self._db.call(release_endpoints, replica_id, endpoint_ids, actor, reason)
 
 
 # ----------------------------------------------------------------------- leases
@@ -195,7 +195,7 @@ def expire_row(
     tx: Transaction,
     expirable: Expirable,
     actor: str | None,
-    why: str,
+    reason: str,
     lock_timeout_s: float | None,
 ) -> Steps[bool]:
     """Three statements in one message."""
@@ -208,7 +208,7 @@ def expire_row(
     row = expirable_row(db, tx, *expirable)
     if row is None:
         return False
-    yield from release_owned(db, tx, row["id"], actor or f"replica {row['id']}", why)
+    yield from release_owned(db, tx, row["id"], actor or f"replica {row['id']}", reason)
     yield from perform(remove_replica(db, tx, row["id"]))
     return True
 
@@ -293,8 +293,8 @@ def _terminate(db: Database, backends: Iterable[Backend]) -> None:
         db.world.after(db.pause_s(), None, backend.terminate)
 
 
-def release_owned(db: Database, tx: Transaction, me: int, actor: str, why: str) -> Steps[None]:
-    yield from _release(db, tx, me, _owned(db, tx, me), actor, why)
+def release_owned(db: Database, tx: Transaction, me: int, actor: str, reason: str) -> Steps[None]:
+    yield from _release(db, tx, me, _owned(db, tx, me), actor, reason)
 
 
 def remove_replica(db: Database, tx: Transaction, replica_id: int) -> Steps[None]:
@@ -383,12 +383,12 @@ def read_epochs(db: Database, tx: Transaction, me: int, ids: Sequence[UUID]) -> 
 
 
 def release_endpoints(
-    db: Database, tx: Transaction, me: int, ids: Sequence[UUID], actor: str, why: str
+    db: Database, tx: Transaction, me: int, ids: Sequence[UUID], actor: str, reason: str
 ) -> Steps[None]:
     if (yield from fence(db, tx, me)):
         requested = set(ids)
         owned = [each for each in _owned(db, tx, me) if each in requested]
-        yield from _release(db, tx, me, owned, actor, why)
+        yield from _release(db, tx, me, owned, actor, reason)
 
 
 def _owned(db: Database, tx: Transaction, me: int) -> list[UUID]:
@@ -396,7 +396,7 @@ def _owned(db: Database, tx: Transaction, me: int) -> list[UUID]:
 
 
 def _release(
-    db: Database, tx: Transaction, me: int, owned: Iterable[UUID], actor: str, why: str
+    db: Database, tx: Transaction, me: int, owned: Iterable[UUID], actor: str, reason: str
 ) -> Steps[None]:
     for endpoint_id in owned:
         yield Wait(db.ownership, endpoint_id, UPDATE)
@@ -404,5 +404,5 @@ def _release(
         if row is None or row["replica_id"] != me:
             continue
         new = tx.change(db.ownership, endpoint_id, replica_id=None, epoch=row["epoch"] + 1)
-        data = {"epoch": new["epoch"], "replica": me, "why": why}
+        data = {"epoch": new["epoch"], "replica": me, "reason": reason}
         add_to_journal(db, tx, "endpoint_released", actor, endpoint_id, data)

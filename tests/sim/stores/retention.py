@@ -17,7 +17,7 @@ from outbox.store import retention
 from outbox.store.retention import ACTOR
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.database.tables import KINDS, Batch
-from tests.sim.stores import channels, cursor, routing_change
+from tests.sim.stores import channels, routing_change, sequencing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -77,7 +77,7 @@ class RetentionStore(retention.RetentionStore):
             await db.call(read_writers)
         async with self._holding():
             if await db.call(end_period, period.kind, period.number) and period.kind == "log":
-                await db.call(cursor.clear_leader)
+                await db.call(sequencing.clear_leader)
                 await db.call(channels.notify_all)
 
     async def _drop_if_unused(self, period: PartitionWindow) -> bool:

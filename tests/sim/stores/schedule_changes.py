@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.sim.stores.change import Change
 
 
-async def add(
+async def add_schedule(
     connection: Connection,
     schema: str,
     settings: ScheduleSettings,
@@ -43,7 +43,7 @@ async def add(
             raise Conflict(f"there is a schedule {name} already")
         next_at = cron.next(await _ticks_from(change, found))
         if found is None:
-            change.write(add_schedule, settings, next_at, actor)
+            change.write(add_schedule_row, settings, next_at, actor)
         else:
             _require_unchanged(change, [found])
             change.write(replace_schedule, settings, next_at)
@@ -54,7 +54,7 @@ async def add(
     return await make_change_and_read(connection, schema, actor, plan, _read_back, routing=False)
 
 
-async def pause(
+async def pause_schedules(
     connection: Connection,
     schema: str,
     names: Sequence[str],
@@ -65,7 +65,7 @@ async def pause(
     return await _set_states(connection, schema, names, "paused", "paused", actor, comment)
 
 
-async def resume(
+async def resume_schedules(
     connection: Connection,
     schema: str,
     names: Sequence[str],
@@ -76,7 +76,7 @@ async def resume(
     return await _set_states(connection, schema, names, "active", "resumed", actor, comment)
 
 
-async def run_now(connection: Connection, schema: str, name: str, *, actor: str) -> UUID:
+async def run_schedule_now(connection: Connection, schema: str, name: str, *, actor: str) -> UUID:
     async def plan(change: Change) -> str:
         rows = await _find(change, [name])
         now = await change.db.call(read_now)
@@ -167,7 +167,7 @@ def _columns(settings: ScheduleSettings, next_at: datetime) -> Row:
     }
 
 
-def add_schedule(
+def add_schedule_row(
     db: Database, tx: Transaction, settings: ScheduleSettings, next_at: datetime, actor: str
 ) -> Steps[None]:
     # The index on names is unique.

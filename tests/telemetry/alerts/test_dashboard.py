@@ -10,7 +10,7 @@ import pytest
 
 from outbox.telemetry import alerts
 from outbox.telemetry.alerts import dashboard as made
-from tests.support.promtool import judged_expressions
+from tests.support.promtool import check_expressions
 from tests.telemetry.alerts.names import exported, wrong
 
 if TYPE_CHECKING:
@@ -121,6 +121,6 @@ def test_every_metric_is_shown() -> None:
 
 @pytest.mark.promtool
 def test_every_expression_is_promql(tmp_path: Path) -> None:
-    content, said = judged_expressions(expressions(), tmp_path)
+    content, said = check_expressions(expressions(), tmp_path)
     assert content, said
     assert f"{len(expressions())} rules found" in said

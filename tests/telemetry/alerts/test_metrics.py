@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from outbox.telemetry.catalogue import CATALOGUE, MetricKind
 from outbox.telemetry.prometheus import PrometheusRenderer
 from outbox.telemetry.snapshot import Buckets, Snapshot
-from tests.support.promtool import judged
+from tests.support.promtool import run_promtool
 from tests.telemetry.alerts.names import PROCESS
 
 
@@ -27,7 +27,7 @@ def page() -> bytes:
 
 @pytest.mark.promtool
 def test_promtool_reports_no_problems() -> None:
-    assert judged("check", "metrics", stdin=page()) == (True, "")
+    assert run_promtool("check", "metrics", stdin=page()) == (True, "")
 
 
 def test_the_used_process_metrics_are_exported() -> None:

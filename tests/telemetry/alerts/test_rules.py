@@ -14,7 +14,7 @@ from outbox.cli.main import cli
 from outbox.telemetry import alerts
 from outbox.telemetry.catalogue import CATALOGUE
 from tests.support.promql import used
-from tests.support.promtool import judged, judged_expressions
+from tests.support.promtool import check_expressions, run_promtool
 from tests.telemetry.alerts.names import exported, wrong
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def queries(rule: Mapping[str, Any]) -> list[str]:
 
 @pytest.mark.promtool
 def test_promtool_accepts_the_rules() -> None:
-    content, said = judged("check", "rules", RULES)
+    content, said = run_promtool("check", "rules", RULES)
     assert content, said
     assert f"SUCCESS: {len(ALL)} rules found" in said
 
@@ -75,7 +75,7 @@ def test_promtool_accepts_the_rules() -> None:
 @pytest.mark.promtool
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_alerts_fire_when_they_should_and_only_then(path: Path) -> None:
-    content, said = judged("test", "rules", path)
+    content, said = run_promtool("test", "rules", path)
     assert content, said
 
 
@@ -147,7 +147,7 @@ def test_rules_use_existing_metrics(rule: dict[str, Any]) -> None:
 
 @pytest.mark.promtool
 def test_queries_in_alert_texts_are_valid_promql(tmp_path: Path) -> None:
-    content, said = judged_expressions((q for r in ALL for q in queries(r)), tmp_path)
+    content, said = check_expressions((q for r in ALL for q in queries(r)), tmp_path)
     assert content, said
 
 
@@ -226,7 +226,7 @@ def test_texts_are_complete(tmp_path: Path) -> None:
         ]
     path = tmp_path / "texts.yml"
     path.write_text(yaml.safe_dump(document))
-    content, said = judged("test", "rules", path)
+    content, said = run_promtool("test", "rules", path)
     assert not content
     for flaw in ("error", "no value", "%!", "<", "{{", "NaN"):
         assert flaw not in said, said

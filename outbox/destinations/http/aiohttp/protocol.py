@@ -132,6 +132,6 @@ class Protocol(ResponseHandler):
         elif self._body.total_bytes < BODY_BYTES_MAX and not self._body.is_eof():
             self._body.set_exception(aiohttp.ClientPayloadError(TOO_LARGE_WRAPPING))
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         self._left = 0  # Ignore further data.
-        self.set_exception(HttpProcessingError(message=why))
+        self.set_exception(HttpProcessingError(message=reason))

@@ -60,8 +60,8 @@ class Http1Client:
         except Exception as error:
             if connection is not None:
                 connection.close()
-            why = f"{type(error).__name__}: {error}"
-            return AttemptResult.failed(Failure.INTERNAL, why, monotonic() - started_at)
+            reason = f"{type(error).__name__}: {error}"
+            return AttemptResult.failed(Failure.INTERNAL, reason, monotonic() - started_at)
         self._in_flight.add(connection)
         if self._timer is None or deadline < self._timer_at:
             self._schedule_expiry(deadline)
@@ -104,8 +104,8 @@ class Http1Client:
                     request.connect_timeout_s,
                 )
         except TimeoutError:
-            why = timeout_detail(request.total_timeout_s)
-            raise NotConnected(Failure.TIMEOUT, why) from None
+            reason = timeout_detail(request.total_timeout_s)
+            raise NotConnected(Failure.TIMEOUT, reason) from None
         if self._closed:  # The client was closed meanwhile.
             connection.close()
             raise NotConnected(Failure.RESET, TRANSPORT_CLOSED)

@@ -195,14 +195,14 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.abort()
 
-    def _fail(self, failure: Failure, why: str) -> None:
+    def _fail(self, failure: Failure, reason: str) -> None:
         """Close, and settle with the response if its head is complete, otherwise with a failure."""
         self.close()
         if self._reader.status is None:
             elapsed_s = monotonic() - self._started_at
-            self._settle(AttemptResult.failed(failure, why, elapsed_s))
+            self._settle(AttemptResult.failed(failure, reason, elapsed_s))
         else:
-            self._settle(self._result(why))
+            self._settle(self._result(reason))
 
     def _settle(self, response: AttemptResult) -> None:
         waiting = self._waiting

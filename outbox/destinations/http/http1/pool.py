@@ -29,15 +29,15 @@ class ConnectionPools:
     def acquire(self, target: Target) -> Connection | None:
         """Take a usable connection from the pool; None: there is none."""
         idle = self._idle.get(target)
-        found = None
-        while idle and found is None:
+        reusable = None
+        while idle and reusable is None:
             # LIFO: the most recently used one is least likely to be closed by the peer.
             connection = idle.pop()
             if connection.usable:
-                found = connection
+                reusable = connection
         if idle is not None and not idle:
             del self._idle[target]
-        return found
+        return reusable
 
     def release(self, connection: Connection) -> None:
         """Return a connection to the pool after its request."""

@@ -1,4 +1,4 @@
-"""SQL of the sequencer: the cursor row, the gaps and the batch.
+"""SQL of the sequencer: the cursor row, the gaps, and the message that writes a batch.
 
 All of it runs on one connection as separate statements: each needs a snapshot of its own,
 and their order is the argument of `outbox.core.sequencing.gaps`.  What is read is not locked;
@@ -17,7 +17,7 @@ from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, 
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store import timeline
 from outbox.store.array_params import as_text, sparse
-from outbox.store.channels import WAKE_OWNERS
+from outbox.store.channels import OWNERS_SUFFIX
 from outbox.store.connection.message import WriteStatement
 from outbox.store.event_reads import (
     AWAKE,
@@ -120,7 +120,7 @@ delivered AS (
                 was_backfill_id)),
 awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM locked WHERE $16),
 notified AS MATERIALIZED (
-    {WAKE_OWNERS.replace("$1", "$18")} FROM locked
+    SELECT pg_notify(current_schema() || '{OWNERS_SUFFIX}', $18) FROM locked
      WHERE $18::text IS NOT NULL AND $24 > 0
        AND EXISTS (SELECT FROM replica WHERE id <> $12))
 SELECT FROM locked
@@ -155,7 +155,7 @@ class CursorRow:
     batch: int
 
 
-class CursorStore:
+class SequencingStore:
     """The sequencer's database operations, on one connection.
 
     Not safe for concurrent use; asyncpg's errors propagate.

@@ -1,4 +1,4 @@
-"""Retryable HTTP statuses: the list that an endpoint can set.
+"""HTTP statuses after which a delivery is retried: the list that an endpoint can set.
 
 An item is a status (`429`), a class (`5xx`) or a range (`500-504`).  A 2xx is a success and 410
 disables the endpoint.  Neither is ever retried, so a list with them is rejected.
@@ -7,15 +7,13 @@ disables the endpoint.  Neither is ever retried, so a list with them is rejected
 from __future__ import annotations
 
 import re
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-CONFLICT = 409
-GONE = 410
 
 _ITEM = re.compile(r"([1-5])xx|([1-5][0-9]{2})(?:-([1-5][0-9]{2}))?", re.ASCII | re.IGNORECASE)
 
@@ -32,11 +30,11 @@ def parse(texts: Sequence[str]) -> frozenset[int]:
         chosen = _range(text)
         if any(200 <= status <= 299 for status in chosen):
             raise UsageError(f"retryable: {text!r} contains a 2xx, which is a success")
-        if GONE in chosen and len(chosen) == 1:
-            raise UsageError(f"retryable: {GONE} is never retried; it disables the endpoint")
+        if HTTPStatus.GONE in chosen and len(chosen) == 1:
+            raise UsageError("retryable: 410 is never retried; it disables the endpoint")
         statuses.update(chosen)
     # A class or range such as 4xx silently omits 410.
-    return frozenset(statuses - {GONE})
+    return frozenset(statuses - {HTTPStatus.GONE})
 
 
 def _range(text: str) -> range:

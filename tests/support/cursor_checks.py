@@ -121,7 +121,7 @@ SELECT isempty(b.young) AND NOT EXISTS (SELECT FROM relay.gap)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CursorViolations:
     """Violations: ids of events, except `misnumbered`, which are lanes."""
 
     lost: tuple[int, ...] = ()
@@ -136,7 +136,7 @@ class Verdict:
         return {field.name for field in fields(self) if getattr(self, field.name)}
 
 
-SPOTLESS = Verdict()
+NO_VIOLATIONS = CursorViolations()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +150,10 @@ class Progress:
     dead: int
 
 
-async def judge(connection: Connection) -> Verdict:
+async def check_cursor(connection: Connection) -> CursorViolations:
     """All violations at this moment."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        return Verdict(
+        return CursorViolations(
             **{
                 kind: tuple(row[0] for row in await connection.fetch(query))
                 for kind, query in _QUERIES.items()

@@ -86,7 +86,7 @@ class AuditCheck:
     """An invariant, and the query that returns its violations."""
 
     name: str
-    promise: str
+    guarantee: str
     query: str
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.core.model.http_status import parse
 from outbox.core.model.response import RETRYABLE
+from outbox.core.model.retryable_statuses import parse
 from outbox.errors import UsageError
 
 

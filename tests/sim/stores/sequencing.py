@@ -10,10 +10,10 @@ import asyncpg
 
 from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
-from outbox.store import cursor as real
-from outbox.store.cursor import CursorRow
+from outbox.store import sequencing as real
 from outbox.store.event_reads import CONTENT_EVENTS_MAX, Reading
 from outbox.store.leadership import LeaderStatus
+from outbox.store.sequencing import CursorRow
 from outbox.store.timeline import History
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import AWAKE, Batch, Given
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
 
-class CursorStore(real.CursorStore):
-    """Stands in for `outbox.store.cursor.CursorStore`."""
+class SequencingStore(real.SequencingStore):
+    """Stands in for `outbox.store.sequencing.SequencingStore`."""
 
     routing: RoutingStore
     replay_feed: ReplayFeedStore
