@@ -66,11 +66,31 @@ class NotConnected(Exception):
         self.detail = detail
 
 
+class Following(Protocol):
+    """Supplies the requests of a delivery run after the first one."""
+
+    def follow(self, response: AttemptResult) -> Request | None:
+        """Take a response and return the request to send now, to the same destination with the
+        same time-outs.
+
+        None: the response was not taken, and is the result of `Transport.send`.
+        """
+        ...
+
+    def sent(self) -> None:
+        """The request was sent; prepare the one after it."""
+        ...
+
+
 class Transport(Protocol):
     """Sends requests; safe to use from many tasks of one event loop."""
 
-    async def send(self, request: Request) -> AttemptResult:
+    async def send(self, request: Request, following: Following | None = None) -> AttemptResult:
         """Send `request` at most once and return the result.
+
+        With `following`, a transport may ask it after a complete response on a connection that
+        can be reused, and sends the request that it returns instead of returning the result.  It
+        asks while no other request of this call is in flight; the result is that of the last one.
 
         * Network and receiver errors do not raise: they are an `AttemptResult` with
           a `Failure`.

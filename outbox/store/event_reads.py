@@ -84,7 +84,9 @@ READ_EVENTS_WITH_CONTENT = _EVENTS.format(
     content=f""",
        event_id, key,
        date_part('epoch', greatest(least(created_at, '9999-12-30'), '0001-01-02')) AS published_at,
-       date_part('epoch', greatest(least(expires_at, '9999-12-30'), '0001-01-02')) AS expires_at,
+       CASE WHEN expires_at IS NOT NULL
+            THEN date_part('epoch', greatest(least(expires_at, '9999-12-30'), '0001-01-02'))
+        END AS expires_at,
        CASE WHEN {_HAS_CONTENT} THEN payload::text END AS payload,
        CASE WHEN {_HAS_CONTENT} THEN headers::text END AS headers""",
     columns=", event_id, created_at, expires_at, payload, headers",

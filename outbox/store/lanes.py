@@ -72,7 +72,9 @@ SELECT lane.id, a.seq, a.batch, a.started_at
 EVENT_COLUMNS = """event_id, type, tenant, key,
        date_part('epoch', greatest(least(published_at, '9999-12-30'), '0001-01-02'))
            AS published_at,
-       date_part('epoch', greatest(least(expires_at, '9999-12-30'), '0001-01-02')) AS expires_at,
+       CASE WHEN expires_at IS NOT NULL
+            THEN date_part('epoch', greatest(least(expires_at, '9999-12-30'), '0001-01-02'))
+        END AS expires_at,
        payload::text AS payload, headers::text AS headers"""
 
 # Deliveries with their events.  `batch >=` limits each lane to the partitions that can contain

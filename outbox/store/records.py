@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.core.delivery.commands import AttemptRow, DeadLetter, Progress, Record
+    from outbox.core.delivery.commands import DeadLetter, Progress, Record
+    from outbox.core.delivery.delivery_run import RunResults
     from outbox.store.connection.store_connection import StoreConnection
 
 RANGE_GROWTH_MAX_S = 3600
@@ -267,15 +268,25 @@ class RecordStore:
         self._replica_id = replica_id
         self._timeline = timeline
 
-    async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
-        """Write a group of records atomically; when fenced, none is written."""
-        attempts = _attempts([(r.lane_id, r.attempt) for r in records if r.attempt is not None])
+    async def write(
+        self,
+        records: Sequence[Record],
+        epochs: Sequence[int],
+        runs: Sequence[tuple[int, RunResults]] = (),
+    ) -> None:
+        """Write a group of results atomically; when fenced, none is written.
+
+        Args:
+            epochs: of the records.
+            runs: pairs of lane id and results of a delivery run; written before the records.
+        """
+        attempts = _attempts(runs, records)
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
             written = await self._db.write(
                 WRITE_ACKNOWLEDGEMENTS, self._replica_id, *attempts, self._timeline
             )
-            if written != len(records):
+            if written != len(records) + sum(len(results) for _, results in runs):
                 raise Fenced
             return
         progress = _columns(
@@ -345,19 +356,43 @@ class RecordStore:
             raise Fenced
 
 
-def _attempts(rows: Sequence[tuple[int, AttemptRow]]) -> list[Any]:
+def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record]) -> list[Any]:
     """The columns of `_ATTEMPTS`."""
+    rows = [(r.lane_id, r.attempt) for r in records if r.attempt is not None]
+    lane_ids: list[int] = []
+    batches: list[int] = []
+    seqs: list[int] = []
+    statuses: list[int | str] = []
+    started_us: list[int] = []
+    elapsed_us: list[int] = []
+    responses: list[str | None] = []
+    for lane_id, run in runs:
+        lane_ids += [lane_id] * len(run)
+        batches += run.batches
+        seqs += run.seqs
+        statuses += run.statuses
+        started_us += [round(at * 1e6) for at in run.started_at]
+        elapsed_us += [round(elapsed_s * 1e6) for elapsed_s in run.elapsed_s]
+        responses += map(_json, run.responses)
+    of_runs = len(lane_ids)
+    lane_ids += [lane_id for lane_id, _ in rows]
+    batches += [row.batch for _, row in rows]
+    seqs += [row.seq for _, row in rows]
+    statuses += ["NULL" if row.status is None else row.status for _, row in rows]
+    started_us += [round(row.started_at * 1e6) for _, row in rows]
+    elapsed_us += [round(row.elapsed_s * 1e6) for _, row in rows]
+    responses += [_json(row.response) for _, row in rows]
     return [
-        as_text([lane_id for lane_id, _ in rows]),
-        as_text([row.batch for _, row in rows]),
-        as_text([row.seq for _, row in rows]),
-        as_text([row.attempt for _, row in rows]),
-        as_text([row.outcome for _, row in rows]),
-        as_text(["NULL" if row.status is None else row.status for _, row in rows]),
-        sparse([row.error for _, row in rows]),
-        as_text([round(row.started_at * 1e6) for _, row in rows]),
-        as_text([round(row.elapsed_s * 1e6) for _, row in rows]),
-        sparse([_json(row.response) for _, row in rows]),
+        as_text(lane_ids),
+        as_text(batches),
+        as_text(seqs),
+        as_text([1] * of_runs + [row.attempt for _, row in rows]),
+        as_text(["delivered"] * of_runs + [row.outcome for _, row in rows]),
+        as_text(statuses),
+        sparse([None] * of_runs + [row.error for _, row in rows]),
+        as_text(started_us),
+        as_text(elapsed_us),
+        sparse(responses),
     ]
 
 

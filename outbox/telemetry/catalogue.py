@@ -113,6 +113,13 @@ RETRY_DELAY = Metric(
     (),
     RETRY_SECONDS,
 )
+RUN_DELIVERIES = Metric(
+    "outbox.run.deliveries",
+    MetricKind.COUNTER,
+    "{delivery}",
+    "Deliveries that the next one of their lane followed at once, in a delivery run. Its share of "
+    "outbox.deliveries is that of backlogs and of receivers that answer fast.",
+)
 EVENTS = Metric(
     "outbox.events",
     MetricKind.COUNTER,
@@ -247,6 +254,7 @@ CATALOGUE: tuple[Metric, ...] = (
     DELIVERY_ATTEMPTS,
     RETRIES,
     RETRY_DELAY,
+    RUN_DELIVERIES,
     BACKLOG,
     LANE_DEPTH,
     HEAD_AGE,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outbox.core.delivery.commands import AttemptRow, DeadLetter
+    from outbox.core.delivery.delivery_run import RunResults
     from outbox.core.model.response import AttemptResult
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.snapshot import Series
@@ -34,12 +35,12 @@ class Histogram:
         self._counts = [0] * (len(metric.bounds) + 1)
         self._sum = 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, times: int = 1) -> None:
         """Add a value; a negative one counts as 0, because clocks differ slightly."""
         if value < 0.0:
             value = 0.0
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def buckets(self) -> Buckets:
         """The current counts."""
@@ -94,6 +95,8 @@ class Meters:
         self.losses = 0
         """Other replicas that were expired."""
         self.session_losses = 0
+        self.run_deliveries = 0
+        """Deliveries that another one followed in a delivery run."""
 
     # ------------------------------------------------------------- endpoints
 
@@ -159,6 +162,20 @@ class Meters:
         if latency_s is not None:
             meters.latency.add(latency_s)
 
+    def record_run(self, meters: EndpointMeters, results: RunResults) -> None:
+        """Count the successes of a delivery run."""
+        count = len(results)
+        meters.attempts["delivered", None] += count
+        meters.deliveries["delivered"] += count
+        self._delivery_attempts.add(1, count)
+        self.run_deliveries += count
+        add_duration, add_latency = meters.duration.add, meters.latency.add
+        for elapsed_s in results.elapsed_s:
+            add_duration(elapsed_s)
+        for latency_s in results.latencies_s:
+            if latency_s is not None:
+                add_latency(latency_s)
+
     def record_retry_delay(self, delay_s: float) -> None:
         """Add the delay before a retry."""
         self._retry_delay.add(delay_s)
@@ -190,6 +207,7 @@ class Meters:
         series[catalogue.RETRIES] = {(k,): v for k, v in self._retries.items()}
         series[catalogue.RETRY_DELAY] = {(): self._retry_delay.buckets()}
         series[catalogue.DELIVERY_ATTEMPTS] = {(): self._delivery_attempts.buckets()}
+        series[catalogue.RUN_DELIVERIES] = {(): self.run_deliveries}
         series[catalogue.EVENTS] = {(): self.events}
         series[catalogue.LOSSES] = {(): self.losses}
         series[catalogue.SESSION_LOSSES] = {(): self.session_losses}

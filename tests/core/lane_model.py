@@ -12,7 +12,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.batch import classify_batch
-from outbox.core.delivery.commands import ErasedEvent, Fetch, Gate, Record, Send, Wait
+from outbox.core.delivery.commands import (
+    AttemptRow,
+    ErasedEvent,
+    Fetch,
+    Gate,
+    Record,
+    Send,
+    Wait,
+)
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult, Failure, classify
 from tests.core.invariants import expect
@@ -82,6 +90,8 @@ class World(Watch):
             batch_max=self._batch_max,
         )
         self.sending: Send | None = None
+        self._runs = False
+        self._ahead: Send | None = None
         self.started_at = 0.0
         self._free = False
         self._new = ()
@@ -230,6 +240,7 @@ class World(Watch):
         match command:
             case Send() as send:
                 self.sending, self.started_at = send, self.now
+                self._runs = self.lane.may_run(send)
                 self._free = self._retry_at() > self.now
                 self._fetch(self.lane.fetch())
             case Record() as record:
@@ -242,6 +253,36 @@ class World(Watch):
                 expect(until > self.now, "it waits for the past", until)
         self.expect_consistent()
         return command
+
+    def look_ahead(self) -> None:
+        """Prepare what follows the request in flight."""
+        self._ahead = self.lane.peek_next_send()
+
+    def follow(self, after_s: float) -> None:
+        """Respond with a success, and send what follows at once in a delivery run."""
+        send = self.sending
+        if send is None or not self._runs:
+            return
+        self.now += after_s
+        after = self.lane.next_in_run(self.now, self._ahead)
+        if after is None:
+            self.response(200, received=True, u=0.0, after_s=0.0)
+            return
+        expect(not self._stopped, "a run goes on after a stop")
+        expect(self._cut <= self._over, "a run goes on after a cut", self._cut)
+        expect(not self._rereads, "a run goes on with stale deliveries")
+        done = send.delivery
+        row = AttemptRow(done.batch, done.seq, 1, "delivered", 200, None, self.started_at, 0.1)
+        self._arrives(send)
+        self.pending.append(Record(self.lane.id, done.seq, row))
+        self._over = self._delivered = done.seq
+        self._stalled_since = self.now
+        self.lane.advance_run(self.now)
+        self.sending, self.started_at = after, self.now
+        self._new = () if after.delivery.seq in self._sent else (after.delivery.seq,)
+        self._expect_valid_send(after, Gate.OPEN)
+        self._fetch(self.lane.fetch())
+        self.expect_consistent()
 
     def fetched(self, rows: int) -> None:
         """Complete a Fetch, at any time."""

@@ -7,6 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from outbox.core.admission.endpoint_queue import Slot
+from outbox.core.delivery.delivery_run import RUN_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +48,8 @@ class Endpoint:
         self._open: set[Slot] = set()
         # The request number of each open slot, per endpoint.
         self._number: dict[Slot, int] = {}
+        # When the run of each open slot began, and its requests.
+        self._run: dict[Slot, tuple[float, int]] = {}
         self.begun_at: list[float] = []
         self.waits_s: list[float] = []
         self.completed = 0
@@ -81,10 +84,14 @@ class Endpoint:
             self.simulation.begin(self.simulation.scheduler.admit(slot, self.simulation.now))
 
     def begin(self, slot: Slot) -> None:
-        simulation = self.simulation
-        self.waits_s.append(simulation.now - self.requested_at.pop(slot))
-        self.begun_at.append(simulation.now)
+        self.waits_s.append(self.simulation.now - self.requested_at.pop(slot))
         self._open.add(slot)
+        self._run[slot] = (self.simulation.now, 1)
+        self._process(slot)
+
+    def _process(self, slot: Slot) -> None:
+        simulation = self.simulation
+        self.begun_at.append(simulation.now)
         n = len(self.begun_at)
         latency_s = self.takes_s(n, simulation.now)
         self._number[slot] = n
@@ -95,6 +102,8 @@ class Endpoint:
         if self._number.get(slot) != number:
             return
         del self._number[slot]
+        if self._follow(slot):
+            return
         self.completed += not slot.preempted
         self.preempted += slot.preempted
         self._open.remove(slot)
@@ -106,6 +115,21 @@ class Endpoint:
             self.pending += 1
         self.simulation.begin(begun)
         self.send()
+
+    def _follow(self, slot: Slot) -> bool:
+        """After a response send the lane's next event in a delivery run, if admission allows."""
+        now, (began_at, count) = self.simulation.now, self._run[slot]
+        has_more = self.every_s is None or self.pending > 0
+        if not has_more or self.simulation.calm or count >= RUN_MAX:
+            return False
+        if not self.simulation.scheduler.continue_run(slot, began_at, now):
+            return False
+        self.completed += 1
+        self.pending -= self.every_s is not None
+        self.waits_s.append(0.0)
+        self._run[slot] = (began_at, count + 1)
+        self._process(slot)
+        return True
 
     def end_preempted(self, slot: Slot) -> None:
         """End a preempted request after a short delay."""

@@ -91,6 +91,15 @@ class LaneMachine(RuleBasedStateMachine):
             status, received=received, u=u, after_s=after_s, blocks=blocks, part=part
         )
 
+    @precondition(lambda self: self.world.sending is not None)
+    @rule(after_s=st.sampled_from([0.1, 20.0]))
+    def follow(self, after_s: float) -> None:
+        self.world.follow(after_s)
+
+    @rule()
+    def look_ahead(self) -> None:
+        self.world.look_ahead()
+
     @rule(batch_max=st.sampled_from([None, 1, 3, 50]))
     def batch_up_to(self, batch_max: int | None) -> None:
         self.world.batch_up_to(batch_max)

@@ -381,6 +381,27 @@ class ReportsDrainedTooEarly(Lane):
         return not self.pending
 
 
+class RunsAfterStop(Lane):
+    """Goes on with a delivery run after a stop or a cut, or with stale deliveries."""
+
+    def next_in_run(self, now: float, known: Send | None) -> Send | None:
+        return self.peek_next_send(known)
+
+
+class RunsFromRetry(Lane):
+    """Begins a delivery run with a retry."""
+
+    def may_run(self, send: Send) -> bool:
+        return not send.batch and len(self._buffer.queue) > 1
+
+
+class RunsWithPreparedSend(Lane):
+    """Sends in a delivery run what was prepared, whatever has happened since."""
+
+    def peek_next_send(self, known: Send | None = None) -> Send | None:
+        return super().peek_next_send() if known is None else known
+
+
 def _faults(value: object) -> str | None:
     """Name the faults, so that the test ids differ."""
     if not isinstance(value, Faults):
@@ -434,6 +455,9 @@ FOUND_SOON_FROM: dict[type[Lane], int] = {
         (ForgetsSentBatch, NO_FAULTS, "was sent before"),
         (BatchesExpiredDeliveries, NO_FAULTS, "has expired"),
         (ChecksLaneEndOfHeadOnly, NO_FAULTS, "wrong about the end"),
+        (RunsAfterStop, NO_FAULTS, "a run goes on|has expired"),
+        (RunsFromRetry, NO_FAULTS, "forgets its attempts|does not wait|two outcomes|."),
+        (RunsWithPreparedSend, NO_FAULTS, "although it has ended|wrong about the end"),
         (Lane, Faults(forgets_blocks=True), "does not wait for an operator"),
         (Lane, Faults(writes_failure_alone=True), "has no outcome|without an outcome"),
         (Lane, Faults(skips_tail=True), "although it has ended|has two outcomes"),

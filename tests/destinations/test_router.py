@@ -12,6 +12,7 @@ from outbox.destinations.http.http1 import pool
 from outbox.destinations.http.http1.client import Http1Client
 from outbox.destinations.http.router import TransportRouter
 from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
+from tests.destinations.delivery_runs import DeliveryRuns
 from tests.destinations.egress_suite import Guarding, authority, connected
 from tests.destinations.receivers import HostileReceivers
 from tests.destinations.servers import OK, Connection, respond_with, serving
@@ -66,13 +67,13 @@ class _Making:
         return make
 
 
-class TestWireOnUvloop(_Making, TransportConformance, HostileReceivers):
+class TestWireOnUvloop(_Making, TransportConformance, DeliveryRuns, HostileReceivers):
     """The production event loop."""
 
     kind = "wire"
 
 
-class TestWireOnAsyncio(_Making, TransportConformance, HostileReceivers):
+class TestWireOnAsyncio(_Making, TransportConformance, DeliveryRuns, HostileReceivers):
     """The guarantees do not depend on the event loop."""
 
     kind = "wire"

@@ -64,9 +64,9 @@ class CheckpointNetwork(Network):
         self.checkpoints: list[Any] = []
         self.status = 200
 
-    async def send(self, request: Any) -> AttemptResult:
+    async def _send(self, request: Any) -> AttemptResult:
         if parse(request.body) is None:
-            return await super().send(request)
+            return await super()._send(request)
         self.checkpoints.append(request)
         return AttemptResult.completed(self.status, 0.001)
 
@@ -152,7 +152,7 @@ class ManyReceivers(Network):
         self.checkpoint_times: dict[str, list[float]] = {}
         self.open = self.most = 0
 
-    async def send(self, request: Any) -> AttemptResult:
+    async def send(self, request: Any, following: object = None) -> AttemptResult:
         self.open += 1
         self.most = max(self.most, self.open)
         try:
@@ -294,9 +294,9 @@ async def test_a_checkpoint_reveals_a_lost_tail_and_can_trigger_a_fetch(
             received.append(message.data)
 
         class LossyNetwork(Wire):
-            async def send(self, request: Any) -> AttemptResult:
+            async def _send(self, request: Any) -> AttemptResult:
                 if parse(request.body) is None:
-                    return await super().send(request)
+                    return await super()._send(request)
                 response = await receiver.handle(Request("POST", request.headers, request.body))
                 return AttemptResult.completed(response.status, 0.001)
 

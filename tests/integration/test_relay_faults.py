@@ -413,9 +413,9 @@ class ContinuousLoad(RecordStore):
     replica: Replica
     seq = 0
 
-    async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
+    async def write(self, records: Sequence[Record], *rest: Any) -> None:
         self.arrive()
-        await super().write(records, epochs)
+        await super().write(records, *rest)
 
     def arrive(self) -> None:
         self.seq += 1

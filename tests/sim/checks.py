@@ -113,7 +113,8 @@ class Checker:
         self._skew_s = database.skew_s
         self.duplicates = 0
         self.latencies: list[float] = []
-        self.pauses: dict[UUID, float] = {}
+        # Since when endpoints are paused.
+        self._paused_at: dict[UUID, float] = {}
         self.timetable = Timetable(self, late_s)
         self.replayed = Replayed(database, lambda event_id: batch_of(self, event_id))
         self.limits = Limits(database)
@@ -170,6 +171,12 @@ class Checker:
         owned = tx.writes.get(db.ownership)
         if owned:
             self._claimed(owned)
+        for endpoint_id, row in (tx.writes.get(db.endpoint) or {}).items():
+            assert row is not None
+            if row["state"] == "paused":
+                self._paused_at.setdefault(endpoint_id, self.world.now)
+            else:
+                self._paused_at.pop(endpoint_id, None)
         self.timetable.committed(tx)
         self.operational.committed(tx)
 
@@ -366,6 +373,9 @@ class Checker:
         owner = self.database.ownership.rows[book.endpoint_id]["replica_id"]
         if owner is None or self._owner_of[owner] != sent.process.name:
             raise Violation("lease", f"{where} is sent, and replica {owner} owns it")
+        paused_at = self._paused_at.get(book.endpoint_id, self.world.now)
+        if self.world.now > max(paused_at + self._latency_s, self.troubled_until):
+            raise Violation("pause", f"{where} is sent {self.world.now - paused_at:.1f} s after it")
         if any(other.process is sent.process for other in book.open):
             raise Violation("one request", f"{where}: another one of its lane is open")
         if book.done_through < first.seq - 1:

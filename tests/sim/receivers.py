@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.relay.delivery.admission import PREEMPTED
+from tests.support.runs import send_run
 
 if TYPE_CHECKING:
     import random
 
-    from outbox.destinations.interface import Request
+    from outbox.destinations.interface import Following, Request
     from tests.sim.books import Sent
     from tests.sim.checks import Checker
     from tests.sim.clockwork import Process, World
@@ -63,8 +64,11 @@ class Transport:
         self._checker = checker
         self._rng = rng
 
-    async def send(self, request: Request) -> AttemptResult:
-        """Send a request; returns the result."""
+    async def send(self, request: Request, following: Following | None = None) -> AttemptResult:
+        """Send a request, and those that follow it; returns the last result."""
+        return await send_run(self._send, request, following)
+
+    async def _send(self, request: Request) -> AttemptResult:
         world, rng = self._world, self._rng
         receiver = self._receivers[request.url]
         sent = self._checker.begins(self._process, request)

@@ -21,12 +21,13 @@ from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
 from outbox.store.sessions import session_label
+from tests.support.runs import send_run
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-    from outbox.destinations.interface import Request, Transport
+    from outbox.destinations.interface import Following, Request, Transport
     from outbox.operations.endpoint_changes import NewEndpoint
     from outbox.store.replicas import ReplicaStore
     from tests.support.postgres import Database
@@ -81,7 +82,10 @@ class Network:
         self.in_flight: dict[str, int] = defaultdict(int)
         self.in_flight_max: dict[str, int] = defaultdict(int)
 
-    async def send(self, request: Request) -> AttemptResult:
+    async def send(self, request: Request, following: Following | None = None) -> AttemptResult:
+        return await send_run(self._send, request, following)
+
+    async def _send(self, request: Request) -> AttemptResult:
         sent = Sent.from_request(request)
         self.sent.append(sent)
         self.in_flight[sent.lane] += 1
@@ -137,10 +141,11 @@ def settings_for(database: Database, **settings: Any) -> Settings:
 def relay(database: Database, transport: Transport, **settings: Any) -> Relay:
     """A relay that is not started."""
     values = settings_for(database, **settings)
-    return Relay(values, transport, _connections(values))
+    return Relay(values, transport, connections_for(values))
 
 
-def _connections(values: Settings) -> Connections:
+def connections_for(values: Settings) -> Connections:
+    """The connections of a relay with these settings."""
     address = dsn.parse(values.dsn.get_secret_value(), source="test", env={})
     return Connections(address, values)
 
@@ -192,7 +197,7 @@ async def killed_at_the_end(
     """
     values = settings_for(database, **settings)
     name = f"killed-{next(_names)}"
-    worker = Relay(values, network, _connections(values), name=name)
+    worker = Relay(values, network, connections_for(values), name=name)
     task = asyncio.create_task(worker.run())
     try:
         yield worker

@@ -67,6 +67,12 @@ class AdaptiveRequestScheduler(RequestScheduler):
             self._last_holder = holder
         return super().end(slot, now, responded=responded)
 
+    def continue_run(self, slot: Slot, began_at: float, now: float) -> bool:
+        continued = super().continue_run(slot, began_at, now)
+        # The request before it has ended.
+        self._ended += continued
+        return continued
+
     def observe_lag(self, lag_s: float, interval_s: float) -> None:
         """Adapt the share to a sample of event-loop lag.
 

@@ -81,6 +81,10 @@ PREEMPT_GRACE_S = 30.0
 PREEMPTED_MAX = 2
 """Preemptions in a row after which a lane needs a slow slot."""
 
+RUN_S, ROTATION_S = 0.05, 0.1
+"""Duration of a delivery run, without its last request, and of one run of each lane that waits for
+the same slots; see `RequestScheduler.continue_run`."""
+
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
 _FAST, _PROBATION, _SLOW, _OVERDUE = CapacityClass
@@ -268,6 +272,52 @@ class RequestScheduler:
         if queue.tenant.waiting:
             self._place(queue, now)
         return self._grant(now)
+
+    def continue_run(self, slot: Slot, began_at: float, now: float) -> bool:
+        """Start the lane's next request in the slot that it has, if the limits have room and no
+        other holder waits for the capacity.
+
+        Lanes and endpoints of the same holder may wait meanwhile, but each of them starts within
+        about `ROTATION_S`: a run is the shorter, the more of them wait for each open request.
+
+        Args:
+            began_at: when the run began.
+
+        Returns:
+            False: nothing has changed; the lane must release the slot and ask again.
+        """
+        queue = slot.queue
+        tenant = queue.tenant
+        if (
+            slot.preempted
+            or slot.capacity_class is not _FAST
+            or now + RESOLUTION_S < queue.slow_until
+            or (queue.in_flight_max is not None and queue.open > queue.in_flight_max)
+            or not _rate_has_room(queue.rate, len(queue.waiting), now)
+        ):
+            return False
+        if tenant.bounded:
+            waiting, in_use = tenant.waiting, tenant.open
+            most = self._tenant_in_flight_max
+            if (most is not None and in_use > most) or not _rate_has_room(
+                tenant.rate, waiting, now
+            ):
+                return False
+        else:
+            waiting, in_use = len(queue.waiting), queue.open
+        if now - began_at >= min(RUN_S, ROTATION_S * in_use / (in_use + waiting)):
+            return False
+        if self.waiting > waiting and self.share_max > min(
+            self.fast_max - self.fast, self.in_flight_max - self.open
+        ):
+            return False
+        slot.started_at = now
+        self._by_age.move_to_end(slot)
+        if queue.rate is not None:
+            queue.rate.consume(now)
+        if tenant.rate is not None:
+            tenant.rate.consume(now)
+        return True
 
     def _start_successor(self, queue: EndpointQueue, now: float) -> Slot | None:
         """Start the next request of an endpoint after one of its requests completed.
@@ -614,6 +664,11 @@ class RequestScheduler:
         tenant.members -= 1
         if not tenant.members:
             del self._tenants[tenant.name]
+
+
+def _rate_has_room(rate: RateLimit | None, waiting: int, now: float) -> bool:
+    """Whether a request may start now without delaying those that wait for the rate."""
+    return rate is None or (not waiting and rate.ready(now))
 
 
 def _usage(holder: Tenant | EndpointQueue, capacity_class: CapacityClass) -> int:

@@ -140,6 +140,18 @@ class CircuitBreaker:
             return BreakerState.DISABLED
         return BreakerState.PAUSED if self._paused else self._state
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether it is healthy and a success would change nothing, not even a counter."""
+        return (
+            self._state is _HEALTHY
+            and not self._failures
+            and not self._refusals
+            and not self._held_until
+            and not self._paused
+            and not self._disabled
+        )
+
     def blocks_all(self, now: float) -> bool:
         """Whether no request may be sent now, not even a probe."""
         return self._is_shut or now < self._held_until

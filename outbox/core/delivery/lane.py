@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outbox.core.delivery.commands import Command
+    from outbox.core.delivery.delivery_run import RunResults
     from outbox.core.model.dead_letter_reason import LaneDeadLetterReason
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.retry_policy import RetryPolicy
@@ -266,21 +267,65 @@ class Lane:
             batch=batch,
         )
 
-    def peek_next_send(self) -> Send | None:
-        """The Send that follows if the request in flight succeeds; None: unknown or none."""
+    def peek_next_send(self, known: Send | None = None) -> Send | None:
+        """The Send that follows if the request in flight succeeds; None: unknown or none.
+
+        Args:
+            known: the result of an earlier call, which is returned if it still holds.
+        """
         buffer = self._buffer
         if self._busy is not _SENDING or buffer.batch_max is not None or len(buffer.queue) < 2:
             return None
         head, after = buffer.queue[0], buffer.queue[1]
         if isinstance(after, ErasedEvent):
             return None
+        lane_ends = self._ended and after.seq == self._last_seq
+        if (
+            known is not None
+            and known.delivery is after
+            and known.previous_seq == head.seq
+            and known.lane_ends == lane_ends
+        ):
+            return known
         return Send(
             after,
             head.seq,
             attempt=1,
-            maybe_sent_before=after.batch <= self._sent_through_batch,
-            lane_ends=self._ended and after.seq == self._last_seq,
+            maybe_sent_before=after.batch <= self._sent_through_batch
+            or after.seq <= self._batch_size.sent_through_seq,
+            lane_ends=lane_ends,
         )
+
+    def may_run(self, send: Send) -> bool:
+        """Whether a delivery run may begin with this request, which is about to start."""
+        return (
+            send.attempt == 1
+            and not send.batch
+            and not self._is_free_probe
+            and len(self._buffer.queue) > 1
+        )
+
+    def next_in_run(self, now: float, known: Send | None) -> Send | None:
+        """The Send that may start at once if the request in flight succeeded; None: none may,
+        or `next` has something else to return.
+
+        Args:
+            known: see `peek_next_send`.
+        """
+        if self._stopped or self._pending_cut is not None or self._buffer.outdated:
+            return None
+        send = self.peek_next_send(known)
+        return None if send is None or is_expired(send.delivery, now) else send
+
+    def advance_run(self, now: float) -> None:
+        """Record that the request in flight succeeded and that of `next_in_run` has started.
+
+        Equals `record_result` and `next`, but the record is the run's.
+        """
+        done = self._buffer.queue.popleft()
+        self._acked = self._delivered = done.seq
+        self._floor_batch = done.batch
+        self._success_at = self._stalled_since = now
 
     def fetch(self) -> Fetch | None:
         """The next Fetch, if the delivery buffer is low and there is more to read."""
@@ -454,11 +499,17 @@ class Lane:
         if record.progress is not None:
             self._committed = record.progress
             self._busy = None
-        elif row is not None and seq > self._committed.acked_seq:
+        elif row is not None:
+            self._confirm_success(seq, row.batch, row.started_at + row.elapsed_s)
+
+    def confirm_run(self, results: RunResults) -> None:
+        """Report that the successes of a run and all earlier records are durable."""
+        self._confirm_success(results.seqs[-1], results.batches[-1], results.ended_at)
+
+    def _confirm_success(self, seq: int, batch: int, at: float) -> None:
+        if seq > self._committed.acked_seq:
             # All fields are positional, because filling in defaults is slow on this path.
-            self._committed = Progress(
-                seq, seq, row.batch, None, 0, 0, None, None, None, row.started_at + row.elapsed_s
-            )
+            self._committed = Progress(seq, seq, batch, None, 0, 0, None, None, None, at)
 
     def clamp_times(self, policy: RetryPolicy, now: float) -> None:
         """Limit stored times to what is possible at `now`, after the clock was set back."""

@@ -25,6 +25,7 @@ import hmac
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, TypeAlias
 
 from outbox.core.delivery.ed25519 import (
@@ -38,6 +39,7 @@ from outbox.errors import OutboxError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from hashlib import _Hash
 
     from outbox.core.delivery.ed25519 import PrivateKey
 
@@ -60,6 +62,9 @@ TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
 
 _HMAC, _ED25519 = "v1", "v1a"
+_BLOCK_BYTES = 64
+_INNER_PAD = bytes(byte ^ 0x36 for byte in range(256))
+_OUTER_PAD = bytes(byte ^ 0x5C for byte in range(256))
 _TIMESTAMP = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
@@ -278,16 +283,23 @@ def _candidates(text: str, keys: Sequence[Key]) -> dict[str, list[str]]:
 
 
 def _hmac(secret: bytes, *signed: bytes) -> str:
-    mac = _keyed_hmac(secret).copy()
+    keyed_inner, keyed_outer = _keyed_hashes(secret)
+    inner, outer = keyed_inner.copy(), keyed_outer.copy()
     for part in signed:
-        mac.update(part)
-    return binascii.b2a_base64(mac.digest(), newline=False).decode("ascii")
+        inner.update(part)
+    outer.update(inner.digest())
+    return binascii.b2a_base64(outer.digest(), newline=False).decode("ascii")
 
 
 @lru_cache(1024)
-def _keyed_hmac(secret: bytes) -> hmac.HMAC:
-    """A keyed HMAC; copying it is cheaper than keying a new one for each message."""
-    return hmac.new(secret, digestmod="sha256")
+def _keyed_hashes(secret: bytes) -> tuple[_Hash, _Hash]:
+    """The inner and outer hash of HMAC-SHA256 (RFC 2104), keyed.
+
+    Copying them takes half the time of copying an `hmac.HMAC`, and a fifth of keying one.
+    """
+    key = secret if len(secret) <= _BLOCK_BYTES else sha256(secret).digest()
+    key = key.ljust(_BLOCK_BYTES, b"\0")
+    return sha256(key.translate(_INNER_PAD)), sha256(key.translate(_OUTER_PAD))
 
 
 def _bytes(header: str, text: str) -> bytes:

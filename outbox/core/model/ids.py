@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import blake2b
+from struct import Struct
 from uuid import UUID
 
 _TAG_BITS, _ID_BITS = 58, 64
-# Version and variant bits of a version 8 UUID; the other 122 bits are free.
-_VERSION, _VARIANT = 8 << 76, 2 << 62
+# Version and variant bits of a version 8 UUID in its halves; the other 122 bits are free.
+_VERSION, _VARIANT = 8 << 12, 2 << 62
 _TAG_MASK, _ID_MASK = (1 << _TAG_BITS) - 1, (1 << _ID_BITS) - 1
+
+# Bound once, for the hot path.
+_number, _pack = int.from_bytes, Struct(">QQ").pack
 
 
 def delivery_id(
@@ -57,18 +61,17 @@ def message_id(
     if was_backfill_id is not None:
         identity += b":%d" % was_backfill_id
     tags, masks = _hashes(endpoint_id)
-    tag = int.from_bytes(_hash(tags, identity)) & _TAG_MASK
+    tag_hash = tags.copy()
+    tag_hash.update(identity)
+    tag = _number(tag_hash.digest(), "big") & _TAG_MASK
+    mask_hash = masks.copy()
+    mask_hash.update(tag.to_bytes(8, "big"))
     # Test deliveries have no event and negative ids.
-    low = outbox_id & _ID_MASK ^ int.from_bytes(_hash(masks, tag.to_bytes(8)))
-    n = (
-        tag >> 10 << 80
-        | _VERSION
-        | (tag & 0x3FF) << 66
-        | low >> 62 << 64
-        | _VARIANT
-        | low & (1 << 62) - 1
-    )
-    text = n.to_bytes(16).hex()
+    low = outbox_id & _ID_MASK ^ _number(mask_hash.digest(), "big")
+    text = _pack(
+        tag >> 10 << 16 | _VERSION | (tag & 0x3FF) << 2 | low >> 62,
+        _VARIANT | low & (1 << 62) - 1,
+    ).hex()
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
@@ -94,13 +97,9 @@ def lane_name(endpoint_id: UUID, generation: int, slot: int) -> str:
 
 
 def _mask(endpoint_id: UUID, tag: int) -> int:
-    return int.from_bytes(_hash(_hashes(endpoint_id)[1], tag.to_bytes(8)))
-
-
-def _hash(keyed: blake2b, data: bytes) -> bytes:
-    copy = keyed.copy()
-    copy.update(data)
-    return copy.digest()
+    keyed = _hashes(endpoint_id)[1].copy()
+    keyed.update(tag.to_bytes(8))
+    return int.from_bytes(keyed.digest())
 
 
 @lru_cache(1024)

@@ -183,6 +183,11 @@ def _redact_text(text: str, pattern: re.Pattern[str], secrets: tuple[str, ...]) 
     return text
 
 
+def is_success(status: int) -> bool:
+    """Whether the status acknowledges the delivery."""
+    return 200 <= status <= 299
+
+
 def classify(
     response: AttemptResult, *, maybe_sent_before: bool, retryable: frozenset[int] = RETRYABLE
 ) -> AttemptOutcome:
@@ -202,7 +207,7 @@ def classify(
         return AttemptOutcome.RETRY
     if not 100 <= status <= 599:
         status = 500
-    if 200 <= status <= 299:
+    if is_success(status):
         return _DELIVERED
     if status == 409 and maybe_sent_before:
         return AttemptOutcome.DELIVERED

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.http.targets import Destination
-    from outbox.destinations.interface import Request
+    from outbox.destinations.interface import Following, Request
     from outbox.web.proxy import Proxy
 
 TransportKind: TypeAlias = Literal["wire", "aiohttp"]
@@ -35,7 +35,9 @@ TransportKind: TypeAlias = Literal["wire", "aiohttp"]
 class Client(Protocol):
     """HTTP client for receivers."""
 
-    async def send(self, destination: Destination, request: Request) -> AttemptResult:
+    async def send(
+        self, destination: Destination, request: Request, following: Following | None
+    ) -> AttemptResult:
         """See `Transport.send`; the destination passed the URL check."""
         ...
 
@@ -78,7 +80,9 @@ class TransportRouter:
         if proxy is not None:
             self._proxied = AiohttpClient(opener, keep_alive_s)
 
-    def send(self, request: Request) -> Coroutine[Any, Any, AttemptResult]:
+    def send(
+        self, request: Request, following: Following | None = None
+    ) -> Coroutine[Any, Any, AttemptResult]:
         # Returns the client's coroutine instead of awaiting it: one coroutine per request.
         try:
             destination = self._destinations.resolve(request)
@@ -86,7 +90,7 @@ class TransportRouter:
             return _refused(str(error))
         client = self._proxied if destination.target.via_proxy else self._direct
         assert client is not None  # Only set if a proxy is configured.
-        return client.send(destination, request)
+        return client.send(destination, request, following)
 
     async def aclose(self) -> None:
         await self._direct.aclose()

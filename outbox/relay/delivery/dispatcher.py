@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import Fetch, Record, Send, Wait
+from outbox.core.delivery.delivery_run import DeliveryRun
 from outbox.core.delivery.operational_events import is_operational
 from outbox.core.model.response import (
     AttemptOutcome,
@@ -27,6 +29,7 @@ from outbox.core.model.response import (
 )
 from outbox.relay.delivery.admission import AdmissionQueue
 from outbox.relay.delivery.fetcher import DeliveryFetcher
+from outbox.relay.delivery.lane_run import LaneRun
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime, call_later
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.store.records import Fenced
@@ -410,15 +413,24 @@ class Dispatcher:
             if send.attempt == 1 and state is _HEALTHY:
                 # During the request, so that building the next one adds no latency.
                 self._loop.call_soon(lane.prefetch_next, started_at)
+            run = self._begin_run(lane, send, span, started_at)
             try:
-                response = await admission.send(lane.slot, self._transport.send(request))
+                response = await admission.send(lane.slot, self._transport.send(request, run))
             except BaseException:
+                span = span if run is None else run.span
                 self._telemetry.attempt_abandoned(span, self._now())
                 raise
+            finally:
+                if run is not None and run.results:
+                    self._recorder.add_run(lane_state, runtime.epoch, run.results)
+                    self._telemetry.run_completed(lane, run.results)
             responded = admission.has_response(lane.slot, response)
         finally:
             if started:
                 admission.end(lane.slot, responded=responded)
+        if run is not None:
+            # The request that the response is for.
+            send, span, started_at = run.send, run.span, run.started_at
         if credentials:
             response = redact(response, credentials)
         now = self._now()
@@ -437,6 +449,24 @@ class Dispatcher:
         else:
             self._telemetry.dead_lettered(lane, record, now)
         return self._now()
+
+    def _begin_run(
+        self, lane: LaneRuntime, send: Send, span: AttemptSpan | None, started_at: float
+    ) -> LaneRun | None:
+        """The delivery run that may follow a request; None: none may."""
+        if not lane.state.may_run(send):
+            return None
+        run = DeliveryRun(
+            lane.state,
+            lane.runtime.breaker,
+            partial(self._admission.scheduler.continue_run, lane.slot, self._loop.time()),
+            send,
+            started_at,
+        )
+        return LaneRun(
+            lane, run, span, self._fetcher, self._telemetry,
+            self._lease_left_s, self._loop.time, self._now,
+        )  # fmt: skip
 
     def _record_result(
         self,

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.commands import DeadLetter
+from outbox.core.delivery.commands import DeadLetter, Record
+from outbox.core.delivery.delivery_run import RunResults
 from outbox.core.delivery.message import Delivery
 from outbox.store.records import Fenced
 
@@ -19,28 +20,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from uuid import UUID
 
-    from outbox.core.delivery.commands import Progress, Record
+    from outbox.core.delivery.commands import Progress
     from outbox.core.delivery.lane import Lane
     from outbox.store.records import RecordStore
 
 CHECKPOINT_EVERY_S = 1.0
 GROUP_MAX = 5_000
-"""Records in one statement; more wait for the next."""
+"""Rows in one statement; more wait for the next."""
 GROUP_BYTES_MAX = 32 << 20
 """Dead letters' payloads in one statement, except the last one's."""
 
 
 PENDING_MAX = 4 * GROUP_MAX
-"""With more waiting records, lanes wait too (backpressure): unwritten records take memory,
+"""With more waiting rows, lanes wait too (backpressure): unwritten records take memory,
 and their deliveries are sent again after a crash."""
 
 
 class PendingRecord:
-    """A record that is not durable yet; `done` exists only if a task waits for it."""
+    """A record, or the results of a delivery run, that is not durable yet; `done` exists only if
+    a task waits for it.
+    """
 
     __slots__ = ("done", "epoch", "lane", "record")
 
-    def __init__(self, lane: Lane, epoch: int, record: Record) -> None:
+    def __init__(self, lane: Lane, epoch: int, record: Record | RunResults) -> None:
         self.lane = lane
         self.epoch = epoch
         self.record = record
@@ -51,6 +54,11 @@ class PendingRecord:
         if self.done is None:
             self.done = asyncio.get_running_loop().create_future()
         await asyncio.shield(self.done)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the attempt log, at most."""
+        return len(self.record) if isinstance(self.record, RunResults) else 1
 
 
 class Recorder:
@@ -71,6 +79,7 @@ class Recorder:
         self._group_s = group_s
         self._lease_left_s = lease_left_s
         self._pending: list[PendingRecord] = []
+        self._pending_rows = 0
         self._arrived = asyncio.Event()
         self._urgent = asyncio.Event()
         # The newest record, until it is written.
@@ -82,11 +91,15 @@ class Recorder:
     @property
     def full(self) -> bool:
         """Whether callers of `add` should wait for `flush`."""
-        return len(self._pending) > PENDING_MAX
+        return self._pending_rows > PENDING_MAX
 
     def add(self, lane: Lane, epoch: int, record: Record) -> None:
         """Queue a success; it is durable within about `group_s`."""
         self._append(PendingRecord(lane, epoch, record))
+
+    def add_run(self, lane: Lane, epoch: int, results: RunResults) -> None:
+        """Queue the successes of a delivery run, before any later record of the lane."""
+        self._append(PendingRecord(lane, epoch, results))
 
     async def write(self, lane: Lane, epoch: int, record: Record) -> None:
         """Write a record that must be durable before its lane continues.
@@ -114,6 +127,7 @@ class Recorder:
 
     def _append(self, entry: PendingRecord) -> None:
         self._pending.append(entry)
+        self._pending_rows += entry.rows
         self._newest = entry
         self._arrived.set()
 
@@ -151,6 +165,7 @@ class Recorder:
     async def _write_group(self) -> None:
         size = self._group_size()
         group, self._pending = self._pending[:size], self._pending[size:]
+        self._pending_rows = sum(entry.rows for entry in self._pending)
         if not self._pending:
             self._arrived.clear()
             self._urgent.clear()
@@ -158,7 +173,11 @@ class Recorder:
             if self._lease_left_s() <= 0:
                 raise Fenced
             async with self._writing:
-                await self._store.write([e.record for e in group], [e.epoch for e in group])
+                await self._store.write(
+                    [e.record for e in group if isinstance(e.record, Record)],
+                    [e.epoch for e in group if isinstance(e.record, Record)],
+                    [(e.lane.id, e.record) for e in group if isinstance(e.record, RunResults)],
+                )
         except BaseException as error:
             for entry in group:
                 if entry.done is not None and not entry.done.done():
@@ -167,8 +186,11 @@ class Recorder:
             raise error
         # A lane's records are in order, so its last record has its progress.
         for entry in {entry.lane: entry for entry in group}.values():
-            entry.lane.confirm_recorded(entry.record)
-            if entry.record.progress is None:
+            if isinstance(entry.record, RunResults):
+                entry.lane.confirm_run(entry.record)
+            else:
+                entry.lane.confirm_recorded(entry.record)
+            if not (isinstance(entry.record, Record) and entry.record.urgent):
                 self._dirty_lanes[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
         for entry in group:
             if entry.done is not None and not entry.done.done():
@@ -177,11 +199,14 @@ class Recorder:
             self._newest = None
 
     def _group_size(self) -> int:
-        """Number of waiting records that fit into one statement."""
-        size = payload_bytes = 0
-        for entry in self._pending[:GROUP_MAX]:
+        """Number of waiting entries that fit into one statement; at least one."""
+        size = rows = payload_bytes = 0
+        for entry in self._pending:
+            rows += entry.rows
+            if size and rows > GROUP_MAX:
+                break
             size += 1
-            dead = entry.record.dead
+            dead = None if isinstance(entry.record, RunResults) else entry.record.dead
             if isinstance(dead, DeadLetter) and isinstance(dead.delivery, Delivery):
                 payload_bytes += len(dead.delivery.payload)
             if payload_bytes > GROUP_BYTES_MAX:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outbox.core.delivery.commands import AttemptRow, Record, Send
+    from outbox.core.delivery.delivery_run import DeliveryRun, RunResults
     from outbox.core.delivery.lane import Lane
     from outbox.core.model.response import AttemptOutcome, AttemptResult
     from outbox.destinations.interface import Request
@@ -77,6 +78,24 @@ class DeliveryTelemetry:
         if row.outcome == "delivered":
             self._delivered(lane, delivery, row, None if span is None else span.origin)
 
+    def run_attempt_traced(
+        self,
+        lane: LaneRuntime,
+        delivery: Delivery,
+        run: DeliveryRun,
+        response: AttemptResult,
+        span: AttemptSpan,
+    ) -> None:
+        """Report the traces of the last success that a run took."""
+        assert self._tracing is not None
+        row = run.results.row(-1)
+        self._tracing.end_attempt(span, row, response)
+        self._trace_delivered(lane, delivery, row, span.origin)
+
+    def run_completed(self, lane: LaneRuntime, results: RunResults) -> None:
+        """Report the successes that a run took, except for their traces."""
+        self.meters.record_run(lane.runtime.meters, results)
+
     def batch_completed(
         self,
         lane: LaneRuntime,
@@ -106,16 +125,21 @@ class DeliveryTelemetry:
     def _delivered(
         self, lane: LaneRuntime, delivery: Delivery, row: AttemptRow, origin: TraceOrigin | None
     ) -> None:
-        runtime, since = lane.runtime, delivery.waits_since
-        ended_at = row.started_at + row.elapsed_s
-        latency_s = None if since is None else ended_at - since
-        self.meters.record_delivered(runtime.meters, row.attempt, latency_s)
-        if self._tracing is not None and origin is not None:
-            began_at = row.started_at if since is None else since
-            name = runtime.endpoint.name
-            self._tracing.record_delivery(
-                name, delivery, "delivered", row.attempt, began_at, ended_at, origin
-            )
+        since = delivery.waits_since
+        latency_s = None if since is None else row.started_at + row.elapsed_s - since
+        self.meters.record_delivered(lane.runtime.meters, row.attempt, latency_s)
+        if origin is not None:
+            self._trace_delivered(lane, delivery, row, origin)
+
+    def _trace_delivered(
+        self, lane: LaneRuntime, delivery: Delivery, row: AttemptRow, origin: TraceOrigin
+    ) -> None:
+        assert self._tracing is not None
+        since, name = delivery.waits_since, lane.runtime.endpoint.name
+        began_at, ended_at = since or row.started_at, row.started_at + row.elapsed_s
+        self._tracing.record_delivery(
+            name, delivery, "delivered", row.attempt, began_at, ended_at, origin
+        )
 
     def attempt_abandoned(self, span: AttemptSpan | None, now: float) -> None:
         """Report an attempt that was closed without a response; it is repeated."""

@@ -198,6 +198,21 @@ RETRIED = PanelRow(
             _quantiles("outbox_delivery_attempts", _HERE),
             width=6,
         ),
+        Panel(
+            "Deliveries in runs",
+            "percentunit",
+            "Share of the deliveries that the next one of their lane followed at once: those of "
+            "backlogs.",
+            (
+                (
+                    f"sum(rate(outbox_run_deliveries_total{{{_HERE}}}[$__rate_interval])) / "
+                    f'(sum(rate(outbox_deliveries_total{{{_HERE}, outcome="delivered"}}'
+                    "[$__rate_interval])) > 0)",
+                    "in runs",
+                ),
+            ),
+            width=6,
+        ),
     ),
 )
 

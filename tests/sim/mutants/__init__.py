@@ -11,6 +11,7 @@ from tests.sim.mutants import (
     records,
     replays,
     retention,
+    runs,
     schedules,
 )
 from tests.sim.mutants.catalogue import MUTANTS
@@ -27,5 +28,6 @@ __all__ = [
     "records",
     "replays",
     "retention",
+    "runs",
     "schedules",
 ]

@@ -15,9 +15,9 @@ from tests.sim.stores import records, replicas
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.delivery.commands import Progress, Record
+    from outbox.core.delivery.commands import Progress
     from tests.sim.database.engine import Steps, Transaction
-    from tests.sim.database.tables import Database
+    from tests.sim.database.tables import Database, Tried
     from tests.sim.simulation import Simulation
 
 
@@ -26,9 +26,8 @@ def acknowledgement_without_fence(sim: Simulation) -> None:
     """A group is written without a check of the owner of its lanes."""
 
     def write_acknowledgements(
-        db: Database, tx: Transaction, me: int, group: Sequence[Record]
+        db: Database, tx: Transaction, me: int, rows: list[tuple[int, Tried]]
     ) -> int:
-        rows = records.attempt_rows(group, me)
         records.log_attempts(db, tx, rows)
         return len(rows)
 
@@ -43,7 +42,7 @@ def acknowledgement_before_response(sim: Simulation) -> None:
         def __init__(self, transport: Any) -> None:
             self._transport = transport
 
-        async def send(self, request: Any) -> AttemptResult:
+        async def send(self, request: Any, following: object = None) -> AttemptResult:
             sending = asyncio.get_running_loop().create_task(self._transport.send(request))
             sending.add_done_callback(lambda task: task.cancelled() or task.exception())
             return AttemptResult.completed(200, 0.0)
@@ -87,9 +86,8 @@ def owner_checked_in_statement_snapshot(sim: Simulation) -> None:
     """The owner is read in the snapshot of the statement, which then waits."""
 
     def write_acknowledgements(
-        db: Database, tx: Transaction, me: int, group: Sequence[Record]
+        db: Database, tx: Transaction, me: int, rows: list[tuple[int, Tried]]
     ) -> Steps[int]:
-        rows = records.attempt_rows(group, me)
         lanes = [tx.get(db.lane, lane_id) for lane_id in dict.fromkeys(i for i, _ in rows)]
         owners = [tx.get(db.ownership, row["endpoint_id"]) for row in lanes if row is not None]
         if any(owner is None or owner["replica_id"] != me for owner in owners):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.delivery.commands import Record
+    from outbox.core.delivery.delivery_run import RunResults
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
@@ -32,12 +33,18 @@ class RecordStore(real.RecordStore):
         self._db: Connection = connection  # type: ignore[assignment]
         self._me = replica_id
 
-    async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
+    async def write(
+        self,
+        records: Sequence[Record],
+        epochs: Sequence[int],
+        runs: Sequence[tuple[int, RunResults]] = (),
+    ) -> None:
+        rows = attempt_rows(runs, records, self._me)
         urgent = sum(record.urgent for record in records)
         if not urgent:
-            if await self._db.call(write_acknowledgements, self._me, records) != len(records):
+            if await self._db.call(write_acknowledgements, self._me, rows) != len(rows):
                 raise Fenced
-        elif await self._db.call(write_records, self._me, records, epochs) != urgent:
+        elif await self._db.call(write_records, self._me, rows, records, epochs) != urgent:
             raise Fenced
 
     async def checkpoint(self, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
@@ -51,11 +58,15 @@ class RecordStore(real.RecordStore):
 # ------------------------------------------------------------- attempts, groups
 
 
-def attempt_rows(records: Sequence[Record], me: int) -> list[tuple[int, Tried]]:
+def attempt_rows(
+    runs: Sequence[tuple[int, RunResults]], records: Sequence[Record], me: int
+) -> list[tuple[int, Tried]]:
     """The rows of the attempt log, each with its lane."""
+    rows = [(lane_id, run.row(n)) for lane_id, run in runs for n in range(len(run))]
+    rows += [(record.lane_id, record.attempt) for record in records if record.attempt is not None]
     return [
         (
-            record.lane_id,
+            lane_id,
             Tried(
                 row.batch,
                 row.seq,
@@ -66,8 +77,7 @@ def attempt_rows(records: Sequence[Record], me: int) -> list[tuple[int, Tried]]:
                 round(row.elapsed_s * 1e6) / 1000,
             ),
         )
-        for record in records
-        if (row := record.attempt) is not None
+        for lane_id, row in rows
     ]
 
 
@@ -83,18 +93,22 @@ def log_attempts(db: Database, tx: Transaction, rows: list[tuple[int, Tried]]) -
 
 
 def write_acknowledgements(
-    db: Database, tx: Transaction, me: int, records: Sequence[Record]
+    db: Database, tx: Transaction, me: int, rows: list[tuple[int, Tried]]
 ) -> Steps[int]:
     """Write acknowledgements; returns how many were written."""
     if not (yield from fence(db, tx, me)):
         return 0
-    rows = attempt_rows(records, me)
     log_attempts(db, tx, rows)
     return len(rows)
 
 
 def write_records(
-    db: Database, tx: Transaction, me: int, records: Sequence[Record], epochs: Sequence[int]
+    db: Database,
+    tx: Transaction,
+    me: int,
+    rows: list[tuple[int, Tried]],
+    records: Sequence[Record],
+    epochs: Sequence[int],
 ) -> Steps[int]:
     """Write a group with progress in it; returns how many lanes moved."""
     if not (yield from fence(db, tx, me)):
@@ -112,7 +126,6 @@ def write_records(
             tx.notes.append(("checkpoint", (me, lane_id)))
             moved[lane_id] = p["endpoint_id"]
     urgent = {record.lane_id for record in records if record.urgent}
-    rows = attempt_rows(records, me)
     log_attempts(db, tx, [each for each in rows if each[0] not in urgent or each[0] in moved])
     for record in records:
         if record.urgent and record.dead is not None and record.lane_id in moved:

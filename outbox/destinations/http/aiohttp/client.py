@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from outbox.destinations.http.aiohttp.protocol import Protocol
     from outbox.destinations.http.connector import ConnectionOpener
     from outbox.destinations.http.targets import Destination
-    from outbox.destinations.interface import Request
+    from outbox.destinations.interface import Following, Request
 
 
 class AiohttpClient:
@@ -56,7 +56,12 @@ class AiohttpClient:
     async def aclose(self) -> None:
         await self._connector.close()
 
-    async def send(self, destination: Destination, request: Request) -> AttemptResult:
+    async def send(
+        self,
+        destination: Destination,
+        request: Request,
+        following: Following | None,
+    ) -> AttemptResult:
         start = monotonic()
         connection: Connection | None = None
         message: RawResponseMessage | None = None

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.http1.connection import Connection
 from outbox.destinations.http.http1.pool import ConnectionPools
-from outbox.destinations.http.request_encoding import encode_request
 from outbox.destinations.http.responses import TRANSPORT_CLOSED, timeout_detail
 from outbox.destinations.interface import NotConnected
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from outbox.destinations.http.connector import ConnectionOpener, Target
     from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
-    from outbox.destinations.interface import Request
+    from outbox.destinations.interface import Following, Request
 
 
 class Http1Client:
@@ -46,15 +45,16 @@ class Http1Client:
         self._timer_at = 0.0
         self._closed = False
 
-    async def send(self, destination: Destination, request: Request) -> AttemptResult:
+    async def send(
+        self, destination: Destination, request: Request, following: Following | None
+    ) -> AttemptResult:
         started_at, deadline = monotonic(), self._loop.time() + request.total_timeout_s
         connection: Connection | None = None
         try:
-            data = encode_request(destination, request)
             connection = self._pools.acquire(destination.target)
             if connection is None:
                 connection = await self._connect(destination.target, request, deadline)
-            pending = connection.send_request(data, started_at, deadline, request.total_timeout_s)
+            pending = connection.send_request(destination, request, started_at, deadline, following)
         except NotConnected as error:
             return AttemptResult.failed(error.failure, error.detail, monotonic() - started_at)
         except Exception as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.http1.response_parser import ResponseReader
 from outbox.destinations.http.limits import HEAD_BYTES_MAX
+from outbox.destinations.http.request_encoding import encode_request
 from outbox.destinations.http.responses import (
     CANCELLED,
     CONNECTION_CLOSED,
@@ -28,6 +29,8 @@ from outbox.destinations.interface import NotConnected
 if TYPE_CHECKING:
     from outbox.destinations.http.connector import Target
     from outbox.destinations.http.http1.response_parser import CachedResponse
+    from outbox.destinations.http.targets import Destination
+    from outbox.destinations.interface import Following, Request
 
 
 class Connection(asyncio.Protocol):
@@ -41,8 +44,10 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_destination",
         "_early",
         "_ended",
+        "_following",
         "_loop",
         "_reader",
         "_started_at",
@@ -76,6 +81,9 @@ class Connection(asyncio.Protocol):
         # time.monotonic: uvloop's clock has a resolution of milliseconds.
         self._started_at = 0.0
         self._timeout_s = 0.0
+        # Of the request in flight.
+        self._destination: Destination | None = None
+        self._following: Following | None = None
 
     @property
     def usable(self) -> bool:
@@ -84,14 +92,18 @@ class Connection(asyncio.Protocol):
         return transport is not None and not self._ended and not transport.is_closing()
 
     def send_request(
-        self, data: bytes, started_at: float, deadline: float, timeout_s: float
+        self,
+        destination: Destination,
+        request: Request,
+        started_at: float,
+        deadline: float,
+        following: Following | None,
     ) -> asyncio.Future[AttemptResult]:
-        """Send a request; returns a future of its result.
+        """Send a request; returns a future of its result, or of the last one that followed it.
 
         Args:
             started_at: start of the attempt, by `time.monotonic`.
             deadline: when the client calls `expire`, by the loop's clock.
-            timeout_s: total time-out of the attempt.
 
         Raises:
             NotConnected: the connection was closed meanwhile.
@@ -100,7 +112,9 @@ class Connection(asyncio.Protocol):
         if transport is None or not self.usable:
             raise NotConnected(Failure.RESET, CONNECTION_CLOSED)
         assert self._waiting is None
-        self._started_at, self._timeout_s = started_at, timeout_s
+        data = encode_request(destination, request)
+        self._started_at, self._timeout_s = started_at, request.total_timeout_s
+        self._destination, self._following = destination, following
         self.deadline = deadline
         self._reader.begin()
         self._waiting = waiting = self._loop.create_future()
@@ -153,7 +167,8 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._waiting is None:
+        waiting = self._waiting
+        if waiting is None:
             self._on_unsolicited_data(data)
             return
         reader = self._reader
@@ -162,10 +177,20 @@ class Connection(asyncio.Protocol):
         if reader.broken is not None:
             self._fail(Failure.PROTOCOL, reader.broken)
             return
-        transport = self._transport
+        transport, result = self._transport, self._result(None)
         if not reader.reusable or transport is None or transport.get_write_buffer_size():
             self.close()
-        self._settle(self._result(None))
+        elif self._following is not None and not self._ended and not waiting.done():
+            try:
+                followed = self._send_following(transport, self._following, result)
+            except Exception as error:
+                self.close()
+                why = f"{type(error).__name__}: {error}"
+                result = AttemptResult.failed(Failure.INTERNAL, why, 0.0)
+                followed = False
+            if followed:
+                return
+        self._settle(result)
 
     def eof_received(self) -> None:
         """Returning None lets asyncio close the connection."""
@@ -187,6 +212,22 @@ class Connection(asyncio.Protocol):
         self._reader.close()
 
     # ---------------------------------------------------------------- internals
+
+    def _send_following(
+        self, transport: asyncio.Transport, following: Following, result: AttemptResult
+    ) -> bool:
+        """Send the request that follows after a response; False: none does."""
+        request = following.follow(result)
+        if request is None:
+            return False
+        assert self._destination is not None
+        data = encode_request(self._destination, request)
+        self._reader.begin()
+        self._started_at = monotonic()
+        self.deadline = self._loop.time() + request.total_timeout_s
+        transport.write(data)
+        following.sent()
+        return True
 
     def _on_unsolicited_data(self, data: bytes) -> None:
         if self._early is not None and len(self._early) < HEAD_BYTES_MAX:

@@ -1,0 +1,171 @@
+"""Delivery runs: first attempts of one lane that follow one another without going through
+the dispatcher in between.
+
+While a receiver answers each request with a plain success, the next delivery of its lane can
+be sent in the call that received the response.  A run is such a sequence of requests.  It
+changes nothing about the lane's rules: one request is in flight at a time, and the next one
+starts only after the previous one was delivered.  Whatever is not a plain success, and every
+reason not to send the next delivery at once, ends the run with exactly one request in flight
+or one result that the run did not take.  That result is handled like any other.
+
+A run is checked before each of its requests, so that the end of the lease, a stop, a pause,
+changed settings, an erased event or a dead-lettered backlog take effect after the request in
+flight.  Its results are recorded together when it ends; at most `RUN_MAX` of them, over about
+`RUN_S`, are repeated by the next owner after a crash, with the same sequences and
+`X-Delivery`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.delivery.commands import AttemptRow
+from outbox.core.model.response import is_success
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.core.delivery.circuit_breaker import CircuitBreaker
+    from outbox.core.delivery.commands import Send
+    from outbox.core.delivery.lane import Lane
+    from outbox.core.model.response import AttemptResult
+
+RUN_MAX = 32
+"""Deliveries in one run, with the last one."""
+
+
+class RunResults:
+    """The successes of a run: rows of the attempt log, as columns.
+
+    All of them are first attempts with the outcome `delivered`.
+    """
+
+    __slots__ = (
+        "batches",
+        "elapsed_s",
+        "latencies_s",
+        "responses",
+        "seqs",
+        "started_at",
+        "statuses",
+    )
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.seqs: list[int] = []
+        self.statuses: list[int] = []
+        self.started_at: list[float] = []
+        """Epoch seconds."""
+        self.elapsed_s: list[float] = []
+        self.responses: list[dict[str, Any] | None] = []
+        """Stored responses, see `outbox.core.model.response.stored_success`."""
+        self.latencies_s: list[float | None] = []
+        """Since the event's commit; None for replays and backfills."""
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def row(self, index: int) -> AttemptRow:
+        """One success as a row of the attempt log."""
+        return AttemptRow(
+            self.batches[index],
+            self.seqs[index],
+            1,
+            "delivered",
+            self.statuses[index],
+            None,
+            self.started_at[index],
+            self.elapsed_s[index],
+            self.responses[index],
+        )
+
+    @property
+    def ended_at(self) -> float:
+        """When the last success arrived, in epoch seconds."""
+        return self.started_at[-1] + self.elapsed_s[-1]
+
+
+class DeliveryRun:
+    """Decides after each success whether the lane's next delivery is sent at once.
+
+    Args:
+        admit: whether admission control lets the next request start in the slot of the one before,
+            by its own clock; if so it counts as started.
+        send: the first request, a first attempt with one delivery.
+        started_at: when it starts, in epoch seconds.
+    """
+
+    __slots__ = (
+        "_admit",
+        "_breaker",
+        "_lane",
+        "results",
+        "send",
+        "started_at",
+    )
+
+    def __init__(
+        self,
+        lane: Lane,
+        breaker: CircuitBreaker,
+        admit: Callable[[float], bool],
+        send: Send,
+        started_at: float,
+    ) -> None:
+        self._lane = lane
+        self._breaker = breaker
+        self._admit = admit
+        self.send = send
+        """The request in flight."""
+        self.started_at = started_at
+        """When it started, in epoch seconds."""
+        self.results = RunResults()
+
+    def advance(
+        self,
+        response: AttemptResult,
+        stored: dict[str, Any] | None,
+        known: Send | None,
+        *,
+        now: float,
+        admission_now: float,
+    ) -> Send | None:
+        """Take the result of the request in flight and return the next one, to be sent now.
+
+        Args:
+            response: of the request in flight; the connection can be used for another one.
+            stored: the response in its stored form.
+            known: the next request, if it was prepared.
+            now: epoch seconds.
+            admission_now: by the clock of admission control.
+
+        Returns:
+            None: the run ends.  The result was not taken and nothing has changed.
+        """
+        results, status = self.results, response.status
+        if (
+            status is None
+            or not is_success(status)
+            or response.detail
+            or len(results) >= RUN_MAX - 1
+            or not self._breaker.is_calm
+        ):
+            return None
+        lane = self._lane
+        following = lane.next_in_run(now, known)
+        if following is None or not self._admit(admission_now):
+            return None
+        done, started_at = self.send.delivery, self.started_at
+        results.batches.append(done.batch)
+        results.seqs.append(done.seq)
+        results.statuses.append(status)
+        results.started_at.append(started_at)
+        results.elapsed_s.append(response.elapsed_s)
+        results.responses.append(stored)
+        since = done.waits_since
+        results.latencies_s.append(
+            None if since is None else started_at + response.elapsed_s - since
+        )
+        lane.advance_run(now)
+        self.send, self.started_at = following, now
+        return following

@@ -1,0 +1,116 @@
+"""A delivery run on the event loop: builds the requests that `DeliveryRun` decides on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.model.response import redact, stored_success
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.core.delivery.commands import Send
+    from outbox.core.delivery.delivery_run import DeliveryRun, RunResults
+    from outbox.core.model.response import AttemptResult
+    from outbox.destinations.interface import Request
+    from outbox.relay.delivery.fetcher import DeliveryFetcher
+    from outbox.relay.delivery.owned_endpoints import LaneRuntime
+    from outbox.relay.delivery.telemetry import DeliveryTelemetry
+    from outbox.telemetry.tracing import AttemptSpan
+
+
+class LaneRun:
+    """A `Following` of one lane: the transport sends what it returns.
+
+    Args:
+        span: of the first request.
+        lease_left_s: remaining lease, in seconds; without it the run ends.
+        loop_time: the clock of admission control.
+        now: epoch seconds.
+    """
+
+    __slots__ = (
+        "_body",
+        "_credentials",
+        "_endpoint",
+        "_fetcher",
+        "_headers",
+        "_lane",
+        "_lease_left_s",
+        "_loop_time",
+        "_now",
+        "_stored",
+        "_telemetry",
+        "run",
+        "span",
+    )
+
+    def __init__(
+        self,
+        lane: LaneRuntime,
+        run: DeliveryRun,
+        span: AttemptSpan | None,
+        fetcher: DeliveryFetcher,
+        telemetry: DeliveryTelemetry,
+        lease_left_s: Callable[[], float],
+        loop_time: Callable[[], float],
+        now: Callable[[], float],
+    ) -> None:
+        self.run = run
+        self.span = span
+        """Of the request in flight."""
+        self._lane = lane
+        self._endpoint = lane.runtime.endpoint
+        self._credentials = self._endpoint.credentials
+        self._fetcher = fetcher
+        self._telemetry = telemetry
+        self._lease_left_s = lease_left_s
+        self._loop_time = loop_time
+        self._now = now
+        # The last response in its stored form; receivers repeat the same one.
+        self._headers: object = None
+        self._body: object = None
+        self._stored: dict[str, Any] | None = None
+
+    @property
+    def send(self) -> Send:
+        """The request in flight, or the last one."""
+        return self.run.send
+
+    @property
+    def started_at(self) -> float:
+        """When it started, in epoch seconds."""
+        return self.run.started_at
+
+    @property
+    def results(self) -> RunResults:
+        """The successes that the run took."""
+        return self.run.results
+
+    def follow(self, response: AttemptResult) -> Request | None:
+        """See `Following.follow`."""
+        lane, run = self._lane, self.run
+        if lane.runtime.endpoint is not self._endpoint or self._lease_left_s() <= 0:
+            return None
+        if response.headers is not self._headers or response.body is not self._body:
+            self._headers, self._body = response.headers, response.body
+            self._stored = stored_success(redact(response, self._credentials))
+        now, done = self._now(), run.send
+        prefetched = lane.prefetched
+        known = None if prefetched is None else prefetched.send
+        send = run.advance(response, self._stored, known, now=now, admission_now=self._loop_time())
+        if send is None:
+            return None
+        if self.span is not None:
+            self._telemetry.run_attempt_traced(lane, done.delivery, run, response, self.span)
+        request, self.span = self._telemetry.attempt_started(
+            lane, send, lane.request(send, now), now
+        )
+        return request
+
+    def sent(self) -> None:
+        """See `Following.sent`."""
+        lane = self._lane
+        if (more := lane.state.fetch()) is not None:
+            self._fetcher.request(lane, more)
+        lane.prefetch_next(self.run.started_at)

@@ -1,0 +1,153 @@
+"""Admission of the requests of a delivery run: in the slot of the one before, at nobody's cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
+from outbox.core.admission.endpoint_queue import CapacityClass, EndpointQueue, Slot
+from outbox.core.admission.request_scheduler import (
+    FAST_LATENCY_MAX_S,
+    ROTATION_S,
+    RUN_S,
+    RequestScheduler,
+)
+
+
+def fast_endpoint(
+    scheduler: RequestScheduler,
+    tenant: str | None = None,
+    in_flight_max: int | None = None,
+    rate_per_s: float | None = None,
+) -> EndpointQueue:
+    queue = scheduler.add_endpoint(tenant, in_flight_max, rate_per_s)
+    queue.known_fast = True
+    return queue
+
+
+def started(scheduler: RequestScheduler, queue: EndpointQueue, now: float = 0.0) -> Slot:
+    slot = Slot(queue)
+    assert scheduler.admit(slot, now) == [slot]
+    return slot
+
+
+def waiting(scheduler: RequestScheduler, queue: EndpointQueue, now: float = 0.0) -> Slot:
+    slot = Slot(queue)
+    assert scheduler.admit(slot, now) == []
+    return slot
+
+
+def test_a_run_lasts_while_nobody_waits() -> None:
+    scheduler = RequestScheduler(16)
+    slot = started(scheduler, fast_endpoint(scheduler))
+    assert scheduler.continue_run(slot, 0.0, 0.9 * RUN_S)
+    assert not scheduler.continue_run(slot, 0.0, RUN_S)
+    assert scheduler.open == 1
+    assert scheduler.end(slot, RUN_S) == []
+
+
+def test_a_run_ends_at_once_when_another_endpoint_waits_for_capacity() -> None:
+    scheduler = RequestScheduler(8)
+    queue, other = fast_endpoint(scheduler), fast_endpoint(scheduler)
+    # Two endpoints get a third of the four fast slots each, and one slot stays free.
+    slots = [started(scheduler, queue) for _ in range(2)]
+    started(scheduler, other)
+    assert scheduler.continue_run(slots[0], 0.0, 0.0)
+    waiting(scheduler, other)
+    assert not scheduler.continue_run(slots[0], 0.0, 0.0)
+
+
+def test_a_run_is_shorter_while_other_lanes_wait() -> None:
+    scheduler = RequestScheduler(8)
+    queue = fast_endpoint(scheduler, in_flight_max=1)
+    slot = started(scheduler, queue)
+    for _ in range(3):
+        waiting(scheduler, queue)
+    assert scheduler.continue_run(slot, 0.0, 0.9 * ROTATION_S / 4)
+    assert not scheduler.continue_run(slot, 0.0, ROTATION_S / 4)
+
+
+def test_lanes_that_wait_for_limits_of_other_endpoints_do_not_end_it() -> None:
+    scheduler = RequestScheduler(64)
+    slot = started(scheduler, fast_endpoint(scheduler))
+    limited = fast_endpoint(scheduler, in_flight_max=1)
+    started(scheduler, limited)
+    waiting(scheduler, limited)
+    rated = fast_endpoint(scheduler, rate_per_s=0.5)
+    started(scheduler, rated)
+    waiting(scheduler, rated)
+    assert not scheduler.continue_run(slot, 0.0, 0.0) or scheduler.waiting == 2
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+def test_a_run_uses_up_the_rate(tenant: str | None) -> None:
+    scheduler = RequestScheduler(16, tenant_rate_per_s=100.0)
+    queue = fast_endpoint(scheduler, tenant, rate_per_s=None if tenant else 100.0)
+    slot, now, sent = started(scheduler, queue), 0.0, 1
+    while now < 1.0:
+        sent += scheduler.continue_run(slot, now, now)
+        now += 0.001
+    assert 100 <= sent <= 112
+    while scheduler.continue_run(slot, now, now):
+        pass
+    waiting(scheduler, queue, now)
+    assert not scheduler.continue_run(slot, now + 10, now + 10)
+
+
+def test_a_lowered_limit_ends_it() -> None:
+    scheduler = RequestScheduler(16)
+    queue = fast_endpoint(scheduler)
+    slots = [started(scheduler, queue) for _ in range(2)]
+    scheduler.change_endpoint(queue, None, 1, None, 0.0)
+    assert not scheduler.continue_run(slots[0], 0.0, 0.0)
+    scheduler.end(slots[1], 0.0)
+    assert scheduler.continue_run(slots[0], 0.0, 0.0)
+
+
+def test_only_fast_endpoints_have_runs() -> None:
+    scheduler = RequestScheduler(16)
+    queue = scheduler.add_endpoint(None, None, None)
+    slot = started(scheduler, queue)
+    assert slot.capacity_class is CapacityClass.PROBATION
+    assert not scheduler.continue_run(slot, 0.0, 0.0)
+    scheduler.end(slot, 0.01)
+    slot = started(scheduler, queue, 0.01)
+    other = started(scheduler, queue, 0.01)
+    assert scheduler.continue_run(slot, 0.01, 0.02)
+    # Another lane's request took too long.
+    scheduler.end(other, 0.02 + 2 * FAST_LATENCY_MAX_S)
+    assert not scheduler.continue_run(slot, 2.0, 2.0)
+
+
+def test_each_request_of_a_run_has_an_age_of_its_own() -> None:
+    scheduler = RequestScheduler(16)
+    queue = fast_endpoint(scheduler)
+    slot, old = started(scheduler, queue), started(scheduler, queue)
+    at = 0.9 * FAST_LATENCY_MAX_S
+    assert scheduler.continue_run(slot, at, at)
+    scheduler.wake(1.5 * FAST_LATENCY_MAX_S)
+    assert old.capacity_class is CapacityClass.OVERDUE
+    assert slot.capacity_class is CapacityClass.FAST
+    scheduler.wake(at + FAST_LATENCY_MAX_S)
+    assert slot.capacity_class is CapacityClass.OVERDUE
+
+
+def test_a_preempted_request_ends_its_run() -> None:
+    scheduler = RequestScheduler(4)
+    queue = fast_endpoint(scheduler)
+    slot = started(scheduler, queue)
+    scheduler._preempt(slot, 0.0)
+    assert not scheduler.continue_run(slot, 0.0, 0.0)
+
+
+def test_the_requests_of_a_run_count_for_the_latency_of_receivers() -> None:
+    """Or a receiver would seem slow, and the share of its endpoint would never be lowered."""
+    scheduler = AdaptiveRequestScheduler(64)
+    queue = fast_endpoint(scheduler)
+    slots = [started(scheduler, queue) for _ in range(8)]
+    share = scheduler.share_max
+    for n in range(100):
+        for slot in slots:
+            assert scheduler.continue_run(slot, n / 1e6, n / 1e6)
+    scheduler.observe_lag(0.03, 0.05)
+    assert scheduler.share_max < share

@@ -1,0 +1,48 @@
+"""Mistakes with delivery runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.admission import adaptive_scheduler, request_scheduler
+from outbox.core.delivery import circuit_breaker, delivery_run
+from outbox.relay.delivery import lane_run, recorder
+from tests.sim.mutants.catalogue import mutant, swap
+
+if TYPE_CHECKING:
+    from outbox.core.model.response import AttemptResult
+    from tests.sim.simulation import Simulation
+
+
+@mutant
+def run_continues_after_pause(sim: Simulation) -> None:
+    """Nothing ends a run, not even a pause."""
+    swap(request_scheduler, "RUN_S", 1e9)
+    swap(request_scheduler, "ROTATION_S", 1e9)
+    swap(delivery_run, "RUN_MAX", 1 << 30)
+    follow = lane_run.LaneRun.follow
+
+    def patched(self: Any, response: AttemptResult) -> Any:
+        self._endpoint = self._lane.runtime.endpoint
+        return follow(self, response)
+
+    swap(lane_run.LaneRun, "follow", patched)
+    swap(circuit_breaker.CircuitBreaker, "is_calm", True)
+
+
+@mutant
+def run_continues_after_failure(sim: Simulation) -> None:
+    """Any response with a status acknowledges a delivery of a run."""
+    swap(delivery_run, "is_success", lambda status: True)
+
+
+@mutant
+def run_is_not_recorded(sim: Simulation) -> None:
+    """The successes of a run are not in the attempt log."""
+    swap(recorder.Recorder, "add_run", lambda self, lane, epoch, results: None)
+
+
+@mutant
+def run_ignores_limits(sim: Simulation) -> None:
+    """A run takes neither rates nor those that wait into account."""
+    swap(adaptive_scheduler.AdaptiveRequestScheduler, "continue_run", lambda *_: True)

@@ -1,0 +1,28 @@
+"""Delivery runs for transports of tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from outbox.core.model.response import AttemptResult
+    from outbox.destinations.interface import Following, Request
+
+
+async def send_run(
+    send: Callable[[Request], Awaitable[AttemptResult]],
+    request: Request,
+    following: Following | None,
+) -> AttemptResult:
+    """Send a request and those that follow it, as the HTTP client does."""
+    while True:
+        response = await send(request)
+        if following is None or response.failure is not None:
+            return response
+        after = following.follow(response)
+        if after is None:
+            return response
+        request = after
+        following.sent()
