@@ -69,8 +69,8 @@ delivered AS MATERIALIZED (
      WHERE outbox_id = ANY ($1) AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
 """  # noqa: S608 (a constant only)
 
-# Erases response bodies and headers of some events; repeat it while it erases STEP_ATTEMPTS.
-# Rows that owners write are locked with SKIP LOCKED, so that owners do not wait; `erase_leftovers`
+# Erases response bodies and headers of some events; repeat it while it erases STEP_ATTEMPTS.  Rows
+# that owners write are locked with SKIP LOCKED, so that owners do not wait; `erase_leftovers`
 # erases what is skipped.
 #   found, erased: stored responses of attempts.  The planner overestimates the deliveries, and
 #     would read the whole log of attempts for them; LIMIT also limits its estimate.

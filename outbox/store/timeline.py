@@ -14,6 +14,14 @@ distinguished.
 A dump that is restored into another cluster or another database is also the state at some
 moment, and receivers may have seen what came after it, on the same timeline.  It is detected by
 the *identity* of the database, and treated alike.
+
+Fences of writes compare the timeline only, not the identity.  A fence protects from a session
+that a proxy moves to another server while a lease runs.  After a promotion that happens without an
+operator, and the standby has the replica's row with its lease.  A restored database is new: a
+session reaches it only if an operator directs a proxy to it, and the guide has them stop the relays
+before.  The replica's row is missing there, or its lease has run out, unless the dump is younger
+than a lease.  Then a leader still writes only if its last batch is the newest one there, so if the
+dump has lost none of its numbers.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.operations.verify import repair
 from outbox.operations.verify.guarantees import CHECKS
 from outbox.operations.verify.repair_rules import REPAIRS
+from outbox.store import change
+from tests.support.plans import explain
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+# A log of another lane.
+LARGE = """
+INSERT INTO delivery (lane_id, batch, seq, outbox_id)
+SELECT max(lane.id), 1, n, n FROM lane, generate_series(1, 20000) n GROUP BY n;
+UPDATE lane_counter SET last_seq = 20000 WHERE lane_id = (SELECT max(id) FROM lane);
+"""
 PATH = {"server_settings": {"search_path": "relay"}}
 
 # The damage, its repair, and the check that finds it; an endpoint `shop` has
@@ -260,7 +268,7 @@ async def test_unattached_partitions_are_dropped_if_empty(database: Database) ->
 async def test_a_replica_that_cannot_be_expired_prevents_the_repair(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repair, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(change, "LOCK_TIMEOUT_S", 0.1)
     await a_life(database)
     await damage(
         database,
@@ -271,9 +279,53 @@ async def test_a_replica_that_cannot_be_expired_prevents_the_repair(
     holder: Connection[Any] = await database.connect(**PATH)
     await holder.execute("BEGIN; SELECT FROM replica FOR KEY SHARE")
     async with database.connection(**PATH) as db:
-        with pytest.raises(CannotRun, match="nothing was changed: stop the relays"):
+        with pytest.raises(CannotRun, match=r"holds a lock for over 0\.1 s; nothing was changed"):
             await repair.apply_repairs(db, "relay", actor="test")
     assert await fetchval(database, "SELECT last_seq FROM lane_counter WHERE lane_id = 1") == 3
+
+
+@pytest.mark.one_major
+async def test_only_what_was_found_is_read_again_under_the_locks(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repair holds the cursor row, and the log may be long."""
+    await a_life(database)
+    await add_endpoint(database, "large", lanes=1)
+    async with database.connection(**PATH) as db:
+        await db.execute(LARGE)
+        await db.execute("UPDATE lane_counter SET last_seq = 3 WHERE lane_id = 1; ANALYZE")
+        messages: list[tuple[Any, ...]] = []
+        write_together = db.write_together
+
+        async def record(*calls: Any, **options: Any) -> Any:
+            messages.append(calls)
+            return await write_together(*calls, **options)
+
+        monkeypatch.setattr(type(db), "write_together", lambda _, *a, **o: record(*a, **o))
+        done = await repair.apply_repairs(db, "relay", actor="test")
+        assert [each.repair for each in done] == ["counters"]
+        (calls,) = messages
+        (again,) = [call for call in calls if call[0].name == "require_counters"]
+        # It is repaired by now, so this aborts only if it is read to its end.
+        sql = again[0].sql.replace("abort_unless(", "NOT (")
+        plan = await explain(db, sql, *again[1:], generic=False)
+    assert plan.rows < 100, str(plan)
+
+
+@pytest.mark.one_major
+async def test_violations_are_repaired_in_portions(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair, "AT_ONCE", 2)
+    await add_endpoint(database, lanes=5)
+    await fetchval(database, "UPDATE lane_counter SET last_seq = 3")
+    async with database.connection(**PATH) as db:
+        planned = {each.what for each in await repair.plan_repairs(db, "relay")}
+        assert len(planned) == 5
+        assert {m.what for m in await repair.apply_repairs(db, "relay", actor="test")} == planned
+        assert await repair.plan_repairs(db, "relay") == []
+    changes = "SELECT count(*) FROM journal WHERE kind = 'repaired' AND request IS NOT NULL"
+    assert await fetchval(database, changes) == 3
 
 
 def test_every_check_has_a_recommended_action() -> None:

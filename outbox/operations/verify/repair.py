@@ -2,8 +2,8 @@
 
 Relays must not use cached state that is repaired.  Their registrations are therefore ended like
 those of an expired replica, which fences off results of requests in flight; they register again
-within a second and reload.  Damage is read, and repaired in one message, which does nothing if the
-damage has changed meanwhile, or if a relay has registered.
+within a second and reload.  Damage is found without locks, and repaired in one message, which
+does nothing if that damage has changed meanwhile, or if a relay has registered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.verify.repair_rules import Repair
+    from outbox.operations.verify.repair_rule import Repair
     from outbox.store.change import Change
     from outbox.store.connection.store_connection import StoreConnection
 
@@ -42,10 +42,15 @@ REQUIRE_NO_REPLICAS = WriteStatement(
     "require_no_replicas", "SELECT abort_unless(NOT EXISTS (SELECT FROM replica))"
 )
 
-# A fingerprint of the damage that a statement finds.
+# A fingerprint of what a statement finds.  `floor_batch` changes with each batch; an older one is
+# correct, because it is lower.
 FINGERPRINT = """
-SELECT coalesce(md5(string_agg(found::text, ' ' ORDER BY found::text)), '') FROM ({}) AS found
+SELECT coalesce(md5(string_agg(row::text, ' ' ORDER BY row::text)), '')
+  FROM (SELECT to_jsonb(found) - 'floor_batch' AS row FROM ({}) AS found) rows
 """
+
+AT_ONCE = 1_000
+"""Violations that one message repairs: for each it reads the damage again, under its locks."""
 
 IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {})"
 
@@ -127,7 +132,11 @@ async def apply_repairs(
     done: list[AppliedRepair] = []
     # One after the other: a repair may cause what a later one repairs.
     for repair in REPAIRS:
-        done += await make_change(connection, schema, actor, partial(_plan, repair), long=True)
+        with map_errors(schema, "operator"):
+            portions = await _find_keys(connection, repair)
+        for keys in portions:
+            plan = partial(_plan, repair, keys)
+            done += await make_change(connection, schema, actor, plan, long=True)
     with map_errors(schema, "operator"):
         for name in await _find_detached_partitions(connection):
             if await _drop_detached(connection, name, actor):
@@ -135,11 +144,25 @@ async def apply_repairs(
     return done
 
 
-async def _plan(repair: Repair, change: Change) -> list[AppliedRepair]:
+async def _find_keys(
+    connection: Connection[Any], repair: Repair
+) -> list[tuple[()] | tuple[list[Any]]]:
+    """The arguments that limit a repair's finder, for each message."""
+    if repair.key is None:
+        return [()]
+    rows = await connection.fetch(repair.find_sql)
+    keys = list(dict.fromkeys(row[repair.key] for row in rows))
+    return [(keys[n : n + AT_ONCE],) for n in range(0, len(keys), AT_ONCE)]
+
+
+async def _plan(
+    repair: Repair, keys: tuple[()] | tuple[list[Any]], change: Change
+) -> list[AppliedRepair]:
     """Plan a repair; if relays cache what is repaired, their registrations are ended."""
-    fingerprint = FINGERPRINT.format(repair.find_sql)
-    found = await change.db.fetchval(fingerprint)
-    rows = await change.db.fetch(repair.find_sql)
+    fingerprint = FINGERPRINT.format(repair.unchanged_sql)
+    # First: what changes between the two makes the message abort.
+    found = await change.db.fetchval(fingerprint, *keys)
+    rows = await change.db.fetch(repair.find_again_sql, *keys)
     if not rows:
         return []
     expirables: list[tuple[int, None, None]] = []
@@ -149,8 +172,8 @@ async def _plan(repair: Repair, change: Change) -> list[AppliedRepair]:
         for expirable in expirables:
             change.write(LOCK_REPLICA, *expirable)
         change.write(LOCK_EPOCHS)
-    require = f"SELECT abort_unless(({fingerprint}) = $1)"
-    change.write(WriteStatement(f"require_{repair.name}", require), found)
+    require = f"SELECT abort_unless(({fingerprint}) = ${len(keys) + 1})"
+    change.write(WriteStatement(f"require_{repair.name}", require), *keys, found)
     columns = [[row[name] for row in rows] for name in repair.columns]
     change.write(WriteStatement(f"repair_{repair.name}", repair.repair_sql), *columns)
     for expirable in expirables:

@@ -4,13 +4,15 @@ Damage results from a partial restore, from tables edited by hand, or from inter
 maintenance.  A rule repairs only values that the other tables determine.  A finder returns what
 is wrong, the endpoint, and the value before and after; the repair statement takes some of the
 finder's columns as arrays.
+
+A finder reads whole logs, so it runs without locks.  Under the locks of a repair only what was
+found is read again: the finder's conditions in `/*: :*/` limit it to some rows, by index.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from outbox.store.skipped_events import SKIPPED_EVENTS
+from outbox.operations.verify.repair_rule import Repair
+from outbox.store.skipped_events import IDS_MAX, SKIPPED_EVENTS
 
 UNUSED_CLAIM_S = 86400
 """After this time a claimed idempotency key without an event is considered abandoned."""
@@ -19,13 +21,15 @@ UNUSED_CLAIM_S = 86400
 # delivered and dead-lettered.  Aggregated once, because the planner cannot estimate the rows.
 _KNOWN = """
 sequenced AS MATERIALIZED (
-    SELECT lane_id, max(seq) AS highest, min(seq) AS first FROM delivery GROUP BY lane_id),
+    SELECT lane_id, max(seq) AS highest, min(seq) AS first FROM delivery
+     WHERE true /*: AND lane_id = ANY ($1::bigint[]) :*/ GROUP BY lane_id),
 attempted AS MATERIALIZED (
     SELECT lane_id, max(seq) AS attempted,
            max(seq) FILTER (WHERE outcome = 'delivered') AS delivered
-      FROM attempt GROUP BY lane_id),
+      FROM attempt WHERE true /*: AND lane_id = ANY ($1::bigint[]) :*/ GROUP BY lane_id),
 dead_lettered AS MATERIALIZED (
-    SELECT lane_id, max(to_seq) AS dead_lettered FROM dead_letter GROUP BY lane_id),
+    SELECT lane_id, max(to_seq) AS dead_lettered FROM dead_letter
+     WHERE true /*: AND lane_id = ANY ($1::bigint[]) :*/ GROUP BY lane_id),
 known AS MATERIALIZED (
     SELECT l.id AS lane_id, l.endpoint_id, d.highest, d.first, a.attempted, a.delivered,
            x.dead_lettered, c.last_seq, p.acked_seq
@@ -34,7 +38,8 @@ known AS MATERIALIZED (
       LEFT JOIN attempted a ON a.lane_id = l.id
       LEFT JOIN dead_lettered x ON x.lane_id = l.id
       LEFT JOIN lane_counter c ON c.lane_id = l.id
-      LEFT JOIN lane_progress p ON p.lane_id = l.id)
+      LEFT JOIN lane_progress p ON p.lane_id = l.id
+     WHERE true /*: AND l.id = ANY ($1::bigint[]) :*/)
 """
 
 # Checkpoint of each lane: a lane completes a delivery before it sends the next one, so the
@@ -50,6 +55,7 @@ holed AS MATERIALIZED (
       FROM lane_progress p
       JOIN attempt a ON a.lane_id = p.lane_id AND a.batch >= p.floor_batch
        AND a.seq > p.acked_seq AND a.outcome = 'delivered'
+     WHERE true /*: AND p.lane_id = ANY ($1::bigint[]) :*/
      GROUP BY p.lane_id, p.acked_seq
     HAVING max(a.seq) - p.acked_seq > count(DISTINCT a.seq)),
 wrong AS MATERIALIZED (
@@ -77,22 +83,9 @@ SELECT e.id AS endpoint_id, o.epoch AS was, coalesce(j.epoch, 0) AS journal_epoc
  CROSS JOIN LATERAL (SELECT max(epoch) AS epoch FROM lane_progress WHERE endpoint_id = e.id) p
 """
 
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """A kind of damage and its repair."""
-
-    name: str
-    action: str
-    """Description of the repair, shown for confirmation."""
-    find_sql: str
-    """Returns `what`, `endpoint_id`, `before`, `after` and `columns`."""
-    repair_sql: str
-    columns: tuple[str, ...]
-    check: str | None = None
-    """The check that finds the damage, too; None: it is part of the check `whole`."""
-    expires_replicas: bool = False
-    """Relays cache the repaired state, so they are expired and reload it."""
+_SKIPPED = SKIPPED_EVENTS.format(
+    examined="(SELECT batch, dead FROM batch WHERE true /*: AND batch = ANY ($1::bigint[]) :*/)"
+)
 
 
 REPAIRS: tuple[Repair, ...] = (
@@ -100,8 +93,8 @@ REPAIRS: tuple[Repair, ...] = (
         "owners",
         "release the endpoint under a new epoch",
         f"""{_EPOCHS}
-         WHERE e.state <> 'removed' AND o.endpoint_id IS NULL
-            OR o.epoch <> coalesce(j.epoch, 0)""",
+         WHERE (e.state <> 'removed' AND o.endpoint_id IS NULL
+                OR o.epoch <> coalesce(j.epoch, 0)) /*: AND e.id = ANY ($1::uuid[]) :*/""",
         """
         WITH freed AS (
             INSERT INTO ownership AS o (endpoint_id, epoch)
@@ -114,6 +107,7 @@ REPAIRS: tuple[Repair, ...] = (
           FROM freed
         """,
         ("endpoint_id", "epoch"),
+        key="endpoint_id",
         check="owned",
         expires_replicas=True,
     ),
@@ -174,6 +168,7 @@ REPAIRS: tuple[Repair, ...] = (
                first_attempt_at = NULL, next_attempt_at = NULL, last_response = NULL
         """,
         ("lane_id", "endpoint_id", "acked", "delivered", "floor_batch", "epoch"),
+        key="lane_id",
         check="in order",
         expires_replicas=True,
     ),
@@ -196,6 +191,7 @@ REPAIRS: tuple[Repair, ...] = (
         SELECT * FROM unnest($1::bigint[], $2::bigint[])
         """,
         ("lane_id", "top"),
+        key="lane_id",
         check="contiguous",
         expires_replicas=True,
     ),
@@ -289,35 +285,37 @@ REPAIRS: tuple[Repair, ...] = (
         "skipped events",
         "sequence the skipped events with the next batches",
         f"""
-        SELECT NULL::uuid AS endpoint_id, batch, ids::text AS ids,
-               to_jsonb(dead::text) AS before, to_jsonb((dead - ids)::text) AS after,
+        WITH skipped AS MATERIALIZED (
+            SELECT batch, id FROM ({_SKIPPED}) s),
+        sequenced AS MATERIALIZED (
+            SELECT DISTINCT outbox_id FROM delivery
+             WHERE replay_id IS NULL AND backfill_id IS NULL
+               AND outbox_id IN (SELECT id FROM skipped))
+        SELECT NULL::uuid AS endpoint_id, batch, ids::text AS ids, lacking::text AS lacking,
+               jsonb_build_object('events', events, 'first_ids', first_ids) AS before,
+               NULL::jsonb AS after,
                format('batch %s skipped %s events: %s', batch, events, left(ids::text, 100)) AS what
-          FROM (SELECT s.batch, b.dead, count(*) AS events,
-                       range_agg(int8range(s.id, s.id, '[]')) AS ids
-                  FROM ({SKIPPED_EVENTS.format(examined="batch")}) s
-                  JOIN batch b ON b.batch = s.batch
-                 GROUP BY s.batch, b.dead) skipped
+          FROM (SELECT batch, count(*) AS events,
+                       (array_agg(id ORDER BY id))[:{IDS_MAX}] AS first_ids,
+                       range_agg(int8range(id, id, '[]')) AS ids,
+                       coalesce(range_agg(int8range(id, id, '[]')) FILTER (
+                           WHERE id NOT IN (SELECT outbox_id FROM sequenced)), '{{}}') AS lacking
+                  FROM skipped GROUP BY batch) found
          ORDER BY batch
         """,  # noqa: S608 (constants only)
         """
         WITH skipped AS (
-            SELECT * FROM unnest($1::bigint[], $2::text[]::int8multirange[]) AS v(batch, ids)),
+            SELECT * FROM unnest($1::bigint[], $2::text[]::int8multirange[],
+                                 $3::text[]::int8multirange[]) AS v(batch, ids, lacking)),
         corrected AS (
-            UPDATE batch b SET dead = b.dead - s.ids FROM skipped s WHERE b.batch = s.batch),
-        events AS MATERIALIZED (
-            SELECT o.id FROM skipped CROSS JOIN unnest(ids) r CROSS JOIN LATERAL (
-                   SELECT id FROM outbox WHERE id >= lower(r) AND id < upper(r) OFFSET 0) o),
-        sequenced AS (
-            SELECT coalesce(range_agg(int8range(outbox_id, outbox_id, '[]')), '{}') AS ids
-              FROM delivery
-             WHERE replay_id IS NULL AND backfill_id IS NULL
-               AND outbox_id IN (SELECT id FROM events))
+            UPDATE batch b SET dead = b.dead - s.ids FROM skipped s WHERE b.batch = s.batch)
         INSERT INTO gap (lo, hi)
         SELECT lower(open), upper(open) - 1
-          FROM sequenced, (SELECT range_agg(r) AS ids FROM skipped, unnest(ids) r) missing,
-               unnest(missing.ids - sequenced.ids) open
+          FROM (SELECT range_agg(lacking) AS ids FROM skipped) missing, unnest(missing.ids) open
         """,
-        ("batch", "ids"),
+        ("batch", "ids", "lacking"),
+        key="batch",
+        recheck_sql=f"SELECT batch, id FROM ({_SKIPPED}) s",  # noqa: S608 (constants only)
         check="lost",
         expires_replicas=True,
     ),
@@ -363,6 +361,8 @@ REPAIRS: tuple[Repair, ...] = (
         ON CONFLICT (lo) DO UPDATE SET hi = excluded.hi
         """,
         ("lo", "hi"),
+        # The leader removes a gap together with the ids that it finds there.
+        recheck_sql="SELECT lo, hi FROM gap",
         check="gaps",
         expires_replicas=True,
     ),
@@ -376,12 +376,14 @@ REPAIRS: tuple[Repair, ...] = (
           FROM idempotency_key
          WHERE event_id IS NULL AND expires_at > now()
            AND claimed_at < now() - interval '{UNUSED_CLAIM_S} s'
+           /*: AND key = ANY ($1::text[]) :*/
         """,  # noqa: S608 (constants only)
         """
         UPDATE idempotency_key SET expires_at = clock_timestamp(), resets = resets + 1
          WHERE key = ANY ($1::text[]) AND event_id IS NULL
         """,
         ("key",),
+        key="key",
     ),
 )
 
