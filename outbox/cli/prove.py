@@ -17,6 +17,8 @@ from outbox.devtools.chaos.plan import FAULT_KINDS, ChaosPlan, select_faults
 from outbox.errors import CannotRun, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from outbox.devtools.chaos.run import ChaosReport
 
 SEED_MAX = 1_000_000_000
@@ -49,8 +51,8 @@ Examples:
 In your database the command uses only the schema outbox_prove_SEED, which it creates
 and drops, and the sessions of its own relays. Ctrl-C and SIGTERM clean up as well.
 
-Exit code 1 means that an event was lost, out of order or duplicated without a cause; 3
-that the test could not run.
+Exit code 1 means that an event was lost, out of order, overdue or duplicated without a
+cause; 3 that the test could not run.
 """
 )
 @click.option(
@@ -137,8 +139,9 @@ def command(
     """Run relays under injected faults, and check that no event is lost or misordered.
 
     Relays deliver to failing receivers while they are killed, frozen and disconnected
-    from the database. Afterwards all committed events are compared with all received
-    requests, and every duplicate must have a known cause.
+    from the database, and while commands of operators hang. Afterwards all committed
+    events are compared with all received requests, every duplicate must have a known
+    cause, and every endpoint must have recovered in time.
     """
     from outbox.core.delivery.signature import parse_secret
     from outbox.devtools.chaos.proxy_dsn import require_proxyable
@@ -234,14 +237,13 @@ def _emit(report: ChaosReport) -> None:
             "copies": result.copies,
             "events_per_s": report.events_per_s,
             "faults": report.faults,
-            "orders_skipped": report.skipped,
+            "faults_skipped": report.skipped,
             "take_overs": result.take_overs,
             "hand_overs": result.hand_overs,
-            "longest_pause_s": round(result.longest_pause_s, 2),
-            "recovery_s": {
-                kind: {"median": round(middle, 2), "max": round(worst, 2)}
-                for kind, (middle, worst) in result.recovery_s.items()
-            },
+            "longest_pause_s": round(result.recovery.longest_pause_s, 2),
+            "undisturbed_pause_s": round(result.recovery.undisturbed_s, 2),
+            "recovery_s": _rounded(result.recovery.endpoints_s),
+            "recovery_of_others_s": _rounded(result.recovery.others_s),
             "settle_s": report.settle_s,
             "stalled_s": report.stalled_s,
             "replicas": plan.replicas,
@@ -256,19 +258,36 @@ def _emit(report: ChaosReport) -> None:
     )
 
 
+def _rounded(times: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
+    return {
+        kind: {"median": round(middle, 2), "max": round(worst, 2)}
+        for kind, (middle, worst) in times.items()
+    }
+
+
 def _show(report: ChaosReport) -> None:
     from outbox.devtools.chaos.checker import CHECKS
+    from outbox.devtools.chaos.recovery import ENDPOINT_LEASES, LEADER_LEASES
 
     result, plan = report.result, report.plan
     click.echo()
-    recovery = result.recovery_s
-    rows = [
-        (kind, n, *(f"{each:.1f} s" for each in recovery.get(kind, ())))
-        if kind in recovery
-        else (kind, n, None, None)
-        for kind, n in report.faults.items()
-    ]
-    emit_table(["fault", "times", "recovery", "longest"], rows, "no faults")
+    recovery = result.recovery
+    rows = []
+    for kind, n in report.faults.items():
+        times = [*recovery.endpoints_s.get(kind, (None, None)), None]
+        if kind in recovery.others_s:
+            times[2] = recovery.others_s[kind][1]
+        rows.append((kind, n, *(None if s is None else f"{s:.1f} s" for s in times)))
+    emit_table(["fault", "times", "recovery", "longest", "others"], rows, "no faults")
+    click.echo(
+        style(
+            "recovery: median and longest time until an endpoint of the relay delivers again, "
+            f"within {ENDPOINT_LEASES * plan.lease_s:g} s;\nothers: all other endpoints, if the "
+            f"relay led, within {LEADER_LEASES * plan.lease_s:g} s. Faults of receivers and "
+            "commands of operators: from their end.",
+            dim=True,
+        )
+    )
     click.echo()
     copies = [(cause, n) for cause, n in result.copies.items()]
     emit_table(["copies because of", "times"], copies, "no copies")
@@ -283,12 +302,17 @@ def _show(report: ChaosReport) -> None:
         ("dead letters", result.dead, "rejected permanently, kept with the reason"),
         ("take-overs", result.take_overs, "endpoints acquired after a relay's lease expired"),
         ("hand-overs", result.hand_overs, "endpoints released to another relay"),
+        ("not injected", report.skipped, "faults that had nothing to hit, or no database"),
     ]
     for name, value, meaning in about:
         click.echo(f"    {name:<13} {value:>9,}   {style(meaning, dim=True)}")
     click.echo(
-        f"    {'longest pause':<13} {result.longest_pause_s:>7.1f} s   "
+        f"    {'longest pause':<13} {recovery.longest_pause_s:>7.1f} s   "
         + style("of a lane with pending deliveries", dim=True)
+    )
+    click.echo(
+        f"    {'undisturbed':<13} {recovery.undisturbed_s:>7.1f} s   "
+        + style("the part of a pause after the bounds of all faults", dim=True)
     )
     click.echo(
         f"    {'settled':<13} {report.settle_s:>7.1f} s   "

@@ -61,7 +61,7 @@ async def test_nothing_is_lost_under_any_fault(seed: int, pytestconfig: pytest.C
     assert report["committed"] > 0
     assert report["delivered"] + report["dead_lettered"] >= report["committed"]
     # The report omits a fault that could not be injected; a missing kind must not go unnoticed.
-    assert sum(report["faults"].values()) + report["orders_skipped"] >= 23
+    assert sum(report["faults"].values()) + report["faults_skipped"] >= 23
     print(ended.stdout)
 
 

@@ -8,18 +8,18 @@ Pure: ledger and facts in, violations out.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING
 
 from outbox.devtools.chaos.explanations import CopyExplainer
 from outbox.devtools.chaos.ledger import ViolationCount
+from outbox.devtools.chaos.recovery import measure_recovery
 
 if TYPE_CHECKING:
     from outbox.devtools.chaos.facts import RunFacts
-    from outbox.devtools.chaos.ledger import LaneRecord, Ledger
+    from outbox.devtools.chaos.ledger import Ledger
+    from outbox.devtools.chaos.recovery import Recovery
 
 CHECKS = {
     "lost": "committed, neither delivered nor a dead letter",
@@ -32,6 +32,7 @@ CHECKS = {
     "doubled": "a second request of a lane while the first was open and its sender healthy",
     "unexplained": "a copy that no fault explains",
     "rejected": "not signed, or not a delivery",
+    "overdue": "pending for three leases after the bounds of all faults had passed",
     "died": "a relay that exited without a fault",
     "unsettled": "still pending at the end of the settling time",
     "verify": "found by outbox verify in the tables",
@@ -55,10 +56,7 @@ class CheckResult:
     """Endpoints taken over from a relay whose lease or session was lost."""
     hand_overs: int
     """Endpoints released by their relay."""
-    longest_pause_s: float
-    """Longest time without an arrival in a lane with pending deliveries."""
-    recovery_s: dict[str, tuple[float, float]]
-    """Median and maximum time until the last affected lane delivered again, by fault."""
+    recovery: Recovery
 
     @property
     def good(self) -> bool:
@@ -97,6 +95,13 @@ def check_run(ledger: Ledger, facts: RunFacts) -> CheckResult:
                 f"lane {copy.lane.name} sequence {copy.seq}: {explainer.describe(copy)}"
             )
         copies[cause or "unexplained"] += 1
+    recovery = measure_recovery(ledger, facts)
+    for wait in recovery.overdue:
+        violations["overdue"].add(
+            f"lane {wait.lane} sequence {wait.seq}: pending from "
+            f"{wait.begin - facts.began_at:.2f} to {wait.end - facts.began_at:.2f} s, "
+            f"{wait.overdue_s:.1f} s of it undisturbed"
+        )
     for check, exceptions, examples in facts.audit:
         for n in range(exceptions):
             violations["verify"].add(f"{check}: {examples[n] if n < len(examples) else '…'}")
@@ -114,8 +119,7 @@ def check_run(ledger: Ledger, facts: RunFacts) -> CheckResult:
         copies=dict(copies.most_common()),
         take_overs=taken,
         hand_overs=len(freed) - taken,
-        longest_pause_s=_longest_pause_s(ledger),
-        recovery_s=_recoveries(ledger, facts, explainer),
+        recovery=recovery,
     )
 
 
@@ -222,67 +226,6 @@ def _previous(ledger: Ledger, dead: dict[str, set[int]], note: ViolationCount) -
                 f"lane {copy.lane.name} sequence {copy.seq}: after {first}, "
                 f"its copy after {copy.previous_seq}"
             )
-
-
-def _longest_pause_s(ledger: Ledger) -> float:
-    """Longest time without an arrival in a lane with pending deliveries."""
-    return max(
-        (
-            lane.first_at[seq - 1] - max(committed_at, before_at)
-            for lane in ledger.lanes.values()
-            for seq, before_at, committed_at in _waits(ledger, lane)
-        ),
-        default=0.0,
-    )
-
-
-def _waits(ledger: Ledger, lane: LaneRecord) -> list[tuple[int, float, float]]:
-    """(number, arrival of the previous number, commit) for each number of a lane."""
-    waits: list[tuple[int, float, float]] = []
-    before_at = 0.0
-    for seq in lane.numbers():
-        place = ledger.committed.get(lane.events[seq - 1])
-        if place is not None and seq not in lane.replays:
-            waits.append((seq, before_at, ledger.committed_at[place]))
-        before_at = lane.first_at[seq - 1]
-    return waits
-
-
-def _recoveries(
-    ledger: Ledger, facts: RunFacts, explainer: CopyExplainer
-) -> dict[str, tuple[float, float]]:
-    """Recovery times of the affected lanes, by fault: (median, maximum) in seconds.
-
-    They begin with the fault for faults of relays, which others take over; and with its end
-    for faults of receivers and the database.
-    """
-    of_endpoint: dict[int, list[LaneRecord]] = defaultdict(list)
-    for lane in ledger.lanes.values():
-        of_endpoint[lane.endpoint].append(lane)
-    times: dict[str, list[float]] = defaultdict(list)
-    for incident in facts.incidents:
-        hit = incident.endpoints or explainer.endpoints_owned_by(incident.relays, incident.begin)
-        since = incident.end if incident.endpoints else incident.begin
-        worst = [
-            took
-            for endpoint in hit
-            for lane in of_endpoint[endpoint]
-            if (took := _recovery_s(ledger, lane, since)) is not None
-        ]
-        if worst:
-            times[incident.kind].append(max(worst))
-    return {kind: (median(each), max(each)) for kind, each in sorted(times.items())}
-
-
-def _recovery_s(ledger: Ledger, lane: LaneRecord, since: float) -> float | None:
-    """Time to the next first arrival of a delivery pending at `since`; None: none was."""
-    at = bisect_left(lane.first_at, since)
-    if at >= len(lane.first_at):
-        return None
-    place = ledger.committed.get(lane.events[at])
-    if place is None or ledger.committed_at[place] > since:
-        return None
-    return lane.first_at[at] - since
 
 
 def _uuid(event: bytes) -> str:

@@ -71,6 +71,8 @@ class Environment:
     """Added to a database time to get the run's monotonic time."""
     directory: Path
     endpoint_ids: dict[UUID, int] = field(default_factory=dict)
+    endpoint_settings: dict[int, EndpointSettings] = field(default_factory=dict)
+    """Settings with which the endpoints were added."""
     subscribers: dict[int, int] = field(default_factory=dict)
     """Endpoints added later, with the endpoint whose events they get."""
 
@@ -89,6 +91,7 @@ class Environment:
     async def _add(self, connection: Connection[Any], sources: Mapping[int, int]) -> None:
         """Add endpoints, each for the events of a source."""
         settings = {n: self._settings(n, source, LANES) for n, source in sources.items()}
+        self.endpoint_settings.update(settings)
 
         async def plan(change: Change) -> None:
             added = {n: plan_addition(change, its, CLEAR) for n, its in settings.items()}
@@ -165,9 +168,8 @@ async def open_environment(
         producers = Producers(plan, ledger, random.Random(rng.random()), control.open)  # noqa: S311
         relays = Relays(plan, address, directory)
         stack.push_async_callback(relays.close)
-        operators = Operators(address, plan.schema)
-        stack.callback(operators.close)
-        await operators.open()
+        operators = Operators(address, plan.schema, directory)
+        stack.push_async_callback(operators.close)
         environment = Environment(
             plan,
             postgres,

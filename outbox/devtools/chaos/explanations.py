@@ -15,20 +15,17 @@ acknowledgements first.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from outbox.devtools.chaos.facts import STALL
 from outbox.devtools.chaos.ledger import ResponseOutcome
+from outbox.devtools.chaos.ownership import CLEAN, OwnershipHistory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from outbox.devtools.chaos.facts import Incident, OwnershipEvent, RunFacts
+    from outbox.devtools.chaos.facts import Incident, RunFacts
     from outbox.devtools.chaos.ledger import DeliveryCopy
 
-STALL = "stall"
-"""Kind of an incident that was not injected: the event loop of this process stalled."""
 SLACK_S = 0.5
 """Tolerance between the clocks of the database and of the run."""
 CONTEXT_S = 3.0
@@ -37,9 +34,6 @@ LINGER_S = 10.0
 HAND_OVER_FAULT = "stop"
 """The fault that loses no lease: the relay events over its endpoints."""
 
-CLEAN = ("clean stop", "moved to another replica, or ended")
-"""Reasons in the journal entry of an endpoint that was handed over."""
-
 
 class CopyExplainer:
     """Finds the causes of copies in the facts of a run."""
@@ -47,9 +41,7 @@ class CopyExplainer:
     def __init__(self, facts: RunFacts) -> None:
         self._began_at = facts.began_at
         self._relay_of = facts.relay_of
-        self._ownership: dict[int, list[OwnershipEvent]] = defaultdict(list)
-        for event in sorted(facts.ownership_events, key=lambda event: event.at):
-            self._ownership[event.endpoint].append(event)
+        self._ownership = OwnershipHistory(facts)
         self._of_relay: dict[int, list[Incident]] = defaultdict(list)
         self._stalls: list[Incident] = []
         for incident in sorted(facts.incidents, key=lambda incident: incident.begin):
@@ -76,22 +68,16 @@ class CopyExplainer:
         """Describe an unexplained copy with the ownership history around it."""
         before, endpoint = copy.before, copy.lane.endpoint
         events = [f'responded "{before.label}" at {before.at - self._began_at:.2f} s']
-        for event in self._between(endpoint, before.at - CONTEXT_S, copy.at + CONTEXT_S):
+        for event in self._ownership.between(endpoint, before.at - CONTEXT_S, copy.at + CONTEXT_S):
             relay = self._relay_of.get(event.replica, "?")
             what = "acquired by" if event.claimed else f"released ({event.reason}) by"
             events.append(f"{what} relay {relay} at {event.at - self._began_at:.2f} s")
         events.append(f"again at {copy.at - self._began_at:.2f} s")
         return ", ".join(events)
 
-    def _between(self, endpoint: int, begin: float, end: float) -> list[OwnershipEvent]:
-        events = self._ownership[endpoint]
-        first = bisect_left(events, begin, key=lambda event: event.at)
-        last = bisect_right(events, end, key=lambda event: event.at)
-        return events[first:last]
-
     def explain_takeover(self, endpoint: int, begin: float, end: float) -> str | None:
         """Return why an endpoint was taken over between two times; None: it was not."""
-        for event in self._between(endpoint, begin - SLACK_S, end + SLACK_S):
+        for event in self._ownership.between(endpoint, begin - SLACK_S, end + SLACK_S):
             if event.claimed or event.reason in CLEAN:
                 continue
             relay = self._relay_of.get(event.replica)
@@ -107,14 +93,3 @@ class CopyExplainer:
             if incident.begin <= at + SLACK_S and at <= incident.end + LINGER_S:
                 return incident.kind
         return None
-
-    def endpoints_owned_by(self, relays: Iterable[int], at: float) -> set[int]:
-        """Return the endpoints owned by the relays at a time."""
-        wanted = set(relays)
-        owned: set[int] = set()
-        for endpoint, events in self._ownership.items():
-            before = bisect_right(events, at, key=lambda event: event.at)
-            owner = events[before - 1] if before else None
-            if owner and owner.claimed and self._relay_of.get(owner.replica) in wanted:
-                owned.add(endpoint)
-        return owned

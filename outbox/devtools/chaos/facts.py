@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+STALL = "stall"
+"""Kind of an incident that was not injected: the event loop of this process stalled."""
+
 
 @dataclass(frozen=True, slots=True)
 class Incident:
@@ -19,6 +22,8 @@ class Incident:
     relays: frozenset[int] = frozenset()
     """Numbers of the affected relays."""
     endpoints: frozenset[int] = frozenset()
+    leader: int | None = None
+    """Replica that led when the fault began; None: unknown, or none."""
     detail: str = ""
 
 
@@ -57,6 +62,7 @@ class OwnershipEvent:
 class RunFacts:
     """All facts of a run."""
 
+    lease_s: float = 2.0
     began_at: float = 0.0
     """Start of the faults; examples show times relative to it."""
     incidents: tuple[Incident, ...] = ()

@@ -7,9 +7,9 @@ import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from outbox.devtools.chaos import queries
+from outbox.devtools.chaos import operators, queries
 from outbox.devtools.chaos.facts import Incident
 from outbox.devtools.chaos.receivers import REJECTS
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
@@ -20,8 +20,6 @@ from outbox.store.connection.connect import CONNECTION_ERRORS
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from asyncpg import Connection
-
     from outbox.devtools.chaos.environment import Environment
     from outbox.devtools.chaos.plan import PlannedFault
     from outbox.devtools.chaos.queries import Session
@@ -31,6 +29,9 @@ if TYPE_CHECKING:
 ACTOR = "outbox-prove"
 LANES_MAX = 4
 ENDPOINTS_HIT_MAX = 10
+FROZEN_LEASES = {"freeze": (1.3, 2.5), "freeze-long": (3.2, 4.5)}
+APPLIED_MAX = 5
+LEADER_TIMEOUT_S = 1.0
 COMMAND_TIMEOUT_S, RESUME_TIMEOUT_S = 10.0, 60.0
 RETRY_S = 0.25
 
@@ -44,6 +45,7 @@ class FaultRun:
     begin: float
     relays: set[int] = field(default_factory=set)
     endpoints: set[int] = field(default_factory=set)
+    leader: int | None = None
     detail: str = ""
 
 
@@ -56,12 +58,14 @@ class FaultInjector:
         self._lease_s = environment.plan.lease_s
         self.incidents: list[Incident] = []
         self.skipped: list[str] = []
-        """Operator commands that failed because the database was unavailable."""
+        """Faults that were not injected: the database was unavailable for a command, a command
+        ended before it was interrupted, or a relay had no session."""
         self.active: dict[int, str] = {}
         self._restarting = asyncio.Lock()
         self._faults: dict[str, Callable[[FaultRun], Awaitable[None]]] = {
             "kill": self._kill,
             "freeze": self._freeze,
+            "freeze-long": self._freeze,
             "stop": self._stop,
             "cut": self._cut,
             "half-open": self._half_open,
@@ -76,7 +80,9 @@ class FaultInjector:
             "pause": self._pause,
             "add": self._add,
             "replay": self._replay,
-            "half-command": self._half_command,
+            "half-command": self._interrupt_command,
+            "freeze-command": self._interrupt_command,
+            "kill-command": self._interrupt_command,
         }
 
     async def run(self, planned: Iterable[PlannedFault], began_at: float) -> None:
@@ -88,15 +94,17 @@ class FaultInjector:
 
     async def _inject(self, number: int, fault: PlannedFault) -> None:
         rng = random.Random(fault.seed)  # noqa: S311 (a repeatable run is the point)
-        run = FaultRun(fault.kind, rng, time.monotonic())
+        leader = await self._leader()
+        run = FaultRun(fault.kind, rng, time.monotonic(), leader=leader)
         self.active[number] = fault.kind
         try:
             await self._faults.get(fault.kind, self._respond_with_fault)(run)
         except (*CONNECTION_ERRORS, OutboxError) as error:
             if fault.kind == "restart":
                 raise
-            # A command while another fault makes the database unavailable.
+            # A command while another fault makes the database unavailable, for example.
             self.skipped.append(f"{fault.kind}: {error}")
+            self._log(f"{fault.kind}, not injected: {error}")
             return
         finally:
             del self.active[number]
@@ -107,9 +115,17 @@ class FaultInjector:
                 time.monotonic(),
                 frozenset(run.relays),
                 frozenset(run.endpoints),
+                run.leader,
                 run.detail,
             )
         )
+
+    async def _leader(self) -> int | None:
+        """Return the replica that leads, unless the database is unavailable."""
+        with suppress(TimeoutError, DatabaseUnavailable):
+            async with asyncio.timeout(LEADER_TIMEOUT_S), self._environment.control.use() as each:
+                return await queries.leader(each)
+        return None
 
     def _report(self, run: FaultRun, detail: str) -> None:
         run.detail = detail
@@ -133,15 +149,13 @@ class FaultInjector:
 
     async def _freeze(self, run: FaultRun) -> None:
         relay = self._choose_relay(run)
-        frozen_s = run.rng.uniform(1.3, 2.5) * self._lease_s
+        frozen_s = run.rng.uniform(*FROZEN_LEASES[run.kind]) * self._lease_s
         self._report(run, f"relay {relay.number} for {frozen_s:.1f} s")
-        relay.process.freeze()
-        relay.frozen = True
+        relay.freeze()
         try:
             await asyncio.sleep(frozen_s)
         finally:
-            relay.frozen = False
-            relay.process.thaw()
+            relay.thaw()
 
     async def _stop(self, run: FaultRun) -> None:
         relay = self._choose_relay(run)
@@ -170,8 +184,9 @@ class FaultInjector:
     async def _half_sent(self, run: FaultRun) -> None:
         relay = self._choose_relay(run)
         pid = relay.proxy.hang_half_sent(run.rng)
-        session = "no session" if pid is None else f"the session {pid}"
-        self._report(run, f"relay {relay.number}, {session}")
+        if pid is None:
+            raise CannotRun(f"relay {relay.number} has no session that works")
+        self._report(run, f"relay {relay.number}, the session {pid}")
 
     async def _unreachable(self, run: FaultRun) -> None:
         relay = self._choose_relay(run)
@@ -291,25 +306,37 @@ class FaultInjector:
                 actor=ACTOR,
             )
 
-    async def _half_command(self, run: FaultRun) -> None:
-        name = self._choose_endpoint(run)
-        schema, lanes = self._environment.plan.schema, run.rng.randint(1, LANES_MAX)
+    async def _interrupt_command(self, run: FaultRun) -> None:
+        name, lanes = self._choose_endpoint(run), run.rng.randint(1, LANES_MAX)
+        match run.rng.choice(("pause", "resume", "lanes", "replay", "apply")):
+            case "pause":
+                what, command = f"pause {name}", operators.pause(name)
+            case "resume":
+                what, command = f"resume {name}", operators.resume(name)
+            case "lanes":
+                what, command = f"{name} to {lanes} lanes", operators.change_lanes(name, lanes)
+            case "replay":
+                what, command = "dead replay", operators.replay_dead_letters()
+            case _:
+                command = self._apply(run, lanes)
+                what = f"apply {len(run.endpoints)} endpoints with {lanes} lanes"
+        interrupted = await self._environment.operators.interrupt(command, run.kind, run.rng)
+        # The outcome is unknown, and a paused endpoint would never settle.  It is resumed while
+        # the session of the interrupted command may still be there.
+        await self._resume(name)
+        if interrupted is None:
+            raise CannotRun(f"{what} ended before it was interrupted")
+        self._report(run, f"{what}: {interrupted}")
 
-        async def change_lanes(connection: Connection[Any]) -> None:
-            await endpoint_changes.update_endpoint(
-                connection, schema, name, lambda s: replace(s, lanes=lanes), actor=ACTOR
-            )
-
-        async def pause(connection: Connection[Any]) -> None:
-            await endpoint_states.pause_endpoints(connection, schema, [name], actor=ACTOR)
-
-        pauses = run.rng.random() < 0.5
-        command = pause if pauses else change_lanes
-        ended = await self._environment.operators.hang_in(command, run.rng)
-        what = "paused" if pauses else f"to {lanes} lanes"
-        self._report(run, f"{name} {what}: {ended}")
-        if pauses:
-            await self._resume(name)
+    def _apply(self, run: FaultRun, lanes: int) -> operators.OperatorCommand:
+        """Apply a file that sets the lanes of some endpoints, the chosen one among them."""
+        known = self._environment.endpoint_settings
+        own = range(self._environment.plan.endpoints)
+        run.endpoints.update(run.rng.sample(own, min(APPLIED_MAX, len(own))))
+        path = self._environment.directory / f"apply-{run.begin}.json"
+        return operators.apply_file(
+            path, [replace(known[n], lanes=lanes) for n in sorted(run.endpoints)]
+        )
 
     async def _pause(self, run: FaultRun) -> None:
         name = self._choose_endpoint(run)

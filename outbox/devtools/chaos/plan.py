@@ -17,8 +17,12 @@ CONNECTIONS_PER_RELAY = 10
 PRODUCERS, LONG_TRANSACTION_PRODUCERS = 10, 2
 """Producers, and how many of them hold each transaction open for a while."""
 CONTROL_CONNECTIONS = 4
+HUNG_COMMANDS_MAX = 8
+"""Frozen and silent commands of operators at a time; a further one ends the oldest."""
 EVENTS_MAX = 2_000_000
 """The ledger is kept in memory, about 400 bytes per event."""
+DRAIN_S = 3
+"""Time in which a relay finishes its requests before it hands endpoints over."""
 LANES = 2
 """Initial number of lanes of each endpoint."""
 KEYS_PER_ENDPOINT = 5
@@ -40,12 +44,14 @@ class FaultKind:
 
 _RELAYS, _CONNECTIONS, _DATABASE = "the relays", "their connections to the database", "the database"
 _RECEIVERS, _OPERATOR = "the receivers", "an operator"
+_COMMANDS = "a command of an operator: pause, resume, lanes, dead replay or apply"
 
 FAULT_KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
         FaultKind("kill", "kill -9 of a relay, which is restarted", _RELAYS),
         FaultKind("freeze", "SIGSTOP for longer than its lease, then SIGCONT", _RELAYS),
+        FaultKind("freeze-long", "SIGSTOP for longer than three leases, then SIGCONT", _RELAYS),
         FaultKind("stop", "SIGTERM and a restart, as in a deployment", _RELAYS),
         FaultKind("cut", "all connections of a relay are reset", _CONNECTIONS),
         FaultKind("half-open", "its connections stay open but pass no data", _CONNECTIONS),
@@ -69,7 +75,9 @@ FAULT_KINDS: dict[str, FaultKind] = {
         FaultKind("pause", "pauses an endpoint, and resumes it", _OPERATOR),
         FaultKind("add", "adds an endpoint", _OPERATOR),
         FaultKind("replay", "replays all dead letters", _OPERATOR),
-        FaultKind("half-command", "its connection stops in the middle of a change", _OPERATOR),
+        FaultKind("half-command", "its connection stops in the middle, for good", _COMMANDS),
+        FaultKind("freeze-command", "SIGSTOP at a random message, for good", _COMMANDS),
+        FaultKind("kill-command", "SIGKILL at a random message", _COMMANDS),
     )
 }
 
@@ -130,9 +138,8 @@ class ChaosPlan:
     @property
     def connections(self) -> int:
         """Maximum number of database connections; half-open ones count twice."""
-        # The server keeps the session of a command that stops in the middle of a message.
-        silent = sum(fault.kind == "half-command" for fault in self.schedule())
-        return self.replicas * CONNECTIONS_PER_RELAY * 2 + PRODUCERS + CONTROL_CONNECTIONS + silent
+        relays = self.replicas * CONNECTIONS_PER_RELAY * 2
+        return relays + PRODUCERS + CONTROL_CONNECTIONS + HUNG_COMMANDS_MAX + 1
 
     @property
     def settle_s(self) -> float:

@@ -1,26 +1,39 @@
 """TCP proxy between one client and the database, which can be cut, blocked, hung and half-sent.
 
-The client is a relay, or the run itself for the commands of operators.  Only connections through
-this proxy are affected, so other users of the database are not.
+The client is a relay, or a command of an operator.  Only connections through this proxy are
+affected, so other users of the database are not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from outbox.devtools.chaos.port_gate import PortGate
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 GHOST_S = 5.0
 """How long the server keeps a half-open session after the relay closed it, in seconds;
 stands for TCP keepalive."""
 STARTUP_BYTES_MAX = 65536
 KEY_DATA, READY = b"K", b"Z"
+
+
+@dataclass(slots=True)
+class Interruption:
+    """What happens once in the middle of what a client sends."""
+
+    pieces_before: int
+    """Pieces of data that still pass; a client sends about one for each response it gets."""
+    share: float
+    """Share of the next piece that passes; the client sends nothing after it."""
+    act: Callable[[], None]
 
 
 class Proxy:
@@ -36,6 +49,8 @@ class Proxy:
         self.gate = PortGate(lambda: _Near(self))
         self.links: set[Link] = set()
         self.muted = False
+        self.interruption: Interruption | None = None
+        """The next interruption of any connection."""
 
     @property
     def local(self) -> bool:
@@ -47,11 +62,15 @@ class Proxy:
         for link in list(self.links):
             link.cut()
 
-    def mute(self) -> None:
-        """Drop all data, on existing and new connections, without closing them."""
+    def mute(self, *, for_good: bool = False) -> None:
+        """Drop all data, on existing and new connections, without closing them.
+
+        Args:
+            for_good: the server keeps the sessions even after the client has closed them.
+        """
         self.muted = True
         for link in self.links:
-            link.muted = True
+            link.mute(for_good=for_good)
 
     def heal(self) -> None:
         """Forward new connections again; muted ones stay muted."""
@@ -67,17 +86,8 @@ class Proxy:
         if not links:
             return None
         link = rng.choice(sorted(links, key=lambda each: each.backend_pid or 0))
-        link.hang_at = rng.random()
+        link.interruption = Interruption(0, rng.random(), partial(link.mute, for_good=True))
         return link.backend_pid
-
-    def hang_each(self, rng: random.Random, pieces: int) -> None:
-        """Let every connection hang for good in the middle of what its client sends.
-
-        Args:
-            pieces: that is sent at most before, from now on.
-        """
-        for link in self.links:
-            link.hang_at, link.pieces_before = rng.random(), rng.randrange(pieces)
 
     def sessions(self) -> Iterator[tuple[int | None, int | None]]:
         """Yield (backend pid, client port) of each connection, as far as known."""
@@ -109,11 +119,11 @@ class Link:
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
         self.muted = proxy.muted
+        self.for_good = False
+        """The server keeps the session even after the client has closed it."""
         self.ghost = False
-        self.hang_at: float | None = None
-        """Share of the relay's next data after which the connection hangs; None: it does not."""
-        self.pieces_before = 0
-        """Pieces of data that still pass before that."""
+        self.interruption: Interruption | None = None
+        self.interrupted = False
         self.near: asyncio.Transport | None = None
         self.far: asyncio.Transport | None = None
         self.backend_pid: int | None = None
@@ -139,13 +149,21 @@ class Link:
         self._waiting.clear()
 
     def to_server(self, data: bytes) -> None:
-        if self.muted:
+        if self.muted or self.interrupted:
             return
-        if self.hang_at is not None and self.pieces_before:
-            self.pieces_before -= 1
-        elif self.hang_at is not None:
-            self.muted = True
-            data = data[: max(1, int(self.hang_at * len(data)))]
+        interruption = self.interruption or self.proxy.interruption
+        if interruption is None:
+            self._forward(data)
+        elif interruption.pieces_before:
+            interruption.pieces_before -= 1
+            self._forward(data)
+        else:
+            self.interruption = self.proxy.interruption = None
+            self.interrupted = True
+            self._forward(data[: max(1, int(interruption.share * len(data)))])
+            interruption.act()
+
+    def _forward(self, data: bytes) -> None:
         if self.far is None:
             self._waiting.append(data)
         else:
@@ -158,6 +176,11 @@ class Link:
             self._read_startup(data)
         self.near.write(data)
 
+    def mute(self, *, for_good: bool) -> None:
+        """Drop all data from now on, in both directions."""
+        self.muted = True
+        self.for_good = self.for_good or for_good
+
     def lost(self, *, at_server: bool) -> None:
         """Handle the end of one side; a half-open link keeps the other side open."""
         if not self.muted:
@@ -168,7 +191,7 @@ class Link:
             self._forget()
         elif not at_server and not self.ghost:
             self.ghost = True
-            if self.hang_at is None:
+            if not self.for_good:
                 asyncio.get_running_loop().call_later(GHOST_S, self.cut)
 
     def cut(self) -> None:

@@ -82,6 +82,8 @@ SELECT (SELECT coalesce(max(id), 0) FROM outbox) <= b.high
 
 ALL_OWNED = "SELECT NOT EXISTS (SELECT FROM ownership WHERE replica_id IS NULL)"
 
+READ_LEADER = "SELECT writer FROM cursor"
+
 READ_VERSION = "SELECT split_part(current_setting('server_version'), ' ', 1)"
 
 READ_CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
@@ -228,6 +230,12 @@ async def all_sequenced(connection: Connection[Any]) -> bool:
 async def all_owned(connection: Connection[Any]) -> bool:
     """Whether every endpoint has an owner."""
     return bool(await connection.fetchval(ALL_OWNED))
+
+
+async def leader(connection: Connection[Any]) -> int | None:
+    """Return the replica that leads; None: there is none."""
+    replica: int | None = await connection.fetchval(READ_LEADER)
+    return replica
 
 
 async def server_version(connection: Connection[Any]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from outbox.devtools.chaos.plan import DRAIN_S
 from outbox.devtools.chaos.port_gate import HOST
 from outbox.devtools.chaos.proxy import Proxy
 from outbox.devtools.chaos.proxy_dsn import proxied_dsn
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.25
 RESTART_S = 0.5
-DRAIN_S = 3
 REGISTERED = "replica registered"
 
 
@@ -46,7 +46,8 @@ class Relay:
         )
         # Held by a fault that stops the process, until it is started again.
         self.process_lock = asyncio.Lock()
-        self.frozen = False
+        self._freezes = 0
+        """Faults that freeze it at the moment."""
         self.supervision_ended = False
         self._log_from = 0
 
@@ -55,12 +56,23 @@ class Relay:
         self._log_from = path.stat().st_size if path.exists() else 0
         await self.process.start()
 
+    def freeze(self) -> None:
+        """Freeze the process, until as many calls of `thaw`."""
+        self._freezes += 1
+        self.process.freeze()
+
+    def thaw(self) -> None:
+        """Let the process resume, if no other fault freezes it."""
+        self._freezes -= 1
+        if not self._freezes:
+            self.process.thaw()
+
     @property
     def state(self) -> str:
         """down, frozen, half-open or up."""
         if self.process.pid is None or self.process.exit_code is not None:
             return "down"
-        if self.frozen:
+        if self._freezes:
             return "frozen"
         return "half-open" if self.proxy.muted else "up"
 

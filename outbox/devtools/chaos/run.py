@@ -15,8 +15,14 @@ import outbox
 from outbox.devtools.chaos import queries
 from outbox.devtools.chaos.checker import check_run
 from outbox.devtools.chaos.environment import open_environment
-from outbox.devtools.chaos.explanations import STALL
-from outbox.devtools.chaos.facts import DeadRange, Incident, LaneCount, OwnershipEvent, RunFacts
+from outbox.devtools.chaos.facts import (
+    STALL,
+    DeadRange,
+    Incident,
+    LaneCount,
+    OwnershipEvent,
+    RunFacts,
+)
 from outbox.devtools.chaos.faults import FaultInjector
 from outbox.devtools.chaos.live_view import RunSnapshot, render
 from outbox.errors import CannotRun, DatabaseUnavailable
@@ -53,7 +59,7 @@ class ChaosReport:
     result: CheckResult
     faults: dict[str, int]
     skipped: int
-    """Operator commands that failed because the database was unavailable."""
+    """Faults that were not injected."""
     rolled_back: int
     requests: int
     events_per_s: float
@@ -246,6 +252,7 @@ class _Run:
             dead = await queries.dead_numbers(connection)
             ownership = await queries.ownership_changes(connection)
         return RunFacts(
+            lease_s=environment.plan.lease_s,
             began_at=self._began_at,
             incidents=(*self._injector.incidents, *self._stalls),
             lanes=tuple(LaneCount(c.name, ids[c.endpoint_id], c.last_seq) for c in counters),

@@ -226,7 +226,7 @@ def test_the_longest_pause_counts_pending_deliveries_only(run: SmallRun) -> None
     run.commit(2)
     run.later(3.0)
     run.send(2)
-    assert run.check().longest_pause_s == pytest.approx(3.0, abs=0.2)
+    assert run.check().recovery.longest_pause_s == pytest.approx(3.0, abs=0.2)
 
 
 def test_checking_twice_gives_the_same_result(run: SmallRun) -> None:

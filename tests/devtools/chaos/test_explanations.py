@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.devtools.chaos.explanations import STALL
+from outbox.devtools.chaos.facts import STALL
 from outbox.devtools.chaos.ledger import ResponseOutcome
 from tests.devtools.chaos.small_run import SmallRun, wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import pytest
 
-from outbox.devtools.chaos.proxy import Proxy
+from outbox.devtools.chaos.proxy import Interruption, Proxy
 from outbox.devtools.chaos.proxy_dsn import proxied_dsn
 from outbox.store.connection import dsn
 from tests.support.waiting import until
@@ -119,13 +120,27 @@ def test_a_proxied_dsn_keeps_all_other_parameters(tmp_path: Path) -> None:
     assert led.server_settings["options"] == "-cgeqo=off"
 
 
-async def test_a_connection_hangs_after_some_pieces(proxy: Proxy, database: Database) -> None:
+async def test_a_client_is_interrupted_after_some_pieces(proxy: Proxy, database: Database) -> None:
     async with connection(proxy, database) as connected:
-        proxy.hang_each(random.Random(1), 3)
-        (link,) = proxy.links
-        passes = link.pieces_before
-        for _ in range(passes):
+        interrupted = asyncio.Event()
+        proxy.interruption = Interruption(2, 0.5, interrupted.set)
+        for _ in range(2):
+            assert not interrupted.is_set()
             await connected.execute("SELECT 1")  # One piece each.
         with pytest.raises(TimeoutError):
             await connected.execute("SELECT 1", timeout=0.1)
+        assert interrupted.is_set()
         assert await works(proxy, database)
+
+
+async def test_a_proxy_that_is_silent_for_good_keeps_the_sessions_of_a_client_that_ended(
+    proxy: Proxy, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.devtools.chaos.proxy.GHOST_S", 0.0)
+    async with connection(proxy, database) as connected:
+        proxy.mute(for_good=True)
+    (link,) = proxy.links
+    await until(lambda: link.ghost, what="the client to end")
+    await asyncio.sleep(0)  # A timer of no seconds would expire here.
+    assert list(proxy.links) == [link]
+    assert connected.is_closed()
