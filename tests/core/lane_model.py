@@ -254,7 +254,7 @@ class World(Watch):
         self.expect_consistent()
         return command
 
-    def look_ahead(self) -> None:
+    def peek(self) -> None:
         """Prepare what follows the request in flight."""
         self._ahead = self.lane.peek_next_send()
 

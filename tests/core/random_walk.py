@@ -110,7 +110,7 @@ def _walk_lane(world: World, rng: random.Random, steps: int) -> None:
             ),
         ),
         (8, lambda: world.follow(rng.random())),
-        (4, world.look_ahead),
+        (4, world.peek),
         (0.3, lambda: world.batch_up_to(rng.choice(together))),
         (0.5, world.unsent),
         (8, lambda: world.write_group(1 + below(4))),

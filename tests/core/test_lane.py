@@ -97,8 +97,8 @@ class LaneMachine(RuleBasedStateMachine):
         self.world.follow(after_s)
 
     @rule()
-    def look_ahead(self) -> None:
-        self.world.look_ahead()
+    def peek(self) -> None:
+        self.world.peek()
 
     @rule(batch_max=st.sampled_from([None, 1, 3, 50]))
     def batch_up_to(self, batch_max: int | None) -> None:

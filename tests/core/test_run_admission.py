@@ -37,7 +37,7 @@ def waiting(scheduler: RequestScheduler, queue: EndpointQueue, now: float = 0.0)
     return slot
 
 
-def test_a_run_lasts_while_nobody_waits() -> None:
+def test_a_run_lasts_while_no_request_waits() -> None:
     scheduler = RequestScheduler(16)
     slot = started(scheduler, fast_endpoint(scheduler))
     assert scheduler.continue_run(slot, 0.0, 0.9 * RUN_S)

@@ -106,7 +106,7 @@ async def test_an_interrupted_command_does_not_stop_another_change(
         [way == "freeze-command"] if left else []
     )
     async with database.at_hand() as connection, asyncio.timeout(CHANGE_WITHIN_S):
-        await endpoint_states.pause(connection, database.schema, ["e0"], actor="test")
+        await endpoint_states.pause_endpoints(connection, database.schema, ["e0"], actor="test")
     await run.close()
     assert running(left) == []
 
