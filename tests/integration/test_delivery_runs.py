@@ -181,7 +181,7 @@ async def test_a_pause_takes_effect_after_the_request(
     database: Database, db: Connection[Any], network: Interrupted
 ) -> None:
     async def call() -> None:
-        await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+        await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
         await until(lambda: endpoint(worker).endpoint.state == "paused", what="the pause")
 
     network.call = call
@@ -190,7 +190,7 @@ async def test_a_pause_takes_effect_after_the_request(
         await until(lambda: fetchval(database, f"SELECT count(*) = {network.AT} FROM attempt"))
         assert network.sent_after == []
         assert run_deliveries(worker) > 0
-        await endpoint_states.resume(db, "relay", ["shop"], actor="test")
+        await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="test")
         await until(lambda: network.accepted[-1].seq == 100, what="the rest")
     assert await exceptions(database) == {}
 
@@ -200,7 +200,7 @@ async def test_changed_settings_apply_to_the_next_request(
 ) -> None:
     async def call() -> None:
         new = {"x-new": "yes"}
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             db, "relay", "shop", lambda s: replace(s, headers=new), actor="test"
         )
         await until(lambda: endpoint(worker).endpoint.headers, what="the change")
@@ -248,7 +248,7 @@ async def test_another_number_of_lanes_ends_the_lane_after_what_it_has(
     database: Database, db: Connection[Any], network: Interrupted
 ) -> None:
     async def call() -> None:
-        await endpoint_changes.update(
+        await endpoint_changes.update_endpoint(
             db, "relay", "shop", lambda s: replace(s, lanes=2), actor="test"
         )
         await until(lambda: len(endpoint(worker).lanes) == 3, what="the new lanes")

@@ -123,15 +123,15 @@ async def test_the_doctor_names_a_standby_that_does_not_confirm(
 ) -> None:
     limits = DoctorLimits(standby_s=0.0, probe_s=1.0)
     async with private_database.connection(**PATH) as db:
-        (found,) = await findings_of(db, "synchronous standby")
+        (found,) = await findings_of(db, "standbys")
         assert found.severity is Severity.OK
         async with _absent_standby(private_database):
-            (found,) = await findings_of(db, "synchronous standby")
+            (found,) = await findings_of(db, "standbys")
             assert found.severity is Severity.OK
             producer = asyncio.create_task(publish(private_database, 1))
             await until(lambda: fetchval(private_database, UNCONFIRMED), what="the commit to wait")
             by_check = {f.check: f for f in await findings(db, probing=True, limits=limits)}
-            found = by_check["synchronous standby"]
+            found = by_check["standbys"]
             assert found.severity is Severity.PROBLEM
             assert "the commits of 1 session wait for a synchronous standby" in found.message
             assert found.action is not None

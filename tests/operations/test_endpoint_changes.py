@@ -360,6 +360,13 @@ REFUSED_CHANGES = (
 )
 
 
+CHANGES: dict[str, Any] = {
+    "pause": endpoint_states.pause_endpoints,
+    "resume": endpoint_states.resume_endpoints,
+    "enable": endpoint_states.enable_endpoint,
+}
+
+
 async def test_a_rejected_change_says_what_to_do(
     database: Database, db: Connection[Any], subtests: pytest.Subtests
 ) -> None:
@@ -371,7 +378,7 @@ async def test_a_rejected_change_says_what_to_do(
             await db.execute("UPDATE subscription SET to_batch = $1", to_batch)
             name: Any = "shop" if word == "enable" else ["shop"]
             with pytest.raises(UsageError, match=says):
-                await getattr(endpoint_states, word)(db, "relay", name, actor="test")
+                await CHANGES[word](db, "relay", name, actor="test")
             assert await db.fetchval("SELECT state FROM endpoint") == state
 
 

@@ -288,7 +288,9 @@ async def test_a_lane_that_is_blocked_after_the_plan_is_among_those_unblocked(
     db, holder = [await database.connect(**SESSION) for _ in range(2)]
     async with holder.transaction():
         await holder.execute("SELECT FROM cursor FOR UPDATE")
-        resuming = asyncio.create_task(endpoint_states.resume(db, "relay", ["shop"], actor="test"))
+        resuming = asyncio.create_task(
+            endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="test")
+        )
         await until(lambda: holder.fetchval(WAITS), what="the change to wait")
         await fetchval(database, BLOCK_LANE)
     (resumed,) = await resuming
@@ -305,10 +307,10 @@ async def test_a_fetch_token_that_is_added_after_the_plan_is_among_the_old_ones(
     await add_endpoint(database)
     db, holder = [await database.connect(**SESSION) for _ in range(2)]
     if revoke:
-        await fetch_tokens.add(db, "relay", "shop", actor="test")
+        await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")
     async with holder.transaction():
         await holder.execute("LOCK TABLE fetch_token IN SHARE ROW EXCLUSIVE MODE")
-        change = fetch_tokens.revoke if revoke else fetch_tokens.add
+        change = fetch_tokens.revoke_fetch_tokens if revoke else fetch_tokens.add_fetch_token
         changing: asyncio.Task[Any] = asyncio.create_task(change(db, "relay", "shop", actor="test"))
         await until(lambda: holder.fetchval(WAITS), what="the change to wait")
         await holder.execute(ADD_TOKEN)

@@ -717,12 +717,12 @@ async def test_emptied_partitions_are_reported_and_dropped_by_their_owner(
         assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is True
         assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is False
         assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
-        (found,) = await _says(relay, "empty partitions")
+        (found,) = await _says(relay, "old periods")
         assert found.severity == "ok"
         assert "1 partition of dropped periods is empty and still attached" in found.message
         assert await PartitionStore(relay).drop_owned() == 0
         assert await PartitionStore(owner).drop_owned() == 1
-        (found,) = await _says(relay, "empty partitions")
+        (found,) = await _says(relay, "old periods")
         assert found.message == "no partition of a dropped period is left"
 
 

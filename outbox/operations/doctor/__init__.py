@@ -75,7 +75,7 @@ _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
 )
 
 _LIVE: tuple[tuple[str, Check], ...] = (
-    ("synchronous standby", server.check_synchronous_standby),
+    ("standbys", server.check_synchronous_standby),
     ("relays", relays.check_replicas),
     ("listeners", relays.check_listeners),
     ("sequencing", relays.check_lag),
@@ -96,7 +96,7 @@ _LIVE: tuple[tuple[str, Check], ...] = (
     ("wraparound", tables.check_wraparound),
     ("size", tables.check_size),
     ("retention", retention.check_retention),
-    ("empty partitions", roles.check_empty_partitions),
+    ("old periods", roles.check_empty_partitions),
     ("notify queue", transactions.check_queue),
 )
 

@@ -34,7 +34,7 @@ def an_operator_holds_the_cursor(sim: Simulation) -> None:
     read, write = change.Session.fetchrow, change.Session.write_together
     transactions: dict[Any, Any] = {}
 
-    async def fetchrow(self: Any, statement: str, request: UUID) -> tuple[int, bool]:
+    async def fetchrow(self: Any, statement: str, request: UUID) -> dict[str, int | bool]:
         if self.connection not in transactions:
             transactions[self.connection] = self.connection.transaction()
             await transactions[self.connection].start()

@@ -73,8 +73,9 @@ class Session:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    async def fetchrow(self, _statement: str, request: UUID) -> tuple[int, bool]:
-        return await self.connection.call(read_beginning, request)
+    async def fetchrow(self, _statement: str, request: UUID) -> dict[str, int | bool]:
+        version, made = await self.connection.call(read_beginning, request)
+        return {"version": version, "is_made": made, "has_batch": True}
 
     async def fetchval(self, _statement: str, request: UUID) -> bool:
         return await self.connection.call(is_made, request)
