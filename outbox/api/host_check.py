@@ -9,10 +9,10 @@ any Host, because a proxy in front of them decides.
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from yarl import URL
 
 from outbox.api.problem import Problem, ProblemKind
 
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+# uri-host [":" port] (RFC 9110, section 7.2), without the characters of registered names that
+# no host name has.  A URL parser would accept what surrounds a host in a URL, such as user
+# information or a path.
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:]+)\]|(?P<name>[0-9A-Za-z.-]+))(?::[0-9]{1,5})?")
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host is loopback."""
-    if host.lower().rstrip(".") == "localhost":
+    if host.lower().removesuffix(".") == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -52,8 +58,5 @@ def host_middleware(address: Address) -> Any:
 
 
 def _is_loopback_host(host: str) -> bool:
-    try:
-        name = URL(f"http://{host}").host
-    except ValueError:
-        return False
-    return name is not None and is_loopback(name)
+    found = _HOST.fullmatch(host)
+    return found is not None and is_loopback(found["address"] or found["name"])

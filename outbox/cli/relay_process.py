@@ -26,6 +26,7 @@ from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.relay import Relay, default_name
 from outbox.store.connection import dsn
 from outbox.telemetry.exporters import configure_export
+from outbox.telemetry.exposition_cache import ExpositionCache
 from outbox.telemetry.meters import Meters
 from outbox.telemetry.prometheus import PrometheusRenderer
 from outbox.web import health
@@ -137,14 +138,12 @@ async def _deliver(relay: Relay, telemetry: TelemetryExport) -> None:
 
 
 def _health(relay: Relay, telemetry: TelemetryExport) -> web.Application:
-    page = PrometheusRenderer(telemetry.resource.attributes)
+    cache = ExpositionCache(
+        lambda: relay.snapshot(time.time()), PrometheusRenderer(telemetry.resource.attributes)
+    )
 
     def why_not_ready() -> str | None:
         condition = relay.readiness()
         return None if condition.ready else condition.public_reason
 
-    async def metrics(accept: str) -> tuple[bytes, str]:
-        snapshot = await relay.snapshot(time.time())
-        return await asyncio.to_thread(page.render, snapshot, accept)
-
-    return health.application(why_not_ready, metrics)
+    return health.application(why_not_ready, cache.exposition)

@@ -5,17 +5,19 @@ Names and labels follow OpenTelemetry's compatibility rules for Prometheus.
 
 from __future__ import annotations
 
+from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import exposition as text_format
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
 )
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from outbox.telemetry.catalogue import MetricKind
@@ -37,6 +39,29 @@ _FAMILIES: dict[MetricKind, Any] = {
 }
 
 
+class ExpositionFormat(Enum):
+    """A format, by its media type."""
+
+    TEXT = "text/plain"
+    OPENMETRICS = "application/openmetrics-text"
+
+
+_ENCODERS: dict[ExpositionFormat, tuple[Any, str]] = {
+    ExpositionFormat.TEXT: (text_format.generate_latest, text_format.CONTENT_TYPE_PLAIN_0_0_4),
+    ExpositionFormat.OPENMETRICS: (openmetrics.generate_latest, openmetrics.CONTENT_TYPE_LATEST),
+}
+
+
+def negotiate_format(accept: str) -> ExpositionFormat:
+    """The format for an Accept header: OpenMetrics if it is listed, else the text format.
+
+    Versions and escaping schemes are ignored: all names are valid in each of them.
+    """
+    media_types = {each.partition(";")[0].strip().lower() for each in accept.split(",")}
+    listed = ExpositionFormat.OPENMETRICS.value in media_types
+    return ExpositionFormat.OPENMETRICS if listed else ExpositionFormat.TEXT
+
+
 class PrometheusRenderer:
     """Renders snapshots together with process metrics.
 
@@ -48,17 +73,12 @@ class PrometheusRenderer:
         self._about = {_label(name): str(value) for name, value in about.items()}
         self._process = ProcessCollector(registry=None)
 
-    def render(self, snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
-        """The exposition and its content type; thread-safe.
-
-        Args:
-            snapshot: the metrics.
-            accept: the request's Accept header, which selects the format.
-        """
-        encode, content_type = choose_encoder(accept)
+    def render(self, snapshot: Snapshot, chosen: ExpositionFormat) -> tuple[bytes, str]:
+        """The exposition and its content type; thread-safe."""
         registry = CollectorRegistry()
         registry.register(_Families(snapshot, self._about))
         registry.register(self._process)
+        encode, content_type = _ENCODERS[chosen]
         return encode(registry), content_type
 
 

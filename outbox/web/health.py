@@ -7,7 +7,6 @@ of service, would not repair the receiver.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -31,17 +30,9 @@ def application(
 
     Args:
         why_not_ready: returns one line with the reason, or None if the relay is ready.
-        metrics: takes the Accept header, returns the body and its content type.
+        metrics: takes the Accept header, returns the body and its content type; it bounds the
+            cost of frequent calls.
     """
-    # One scrape runs at a time, also after its client disconnected.  Concurrent requests
-    # share its result, so scrapes cannot delay deliveries.
-    scrapes: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
-
-    async def scrape(accept: str) -> tuple[bytes, str]:
-        try:
-            return await metrics(accept)
-        finally:
-            del scrapes[accept]
 
     async def healthz(_: web.Request) -> web.Response:
         return _text(200, "ok\n")
@@ -52,11 +43,7 @@ def application(
 
     async def serve_metrics(request: web.Request) -> web.Response:
         accept = request.headers.get("Accept", "")[:ACCEPT_CHARS_MAX]
-        while scrapes and accept not in scrapes:
-            await asyncio.wait(scrapes.values())
-        if accept not in scrapes:
-            scrapes[accept] = asyncio.ensure_future(scrape(accept))
-        text, content_type = await asyncio.shield(scrapes[accept])
+        text, content_type = await metrics(accept)
         return web.Response(body=text, headers={"Content-Type": content_type})
 
     async def paths(_: web.Request) -> web.Response:

@@ -354,6 +354,15 @@ HOSTS = (
     ("10.0.0.1", 421),
     ("", 421),
     ("a:b:c", 421),
+    # Parts of a URL around a valid name.
+    ("evil@localhost", 421),
+    ("localhost#.evil.example", 421),
+    ("localhost/.evil.example", 421),
+    ("localhost?evil.example", 421),
+    ("localhost..", 421),
+    ("[127.0.0.1]", 421),
+    ("[::1%25lo]", 421),
+    ("localhost:80:80", 421),
 )
 
 

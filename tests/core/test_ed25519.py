@@ -56,6 +56,29 @@ def test_the_first_vector_of_rfc_8032() -> None:
     assert parse_public_key(key.public_text).verifies(base64.b64encode(signature).decode(), b"\x72")
 
 
+# The encodings of the eight points of small order, canonical or not, with the sign bit clear.
+# From libsodium's ge25519_has_small_order.
+SMALL_ORDER = [
+    "0000000000000000000000000000000000000000000000000000000000000000",
+    "0100000000000000000000000000000000000000000000000000000000000000",
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+    "ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+    "edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+    "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+]
+
+
+@pytest.mark.parametrize("sign", [0, 0x80])
+@pytest.mark.parametrize("encoded", SMALL_ORDER)
+def test_a_public_key_of_small_order_is_refused(encoded: str, sign: int) -> None:
+    """A signature with the scalar zero verifies for such a key, whatever was signed."""
+    key = bytearray.fromhex(encoded)
+    key[-1] |= sign
+    with pytest.raises(UsageError, match="small order"):
+        parse_key("whpk_" + base64.b64encode(key).decode())
+
+
 def test_a_signed_request_verifies() -> None:
     assert verify(headers(GOOD), BODY, [PUBLIC], NOW).message_id == "msg_1"
 

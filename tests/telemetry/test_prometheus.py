@@ -12,7 +12,7 @@ from outbox.core.model.response import AttemptResult
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE, MetricKind
 from outbox.telemetry.meters import Meters
-from outbox.telemetry.prometheus import PrometheusRenderer
+from outbox.telemetry.prometheus import ExpositionFormat, PrometheusRenderer
 from outbox.telemetry.snapshot import Buckets, Snapshot
 
 PAGE = PrometheusRenderer({"service.name": "outbox-relay", "service.version": "1"})
@@ -30,7 +30,7 @@ def everything() -> Snapshot:
 
 
 def test_every_metric_is_exported_with_its_type_and_labels() -> None:
-    text, content_type = PAGE.render(everything(), "text/plain")
+    text, content_type = PAGE.render(everything(), ExpositionFormat.TEXT)
     assert content_type.startswith("text/plain; version=")
     found = {family.name: family for family in parse_text(text.decode())}
     for metric in CATALOGUE:
@@ -46,7 +46,7 @@ def test_every_metric_is_exported_with_its_type_and_labels() -> None:
 
 
 def test_histogram_buckets_are_cumulative() -> None:
-    text, _ = PAGE.render(everything(), "")
+    text, _ = PAGE.render(everything(), ExpositionFormat.TEXT)
     found = {family.name: family for family in parse_text(text.decode())}
     samples = found["outbox_delivery_attempts"].samples
     buckets = [sample.value for sample in samples if sample.name.endswith("_bucket")]
@@ -55,7 +55,7 @@ def test_histogram_buckets_are_cumulative() -> None:
 
 
 def test_openmetrics_is_used_on_request() -> None:
-    text, content_type = PAGE.render(everything(), "application/openmetrics-text; version=1.0.0")
+    text, content_type = PAGE.render(everything(), ExpositionFormat.OPENMETRICS)
     assert content_type.startswith("application/openmetrics-text")
     names = {family.name for family in parse_open(text.decode())}
     assert {m.prometheus.removesuffix("_total") for m in CATALOGUE} <= names
@@ -66,7 +66,7 @@ def test_endpoint_names_are_escaped() -> None:
     name = 'a "shop"\\ \n of mine'
     row = AttemptRow(1, 1, 1, "delivered", 200, None, 0.0, 0.1)
     meters.record_attempt(meters.acquire(name), row, AttemptResult.completed(200, 0.1))
-    text, _ = PAGE.render(meters.snapshot(1.0, {}), "")
+    text, _ = PAGE.render(meters.snapshot(1.0, {}), ExpositionFormat.TEXT)
     found = {family.name: family for family in parse_text(text.decode())}
     metric = catalogue.ATTEMPTS_MADE.prometheus.removesuffix("_total")
     (sample,) = found[metric].samples

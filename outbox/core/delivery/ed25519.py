@@ -27,6 +27,16 @@ KEY_BYTES = 32
 PAIR_BYTES = 64
 """Some tools print the private key followed by the public one."""
 
+# The points of small order, by the y coordinate in all its encodings, canonical or not; the
+# sign bit is ignored.  The same list as libsodium's ge25519_has_small_order (RFC 8032, section
+# 5.1.7, leaves this check to applications; OpenSSL does not make it).
+_FIELD_PRIME = 2**255 - 19
+_ORDER_8_Y = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
+_SMALL_ORDER_Y = frozenset(
+    (0, 1, _FIELD_PRIME - 1, _FIELD_PRIME, _FIELD_PRIME + 1, _ORDER_8_Y, _FIELD_PRIME - _ORDER_8_Y)
+)
+_SIGN_BIT = 1 << 255
+
 
 class PublicKey:
     """A public key that verifies signatures."""
@@ -69,11 +79,14 @@ def parse_public_key(text: str) -> PublicKey:
     """Decode a public key, `whpk_…`.
 
     Raises:
-        UsageError: the text is not a public key.
+        UsageError: the text is not a public key, or the key has small order: anybody can
+            create signatures that verify with such a key.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     key = _key(text, PUBLIC_PREFIX, (KEY_BYTES,))
+    if int.from_bytes(key, "little") & ~_SIGN_BIT in _SMALL_ORDER_Y:
+        raise UsageError("key: this public key has small order, so anybody can forge signatures")
     return PublicKey(Ed25519PublicKey.from_public_bytes(key))
 
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from outbox.telemetry.catalogue import CATALOGUE, MetricKind
-from outbox.telemetry.prometheus import PrometheusRenderer
+from outbox.telemetry.prometheus import ExpositionFormat, PrometheusRenderer
 from outbox.telemetry.snapshot import Buckets, Snapshot
 from tests.support.promtool import run_promtool
 from tests.telemetry.alerts.names import PROCESS
@@ -20,7 +20,7 @@ def page() -> bytes:
         value = Buckets((1,) * (len(metric.bounds) + 1), 2.5)
         series[metric] = {key: value if metric.kind is MetricKind.HISTOGRAM else 3.0}
     text, _ = PrometheusRenderer({"service.name": "outbox-relay"}).render(
-        Snapshot(0.0, 1.0, series), ""
+        Snapshot(0.0, 1.0, series), ExpositionFormat.TEXT
     )
     return text
 
