@@ -71,6 +71,10 @@ NONE: dict[str, tuple[str, ...]] = {
         "hunter2xyz", "Zq9vX2kPw", "4711-secret", "4711-do-not-tell",
         "p%zz{SECRET}", "{SECRET}%00", "{SECRET}\\udcff", "%ff{SECRET}",
     ),
+    "a point of small order, which libsodium lists": (
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+    ),
     "a test's own, and says so in clear": (
         "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ=",
         "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg==",

@@ -45,9 +45,9 @@ class Source:
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.renderer = Renderer()
-        self.cache = ExpositionCache(self._take, self.renderer, lambda: self.now_s)
+        self.cache = ExpositionCache(self._take_snapshot, self.renderer, lambda: self.now_s)
 
-    async def _take(self) -> Snapshot:
+    async def _take_snapshot(self) -> Snapshot:
         self.snapshots += 1
         self.begun.set()
         await self.go_on.wait()
