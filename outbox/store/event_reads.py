@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.message import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
-from outbox.store.lanes import utc_time
+from outbox.store.lanes import epoch_s, utc_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,10 +83,8 @@ _HAS_CONTENT = f"""id > $1 AND id <= $1 + {CONTENT_EVENTS_MAX}
 READ_EVENTS_WITH_CONTENT = _EVENTS.format(
     content=f""",
        event_id, key,
-       date_part('epoch', greatest(least(created_at, '9999-12-30'), '0001-01-02')) AS published_at,
-       CASE WHEN expires_at IS NOT NULL
-            THEN date_part('epoch', greatest(least(expires_at, '9999-12-30'), '0001-01-02'))
-        END AS expires_at,
+       {epoch_s("created_at")} AS published_at,
+       {epoch_s("expires_at")} AS expires_at,
        CASE WHEN {_HAS_CONTENT} THEN payload::text END AS payload,
        CASE WHEN {_HAS_CONTENT} THEN headers::text END AS headers""",
     columns=", event_id, created_at, expires_at, payload, headers",

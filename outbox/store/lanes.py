@@ -66,15 +66,22 @@ SELECT lane.id, a.seq, a.batch, a.started_at
           AND outcome = 'delivered' OFFSET 0) a
 """
 
-# The columns of an event.  Timestamps are limited to the range of Python's datetime; PostgreSQL
-# has others (infinity).  They are read as epoch seconds, exact to the microsecond for a few
-# centuries: asyncpg takes as long to build one datetime as for the rest of a row.
-EVENT_COLUMNS = """event_id, type, tenant, key,
-       date_part('epoch', greatest(least(published_at, '9999-12-30'), '0001-01-02'))
-           AS published_at,
-       CASE WHEN expires_at IS NOT NULL
-            THEN date_part('epoch', greatest(least(expires_at, '9999-12-30'), '0001-01-02'))
-        END AS expires_at,
+
+def epoch_s(column: str) -> str:
+    """A timestamp in epoch seconds, limited to the range of Python's datetime, for `utc_time`.
+
+    PostgreSQL has others (infinity), and its least and greatest ignore NULL.  The seconds are exact
+    to the microsecond for a few centuries: asyncpg takes as long to build one datetime as for the
+    rest of a row.
+    """
+    return f"""CASE WHEN {column} IS NOT NULL
+            THEN date_part('epoch', greatest(least({column}, '9999-12-30'), '0001-01-02')) END"""
+
+
+# The columns of an event.
+EVENT_COLUMNS = f"""event_id, type, tenant, key,
+       {epoch_s("published_at")} AS published_at,
+       {epoch_s("expires_at")} AS expires_at,
        payload::text AS payload, headers::text AS headers"""
 
 # Deliveries with their events.  `batch >=` limits each lane to the partitions that can contain

@@ -118,7 +118,7 @@ RUN_DELIVERIES = Metric(
     MetricKind.COUNTER,
     "{delivery}",
     "Deliveries that the next one of their lane followed at once, in a delivery run. Its share of "
-    "outbox.deliveries is that of backlogs and of receivers that answer fast.",
+    "outbox.deliveries is that of backlogs and of receivers that respond fast.",
 )
 EVENTS = Metric(
     "outbox.events",

@@ -112,7 +112,7 @@ async def test_a_failure_is_recorded_after_the_successes_before_it(database: Dat
     assert await exceptions(database) == {}
 
 
-async def test_a_killed_relay_repeats_at_most_a_run(database: Database) -> None:
+async def test_a_killed_relay_repeats_what_was_not_recorded_in_order(database: Database) -> None:
     await add_endpoint(database)
     await publish_backlog(database, 300)
     network = Network()

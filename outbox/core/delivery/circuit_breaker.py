@@ -148,8 +148,7 @@ class CircuitBreaker:
             and not self._failures
             and not self._refusals
             and not self._held_until
-            and not self._paused
-            and not self._disabled
+            and not self._is_shut
         )
 
     def blocks_all(self, now: float) -> bool:

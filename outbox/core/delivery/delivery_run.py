@@ -1,7 +1,7 @@
 """Delivery runs: first attempts of one lane that follow one another without going through
 the dispatcher in between.
 
-While a receiver answers each request with a plain success, the next delivery of its lane can
+While a receiver responds to each request with a plain success, the next delivery of its lane can
 be sent in the call that received the response.  A run is such a sequence of requests.  It
 changes nothing about the lane's rules: one request is in flight at a time, and the next one
 starts only after the previous one was delivered.  Whatever is not a plain success, and every
@@ -10,8 +10,8 @@ or one result that the run did not take.  That result is handled like any other.
 
 A run is checked before each of its requests, so that the end of the lease, a stop, a pause,
 changed settings, an erased event or a dead-lettered backlog take effect after the request in
-flight.  Its results are recorded together when it ends; at most `RUN_MAX` of them, over about
-`RUN_S`, are repeated by the next owner after a crash, with the same sequences and
+flight.  Its results are given to the recorder together when it ends.  After a crash the next owner
+repeats them, besides what the recorder had not written yet, with the same sequences and
 `X-Delivery`.
 """
 

@@ -182,14 +182,12 @@ class Connection(asyncio.Protocol):
             self.close()
         elif self._following is not None and not self._ended and not waiting.done():
             try:
-                followed = self._send_following(transport, self._following, result)
+                if self._send_following(transport, self._following, result):
+                    return
             except Exception as error:
                 self.close()
-                why = f"{type(error).__name__}: {error}"
-                result = AttemptResult.failed(Failure.INTERNAL, why, 0.0)
-                followed = False
-            if followed:
-                return
+                reason = f"{type(error).__name__}: {error}"
+                result = AttemptResult.failed(Failure.INTERNAL, reason, 0.0)
         self._settle(result)
 
     def eof_received(self) -> None:
