@@ -31,9 +31,9 @@ def ready(
         pacing_of.report_progress(endpoint_id, EndpointProgress(True, mean_ms, numbers), now)
 
 
-def idle(part_of: JobPart, *, mean_ms: float) -> Share:
+def idle(part_of: JobPart, *, mean_ms: float, notice_s: float = 0.0) -> Share:
     """The share of an endpoint without live events for long."""
-    throttle = ReplayThrottle()
+    throttle = ReplayThrottle(notice_s)
     throttle.load([part_of], 0.0)
     ready(throttle, 0.0, mean_ms=mean_ms)
     (share,) = throttle.shares(0.0)
@@ -71,6 +71,20 @@ def test_the_chunk_size_follows_the_delivery_time_per_lane(
     mean_ms: float, lanes: int, numbers: int
 ) -> None:
     assert idle(part(lanes=lanes), mean_ms=mean_ms).numbers == numbers
+
+
+@pytest.mark.parametrize(("mean_ms", "per_lane"), [(1.0, 50), (100.0, 25), (1000.0, 2), (6e3, 1)])
+def test_a_chunk_takes_as_long_as_an_owner_takes_to_find_it(mean_ms: float, per_lane: int) -> None:
+    """Otherwise an owner that polls delivers one chunk a poll, however fast its receiver is."""
+    assert idle(part(), mean_ms=mean_ms, notice_s=2.5).per_lane == per_lane
+
+
+def test_the_first_chunk_for_an_unknown_receiver_is_small() -> None:
+    throttle = ReplayThrottle(notice_s=2.5)
+    throttle.load([part()], 0.0)
+    ready(throttle, 0.0, mean_ms=None)
+    (share,) = throttle.shares(0.0)
+    assert share.per_lane == 1
 
 
 def test_the_chunk_is_small_while_the_endpoint_has_live_events() -> None:

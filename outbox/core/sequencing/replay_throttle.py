@@ -4,7 +4,9 @@ Replayed deliveries are appended to the lanes of live events, so they delay the 
 event there.  A replay is therefore sequenced in *chunks*: an endpoint gets its next chunk
 when the last one was delivered or dead-lettered, and a chunk takes a few milliseconds of
 delivery time per lane.  While the endpoint receives live events that is imperceptible;
-otherwise chunks are larger, because only the round trips to the database matter.
+otherwise chunks are larger, because only the round trips to the database matter.  Where owners
+find batches by polling, a chunk takes as long as that takes on average: a live event waits for
+a poll as well, and otherwise the polls, not the acknowledgements, would limit a replay.
 
 Endpoints are served round robin, and so are the jobs of one endpoint.  Only a few endpoints
 have a chunk *in flight* at a time, so that a full replay leaves the relay and the database
@@ -108,7 +110,8 @@ class _Endpoint:
     numbers: int | None = None
     polled_at: float = 0.0
     live_until: float = 0.0
-    mean_ms: float = MEAN_UNKNOWN_MS
+    mean_ms: float | None = None
+    """None: not known yet."""
     wait_s: float = POLL_FIRST_S
 
 
@@ -127,9 +130,14 @@ class _Bucket:
 
 
 class ReplayThrottle:
-    """Throttles all replays of one leader; times are steady seconds."""
+    """Throttles all replays of one leader; times are steady seconds.
 
-    def __init__(self) -> None:
+    Args:
+        notice_s: how long owners take on average to find a batch by polling; 0: they are notified.
+    """
+
+    def __init__(self, notice_s: float = 0.0) -> None:
+        self._notice_ms = notice_s * 1000
         self._endpoints: dict[UUID, _Endpoint] = {}
         self._buckets: dict[int, _Bucket] = {}
         # Endpoints not polled yet, and those ready for a chunk: first come, first served.
@@ -251,7 +259,8 @@ class ReplayThrottle:
         if endpoint.numbers is not None:
             endpoint.numbers += numbers
         self._in_flight[endpoint_id] = now
-        lasts_s = min(share.per_lane * endpoint.mean_ms / 1000, POLL_MAX_S)
+        mean_ms = endpoint.mean_ms or MEAN_UNKNOWN_MS
+        lasts_s = min(share.per_lane * mean_ms / 1000, POLL_MAX_S)
         self._schedule_poll(endpoint_id, endpoint, now + max(lasts_s, POLL_FIRST_S))
 
     def end_part(self, share: Share) -> None:
@@ -286,7 +295,12 @@ class ReplayThrottle:
         """The share of the endpoint's next part; if None, when there may be one."""
         sure = now - endpoint.polled_at <= POLL_VALID_S and now >= endpoint.live_until
         worth_ms = IDLE_MS if sure else LIVE_MS
-        per_lane = max(1, min(int(worth_ms / endpoint.mean_ms), PER_LANE_MAX))
+        mean_ms = endpoint.mean_ms
+        if mean_ms is None:
+            mean_ms = MEAN_UNKNOWN_MS  # It may be much longer.
+        else:
+            worth_ms = max(worth_ms, self._notice_ms)
+        per_lane = max(1, min(int(worth_ms / mean_ms), PER_LANE_MAX))
         again_at = now + POLL_MAX_S
         for _ in range(len(endpoint.parts)):
             part = endpoint.parts[0]

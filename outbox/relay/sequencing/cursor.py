@@ -143,7 +143,13 @@ class Cursor:
         self._router: Router | None = None
         self._version = 0
         self._filters = FilterEvaluator(store.filters)
-        self._replays = ReplayFeeder(store.replay_feed, store.routing, self._filters.evaluate)
+        notified = settings.notify and not settings.pooled
+        self._replays = ReplayFeeder(
+            store.replay_feed,
+            store.routing,
+            self._filters.evaluate,
+            0.0 if notified else settings.poll_s / 2,
+        )
         # The sequence's lock holders after the last read; None: not known.
         self._holders: LockHolders | None = None
         # Start of the last read that reached no limit, by the database's clock.

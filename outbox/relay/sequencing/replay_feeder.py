@@ -33,15 +33,23 @@ class ReplayFeeder:
 
     Args:
         evaluate: evaluates filters.
+        notice_s: how long owners take on average to find a batch by polling; 0: they are notified.
     """
 
     throttle_type: type[ReplayThrottle] = ReplayThrottle
 
-    def __init__(self, store: ReplayFeedStore, routing: RoutingStore, evaluate: Evaluate) -> None:
+    def __init__(
+        self,
+        store: ReplayFeedStore,
+        routing: RoutingStore,
+        evaluate: Evaluate,
+        notice_s: float = 0.0,
+    ) -> None:
         self._store = store
         self._routing = routing
         self._evaluate = evaluate
-        self._throttle = self.throttle_type()
+        self._notice_s = notice_s
+        self._throttle = self.throttle_type(notice_s)
         self.ready = False
         """Whether the next batch may contain replays."""
 
@@ -52,7 +60,7 @@ class ReplayFeeder:
 
     def forget(self) -> None:
         """Drop all cached state."""
-        self._throttle = self.throttle_type()
+        self._throttle = self.throttle_type(self._notice_s)
         self.ready = False
 
     async def load_jobs(self) -> None:
