@@ -15,6 +15,7 @@ Options that override a tier:
 --ledger-seconds N   kills of relay and receiver over a ledger
 --cursor-seconds N   adversarial producers
 --sim-seeds N        simulated hours
+--silences N         messages after which a relay falls silent, or all
 --api-examples N     generated requests of each kind of the API
 --model-size N       how much of the protocols' models is explored, 1 to 3
 """
@@ -118,14 +119,16 @@ class Tier:
     ledger_seconds: float
     cursor_seconds: float
     sim_seeds: int
+    silences: str
+    """Messages after which a relay falls silent: a number of them, or all."""
     api_examples: int
     model_size: int
 
 
 TIERS = {
-    "default": Tier(False, "newest", 2, 0.2, 4.0, 4.0, 8, 1, 1),
-    "full": Tier(True, "installed", 3, 0.2, 6.0, 6.0, 20, 2, 1),
-    "soak": Tier(True, "all", 100, 10.0, 300.0, 120.0, 2000, 20, 3),
+    "default": Tier(False, "newest", 2, 0.2, 4.0, 4.0, 8, "30", 1, 1),
+    "full": Tier(True, "installed", 3, 0.2, 6.0, 6.0, 20, "30", 2, 1),
+    "soak": Tier(True, "all", 100, 10.0, 300.0, 120.0, 2000, "all", 20, 3),
 }
 
 
@@ -143,6 +146,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("ledger-seconds", float, "kills of relay and receiver over a ledger"),
         ("cursor-seconds", float, "length of the adversarial producers"),
         ("sim-seeds", int, "simulated hours"),
+        ("silences", str, "messages after which a relay falls silent, or all"),
         ("api-examples", int, "generated requests of each kind of the API"),
         ("model-size", int, "how much of the protocols' models is explored, 1 to 3"),
     ):
@@ -346,6 +350,13 @@ def cursor_seconds(request: pytest.FixtureRequest) -> float:
     """How long the adversarial producers go on."""
     seconds: float = request.config.getoption("--cursor-seconds")
     return seconds
+
+
+@pytest.fixture
+def silences(request: pytest.FixtureRequest) -> int | None:
+    """After how many messages a relay falls silent; None: after each."""
+    asked: str = request.config.getoption("--silences")
+    return None if asked == "all" else int(asked)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.support.tcp import listening
+from tests.support.tcp import client_messages, listening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-_SSL_REQUEST = struct.pack("!I", 80877103)
 _BACKEND_KEY = b"K\0\0\0\x0c"
 _KINDS = {b"P": "Parse", b"B": "Bind", b"E": "Execute", b"Q": "Query", b"S": "Sync"}
 
@@ -90,22 +89,15 @@ class _Session:
         self, reader: asyncio.StreamReader, back: asyncio.StreamWriter
     ) -> None:
         try:
-            while True:
-                size = await reader.readexactly(4)
-                body = await reader.readexactly(struct.unpack("!I", size)[0] - 4)
-                back.write(size + body)
-                if body != _SSL_REQUEST:
-                    break
-            if b"application_name\0" in body:
-                self._name = body.split(b"application_name\0")[1].split(b"\0")[0].decode()
-            while True:
-                head = await reader.readexactly(5)
-                body = await reader.readexactly(struct.unpack("!I", head[1:])[0] - 4)
-                back.write(head + body)
+            async for kind, data in client_messages(reader):
+                back.write(data)
                 await back.drain()
-                self._read(head[:1], body)
-                if self._pid is not None and head[:1] in (b"P", b"B", b"E", b"Q"):
-                    await self._observe(_KINDS[head[:1]])
+                if kind:
+                    self._read(kind, data[5:])
+                elif b"application_name\0" in data:
+                    self._name = data.split(b"application_name\0")[1].split(b"\0")[0].decode()
+                if self._pid is not None and kind in (b"P", b"B", b"E", b"Q"):
+                    await self._observe(_KINDS[kind])
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
 

@@ -138,10 +138,12 @@ def settings_for(database: Database, **settings: Any) -> Settings:
     return Settings(**given)
 
 
-def relay(database: Database, transport: Transport, **settings: Any) -> Relay:
+def relay(
+    database: Database, transport: Transport, *, name: str | None = None, **settings: Any
+) -> Relay:
     """A relay that is not started."""
     values = settings_for(database, **settings)
-    return Relay(values, transport, connections_for(values))
+    return Relay(values, transport, connections_for(values), name=name)
 
 
 def connections_for(values: Settings) -> Connections:
@@ -195,9 +197,8 @@ async def killed_at_the_end(
     Args:
         lapse: let its lease end at once, so that its successor does not wait for it.
     """
-    values = settings_for(database, **settings)
     name = f"killed-{next(_names)}"
-    worker = Relay(values, network, connections_for(values), name=name)
+    worker = relay(database, network, name=name, **settings)
     task = asyncio.create_task(worker.run())
     try:
         yield worker

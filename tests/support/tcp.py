@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +15,30 @@ if TYPE_CHECKING:
     Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 _SSL_REQUEST = 80877103
+
+
+async def client_messages(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bytes]]:
+    """The messages of a client of PostgreSQL, each with its type; startup packets have none."""
+    while True:
+        size = await reader.readexactly(4)
+        body = await reader.readexactly(struct.unpack("!I", size)[0] - 4)
+        yield b"", size + body
+        if body != struct.pack("!I", _SSL_REQUEST):
+            break
+    while True:
+        head = await reader.readexactly(5)
+        yield head[:1], head + await reader.readexactly(struct.unpack("!I", head[1:])[0] - 4)
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while data := await reader.read(65536):
+        yield data
+
+
+async def _single_messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    with suppress(asyncio.IncompleteReadError):
+        async for _, data in client_messages(reader):
+            yield data
 
 
 @asynccontextmanager
@@ -90,15 +114,17 @@ class Line:
         def is_hanging() -> bool:
             return self.hangs or (self.mute and responses)
 
-        while data := await reader.read(65536):
+        by_message = self._lines.by_message and not responses
+        async for data in _single_messages(reader) if by_message else _chunks(reader):
             if responses:
                 await self.flows.wait()
+            if is_hanging():
+                continue
             last = not responses and self._lines.stop_at(data)
-            self.hangs |= last and not self._lines.forward_last_data
-            if not is_hanging():
+            self.hangs |= last
+            if not last or self._lines.forward_last_data:
                 writer.write(data)
                 await writer.drain()
-            self.hangs |= last
         if not is_hanging():
             writer.close()
 
@@ -132,6 +158,8 @@ class Lines:
         """The next connection on which a client sends this data hangs then."""
         self.forward_last_data = True
         """Whether that data is still forwarded."""
+        self.by_message = False
+        """Whether the data of a client is split into messages, which it usually sends together."""
 
     def hang(self) -> None:
         """Let all connections hang until `heal`."""
