@@ -19,9 +19,8 @@ Fences of writes compare the timeline only, not the identity.  A fence protects 
 that a proxy moves to another server while a lease runs.  After a promotion that happens without an
 operator, and the standby has the replica's row with its lease.  A restored database is new: a
 session reaches it only if an operator directs a proxy to it, and the guide has them stop the relays
-before.  The replica's row is missing there, or its lease has run out, unless the dump is younger
-than a lease.  Then a leader still writes only if its last batch is the newest one there, so if the
-dump has lost none of its numbers.
+before.  That is needed: replica ids continue from the dump there, so another relay may have the
+id of the session with a running lease, and the fence would let the session write.
 """
 
 from __future__ import annotations
