@@ -87,7 +87,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'ownership', 'INSERT', NULL, NULL),
         -- For row locks: a change of an endpoint blocks a change of its ownership.
         ('table', 'ownership', 'UPDATE', '{epoch}', NULL),
-        ('table', 'cursor', 'UPDATE', '{version,erasures}', NULL),
+        ('table', 'cursor', 'UPDATE', '{version,erasures,timeline,identity}', NULL),
         ('table', 'dead_letter', 'UPDATE', '{state,payload,headers,last_response,erased_at}', NULL),
         ('table', 'replay_job', 'INSERT', NULL, NULL),
         ('table', 'replay_job', 'UPDATE', NULL, NULL),

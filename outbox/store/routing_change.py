@@ -32,11 +32,17 @@ ADD_TO_JOURNAL = WriteStatement(
     "INSERT INTO journal (kind, actor, endpoint_id, data) VALUES ($1, $2, $3, $4::text::jsonb)",
 )
 
-# Begins a change that was planned under the routing version $1, and aborts if that has changed.
+# Begins a change that was planned under the routing version $1, and aborts if that has changed.  It
+# also stores what identifies the database (see `outbox.store.timeline`), if that is not known yet:
+# the change may add lanes, and a dump of them may be restored before a relay has run.
 BEGIN_CHANGE_OF = WriteStatement(
     "begin_change_of",
     f"""
-WITH raised AS ({RAISE_VERSION} WHERE version = $1 RETURNING 1)
+WITH raised AS (
+    {RAISE_VERSION},
+           timeline = coalesce(timeline, server_timeline()),
+           identity = coalesce(identity, server_identity())
+     WHERE version = $1 RETURNING 1)
 SELECT abort_unless(EXISTS (SELECT FROM raised))
 """,  # noqa: S608 (constants only)
 )

@@ -150,6 +150,20 @@ async def test_lanes_that_are_changed_before_a_relay_runs_have_new_names(
 
 
 @pytest.mark.one_major
+async def test_a_dump_from_before_the_first_relay_begins_new_lanes(
+    database: Database, private_server: Server
+) -> None:
+    """The lanes exist since their endpoint was added, and the original used them."""
+    await add_endpoint(database)
+    dumped = await dump(database)
+    known = [await deliver(database, "lost 1", "lost 2")]
+    async with private_server.database(migrated=False) as restored:
+        await restore(restored, dumped)
+        known.append(await deliver(restored, "new 1", "new 2"))
+        expect_unique_numbers(*known)
+
+
+@pytest.mark.one_major
 @pytest.mark.parametrize("request_sql", ["identity = 'restored'", "timeline = 0"])
 async def test_a_restored_snapshot_begins_new_lanes_on_request(
     request_sql: str, database: Database
