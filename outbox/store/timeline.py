@@ -80,6 +80,7 @@ WITH renewed AS (
 added AS (
     INSERT INTO lane (endpoint_id, generation, slot)
     SELECT id, generation, slot FROM renewed CROSS JOIN generate_series(0, lanes - 1) AS slot
+     ORDER BY id, slot
     RETURNING id, endpoint_id),
 counted AS (
     INSERT INTO lane_counter (lane_id) SELECT id FROM added),

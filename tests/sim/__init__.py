@@ -3,9 +3,10 @@
     clockwork     processes with event loops of their own, one clock, one queue
     database/     the tables, transactions, locks and sessions of the server
     stores/       stand-ins for the stores of `outbox.store`, method by method
-    receivers     the receivers and the network to them
+    receivers     the receivers and the network to them; received: what they have seen
     producers     the application; operators: the commands of operators
-    faults        the faults; moments: the moments at which most of them happen
+    faults        the faults; fault_plan: when they occur; moments: what most of them wait for
+    restores      the database is replaced by an earlier dump of it
     checks        invariants of every step; rest: of the end; books: their data;
                   timetable, replayed, operational: of schedules, replays, events
     mutants       known mistakes, each of which must be caught

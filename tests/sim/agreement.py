@@ -45,10 +45,14 @@ if TYPE_CHECKING:
     import random
     from uuid import UUID
 
+    from outbox.core.delivery.receiver_checkpoint import LaneMark
+
 SCHEMA = "relay"
 LEASE_S = 100.0
 STARTED_AT = 1_700_000_000.0
 POLICY = RetryPolicy(base_s=1.0, attempts_max=3)
+LATER_GENERATION = 10**12
+"""Less than any generation that begins a new history."""
 
 
 REAL_PACKAGES = ("outbox.store", "outbox.operations", "outbox.store.connection")
@@ -93,6 +97,10 @@ class Side(Protocol):
         """Let all schedules be due."""
         ...
 
+    async def request_new_lanes(self) -> None:
+        """Request new lanes, as after the restore of a snapshot."""
+        ...
+
     async def tables(self) -> dict[str, Any]:
         """The rows of the tables, without times and payloads."""
         ...
@@ -133,7 +141,7 @@ class Script:
             (3, self._operate), (1, self._health), (1, self._limits), (1, self._finish),
             (1, self._change_schedules), (2, self._run_schedules), (2, self._lag),
             (1, self._register_and_release), (1, self._hold_cursor), (1, self._filter),
-            (1, self._read_database_stats), (4, self._maintain),
+            (1, self._read_database_stats), (4, self._maintain), (1, self._restore),
         ]  # fmt: skip
         for _ in range(steps):
             ((_, act),) = self._rng.choices(acts, [weight for weight, _ in acts])
@@ -221,7 +229,7 @@ class Script:
             pending = lane.pending_since is not None
             progress = _without_times(lane.progress)
             tail = sorted((seq, batch) for seq, batch, _ in lane.tail)
-            numbers = (lane.id, lane.generation, lane.ended, lane.blocked, lane.last_seq)
+            numbers = (lane.id, dateless(lane.generation), lane.ended, lane.blocked, lane.last_seq)
             results.append((numbers, pending, progress, tail))
         rows = await self._lanes.deliveries(
             loaded,
@@ -359,7 +367,7 @@ class Script:
                     self._n(e.id),
                     e.state,
                     e.health.state.value,
-                    e.generation,
+                    dateless(e.generation),
                     e.resumes,
                     e.applied_resumes,
                 ),
@@ -460,7 +468,7 @@ class Script:
         marks = await store.marks(self._side.endpoint_ids)
         return (
             (stats.dead_letters, stats.alive, stats.lapsed),
-            [sorted(marks[i], key=lambda mark: mark.lane) for i in self._side.endpoint_ids],
+            [sorted(map(_dateless_mark, marks[i])) for i in self._side.endpoint_ids],
         )
 
     async def _maintain(self) -> Any:
@@ -496,6 +504,12 @@ class Script:
                     with suppress(Fenced):
                         records = self._records(self._owner[endpoint_id])
                         await records.write([record], [self._epochs[endpoint_id]])
+
+    async def _restore(self) -> Any:
+        """Begin a new history; a restore ends the sessions of all replicas."""
+        await self._side.request_new_lanes()
+        for cursor in self._cursors.values():
+            cursor.forget()
 
     # ------------------------------------------------------------- the ticker
 
@@ -595,6 +609,21 @@ class Script:
             some = DeadLetterSelection(everything=not ids, ids=ids)
             return (await stores.discard.discard_dead_letters(db, SCHEMA, some, actor="test")).done
         return name
+
+
+def dateless(generation: int) -> int:
+    """A generation; all of later histories, which begin with the time, are the same."""
+    return min(generation, LATER_GENERATION)
+
+
+def dateless_name(lane: str) -> str:
+    """The name of a lane with its generation like that."""
+    endpoint, generation, slot = lane.split("-")
+    return f"{endpoint}-{dateless(int(generation))}-{slot}"
+
+
+def _dateless_mark(mark: LaneMark) -> tuple[Any, ...]:
+    return dateless_name(mark.lane), dateless(mark.generation), mark.sequence, mark.dead_lettered
 
 
 def _without_times(progress: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -39,6 +39,8 @@ class Attempt:
     """The event's type."""
     again: bool = False
     """Whether its receiver had processed it before."""
+    restores: int = 0
+    """How often the database had been restored when the relay registered."""
 
     @property
     def outbox_number(self) -> int:
@@ -65,6 +67,11 @@ class Sent:
     @property
     def last(self) -> Attempt:
         return self.attempts[-1]
+
+    @property
+    def restores(self) -> int:
+        """How often the database had been restored when the relay registered."""
+        return self.first.restores
 
 
 @dataclass
@@ -93,6 +100,22 @@ class LaneBook:
     done_at: dict[int, float] = field(default_factory=dict)
     """When the relay last received a success for a sequence number."""
     open: dict[Sent, None] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LaneBook:
+        """A copy for a dump.  No restore undoes `deliveries`, which receivers have seen."""
+        copied = replace(
+            self,
+            events=self.events.copy(),
+            versions=self.versions.copy(),
+            ended=self.ended.copy(),
+            dead=self.dead.copy(),
+            attempts=self.attempts.copy(),
+            done=self.done.copy(),
+            done_at=self.done_at.copy(),
+            open={},
+        )
+        memo[id(self)] = copied
+        return copied
 
     def end(self, seq: int) -> None:
         self.ended.add(seq)

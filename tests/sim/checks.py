@@ -19,6 +19,7 @@ from tests.sim.database.engine import SHARE
 from tests.sim.database.inserts import OUTBOX_LOCK
 from tests.sim.limits import Limits
 from tests.sim.operational import RESERVED, Operational
+from tests.sim.received import Received
 from tests.sim.replayed import Replayed
 from tests.sim.timetable import Timetable
 
@@ -78,6 +79,12 @@ class Checker:
         log: receives lines of the log.
     """
 
+    UNDONE = (
+        "lanes", "_by_id", "sequenced", "in_batch", "_dead_ids", "_visible_at", "_owner_of",
+        "_acked", "_committed_at", "_paused_at",
+    )  # fmt: skip
+    """The records that a restore of the database undoes."""
+
     def __init__(
         self,
         world: World,
@@ -96,11 +103,11 @@ class Checker:
         self.in_batch: dict[int, int] = {}
         self._dead_ids: set[int] = set()
         self._visible_at: dict[int, float] = {}
-        self.received: dict[UUID, dict[str, float]] = defaultdict(dict)
-        self._versions: dict[tuple[UUID, str], int] = defaultdict(int)
-        # Contents of each batch, by endpoint and X-Delivery.
-        self._batches: dict[tuple[UUID, str], tuple[tuple[str, int, str], ...]] = {}
+        self.received = Received(world, database)
+        self._endpoint_of: dict[str, UUID] = {}
         self._owner_of: dict[int, str] = {}
+        # How often the database had been restored when each relay registered.
+        self._registered_after: dict[str, int] = {}
         self._acked: dict[int, int] = {}
         # A fault is active or recent until then: latencies are not checked.
         self.troubled_until = 0.0
@@ -111,7 +118,6 @@ class Checker:
         # By the server's clock, while it is not shifted.
         self._committed_at: dict[int, float] = {}
         self._skew_s = database.skew_s
-        self.duplicates = 0
         self.latencies: list[float] = []
         # Since when endpoints are paused.
         self._paused_at: dict[UUID, float] = {}
@@ -139,8 +145,9 @@ class Checker:
                 assert row is not None
                 self.know(row)
         for row in (tx.writes.get(db.replica) or {}).values():
-            if row is not None:
+            if row is not None and row["id"] not in self._owner_of:
                 self._owner_of[row["id"]] = row["name"]
+                self._registered_after[row["name"]] = db.restores
         for kind, what in tx.notes:
             match kind:
                 case "event":
@@ -180,10 +187,21 @@ class Checker:
         self.timetable.committed(tx)
         self.operational.committed(tx)
 
+    def restored(self, events: set[str]) -> None:
+        """The database was restored from a dump, and the records of it with it.
+
+        Args:
+            events: the ids of all events before.
+        """
+        self.received.restored(events)
+        self.limits.restored()
+
     def know(self, lane: dict[str, Any]) -> None:
         """Register a new lane."""
         name = f"{lane['endpoint_id'].hex[:12]}-{lane['generation']}-{lane['slot']}"
-        book = LaneBook(lane["id"], lane["endpoint_id"], lane["generation"])
+        numbers = self.received.numbers(name)
+        book = LaneBook(lane["id"], lane["endpoint_id"], lane["generation"], deliveries=numbers)
+        self._endpoint_of[name] = lane["endpoint_id"]
         self.lanes[name] = self._by_id[lane["id"]] = book
 
     def _event(self, event_id: int, quiet: bool) -> None:
@@ -312,11 +330,11 @@ class Checker:
         headers = {name.lower(): value for name, value in request.headers}
         body = orjson.loads(request.body)
         lane = headers["x-lane"]
-        book = self.lanes[lane]
+        endpoint_id = self._endpoint_of[lane]
         is_array = isinstance(body, list)
         attempts = tuple(
             Attempt(
-                book.endpoint_id,
+                endpoint_id,
                 each["lane"],
                 each["sequence"],
                 each["previous_sequence"],
@@ -327,12 +345,13 @@ class Checker:
                 each["data"].get("v", 0),
                 "replay_of" in each or "backfill" in each,
                 each["type"],
+                restores=self._registered_after[process.name],
             )
             for each in (body if is_array else [body])
         )
         sent = Sent(
             process,
-            book.endpoint_id,
+            endpoint_id,
             lane,
             int(headers["x-attempt"]),
             self.world.now,
@@ -340,10 +359,11 @@ class Checker:
             is_array,
         )
         self.moments.come(moments.REQUEST, process.name)
-        self._check_headers(sent, headers)
-        self._check_begin(book, sent)
-        self._check_limits(sent)
-        book.open[sent] = None
+        self._check_content(sent, headers)
+        if self.received.is_current(sent):
+            self._check_begin(self.lanes[lane], sent)
+            self._check_limits(sent)
+            self.lanes[lane].open[sent] = None
         return sent
 
     @reports
@@ -351,20 +371,9 @@ class Checker:
         self.limits.begins(sent)
 
     @reports
-    def _check_headers(self, sent: Sent, headers: dict[str, str]) -> None:
-        in_headers = [headers["x-lane"], headers["x-sequence"], headers["x-previous-sequence"]]
-        in_body = [sent.first.lane, str(sent.first.seq), str(sent.first.previous)]
-        if sent.is_array:
-            in_headers += [headers["x-last-sequence"]]
-            in_body += [str(sent.last.seq)]
-            # A receiver may drop a whole request by its id.
-            what = tuple((each.lane, each.seq, each.delivery) for each in sent.attempts)
-            key = sent.endpoint_id, headers["x-delivery"]
-            known = self._batches.setdefault(key, what)
-            if known != what and (len(what) > 1 or known[0][2] != what[0][2]):
-                raise Violation("numbers", f"batch {key[1]} was {known}, and is {what}")
-        if in_headers != in_body or headers["webhook-id"] != headers["x-delivery"]:
-            raise Violation("numbers", f"the headers say {in_headers}, the body {in_body}")
+    def _check_content(self, sent: Sent, headers: dict[str, str]) -> None:
+        self.received.check_headers(sent, headers)
+        self.received.check_numbers(sent)
 
     @reports
     def _check_begin(self, book: LaneBook, sent: Sent) -> None:
@@ -401,8 +410,7 @@ class Checker:
         if seq > book.last_seq or attempt.lane != sent.lane:
             raise Violation("numbers", f"{where} was never assigned")
         event_id = str(self.database.outbox[book.events[seq]].event_id)
-        identity = (attempt.delivery, attempt.event_id)
-        if attempt.event_id != event_id or book.deliveries.setdefault(seq, identity) != identity:
+        if attempt.event_id != event_id:
             raise Violation("numbers", f"{where} changed its event")
         if seq in book.done_at and book.done_at[seq] > self.harmed_until:
             raise Violation("copy", f"{where} is sent again after its success, without need")
@@ -414,8 +422,9 @@ class Checker:
 
     def ends(self, sent: Sent) -> None:
         """A request has ended, with or without a response."""
-        self.lanes[sent.lane].open.pop(sent, None)
-        self.limits.ends(sent)
+        if self.received.is_current(sent):
+            self.lanes[sent.lane].open.pop(sent, None)
+            self.limits.ends(sent)
 
     def died(self, process: Process) -> None:
         """A process has died; the system closes its requests."""
@@ -450,6 +459,8 @@ class Checker:
 
     def responded(self, sent: Sent, response: AttemptResult) -> None:
         """The relay received a response."""
+        if not self.received.is_current(sent):
+            return
         status = response.status
         is_success = status is not None and 200 <= status <= 299
         accepted = [value for name, value in response.headers if name == "x-accepted-through"]
@@ -469,25 +480,10 @@ class Checker:
 
     def preempted(self, sent: Sent) -> None:
         """The relay preempted a request: that counts as a failure of the endpoint."""
-        self.operational.failed(sent.endpoint_id, sent.first.kind)
+        if self.received.is_current(sent):
+            self.operational.failed(sent.endpoint_id, sent.first.kind)
 
     @reports
     def processed(self, attempt: Attempt) -> None:
         """The receiver processed a delivery."""
-        seen = self.received[attempt.endpoint_id]
-        if attempt.delivery in seen:
-            self.duplicates += 1
-            attempt.again = True
-            return
-        seen[attempt.delivery] = self.world.now
-        if attempt.outbox_number not in self.database.outbox:
-            raise Violation("phantom", f"{attempt.event_id} was never committed")
-        if attempt.key is not None and not attempt.is_replay:
-            at = (attempt.endpoint_id, attempt.key)
-            if attempt.version <= self._versions[at]:
-                raise Violation(
-                    "order",
-                    f"{attempt.lane}/{attempt.seq}: {attempt.key} v{attempt.version} after "
-                    f"v{self._versions[at]}",
-                )
-            self._versions[at] = attempt.version
+        self.received.processed(attempt)

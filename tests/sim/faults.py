@@ -61,9 +61,10 @@ class Faults:
         ((_, kind),) = self._rng.choices(self._kinds, weights)
         what = kind()
         if what is not None:
-            self._log(what)
+            self.record(what)
 
-    def _log(self, what: str) -> None:
+    def record(self, what: str) -> None:
+        """Record a fault that was injected."""
         self._sim.log(what)
         self.happened.append((self._sim.world.now, what))
 
@@ -175,32 +176,22 @@ class Faults:
             return
         if self._rng.random() < 0.7:
             connection.hang()
-            self._log("a connection of an operator hangs")
+            self.record("a connection of an operator hangs")
         else:
             connection.cut()
-            self._log("a connection of an operator is cut")
+            self.record("a connection of an operator is cut")
 
-    def hang_in_transaction(self, victim: Process) -> None:
-        """Make a connection with an open transaction half-open, after half a statement."""
-        found = self._in_transaction(victim)
-        if found and not self._sim.settling:
-            self._log(self._hang(self._rng.choice(found), half_sent=True))
+    def hang_while_writing(self, connection: Connection) -> None:
+        """Make a connection half-open, after half of its next message has arrived."""
+        if not self._sim.settling and not connection.is_closed():
+            self.record(self._hang(connection, half_sent=True))
 
     def terminate_session(self, connection: Connection) -> None:
         """Terminate a session (pg_terminate_backend)."""
         if connection.backend is not None and not self._sim.settling:
             self._trouble(connection.process)
             connection.backend.terminate()
-            self._log(f"a session of {connection.name} is ended")
-
-    def _in_transaction(self, victim: Process) -> list[Connection]:
-        return [
-            each
-            for each in self._sim.database.connections
-            if each.process is victim
-            and each.backend is not None
-            and each.backend.transaction is not None
-        ]
+            self.record(f"a session of {connection.name} is ended")
 
     def orphan_statement(self, connection: Connection) -> None:
         """Stall a session in a statement, and kill or freeze its relay.
@@ -211,20 +202,20 @@ class Faults:
         relay, backend = connection.process, connection.backend
         if self._sim.settling or relay.dead or relay.frozen or backend is None:
             return
-        for_s = self._sim.settings.lease_s * self._rng.uniform(1.2, 3.0)
+        for_s = self._sim.settings.lease_s * self._rng.uniform(1.2, 4.0)
         # The session is terminated when its relay is expired, so that nobody else waits for it.
         self._trouble(relay if self._sim.database.signals else None, for_s)
         backend.stalled_until = self._sim.world.now + for_s
         if self._rng.random() < 0.5:
-            self._sim.fleet.kill(relay, self._rng.choice((0.0, for_s)))
+            self._sim.fleet.kill(relay, self._rng.choice((0.0, for_s, for_s)))
         else:
             self._sim.fleet.freeze(relay, for_s * self._rng.choice((0.9, 1.2)))
         what = "is killed" if relay.dead else "is frozen"
-        self._log(f"{relay.name} {what}, and its statement stalls for {for_s:.1f} s")
+        self.record(f"{relay.name} {what}, and its statement stalls for {for_s:.1f} s")
 
     def hold_rows_at_once(self) -> None:
         if not self._sim.settling and (what := self._hold_rows()) is not None:
-            self._log(what)
+            self.record(what)
 
     def _hold_rows(self) -> str | None:
         """Lock rows of one endpoint in a stranger's transaction, and kill the endpoint's owner.
@@ -252,8 +243,6 @@ class Faults:
         self._trouble(connection.process)
         # The relay may notice it only when it records something.
         self._sim.checker.harmed_until = math.inf
-        # Without pg_terminate_backend the session would keep its locks for ever.
-        half_sent = half_sent and self._sim.database.signals
         connection.hang(half_sent=half_sent)
         return f"a connection of {connection.name} hangs{', after half a statement' * half_sent}"
 
@@ -291,7 +280,7 @@ class Faults:
     def isolate_sender(self, victim: Process) -> None:
         """Isolate a relay that has just sent a request, which gets no response."""
         if not self._sim.settling and not victim.dead:
-            self._log(self._isolate(victim))
+            self.record(self._isolate(victim))
 
     def _isolate(self, relay: Process) -> str:
         """Delay the database's results, then all messages, while the receivers hang.

@@ -15,6 +15,7 @@ from tests.sim.clockwork import Process
 from tests.sim.database.connection import Connection, ListenerConnection
 from tests.sim.receivers import Receiver, Transport
 from tests.sim.stores import STORES
+from tests.sim.stores.replicas import renew_lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -172,9 +173,9 @@ class Fleet:
     def _expect_take_over(self, relay: Process, held: UUID | None = None) -> None:
         """If the other relays are healthy, check that they soon own the endpoints of this one."""
         others = [r for r in self.relays.values() if not r.dead and r is not relay]
-        # A renewal that is on its way still counts when it arrives.
-        silent_at = self.database.stalled_until(relay.name)
-        limit_s = silent_at - self.world.now + TAKE_OVER_LEASES * self.settings.lease_s + 2
+        limit_s = (
+            self._silent_at(relay) - self.world.now + TAKE_OVER_LEASES * self.settings.lease_s + 2
+        )
         if not others or not all(self._is_healthy(r) for r in others):
             return
         rows = list(self.database.ownership.rows.values())
@@ -184,7 +185,11 @@ class Fleet:
             if self.checker.owns(relay, r["replica_id"]) and r["endpoint_id"] != held
         ]
 
+        restores = self.database.restores
+
         def check(epochs: dict[UUID, int]) -> None:
+            if self.database.restores != restores:
+                return  # The epochs are those of another history.
             if self._peace or not all(self._is_healthy(r) for r in others):
                 return
             sessions = [c.backend for c in self.database.connections if c.process is relay]
@@ -207,6 +212,17 @@ class Fleet:
 
         self.world.after(limit_s, None, check, {r["endpoint_id"]: r["epoch"] for r in owned})
 
+    def _silent_at(self, relay: Process) -> float:
+        """The time by which all renewals of a relay have been processed.
+
+        One that is on its way counts when it arrives.  The other sessions can be ended.
+        """
+        own = (c for c in self.database.connections if c.process is relay)
+        renewing = (c.backend for c in own if c.last_step == renew_lease.__name__)
+        stalls = [b.stalled_until for b in renewing if b is not None and b.alive]
+        network = self.database.network_of(relay.name)
+        return max(self.world.now, network.stalled_until, *stalls)
+
     def _is_healthy(self, relay: Process) -> bool:
         return not relay.dead and self._unhealthy_until.get(relay.name, 0.0) < self.world.now
 
@@ -225,10 +241,20 @@ class Fleet:
                 self.checker.violations.append(Violation("stop", text))
             self.kill(relay, back_s)
 
-        self.world.after(self._stops_in_s, None, kill)
+        self.world.after(self.stops_in_s, None, kill)
+
+    def stop_for(self, back_s: float) -> None:
+        """Stop all relays; those that are frozen are killed."""
+        for relay in list(self.relays.values()):
+            if relay.frozen and not relay.dead:
+                self.kill(relay, back_s)
+            elif not relay.dead:
+                self.trouble(relay, self.settings.drain_s, harm=False)
+                self.stop(relay, back_s)
 
     @property
-    def _stops_in_s(self) -> float:
+    def stops_in_s(self) -> float:
+        """Limit, in seconds, for a relay to stop."""
         return max(self.settings.drain_s, HAND_OVER_MIN_S) + 0.1
 
     def trouble(self, relay: Process | None, for_s: float, *, harm: bool = True) -> None:
@@ -263,6 +289,6 @@ class Fleet:
         for name, process in self.relays.items():
             if not process.dead:
                 process.loop.call_soon(self._running[name][0].stop)
-        limit = self.world.now + self._stops_in_s
+        limit = self.world.now + self.stops_in_s
         self.world.run(limit, lambda: all(p.dead for p in self.relays.values()))
         return [p.name for p in self.relays.values() if not p.dead]

@@ -58,6 +58,11 @@ class Limits:
         if key in self._open:
             self._open[key] -= 1
 
+    def restored(self) -> None:
+        """The database was restored: all sessions and their requests end."""
+        self._open.clear()
+        self._begun.clear()
+
     def thawed(self, process: Process) -> None:
         """A process was thawed: requests whose timers were due meanwhile begin at once."""
         for key in [key for key in self._begun if key[0] is process]:

@@ -14,6 +14,7 @@ REQUEST, EVENT, GAP = "a request begins", "an event is visible", "a batch leaves
 TICK = "the runs of a schedule are decided"
 OPEN = "a transaction that has published stays open"
 RECORD = "acknowledgements are written"
+BATCH = "a batch is written"
 REPLAY = "a batch with replays is written"
 COMMAND = "a command of an operator begins"
 CHANGE = "a change by an operator is written"

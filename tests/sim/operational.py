@@ -34,6 +34,12 @@ class Operational:
         now: virtual seconds.
     """
 
+    UNDONE = (
+        "_began", "_ended", "_dead_letters", "_blocks", "_held", "_states", "_failures",
+        "_failures_reported", "_lagging_at",
+    )  # fmt: skip
+    """The records that a restore of the database undoes."""
+
     def __init__(self, database: Database, now: Callable[[], float]) -> None:
         self._db = database
         self._now = now

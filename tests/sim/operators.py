@@ -110,8 +110,6 @@ class Operator:
             await self._disable(name)
         elif u < 0.78:
             await self._try(endpoint_states.enable_endpoint, name)
-        elif u < 0.81:
-            await self._try(migrate.alter_outbox)
         elif u < 0.93:
             await self._try(replays.start_replay, DeadLetterSelection(everything=True))
         else:
@@ -175,6 +173,10 @@ class Operator:
         if running:
             await self._try(replay_jobs.abort_job, self._rng.choice(running))
 
+    async def migrate(self) -> None:
+        """Migrate the table that producers write to."""
+        await self._try(migrate.alter_outbox)
+
     async def add_schedules(self, count: int) -> None:
         """Add schedules, and one for the special time of the run, if it has one."""
         occasion = self._sim.occasion
@@ -232,7 +234,7 @@ class Operator:
         connection = Connection(self._sim.database, self._sim.operator_process, "outbox")
         try:
             await connection.open()
-            self._sim.on_command(connection)
+            self._sim.plan.on_command(connection)
             await command(connection, SCHEMA, *args, actor="operator", **options)
             self._sim.log(f"operator: {command.__name__} {args[0] if args else ''}")
         except TROUBLE as error:

@@ -23,6 +23,9 @@ class Replayed:
         batch_of: the batch that saw an event.
     """
 
+    UNDONE = ("_requested_in", "_aborted", "_numbers", "_events", "_last", "_chunks")
+    """The records that a restore of the database undoes."""
+
     def __init__(self, database: Database, batch_of: Callable[[int], int]) -> None:
         self._db = database
         self._batch_of = batch_of

@@ -96,5 +96,5 @@ def _ended(checker: Checker, name: str, book: LaneBook, last_id: int) -> None:
             raise Violation("log", f"{where} was delivered and dead-lettered")
         if seq not in book.deliveries:
             raise Violation("loss", f"{where} is delivered, but was never sent")
-        if book.deliveries[seq][0] not in checker.received[book.endpoint_id]:
+        if book.deliveries[seq][0] not in checker.received.by_endpoint[book.endpoint_id]:
             raise Violation("loss", f"{where} never reached its receiver")

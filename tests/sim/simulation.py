@@ -23,12 +23,12 @@ from tests.sim.clockwork import Process, World
 from tests.sim.database import endpoints
 from tests.sim.database.connection import Connection
 from tests.sim.database.tables import Database
+from tests.sim.fault_plan import FaultPlan
 from tests.sim.faults import Faults
 from tests.sim.fleet import Fleet
 from tests.sim.operators import Operator
 from tests.sim.producers import TROUBLE, Load, Producer, publish_one
 from tests.sim.receivers import Receiver
-from tests.sim.stores import change, records, sequencing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,14 +97,6 @@ class Simulation:
             self.world.EPOCH_S = self.occasion.at[1] - rng.uniform(60, 1500)
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
         self.database.signals = rng.random() < 0.5
-        self.database.before_step = {
-            records.write_acknowledgements.__name__: self._on_record,
-            sequencing.write_replays.__name__: self._on_replays,
-            change.write_message.__name__: self._on_change,
-        }
-        self._recorder: Connection | None = None
-        self._sequencer: Connection | None = None
-        self._commander: Connection | None = None
         lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
         notify = rng.random() < 0.9
         # Without notifications each chunk of a replay waits for the next poll.
@@ -159,6 +151,7 @@ class Simulation:
             during_s=self._peace_at,
         )
         self.faults = Faults(self, random.Random(rng.random()))
+        self.plan = FaultPlan(self, self.faults, rng)
         if mutate is not None:
             mutate(self)
 
@@ -253,7 +246,10 @@ class Simulation:
             self.checker.moments.at(moments.EVENT, int(act) + 1, operator.act_soon)
         for _ in range(rng.choice((0, 2, 4))):
             self.checker.moments.at(moments.OPEN, rng.randrange(1, 8), self._backfill_with_gap)
-        self._plan_faults()
+        for _ in range(rng.choice((0, 1, 2))):
+            self.checker.moments.at(moments.OPEN, rng.randrange(1, 8), self._migrate_behind)
+        requests = self._load.events * len(self.receivers) * 2 // 3 + 2
+        self.plan.make(requests, self._load.events, self._peace_at)
 
         world.run(self._peace_at, self._over)
         self.settling = True
@@ -308,39 +304,12 @@ class Simulation:
             self._application.run(publish_one(self.database, self._application))
             self.operator_process.run(self._operator.backfill_soon())
 
-    def _plan_faults(self) -> None:
-        """Plan faults: by time, by step, and most of them while a request or a gap is open."""
-        rng, world = self._rng, self.world
-        requests = self._load.events * len(self.receivers) * 2 // 3 + 2
-        at = self.checker.moments.at
-        # With few of them most relays are healthy, and have to take over in time.
-        faults = rng.choice((0, 2, 5, 20, 40))
-        for _ in range(rng.choice((0, 2, 4)) if faults else 0):
-            at(moments.RECORD, rng.randrange(1, requests), self._hang_soon)
-        for _ in range(rng.choice((0, 1, 2)) if faults else 0):
-            at(moments.RECORD, rng.randrange(1, requests), self._orphan_recording)
-        for _ in range(rng.choice((0, 0, 1, 2)) if faults else 0):
-            at(moments.REQUEST, rng.randrange(1, requests), self._isolate_at_once)
-        for _ in range(rng.choice((0, 1, 2)) if faults else 0):
-            at(moments.REPLAY, rng.randrange(1, 10), self._terminate_soon)
-        for _ in range(rng.choice((0, 2, 4)) if faults else 0):
-            at(moments.COMMAND, rng.randrange(1, 16), self._disconnect_soon)
-        for _ in range(rng.choice((0, 1, 2)) if faults else 0):
-            at(moments.CHANGE, rng.randrange(1, 12), self._disconnect_soon)
-        if faults and rng.random() < 0.5:
-            world.at(rng.random() * self._peace_at, None, self.faults.hold_rows_at_once)
-        for _ in range(faults):
-            u = rng.random()
-            if u < 0.1:
-                at(moments.TICK, rng.randrange(1, 10), self._strike_at_once)
-            elif u < 0.4:
-                at(moments.REQUEST, rng.randrange(1, requests), self._strike_soon)
-            elif u < 0.6:
-                at(moments.GAP, rng.randrange(1, 20), self._strike_soon)
-            elif u < 0.75:
-                world.at_step(int(rng.expovariate(1 / 20_000)), self.faults.strike)
-            else:
-                world.at(rng.random() * self._peace_at, None, self.faults.strike)
+    def _migrate_behind(self, _: str) -> None:
+        """Migrate behind the open transaction, and publish behind the migration."""
+        if not self.settling:
+            self.operator_process.run(self._operator.migrate())
+            publishing = publish_one(self.database, self._application)
+            self.world.after(0.05, self._application, self._application.run, publishing)
 
     async def hold_rows_of(self, endpoint_id: UUID, for_s: float) -> None:
         """Lock the progress of an endpoint's lanes in a transaction of a stranger."""
@@ -351,58 +320,6 @@ class Simulation:
             await connection.call(endpoints.lock_progress, endpoint_id)
             await asyncio.sleep(for_s)
         connection.terminate()
-
-    def _hang_soon(self, name: str) -> None:
-        """Hang a connection whose relay has a transaction of several messages open."""
-        delay_s = self.world.rng.expovariate(1000)
-        relay = self.fleet.relays[name]
-        self.world.after(delay_s, None, self.faults.hang_in_transaction, relay)
-
-    def _on_record(self, connection: Connection) -> None:
-        self._recorder = connection
-        self.checker.moments.come(moments.RECORD, connection.process.name)
-
-    def _orphan_recording(self, _: str) -> None:
-        """Stall the statement that is about to be executed, and stop its relay."""
-        assert self._recorder is not None
-        self.faults.orphan_statement(self._recorder)
-
-    def _isolate_at_once(self, name: str) -> None:
-        self.faults.isolate_sender(self.fleet.relays[name])
-
-    def _on_replays(self, connection: Connection) -> None:
-        self._sequencer = connection
-        self.checker.moments.come(moments.REPLAY, connection.process.name)
-
-    def on_command(self, connection: Connection) -> None:
-        """A command of an operator begins on a connection."""
-        self._commander = connection
-        self.checker.moments.come(moments.COMMAND)
-
-    def _on_change(self, connection: Connection) -> None:
-        self._commander = connection
-        self.checker.moments.come(moments.CHANGE)
-
-    def _disconnect_soon(self, _: str) -> None:
-        """Disconnect an operator between two reads of a plan, or while its change is written."""
-        delay_s = self.world.rng.expovariate(self.world.rng.choice((100, 1000)))
-        self.world.after(delay_s, None, self.faults.disconnect_operator, self._commander)
-
-    def _terminate_soon(self, _: str) -> None:
-        """Terminate the session that is about to write a batch, before or after its commit."""
-        assert self._sequencer is not None
-        delay_s = self.world.rng.expovariate(3000)
-        self.world.after(delay_s, None, self.faults.terminate_session, self._sequencer)
-
-    def _strike_soon(self, name: str) -> None:
-        """Inject a fault soon: before the response or the next batch, or while one is written."""
-        delay_s = self.world.rng.expovariate(self.world.rng.choice((30, 30, 1)))
-        self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
-
-    def _strike_at_once(self, name: str) -> None:
-        """Inject a fault after runs were decided: before their message, or while it is written."""
-        delay_s = self.world.rng.expovariate(300)
-        self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
 
     def _make_peace(self) -> None:
         world, database = self.world, self.database
@@ -446,7 +363,7 @@ class Simulation:
             db.statements,
             len(db.outbox),
             requests,
-            self.checker.duplicates,
+            self.checker.received.duplicates,
             len(db.batches) - 1,
             len(self.faults.happened),
             claims,

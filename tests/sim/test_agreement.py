@@ -13,7 +13,16 @@ import pytest
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.sequencing import partition_window
 from outbox.operations import endpoint_changes
-from tests.sim.agreement import POLICY, REAL_PACKAGES, SCHEMA, Script, modules_of
+from tests.sim.agreement import (
+    LATER_GENERATION,
+    POLICY,
+    REAL_PACKAGES,
+    SCHEMA,
+    Script,
+    dateless,
+    dateless_name,
+    modules_of,
+)
 from tests.sim.clockwork import Process, World
 from tests.sim.database import endpoints
 from tests.sim.database.connection import Connection
@@ -46,14 +55,15 @@ LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 # The rows of both servers, which must be the same.
 TABLES = {
-    "lane": "SELECT id, generation, slot FROM lane ORDER BY 1",
+    "lane": f"SELECT id, least(generation, {LATER_GENERATION}), slot FROM lane ORDER BY 1",
     "lane_counter": "SELECT lane_id, last_seq FROM lane_counter ORDER BY 1",
     "lane_progress": """SELECT lane_id, epoch, acked_seq, delivered_seq, floor_batch, retry_seq,
                                attempts, spent FROM lane_progress ORDER BY 1""",
     "lane_block": "SELECT lane_id, seq FROM lane_block ORDER BY 1",
     "ownership": """SELECT replica_id, epoch FROM ownership o
                     JOIN endpoint e ON e.id = o.endpoint_id ORDER BY e.name""",
-    "endpoint": "SELECT name, state, generation, lanes, resumes FROM endpoint ORDER BY 1",
+    "endpoint": f"""SELECT name, state, least(generation, {LATER_GENERATION}), lanes, resumes
+                      FROM endpoint ORDER BY 1""",
     "endpoint_health": """SELECT e.name, h.epoch, h.state, h.resumes FROM endpoint_health h
                           JOIN endpoint e ON e.id = h.endpoint_id ORDER BY 1""",
     "subscription": """SELECT e.name, s.from_batch, s.to_batch FROM subscription s
@@ -128,6 +138,9 @@ class RealSide:
     async def set_schedules_due(self) -> None:
         await self._db.execute("UPDATE schedule SET next_at = $1, due_at = $1", LONG_AGO)
 
+    async def request_new_lanes(self) -> None:
+        await self._db.execute("UPDATE cursor SET identity = 'restored'")
+
     async def key_hashes(self) -> dict[str, int]:
         rows = await self._db.fetch(
             "SELECT k, hashtextextended(k, 0) & 9223372036854775807 AS key_hash "
@@ -186,6 +199,10 @@ class SimulatedSide:
         for row in self.database.schedule.rows.values():
             row.update(next_at=LONG_AGO, due_at=LONG_AGO)
 
+    async def request_new_lanes(self) -> None:
+        row = self.database.cursor.rows[1]
+        self.database.cursor.rows[1] = {**row, "identity": "restored"}
+
     async def expire_lease(self, replica_id: int) -> None:
         self.database.replica.rows[replica_id]["expires_at"] = self.database.wall()
 
@@ -207,12 +224,20 @@ class SimulatedSide:
         pending = ("next_seq", "next_batch", "to_seq")
         part = ("next_id", "last_id", "taken", "batch", "from_id", "end_reason")
         return {
-            "lane": rows(db.lane, "id", "generation", "slot"),
+            "lane": [
+                (i, dateless(generation), slot)
+                for i, generation, slot in rows(db.lane, "id", "generation", "slot")
+            ],
             "lane_counter": rows(db.lane_counter, "lane_id", "last_seq"),
             "lane_progress": rows(db.lane_progress, *progress, "attempts", "spent"),
             "lane_block": rows(db.lane_block, "lane_id", "seq"),
             "ownership": [row[1:] for row in named(db.ownership, "replica_id", "epoch")],
-            "endpoint": rows(db.endpoint, "name", "state", "generation", "lanes", "resumes"),
+            "endpoint": [
+                (name, state, dateless(generation), lanes, resumes)
+                for name, state, generation, lanes, resumes in rows(
+                    db.endpoint, "name", "state", "generation", "lanes", "resumes"
+                )
+            ],
             "endpoint_health": named(db.endpoint_health, "epoch", "state", "resumes"),
             "subscription": named(db.subscription, "from_batch", "to_batch"),
             "dead_letter": rows(db.dead_letter, *dead, "state"),
@@ -251,6 +276,8 @@ def stripped(payload: str) -> dict[str, Any]:
     """The payload without the members that differ between two servers."""
     fields = orjson.loads(payload)
     differs = {"at", "since", "held_since", "will_be_disabled_at", "event", "waiting_s"}
+    if fields.get("lane"):
+        fields["lane"] = dateless_name(fields["lane"])
     return {name: value for name, value in fields.items() if name not in differs}
 
 

@@ -99,6 +99,9 @@ class Timetable:
         late_s: limit for publishing a tick while no fault is active.
     """
 
+    UNDONE = ("_books", "_waiting", "_read")
+    """The records that a restore of the database undoes."""
+
     def __init__(self, checker: Checker, late_s: float) -> None:
         self._checker = checker
         self._db = checker.database

@@ -47,6 +47,8 @@ class Connection(Client):
         self._started_at: float | None = None
         self.statements_started = 0
         """Number of statements that were sent."""
+        self.last_step = ""
+        """The name of the step that was last sent."""
 
     @property
     def waiting_s(self) -> float:
@@ -209,6 +211,7 @@ class Connection(Client):
 
     async def call(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Execute one statement on the server, a step of a store, and wait for its result."""
+        self.last_step = step.__name__
 
         def begin(tx: Transaction) -> Any:
             watcher = self._database.before_step.get(step.__name__)

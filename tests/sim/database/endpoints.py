@@ -90,5 +90,6 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
     def put(table: Table, key: UUID | int, row: Row) -> None:
         table.rows[key] = row
 
+    db.cursor.rows[1]["identity"] = db.identity
     # Nothing before the first batch is searched.
     return [add_lane(db, put, endpoint_id, 1, n, 1, 0) for n in range(settings.lanes)]

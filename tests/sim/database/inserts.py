@@ -35,9 +35,10 @@ def insert_event(
     new = db.last_id
     if db.rng.random() < 0.3:
         yield db.pause_s()
+    # A restored database assigns the same ids again, to events with other event ids.
     event = Event(
         new,
-        UUID(int=(new << 64) | 0x8000_0000_0000_0000),
+        UUID(int=(new << 64) | 0x8000_0000_0000_0000 | db.restores),
         kind,
         key,
         payload,

@@ -117,6 +117,9 @@ class Database(Engine):
         self.networks: dict[str, Network] = {}
         # Whether a session can terminate others; behind a pooler it cannot.
         self.signals = True
+        # Of the cluster and the database; a database that is restored has another one.
+        self.identity = "1/1"
+        self.restores = 0
         # ------------------------------------------------------- the outbox
         self.outbox: dict[int, Event] = {}
         self.outbox_ids: list[int] = []
@@ -129,6 +132,7 @@ class Database(Engine):
             "writer": None,
             "version": 1,
             "erasures": 0,
+            "identity": None,
         }
         self.lag_report = Table("lag_report")
         self.lag_report.rows[1] = {"lagging": False, "lagging_at": None}
@@ -176,7 +180,7 @@ class Database(Engine):
         self.before_step: dict[str, Callable[[Connection], None]] = {}
         # Hashes of keys, where they must equal those of a real server.
         self.key_hashes: dict[str, int] = {}
-        self._serials: dict[str, int] = {}
+        self.serials: dict[str, int] = {}
 
     # ------------------------------------------------------------------ time
 
@@ -197,7 +201,7 @@ class Database(Engine):
 
     def serial(self, table: Table) -> int:
         """The next id of a table; no rollback returns it."""
-        n = self._serials[table.name] = self._serials.get(table.name, 0) + 1
+        n = self.serials[table.name] = self.serials.get(table.name, 0) + 1
         return n
 
     def flushed(self) -> None:
@@ -266,6 +270,12 @@ class Database(Engine):
         self.prepared[gid] = tx
         backend.client.response("PREPARE TRANSACTION", None)
 
+    def forget_prepared(self) -> None:
+        """End all prepared transactions, which a dump does not contain."""
+        for tx in self.prepared.values():
+            self.abort(tx)
+        self.prepared.clear()
+
     def end_prepared(self, gid: str, commit: bool, backend: Backend) -> None:
         """COMMIT PREPARED or ROLLBACK PREPARED; the second time it does nothing."""
         tx = self.prepared.pop(gid, None)
@@ -283,12 +293,6 @@ class Database(Engine):
     def network_of(self, process: str) -> Network:
         """The network of this process."""
         return self.networks.setdefault(process, Network())
-
-    def stalled_until(self, process: str) -> float:
-        """The time by which all messages of this process have been processed."""
-        own = (c.backend for c in self.connections if c.process.name == process)
-        stalls = [b.stalled_until for b in own if b is not None and b.alive]
-        return max(self.world.now, self.network_of(process).stalled_until, *stalls)
 
     def network_s(self, process: str, *, responses: bool = False) -> float:
         """The duration of a message from or to this process that is sent now."""

@@ -139,3 +139,26 @@ def batch_written_without_fence(sim: Simulation) -> None:
         return write(db, tx, batch, step, deliveries, row["writer"], row["version"], **rest)
 
     swap(sequencing_store, "write_batch", write_batch)
+
+
+@mutant
+def batch_written_in_two_messages(sim: Simulation) -> None:
+    """The cursor row is locked in a message of its own before a batch is written."""
+    write = sequencing_store.SequencingStore.write
+
+    async def patched(
+        self: Any,
+        batch: int,
+        step: CursorChange,
+        events: int,
+        deliveries: Any,
+        writer: int,
+        *args: Any,
+        **rest: Any,
+    ) -> bool:
+        async with self._db.transaction():
+            if not await self._db.call(sequencing_store._try_lock_as_leader, writer):
+                return False
+            return await write(self, batch, step, events, deliveries, writer, *args, **rest)
+
+    swap(sequencing_store.SequencingStore, "write", patched)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.response import AttemptResult
 from outbox.relay.delivery import dispatcher
 from outbox.store.records import Fenced
-from tests.sim.database.engine import SHARE, UPDATE, Wait
+from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import records, replicas
 
@@ -61,24 +61,17 @@ def acknowledgement_before_response(sim: Simulation) -> None:
 
 
 @mutant
-def acknowledgements_in_interruptible_transaction(sim: Simulation) -> None:
-    """A group is written in several steps, and the sessions of a frozen owner stay open."""
+def acknowledgements_written_in_two_messages(sim: Simulation) -> None:
+    """The fence is locked in a message of its own before a group is written."""
+    write = records.RecordStore.write
 
-    def lock_fence(db: Database, tx: Transaction, me: int) -> Steps[bool]:
-        yield Wait(db.replica, me, SHARE)
-        return tx.get(db.replica, me) is not None
-
-    async def write(self: Any, group: Any, epochs: Any) -> None:
-        connection = self._db
-        connection.backend.idle_timeout_s = 0.0
-        async with connection.transaction():
-            if not await connection.call(lock_fence, self._me):
+    async def patched(self: Any, *args: Any) -> None:
+        async with self._db.transaction():
+            if not await self._db.call(replicas.fence, self._me):
                 raise Fenced
-            await original(self, group, epochs)
+            await write(self, *args)
 
-    original = records.RecordStore.write
-    swap(records.RecordStore, "write", write)
-    swap(replicas, "terminate_sessions", lambda db, tx, *_: None)
+    swap(records.RecordStore, "write", patched)
 
 
 @mutant

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.sim.database.endpoints import add_lane, settings_columns
 from tests.sim.database.engine import UPDATE, Wait, abort_unless
+from tests.sim.stores import timeline
 from tests.sim.stores.routing_change import next_batch
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def update_endpoints(
 def begin_generation(db: Database, tx: Transaction, ids: Collection[UUID]) -> Steps[None]:
     for endpoint_id in ids:
         row = yield from _locked(db, tx, endpoint_id)
-        tx.change(db.endpoint, endpoint_id, generation=row["generation"] + 1)
+        generation = timeline.next_generation(db, tx, row["generation"])
+        tx.change(db.endpoint, endpoint_id, generation=generation)
 
 
 def add_lanes(db: Database, tx: Transaction, ids: Collection[UUID]) -> Steps[None]:

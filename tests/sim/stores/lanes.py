@@ -20,6 +20,7 @@ from outbox.store.endpoints import Endpoint
 from outbox.store.lanes import NEW_BATCHES_MAX, LoadedLane, NewBatches
 from tests.sim.database.endpoints import SECRET
 from tests.sim.stores.routing_change import read_last_batch
+from tests.sim.stores.timeline import history_changed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -134,8 +135,8 @@ def read_lanes(db: Database, tx: Transaction, endpoint_ids: set[UUID]) -> list[L
         assert c is not None
         blocked = tx.get(db.lane_block, lane["id"]) is not None
         pending = c["last_seq"] > p["acked_seq"]
-        ended = lane["generation"] < e["generation"]
-        if ended and not pending and not blocked:
+        newest = lane["generation"] == e["generation"]
+        if not newest and not pending and not blocked:
             continue
         first = _given_after(db, lane["id"], p["floor_batch"], p["acked_seq"]) if pending else []
         found.append(
@@ -144,7 +145,7 @@ def read_lanes(db: Database, tx: Transaction, endpoint_ids: set[UUID]) -> list[L
                 lane["endpoint_id"],
                 lane_name(lane["endpoint_id"], lane["generation"], lane["slot"]),
                 lane["generation"],
-                ended,
+                not newest or history_changed(db, tx),
                 blocked,
                 c["last_seq"],
                 db.batch(first[0].batch).at.timestamp() if first else None,

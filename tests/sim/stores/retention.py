@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing import partition_window
@@ -15,18 +14,18 @@ from outbox.core.sequencing.partition_window import (
 )
 from outbox.store import retention
 from outbox.store.retention import ACTOR
-from tests.sim.database.engine import UPDATE, Wait
+from tests.sim.database.engine import UPDATE, Wait, perform
 from tests.sim.database.tables import KINDS, Batch
 from tests.sim.stores import channels, routing_change, sequencing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from outbox.core.sequencing.gaps import LockHolders
     from outbox.core.sequencing.partition_window import WindowKind
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
+
+    ReplayProgress = tuple[int | None, int, int]
 
 
 class RetentionStore(retention.RetentionStore):
@@ -46,11 +45,10 @@ class RetentionStore(retention.RetentionStore):
                 kind, periods, keep_s, window_length_s(keep_s) if period_s is None else period_s
             )
             if found.ends is not None:
-                await self._begin_after(found.ends)
+                await self._begin(found.ends)
             for period in found.unsettled:
-                async with self._holding():
-                    await self._db.call(settle_period, period.number)
-            if found.oldest is not None and await self._drop_if_unused(found.oldest):
+                await self._db.call(settle_held, period.number)
+            if found.oldest is not None and await self._drop(found.oldest):
                 dropped.append(found.oldest)
         return dropped
 
@@ -61,13 +59,7 @@ class RetentionStore(retention.RetentionStore):
                 await self._db.call(delete_none)
         return 0
 
-    @asynccontextmanager
-    async def _holding(self) -> AsyncIterator[None]:
-        async with self._db.transaction():
-            await self._db.call(routing_change.lock_cursor)
-            yield
-
-    async def _begin_after(self, period: PartitionWindow) -> None:
+    async def _begin(self, period: PartitionWindow) -> None:
         db = self._db
         if not await db.call(was_written, period):
             return
@@ -75,33 +67,18 @@ class RetentionStore(retention.RetentionStore):
             # The partition of the next period must exist, and be known to every writer.
             await db.call(has_partition)
             await db.call(read_writers)
-        async with self._holding():
-            if await db.call(end_period, period.kind, period.number) and period.kind == "log":
-                await db.call(sequencing.clear_leader)
-                await db.call(channels.notify_all)
+        await db.call(begin_next_period, period.kind, period.number)
 
-    async def _drop_if_unused(self, period: PartitionWindow) -> bool:
+    async def _drop(self, period: PartitionWindow) -> bool:
         db, keep_s, events = self._db, self._keep.dead_letters_s, period.kind == "events"
         last_batch = period.last_batch if events else period.end - 1
         assert last_batch is not None
-        state = await db.call(read_replay_progress)
+        progress = await db.call(read_replay_progress)
         if await db.call(has_pending_lanes, last_batch):
             return False
         if events and await db.call(pinned_by_replays, keep_s, period):
             return False
-        async with self._holding():
-            if await db.call(pinned_by_ranges, keep_s, last_batch):
-                return False
-            if events and await db.call(read_replay_progress) != state:
-                return False
-            if events and await db.call(pinned_by_jobs, period.end):
-                return False
-            if not await db.call(drop_period, period.kind, period.number):
-                return False
-            discarded = await db.call(discard_ranges, keep_s)
-            data = {"kind": period.kind, "number": period.number, "ranges_discarded": discarded}
-            await routing_change.write_journal(db, "period_dropped", ACTOR, None, data)
-        return True
+        return await db.call(decide_drop, period, keep_s, last_batch, progress)
 
 
 def delete_none(db: Database, tx: Transaction) -> None:
@@ -158,6 +135,20 @@ def end_period(db: Database, tx: Transaction, kind: WindowKind, number: int) -> 
         db.last_id = begins_at - 1
         db.holders[tx.vxid] = None
     return True
+
+
+def begin_next_period(db: Database, tx: Transaction, kind: WindowKind, number: int) -> Steps[None]:
+    """The statements of one message."""
+    yield from perform(routing_change.lock_cursor(db, tx))
+    yield db.pause_s()
+    if end_period(db, tx, kind, number) and kind == "log":
+        yield from perform(sequencing.clear_leader(db, tx))
+        channels.notify_all(db, tx)
+
+
+def settle_held(db: Database, tx: Transaction, number: int) -> Steps[None]:
+    yield from perform(routing_change.lock_cursor(db, tx))
+    settle_period(db, tx, number)
 
 
 def settle_period(db: Database, tx: Transaction, number: int) -> bool:
@@ -252,7 +243,7 @@ def pinned_by_replays(
     return False
 
 
-def read_replay_progress(db: Database, tx: Transaction) -> tuple[int | None, int, int]:
+def read_replay_progress(db: Database, tx: Transaction) -> ReplayProgress:
     """A value that changes when a replay job is added or advances."""
     parts = [part for part in tx.rows(db.replay_job_endpoint) if part["ended_at"] is None]
     newest = max((row["id"] for row in tx.rows(db.replay_job)), default=None)
@@ -265,6 +256,32 @@ def pinned_by_jobs(db: Database, tx: Transaction, end: int) -> bool:
         part["ended_at"] is None and part["from_id"] is not None and part["from_id"] < end
         for part in tx.rows(db.replay_job_endpoint)
     )
+
+
+def decide_drop(
+    db: Database,
+    tx: Transaction,
+    period: PartitionWindow,
+    keep_s: float | None,
+    last_batch: int,
+    progress: ReplayProgress,
+) -> Steps[bool]:
+    """The statements of one message; returns whether the period is dropped."""
+    yield from perform(routing_change.lock_cursor(db, tx))
+    yield db.pause_s()
+    events = period.kind == "events"
+    if pinned_by_ranges(db, tx, keep_s, last_batch):
+        return False
+    if events and read_replay_progress(db, tx) != progress:
+        return False
+    if events and pinned_by_jobs(db, tx, period.end):
+        return False
+    if not drop_period(db, tx, period.kind, period.number):
+        return False
+    discarded = yield from discard_ranges(db, tx, keep_s)
+    data = {"kind": period.kind, "number": period.number, "ranges_discarded": discarded}
+    routing_change.add_to_journal(db, tx, "period_dropped", ACTOR, None, data)
+    return True
 
 
 def drop_period(db: Database, tx: Transaction, kind: WindowKind, number: int) -> bool:

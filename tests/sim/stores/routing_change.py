@@ -11,22 +11,8 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
-
-
-async def write_journal(
-    connection: Connection,
-    kind: str,
-    actor: str,
-    endpoint_id: UUID | None,
-    data: Mapping[str, Any],
-) -> None:
-    await connection.call(add_to_journal, kind, actor, endpoint_id, data)
-
-
-# ------------------------------------------------------------------------ steps
 
 
 def lock_cursor(db: Database, tx: Transaction) -> Steps[None]:
@@ -60,6 +46,8 @@ def begin_change_of(db: Database, tx: Transaction, version: int) -> Steps[None]:
     assert row is not None
     abort_unless(row["version"] == version)
     yield from perform(raise_version(db, tx))
+    if row["identity"] is None:
+        tx.change(db.cursor, 1, identity=db.identity)
 
 
 def add_to_journal(

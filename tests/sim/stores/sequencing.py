@@ -14,9 +14,9 @@ from outbox.store import sequencing as real
 from outbox.store.event_reads import CONTENT_EVENTS_MAX, Reading
 from outbox.store.leadership import LeaderStatus
 from outbox.store.sequencing import CursorRow
-from outbox.store.timeline import History
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import AWAKE, Batch, Given
+from tests.sim.stores import timeline
 from tests.sim.stores.channels import OWNERS
 from tests.sim.stores.filters import FilterStore, stop_filters
 from tests.sim.stores.lanes import content_of, read_counters
@@ -130,9 +130,10 @@ class SequencingStore(real.SequencingStore):
         )
 
     async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
-        if row.history != History(None, None):
-            raise NotImplementedError("the timeline of the simulated server never changes")
-        await self._db.call(set_first_timeline)
+        if row.history.continues_as(row.server):
+            await self._db.call(timeline.set_first_history, replica_id, row)
+        else:
+            await self._db.call(timeline.change_history, replica_id, row, actor)
 
 
 # --------------------------------------------------------------- the cursor row
@@ -145,12 +146,8 @@ def check_sequence(db: Database, tx: Transaction) -> None:
 def read_cursor(db: Database, tx: Transaction) -> CursorRow:
     row = tx.get(db.cursor, 1)
     assert row is not None
-    unknown = History(None, None)
-    return CursorRow(row["writer"], row["version"], unknown, unknown, db.batches[-1].batch)
-
-
-def set_first_timeline(db: Database, tx: Transaction) -> Steps[None]:
-    yield Wait(db.cursor, 1, EXCLUSIVE)
+    known, server = timeline.history_of_cursor(db, tx), timeline.history_of_server(db)
+    return CursorRow(row["writer"], row["version"], known, server, db.batches[-1].batch)
 
 
 def clear_leader(db: Database, tx: Transaction) -> Steps[None]:

@@ -1,0 +1,24 @@
+"""Mistakes after a restore of the database."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outbox.store.timeline import History
+from tests.sim.mutants.catalogue import mutant, swap
+from tests.sim.stores import timeline
+
+if TYPE_CHECKING:
+    from tests.sim.simulation import Simulation
+
+
+@mutant
+def restore_not_noticed(sim: Simulation) -> None:
+    """The identity of the database is not compared with that of the last batch."""
+    swap(timeline, "history_of_server", lambda db: History(None, None))
+
+
+@mutant
+def lanes_after_restore_numbered_by_counter(sim: Simulation) -> None:
+    """The first lanes after a restore have the next generation, which may have existed before."""
+    swap(timeline, "first_generation", lambda db, generation: generation + 1)
