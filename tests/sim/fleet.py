@@ -114,7 +114,8 @@ class Fleet:
 
     def start(self, name: str) -> None:
         """Start a relay's process; if it ends by itself, it is started again."""
-        if name in self.relays and not self.relays[name].dead:
+        alive = name in self.relays and not self.relays[name].dead
+        if alive or self._stopping:
             return
         process = self.relays[name] = Process(self.world, name)
         self.trouble(process, 0.0, harm=False)

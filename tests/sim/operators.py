@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from tests.sim.timetable import GRIDS
 
 if TYPE_CHECKING:
     import random
+    from uuid import UUID
 
     from tests.sim.simulation import Simulation
     from tests.sim.stores.change import Change
@@ -73,6 +75,22 @@ class Operator:
         rate_per_s = rng.choice((None, 20.0, 0.5))
         wanted = Backfill(name, db.later(-60.0))
         await self._try(backfill.request_backfill, wanted, rate_per_s=rate_per_s)
+
+    def pause_soon(self, _: str) -> None:
+        """Pause the endpoint with the most pending deliveries, for some time."""
+        self._acting.append(self._sim.operator_process.run(self._pause()))
+
+    async def _pause(self) -> None:
+        db = self._sim.database
+        pending: Counter[UUID] = Counter()
+        for row in db.lane_progress.rows.values():
+            last_seq = db.lane_counter.rows[row["lane_id"]]["last_seq"]
+            pending[row["endpoint_id"]] += last_seq - row["acked_seq"]
+        ((endpoint_id, _),) = pending.most_common(1)
+        name = db.endpoint.rows[endpoint_id]["name"]
+        await self._try(endpoint_states.pause_endpoints, [name])
+        await asyncio.sleep(self._rng.choice((3.0, 60.0)))
+        await self._try(endpoint_states.resume_endpoints, [name])
 
     async def settle(self) -> None:
         """Enable, resume and unblock everything, until cancelled."""

@@ -241,14 +241,17 @@ class Simulation:
             self._producing.append(self._application.run(producer.run(share)))
         operator = self._operator
         self.operator_process.run(operator.add_schedules(rng.choice((0, 1, 2))))
+        at = self.checker.moments.at
         acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
         for act in acts:
-            self.checker.moments.at(moments.EVENT, int(act) + 1, operator.act_soon)
+            at(moments.EVENT, int(act) + 1, operator.act_soon)
         for _ in range(rng.choice((0, 2, 4))):
-            self.checker.moments.at(moments.OPEN, rng.randrange(1, 8), self._backfill_with_gap)
+            at(moments.OPEN, rng.randrange(1, 8), self._backfill_with_gap)
         for _ in range(rng.choice((0, 1, 2))):
-            self.checker.moments.at(moments.OPEN, rng.randrange(1, 8), self._migrate_behind)
+            at(moments.OPEN, rng.randrange(1, 8), self._migrate_behind)
         requests = self._load.events * len(self.receivers) * 2 // 3 + 2
+        for _ in range(rng.choice((0, 0, 2))):
+            at(moments.REQUEST, rng.randrange(1, requests), operator.pause_soon)
         self.plan.make(requests, self._load.events, self._peace_at)
 
         world.run(self._peace_at, self._over)
