@@ -647,10 +647,10 @@ async def test_a_statement_that_fails_intermittently_is_retried(
     await run_concurrently(server, [*REFUSALS][first::3], fail)
 
 
-async def test_the_session_overrides_asynchronous_commit_and_isolation(
+async def test_the_defaults_of_a_database_do_not_affect_a_relay(
     database: Database,
 ) -> None:
-    """A default isolation level other than read committed is overridden as well."""
+    """Such as another isolation level, limits, and formats."""
     for setting in (
         "synchronous_commit = off",
         "default_transaction_isolation = 'serializable'",
@@ -658,6 +658,15 @@ async def test_the_session_overrides_asynchronous_commit_and_isolation(
         "statement_timeout = '100ms'",
         "lock_timeout = '1ms'",
         "idle_session_timeout = '200ms'",
+        # What literals and texts mean.
+        "array_nulls = off",
+        "standard_conforming_strings = off",
+        "DateStyle = 'SQL, DMY'",
+        "IntervalStyle = 'sql_standard'",
+        "TimeZone = 'Asia/Kathmandu'",
+        "bytea_output = 'escape'",
+        "extra_float_digits = -3",
+        "transform_null_equals = on",
     ):
         name = database.name
         await database.server.execute(f"ALTER DATABASE {name} SET {setting}")

@@ -225,6 +225,14 @@ async def test_an_unsupported_server_version_is_rejected(
         await connect(address(database.dsn), schema="relay")
 
 
+async def test_a_database_with_another_encoding(server: Server) -> None:
+    name = "latin1"
+    await server.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'LATIN1' LOCALE 'C'")
+    with pytest.raises(CannotRun, match="has the encoding LATIN1; UTF8 is needed"):
+        await connect(address(server.dsn(name)), schema="relay")
+    await server.execute(f"DROP DATABASE {name}")
+
+
 FAILING_STATEMENTS = (
     ("SELECT * FROM nix.outbox", SchemaMissing, "run: outbox migrate"),
     ("SELECT * FROM nix", SchemaMissing, "run: outbox migrate"),

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SERVER_VERSION_MIN = 14
 """PostgreSQL 14 introduced multiranges, in which gaps are stored."""
 
+ENCODING = "UTF8"
+
 # The client detects a dead server after about 25 s.
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
 
@@ -116,7 +118,8 @@ async def connect(
 
     Raises:
         DatabaseUnavailable: no server responds, the login was refused, or the database is unknown.
-        CannotRun: the server is too old, or the proxy's role is not configured.
+        CannotRun: the server is too old, the database has another encoding, or the proxy's role is
+            not configured.
         UsageError: the server rejects a setting in the DSN.
     """
     probe_s = max(1, int(send_timeout_s / PROBES))
@@ -124,6 +127,8 @@ async def connect(
         "search_path": search_path(schema),
         # JIT compilation costs more than any of our statements.
         "jit": "off",
+        # Otherwise NULL in an array literal of a message is the text "NULL".
+        "array_nulls": "on",
         "application_name": application_name,
         # Well below the next limit, which applies to the probes, too: Linux ends a connection
         # when it has expired, whatever their number, so several of them must fit in it.
@@ -163,6 +168,12 @@ async def connect(
         if major < SERVER_VERSION_MIN:
             raise CannotRun(
                 f"{dsn} runs PostgreSQL {major}; {SERVER_VERSION_MIN} or later is needed"
+            )
+        encoding = getattr(connection.get_settings(), "server_encoding", ENCODING)
+        if encoding != ENCODING:
+            raise CannotRun(
+                f"{dsn} has the encoding {encoding}; {ENCODING} is needed, because payloads and "
+                "responses may contain any character"
             )
         async with asyncio.timeout(dsn.connect_timeout_s):
             if pooled:
