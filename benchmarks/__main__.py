@@ -217,8 +217,8 @@ async def _profile(*, quick: bool) -> str:
 def _print_rows(rows: Sequence[Row]) -> None:
     for row in rows:
         text = f"{row.section}, {row.name}, beside {row.beside_name}: "
-        if row.why_not:
-            click.echo(f"{text}not measured: {row.why_not}")
+        if row.missing_reason:
+            click.echo(f"{text}not measured: {row.missing_reason}")
             continue
         text += compared(row)
         if row.target is not None:

@@ -54,7 +54,7 @@ class Row:
     ours: Samples
     beside_name: str
     beside: Samples = Samples(())
-    why_not: str | None = None
+    missing_reason: str | None = None
     relation: Literal["ratio", "difference"] = "ratio"
     target: Target | None = None
 
@@ -69,7 +69,7 @@ class Row:
     @property
     def met(self) -> bool | None:
         """None without a target or without a comparison."""
-        if self.target is None or self.why_not:
+        if self.target is None or self.missing_reason:
             return None
         return self.target.met(self.compared.median)
 
@@ -82,8 +82,8 @@ class Row:
             "ours": self.ours.values,
             "beside": self.beside_name,
             "beside_values": self.beside.values,
-            "why_not": self.why_not,
-            self.relation: None if self.why_not else self.compared.values,
+            "why_not": self.missing_reason,
+            self.relation: None if self.missing_reason else self.compared.values,
             "target": self.target and f"{self.target.bound} {self.target.value:g}",
             "met": self.met,
         }

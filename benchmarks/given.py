@@ -131,8 +131,8 @@ async def _check_database(connection: Connection[Any], where: Dsn) -> tuple[str,
     names = [*WRONG, "max_connections"]
     settings = dict(await connection.fetch(SETTINGS, names))
     wrong = [
-        f"{name} = {settings[name]}: {why}"
-        for name, (values, why) in WRONG.items()
+        f"{name} = {settings[name]}: {reason}"
+        for name, (values, reason) in WRONG.items()
         if settings.get(name) in values
     ]
     if (most := int(settings["max_connections"])) < CONNECTIONS_MIN:

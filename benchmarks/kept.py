@@ -70,7 +70,7 @@ def _row(fields: dict[str, Any]) -> Row:
         Samples(tuple(fields["ours"])),
         fields["beside"],
         Samples(tuple(fields["beside_values"])),
-        why_not=fields["why_not"],
+        missing_reason=fields["why_not"],
         relation="ratio" if "ratio" in fields else "difference",
         target=target,
     )

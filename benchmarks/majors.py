@@ -51,7 +51,14 @@ async def run(stage: Stage, rounds: int, those: Iterable[int], seconds: float) -
         except CannotRun as error:
             stage.say(f"majors, PostgreSQL {major}: not measured: {error}")
             rows += [
-                Row("majors", _name(major), "/s", Samples(()), beside.name, why_not=str(error))
+                Row(
+                    "majors",
+                    _name(major),
+                    "/s",
+                    Samples(()),
+                    beside.name,
+                    missing_reason=str(error),
+                )
                 for beside, _ in COMPARISONS
             ]
     return rows

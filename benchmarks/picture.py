@@ -98,7 +98,7 @@ def _section(parts: list[str], section: str, rows: list[Row], y: int) -> int:
     parts.append(_text(MARGIN, y + 14, TITLES[section][0], "title"))
     parts.append(_text(MARGIN, y + 32, AXES[section], "small"))
     y += HEAD - 12
-    measured = [row for row in rows if not row.why_not]
+    measured = [row for row in rows if not row.missing_reason]
     bounds = [row.compared.high for row in measured]
     bounds += [row.target.value for row in measured if row.target]
     longest = min(max(bounds, default=1.0), LONGEST.get(section, inf))
@@ -113,8 +113,8 @@ def _row(parts: list[str], row: Row, y: int, scale: float) -> None:
     left, middle = MARGIN + LABELS, y + BAR / 2
     beside = f" / {row.beside_name}" if row.section in SEVERAL else ""
     parts.append(_text(MARGIN, y + 12, row.name + beside, ""))
-    if row.why_not:
-        parts.append(_text(left, y + 12, f"not measured: {row.why_not}", "small"))
+    if row.missing_reason:
+        parts.append(_text(left, y + 12, f"not measured: {row.missing_reason}", "small"))
         return
     found = row.compared
     length = max(found.median * scale, 1)

@@ -208,7 +208,7 @@ def _made(sections: Mapping[str, Measured]) -> Iterator[str]:
 
 def compared(row: Row) -> str:
     """Return the ratio or the difference, with its spread; empty without a comparison."""
-    if row.why_not:
+    if row.missing_reason:
         return ""
     found = row.compared
     if row.relation == "difference":
@@ -238,7 +238,11 @@ def figure(value: float, unit: str) -> str:
 
 
 def _beside(row: Row) -> str:
-    return f"not measured: {row.why_not}" if row.why_not else _spread(row.beside, row.unit)
+    return (
+        f"not measured: {row.missing_reason}"
+        if row.missing_reason
+        else _spread(row.beside, row.unit)
+    )
 
 
 def _spread(samples: Samples, unit: str) -> str:

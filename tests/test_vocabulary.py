@@ -26,12 +26,20 @@ DENIED_PARTS = {
     "burial": "expiry of a replica",
     "buried": "expired",
     "bury": "expire a replica",
+    "clerk": "producer",
+    "clerks": "producers",
+    "deck": "remaining",
+    "doubted": "suspected",
     "felt": "observed",
+    "ghost": "client_closed",
     "hands": "ownership history",
     "hear": "receive",
     "heard": "received",
     "helping": "chunk",
     "helpings": "chunks",
+    "judge": "check",
+    "judged": "checked",
+    "judgement": "result",
     "look": "poll, snapshot",
     "looked": "polled, examined",
     "looking": "polling",
@@ -46,6 +54,10 @@ DENIED_PARTS = {
     "owes": "pending",
     "owing": "pending",
     "penance": "slow class factor",
+    "promise": "guarantee",
+    "promised": "guaranteed",
+    "promises": "guarantees",
+    "said": "reported, responded",
     "somebody": "one of them",
     "stories": "traces",
     "story": "trace",
@@ -54,8 +66,11 @@ DENIED_PARTS = {
     "telling": "reporting",
     "tells": "reports",
     "told": "reported",
+    "verdict": "outcome, summary",
+    "verdicts": "outcomes",
     "whoever": "the one that",
     "whose": "owner",
+    "why": "reason",
     "wish": "request",
 }
 """Part of an identifier, and what to say instead."""
@@ -73,7 +88,8 @@ DENIED_FUNCTIONS = {"ask", "go", "hear", "look", "of", "take", "tell"}
 """Verbs without an object."""
 
 DENIED_WORDS = re.compile(
-    r"\b(whoever|somebody|nobody|helpings?|bur(y|ied|ials?)|owe[ds]?|mend(s|ed)?"
+    r"\b(whoever|somebody|nobody|helpings?|bur(y|ied|ials?)|owe[ds]?|mend(s|ed)?|answer(s|ed)?"
+    r"|promises?|verdicts?"
     r"|g[ia]ven? up|so (many|long) (as|that)?|what becomes|looks? again)\b",
     re.IGNORECASE,
 )

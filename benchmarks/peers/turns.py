@@ -33,11 +33,11 @@ class Turns:
     section: str
     unit: str
     found: Rounds = field(default_factory=Rounds)
-    _why_not: dict[str, str] = field(default_factory=dict)
+    _missing_reason: dict[str, str] = field(default_factory=dict)
 
     def remaining(self, contestants: Iterable[Contestant]) -> Iterator[Contestant]:
         """The contestants that could be measured so far."""
-        return (each for each in contestants if each.name not in self._why_not)
+        return (each for each in contestants if each.name not in self._missing_reason)
 
     @contextmanager
     def turn(self, contestant: Contestant) -> Iterator[None]:
@@ -45,7 +45,7 @@ class Turns:
         try:
             yield
         except CannotRun as error:
-            self._why_not[contestant.name] = str(error)
+            self._missing_reason[contestant.name] = str(error)
             self.stage.say(f"{self.section}, {contestant.name}: not measured: {error}")
 
     def print_round(self, number: int, rounds: int) -> None:
@@ -57,8 +57,8 @@ class Turns:
     def row(self, what: str, ours: str, beside: str, sample: str, target: Target | None) -> Row:
         """Return a row of our sample and that of `beside`."""
         row = Row(self.section, what, self.unit, self.found.samples_of(ours), beside, target=target)
-        if beside in self._why_not:
-            return replace(row, why_not=self._why_not[beside])
+        if beside in self._missing_reason:
+            return replace(row, missing_reason=self._missing_reason[beside])
         return replace(row, beside=self.found.samples_of(sample))
 
 

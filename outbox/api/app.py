@@ -98,12 +98,12 @@ class _RouteHandlers:
         self._authenticator = authenticator
         self._limits = limits
         self._live = LiveStatusCache(clock)
-        self._trials = EndpointTester(policy_of(settings), settings.outbound_proxy)
+        self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
         self._database_error: str | None = None
         """Error of the last database access; None: it succeeded."""
 
     async def close(self, _: web.Application) -> None:
-        await self._trials.aclose()
+        await self._tester.aclose()
 
     def handler(self, route: Route) -> Handler:
         """Create the handler of a route."""
@@ -146,7 +146,7 @@ class _RouteHandlers:
                     query,
                     body,
                     self._live,
-                    self._trials,
+                    self._tester,
                 )
                 response = await route.handler(call)
         except Exception as error:

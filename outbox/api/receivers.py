@@ -251,13 +251,13 @@ def _item(
     return item | {"headers": headers, "body": prepared.body.decode()}
 
 
-def _parse_number(request: web.Request, name: str, default: int, most: int) -> int:
+def _parse_number(request: web.Request, name: str, default: int, maximum: int) -> int:
     text = request.query.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= maximum):
         raise Problem(
-            ProblemKind.INVALID, f"{name}: {text[:40]!r} is not a number from 0 to {most}"
+            ProblemKind.INVALID, f"{name}: {text[:40]!r} is not a number from 0 to {maximum}"
         )
     return int(text)
 

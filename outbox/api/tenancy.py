@@ -106,15 +106,15 @@ async def require_dead_letters(
         raise NotFound(NOT_OWNED)
 
 
-def resolve_tenant(tenant: str | None, said: str | None) -> str | None:
+def resolve_tenant(tenant: str | None, result: str | None) -> str | None:
     """Return the tenant of a new object.
 
     Raises:
         UsageError: the request names another tenant.
     """
-    if tenant is not None and said not in (None, tenant):
+    if tenant is not None and result not in (None, tenant):
         raise UsageError(f'tenant: this token is restricted to "{tenant}"; omit the field')
-    return said if tenant is None else tenant
+    return result if tenant is None else tenant
 
 
 def name_prefix(tenant: str) -> str:

@@ -49,14 +49,14 @@ class Screen:
     def draw(self) -> None:
         """Redraw the latest overview at the terminal's current size."""
         if self._shown is not None:
-            self.live.update(picture(self._console, self._schema, self._shown, self._foot()))
+            self.live.update(picture(self._console, self._schema, self._shown, self._footer()))
             self.live.refresh()
 
-    def _foot(self) -> str:
+    def _footer(self) -> str:
         return self._unavailable or f"every {self._interval_s:g} s; q to quit"
 
 
-def picture(console: Console, schema: str, overview: Overview, foot: str) -> RenderableType:
+def picture(console: Console, schema: str, overview: Overview, footer: str) -> RenderableType:
     """Lay out an overview for the console's size; the foot is always shown."""
     from rich.console import Group
     from rich.text import Text
@@ -78,13 +78,13 @@ def picture(console: Console, schema: str, overview: Overview, foot: str) -> Ren
         for name, value in named
     ]
     used = len(named)
-    foot_lines = wrapped(foot)
+    footer_lines = wrapped(footer)
     if relays := view.relay_rows(overview):
         table, _ = rich_table(view.RELAY_COLUMNS, relays, width)
         parts += [Text(), table]
         used += len(relays) + 2
     # A blank line and the headings, a blank line and the foot.
-    room = max(height - used - 3 - len(foot_lines), 1)
+    room = max(height - used - 3 - len(footer_lines), 1)
     notes = [line for note in view.notes(overview) for line in wrapped(note)]
     endpoints = overview.endpoints
     if len(endpoints) + len(notes) + bool(notes) > room:
@@ -103,7 +103,7 @@ def picture(console: Console, schema: str, overview: Overview, foot: str) -> Ren
         parts.append(Text(f"and {count(rest, 'endpoint')} more", style="dim"))
     if notes:
         parts += [Text(), *notes]
-    return Group(*parts, Text(), *(Text(str(line), style="dim") for line in foot_lines))
+    return Group(*parts, Text(), *(Text(str(line), style="dim") for line in footer_lines))
 
 
 def unavailable_text(reason: str, since: datetime) -> str:

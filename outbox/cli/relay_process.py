@@ -142,8 +142,8 @@ def _health(relay: Relay, telemetry: TelemetryExport) -> web.Application:
         lambda: relay.snapshot(time.time()), PrometheusRenderer(telemetry.resource.attributes)
     )
 
-    def why_not_ready() -> str | None:
+    def unready_reason() -> str | None:
         condition = relay.readiness()
         return None if condition.ready else condition.public_reason
 
-    return health.application(why_not_ready, cache.exposition)
+    return health.application(unready_reason, cache.exposition)

@@ -144,14 +144,14 @@ async def _poll(source: Source, display: Display, interval_s: float, stop: async
                 # The cancellation surfaced as the error of a failed rollback.
                 return
             unavailable_since = unavailable_since or datetime.now(UTC)
-            display.show_unavailable(_why(error), unavailable_since)
+            display.show_unavailable(_reason(error), unavailable_since)
         else:
             unavailable_since = None
             display.show(overview)
         await asyncio.sleep(next_at - loop.time())
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, DatabaseUnavailable):
         # The poll is repeated automatically, so omit this advice.

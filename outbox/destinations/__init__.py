@@ -1,1 +1,1 @@
-"""One attempt over the network: send a request, say what came back."""
+"""One attempt over the network: send a request and return its result."""

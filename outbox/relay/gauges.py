@@ -45,7 +45,7 @@ async def endpoint_gauges(
     age: dict[str, float] = defaultdict(float)
     lanes: Counter[str] = Counter(dict.fromkeys(LANE_STATES, 0))
     states: Counter[str] = Counter(dict.fromkeys(BreakerState, 0))
-    troubled: list[tuple[float, str, str]] = []
+    unhealthy: list[tuple[float, str, str]] = []
     waiting: Counter[str] = Counter(dict.fromkeys(WaitReason, 0))
     in_flight = 0
     visited = 0
@@ -60,7 +60,7 @@ async def endpoint_gauges(
         states[state] += 1
         since = runtime.breaker.unhealthy_since
         if state in TROUBLE and since is not None:
-            troubled.append((now - since, name, state))
+            unhealthy.append((now - since, name, state))
         if (reason := wait_reason(runtime)) is not None:
             waiting[reason] += len(runtime.queue.waiting)
         # Also at 0: an absent series cannot be distinguished from a lost one.
@@ -74,7 +74,7 @@ async def endpoint_gauges(
             depth[label] = max(depth[label], pending)
             since = lane.head_since if pending else None
             age[label] = max(age[label], 0.0 if since is None else now - since)
-    longest = heapq.nlargest(meters.endpoints_max, troubled)
+    longest = heapq.nlargest(meters.endpoints_max, unhealthy)
     return {
         catalogue.BACKLOG: {(k,): v for k, v in backlog.items()},
         catalogue.LANE_DEPTH: {(k,): v for k, v in depth.items()},

@@ -137,7 +137,7 @@ class Relay:
                 if task is not None and task.cancelling():
                     # A task group prefers its tasks' errors to its own cancellation.
                     raise asyncio.CancelledError from error
-                reason = _why_survivable(error, registered=bool(former))
+                reason = _survivable_reason(error, registered=bool(former))
             else:
                 break
             finally:
@@ -166,18 +166,18 @@ def default_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def _why_survivable(error: Exception, *, registered: bool) -> str:
+def _survivable_reason(error: Exception, *, registered: bool) -> str:
     """Return why the session ended, if a new one may be tried; otherwise raise the error.
 
     Before its first registration the relay fails at once, so that a wrong DSN is
     noticed; afterwards it waits for the database to return.
     """
-    leaves = list(_leaves(error))
-    for leaf in leaves:
-        if isinstance(leaf, SURVIVABLE) or (registered and isinstance(leaf, OutboxError)):
+    errors = list(_flatten(error))
+    for each in errors:
+        if isinstance(each, SURVIVABLE) or (registered and isinstance(each, OutboxError)):
             continue
-        raise leaf if len(leaves) == 1 else error
-    first = leaves[0]
+        raise each if len(errors) == 1 else error
+    first = errors[0]
     if isinstance(first, Fenced):
         return "the lease ran out, another replica took over, or the server's timeline changed"
     if isinstance(first, asyncpg.InsufficientPrivilegeError):
@@ -187,9 +187,9 @@ def _why_survivable(error: Exception, *, registered: bool) -> str:
     return in_one_line(first)
 
 
-def _leaves(error: Exception) -> Iterator[Exception]:
+def _flatten(error: Exception) -> Iterator[Exception]:
     if isinstance(error, ExceptionGroup):
         for inner in error.exceptions:
-            yield from _leaves(inner)
+            yield from _flatten(inner)
     else:
         yield error

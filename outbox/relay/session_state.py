@@ -72,8 +72,8 @@ class RunningSession:
             return _blocked(f"it last read the cursor {since_s:.0f} s ago", blocker)
         stall = sequencer.stall
         if stall.stalled_s > STALLED_LEASES * lease_s:
-            why = f"events could not be sequenced for {stall.stalled_s:.0f} s"
-            return _blocked(why, stall.blocker or blocker)
+            stalled = f"events could not be sequenced for {stall.stalled_s:.0f} s"
+            return _blocked(stalled, stall.blocker or blocker)
         return Readiness(ready=True)
 
     async def gauges(self, meters: Meters) -> dict[Metric, Series]:
@@ -87,13 +87,13 @@ class RunningSession:
         return {**gauges_read, **stalled, **leading}
 
 
-def _blocked(why: str, blocker: Blocker | None) -> Readiness:
+def _blocked(cause: str, blocker: Blocker | None) -> Readiness:
     """Not ready, because of a session if it is known."""
     if blocker is None:
-        return Readiness(ready=False, reason=why)
+        return Readiness(ready=False, reason=cause)
 
     def reason(*, names: bool) -> str:
         who = blocker.describe(names=names)
-        return f"{why}, blocked by {who}; to end it: {blocker.end_command}"
+        return f"{cause}, blocked by {who}; to end it: {blocker.end_command}"
 
     return Readiness(ready=False, reason=reason(names=True), redacted_reason=reason(names=False))

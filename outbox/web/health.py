@@ -23,7 +23,7 @@ PATHS = """\
 
 
 def application(
-    why_not_ready: Callable[[], str | None],
+    unready_reason: Callable[[], str | None],
     metrics: Callable[[str], Awaitable[tuple[bytes, str]]],
 ) -> web.Application:
     """Build the aiohttp application of the health listener.
@@ -38,7 +38,7 @@ def application(
         return _text(200, "ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        reason = why_not_ready()
+        reason = unready_reason()
         return _text(200, "ready\n") if reason is None else _text(503, f"not ready: {reason}\n")
 
     async def serve_metrics(request: web.Request) -> web.Response:

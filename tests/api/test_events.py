@@ -25,7 +25,7 @@ COUNT = "SELECT count(*) FROM outbox"
 
 
 async def test_an_event_is_published_with_all_its_fields(database: Database, api: Api) -> None:
-    said = {
+    body = {
         "type": "order.paid",
         "payload": {"order": 7, "a": [1.5, None, "ü"]},
         "key": "order-7",
@@ -33,11 +33,11 @@ async def test_an_event_is_published_with_all_its_fields(database: Database, api
         "headers": {"X-A": "b"},
         "expires_in": "10m",
     }
-    response = await api.post("/v1/events", said)
+    response = await api.post("/v1/events", body)
     assert response.status == 201
     assert response.json["already"] is False
     async with database.connection(server_settings={"search_path": "relay"}) as db:
-        row = await db.fetchrow("SELECT *, payload = $1::jsonb AS same FROM outbox", _json(said))
+        row = await db.fetchrow("SELECT *, payload = $1::jsonb AS same FROM outbox", _json(body))
     assert str(row["event_id"]) == response.json["id"]
     assert (row["type"], row["key"], row["tenant"]) == ("order.paid", "order-7", "acme")
     assert row["same"]
@@ -46,10 +46,10 @@ async def test_an_event_is_published_with_all_its_fields(database: Database, api
     )
 
 
-def _json(said: dict[str, Any]) -> str:
+def _json(body: dict[str, Any]) -> str:
     import orjson
 
-    return orjson.dumps(said["payload"]).decode()
+    return orjson.dumps(body["payload"]).decode()
 
 
 async def test_a_used_idempotency_key_returns_the_earlier_event(
@@ -58,9 +58,9 @@ async def test_a_used_idempotency_key_returns_the_earlier_event(
     event = {"type": "a.b", "payload": 1}
     first = await api.post("/v1/events", event, headers={"Idempotency-Key": "k/1"})
     again = await api.post("/v1/events", event, headers={"Idempotency-Key": "k/1"})
-    said = await api.post("/v1/events", {**event, "once": "k/1"})
-    assert (first.status, again.status, said.status) == (201, 200, 200)
-    assert first.json["id"] == again.json["id"] == said.json["id"]
+    body = await api.post("/v1/events", {**event, "once": "k/1"})
+    assert (first.status, again.status, body.status) == (201, 200, 200)
+    assert first.json["id"] == again.json["id"] == body.json["id"]
     assert (first.json["already"], again.json["already"]) == (False, True)
     assert await fetchval(database, COUNT) == 1
 
@@ -98,8 +98,8 @@ async def test_a_batch_keeps_its_order_and_has_a_result_for_each_event(
     database: Database, api: Api
 ) -> None:
     earlier = (await api.post("/v1/events", {"type": "a.b", "once": "k"})).json["id"]
-    said = [{"type": "a.b", "payload": n} for n in range(999)] + [{"type": "a.b", "once": "k"}]
-    response = await api.post("/v1/events", {"events": said})
+    body = [{"type": "a.b", "payload": n} for n in range(999)] + [{"type": "a.b", "once": "k"}]
+    response = await api.post("/v1/events", {"events": body})
     assert response.status == 201
     reported = response.json["events"]
     assert [each["already"] for each in reported] == [False] * 999 + [True]
@@ -107,7 +107,7 @@ async def test_a_batch_keeps_its_order_and_has_a_result_for_each_event(
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         rows = await db.fetch("SELECT event_id FROM outbox WHERE id > 1 ORDER BY id")
     assert [str(row["event_id"]) for row in rows] == [each["id"] for each in reported[:-1]]
-    again = await api.post("/v1/events", {"events": [said[-1]]})
+    again = await api.post("/v1/events", {"events": [body[-1]]})
     assert again.status == 200
 
 

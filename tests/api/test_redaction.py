@@ -274,8 +274,8 @@ async def test_names_of_a_tenant_start_with_its_prefix(
             assert (refused.status, name_prefix(tenant) in refused.detail) == (422, True)
             name = re.findall(r'"([^"]+)"$', refused.detail)[0]
             assert (await api.post("/v1/endpoints", {"name": name, "url": URL})).status == 201
-            said = {"name": name, "cron": "@daily", "type": "a.b"}
-            assert (await api.post("/v1/schedules", said)).status == 201
+            requests = {"name": name, "cron": "@daily", "type": "a.b"}
+            assert (await api.post("/v1/schedules", requests)).status == 201
 
 
 def test_no_two_tenants_share_a_name_prefix() -> None:

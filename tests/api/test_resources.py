@@ -234,8 +234,8 @@ async def test_the_doctor_reports_networks_open_to_every_endpoint(
             (await each.with_token(await make_token(database, name)).get("/v1/doctor")).raw
             for name, each in (("a", other), ("b", client))
         ]
-    said = b"OUTBOX_ALLOW_NETWORKS opens this for every endpoint"
-    assert [said in each for each in reported] == [True, False]
+    explanation = b"OUTBOX_ALLOW_NETWORKS opens this for every endpoint"
+    assert [explanation in each for each in reported] == [True, False]
 
 
 async def test_an_audit_reports_violations(database: Database, api: Api) -> None:

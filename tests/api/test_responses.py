@@ -99,7 +99,7 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
         "/v1/once/{key}": [],
         "/v1/replays/{id}": [],
     }
-    said = {}
+    output = {}
     for route in ROUTES:
         if route.method != "GET" or route.scope == "operate":
             continue
@@ -109,9 +109,9 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
             query = {"payload": True} if "trace" in path else {}
             response = await api.get(path, **query)
             assert response.status == 200, (path, response.raw)
-            said[path] = response.raw
+            output[path] = response.raw
     assert len(letters) >= 2
-    return said
+    return output
 
 
 READERS = (
@@ -131,9 +131,9 @@ async def test_no_route_shows_receiver_responses_to_tenants(
             api = client.with_token(
                 await make_token(database, f"reader-{n}", scopes, tenant=tenant)
             )
-            for path, said in (await asked(api, tenant)).items():
-                assert CANARY.encode() not in said, path
-                assert tenant is None or b"egress_refused" not in said, path
+            for path, output in (await asked(api, tenant)).items():
+                assert CANARY.encode() not in output, path
+                assert tenant is None or b"egress_refused" not in output, path
             own = tenant or "our"
             shown = (await api.get(f"/v1/endpoints/{own}-garbled")).json
             assert shown["health"]["last_response"]["failure"] == "protocol"
@@ -170,8 +170,8 @@ async def test_no_route_shows_receiver_responses_to_tenants(
 async def test_an_operator_sees_receiver_responses(database: Database, client: Api) -> None:
     await live_through(database)
     api = client.with_token(await make_token(database, "op", ("read", "operate")))
-    said = await asked(api, None)
-    received = {path for path, text in said.items() if CANARY.encode() in text}
+    output = await asked(api, None)
+    received = {path for path, text in output.items() if CANARY.encode() in text}
     assert {"/v1/endpoints/our-busy", "/v1/endpoints/our-garbled", "/v1/trace/k"} <= received
     assert "/v1/status" in received
     assert any(path.startswith("/v1/dead-letters/") for path in received)

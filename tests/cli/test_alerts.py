@@ -42,6 +42,6 @@ def test_the_configuration_in_the_help_is_accepted_by_prometheus(
     settings = tmp_path / "prometheus.yml"
     settings.write_text(reported.partition("\n\n")[0])
     assert yaml.safe_load(settings.read_text()).keys() == {"rule_files", "scrape_configs"}
-    content, said = run_promtool("check", "config", settings)
-    assert content, said
-    assert "1 rule files found" in said
+    content, output = run_promtool("check", "config", settings)
+    assert content, output
+    assert "1 rule files found" in output

@@ -373,10 +373,10 @@ def test_remove_without_a_terminal_does_not_prompt(here: Command, database: Data
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "state"), [(b"n\n", 2, "active"), (b"y\n", 0, "removing")]
+    ("output", "code", "state"), [(b"n\n", 2, "active"), (b"y\n", 0, "removing")]
 )
 async def test_remove_on_a_terminal_prompts(
-    database: Database, said: bytes, code: int, state: str
+    database: Database, output: bytes, code: int, state: str
 ) -> None:
     await add_endpoint(database, "a")
     await fetchval(database, "UPDATE lane_counter SET last_seq = 2")
@@ -394,7 +394,7 @@ async def test_remove_on_a_terminal_prompts(
         async with asyncio.timeout(30):
             while b"[y/N]" not in shown:
                 shown += await asyncio.to_thread(os.read, terminal, 4096)
-            os.write(terminal, said)
+            os.write(terminal, output)
             assert await removal.wait() == code
     finally:
         os.close(terminal)

@@ -109,7 +109,7 @@ async def test_the_end_of_a_lane_is_printed() -> None:
     assert lines[0].endswith("sequence 1 order.paid key order-7 (last of its lane)")
 
 
-async def test_missing_deliveries_are_the_verdict() -> None:
+async def test_missing_deliveries_are_reported_at_the_end() -> None:
     with listen("--json", OUTBOX_SECRET=format_secret(SECRET)) as listening:
         await listening.post(1, 4)
         code, lines = listening.end(signal.SIGTERM)

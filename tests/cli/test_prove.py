@@ -21,7 +21,7 @@ def test_help_names_every_fault(outbox: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["--minutes", "61"], "--minutes"),
         (["--minutes", "60", "--rate", "1000"], "lower --minutes or --rate"),
@@ -32,10 +32,10 @@ def test_help_names_every_fault(outbox: Command) -> None:
         (["--embedded", "--keep"], "--keep"),
     ],
 )
-def test_a_usage_error_is_one_line(outbox: Command, words: list[str], said: str) -> None:
+def test_a_usage_error_is_one_line(outbox: Command, words: list[str], output: str) -> None:
     result = outbox("prove", *words)
     assert result.code == 2
-    assert said in result.error
+    assert output in result.error
 
 
 def test_without_a_database_the_embedded_one_is_suggested(outbox: Command) -> None:

@@ -129,8 +129,8 @@ def test_an_event_is_published_for_later(here: Command) -> None:
     assert later["already"] is False
     taken = here("publish", "a.b", "--deliver-at", "2100-01-01T01:00:00+01:00", "--once", "k")
     assert taken.out == 'not published: the idempotency key "k" was already taken\n'
-    said = here("publish", "a.b", "--at", "2100-01-01T00:00:00Z").out
-    assert re.fullmatch(r"published \S+, due 2100-01-01 \d\d:00:00\+\d\d:\d\d\n", said)
+    output = here("publish", "a.b", "--at", "2100-01-01T00:00:00Z").out
+    assert re.fullmatch(r"published \S+, due 2100-01-01 \d\d:00:00\+\d\d:\d\d\n", output)
     for wrong, says in (
         ("2100-01-01T00:00", "has no time zone; write 2100-01-01T00:00Z or"),
         ("tomorrow", '"tomorrow" is not a time such as 2027-01-31T09:00:00Z'),

@@ -83,7 +83,7 @@ def test_a_batch_id_is_unique_to_its_deliveries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "through"),
+    ("header", "through"),
     [
         ([], None),
         (["7"], 7),
@@ -106,14 +106,14 @@ def test_a_batch_id_is_unique_to_its_deliveries() -> None:
     ],
 )
 def test_the_accepted_sequence_is_read_from_the_header(
-    said: list[str], through: int | None
+    header: list[str], through: int | None
 ) -> None:
-    headers = [("X-ACCEPTED-through", value) for value in said]
+    headers = [("X-ACCEPTED-through", value) for value in header]
     assert accepted_through([("Date", "7"), *headers], 5, 9) == through
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "outcome", "through"),
+    ("status", "header", "outcome", "through"),
     [
         (200, None, AttemptOutcome.DELIVERED, 9),
         (204, "9", AttemptOutcome.DELIVERED, 9),
@@ -131,10 +131,10 @@ def test_the_accepted_sequence_is_read_from_the_header(
         (302, None, AttemptOutcome.REFUSED, 4),
     ],
 )
-def test_verdict_and_accepted_sequence_of_a_batch_response(
-    status: int, said: str | None, outcome: AttemptOutcome, through: int
+def test_outcome_and_accepted_sequence_of_a_batch_response(
+    status: int, header: str | None, outcome: AttemptOutcome, through: int
 ) -> None:
-    headers = () if said is None else (("X-Accepted-Through", said),)
+    headers = () if header is None else (("X-Accepted-Through", header),)
     response = AttemptResult.completed(status, 0.1, headers=headers)
     batch = [delivery(n) for n in range(5, 10)]
     meant = classify_batch(batch, response, maybe_sent_before=True, retryable=RETRYABLE)

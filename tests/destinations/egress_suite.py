@@ -374,7 +374,7 @@ class Guarding:
         assert screen.connections == 0
 
     @pytest.mark.parametrize(
-        ("said", "failure", "detail"),
+        ("output", "failure", "detail"),
         [
             (b"HTTP/1.1 407 X\r\n\r\n", Failure.CONNECT, "the proxy responded 407"),
             (b"HTTP/1.1 403 X\r\n\r\n", Failure.CONNECT, "the proxy responded 403"),
@@ -397,10 +397,10 @@ class Guarding:
         ],
     )
     async def test_a_response_of_the_proxy_is_not_the_receivers(
-        self, make: Make, said: bytes, failure: Failure, detail: str
+        self, make: Make, message: bytes, failure: Failure, detail: str
     ) -> None:
-        screen = Smokescreen(response=said, credentials="me:hunter2@")
-        if not said:
+        screen = Smokescreen(response=message, credentials="me:hunter2@")
+        if not message:
             screen.serve = hang_up  # type: ignore[method-assign]
         async with proxying(screen), closing(make(CLOSED, proxy=screen.proxy)) as transport:
             response = await transport.send(

@@ -47,10 +47,10 @@ class NameServer:
         self.asked.append(name)
         if name not in self.names:
             return number + struct.pack("!5H", 0x8180 | NXDOMAIN, 1, 0, 0, 0) + question
-        said = self.names[name]
-        if not said:
+        message = self.names[name]
+        if not message:
             return None
-        records = [found for each in said if (found := _record(each, kind))]
+        records = [found for each in message if (found := _record(each, kind))]
         body = b"".join(records)
         head = struct.pack("!5H", 0x8180, 1, len(records), 0, 0)
         if 12 + len(question) + len(body) > bytes_max:
@@ -58,11 +58,11 @@ class NameServer:
         return number + head + question + body
 
 
-def _record(said: str, kind: int) -> bytes | None:
-    if said.startswith("->"):
-        data = b"".join(bytes([len(part)]) + part.encode() for part in said[2:].split("."))
+def _record(message: str, kind: int) -> bytes | None:
+    if message.startswith("->"):
+        data = b"".join(bytes([len(part)]) + part.encode() for part in message[2:].split("."))
         return _POINTER + struct.pack("!HHIH", CNAME, 1, 60, len(data) + 1) + data + b"\0"
-    address = ip_address(said)
+    address = ip_address(message)
     if kind != (A if address.version == 4 else AAAA):
         return None
     packed = address.packed

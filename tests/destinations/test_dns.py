@@ -128,7 +128,7 @@ async def test_a_thousand_addresses_are_not_all_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("output", "status"),
     [
         (["10.0.0.5"], None),
         (["::ffff:10.0.0.5"], None),
@@ -138,9 +138,9 @@ async def test_a_thousand_addresses_are_not_all_checked() -> None:
     ],
 )
 async def test_allowed_addresses_of_a_dns_response_are_used(
-    said: list[str], status: int | None
+    message: list[str], status: int | None
 ) -> None:
-    async with naming({"some.example": said}) as dns, serving(respond_with(OK)) as server:
+    async with naming({"some.example": message}) as dns, serving(respond_with(OK)) as server:
         transport = TransportRouter(LOOPBACK, resolver=CachingResolver(**dns.options))
         async with closing(transport):
             response = await transport.send(to(f"http://some.example:{server.port}/"))

@@ -89,11 +89,11 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
     async def command(*words: str, stdin: str = "", shows: str = "", **more: str) -> Any:
         """Run a command; `shows` names the field of its result that may show the secret."""
         ended = await outbox(*words, env=env | more, stdin=stdin)
-        said = None
+        output = None
         if shows:
-            said = ended.json[shows]
-            canaries.search("output", ended.stdout.replace(said, "") + ended.stderr)
-            return said
+            output = ended.json[shows]
+            canaries.search("output", ended.stdout.replace(output, "") + ended.stderr)
+            return output
         canaries.search("output", ended.stdout + ended.stderr)
         return ended
 
@@ -104,9 +104,11 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
 
     async def echo(request: web.Request) -> web.Response:
         """A receiver that echoes every request and fails."""
-        said = "\n".join(f"{name}: {value}" for name, value in request.headers.items())
+        output = "\n".join(f"{name}: {value}" for name, value in request.headers.items())
         bad = request.path == "/bad"
-        return web.Response(status=400 if bad else 200, text=said, headers={"X-Request-Id": header})
+        return web.Response(
+            status=400 if bad else 200, text=output, headers={"X-Request-Id": header}
+        )
 
     application = web.Application()
     application.router.add_post("/{path}", echo)

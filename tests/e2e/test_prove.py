@@ -112,9 +112,9 @@ async def test_nothing_is_left_behind(database: Database, number: signal.Signals
     assert len(await schemas(database)) == 1
     process.send_signal(number)
     async with asyncio.timeout(60):
-        said = (await process.stderr.read()).decode()
+        output = (await process.stderr.read()).decode()
         await process.wait()
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
     await until(lambda: not running(started), 20, "everything to be gone")
     assert await schemas(database) == []

@@ -232,15 +232,15 @@ async def test_systemd_is_notified(database: Database, tmp_path: Path) -> None:
         notify_socket.bind(str(path))
         notify_socket.setblocking(False)
         path.chmod(0o777)
-        said: list[str] = []
+        output: list[str] = []
 
         def has_received(text: str) -> Any:
             def receive() -> bool:
                 try:
                     while True:
-                        said.extend(notify_socket.recv(4096).decode().splitlines())
+                        output.extend(notify_socket.recv(4096).decode().splitlines())
                 except BlockingIOError:
-                    return text in said
+                    return text in output
 
             return receive
 
@@ -252,10 +252,10 @@ async def test_systemd_is_notified(database: Database, tmp_path: Path) -> None:
         async with relay_process(env, tmp_path / "relay.log") as relay:
             await until(has_received("READY=1"), 20, "READY")
             await until(has_received("STATUS=delivering"), 20, "STATUS")
-            said.clear()
+            output.clear()
             for _ in range(3):
                 await until(has_received("WATCHDOG=1"), 20, "WATCHDOG")
-                said.clear()
+                output.clear()
             assert relay.process is not None
             relay.process.send_signal(signal.SIGTERM)
             await until(has_received("STOPPING=1"), 20, "STOPPING")

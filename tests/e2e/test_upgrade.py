@@ -53,7 +53,7 @@ def newer(room: Path, migration: str) -> Path:
     return package
 
 
-async def _said(relay: RelayProcess, message: str, times: int = 1) -> None:
+async def _output(relay: RelayProcess, message: str, times: int = 1) -> None:
     def count() -> int:
         return sum(line["message"] == message for line in relay.log())
 
@@ -111,10 +111,10 @@ async def test_relays_are_upgraded_one_by_one_on_a_newer_schema(
             "WHERE application_name LIKE 'outbox-relay:%'",
         )
         for relay in old:
-            await _said(relay, "replica registered", 2)
+            await _output(relay, "replica registered", 2)
         await old[0].end()
         await old[0].start()
-        await _said(old[0], "replica registered", 3)
+        await _output(old[0], "replica registered", 3)
         await flows()
         ahead = await command("migrate", env=env)
         assert ahead.stdout == f'schema "relay" is up to date, at version {LAST + 1}\n', (
@@ -125,7 +125,7 @@ async def test_relays_are_upgraded_one_by_one_on_a_newer_schema(
             new = await stack.enter_async_context(
                 relay_process(env, tmp_path / f"new{n}.log", package)
             )
-            await _said(new, "replica registered")
+            await _output(new, "replica registered")
             await flows()
             assert await relay.end() == 0
             await flows()
@@ -152,7 +152,7 @@ async def test_an_old_relay_refuses_an_incompatible_schema(
     package = newer(tmp_path, INCOMPATIBLE)
     env = {"OUTBOX_DSN": database.dsn}
     async with relay_process(env, tmp_path / "old.log") as old:
-        await _said(old, "replica registered")
+        await _output(old, "replica registered")
         migrated = await command("migrate", env=env, package=package)
         assert migrated.code == 0, migrated.stderr
         refusal = (

@@ -140,7 +140,7 @@ def _hunt(names: list[str], jobs: int, how: dict[str, Any], kept: Path) -> list[
 def _show(hunts: list[Hunt]) -> None:
     print(f"{'target':<13} {'inputs':>11} {'edges':>7}  finding")
     for each in hunts:
-        finding = "none" if each.input is None else each.said[:120]
+        finding = "none" if each.input is None else each.error[:120]
         print(f"{each.target:<13} {each.inputs:>11,} {each.edges:>7,}  {finding}")
     for each in hunts:
         if each.input is not None:

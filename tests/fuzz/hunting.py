@@ -32,7 +32,7 @@ class Hunt:
     seconds: float
     input: Path | None = None
     """The input that broke the invariant; None: none did."""
-    said: str = ""
+    error: str = ""
     """The last line of the exception."""
     output: str = ""
 

@@ -48,7 +48,7 @@ def test_a_finding_is_stored_and_can_be_reproduced(tmp_path: Path) -> None:
     asked = run(*options, "--seed", 1, "--runs", 100, "--kept", tmp_path, "--json")
     assert asked.returncode == 1, asked.stderr
     (result,) = json.loads(asked.stdout)["targets"]
-    assert result["said"].startswith("Broken: ")
+    assert result["error"].startswith("Broken: ")
     place = Path(result["input"])
     assert place.parent == tmp_path / "findings" / "patterns"
     again = run(*options, "--input", place)

@@ -191,7 +191,7 @@ async def test_410_disables_the_endpoint_and_dead_letters_the_rest_as_one_range(
     covered = sum(to - seq + 1 for _, seq, to in found)
     assert covered == await fetchval(database, "SELECT last_seq FROM lane_counter") - 2
     assert await fetchval(database, "SELECT state_comment FROM endpoint") == (
-        "the receiver answered 410 Gone"
+        "the receiver responded 410 Gone"
     )
     assert await exceptions(database) == {}
 

@@ -389,7 +389,7 @@ async def test_410_reports_the_disabled_endpoint_and_its_dead_letters(
         await until(lambda: fetchval(database, ended), 10, "the end of it")
         letters = await fetchval(database, "SELECT count(*) FROM dead_letter")
         await until(lambda: count_of(database, LETTER, letters), 10, "the report of the range")
-    expected = {"reason": "the receiver answered 410 Gone", "status": 410}
+    expected = {"reason": "the receiver responded 410 Gone", "status": 410}
     payload = await one(database, DISABLED, shop.id)
     assert payload.pop("by").startswith("replica ")
     assert payload == expected

@@ -89,9 +89,9 @@ async def test_a_held_cursor_makes_every_replica_unready(
         for relay in relays:
             await until(lambda r=relay: r.readiness().ready, 10, "it to be ready again")
         await all_ended(database)
-    said = [each for each in logs if each["event"] == STALLED]
-    assert said
-    for each in said:
+    output = [each for each in logs if each["event"] == STALLED]
+    assert output
+    for each in output:
         assert f"pid {pid}" in each["blocked_by"]
         assert each["action"] == f"SELECT pg_terminate_backend({pid})"
     assert not [each for each in logs if "made no progress" in each["event"]], "none is to blame"

@@ -45,15 +45,15 @@ async def test_old_transactions_that_keep_dead_rows_are_reported(
     try:
         found = await reported_findings(db, "horizon", limits=AT_ONCE)
         pid = old.get_server_pid()
-        said = "\n".join(f"{f.message} {f.action}" for f in found)
+        output = "\n".join(f"{f.message} {f.action}" for f in found)
         assert re.search(
             rf'pid {pid} \(role postgres, application "report"\), idle in transaction for \d+ s, '
             rf"last with SELECT 1 AS {'x' * 48}…, keeps VACUUM",
-            said,
+            output,
         )
-        assert f"SELECT pg_terminate_backend({pid})" in said
-        assert f"ROLLBACK PREPARED 'old {database.name}'" in said
-        assert f"SELECT pg_drop_replication_slot('{slot}')" in said
+        assert f"SELECT pg_terminate_backend({pid})" in output
+        assert f"ROLLBACK PREPARED 'old {database.name}'" in output
+        assert f"SELECT pg_drop_replication_slot('{slot}')" in output
         assert len(found) == 3
     finally:
         await db.execute(f"SELECT pg_drop_replication_slot('{slot}')")

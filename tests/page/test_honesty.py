@@ -316,7 +316,7 @@ HOSTILE = (
 
 async def test_receiver_responses_are_shown_as_text(database: Database) -> None:
     headers = (("Server", HOSTILE), ("Location", "javascript:alert(1)"))
-    said = AttemptResult.completed(
+    output = AttemptResult.completed(
         400, 0.001, headers=headers, body=HOSTILE.encode(), detail=HOSTILE
     )
     busy = AttemptResult.completed(
@@ -332,7 +332,7 @@ async def test_receiver_responses_are_shown_as_text(database: Database) -> None:
         return await fetchval(database, sql) == 1 and await fetchval(database, dead) == 1
 
     async with serving(database) as api, visiting(api.url) as visitor:
-        network = Network(lambda sent: busy if sent.url.endswith("busy") else said)
+        network = Network(lambda sent: busy if sent.url.endswith("busy") else output)
         async with running(database, network):
             await publish(database, 1, key="k")
             await until(failing, 30, "both responses to be recorded")

@@ -58,8 +58,8 @@ def batch(*numbers: int, change: Callable[[Any], Any] | None = None, **headers: 
 
 def sent(prepared: Prepared, **headers: str) -> Request:
     now = int(time.time())
-    said = dict(parse_lines(prepared.attempt(1, now, [SECRET])))
-    return Request("POST", tuple((said | headers).items()), prepared.body)
+    output = dict(parse_lines(prepared.attempt(1, now, [SECRET])))
+    return Request("POST", tuple((output | headers).items()), prepared.body)
 
 
 def accepted(response: Any) -> str | None:
@@ -299,12 +299,12 @@ async def test_a_fault_within_a_batch_reports_partial_success() -> None:
     async with receiver.serve() as url:
         while done < 60:
             numbers = range(done + 1, done + 6)
-            status, said = await post(url, batch(*numbers))
-            responses.add((status, said is None))
+            status, output = await post(url, batch(*numbers))
+            responses.add((status, output is None))
             if status == 200:
                 done = numbers[-1]
-            elif said is not None:
-                done = int(said)
+            elif output is not None:
+                done = int(output)
     taken = {n for n, outcome in outcomes(seen) if outcome is HandledOutcome.ACCEPTED}
     assert taken == set(range(1, max(taken) + 1))
     assert receiver.totals().good

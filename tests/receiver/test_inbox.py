@@ -285,8 +285,8 @@ async def test_an_older_event_never_overwrites_a_newer_state(opener: Opener) -> 
         async with opener.transaction() as transaction:
             newest.append(await transaction.newest("account 7", what))
             assert await transaction.newest(f"other {len(newest)}", what)
-    said = "".join("+" if each else "-" for each in newest)
-    assert said == "++-+-++--++-++"
+    output = "".join("+" if each else "-" for each in newest)
+    assert output == "++-+-++--++-++"
 
 
 async def test_expired_deliveries_are_deleted_and_their_copies_stay_duplicates(

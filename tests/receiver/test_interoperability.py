@@ -138,8 +138,8 @@ def asked_of(table: Iterable[Case]) -> list[ToVerify]:
     return [ToVerify(each.secret, each.headers, each.body) for each in table]
 
 
-def results(table: Iterable[Case], said: Iterable[bool]) -> dict[str, bool]:
-    return {each.name: accepted for each, accepted in zip(table, said, strict=True)}
+def results(table: Iterable[Case], output: Iterable[bool]) -> dict[str, bool]:
+    return {each.name: accepted for each, accepted in zip(table, output, strict=True)}
 
 
 def test_all_libraries_refuse_invalid_requests(peer: Peer) -> None:

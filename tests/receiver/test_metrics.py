@@ -276,10 +276,10 @@ receiver.handle(sender.event("a.b", 1))
 (scope,) = reader.get_metrics_data().resource_metrics[0].scope_metrics
 print(scope.scope.name, len(scope.metrics))
 """
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True, check=True
     )
-    assert said.stdout == "outbox.receiver 7\n"
+    assert output.stdout == "outbox.receiver 7\n"
 
 
 def test_the_guide_lists_every_metric(metrics: Metrics) -> None:

@@ -220,16 +220,16 @@ async def test_a_delivery_without_its_headers_is_not_another_senders(pool: async
 
 async def test_two_handlers_may_call_is_newest(pool: asyncpg.Pool) -> None:
     receiver = AsyncReceiver(TEXT, pool)
-    said: list[bool] = []
+    output: list[bool] = []
     for pattern in ("order.*", "**"):
 
         @receiver.on(pattern)
         async def handle_message(message: Message, connection: Any) -> None:
-            said.append(await receiver.inbox.is_newest_async(connection, "k", message))
+            output.append(await receiver.inbox.is_newest_async(connection, "k", message))
 
     await receiver.handle(request(1))
     await receiver.handle(request(2))
-    assert said == [True] * 4
+    assert output == [True] * 4
 
 
 def test_a_failed_commit_does_not_block_a_sqlite_file(tmp_path: Path) -> None:
@@ -604,8 +604,8 @@ def test_invalid_options_are_refused_at_construction(arguments: dict[str, Any], 
 
 @pytest.mark.parametrize("token", ["", " \n", None, "obf_x\ny", "obf_\u00e4"])
 def test_an_invalid_token_is_never_shown(token: Any) -> None:
-    with pytest.raises(UsageError, match="invalid token") as said:
+    with pytest.raises(UsageError, match="invalid token") as output:
         FetchClient("http://127.0.0.1:9", token)
-    assert "obf_" not in str(said.value)
+    assert "obf_" not in str(output.value)
     # A newline at the end of a file is not part of the token.
     assert FetchClient("http://127.0.0.1:9", "obf_x\n")._headers["Authorization"] == "Bearer obf_x"

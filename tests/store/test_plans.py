@@ -126,7 +126,7 @@ async def _events(log: LongLog, high: int, gaps: Sequence[tuple[int, int]] = ())
 
 NEXT = HIGH + 2 + UNSEQUENCED
 """The newest id."""
-SAID, SAID_PAGES = 2, 32
+STATE_ROWS, STATE_PAGES = 2, 32
 """What a read needs besides the events: the cursor row (with its dead versions) and
 this database's name."""
 
@@ -139,14 +139,14 @@ async def _events_when_idle(log: LongLog) -> Case:
     return Case(
         event_reads.READ_EVENTS_AND_STATE,
         await _events(log, NEXT),
-        SAID,
-        20 + SAID_PAGES,
+        STATE_ROWS,
+        20 + STATE_PAGES,
         {"outbox": NEWEST},
     )
 
 
 async def _events_with_their_content(log: LongLog) -> Case:
-    rows, pages = UNSEQUENCED + SAID, FOUR + UNSEQUENCED + SAID_PAGES
+    rows, pages = UNSEQUENCED + STATE_ROWS, FOUR + UNSEQUENCED + STATE_PAGES
     return Case(
         event_reads.READ_CONTENT_AND_STATE,
         await _events(log, HIGH),
@@ -158,7 +158,7 @@ async def _events_with_their_content(log: LongLog) -> Case:
 
 async def _events_and_young_gaps(log: LongLog) -> Case:
     gaps = GAPS[-20:]
-    rows, pages = UNSEQUENCED + SAID, FOUR * len(gaps) + UNSEQUENCED + SAID_PAGES
+    rows, pages = UNSEQUENCED + STATE_ROWS, FOUR * len(gaps) + UNSEQUENCED + STATE_PAGES
     return Case(
         event_reads.READ_EVENTS_AND_STATE,
         await _events(log, HIGH, gaps),
@@ -172,7 +172,7 @@ async def _events_of_a_backlog(log: LongLog) -> Case:
     """A full batch far behind the newest event, and the gaps just below it, in one partition."""
     at = 3 * WIDTHS["outbox"] + WIDTHS["outbox"] // 2
     gaps = [gap for gap in GAPS if at - 20_000 < gap[0] < at]
-    rows, pages = 2000 + SAID, FOUR * len(gaps) + 100 + SAID_PAGES
+    rows, pages = 2000 + STATE_ROWS, FOUR * len(gaps) + 100 + STATE_PAGES
     return Case(
         event_reads.READ_EVENTS_AND_STATE,
         await _events(log, at, gaps),
@@ -183,7 +183,7 @@ async def _events_of_a_backlog(log: LongLog) -> Case:
 
 
 async def _events_and_every_old_gap(log: LongLog) -> Case:
-    rows, pages = UNSEQUENCED + SAID, FOUR * len(GAPS) + UNSEQUENCED + SAID_PAGES
+    rows, pages = UNSEQUENCED + STATE_ROWS, FOUR * len(GAPS) + UNSEQUENCED + STATE_PAGES
     return Case(
         event_reads.READ_EVENTS_AND_STATE,
         await _events(log, HIGH, GAPS),
@@ -198,8 +198,8 @@ async def _events_and_a_gap_as_wide_as_a_setval(log: LongLog) -> Case:
     return Case(
         event_reads.READ_EVENTS_AND_STATE,
         await _events(log, NEXT, gaps),
-        SAID,
-        40 + SAID_PAGES,
+        STATE_ROWS,
+        40 + STATE_PAGES,
         {"outbox": NEWEST},
     )
 

@@ -49,10 +49,10 @@ class Collector:
     async def traces(self, request: web.Request) -> web.Response:
         body = await _body(request)
         self.raw += body
-        said = ExportTraceServiceRequest.FromString(body)
+        output = ExportTraceServiceRequest.FromString(body)
         self.spans += [
             Span(span, each.resource)
-            for each in said.resource_spans
+            for each in output.resource_spans
             for scope in each.scope_spans
             for span in scope.spans
         ]
@@ -61,8 +61,8 @@ class Collector:
     async def measurements(self, request: web.Request) -> web.Response:
         body = await _body(request)
         self.raw += body
-        said = ExportMetricsServiceRequest.FromString(body)
-        for each in said.resource_metrics:
+        output = ExportMetricsServiceRequest.FromString(body)
+        for each in output.resource_metrics:
             for scope in each.scope_metrics:
                 self.metrics |= {metric.name: metric for metric in scope.metrics}
         return web.Response()

@@ -59,7 +59,7 @@ def test_the_console_exporter_prints_to_the_console() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "output"),
     [
         (
             {"OTEL_TRACES_EXPORTER": "zipkin"},
@@ -81,10 +81,10 @@ def test_the_console_exporter_prints_to_the_console() -> None:
         ),
     ],
 )
-def test_an_invalid_variable_is_a_one_line_error(env: Mapping[str, str], said: str) -> None:
+def test_an_invalid_variable_is_a_one_line_error(env: Mapping[str, str], output: str) -> None:
     with pytest.raises(UsageError) as configured:
         asked(env)
-    assert str(configured.value) == said
+    assert str(configured.value) == output
 
 
 def test_the_resource_names_the_service_and_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:

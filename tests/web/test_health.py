@@ -15,7 +15,7 @@ async def no_metrics(_: str) -> tuple[bytes, str]:
     return b"", "text/plain"
 
 
-async def test_the_response_says_why_the_relay_is_not_ready() -> None:
+async def test_the_response_has_the_reason_for_not_being_ready() -> None:
     async with (
         serving(application(lambda: "its lease ran out", no_metrics), HERE) as address,
         aiohttp.ClientSession() as session,

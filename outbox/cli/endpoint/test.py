@@ -55,21 +55,21 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
         finally:
             await transport.aclose()
 
-    trial = run_async(send_test())
+    result = run_async(send_test())
     if as_json:
-        emit_json(trial.as_json())
+        emit_json(result.as_json())
     else:
-        response = trial.summary
+        response = result.summary
         emit_pairs(
             [
-                ("sent", f"{trial.method} {trial.url}"),
+                ("sent", f"{result.method} {result.url}"),
                 ("response", response.get("status") or response["failure"]),
                 ("detail", response.get("detail")),
                 ("time", f"{response['elapsed_ms']:.0f} ms"),
                 ("headers", response.get("headers")),
                 ("body", response.get("body")),
-                ("outcome", trial.meaning),
+                ("outcome", result.meaning),
             ]
         )
-    if trial.response.status is None or not 200 <= trial.response.status <= 299:
+    if result.response.status is None or not 200 <= result.response.status <= 299:
         ctx.exit(EXIT_NOT_ACCEPTED)

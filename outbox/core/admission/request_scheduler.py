@@ -491,18 +491,20 @@ class RequestScheduler:
 
     def _enforce_overdue_limit(self, now: float) -> None:
         """Preempt overdue requests beyond their limit."""
-        while self.slow + len(self._overdue) > self.long_max and (most := self._overdue.heaviest()):
-            self._preempt(most[1], now)
+        while self.slow + len(self._overdue) > self.long_max and (
+            heaviest := self._overdue.heaviest()
+        ):
+            self._preempt(heaviest[1], now)
 
     def _preemptable_slow(self) -> Slot | None:
         """The slow request to preempt for a waiting holder, once its grace time is over."""
-        found, most = self._next_waiting(_SLOW), self._slow.heaviest()
-        if found is None or most is None:
+        found, heaviest = self._next_waiting(_SLOW), self._slow.heaviest()
+        if found is None or heaviest is None:
             return None
         usage, _ = found
         if usage < self.slow_max - self.slow:
             return None  # A preempted request has not ended yet.
-        return most[1] if 2 * usage < most[0] else None
+        return heaviest[1] if 2 * usage < heaviest[0] else None
 
     def _preempt(self, slot: Slot, now: float) -> None:
         self._leave_class(slot)
@@ -536,8 +538,8 @@ class RequestScheduler:
     def _tenant_limit_reached(self, tenant: Tenant, now: float) -> WaitReason | None:
         if not tenant.bounded:
             return None
-        most = self._tenant_in_flight_max
-        if most is not None and tenant.open >= most:
+        in_flight_max = self._tenant_in_flight_max
+        if in_flight_max is not None and tenant.open >= in_flight_max:
             return WaitReason.TENANT_IN_FLIGHT
         if tenant.rate is not None and not tenant.rate.ready(now):
             return WaitReason.TENANT_RATE

@@ -124,9 +124,9 @@ class _Bucket:
     filled_at: float
 
     def fill(self, now: float) -> None:
-        most = max(1.0, self.rate_per_s * BURST_S)
+        burst = max(1.0, self.rate_per_s * BURST_S)
         earned = max(now - self.filled_at, 0.0) * self.rate_per_s
-        self.tokens, self.filled_at = min(self.tokens + earned, most), now
+        self.tokens, self.filled_at = min(self.tokens + earned, burst), now
 
 
 class ReplayThrottle:

@@ -233,13 +233,13 @@ def assign_sequences(
     return out
 
 
-def count_fitting(lane_ids: Iterable[int], per_lane: int, most: int) -> int:
+def count_fitting(lane_ids: Iterable[int], per_lane: int, total: int) -> int:
     """Length of the longest prefix within `most` in all and `per_lane` of each lane."""
     taken: dict[int, int] = {}
     n = 0
     for lane_id in lane_ids:
         taken[lane_id] = taken.get(lane_id, 0) + 1
-        if taken[lane_id] > per_lane or n == most:
+        if taken[lane_id] > per_lane or n == total:
             break
         n += 1
     return n

@@ -179,7 +179,7 @@ class FaultInjector:
         try:
             await asyncio.sleep(hung_s)
         finally:
-            relay.proxy.heal()
+            relay.proxy.resume()
 
     async def _half_sent(self, run: FaultRun) -> None:
         relay = self._choose_relay(run)
@@ -254,9 +254,9 @@ class FaultInjector:
 
     # ------------------------------------------------------------ the receivers
 
-    def _endpoints(self, run: FaultRun, most: int) -> list[EndpointStub]:
+    def _endpoints(self, run: FaultRun, count_max: int) -> list[EndpointStub]:
         stubs = list(self._environment.receivers.endpoints.values())
-        chosen = run.rng.sample(stubs, min(run.rng.randint(1, most), len(stubs)))
+        chosen = run.rng.sample(stubs, min(run.rng.randint(1, count_max), len(stubs)))
         run.endpoints.update(stub.number for stub in chosen)
         return chosen
 

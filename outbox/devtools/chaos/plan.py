@@ -153,13 +153,15 @@ class ChaosPlan:
         """
         rng = random.Random(self.seed)  # noqa: S311 (a repeatable run is the point)
         planned: list[PlannedFault] = []
-        deck: list[str] = []
+        remaining: list[str] = []
         for n in range(1, math.ceil(self.seconds / self.fault_every_s)):
             if not self.kinds:
                 break
-            if not deck:
-                deck = rng.sample(self.kinds, len(self.kinds))
-            planned.append(PlannedFault(n * self.fault_every_s, deck.pop(), rng.getrandbits(32)))
+            if not remaining:
+                remaining = rng.sample(self.kinds, len(self.kinds))
+            planned.append(
+                PlannedFault(n * self.fault_every_s, remaining.pop(), rng.getrandbits(32))
+            )
         return planned
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator
 
-GHOST_S = 5.0
+CLIENT_CLOSED_S = 5.0
 """How long the server keeps a half-open session after the relay closed it, in seconds;
 stands for TCP keepalive."""
 STARTUP_BYTES_MAX = 65536
@@ -72,7 +72,7 @@ class Proxy:
         for link in self.links:
             link.mute(for_good=for_good)
 
-    def heal(self) -> None:
+    def resume(self) -> None:
         """Forward new connections again; muted ones stay muted."""
         self.muted = False
 
@@ -92,7 +92,7 @@ class Proxy:
     def sessions(self) -> Iterator[tuple[int | None, int | None]]:
         """Yield (backend pid, client port) of each connection, as far as known."""
         for link in self.links:
-            if not link.ghost:
+            if not link.client_closed:
                 yield link.backend_pid, link.client_port
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Link:
         self.muted = proxy.muted
         self.for_good = False
         """The server keeps the session even after the client has closed it."""
-        self.ghost = False
+        self.client_closed = False
         self.interruption: Interruption | None = None
         self.interrupted = False
         self.near: asyncio.Transport | None = None
@@ -189,10 +189,10 @@ class Link:
                 if side is not None:
                     side.close()
             self._forget()
-        elif not at_server and not self.ghost:
-            self.ghost = True
+        elif not at_server and not self.client_closed:
+            self.client_closed = True
             if not self.for_good:
-                asyncio.get_running_loop().call_later(GHOST_S, self.cut)
+                asyncio.get_running_loop().call_later(CLIENT_CLOSED_S, self.cut)
 
     def cut(self) -> None:
         """Reset both sides."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-CLERKS = 8
+PRODUCERS = 8
 CUSTOMERS = 24
 ROLLBACK_SHARE = 0.1
 LONG_SHARE = 0.03
@@ -82,11 +82,11 @@ class Shop:
     async def run(self, connect: Callable[[], Awaitable[Connection[Any]]]) -> None:
         """Publish all events at a limited rate."""
         started = asyncio.get_running_loop().time()
-        async with asyncio.TaskGroup() as clerks:
-            for _ in range(CLERKS):
-                clerks.create_task(self._clerk(connect, started))
+        async with asyncio.TaskGroup() as producers:
+            for _ in range(PRODUCERS):
+                producers.create_task(self._produce(connect, started))
 
-    async def _clerk(
+    async def _produce(
         self, connect: Callable[[], Awaitable[Connection[Any]]], started: float
     ) -> None:
         connection = await connect()

@@ -11,7 +11,7 @@ from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.pattern import parse as parse_pattern
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.devtools.demo.application import CLERKS
+from outbox.devtools.demo.application import PRODUCERS
 from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.devtools.relay_process import RelayProcess
@@ -123,7 +123,7 @@ async def open_environment(seed: int, major: int | None) -> AsyncIterator[DemoEn
         CannotRun: the PostgreSQL binaries are missing, or the server does not start.
     """
     async with AsyncExitStack() as stack:
-        settings = {"max_connections": CLERKS + 30}
+        settings = {"max_connections": PRODUCERS + 30}
         postgres = await stack.enter_async_context(EmbeddedPostgres(major, settings=settings))
         address = dsn.parse(postgres.dsn(), source="the demo", env={})
         control = await connect(address, schema=SCHEMA, application_name="outbox-demo")

@@ -63,7 +63,7 @@ SELECT pg_sequence_last_value('wakeup'::regclass) AS value,
        has_sequence_privilege('public', 'wakeup', 'SELECT') AS granted
 """
 
-_WHY_DISABLED = {
+_DISABLED_EFFECT = {
     "D": "is disabled: producers cannot wake a sleeping relay",
     "R": "is enabled for replicas only: producers cannot wake a sleeping relay",
     "O": "does not fire when session_replication_role is replica",
@@ -167,7 +167,7 @@ async def check_trigger(context: DoctorContext) -> AsyncIterator[CheckResult]:
     else:
         make_result = warning if enabled == "O" else problem
         yield make_result(
-            f"the trigger notify_relay of {table} {_WHY_DISABLED[enabled]}",
+            f"the trigger notify_relay of {table} {_DISABLED_EFFECT[enabled]}",
             f"ALTER TABLE {table} ENABLE ALWAYS TRIGGER notify_relay",
         )
 

@@ -109,12 +109,13 @@ async def check_dead_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
             f"end what holds back VACUUM (see horizon), then VACUUM {name}",
         )
     if not bad:
-        most = rows[0]
+        largest = rows[0]
         yield ok(
             f"{format_count(sum(row['dead'] for row in rows), 'dead row')} in all"
             + (
-                f", {most['dead']} of them in {context.qualify(most['name'])}, {_vacuumed(most)}"
-                if most["dead"]
+                f", {largest['dead']} of them in {context.qualify(largest['name'])}, "
+                f"{_vacuumed(largest)}"
+                if largest["dead"]
                 else ""
             )
         )
@@ -150,16 +151,16 @@ async def check_wraparound(context: DoctorContext) -> AsyncIterator[CheckResult]
             f"{context.qualify(row[oldest])}",
         )
     if not overdue:
-        most = max(row["xids"] for row in rows)
-        yield ok(f"freezing is on time; the oldest table is {most} transactions old")
+        age_xids = max(row["xids"] for row in rows)
+        yield ok(f"freezing is on time; the oldest table is {age_xids} transactions old")
 
 
 async def check_size(context: DoctorContext) -> AsyncIterator[CheckResult]:
     """Size of the tables, including indexes."""
     rows = await context.db.fetch(SIZES, None)
     total = _bytes(sum(row["bytes"] for row in rows))
-    most = ", ".join(f"{row['name']} {_bytes(row['bytes'])}" for row in rows[:SIZES_MAX])
-    yield ok(f"{total} in all: {most}")
+    sizes = ", ".join(f"{row['name']} {_bytes(row['bytes'])}" for row in rows[:SIZES_MAX])
+    yield ok(f"{total} in all: {sizes}")
 
 
 def _bytes(number: int) -> str:

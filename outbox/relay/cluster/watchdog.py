@@ -136,7 +136,7 @@ class Watchdog:
                 if self._watched[name].waiting_s > longest_s:
                     raise self._hangs(name, "whether the server is still working on it is unknown")
             return
-        doubted, self._idle_statements = self._idle_statements, {}
+        suspected, self._idle_statements = self._idle_statements, {}
         for name, question in overdue.items():
             connection = self._watched[name]
             if connection.statements_started != question or not connection.waiting_s:
@@ -145,7 +145,7 @@ class Watchdog:
                 waited_s = connection.waiting_s
                 self._busy_statements[name] = (question, waited_s + min(waited_s, RECHECK_MAX_S))
                 self._record_blocker(name, question, working[pids[name]])
-            elif doubted.get(name) == question:
+            elif suspected.get(name) == question:
                 raise self._hangs(name, "its backend is idle")
             else:
                 self._idle_statements[name] = question

@@ -103,7 +103,7 @@ class EndpointSupervisor:
             if n % LANES_AT_ONCE == 0:
                 await asyncio.sleep(0)
             if owned.breaker.state is BreakerState.DISABLED:
-                await self._disable(owned, "the receiver answered 410 Gone")
+                await self._disable(owned, "the receiver responded 410 Gone")
             kept = EndpointState(
                 owned.endpoint, owned.epoch, owned.breaker.record(), owned.reported
             )

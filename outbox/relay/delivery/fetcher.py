@@ -87,8 +87,8 @@ def _rows_max(lane: LaneRuntime) -> int:
     """Rows per read of a lane: at least one batch of the endpoint, and fewer if the payloads
     of the last read were large.
     """
-    most = max(ROWS_PER_LANE, lane.runtime.endpoint.batch_max or 0)
-    return min(most, BATCH_BYTES_MAX // lane.payload_bytes + 1)
+    rows_max = max(ROWS_PER_LANE, lane.runtime.endpoint.batch_max or 0)
+    return min(rows_max, BATCH_BYTES_MAX // lane.payload_bytes + 1)
 
 
 def _mean_bytes(rows: Sequence[Delivery | ErasedEvent]) -> int:

@@ -157,7 +157,7 @@ class Cursor:
         self.leads = False
         """Whether this replica was the leader at its last poll."""
         self.awake = True
-        """Whether the wake-up flag said "awake" at the last poll."""
+        """Whether the wake-up flag was "awake" at the last poll."""
         self.watched: LockHolders = frozenset()
         """The transactions in flight when the flag was last set to "asleep"."""
         self.more = False

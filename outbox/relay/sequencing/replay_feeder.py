@@ -132,7 +132,7 @@ class ReplayFeeder:
         chunks = {key: chunk for key, chunk in found.items() if chunk is not None}
         if chunks:
             if not await self._store.claim_dead_letters(chunks, leader, version):
-                # The batch goes on without them; if this replica does not lead any more, it is
+                # The batch continues without them; if this replica does not lead any more, it is
                 # not written.
                 self._return([share for share in shares if share.part.key in chunks])
                 shares = [share for share in shares if share.part.key not in chunks]

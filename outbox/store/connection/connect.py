@@ -136,7 +136,7 @@ async def connect(
         "tcp_keepalives_interval": str(probe_s),
         "tcp_keepalives_count": str(PROBES),
         # A client that does not read would keep its backend, and whatever that holds, for ever:
-        # keepalives are answered by its system.
+        # its system responds to keepalives.
         "tcp_user_timeout": milliseconds(send_timeout_s),
         **dsn.server_settings,
         **(server_settings or {}),

@@ -77,7 +77,7 @@ async def test_a_half_open_connection_never_works_again(proxy: Proxy, database: 
         proxy.mute()
         with pytest.raises(TimeoutError):
             await connected.fetchval("SELECT 1", timeout=0.1)
-        proxy.heal()
+        proxy.resume()
     # The server has not detected the end, as after a network failure.
     async with database.connection() as other:
         assert await other.fetchval("SELECT count(*) FROM pg_stat_activity WHERE pid = $1", pid)
@@ -136,11 +136,11 @@ async def test_a_client_is_interrupted_after_some_pieces(proxy: Proxy, database:
 async def test_a_proxy_that_is_silent_for_good_keeps_the_sessions_of_a_client_that_ended(
     proxy: Proxy, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.devtools.chaos.proxy.GHOST_S", 0.0)
+    monkeypatch.setattr("outbox.devtools.chaos.proxy.CLIENT_CLOSED_S", 0.0)
     async with connection(proxy, database) as connected:
         proxy.mute(for_good=True)
     (link,) = proxy.links
-    await until(lambda: link.ghost, what="the client to end")
+    await until(lambda: link.client_closed, what="the client to end")
     await asyncio.sleep(0)  # A timer of no seconds would expire here.
     assert list(proxy.links) == [link]
     assert connected.is_closed()

@@ -100,8 +100,8 @@ def test_ctrl_c_does_not_reach_the_server(pg_major: int) -> None:
     with holder(pg_major) as process:
         server = read_line(process)
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate("\n", timeout=30)
-        assert json.loads(said) == {"responses": True, "interrupts": 1}
+        output, _ = process.communicate("\n", timeout=30)
+        assert json.loads(output) == {"responses": True, "interrupts": 1}
         assert process.returncode == 0
     assert not psutil.pid_exists(server["server_pid"])
     assert not Path(server["data_dir"]).parent.exists()
@@ -148,8 +148,8 @@ def test_the_server_runs_as_an_ordinary_user(pg_major: int, open_directory: Path
         server = read_line(process)
         assert server["uid"] == user.uid
         processes = family(server["server_pid"])
-        said, _ = process.communicate("\n", timeout=30)
-        assert json.loads(said)["responses"]
+        output, _ = process.communicate("\n", timeout=30)
+        assert json.loads(output)["responses"]
     assert not running(processes)
     assert not Path(server["data_dir"]).parent.exists()
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 TARGETS = {
     "responses": (
-        "answers",
+        "responses",
         "any bytes from a receiver: a timely result, made of this response only",
     ),
     "requests": ("requests", "any URL, key and headers: one request, each relay header once"),

@@ -199,8 +199,8 @@ _NUMBERS = {route.operation_id: chr((ord("0") + i) % 256) for i, route in enumer
 
 def _to(operation: str, *parts: str, body: Any = None) -> bytes:
     """A seed: a valid request for this operation."""
-    said = b"" if body is None else orjson.dumps(body)
-    return _NUMBERS[operation].encode("latin-1") + b"01" + fields(*parts) + b"\x1f" + said
+    output = b"" if body is None else orjson.dumps(body)
+    return _NUMBERS[operation].encode("latin-1") + b"01" + fields(*parts) + b"\x1f" + output
 
 
 _ENDPOINT = {

@@ -64,16 +64,16 @@ def commands(raw: bytes) -> None:
             code = run(arguments)
     finally:
         sys.stdin = before
-    said = err.getvalue()
-    hold(code in _EXITS, f"{arguments} ended with {code}: {said}")
-    hold(not _FAULT.search(said), f"{arguments}: {said}")
+    output = err.getvalue()
+    hold(code in _EXITS, f"{arguments} ended with {code}: {output}")
+    hold(not _FAULT.search(output), f"{arguments}: {output}")
     hold(len(out.getvalue()) <= OUTPUT_CHARS_MAX, f"{arguments} prints without end")
     if code:
-        lines = [line for line in said.splitlines() if not line.startswith("outbox: warning: ")]
+        lines = [line for line in output.splitlines() if not line.startswith("outbox: warning: ")]
         if lines and lines[0].startswith("Usage: "):
             return  # A group without a command prints its help.
-        hold(len(lines) == 1, f"{arguments}: not one line: {said!r}")
-        hold(lines[0].startswith(f"{main.PROGRAM}: "), f"{arguments}: {said!r}")
+        hold(len(lines) == 1, f"{arguments}: not one line: {output!r}")
+        hold(lines[0].startswith(f"{main.PROGRAM}: "), f"{arguments}: {output!r}")
         hold(len(lines[0]) < 4000, f"{arguments}: {len(lines[0])} characters")
         storable(lines[0], "what is said")
 

@@ -11,7 +11,7 @@ from outbox.core.model.filter import FILTER_BYTES_MAX, validate_filter
 from outbox.errors import UsageError
 from tests.fuzz.target import Target, hold, refused
 
-JUDGE = "OUTBOX_FUZZ_DSN"
+DSN_VARIABLE = "OUTBOX_FUZZ_DSN"
 """The DSN of a database that parses every accepted filter, if set."""
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -44,7 +44,7 @@ def filters(raw: bytes) -> None:
     hold(bare.count("(") == bare.count(")"), f"{text!r} closes what it did not open")
     hold(_METHOD.search(bare) is None, f"{text!r} depends on the time zone")
     hold(_VARIABLE.search(bare) is None, f"{text!r} has a variable")
-    if JUDGE in os.environ:
+    if DSN_VARIABLE in os.environ:
         _check_filter(text)
 
 
@@ -52,7 +52,7 @@ def filters(raw: bytes) -> None:
 def _database() -> Any:
     import psycopg
 
-    return psycopg.connect(os.environ[JUDGE], autocommit=True)
+    return psycopg.connect(os.environ[DSN_VARIABLE], autocommit=True)
 
 
 def _check_filter(text: str) -> None:

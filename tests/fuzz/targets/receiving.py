@@ -162,8 +162,8 @@ def _matching_headers(body: bytes) -> list[tuple[str, str]]:
     try:
         content = orjson.loads(body)
         if isinstance(content, list):
-            said = [(header, str(content[0][name])) for header, name in _FIELDS[1:]]
-            return [*said, ("X-Last-Sequence", str(content[-1]["sequence"]))]
+            output = [(header, str(content[0][name])) for header, name in _FIELDS[1:]]
+            return [*output, ("X-Last-Sequence", str(content[-1]["sequence"]))]
         return [(header, str(content[name])) for header, name in _FIELDS]
     except (ValueError, TypeError, KeyError, IndexError):
         return []

@@ -38,8 +38,8 @@ def exported() -> dict[str, frozenset[str]]:
 
 def words(metric: str) -> set[str]:
     """Return the label values of a metric."""
-    said = next((m.description for m in CATALOGUE if m.prometheus == metric), "")
-    return set(re.findall(r"[a-z]+", said))
+    text = next((m.description for m in CATALOGUE if m.prometheus == metric), "")
+    return set(re.findall(r"[a-z]+", text))
 
 
 def wrong(expression: str, known: Mapping[str, frozenset[str]]) -> Iterator[str]:

@@ -121,6 +121,6 @@ def test_every_metric_is_shown() -> None:
 
 @pytest.mark.promtool
 def test_every_expression_is_promql(tmp_path: Path) -> None:
-    content, said = check_expressions(expressions(), tmp_path)
-    assert content, said
-    assert f"{len(expressions())} rules found" in said
+    content, output = check_expressions(expressions(), tmp_path)
+    assert content, output
+    assert f"{len(expressions())} rules found" in output

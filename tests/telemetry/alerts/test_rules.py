@@ -67,16 +67,16 @@ def queries(rule: Mapping[str, Any]) -> list[str]:
 
 @pytest.mark.promtool
 def test_promtool_accepts_the_rules() -> None:
-    content, said = run_promtool("check", "rules", RULES)
-    assert content, said
-    assert f"SUCCESS: {len(ALL)} rules found" in said
+    content, output = run_promtool("check", "rules", RULES)
+    assert content, output
+    assert f"SUCCESS: {len(ALL)} rules found" in output
 
 
 @pytest.mark.promtool
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_alerts_fire_when_they_should_and_only_then(path: Path) -> None:
-    content, said = run_promtool("test", "rules", path)
-    assert content, said
+    content, output = run_promtool("test", "rules", path)
+    assert content, output
 
 
 def test_every_alert_has_a_firing_case_and_a_case_just_below_its_threshold() -> None:
@@ -147,8 +147,8 @@ def test_rules_use_existing_metrics(rule: dict[str, Any]) -> None:
 
 @pytest.mark.promtool
 def test_queries_in_alert_texts_are_valid_promql(tmp_path: Path) -> None:
-    content, said = check_expressions((q for r in ALL for q in queries(r)), tmp_path)
-    assert content, said
+    content, output = check_expressions((q for r in ALL for q in queries(r)), tmp_path)
+    assert content, output
 
 
 def test_recorded_metrics_name_their_labels_and_are_used() -> None:
@@ -226,12 +226,12 @@ def test_texts_are_complete(tmp_path: Path) -> None:
         ]
     path = tmp_path / "texts.yml"
     path.write_text(yaml.safe_dump(document))
-    content, said = run_promtool("test", "rules", path)
+    content, output = run_promtool("test", "rules", path)
     assert not content
     for flaw in ("error", "no value", "%!", "<", "{{", "NaN"):
-        assert flaw not in said, said
+        assert flaw not in output, output
     for name, _ in ALERTS:
-        assert f'alertname="{name}"' in said
+        assert f'alertname="{name}"' in output
     # Endpoints, values and further queries are replaced with words.
     for expected in (
         "99.8% of the deliveries succeed",
@@ -247,7 +247,7 @@ def test_texts_are_complete(tmp_path: Path) -> None:
         "11 more dead letters within an hour",
         "None of the replicas of the last day (2) is the leader",
     ):
-        assert expected in said, said
+        assert expected in output, output
 
 
 def test_the_runbook_for_unsent_dead_letters_matches_the_reason() -> None:

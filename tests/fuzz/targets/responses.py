@@ -71,7 +71,7 @@ async def _check_kind(kind: TransportKind, scripts: Sequence[list[bytes | int]])
         (alone,) = [each async for each in _asked(kind, [script])]
         hold(
             _content(together[i]) == _content(alone),
-            f"request {i} was answered {_content(together[i])}, and alone {_content(alone)}",
+            f"request {i} got {_content(together[i])}, and alone {_content(alone)}",
         )
 
 
