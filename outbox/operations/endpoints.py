@@ -38,14 +38,16 @@ SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor
   JOIN lane_progress p ON p.lane_id = l.id
 """
 
-# The columns of EndpointSettings.
-SETTINGS = """
+# The columns of EndpointSettings, except headers.
+_PLAIN_SETTINGS = """
        e.name, e.url, e.types, e.tenant, e.all_tenants, e.filter, e.method,
-       e.headers::text AS headers, e.connect_timeout_s, e.total_timeout_s, e.in_flight_max,
-       e.rate_per_s, e.batch_max, e.allow_networks, e.ca, e.retry::text AS retry, e.retryable,
-       e.on_dead_letter, e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s,
-       e.checkpoint_every_s, e.lanes
-"""
+       e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
+       e.allow_networks, e.ca, e.retry::text AS retry, e.retryable, e.on_dead_letter,
+       e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s, e.lanes"""
+_HEADERS = "e.headers::text"
+
+# The columns of EndpointSettings.
+SETTINGS = f"{_PLAIN_SETTINGS}, {_HEADERS} AS headers"
 
 # Whether an endpoint `e` has a current subscription, and whether one of its lanes is blocked.
 SUBSCRIBED = """EXISTS (
@@ -53,9 +55,12 @@ SUBSCRIBED = """EXISTS (
 BLOCKED = """EXISTS (
            SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
 
-_ALL_ENDPOINTS = f"""
+
+def _select_endpoints(headers: str) -> str:
+    """Select all endpoints, with this expression as their headers."""
+    return f"""
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.created_at,
-       {SETTINGS},
+       {_PLAIN_SETTINGS}, {headers} AS headers,
        e.identity_about, h.state AS health, h.since, h.held_until, h.last_response,
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
        (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0) FROM ({LANE_STATE}) s
@@ -65,8 +70,10 @@ SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.c
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
 """  # noqa: S608 (constants only)
 
+
 # For listings, and for roles without the right to read headers, which may hold credentials.
-LIST_ENDPOINTS = _ALL_ENDPOINTS.replace("e.headers::text", "'{}'")
+LIST_ENDPOINTS = _select_endpoints("'{}'")
+_ALL_ENDPOINTS = _select_endpoints(_HEADERS)
 
 # COLLATE "C": the order of bytes is the same in every locale.
 _PAGE = """
@@ -242,7 +249,7 @@ async def list_endpoints(
 async def list_settings(
     connection: Connection[Any], schema: str, *, limit: int, after: str | None = None
 ) -> list[tuple[UUID, EndpointSettings]]:
-    """List endpoints like `page`, as id and settings."""
+    """List endpoints like `list_endpoints`, as id and settings."""
     with map_errors(schema, "operator"):
         rows = await connection.fetch(LIST_SETTINGS, after, limit, None)
     return [(row["id"], settings_of(row)) for row in rows]

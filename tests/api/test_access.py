@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-NOBODYS = "obx_" + "A" * 43
+UNKNOWN_TOKEN = "obx_" + "A" * 43
 
 
 BAD_TOKENS = (
     (None, "send Authorization: Bearer TOKEN"),
     ("Basic dXNlcjpwYXNz", "malformed token"),
     ("Bearer secret", "malformed token"),
-    ("Bearer " + NOBODYS + "A", "malformed token"),
-    ("Bearer " + NOBODYS, "the token is unknown"),
+    ("Bearer " + UNKNOWN_TOKEN + "A", "malformed token"),
+    ("Bearer " + UNKNOWN_TOKEN, "the token is unknown"),
 )
 
 
@@ -404,7 +404,9 @@ async def test_requests_get_503_while_the_database_is_unavailable(
         with capture_logs() as logs:
             for n in range(6):
                 # The response is the same with a valid token and with an unknown one.
-                response = await (api if n % 2 else client.with_token(NOBODYS)).get("/v1/status")
+                response = await (api if n % 2 else client.with_token(UNKNOWN_TOKEN)).get(
+                    "/v1/status"
+                )
                 assert response.json["type"] == "urn:outbox:problem:unavailable"
                 assert (response.status, response.detail) == (503, DATABASE_UNAVAILABLE)
                 assert "Retry-After" in response.headers
@@ -426,7 +428,7 @@ async def _statuses(api: Api) -> bool:
 
 async def test_requests_get_503_until_an_older_schema_is_migrated(empty_database: Database) -> None:
     async with serving(empty_database) as client:
-        response = await client.with_token(NOBODYS).get("/v1/me")
+        response = await client.with_token(UNKNOWN_TOKEN).get("/v1/me")
         assert (response.status, response.detail) == (503, SCHEMA_MISSING)
 
 
@@ -487,7 +489,7 @@ async def test_a_token_is_authenticated_while_all_other_connections_are_busy(
         for _ in range(6):
             tasks.create_task(api.get("/v1/replicas"))
         await until(lambda: at_work == REQUESTS_MAX, 20, "all connections to be busy")
-        assert (await api.with_token(NOBODYS).get("/v1/me")).status == 401
+        assert (await api.with_token(UNKNOWN_TOKEN).get("/v1/me")).status == 401
         newcomer = api.with_token(await make_token(database, "new", ("read",)))
         assert (await newcomer.get("/v1/me")).json["scopes"] == ["read"]
         gate.set()

@@ -82,9 +82,9 @@ class LockScan:
         """Return the observed holders; the bits of `choice` decide about transactions that began or
         ended during the scan.
         """
-        doubtful = sorted(self._at_times - self._throughout)
+        uncertain = sorted(self._at_times - self._throughout)
         return frozenset(self._throughout).union(
-            name for n, name in enumerate(doubtful) if choice >> n & 1
+            name for n, name in enumerate(uncertain) if choice >> n & 1
         )
 
     def running(self, holders: LockHolders) -> LockHolders:
@@ -137,12 +137,12 @@ class Database:
 
     def scan_locks(self) -> LockScan:
         """Begin a scan of the locks; `end_lock_scan` ends it."""
-        scan_locks = LockScan(self.holders, self.running)
-        self._lock_scans.append(scan_locks)
-        return scan_locks
+        scan = LockScan(self.holders, self.running)
+        self._lock_scans.append(scan)
+        return scan
 
-    def end_lock_scan(self, scan_locks: LockScan) -> None:
-        self._lock_scans.remove(scan_locks)
+    def end_lock_scan(self, scan: LockScan) -> None:
+        self._lock_scans.remove(scan)
 
     # ---------------------------------------------------------------- events
 
@@ -182,7 +182,7 @@ class Database:
         self._make_visible(t)
         self._end(t)
 
-    def burn(self, ids: int) -> None:
+    def skip_ids(self, ids: int) -> None:
         """Skip ids with setval."""
         self.last_id += ids
 
@@ -246,8 +246,8 @@ class Database:
         t.insert = (key, frozenset(i for i, row in self.visible.items() if row.key == key))
         if not t.holds:
             t.holds = True
-            for scan_locks in self._lock_scans:
-                scan_locks.acquired(t.name)
+            for scan in self._lock_scans:
+                scan.acquired(t.name)
 
     def _finish_insert(self, t: Transaction, ids: int) -> None:
         assert t.insert is not None
@@ -266,12 +266,12 @@ class Database:
     def _end(self, t: Transaction) -> None:
         self.transactions.remove(t)
         self.ends += 1
-        for scan_locks in self._lock_scans:
-            scan_locks.released(t.name)
+        for scan in self._lock_scans:
+            scan.released(t.name)
 
     def _rename(self, t: Transaction) -> None:
         name, t.name = t.name, f"-1/{next(self._numbers)}"
         self.ends += 1
         if t.holds:
-            for scan_locks in self._lock_scans:
-                scan_locks.renamed(name, t.name)
+            for scan in self._lock_scans:
+                scan.renamed(name, t.name)

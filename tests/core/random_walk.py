@@ -48,7 +48,7 @@ def _walk_cursor(cursor: Cursor, rng: random.Random, steps: int) -> None:
         (2, lambda: database.commit(below(8))),
         (2, lambda: database.release(below(8))),
         (1, lambda: database.rollback(below(8))),
-        (0.1, lambda: database.burn(below(40))),
+        (0.1, lambda: database.skip_ids(below(40))),
     ]
     weights = [weight * rng.choice((0.1, 0.5, 1, 2)) for weight, _ in happenings]
     for _, happens in rng.choices(happenings, weights, k=steps):

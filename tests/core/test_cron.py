@@ -140,7 +140,7 @@ def field(low: int, high: int) -> st.SearchStrategy[str]:
     return st.one_of(
         st.just("*"),
         st.sampled_from(("*/2", "*/7", "*/15")),
-        numbers.map(lambda runs_found: ",".join(map(str, runs_found))),
+        numbers.map(lambda chosen: ",".join(map(str, chosen))),
     )
 
 

@@ -18,23 +18,25 @@ if TYPE_CHECKING:
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 
 
-def asked(env: Mapping[str, str]) -> TelemetryExport:
+def configure(env: Mapping[str, str]) -> TelemetryExport:
     return configure_export("me", "1", env)
 
 
 def test_nothing_is_pushed_without_an_endpoint() -> None:
-    configured = asked({})
+    configured = configure({})
     assert (configured.tracing, configured.metrics) == (None, None)
 
 
 def test_a_general_endpoint_gets_metrics_and_traces() -> None:
-    configured = asked(ENDPOINT)
+    configured = configure(ENDPOINT)
     assert configured.tracing is not None
     assert type(configured.metrics).__module__.startswith("opentelemetry.exporter.otlp.proto.http")
 
 
 def test_an_endpoint_of_one_signal_gets_only_that_signal() -> None:
-    configured = asked({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"})
+    configured = configure(
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"}
+    )
     assert configured.tracing is not None
     assert configured.metrics is None
 
@@ -48,12 +50,12 @@ def test_an_endpoint_of_one_signal_gets_only_that_signal() -> None:
     ],
 )
 def test_export_can_be_disabled(env: Mapping[str, str]) -> None:
-    configured = asked(ENDPOINT | env)
+    configured = configure(ENDPOINT | env)
     assert (configured.tracing, configured.metrics) == (None, None)
 
 
 def test_the_console_exporter_prints_to_the_console() -> None:
-    configured = asked({"OTEL_METRICS_EXPORTER": "console", "OTEL_TRACES_EXPORTER": "console"})
+    configured = configure({"OTEL_METRICS_EXPORTER": "console", "OTEL_TRACES_EXPORTER": "console"})
     assert isinstance(configured.metrics, ConsoleMetricExporter)
     assert configured.tracing is not None
 
@@ -83,18 +85,18 @@ def test_the_console_exporter_prints_to_the_console() -> None:
 )
 def test_an_invalid_variable_is_a_one_line_error(env: Mapping[str, str], output: str) -> None:
     with pytest.raises(UsageError) as configured:
-        asked(env)
+        configure(env)
     assert str(configured.value) == output
 
 
 def test_the_resource_names_the_service_and_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
         monkeypatch.delenv(name, raising=False)
-    attributes = asked({}).resource.attributes
+    attributes = configure({}).resource.attributes
     assert attributes["service.name"] == "outbox-relay"
     assert attributes["service.instance.id"] == "me"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "hooks")
-    assert asked({"OTEL_SERVICE_NAME": "hooks"}).resource.attributes["service.name"] == "hooks"
+    assert configure({"OTEL_SERVICE_NAME": "hooks"}).resource.attributes["service.name"] == "hooks"
 
 
 async def test_metrics_are_pushed_periodically_and_at_shutdown() -> None:
@@ -102,21 +104,21 @@ async def test_metrics_are_pushed_periodically_and_at_shutdown() -> None:
     enough = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    class Kept(ConsoleMetricExporter):
+    class ExporterThatFailsOnce(ConsoleMetricExporter):
         def export(self, metrics_data: Any, *_: Any, **__: Any) -> MetricExportResult:
             pushed.append(metrics_data)
             if len(pushed) == 2:
                 loop.call_soon_threadsafe(enough.set)
             if len(pushed) == 1:
-                raise OSError("the collector is away")
+                raise OSError("the collector is unavailable")
             return MetricExportResult.SUCCESS
 
-    configured = asked({"OTEL_METRICS_EXPORTER": "console", "OTEL_METRIC_EXPORT_INTERVAL": "1"})
+    configured = configure({"OTEL_METRICS_EXPORTER": "console", "OTEL_METRIC_EXPORT_INTERVAL": "1"})
     configured = TelemetryExport(
         configured.resource,
         None,
         None,
-        Kept(),
+        ExporterThatFailsOnce(),
         configured.interval_s,
         configured.timeout_s,
         configured.delta,
@@ -130,5 +132,5 @@ async def test_metrics_are_pushed_periodically_and_at_shutdown() -> None:
     await enough.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert len(pushed) >= 3, "what failed is over, and the last push is at the end"
+    assert len(pushed) >= 3, "a failed push is not repeated, and the last push is at the end"
     await configured.close()
