@@ -216,7 +216,7 @@ async def _profile(*, quick: bool) -> str:
 
 def _print_rows(rows: Sequence[Row]) -> None:
     for row in rows:
-        text = f"{row.section}, {row.name}, beside {row.beside_name}: "
+        text = f"{row.section}, {row.name}, compared with {row.baseline_name}: "
         if row.missing_reason:
             click.echo(f"{text}not measured: {row.missing_reason}")
             continue

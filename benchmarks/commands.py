@@ -65,7 +65,7 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 
 async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
     """Run with another history."""
-    ours, beside = Rounds(), Rounds()
+    ours, baseline = Rounds(), Rounds()
     async with stage.server.database() as large, stage.server.database() as small:
         words_of: dict[str, dict[str, tuple[str, ...]]] = {}
         for database, what in ((small, SMALL), (large, past)):
@@ -73,7 +73,7 @@ async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
             words_of[database.name] = await _prepare(stage, database, what)
         for number in range(rounds):
             for name in COMMANDS:
-                for database, samples in ((small, beside), (large, ours)):
+                for database, samples in ((small, baseline), (large, ours)):
                     took_ms = await _run(database, words_of[database.name][name])
                     samples.add(name, took_ms)
             stage.say(f"commands, round {number + 1} of {rounds}")
@@ -84,7 +84,7 @@ async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
             "ms",
             ours.samples_of(name),
             f"{SMALL.events} events, {SMALL.endpoints} endpoints",
-            beside.samples_of(name),
+            baseline.samples_of(name),
             target=TARGET,
         )
         for name in COMMANDS

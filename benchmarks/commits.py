@@ -102,7 +102,7 @@ async def run(
         title = f"commits, {_writers(writers)}"
         found = await in_turns(stage, server, rounds, CONTESTANTS, writers, seconds, title)
         many_writers = writers > 1
-        for ours, beside, target in (
+        for ours, baseline, target in (
             (OURS, PLAIN, OF_PLAIN if many_writers else Target("at least", 0.8)),
             (OURS, NOTIFYING, OF_NOTIFYING if many_writers else None),
             (OURS, DOMAIN, None),
@@ -115,8 +115,8 @@ async def run(
                     _writers(writers) + ("" if ours is OURS else f", {ours.name}"),
                     "/s",
                     found.samples_of(ours.name),
-                    beside.name,
-                    found.samples_of(beside.name),
+                    baseline.name,
+                    found.samples_of(baseline.name),
                     target=target,
                 )
             )

@@ -52,8 +52,8 @@ class Row:
     name: str
     unit: str
     ours: Samples
-    beside_name: str
-    beside: Samples = Samples(())
+    baseline_name: str
+    baseline: Samples = Samples(())
     missing_reason: str | None = None
     relation: Literal["ratio", "difference"] = "ratio"
     target: Target | None = None
@@ -61,10 +61,10 @@ class Row:
     @property
     def compared(self) -> Samples:
         """Ratio or difference per round: adjacent measurements share the machine's state."""
-        pairs = zip(self.ours.values, self.beside.values, strict=True)
+        pairs = zip(self.ours.values, self.baseline.values, strict=True)
         if self.relation == "ratio":
-            return Samples(tuple(ours / beside for ours, beside in pairs))
-        return Samples(tuple(ours - beside for ours, beside in pairs))
+            return Samples(tuple(ours / baseline for ours, baseline in pairs))
+        return Samples(tuple(ours - baseline for ours, baseline in pairs))
 
     @property
     def met(self) -> bool | None:
@@ -80,9 +80,9 @@ class Row:
             "name": self.name,
             "unit": self.unit,
             "ours": self.ours.values,
-            "beside": self.beside_name,
-            "beside_values": self.beside.values,
-            "why_not": self.missing_reason,
+            "baseline": self.baseline_name,
+            "baseline_values": self.baseline.values,
+            "missing_reason": self.missing_reason,
             self.relation: None if self.missing_reason else self.compared.values,
             "target": self.target and f"{self.target.bound} {self.target.value:g}",
             "met": self.met,

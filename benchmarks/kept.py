@@ -53,9 +53,9 @@ def write(directory: Path, sections: Mapping[str, Measured]) -> None:
     }
     # Written to a temporary file first: a run may be interrupted at any time, and must not lose
     # earlier results.
-    beside = directory / f"{FILE}.new"
-    beside.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
-    beside.replace(directory / FILE)
+    temporary = directory / f"{FILE}.new"
+    temporary.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2) + b"\n")
+    temporary.replace(directory / FILE)
 
 
 def _row(fields: dict[str, Any]) -> Row:
@@ -68,9 +68,9 @@ def _row(fields: dict[str, Any]) -> Row:
         fields["name"],
         fields["unit"],
         Samples(tuple(fields["ours"])),
-        fields["beside"],
-        Samples(tuple(fields["beside_values"])),
-        missing_reason=fields["why_not"],
+        fields["baseline"],
+        Samples(tuple(fields["baseline_values"])),
+        missing_reason=fields["missing_reason"],
         relation="ratio" if "ratio" in fields else "difference",
         target=target,
     )

@@ -56,10 +56,10 @@ async def run(stage: Stage, rounds: int, those: Iterable[int], seconds: float) -
                     _name(major),
                     "/s",
                     Samples(()),
-                    beside.name,
+                    baseline.name,
                     missing_reason=str(error),
                 )
-                for beside, _ in COMPARISONS
+                for baseline, _ in COMPARISONS
             ]
     return rows
 
@@ -77,11 +77,11 @@ async def _on(stage: Stage, rounds: int, major: int, seconds: float) -> list[Row
             _name(major),
             "/s",
             found.samples_of(OURS.name),
-            beside.name,
-            found.samples_of(beside.name),
+            baseline.name,
+            found.samples_of(baseline.name),
             target=target,
         )
-        for beside, target in COMPARISONS
+        for baseline, target in COMPARISONS
     ]
 
 

@@ -58,13 +58,13 @@ async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
     """
     if chromium() is None:
         raise CannotRun("the section `pages` needs chromium: apt-get install chromium")
-    ours, beside = Rounds(), Rounds()
+    ours, baseline = Rounds(), Rounds()
     async with AsyncExitStack() as stack:
         large = await stack.enter_async_context(stage.server.database())
         small = await stack.enter_async_context(stage.server.database())
         browser = await stack.enter_async_context(browsing())
         pages = []
-        for database, what, samples in ((small, SMALL, beside), (large, past, ours)):
+        for database, what, samples in ((small, SMALL, baseline), (large, past, ours)):
             stage.say(f"pages: writing {what.events:,} events of {what.endpoints:,} endpoints")
             await _fill(stage, database, what)
             api = await stack.enter_async_context(serving(database))
@@ -79,7 +79,15 @@ async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
             stage.say(f"pages, round {number} of {rounds}")
     few = f"{SMALL.events} events, {SMALL.endpoints} endpoints"
     return [
-        Row("pages", name, "ms", ours.samples_of(name), few, beside.samples_of(name), target=TARGET)
+        Row(
+            "pages",
+            name,
+            "ms",
+            ours.samples_of(name),
+            few,
+            baseline.samples_of(name),
+            target=TARGET,
+        )
         for name in VIEWS
     ]
 

@@ -51,8 +51,8 @@ AXES = {
     "peers": "times what the other does; more is better, and an arrow goes on",
     "peers-latency": "times what the other takes; less is better",
     "watched": "share of what the same relay does watched by nobody; more is better",
-    "commits": "commits per second beside another way's; more is better",
-    "majors": "commits per second beside another way's; more is better",
+    "commits": "commits per second compared with another method; more is better",
+    "majors": "commits per second compared with another method; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
     "million": "times the same at the beginning, or in a new database",
     "outage": "times what the other takes or reaches; less is better",
@@ -111,8 +111,8 @@ def _section(parts: list[str], section: str, rows: list[Row], y: int) -> int:
 
 def _row(parts: list[str], row: Row, y: int, scale: float) -> None:
     left, middle = MARGIN + LABELS, y + BAR / 2
-    beside = f" / {row.beside_name}" if row.section in SEVERAL else ""
-    parts.append(_text(MARGIN, y + 12, row.name + beside, ""))
+    baseline = f" / {row.baseline_name}" if row.section in SEVERAL else ""
+    parts.append(_text(MARGIN, y + 12, row.name + baseline, ""))
     if row.missing_reason:
         parts.append(_text(left, y + 12, f"not measured: {row.missing_reason}", "small"))
         return

@@ -29,20 +29,20 @@ TITLES = {
         "as there are lanes.",
     ),
     "peers": (
-        "Deliveries per second beside others",
-        "Each contestant works off a backlog that was written before it started, into one "
+        "Deliveries per second, compared with other systems",
+        "Each system delivers a backlog that was written before it started, into one "
         "receiver. {peers}",
     ),
     "peers-latency": (
-        "Commit to receiver beside others",
+        "Commit to receiver, compared with other systems",
         "Milliseconds from sending COMMIT to the request's arrival at the benchmark's own "
         "receiver; one producer for all, with the enqueue statement of each client, in a "
         "transaction with a domain write. The modes are those above, except for:{peers}",
     ),
     "watched": (
-        "Deliveries per second while it is watched",
-        "Metrics scraped each second, metrics and traces pushed by OTLP, one event of a hundred "
-        "traced, the page open, all on this machine; compared with the same relay without "
+        "Deliveries per second with monitoring",
+        "Metrics scraped each second, metrics and traces pushed by OTLP, one event in a hundred "
+        "traced, the web page open, all on this machine; compared with the same relay without "
         "monitoring, alternating.",
     ),
     "commits": (
@@ -173,7 +173,7 @@ def table(sections: Mapping[str, Measured], *, quick: bool) -> str:
         "",
         *_made(sections),
         "",
-        "| what | outbox | beside | | ratio | target | |",
+        "| what | outbox | baseline | | ratio | target | |",
         "|---|--:|---|--:|--:|---|---|",
     ]
     section, rows = "", [row for each in sections.values() for row in each.rows]
@@ -183,7 +183,7 @@ def table(sections: Mapping[str, Measured], *, quick: bool) -> str:
             lines.append(f"| **{TITLES[section][0]}** | | | | | | |")
         lines.append(
             f"| {row.name} | {_spread(row.ours, row.unit)} "
-            f"| {row.beside_name} | {_beside(row)} "
+            f"| {row.baseline_name} | {_baseline(row)} "
             f"| {compared(row)} | {target(row)} | {target_result(row)} |"
         )
     lines.append("")
@@ -237,11 +237,11 @@ def figure(value: float, unit: str) -> str:
     return f"{text}{unit}" if unit.startswith("/") else f"{text} {unit}"
 
 
-def _beside(row: Row) -> str:
+def _baseline(row: Row) -> str:
     return (
         f"not measured: {row.missing_reason}"
         if row.missing_reason
-        else _spread(row.beside, row.unit)
+        else _spread(row.baseline, row.unit)
     )
 
 

@@ -113,7 +113,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     words = ["--quick", "--json", "--out", str(tmp_path)]
     ended = CliRunner().invoke(bench.main, words, catch_exceptions=False)
     report = orjson.loads(ended.stdout)
-    rows = {(each["section"], each["beside"]): each for each in report["rows"]}
+    rows = {(each["section"], each["baseline"]): each for each in report["rows"]}
     # Most of them have several.
     assert len(rows) == 1 + 6 + 2 + 1 + 3 + 3 + 1 + 1 + 4 + 4 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 2
     assert all(value > 0 for each in report["rows"] for value in each["ours"])
@@ -124,9 +124,9 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     bars = picture.findall(".//{http://www.w3.org/2000/svg}rect")
     courses = ElementTree.fromstring((tmp_path / outage.PICTURE).read_text())  # noqa: S314
     assert len(courses.findall(".//{http://www.w3.org/2000/svg}polyline")) == 4
-    absent = [each for each in report["rows"] if each["why_not"]]
-    beside = [ABSENT.name] * 3 + [each.name for each, _ in majors.COMPARISONS]
-    assert [each["beside"] for each in absent] == beside
+    absent = [each for each in report["rows"] if each["missing_reason"]]
+    baseline = [ABSENT.name] * 3 + [each.name for each, _ in majors.COMPARISONS]
+    assert [each["baseline"] for each in absent] == baseline
     assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
     assert {each["name"] for each in absent[3:]} == {"PostgreSQL 9, 16 writers"}
     assert len(bars) == 1 + len(report["rows"]) - len(absent)
@@ -192,14 +192,14 @@ def test_sections_are_renewed_individually_with_a_date(
         CliRunner().invoke(bench.main, words, catch_exceptions=False)
         return (tmp_path / "results.md").read_text()
 
-    absent = replace(row(1.0), beside=Samples(()), why_not="it cannot be had")
+    absent = replace(row(1.0), baseline=Samples(()), missing_reason="it is not available")
     grown = replace(row(2.0, Target("under", 50)), section="memory", relation="difference")
     measure("latency", "May", row(2.0, Target("at most", 1.5)), absent)
     written = measure("memory", "June", grown)
     assert "- latency (3 rounds): date May." in written
     assert "- memory (3 rounds): date June." in written
     assert "at most 1.5 | **missed** |" in written
-    assert "not measured: it cannot be had" in written
+    assert "not measured: it is not available" in written
     assert "under 50 " in written
     again = measure("latency", "July", row(1.0, Target("at most", 1.5)))
     assert "- latency (3 rounds): date July." in again

@@ -54,12 +54,14 @@ class Turns:
         described = ", ".join(f"{name} {each}" for name, each in last.items())
         self.stage.say(f"{self.section}, round {number + 1} of {rounds}: {described}")
 
-    def row(self, what: str, ours: str, beside: str, sample: str, target: Target | None) -> Row:
+    def row(self, what: str, ours: str, baseline: str, sample: str, target: Target | None) -> Row:
         """Return a row of our sample and that of `beside`."""
-        row = Row(self.section, what, self.unit, self.found.samples_of(ours), beside, target=target)
-        if beside in self._missing_reason:
-            return replace(row, missing_reason=self._missing_reason[beside])
-        return replace(row, beside=self.found.samples_of(sample))
+        row = Row(
+            self.section, what, self.unit, self.found.samples_of(ours), baseline, target=target
+        )
+        if baseline in self._missing_reason:
+            return replace(row, missing_reason=self._missing_reason[baseline])
+        return replace(row, baseline=self.found.samples_of(sample))
 
 
 async def unless_ended(

@@ -45,8 +45,8 @@ async def run(
                 f"scale, round {number + 1} of {rounds}, a backlog of {events:,}: {described} "
                 "CPU s per 1,000 deliveries"
             )
-    beside = (f"of {small:,}", found[small])
-    return costs(f"a backlog of {large:,}", found[large], *beside, target)
+    baseline = (f"of {small:,}", found[small])
+    return costs(f"a backlog of {large:,}", found[large], *baseline, target)
 
 
 async def _work_off(stage: Stage, events: int) -> Cost:

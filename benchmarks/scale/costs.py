@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def costs(
-    name: str, ours: Rounds, beside_name: str, beside: Rounds, target: Target | None
+    name: str, ours: Rounds, baseline_name: str, baseline: Rounds, target: Target | None
 ) -> list[Row]:
     """Return a row for the relay, one for PostgreSQL, and one for the sum, which has the target."""
     return [
@@ -21,8 +21,8 @@ def costs(
             f"{name}, {part}",
             "s",
             ours.samples_of(part),
-            beside_name,
-            beside.samples_of(part),
+            baseline_name,
+            baseline.samples_of(part),
             target=target if part == "together" else None,
         )
         for part in ours.values

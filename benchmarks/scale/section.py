@@ -94,7 +94,7 @@ class Comparison:
     """A side, and the one that it is compared with."""
 
     ours: Side
-    beside: Side
+    baseline: Side
     target: Target | None = GROWTH
 
 
@@ -297,8 +297,8 @@ class Site:
 async def _compare(
     stage: Stage, rounds: int, sites: Mapping[str, Site], each: Comparison
 ) -> list[Row]:
-    ours, beside = Rounds(), Rounds()
-    turns = [(ours, each.ours), (beside, each.beside)]
+    ours, baseline = Rounds(), Rounds()
+    turns = [(ours, each.ours), (baseline, each.baseline)]
     for number in range(rounds):
         for found, side in turns:
             described = add(found, await sites[side.site].run_load(stage, side.load))
@@ -307,7 +307,7 @@ async def _compare(
                 "CPU s per 1,000 deliveries"
             )
         turns.reverse()  # The order alternates.
-    return costs(each.ours.name, ours, each.beside.name, beside, each.target)
+    return costs(each.ours.name, ours, each.baseline.name, baseline, each.target)
 
 
 def _of_existing(sites: Mapping[str, Site], plan: Plan) -> list[Row]:

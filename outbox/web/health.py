@@ -29,7 +29,7 @@ def application(
     """Build the aiohttp application of the health listener.
 
     Args:
-        why_not_ready: returns one line with the reason, or None if the relay is ready.
+        unready_reason: returns one line with the reason, or None if the relay is ready.
         metrics: takes the Accept header, returns the body and its content type; it bounds the
             cost of frequent calls.
     """
