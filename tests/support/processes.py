@@ -21,6 +21,14 @@ def running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if _runs(each)]
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """The program and the arguments of a process; nothing if it has ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
+
+
 def _runs(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)

@@ -17,7 +17,7 @@ from outbox.devtools.chaos.operators import OperatorCommand, Operators
 from outbox.operations import endpoint_states
 from outbox.operations.endpoint_changes import add_endpoint
 from outbox.store.connection import dsn
-from tests.support.processes import family, running
+from tests.support.processes import command_line, family, running
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -55,11 +55,7 @@ async def run(database: Database, tmp_path: Path) -> AsyncIterator[Operators]:
 
 def commands() -> list[psutil.Process]:
     """Return the running commands of this process."""
-    return [
-        each
-        for each in running(family(os.getpid()))
-        if any("endpoint" in word for word in each.cmdline())
-    ]
+    return [each for each in running(family(os.getpid())) if "endpoint" in command_line(each)]
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["half", "whole"])
