@@ -31,7 +31,7 @@ class ServerProcess:
         self._started_at = time.time()
         self._alive_fd, held_fd = os.pipe()
         try:
-            with log.open("ab") as output:
+            with open(log, "ab", opener=_open_private) as output:
                 self._popen = spawn_thread.run(
                     lambda: subprocess.Popen(
                         command(argv, account),
@@ -98,6 +98,11 @@ class ServerProcess:
         if len(lines) < 8 or lines[0] != str(self.pid) or not lines[2].isdigit():
             return False
         return int(lines[2]) >= int(self._started_at) and lines[7].strip() == "ready"
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only this user may read if it is created now."""
+    return os.open(path, flags, 0o600)
 
 
 def _children_of_stopped(pid: int) -> list[int]:

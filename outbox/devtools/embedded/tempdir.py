@@ -1,8 +1,8 @@
 """The server's temporary directory, and the removal of abandoned ones.
 
-    outbox-pg-k3x9/
+    outbox-pg-k3x9/         0700; 0710 for the group of the server's account, if that differs
         owner       locked by the process that created it, for its lifetime
-        log         the server's log
+        log         the server's log, which may contain statements; 0600
         run/        the Unix socket; 0700
         data/       the cluster, unless the caller has one; 0700
         install/    a copy of the binaries, if they had to be copied
@@ -46,8 +46,11 @@ class ServerDirectory:
 
     def __init__(self, account: Account | None, base: Path | None = None) -> None:
         self.path, self._owner_fd = _make(_choose(_bases(base), account))
-        # The server's account has to traverse it; the directories inside are private.
-        self.path.chmod(0o755 if account else 0o700)
+        # mkdtemp made it 0700.  The server's account has to traverse it, but not to list it or
+        # to write to it: this process, which may be root, opens files in it by name.
+        if account is not None:
+            os.chown(self.path, -1, account.gid)
+            self.path.chmod(0o710)
 
     def remove(self) -> None:
         """Remove the directory; never raises."""

@@ -115,6 +115,26 @@ async def test_a_kill_leaves_no_processes(quick: EmbeddedPostgres) -> None:
 
 
 @pytest.mark.one_major
+def test_other_users_can_read_neither_the_directory_nor_the_log(pg_major: int) -> None:
+    former = os.umask(0)
+    try:
+        with quick_server(pg_major) as server:
+            assert permissions(server.log_path) == 0o600
+            assert permissions(server.socket_dir) == permissions(server.data_dir) == 0o700
+            # The server's own user passes through the directory, if it is another one.
+            of_others = 0o007 if os.geteuid() == 0 else 0o077
+            assert permissions(server.log_path.parent) & of_others == 0
+            files = server.log_path.parent.iterdir()
+            assert [each for each in files if permissions(each) & 0o077] == []
+    finally:
+        os.umask(former)
+
+
+def permissions(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.one_major
 async def test_stop_removes_the_temporary_directory(pg_major: int) -> None:
     server = quick_server(pg_major)
     await asyncio.to_thread(server.start)
