@@ -12,11 +12,8 @@ because it does not record the source of a value, which error messages name.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
-import tomllib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
@@ -26,15 +23,12 @@ from outbox.core.model.sql_names import schema_name
 from outbox.core.model.text import is_text, quoted, truncate
 from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import UsageError
+from outbox.setting_sources import CONFIG_VARIABLE, ENV_PREFIX, read_environment, read_file
 from outbox.web.address import Address, parse_address
 from outbox.web.proxy import Proxy, parse_proxy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-ENV_PREFIX = "OUTBOX_"
-FILE_SUFFIX = "_FILE"
-CONFIG_FILE = "outbox.toml"
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -270,7 +264,7 @@ def load(
     Args:
         flags: command-line values by field name; None means not given.
         config: path of an outbox.toml; default: OUTBOX_CONFIG, then ./outbox.toml
-            if it exists.
+            if it exists; that one must be this user's or root's, and not writable by others.
         env: environment variables; default: the process's environment.
 
     Raises:
@@ -292,9 +286,11 @@ def load(
         # Probably an unset shell variable; ignoring it would select another database.
         raise UsageError("--dsn is empty")
     add_missing({name: _flag(name) for name in given}, given)
-    add_missing(*_from_environment(env))
-    path = config or env.get("OUTBOX_CONFIG")
-    add_missing(*_from_file(Path(path or CONFIG_FILE), required=bool(path)))
+    fields = [name for name in Settings.model_fields if name != "dsn_source"]
+    variables = {name: variable_of(name) for name in fields}
+    add_missing(*read_environment(env, variables, secret_fields()))
+    keys = {"schema" if name == "schema_name" else name: name for name in fields}
+    add_missing(*read_file(config or env.get(CONFIG_VARIABLE), keys))
     _find_database(values, origins, env)
     for name, value in values.items():
         if isinstance(value, str) and not is_text(value):
@@ -321,56 +317,6 @@ def secret_fields() -> list[str]:
 
 def _flag(name: str) -> str:
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
-
-
-def _from_environment(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Any]]:
-    origins: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for name in Settings.model_fields:
-        # Compose files and shells pass an unset variable as an empty one.
-        if name != "dsn_source" and env.get(variable_of(name)):
-            values[name], origins[name] = env[variable_of(name)], variable_of(name)
-    for name in secret_fields():
-        file_variable = variable_of(name) + FILE_SUFFIX
-        if not env.get(file_variable):
-            continue
-        if name in values:
-            raise UsageError(f"{origins[name]} and {file_variable} are both set; keep one")
-        try:
-            values[name] = Path(env[file_variable]).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise UsageError(f"{file_variable}: {env[file_variable]}: {reason}") from None
-        if not values[name]:
-            raise UsageError(f"{file_variable}: the file {env[file_variable]} is empty")
-        origins[name] = file_variable
-    return origins, values
-
-
-def _from_file(path: Path, *, required: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        if required:
-            raise UsageError(f"{path}: the settings file does not exist") from None
-        return {}, {}
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"{path}: {reason}") from None
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: {error}") from None
-    names = {"schema" if name == "schema_name" else name: name for name in Settings.model_fields}
-    del names["dsn_source"]
-    values = {}
-    for key, value in table.items():
-        if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
-            raise UsageError(f'{path}: there is no setting "{truncate(key)}"{hint}')
-        values[names[key]] = value
-    return {name: f"{path}, {key}" for key, name in names.items()}, values
 
 
 def _find_database(values: dict[str, Any], origins: dict[str, str], env: Mapping[str, str]) -> None:

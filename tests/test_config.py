@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import ValidationError
 
+from outbox import setting_sources
 from outbox.config import Settings, load, secret_fields, variable_of
 from outbox.core.model.encryption_keys import format_key
 from outbox.errors import UsageError
@@ -189,6 +190,98 @@ def test_the_file_can_be_specified(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     with pytest.raises(UsageError, match="directory: Is a directory"):
         load(env={}, config=tmp_path / "directory")
+
+
+@pytest.fixture
+def as_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the files of these tests belong to another user, who is not root."""
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    monkeypatch.setattr(setting_sources, "ROOT_UID", uid + 2)
+
+
+@pytest.mark.usefixtures("as_another_user")
+def test_a_file_of_another_user_is_obeyed_only_if_it_was_named(tmp_path: Path) -> None:
+    path = tmp_path / "outbox.toml"
+    path.write_text('allow_networks = ["0.0.0.0/0"]')
+    refused = rf"^{path} is refused, because it belongs to another user \(uid \d+\); [^\n]+$"
+    with pytest.raises(UsageError, match=refused):
+        load(env={})
+    assert load(env={}, config="outbox.toml").allow_networks
+    assert load(env={"OUTBOX_CONFIG": "outbox.toml"}).allow_networks
+
+
+def test_a_file_of_root_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outbox.toml").write_text("poll_s = 7")
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    monkeypatch.setattr(setting_sources, "ROOT_UID", uid)
+    assert load(env={}).poll_s == 7
+
+
+def test_a_file_that_every_user_may_write_is_obeyed_only_if_it_was_named(tmp_path: Path) -> None:
+    path = tmp_path / "outbox.toml"
+    path.write_text("poll_s = 7")
+    path.chmod(0o664)
+    assert load(env={}).poll_s == 7
+    path.chmod(0o666)
+    with pytest.raises(UsageError, match="is refused, because every user may write to it"):
+        load(env={})
+    assert load(env={}, config=path).poll_s == 7
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link to another user")
+def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("poll_s = 7")
+    link = tmp_path / "outbox.toml"
+    link.symlink_to("mine.toml")
+    assert load(env={}).poll_s == 7
+    os.chown(link, 1, 1, follow_symlinks=False)
+    with pytest.raises(UsageError, match=r"belongs to another user \(uid 1\)"):
+        load(env={})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("OUTBOX_LEASE", "OUTBOX_LEASE_S"),
+        ("OUTBOX_ALLOWED_NETWORKS", "OUTBOX_ALLOW_NETWORKS"),
+        ("OUTBOX_KEYFILE", "OUTBOX_KEY_FILE"),
+        ("OUTBOX_SCHEMA_NAME", "OUTBOX_SCHEMA"),
+        ("OUTBOX_DNS", "OUTBOX_DSN"),
+        ("OUTBOX_PROXY_PORT", "OUTBOX_PROXY"),
+        ("OUTBOX_LEASE_S_FILE", "OUTBOX_LEASE_S"),
+    ],
+)
+def test_an_unknown_variable_names_the_nearest_setting(name: str, nearest: str) -> None:
+    expected = f'^{name}: there is no such setting; did you mean "{nearest}"\\?$'
+    with pytest.raises(UsageError, match=expected):
+        load(env={name: SECRET})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OUTBOX_SERVICE_HOST", "10.0.0.7"),
+        ("OUTBOX_SERVICE_PORT", "8080"),
+        ("OUTBOX_SERVICE_PORT_HTTP_API", "8080"),
+        ("OUTBOX_PORT", "tcp://10.0.0.7:8080"),
+        ("OUTBOX_PORT_8080_TCP", "tcp://10.0.0.7:8080"),
+        ("OUTBOX_PORT_8080_TCP_ADDR", "10.0.0.7"),
+        ("OUTBOX_PORT_8080_TCP_PORT", "8080"),
+        ("OUTBOX_PORT_8080_TCP_PROTO", "tcp"),
+        # Of the Service outbox-relay.
+        ("OUTBOX_RELAY_PORT", "tcp://10.0.0.7:8080"),
+        ("OUTBOX_RELAY_SERVICE_HOST", "10.0.0.7"),
+        # Unset in a compose file.
+        ("OUTBOX_LEASE", ""),
+        ("OUTBOX_DEBUG", "1"),
+        ("OUTBOX_PG_BIN", "/opt/bin"),
+        ("OTHER_OUTBOX_LEASE", "1"),
+    ],
+)
+def test_variables_that_are_no_settings_are_ignored(name: str, value: str) -> None:
+    assert load(env={name: value}) == load(env={})
 
 
 def test_nothing_is_read_at_import() -> None:
