@@ -9,7 +9,8 @@ Tenant tokens see nothing about other tenants or about the installation.  Redact
     actors        operators become `operator`, relays `relay`; tokens of the same tenant
                   keep their names
     totals        batches, sequencing progress, number of scanned events
-    network       whether a host name did not resolve or resolved to a refused address
+    network       whether a host name did not resolve or resolved to a refused address, and how
+                  fast
 
 Ids (events, dead letters, jobs, journal entries) and cursors count over the whole
 installation.  They are not redacted: clients need them to address an object, and
@@ -21,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.response import generalize_failure, outcome_fields
+from outbox.core.model.response import generalize_elapsed_s, generalize_failure, outcome_fields
 from outbox.operations import tenancy
 from outbox.operations.receiver_replays import is_receiver
 
@@ -74,6 +75,8 @@ class Redactor:
             return response
         summary = outcome_fields(response)
         if self.own_actors is not None and "failure" in summary:
+            elapsed_s = generalize_elapsed_s(summary["failure"], summary["elapsed_ms"] / 1000)
+            summary["elapsed_ms"] = elapsed_s * 1000
             summary["failure"] = generalize_failure(summary["failure"])
         return summary
 
@@ -174,10 +177,13 @@ class Redactor:
     def _redact_attempt(self, attempt: TracedAttempt) -> TracedAttempt:
         # A detail may quote the response.
         failure = (attempt.response or {}).get("failure") if attempt.status is None else None
+        if self.own_actors is None:
+            return replace(attempt, response=None, error=failure)
         return replace(
             attempt,
             response=None,
-            error=failure if self.own_actors is None else generalize_failure(failure),
+            error=generalize_failure(failure),
+            elapsed_ms=generalize_elapsed_s(failure, attempt.elapsed_ms / 1000) * 1000,
         )
 
 

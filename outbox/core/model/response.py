@@ -14,13 +14,13 @@ permanent:
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum, StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from urllib.parse import quote, quote_plus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -30,9 +30,6 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 BODY_BYTES_MAX = 16 * 1024
 """Bytes of a response's body that are read at most."""
 DETAIL_CHARS_MAX = 300
-SECRET_CHARS_MIN = 6
-"""Shorter header values are not redacted: they are no secrets and occur by chance."""
-REDACTED = "(not kept)"
 STORED_VERSION = 1
 """Version of the stored form of responses; raised when the meaning of a field changes."""
 STORED_BODY_CHARS_MAX = 2048
@@ -140,47 +137,6 @@ class AttemptResult(NamedTuple):
     def failed(cls, failure: Failure, detail: str, elapsed_s: float) -> AttemptResult:
         """The result of an attempt without a status line."""
         return cls(None, failure, one_line(detail), (), b"", elapsed_s)
-
-
-def redact(response: AttemptResult, secrets: Iterable[str]) -> AttemptResult:
-    """Redact secrets of the request that the receiver repeats in its response.
-
-    This covers the JSON and URL encodings of a secret, in any case, and a secret that is
-    truncated at the end of the body.
-    """
-    known = tuple(secret for secret in secrets if len(secret) >= SECRET_CHARS_MIN)
-    if not known:
-        return response
-    pattern = _secret_pattern(known)
-    body = _redact_text(response.body.decode("latin-1"), pattern, known).encode(
-        "latin-1", "replace"
-    )
-    headers = tuple((name, _redact_text(value, pattern, known)) for name, value in response.headers)
-    detail = _redact_text(response.detail, pattern, known)
-    if (body, headers, detail) == (response.body, response.headers, response.detail):
-        return response
-    return response._replace(body=body[:BODY_BYTES_MAX], headers=headers, detail=one_line(detail))
-
-
-@lru_cache(1024)
-def _secret_pattern(secrets: tuple[str, ...]) -> re.Pattern[str]:
-    forms = {
-        form
-        for secret in secrets
-        for form in (secret, secret.replace("/", "\\/"), quote(secret, ""), quote_plus(secret))
-    }
-    # Longest first, because a secret may be part of another one.
-    longest_first = sorted(forms, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE)
-
-
-def _redact_text(text: str, pattern: re.Pattern[str], secrets: tuple[str, ...]) -> str:
-    text = pattern.sub(REDACTED, text)
-    for secret in secrets:
-        for length in range(min(len(secret) - 1, len(text)), SECRET_CHARS_MIN - 1, -1):
-            if text.endswith(secret[:length]):
-                return text[:-length] + REDACTED
-    return text
 
 
 def is_success(status: int) -> bool:
@@ -302,6 +258,15 @@ def generalize_failure(failure: str | None) -> str | None:
     network.  A proxy does not always report the difference, so all three have one value.
     """
     return Failure.CONNECT if failure in _UNREACHABLE else failure
+
+
+def generalize_elapsed_s(failure: str | None, elapsed_s: float) -> float:
+    """The duration of a failed attempt as tenants may see it: see `generalize_failure`.
+
+    An address is refused sooner than a connection fails, so the durations of these failures are
+    rounded up to whole seconds.
+    """
+    return float(math.ceil(elapsed_s)) if failure in _UNREACHABLE else elapsed_s
 
 
 def stored_success(response: AttemptResult) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from outbox.core.model.response import generalize_elapsed_s
 from outbox.destinations.http import test_delivery
 from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import system_context
@@ -54,18 +55,26 @@ class EndpointTester:
     async def run_test(
         self, endpoint: EndpointUnderTest, tenant: str | None
     ) -> test_delivery.EndpointTestResult:
-        """Send one signed delivery of the type `outbox.test`, within `TRIAL_S`.
+        """Send one signed delivery of the type `outbox.test`, within `TEST_S`.
+
+        For a tenant, a failure to connect takes whole seconds: how fast it failed would show
+        whether a name leads into the relay's network.
 
         Args:
             tenant: tenant of the token; None: a system token.
 
         Raises:
-            TooMany: are under way.
+            TooManyTests: the limit is reached.
         """
         with self._slot(tenant):
-            return await test_delivery.send_test_delivery(
-                await self._get_transport(), endpoint, total_s_max=TEST_S
-            )
+            transport = await self._get_transport()
+            started_at = asyncio.get_running_loop().time()
+            result = await test_delivery.send_test_delivery(transport, endpoint, total_s_max=TEST_S)
+            if tenant is not None:
+                elapsed_s = asyncio.get_running_loop().time() - started_at
+                shown_s = generalize_elapsed_s(result.response.failure, elapsed_s)
+                await asyncio.sleep(shown_s - elapsed_s)
+            return result
 
     async def aclose(self) -> None:
         """Close the transport; running test deliveries fail."""

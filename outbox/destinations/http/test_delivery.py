@@ -17,10 +17,10 @@ from outbox.core.delivery.batch import accepted_through, prepare_batch
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model import duration
 from outbox.core.model import retry_policy as retry
+from outbox.core.model.redaction import redact
 from outbox.core.model.response import (
     AttemptOutcome,
     classify,
-    redact,
     retry_after_s,
     stored_response,
 )

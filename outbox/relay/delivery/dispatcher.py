@@ -20,10 +20,10 @@ from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import Fetch, Record, Send, Wait
 from outbox.core.delivery.delivery_run import DeliveryRun
 from outbox.core.delivery.operational_events import is_operational
+from outbox.core.model.redaction import redact
 from outbox.core.model.response import (
     AttemptOutcome,
     classify,
-    redact,
     retry_after_s,
     stored_response,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.response import redact, stored_success
+from outbox.core.model.redaction import redact
+from outbox.core.model.response import stored_success
 
 if TYPE_CHECKING:
     from collections.abc import Callable
