@@ -18,8 +18,9 @@ from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
 from outbox.core.cluster.database_clock import DatabaseClock
 from outbox.core.cluster.lease import Lease
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
+from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.relay.cluster.listener import Listener
-from outbox.relay.cluster.ownership import Ownership, keep_lease
+from outbox.relay.cluster.ownership import Ownership
 from outbox.relay.cluster.watchdog import Watchdog, response_deadline
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor

@@ -9,7 +9,7 @@ import pytest
 
 from outbox.core.cluster.lease import Lease
 from outbox.relay.cluster.lease_clock import steady
-from outbox.relay.cluster.ownership import keep_lease
+from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.store.records import Fenced
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import (

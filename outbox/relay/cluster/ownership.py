@@ -1,4 +1,4 @@
-"""Ownership: keeps this replica's lease, and claims and releases endpoints.
+"""Ownership: claims and releases endpoints, and expires dead replicas.
 
 Only this module decides what the dispatcher owns.  It also forwards notifications
 of batches that other replicas sequenced, because claims and notifications must stay
@@ -7,19 +7,21 @@ in order: a lane's counter is read either by its claim or by a later notificatio
 
 from __future__ import annotations
 
-import asyncio
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import structlog
 
 from outbox.core.cluster.lease import ClaimBatchSize, PeerWatch, preferred_replica
-from outbox.core.sequencing.batch_notifications import BatchNotification, NotificationThrottle
+from outbox.core.sequencing.batch_notifications import (
+    NOTIFY_EVERY_S,
+    BatchNotification,
+    NotificationThrottle,
+)
 from outbox.relay.wake_event import WakeEvent
-from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
     from uuid import UUID
 
     from outbox.core.cluster.lease import Lease, Peer
@@ -34,62 +36,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.ownership")
 
-T = TypeVar("T")
-
 RELEASE_LOCK_TIMEOUT_S = 1.0
 SEARCHES_PER_LEASE = 3
 """How often a replica searches for sessions that hang; each must be found twice."""
 ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 500, 4_000
 """Claimed in one step, as far as the number of lanes can be estimated."""
-
-
-async def keep_lease(
-    store: ReplicaStore,
-    replica_id: int,
-    lease: Lease,
-    clock: Callable[[], float],
-    on_time: Callable[[float, float, float], None],
-) -> None:
-    """Renew the lease until cancelled, on a connection used for nothing else.
-
-    The lease is checked at every wake-up, by its own clock.  The loop's timers may have
-    stopped while the machine was suspended, so no single wait is longer than the time
-    between two renewals: requests in flight are closed at most that long after a resume.
-
-    Args:
-        clock: seconds of the steady clock.
-        on_time: called with the database's time in epoch seconds, and the steady times
-            of the request and the response.
-
-    Raises:
-        Fenced: the lease expired; requests in flight must be closed.
-    """
-
-    def wait_s() -> float:
-        left_s = lease.left_s(clock())
-        if left_s <= 0:
-            raise Fenced
-        return min(left_s, lease.renew_every_s)
-
-    async def within_lease(statement: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(statement)
-        try:
-            # `wait_s` also runs before it starts: an expired lease is not renewed.
-            while not (await asyncio.wait([task], timeout=wait_s()))[0]:
-                pass
-        finally:
-            task.cancel()
-        return task.result()
-
-    while True:
-        await asyncio.sleep(wait_s())
-        started_at = clock()
-        if not await within_lease(store.renew(replica_id)):
-            raise Fenced
-        lease.renewed(started_at)
-        # A message that writes returns no time.
-        asked_at = clock()
-        on_time(await within_lease(store.read_clock()), asked_at, clock())
 
 
 class Ownership:
@@ -138,8 +89,8 @@ class Ownership:
         self._assigned_among: set[int] = set()
         # The newest batch of which the dispatcher knows all lanes.
         self._known_batch = 0
-        # Other replicas may have sequenced a batch.
-        self._has_new_batches = True
+        # When to read other replicas' batches (infinite: no sign of any), and the last read.
+        self._read_at, self._last_read_at = 0.0, -inf
         # When to search for sessions that hang.
         self._search_at = 0.0
         # The backends of other replicas that sequenced at the last poll.
@@ -160,14 +111,14 @@ class Ownership:
                 self._poll_at = min(
                     self._poll_at, next_poll_at, self._watch.next_expiry_at(self._me)
                 )
-                self._has_new_batches = True
-            if self._has_new_batches:
-                self._has_new_batches = False
+                self._read_at = 0.0
+            if self._clock() >= self._read_at:
+                self._read_at, self._last_read_at = inf, self._clock()
                 await self._read_new_batches()
             if self._clock() >= self._throttle.flush_at():
                 self._throttle.mark_sent(self._clock())
                 await self._notify_batches()
-            wake_at = min(self._poll_at, self._throttle.flush_at())
+            wake_at = min(self._poll_at, self._read_at, self._throttle.flush_at())
             await self._wake_event.wait(max(wake_at - self._clock(), 0.0))
 
     def stop(self) -> None:
@@ -184,12 +135,13 @@ class Ownership:
         """Process a notification of another session.
 
         Any session may send one, so the payload is trusted only from a replica's backend.
-        If it does not continue the known batches, the batches are read.
+        If it does not continue the known batches, they are read, at most every `NOTIFY_EVERY_S`.
         """
         notification = BatchNotification.parse(text) if pid in self._leaders else None
         if notification is None or notification.first > self._known_batch + 1:
-            self._has_new_batches = True
-            self._wake_event.set()
+            if self._read_at == inf:
+                self._read_at = self._last_read_at + NOTIFY_EVERY_S
+                self._wake_event.set()
         elif notification.last > self._known_batch:
             self._known_batch = notification.last
             self._dispatcher.notify_new_deliveries(notification.last_seqs)
@@ -277,9 +229,7 @@ class Ownership:
         return expired
 
     async def _claim(self, claimable: list[UUID]) -> None:
-        """Claim endpoints in chunks: loading a chunk blocks the event loop, and with it the
-        renewal of the lease.
-        """
+        """Claim endpoints in chunks, because loading one blocks the renewal of the lease."""
         portion = ClaimBatchSize(ENDPOINTS_AT_ONCE, LANES_AT_ONCE)
         requested = endpoints = lanes = 0
         while requested < len(claimable) and not self._stopping:

@@ -1,0 +1,65 @@
+"""Renewal of a replica's lease."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outbox.store.records import Fenced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from outbox.core.cluster.lease import Lease
+    from outbox.store.replicas import ReplicaStore
+
+T = TypeVar("T")
+
+
+async def keep_lease(
+    store: ReplicaStore,
+    replica_id: int,
+    lease: Lease,
+    clock: Callable[[], float],
+    on_time: Callable[[float, float, float], None],
+) -> None:
+    """Renew the lease until cancelled, on a connection used for nothing else.
+
+    The lease is checked at every wake-up, by its own clock.  The loop's timers may have
+    stopped while the machine was suspended, so no single wait is longer than the time
+    between two renewals: requests in flight are closed at most that long after a resume.
+
+    Args:
+        clock: seconds of the steady clock.
+        on_time: called with the database's time in epoch seconds, and the steady times
+            of the request and the response.
+
+    Raises:
+        Fenced: the lease expired; requests in flight must be closed.
+    """
+
+    def wait_s() -> float:
+        left_s = lease.left_s(clock())
+        if left_s <= 0:
+            raise Fenced
+        return min(left_s, lease.renew_every_s)
+
+    async def within_lease(statement: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(statement)
+        try:
+            # `wait_s` also runs before it starts: an expired lease is not renewed.
+            while not (await asyncio.wait([task], timeout=wait_s()))[0]:
+                pass
+        finally:
+            task.cancel()
+        return task.result()
+
+    while True:
+        await asyncio.sleep(wait_s())
+        started_at = clock()
+        if not await within_lease(store.renew(replica_id)):
+            raise Fenced
+        lease.renewed(started_at)
+        # A message that writes returns no time.
+        asked_at = clock()
+        on_time(await within_lease(store.read_clock()), asked_at, clock())

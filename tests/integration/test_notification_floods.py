@@ -1,0 +1,142 @@
+"""Notifications of other roles, which any role that may connect can send, cost little."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.sequencing.batch_notifications import NOTIFY_EVERY_S
+from outbox.relay.cluster import listener
+from outbox.relay.cluster.listener import CHANGES_EVERY_S, FLOOD_PER_S, Listener
+from outbox.relay.wake_event import WakeEvent
+from outbox.store.lanes import LaneStore
+from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, MutableMapping
+
+    import pytest
+
+    from tests.support.postgres import Database
+
+SOON_S = 10.0
+FLOOD = "SELECT count(pg_notify($1, n::text)) FROM generate_series(1, $2::int) n"
+
+
+class Calls:
+    """What a listener calls."""
+
+    def __init__(self) -> None:
+        self.producers = WakeEvent()
+        self.changes = 0
+        self.texts: list[str] = []
+
+    def change(self) -> None:
+        self.changes += 1
+
+    def notification(self, text: str, _: int) -> None:
+        self.texts.append(text)
+
+
+@asynccontextmanager
+async def listening(database: Database) -> AsyncIterator[Calls]:
+    calls = Calls()
+    working = Listener(
+        database.connect,
+        "relay",
+        calls.producers,
+        calls.change,
+        calls.notification,
+        [],
+        1.0,
+        60.0,
+    )
+    task = asyncio.create_task(working.run())
+    try:
+        await until(lambda: calls.changes, SOON_S, "it to listen")
+        yield calls
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_flood_of_notifications_is_not_listened_to(
+    database: Database, logs: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "FLOOD_MIN_S", 0.3)
+    async with listening(database) as calls:
+        await fetchval(database, FLOOD, "relay:owners", 20 * FLOOD_PER_S)
+        await until(lambda: [each for each in logs if "retry_s" in each], SOON_S, "the log")
+        (entry,) = [each for each in logs if "retry_s" in each]
+        assert entry["event"] == "too many notifications; polling instead"
+        received = [text for text in calls.texts if text]
+        assert len(received) <= FLOOD_PER_S
+        # Until it listens again, it polls.
+        calls.producers.clear()
+        assert await calls.producers.wait(SOON_S)
+        await until(lambda: "" in calls.texts, SOON_S, "a poll for batches")
+        await until(lambda: calls.changes == 2, SOON_S, "it to listen again")
+        calls.producers.clear()
+        await fetchval(database, "SELECT pg_notify('relay', '')")
+        assert await calls.producers.wait(SOON_S)
+    assert len([each for each in logs if "retry_s" in each]) == 1
+
+
+async def test_the_wait_after_a_flood_doubles_while_floods_continue(
+    database: Database, logs: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "FLOOD_MIN_S", 0.05)
+    monkeypatch.setattr(listener, "FLOOD_POLL_S", 0.01)
+    async with listening(database) as calls:
+        for floods in range(1, 4):
+            await fetchval(database, FLOOD, "relay", 2 * FLOOD_PER_S)
+            await until(lambda n=floods: calls.changes == n + 1, SOON_S, "it to listen again")
+    assert [each["retry_s"] for each in logs if "retry_s" in each] == [0.05, 0.1, 0.2]
+
+
+async def test_changes_are_coalesced_and_the_last_one_is_reported(database: Database) -> None:
+    loop = asyncio.get_running_loop()
+    async with listening(database) as calls:
+        started_at, before = loop.time(), calls.changes
+        async with database.at_hand() as connection:
+            for _ in range(300):
+                await connection.execute("SELECT pg_notify('relay:owners', 'reconfigured')")
+        last_at, counted = loop.time(), calls.changes
+        intervals = (last_at - started_at) / CHANGES_EVERY_S
+        assert 1 <= counted - before <= intervals + 1
+        # One that arrived within an interval is deferred to its end.
+        await fetchval(database, "SELECT pg_notify('relay:owners', 'reconfigured')")
+        await until(lambda: calls.changes > counted, SOON_S, "the last change")
+
+
+async def test_forged_notifications_cause_few_reads(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    reads: list[float] = []
+    new_batches = LaneStore.new_batches
+
+    async def record(self: LaneStore, after: int) -> Any:
+        reads.append(loop.time())
+        return await new_batches(self, after)
+
+    monkeypatch.setattr(LaneStore, "new_batches", record)
+    await add_endpoint(database)
+    network = Network()
+    async with running(database, network, lease_s=60.0):
+        await publish(database, 0)
+        await all_ended(database, SOON_S)
+        reads.clear()
+        async with database.at_hand() as connection:
+            for n in range(500):
+                await connection.execute("SELECT pg_notify('relay:owners', $1)", f"1-2 3:{n}")
+        await until(lambda: reads, SOON_S, "a read")
+        await publish(database, 1)
+        await all_ended(database, SOON_S)
+    assert network.data() == [0, 1]
+    apart = [later - earlier for earlier, later in itertools.pairwise(reads)]
+    # Some notifications are answered by one read, or two if there may be more batches.
+    assert sorted(apart)[len(apart) // 2] >= NOTIFY_EVERY_S * 0.9
