@@ -354,7 +354,8 @@ class Session:
         label = session_label(self._rng.getrandbits(32))
         control = await self._connect(label)
         with response_deadline(control, REGISTER_S, "register a replica"):
-            await stores.require_current(control, settings.schema_name)
+            await stores.require_current(control, settings.schema_name, "relay")
+            await stores.require_relay_privileges(control, settings.schema_name)
             # An earlier session may have ended because the queue was full.
             await stores.trim_notification_queue(control)
             # Before the first write: if a proxy switches to another server after this,

@@ -12,12 +12,14 @@ import pytest
 from outbox.api import receivers
 from outbox.api.problem import NOT_GRANTED
 from outbox.core.sequencing.partition_window import WIDTH, Retention
+from outbox.errors import CannotRun
 from outbox.operations import fetch_tokens
 from outbox.relay.delivery import recorder
 from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.retention import RetentionStore
 from outbox.web.address import Address
 from tests.support.api import make_token, serving
+from tests.support.process import outbox
 from tests.support.relay import (
     BUSY,
     OK,
@@ -30,6 +32,7 @@ from tests.support.relay import (
     fetchval,
     killed_at_the_end,
     publish,
+    relay,
     running,
     settings_for,
 )
@@ -37,8 +40,6 @@ from tests.support.roles import dsn_of, role
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-
     from asyncpg import Connection
 
     from outbox.core.model.response import AttemptResult
@@ -220,16 +221,40 @@ async def test_receivers_fetch_and_replay_through_a_least_privilege_relay(
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("purpose", ["operator", "reader"])
-async def test_a_role_without_relay_privileges_gets_an_error_that_names_them(
-    database: Database, logs: list[MutableMapping[str, Any]], purpose: str
+@pytest.mark.parametrize(
+    "lacking",
+    ["UPDATE ON cursor", "EXECUTE ON FUNCTION end_period", "UPDATE ON SEQUENCE wakeup"],
+)
+async def test_a_relay_that_lacks_one_privilege_ends_and_names_it(
+    database: Database, lacking: str
 ) -> None:
-    async with role(database, purpose) as name:
-        async with running(database, Network(), dsn=dsn_of(database, name)):
-            await until(lambda: logs, 10, "a line of the log")
-        (event_types, *_) = logs
-    assert event_types["event"] == "the session was lost"
-    assert event_types["reason"] == (
-        "permission denied for table replica; grant the role its purpose "
-        "(outbox migrate --relay ROLE), or connect as the role that ran outbox migrate"
+    """Also one that it would need only as the leader, or a month later."""
+    async with role(database, "relay") as name:
+        await fetchval(database, f'REVOKE {lacking} FROM "{name}"')
+        privilege, _, what = lacking.partition(" ON ")
+        expected = rf"\({privilege} on {what.split()[-1]}\); .* outbox migrate --relay {name}$"
+        with pytest.raises(CannotRun, match=expected):
+            await relay(database, Network(), dsn=dsn_of(database, name)).run()
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("purposes", [(), ("producer",), ("reader",), ("operator",)])
+async def test_a_relay_of_another_purpose_ends_and_names_the_grant(
+    database: Database, purposes: tuple[str, ...]
+) -> None:
+    async with role(database, *purposes) as name:
+        expected = r"^permission denied for .*\(outbox migrate --relay ROLE\)"
+        with pytest.raises(CannotRun, match=expected):
+            await relay(database, Network(), dsn=dsn_of(database, name)).run()
+
+
+@pytest.mark.one_major
+async def test_the_command_exits_with_3_in_one_line(database: Database) -> None:
+    async with role(database, "relay") as name:
+        await fetchval(database, f'REVOKE INSERT ON batch FROM "{name}"')
+        ended = await outbox("relay", env={"OUTBOX_DSN": dsn_of(database, name)})
+    assert (ended.code, ended.stdout) == (3, "")
+    assert ended.stderr == (
+        f'outbox: the role "{name}" lacks privileges of a relay (INSERT on batch); as the role '
+        f"that ran outbox migrate: outbox migrate --relay {name}\n"
     )

@@ -123,6 +123,7 @@ class Script:
         db = self._db = await self._side.connect()
         stores = self._stores = self._side.stores
         await stores.migrate.require_current(db, SCHEMA)
+        await stores.privileges.require_relay_privileges(db, SCHEMA)
         # A real server may report a timeline.
         await stores.timeline.read_timeline(db)
         self._replicas = stores.replicas.ReplicaStore(db)

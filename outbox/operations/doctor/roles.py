@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.operations.doctor.finding import format_count, join_names, ok, problem, warning
+from outbox.store.privileges import missing_privileges
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -44,23 +45,6 @@ SELECT current_user AS role,
 """
 
 OWNER = "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'outbox'::regclass"
-
-# Privileges that a purpose requires and the current role lacks.
-MISSING = """
-SELECT r.privilege || ' on ' || r.name AS missing
-  FROM required_privileges($1) r
- WHERE NOT CASE r.kind
-           WHEN 'sequence' THEN has_sequence_privilege(r.name, r.privilege)
-           WHEN 'function' THEN (
-                SELECT has_function_privilege(p.oid, r.privilege) FROM pg_proc p
-                 WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
-                   AND p.proname = r.name)
-           ELSE CASE WHEN r.columns IS NULL THEN has_table_privilege(r.name, r.privilege)
-                     ELSE (SELECT bool_and(has_column_privilege(r.name, c, r.privilege))
-                             FROM unnest(r.columns) AS c) END
-           END
- ORDER BY r.kind DESC, r.name
-"""
 
 # A role with CREATE could define objects that the schema's functions run with the owner's
 # rights.
@@ -160,7 +144,7 @@ async def _check_purposes(
         # A producer may not read the required privileges.
         missing = []
         if purpose != "producer":
-            missing = [row["missing"] for row in await context.db.fetch(MISSING, purpose)]
+            missing = await missing_privileges(context.db, purpose)
         if missing:
             yield problem(
                 f'"{role}", {meant}, lacks {join_names(missing)}',

@@ -14,6 +14,7 @@ from outbox.store.connection.migrate import require_current
 from outbox.store.endpoint_state import EndpointStateStore
 from outbox.store.lanes import LaneStore
 from outbox.store.partitions import PartitionStore
+from outbox.store.privileges import require_relay_privileges
 from outbox.store.receiver_checkpoints import CheckpointStore
 from outbox.store.records import RecordStore
 from outbox.store.replicas import ReplicaStore
@@ -43,7 +44,10 @@ class Stores:
     partitions: type[PartitionStore] = PartitionStore
     retention: type[RetentionStore] = RetentionStore
     skipped_events: type[SkippedEventStore] = SkippedEventStore
-    require_current: Callable[[Connection[Any], str], Awaitable[None]] = require_current
+    require_current: Callable[[Connection[Any], str, str | None], Awaitable[None]] = require_current
+    require_relay_privileges: Callable[[Connection[Any], str], Awaitable[None]] = (
+        require_relay_privileges
+    )
     read_timeline: Callable[[Connection[Any]], Awaitable[int | None]] = read_timeline
     trim_notification_queue: Callable[[Connection[Any]], Awaitable[float]] = trim_notification_queue
     wake_all: Callable[[Connection[Any]], Awaitable[None]] = wake_all

@@ -112,8 +112,13 @@ class SchemaStatus:
     pending: tuple[Migration, ...]
 
 
-async def status(connection: Connection[Any], schema: str) -> SchemaStatus:
+async def status(
+    connection: Connection[Any], schema: str, purpose: str | None = None
+) -> SchemaStatus:
     """Read which migrations are applied and which are pending; changes nothing.
+
+    Args:
+        purpose: as in `map_errors`.
 
     Raises:
         SchemaTooNew: a newer, incompatible version of this package migrated the schema.
@@ -121,7 +126,7 @@ async def status(connection: Connection[Any], schema: str) -> SchemaStatus:
             application.
         DatabaseUnavailable: the connection was lost.
     """
-    with map_errors(schema):
+    with map_errors(schema, purpose):
         history = await _read_history(connection, schema)
     known = migrations()
     newest = known[-1].version
@@ -148,15 +153,20 @@ async def status(connection: Connection[Any], schema: str) -> SchemaStatus:
     return SchemaStatus(schema, version, done, pending)
 
 
-async def require_current(connection: Connection[Any], schema: str) -> None:
+async def require_current(
+    connection: Connection[Any], schema: str, purpose: str | None = None
+) -> None:
     """Check that the schema is compatible with this program.
+
+    Args:
+        purpose: as in `map_errors`.
 
     Raises:
         SchemaMissing: it does not exist, or is older than this program.
         SchemaTooNew: it is newer and incompatible.
         CannotRun: as in `status`.
     """
-    found = await status(connection, schema)
+    found = await status(connection, schema, purpose)
     if not found.applied:
         raise schema_missing(schema)
     if found.pending:

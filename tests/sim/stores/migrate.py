@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
 
-async def require_current(connection: Connection, schema: str) -> None:
-    with map_errors(schema):
+async def require_current(connection: Connection, schema: str, purpose: str | None = None) -> None:
+    with map_errors(schema, purpose):
         if not await connection.call(find_history, schema):
             raise schema_missing(schema)
         await connection.call(read_history)
