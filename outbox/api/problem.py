@@ -26,6 +26,7 @@ from outbox.errors import (
     UsageError,
 )
 from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
+from outbox.store.connection.secrets import AlteredSecret, UnreadableSecret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,7 @@ MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
 DATABASE_UNAVAILABLE = "the database is unavailable; see the log of this relay"
 SCHEMA_MISSING = "the schema is missing or has another version; run: outbox migrate"
+KEY_MISSING = "this relay lacks the key of an encrypted secret; run: outbox doctor"
 NOT_GRANTED = (
     "the database role of this relay lacks the privilege to operate or to publish; "
     "run: outbox migrate --operator ROLE --producer ROLE"
@@ -51,6 +53,7 @@ class ProblemKind(Enum):
     NOT_FOUND = ("not-found", 404, "not found")
     METHOD_NOT_ALLOWED = ("method-not-allowed", 405, "method not allowed")
     CONFLICT = ("conflict", 409, "conflict with the current state")
+    SECRET_ALTERED = ("secret-altered", 409, "a stored secret was altered")
     TOO_LARGE = ("too-large", 413, "the body is too large")
     WRONG_CONTENT_TYPE = ("wrong-content-type", 415, "the body is not JSON")
     WRONG_HOST = ("wrong-host", 421, "the Host header names another host")
@@ -100,6 +103,10 @@ def problem_for(error: Exception) -> Problem | None:
             return Problem(ProblemKind.CONFLICT, str(error))
         case UsageError():
             return Problem(ProblemKind.INVALID, str(error))
+        case AlteredSecret():
+            return Problem(ProblemKind.SECRET_ALTERED, str(error))
+        case UnreadableSecret():
+            return unavailable(KEY_MISSING)
         case SchemaMissing():
             return unavailable(SCHEMA_MISSING)
         case SchemaTooNew():

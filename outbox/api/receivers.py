@@ -30,10 +30,10 @@ from outbox.api.server import listening
 from outbox.core.delivery.message import prepare
 from outbox.core.model.api_token import digest, is_fetch_token
 from outbox.core.model.headers import parse_lines
-from outbox.errors import CannotRun, NotFound
+from outbox.errors import NotFound
 from outbox.operations import fetch_tokens, lane_history, receiver_replays
 from outbox.store.connection.secrets import CLEAR, Vault
-from outbox.store.endpoints import read_endpoints
+from outbox.store.endpoints import read_endpoints, require_usable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -163,8 +163,7 @@ class _Receivers:
         if not endpoints:
             raise NotFound("the endpoint is removed")
         now = self._clock()
-        if (reason := endpoints[0].problem) is not None:
-            raise CannotRun(reason)
+        require_usable(endpoints[0])
         keys = endpoints[0].secrets_at(now)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {

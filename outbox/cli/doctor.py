@@ -12,6 +12,7 @@ from outbox.cli.output import count, emit_json, fold, style
 from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.operations.doctor import DoctorContext, DoctorFinding, Severity, examine
 from outbox.operations.views.doctor import doctor_report
+from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -58,6 +59,7 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
                 probing=probing,
                 explain_url_rejection=policy.refusal_of_url,
                 allow_networks=settings.allow_networks,
+                vault=Vault.from_settings(settings),
                 keep=settings.keep,
             )
             return [finding async for finding in examine(context)]

@@ -190,7 +190,7 @@ async def _endpoint(
     headers = {n: v for n, v in stored.items() if not vault.is_current(_stored(v))}
     opened = vault.open_headers(headers, endpoint_id)
     for locked_text in unreadable_values(opened):
-        reason = reason or locked_text.reason
+        reason = reason or str(locked_text.error)
     sealed = vault.seal_headers(opened, endpoint_id)
     encrypted = identity
     if identity is not None and not vault.is_current(identity):

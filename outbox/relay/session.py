@@ -206,6 +206,9 @@ class Session:
             lease,
             wake_replicas=lambda: stores.wake_all(control),
             notify_batches=lambda: stores.wake_owners(control, READ_BATCHES),
+            journal_altered_secrets=lambda endpoints: stores.journal_altered_secrets(
+                control, endpoints, f"replica {me}"
+            ),
             clock=clock,
             telemetry=self._telemetry,
         )

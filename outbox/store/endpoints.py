@@ -18,7 +18,13 @@ from outbox.core.model.response import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
 from outbox.errors import CannotRun, NotFound, UsageError
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.secrets import IDENTITY, SIGNING, UnreadableSecret, unreadable_values
+from outbox.store.connection.secrets import (
+    IDENTITY,
+    SIGNING,
+    AlteredSecret,
+    UnreadableSecret,
+    unreadable_values,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -104,6 +110,8 @@ class Endpoint:
     """The states that operational events have reported, and that have not ended."""
     problem: str | None = None
     """Why the endpoint cannot be used as it is configured."""
+    failure: type[CannotRun] = CannotRun
+    """The kind of the problem, which `require_usable` raises."""
 
     @property
     def ends(self) -> bool:
@@ -114,6 +122,11 @@ class Endpoint:
     def usable(self) -> bool:
         """Whether deliveries may be sent to it, now or after it is resumed."""
         return not self.ends and self.problem is None
+
+    @property
+    def secret_altered(self) -> bool:
+        """Whether the problem is an alarm: a secret was changed in the table."""
+        return issubclass(self.failure, AlteredSecret)
 
     @property
     def credentials(self) -> tuple[str, ...]:
@@ -144,7 +157,7 @@ async def find_endpoint(
 
     Raises:
         NotFound: there is no such endpoint.
-        CannotRun: its configuration does not allow sending, or secrets cannot be decrypted here.
+        CannotRun: as in `require_usable`.
     """
     with map_errors(schema):
         endpoint_id = await connection.fetchval(FIND_ID, name)
@@ -153,14 +166,24 @@ async def find_endpoint(
         )
         if not found:
             raise await endpoint_not_found(connection, name)
-    if found[0].problem is not None:
-        raise CannotRun(f'endpoint "{name}": {found[0].problem}')
+    require_usable(found[0])
     return found[0]
+
+
+def require_usable(endpoint: Endpoint) -> None:
+    """Check that an endpoint can be used as it is configured.
+
+    Raises:
+        CannotRun: it cannot; `UnreadableSecret` or `AlteredSecret` because of a secret.
+    """
+    if endpoint.problem is not None:
+        raise endpoint.failure(f'endpoint "{endpoint.name}": {endpoint.problem}')
 
 
 def _endpoint(row: Any, vault: Vault) -> Endpoint:
     """Build an endpoint; an invalid one gets a `problem`, so that it does not stop the others."""
     retry, retryable, problem = STANDARD, RETRYABLE, None
+    failure: type[CannotRun] = CannotRun
     secrets: tuple[tuple[SigningKey, float | None], ...] = ()
     endpoint_id, own, identity = row["id"], {}, None
     timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
@@ -183,11 +206,12 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
             raise UsageError("headers: must be an object of names and values")
         own = vault.open_headers(stored, endpoint_id)
         for locked in unreadable_values(own):
-            raise UnreadableSecret(locked.reason)
+            raise locked.error
         if row["identity"] is not None:
             identity = vault.open(row["identity"], endpoint_id, IDENTITY)
     except (UnreadableSecret, UsageError, TypeError, ValueError) as error:
         problem = str(error)
+        failure = type(error) if isinstance(error, UnreadableSecret) else CannotRun
     return Endpoint(
         id=endpoint_id,
         name=row["name"],
@@ -225,6 +249,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
             _seconds(row["reported_held_since"]), _seconds(row["reported_stalled_at"])
         ),
         problem=problem,
+        failure=failure,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import trustme
 from aiohttp import web
 
+from outbox.api.problem import KEY_MISSING
 from outbox.core.delivery.signature import parse_key, verify
 from outbox.core.model.encryption_keys import format_key
 from outbox.core.model.endpoint import EndpointSettings
@@ -18,9 +19,12 @@ from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import check_identity
 from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
+from outbox.operations.doctor import Severity
 from outbox.operations.endpoint_certificate import set_identity
 from outbox.operations.endpoint_removal import remove_endpoint
 from outbox.store.connection.secrets import Vault
+from tests.support.api import make_token, serving
+from tests.support.doctor import PATH, findings_of, the_one
 from tests.support.relay import (
     QUICK_RETRY,
     Network,
@@ -33,6 +37,8 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -192,3 +198,109 @@ async def test_a_removed_endpoint_leaves_no_secret(database: Database) -> None:
     left = "SELECT headers::text || coalesce(identity, '') FROM endpoint"
     assert await fetchval(database, left) == "{}"
     assert await fetchval(database, "SELECT count(*) FROM endpoint_secret") == 0
+
+
+ALTERATIONS = {
+    "the secret of another endpoint": """
+        UPDATE endpoint_secret SET secret = (SELECT secret FROM endpoint_secret s JOIN endpoint e
+                                               ON e.id = s.endpoint_id WHERE e.name = 'other')
+    """,
+    "a secret as a header": """
+        UPDATE endpoint SET headers = jsonb_build_object('X-Api-Key', jsonb_build_object('sealed',
+               (SELECT secret FROM endpoint_secret WHERE endpoint_id = endpoint.id)))
+    """,
+    "a changed byte": "UPDATE endpoint_secret SET secret = overlay(secret placing 'AAAA' from 40)",
+}
+OF_SHOP = {
+    name: "name = 'shop'"
+    if "header" in name
+    else "endpoint_id = (SELECT id FROM endpoint WHERE name = 'shop')"
+    for name in ALTERATIONS
+}
+JOURNAL = """
+SELECT array_agg(kind || ': ' || (data ->> 'reason') ORDER BY id) FROM journal
+ WHERE kind = 'secret_altered'
+"""
+LOADED = "SELECT bool_and(replica_id IS NOT NULL) FROM ownership"
+
+
+@pytest.mark.parametrize("alteration", ALTERATIONS)
+async def test_an_altered_secret_is_an_alarm_until_it_is_set_again(
+    database: Database, alteration: str, logs: list[MutableMapping[str, Any]]
+) -> None:
+    key = vault(database, OLD)
+    db = await database.connect(**PATH)
+    await add(database, OLD, name="other", types=["x.y"])
+    await add(database, OLD, headers={"X-Api-Key": "hunter2"}, types=["a.b"])
+    (intact,) = await findings_of(db, "altered secrets", vault=key)
+    assert intact.severity is Severity.OK
+    await fetchval(database, ALTERATIONS[alteration] + "WHERE " + OF_SHOP[alteration])
+    # Doctor finds it by itself where it has the key, and otherwise by the journal.
+    assert 'endpoint "shop": its ' in (await the_one(db, "altered secrets", vault=key)).message
+    network = Network()
+    async with running(database, network, key=OLD):
+        await publish(database, 1)
+        await until(lambda: fetchval(database, JOURNAL), 20, "the journal")
+        # Each change of an endpoint lets the relay read the secrets again.
+        await change_rate(database, "other")
+        await until(lambda: len(errors(logs)) >= 2, 20, "the secret to be read again")
+        (entry,) = await fetchval(database, JOURNAL)
+        assert "is not what was encrypted for it: the table was changed" in entry
+        found = await the_one(db, "altered secrets")
+        assert found.severity is Severity.PROBLEM
+        assert "outbox endpoint rotate-secret shop --overlap 0" in str(found.action)
+        assert network.sent == []
+        async with database.at_hand() as connection:
+            await endpoint_changes.update_endpoint(
+                connection,
+                "relay",
+                "shop",
+                lambda s: EndpointSettings.from_dict({**s.to_dict(), "headers": {}}),
+                actor="test",
+                vault=key,
+            )
+            await endpoint_secrets.rotate_secret(
+                connection, "relay", "shop", actor="test", overlap_s=0, vault=key
+            )
+        await all_ended(database)
+    assert network.data() == [1]
+    for options in ({}, {"vault": key}):
+        (repaired,) = await findings_of(db, "altered secrets", **options)
+        assert repaired.severity is Severity.OK
+
+
+async def change_rate(database: Database, name: str) -> None:
+    """Change an endpoint, which raises the version that relays compare."""
+    async with database.at_hand() as connection:
+        await endpoint_changes.update_endpoint(
+            connection,
+            "relay",
+            name,
+            lambda s: EndpointSettings.from_dict({**s.to_dict(), "rate_per_s": 100.0}),
+            actor="test",
+            vault=vault(database, OLD),
+        )
+
+
+def errors(logs: list[MutableMapping[str, Any]]) -> list[MutableMapping[str, Any]]:
+    return [each for each in logs if each["event"].startswith("an endpoint cannot be used")]
+
+
+async def test_the_api_names_an_altered_secret_and_a_missing_key(
+    database: Database, logs: list[MutableMapping[str, Any]]
+) -> None:
+    await add(database, OLD)
+    token = await make_token(database, "ops")
+    async with serving(database, key=NEW) as anybody:
+        response = await anybody.with_token(token).post("/v1/endpoints/shop/test")
+        assert (response.status, response.detail) == (503, KEY_MISSING)
+    await fetchval(database, ALTERATIONS["a changed byte"])
+    async with serving(database, key=OLD) as anybody:
+        response = await anybody.with_token(token).post("/v1/endpoints/shop/test")
+        assert response.status == 409
+        assert response.json["type"] == "urn:outbox:problem:secret-altered"
+        assert response.detail == (
+            'endpoint "shop": its signing secret is not what was encrypted for it: '
+            "the table was changed; set it again"
+        )
+    assert not [each for each in logs if "unavailable" in each["event"]]

@@ -16,7 +16,14 @@ from outbox.core.model.endpoint import EndpointSettings
 from outbox.errors import CannotRun, Conflict
 from outbox.operations import endpoint_changes, endpoint_secrets, endpoints, rotate_key
 from outbox.operations.apply import apply_file
-from outbox.store.connection.secrets import CLEAR, SIGNING, UnreadableSecret, UnreadableText, Vault
+from outbox.store.connection.secrets import (
+    CLEAR,
+    SIGNING,
+    AlteredSecret,
+    UnreadableSecret,
+    UnreadableText,
+    Vault,
+)
 from outbox.store.endpoints import find_endpoint, read_endpoints
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import register
@@ -81,7 +88,7 @@ def test_a_ciphertext_is_bound_to_its_endpoint_and_purpose() -> None:
     endpoint = uuid4()
     sealed = OLD.seal("x", endpoint, SIGNING)
     for other, what in ((uuid4(), SIGNING), (endpoint, "header x")):
-        with pytest.raises(UnreadableSecret, match="is not what was encrypted for it"):
+        with pytest.raises(AlteredSecret, match="is not what was encrypted for it"):
             OLD.open(sealed, other, what)
 
 
@@ -90,7 +97,7 @@ def test_any_changed_byte_is_detected(at: int) -> None:
     endpoint = UUID(int=7)
     head, _, data = OLD.seal("a secret that is long", endpoint, SIGNING).rpartition(":")
     changed = "A" if data[at] != "A" else "B"
-    with pytest.raises(UnreadableSecret, match="the table was changed"):
+    with pytest.raises(AlteredSecret, match="the table was changed"):
         OLD.open(f"{head}:{data[:at]}{changed}{data[at + 1 :]}", endpoint, SIGNING)
 
 

@@ -70,6 +70,7 @@ _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
     ("roles", roles.check_roles),
     ("autovacuum", tables.check_autovacuum),
     ("secrets", endpoints.check_secrets),
+    ("altered secrets", endpoints.check_altered_secrets),
     ("networks", endpoints.check_networks),
     ("certificates", endpoints.check_certificates),
 )

@@ -7,6 +7,7 @@ from ipaddress import ip_network
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import orjson
 
 from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
@@ -23,6 +24,8 @@ from outbox.operations.doctor.finding import (
     warning,
 )
 from outbox.operations.rotate_key import COUNT_SECRETS
+from outbox.store.altered_secrets import read_altered_secrets
+from outbox.store.endpoints import read_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
 LIST = "outbox status"
+ENDPOINTS_AT_ONCE = 500
+
+READ_IDS = "SELECT id FROM endpoint WHERE state <> 'removed' ORDER BY id"
 
 
 def _are(number: int) -> str:
@@ -119,6 +125,41 @@ async def check_secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
             f"start {'it' if len(blind) == 1 else 'them'} with an OUTBOX_KEY that has the "
             f"{'key whose id is' if len(keys) == 1 else 'keys whose ids are'} {', '.join(keys)}",
         )
+
+
+async def check_altered_secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """No stored secret was changed outside of the commands and the API."""
+    found = {row.name: row.reason for row in await read_altered_secrets(context.db)}
+    if context.vault.key_ids:
+        found |= await _find_altered_secrets(context)
+    for name, reason in islice(sorted(found.items()), ROWS_MAX):
+        yield problem(
+            f'endpoint "{name}": {reason}',
+            "find out who changed the table, and set the secret again: outbox endpoint "
+            f"rotate-secret {shlex.quote(name)} --overlap 0 (or update, or certificate)",
+        )
+    if len(found) > ROWS_MAX:
+        yield problem(
+            f"secrets of {len(found) - ROWS_MAX} more endpoints were altered", "outbox status"
+        )
+    if not found:
+        yield ok("no secret was altered")
+
+
+async def _find_altered_secrets(context: DoctorContext) -> dict[str, str]:
+    """Decrypt all secrets, and return why that fails, by endpoint."""
+    found: dict[str, str] = {}
+    ids = [row["id"] for row in await context.db.fetch(READ_IDS)]
+    for first in range(0, len(ids), ENDPOINTS_AT_ONCE):
+        try:
+            endpoints = await read_endpoints(
+                context.db, ids[first : first + ENDPOINTS_AT_ONCE], context.vault
+            )
+        except asyncpg.InsufficientPrivilegeError:
+            # A reader sees what relays have journalled.
+            return {}
+        found |= {e.name: str(e.problem) for e in endpoints if e.secret_altered}
+    return found
 
 
 async def check_networks(context: DoctorContext) -> AsyncIterator[CheckResult]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
+from outbox.store.connection.secrets import CLEAR
 from outbox.store.sessions import CONNECTIONS_MAX
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ipaddress import IPv4Network, IPv6Network
 
     from asyncpg import Connection
+
+    from outbox.store.connection.secrets import Vault
 
     Network = IPv4Network | IPv6Network
 
@@ -138,6 +141,8 @@ class DoctorContext:
     """Networks that the settings allow for all endpoints."""
     clock: Callable[[], float] = time.time
     """Clock of this machine, in seconds since 1970."""
+    vault: Vault = CLEAR
+    """The keys of these settings, to check encrypted secrets."""
     keep: Retention = field(default_factory=Retention)
     """Retention of relays with these settings."""
     limits: DoctorLimits = field(default_factory=DoctorLimits)

@@ -49,6 +49,7 @@ class Ownership:
     Args:
         wake_replicas: wakes the other replicas after endpoints were released.
         notify_batches: notifies them of new batches.
+        journal_altered_secrets: journals endpoints with a secret that was altered.
         clock: seconds of the steady clock.
     """
 
@@ -62,6 +63,7 @@ class Ownership:
         lease: Lease,
         wake_replicas: Callable[[], Awaitable[object]],
         notify_batches: Callable[[], Awaitable[object]],
+        journal_altered_secrets: Callable[[list[Endpoint]], Awaitable[object]],
         clock: Callable[[], float],
         telemetry: DeliveryTelemetry,
     ) -> None:
@@ -76,6 +78,7 @@ class Ownership:
         self._wake_event = WakeEvent()
         self._wake_replicas = wake_replicas
         self._notify_batches = notify_batches
+        self._journal_altered_secrets = journal_altered_secrets
         self._clock = clock
         self._watch = PeerWatch()
         # When to poll the cluster again; batch notifications are handled in between.
@@ -338,6 +341,8 @@ class Ownership:
                     endpoint=endpoint.name,
                     reason=endpoint.problem,
                 )
+        if altered := [e for e in endpoints if e.secret_altered]:
+            await self._journal_altered_secrets(altered)
         return endpoints
 
     async def _read_new_batches(self) -> None:

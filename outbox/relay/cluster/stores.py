@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.store.altered_secrets import journal_altered_secrets
 from outbox.store.channels import trim_notification_queue, wake_all, wake_owners
 from outbox.store.connection.migrate import require_current
 from outbox.store.endpoint_state import EndpointStateStore
@@ -25,9 +26,12 @@ from outbox.store.skipped_events import SkippedEventStore
 from outbox.store.timeline import read_timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from asyncpg import Connection
+
+    from outbox.store.connection.store_connection import StoreConnection
+    from outbox.store.endpoints import Endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,5 +54,8 @@ class Stores:
     )
     read_timeline: Callable[[Connection[Any]], Awaitable[int | None]] = read_timeline
     trim_notification_queue: Callable[[Connection[Any]], Awaitable[float]] = trim_notification_queue
+    journal_altered_secrets: Callable[
+        [StoreConnection, Sequence[Endpoint], str], Awaitable[None]
+    ] = journal_altered_secrets
     wake_all: Callable[[Connection[Any]], Awaitable[None]] = wake_all
     wake_owners: Callable[[Connection[Any], str], Awaitable[None]] = wake_owners

@@ -50,7 +50,15 @@ SELECT name FROM replica WHERE expires_at > clock_timestamp() AND NOT $1 = ANY (
 
 
 class UnreadableSecret(CannotRun):
-    """A secret cannot be decrypted: the key is missing, or the stored text was changed."""
+    """A secret cannot be decrypted, because the key is missing."""
+
+
+class AlteredSecret(UnreadableSecret):
+    """A stored secret is not what was encrypted for its endpoint: the table was changed.
+
+    The key is there, but the authentication tag of AES-GCM does not match the text and what it
+    is bound to.  So this is an alarm, unlike a missing key.
+    """
 
 
 class Vault:
@@ -97,7 +105,8 @@ class Vault:
         """Decrypt a stored text; plain text is returned unchanged.
 
         Raises:
-            UnreadableSecret: it cannot be decrypted.
+            UnreadableSecret: the key is missing.
+            AlteredSecret: the stored text was changed.
         """
         if not is_sealed(stored):
             return stored
@@ -114,9 +123,8 @@ class Vault:
             nonce, sealed = raw[:_NONCE_BYTES], raw[_NONCE_BYTES:]
             opened = _cipher(key).decrypt(nonce, sealed, _bound(endpoint_id, what))
         except (binascii.Error, ValueError, InvalidTag):
-            raise UnreadableSecret(
-                f"its {what} is not what was encrypted for it with the key {key_id}: the "
-                "table was changed; set it again"
+            raise AlteredSecret(
+                f"its {what} is not what was encrypted for it: the table was changed; set it again"
             ) from None
         return str(opened, "utf-8")
 
@@ -141,10 +149,10 @@ class Vault:
             sealed = value.get("sealed") if isinstance(value, dict) else None
             try:
                 if not isinstance(sealed, str) or not is_sealed(sealed):
-                    raise UnreadableSecret(f"its {_header(name)} is neither a text nor encrypted")
+                    raise AlteredSecret(f"its {_header(name)} is neither a text nor encrypted")
                 headers[name] = self.open(sealed, endpoint_id, _header(name))
             except UnreadableSecret as error:
-                headers[name] = UnreadableText(value, str(error))
+                headers[name] = UnreadableText(value, error)
         return headers
 
     async def for_writing(self, connection: Connection[Any]) -> Vault:
@@ -193,19 +201,19 @@ CLEAR = Vault()
 class UnreadableText(str):
     """Placeholder for a text that cannot be decrypted; it is written back unchanged."""
 
-    __slots__ = ("reason", "stored")
+    __slots__ = ("error", "stored")
 
     stored: Any
-    reason: str
+    error: UnreadableSecret
 
-    def __new__(cls, stored: Any, reason: str) -> UnreadableText:
+    def __new__(cls, stored: Any, error: UnreadableSecret) -> UnreadableText:
         text = super().__new__(cls, "(encrypted)")
-        text.stored, text.reason = stored, reason
+        text.stored, text.error = stored, error
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
         # copy.deepcopy would otherwise copy only the text.
-        return UnreadableText, (self.stored, self.reason)
+        return UnreadableText, (self.stored, self.error)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnreadableText) and self.stored == other.stored

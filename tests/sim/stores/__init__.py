@@ -14,7 +14,7 @@ The docstrings are those of the real ones.
 from __future__ import annotations
 
 from outbox.relay.cluster.stores import Stores
-from tests.sim.stores import channels, migrate, privileges, timeline
+from tests.sim.stores import altered_secrets, channels, migrate, privileges, timeline
 from tests.sim.stores.endpoint_state import EndpointStateStore
 from tests.sim.stores.lanes import LaneStore
 from tests.sim.stores.partitions import PartitionStore
@@ -41,6 +41,7 @@ STORES = Stores(
     require_relay_privileges=privileges.require_relay_privileges,
     read_timeline=timeline.read_timeline,
     trim_notification_queue=channels.trim_notification_queue,
+    journal_altered_secrets=altered_secrets.journal_altered_secrets,
     wake_all=channels.wake_all,
     wake_owners=channels.wake_owners,
 )

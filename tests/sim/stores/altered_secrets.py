@@ -1,0 +1,17 @@
+"""Altered secrets: simulated endpoints have none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.store.endpoints import Endpoint
+    from tests.sim.database.connection import Connection
+
+
+async def journal_altered_secrets(
+    connection: Connection, endpoints: Sequence[Endpoint], actor: str
+) -> None:
+    assert not endpoints
