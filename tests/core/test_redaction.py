@@ -87,7 +87,11 @@ def test_basic_credentials_are_redacted_when_decoded(sent: str) -> None:
     assert kept.body == b"no user (not kept); is (not kept) wrong?"
 
 
-@pytest.mark.parametrize("encode", [str, lambda text: text.encode().hex()], ids=["plain", "hex"])
+@pytest.mark.parametrize(
+    "encode",
+    [str, str.upper, lambda text: text.encode().hex()],
+    ids=["plain", "upper case", "hex"],
+)
 def test_a_secret_that_is_cut_off_is_redacted(encode: object) -> None:
     assert callable(encode)
     text = encode("hunter2-hunter3")

@@ -13,6 +13,7 @@ import binascii
 import html
 import json
 import re
+import string
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, quote_plus
@@ -29,13 +30,15 @@ SECRET_CHARS_MIN = 6
 ENCODED_CHARS_MIN = 8
 """Shorter parts of a base64 text occur by chance."""
 REDACTED = "(not kept)"
+_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 
 class _Forms(NamedTuple):
     """How secrets may appear in a response."""
 
     pattern: re.Pattern[str]
-    texts: tuple[str, ...]
+    lowered: tuple[str, ...]
+    """All of them with ASCII letters in lower case, the longest first."""
 
 
 def redact(response: AttemptResult, secrets: Iterable[str]) -> AttemptResult:
@@ -61,7 +64,8 @@ def _forms(secrets: tuple[str, ...]) -> _Forms:
     texts = {form for secret in plain for form in _encodings(secret)}
     # Longest first, because a secret may be part of another one.
     longest_first = tuple(sorted(texts, key=len, reverse=True))
-    return _Forms(re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE), longest_first)
+    pattern = re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE)
+    return _Forms(pattern, tuple(dict.fromkeys(form.translate(_LOWER) for form in longest_first)))
 
 
 def _encodings(secret: str) -> Iterator[str]:
@@ -98,11 +102,14 @@ def _basic_credentials(secret: str) -> Iterator[str]:
 
 def _redact_text(text: str, forms: _Forms) -> str:
     text = forms.pattern.sub(REDACTED, text)
-    for form in forms.texts:
-        # The rest of a form that was cut off: its first character is searched for in C.
-        start = text.find(form[:SECRET_CHARS_MIN], max(len(text) - len(form) + 1, 0))
+    # A form that was cut off at the end.  In ASCII, lower case has the same length.
+    first = max(len(text) - len(forms.lowered[0]) + 1, 0)
+    tail = text[first:].translate(_LOWER)
+    for form in forms.lowered:
+        head = form[:SECRET_CHARS_MIN]
+        start = tail.find(head, max(len(tail) - len(form) + 1, 0))
         while start >= 0:
-            if form.startswith(text[start:]):
-                return text[:start] + REDACTED
-            start = text.find(form[:SECRET_CHARS_MIN], start + 1)
+            if form.startswith(tail[start:]):
+                return text[: first + start] + REDACTED
+            start = tail.find(head, start + 1)
     return text
