@@ -2,9 +2,11 @@
 
 A client must send a request's head within `REQUEST_HEAD_TIMEOUT_S` of the last response,
 and read a response within `RESPONSE_TIMEOUT_S`; the handler limits the body.  At most
-`CONNECTIONS_MAX` connections are open.  One more closes the oldest idle connection,
-preferring one that has not sent a request yet, so a client that opens many idle
-connections cannot lock out others.
+`CONNECTIONS_MAX` connections are open.  One more closes another one for whose client the
+server waits.  Connections are grouped by the client's address and by what the server waits
+for (`Awaited`), and the longest waiting connection of the largest group is closed.  So a
+client that holds many connections, in whatever state, takes them from itself, and a new
+connection is closed only if all others wait for the server.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import asynccontextmanager
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from outbox.core.admission.token_bucket import address_key
 from outbox.errors import CannotRun
 from outbox.web.address import Address
 
@@ -29,6 +33,9 @@ SHUTDOWN_S = 0.5
 REQUEST_HEAD_TIMEOUT_S = 75.0
 """Longer than the keep-alive time-out of most proxies."""
 RESPONSE_TIMEOUT_S = 60.0
+LINGER_S = 1.0
+"""How long the rest of a body is read after its response: closing a connection with unread data
+resets it, and the client might not see the response."""
 CONNECTIONS_MAX = 512
 
 HEADERS = {
@@ -64,6 +71,7 @@ async def serving(
         auto_decompress=False,
         handler_cancellation=True,
         keepalive_timeout=REQUEST_HEAD_TIMEOUT_S,
+        lingering_time=LINGER_S,
         shutdown_timeout=SHUTDOWN_S,
     )
     await runner.setup()
@@ -91,23 +99,94 @@ class _GuardedRunner(web.AppRunner):
         )
 
 
+class Awaited(Enum):
+    """What the server waits for from the client of a connection."""
+
+    FIRST_REQUEST = "first request"
+    NEXT_REQUEST = "next request"
+    BODY = "body"
+    """Before or after the response."""
+    READING = "reading"
+    """That the client reads the response."""
+
+
 class _GuardedServer(web.Server):
     """An aiohttp server with at most `CONNECTIONS_MAX` connections."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._waiting: dict[tuple[str, Awaited], dict[_Connection, None]] = {}
+        """The connections of each group, the longest waiting first."""
 
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
+        assert isinstance(handler, _Connection)
+        peer = transport.get_extra_info("peername")
+        handler.address = address_key(peer[0]) if peer else ""
+        self.wait(handler, Awaited.FIRST_REQUEST)
         if len(self._connections) > CONNECTIONS_MAX:
-            waiting = (each for each in self._connections if not each._request_in_progress)
-            # The connections are in order of arrival; `waiting` is never empty, because the
-            # new connection has no request yet.
-            min(waiting, key=lambda each: each._request_count > 0).force_close()
+            largest = max(self._waiting.values(), key=len)
+            next(iter(largest)).abort()
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        assert isinstance(handler, _Connection)
+        self.stop_waiting(handler)
+        super().connection_lost(handler, exc)
+
+    def wait(self, connection: _Connection, awaited: Awaited) -> None:
+        """Begin to wait for a client."""
+        self.stop_waiting(connection)
+        if connection.transport is not None:
+            connection.awaited = awaited
+            self._waiting.setdefault((connection.address, awaited), {})[connection] = None
+
+    def stop_waiting(self, connection: _Connection) -> None:
+        """The client has done what was awaited, or is gone."""
+        if connection.awaited is None:
+            return
+        group = connection.address, connection.awaited
+        connection.awaited = None
+        del self._waiting[group][connection]
+        if not self._waiting[group]:
+            del self._waiting[group]
 
 
 class _Connection(RequestHandler):
-    __slots__ = ()
+    __slots__ = ("address", "awaited")
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.address = ""
+        self.awaited: Awaited | None = None
+
+    def _wait(self, awaited: Awaited) -> None:
+        if isinstance(self._manager, _GuardedServer):  # None: the connection is lost.
+            self._manager.wait(self, awaited)
+
+    def _stop_waiting(self) -> None:
+        if isinstance(self._manager, _GuardedServer):
+            self._manager.stop_waiting(self)
+
+    async def _handle_request(
+        self, request: web.BaseRequest, start_time: float | None, request_handler: Any
+    ) -> tuple[web.StreamResponse, bool]:
+        def body_received() -> None:
+            if self.awaited is Awaited.BODY and self._current_request is request:
+                self._stop_waiting()
+
+        if request.content.is_eof():
+            self._stop_waiting()
+        else:
+            self._wait(Awaited.BODY)
+            request.content.on_eof(body_received)
+        try:
+            return await super()._handle_request(request, start_time, request_handler)
+        finally:
+            is_complete = request.content.is_eof()
+            self._wait(Awaited.NEXT_REQUEST if is_complete else Awaited.BODY)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -116,16 +195,18 @@ class _Connection(RequestHandler):
         if not resp.prepared:
             for name, value in HEADERS.items():
                 resp.headers.setdefault(name, value)
+        self._wait(Awaited.READING)
         try:
             async with asyncio.timeout(RESPONSE_TIMEOUT_S):
                 return await super().finish_response(request, resp, start_time)
         except TimeoutError:
-            self._abort()
+            self.abort()
             return resp, True
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         """Close the connection without flushing data that the client does not read."""
         transport: Any = self.transport
+        self._stop_waiting()
         self.force_close()
         if transport is not None:
             transport.abort()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import io
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -38,10 +39,14 @@ def application() -> web.Application:
     async def large(_: web.Request) -> web.Response:
         return web.Response(body=LARGE)
 
+    async def echo(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
     made = health.application(lambda: None, _metrics)
     made.router.add_get("/broken", broken)
     made.router.add_get("/slow", slow)
     made.router.add_get("/large", large)
+    made.router.add_post("/echo", echo)
     return made
 
 
@@ -211,6 +216,95 @@ async def test_many_connections_of_one_client_do_not_block_others(
         assert (await user.response()).startswith("HTTP/1.1 200 ")
         for _, writer in idle:
             writer.close()
+
+
+HALF_BODY = "GET /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\nx"
+HALF_HEAD = "GET /healthz HTTP/1.1\r\nHost: "
+WHOLE_REQUEST = "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
+CHUNK = "POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        ("",),
+        (HALF_HEAD,),
+        (HALF_BODY,),
+        (WHOLE_REQUEST,),
+        (WHOLE_REQUEST + HALF_HEAD,),
+        (CHUNK,),
+        ("", HALF_HEAD, HALF_BODY, WHOLE_REQUEST, CHUNK),
+    ],
+    ids=["silence", "half a head", "half a body", "an idle client", "half a head later",
+         "a body that a handler reads", "all of these"],
+)  # fmt: skip
+async def test_six_hundred_half_requests_do_not_keep_other_clients_out(
+    sent: tuple[str, ...], servers: list[web.Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rest of the bodies is awaited until the end of the test.
+    monkeypatch.setattr(serving, "LINGER_S", 3600.0)
+    async with listening() as at:
+        hostile = []
+        try:
+            for n in range(600):
+                _, writer = await asyncio.open_connection(at.host, at.port)
+                hostile.append(writer)
+                writer.write(sent[n % len(sent)].encode())
+            await until(
+                lambda: len(servers[0].connections) <= serving.CONNECTIONS_MAX, 20, "the bound"
+            )
+            async with asyncio.TaskGroup() as group:
+                for _ in range(10):
+                    group.create_task(_require_health(at))
+        finally:
+            for writer in hostile:
+                writer.transport.abort()
+
+
+async def _require_health(at: Address) -> None:
+    """Five requests on one connection."""
+    async with connected(at) as client:
+        for _ in range(5):
+            client.send(WHOLE_REQUEST)
+            assert (await client.response()).startswith("HTTP/1.1 200 ")
+            assert await client.reader.readexactly(3) == b"ok\n"
+
+
+async def test_a_client_that_holds_many_connections_takes_them_from_itself(
+    monkeypatch: pytest.MonkeyPatch, servers: list[web.Server]
+) -> None:
+    monkeypatch.setattr(serving, "CONNECTIONS_MAX", 6)
+    monkeypatch.setattr(serving, "LINGER_S", 3600.0)
+    async with listening() as at, AsyncExitStack() as stack:
+        # Idle for longer than anything, from another address.
+        reader, writer = await asyncio.open_connection(
+            at.host, at.port, local_addr=("127.0.0.2", 0)
+        )
+        user = Client(reader, writer)
+        user.send(WHOLE_REQUEST)
+        await user.response()
+        await user.reader.readexactly(3)
+        hostile = [await stack.enter_async_context(connected(at)) for _ in range(5)]
+        for each in hostile:
+            each.send(HALF_BODY)
+            await each.response()
+            await each.reader.readexactly(3)
+        for victim in hostile[:3]:
+            await stack.enter_async_context(connected(at))
+            assert await victim.ended()
+        user.send(WHOLE_REQUEST)
+        assert (await user.response()).startswith("HTTP/1.1 200 ")
+        writer.close()
+
+
+async def test_a_refused_client_that_still_sends_sees_the_response() -> None:
+    """Closing the connection at once would reset it."""
+    async with (
+        listening() as at,
+        aiohttp.ClientSession() as session,
+        session.post(at.url + "healthz", data=io.BytesIO(b"x" * 4_000_000)) as response,
+    ):
+        assert response.status == 405
 
 
 async def test_the_newest_connection_is_closed_when_all_are_busy(
