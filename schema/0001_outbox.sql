@@ -111,6 +111,8 @@ CREATE TABLE idempotency_key (
     claimed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     expires_at timestamptz NOT NULL,
     resets     integer     NOT NULL DEFAULT 0,
+    request_digest bytea,            -- SHA-256 of the API request that claimed it, to refuse
+                                     -- another request with the key; NULL: not claimed by the API
     CONSTRAINT once_must_be_1_to_512_bytes CHECK (octet_length(key) BETWEEN 1 AND 512)
 );
 
@@ -129,7 +131,8 @@ CREATE INDEX idempotency_key_claimed ON idempotency_key USING brin (claimed_at)
 --
 -- keep is the retention of the key; NULL means 30 days.
 CREATE FUNCTION claim_once(
-    once_key text, for_event uuid DEFAULT NULL, keep interval DEFAULT NULL
+    once_key text, for_event uuid DEFAULT NULL, keep interval DEFAULT NULL,
+    digest bytea DEFAULT NULL
 ) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 BEGIN
@@ -140,15 +143,16 @@ BEGIN
     END IF;
     -- Retries when an expired row is deleted between the INSERT and the UPDATE.
     LOOP
-        INSERT INTO idempotency_key (key, event_id, expires_at)
-        VALUES (once_key, for_event, clock_timestamp() + keep)
+        INSERT INTO idempotency_key (key, event_id, expires_at, request_digest)
+        VALUES (once_key, for_event, clock_timestamp() + keep, digest)
         ON CONFLICT (key) DO NOTHING;
         IF FOUND THEN
             RETURN true;
         END IF;
         UPDATE idempotency_key SET event_id = for_event,
                         claimed_at = clock_timestamp(),
-                        expires_at = clock_timestamp() + keep
+                        expires_at = clock_timestamp() + keep,
+                        request_digest = digest
          WHERE key = once_key AND expires_at <= clock_timestamp();
         IF FOUND THEN
             RETURN true;
@@ -229,7 +233,7 @@ REVOKE ALL ON FUNCTION publish FROM PUBLIC;
 
 -- Publishes many events with one statement, in array order, and returns their
 -- event_ids, NULL where `once` is already claimed.  A NULL array means NULL for
--- every event.
+-- every event.  `digests` are those of API requests; see idempotency_key.
 CREATE FUNCTION publish_many(
     types      text[],
     payloads   jsonb[],
@@ -239,7 +243,8 @@ CREATE FUNCTION publish_many(
     expires_at timestamptz[] DEFAULT NULL,
     headers    jsonb[]       DEFAULT NULL,
     deliver_at timestamptz[] DEFAULT NULL,
-    once_for   interval[]    DEFAULT NULL
+    once_for   interval[]    DEFAULT NULL,
+    digests    bytea[]       DEFAULT NULL
 ) RETURNS uuid[]
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
@@ -259,13 +264,13 @@ BEGIN
                coalesce(e.deliver_at > clock_timestamp(), false) AS is_delayed
           FROM unnest(types, payloads, keys, tenants, onces,
                       publish_many.expires_at, publish_many.headers, publish_many.deliver_at,
-                      publish_many.once_for)
+                      publish_many.once_for, publish_many.digests)
                WITH ORDINALITY AS e(type, payload, key, tenant, once, expires_at, headers,
-                                    deliver_at, once_for, n)
+                                    deliver_at, once_for, digest, n)
          ORDER BY e.once COLLATE "C", e.n),
     accepted AS MATERIALIZED (
         SELECT r.* FROM requested r
-         WHERE r.once IS NULL OR claim_once(r.once, r.event_id, r.once_for)),
+         WHERE r.once IS NULL OR claim_once(r.once, r.event_id, r.once_for, r.digest)),
     published AS (
         INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
         SELECT a.event_id, a.tenant, a.type, a.key, a.payload, a.headers, a.expires_at

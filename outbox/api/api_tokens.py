@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 from outbox.api.auth import require_scope
 from outbox.api.problem import Problem, ProblemKind
@@ -16,10 +16,11 @@ from outbox.api.route import (
     RequestModel,
     ResponseModel,
     Route,
+    at_most,
     id_cursor,
     page_of_rows,
 )
-from outbox.core.model.api_token import TokenSettings
+from outbox.core.model.api_token import SCOPES, TokenSettings
 from outbox.operations import api_tokens
 from outbox.operations.api_tokens import NewToken, TokenRow
 
@@ -33,7 +34,7 @@ class TokenBody(RequestModel):
     """A new token."""
 
     name: str
-    scopes: tuple[str, ...]
+    scopes: Annotated[tuple[str, ...], at_most(len(SCOPES))]
     """`read`, `publish`, `operate`; scopes are independent."""
     tenant: str | None = None
     """Restrict the token to this tenant."""

@@ -1,6 +1,6 @@
 """The API application: the request pipeline.
 
-    host ─▶ route ─▶ token ─▶ rate ─▶ scope ─▶ tenant ─▶ query, body ─▶ ownership ─▶ handler
+    host ─▶ route ─▶ token ─▶ rate ─▶ slot ─▶ scope ─▶ tenant ─▶ query, body ─▶ ownership ─▶ handler
 
 Every error becomes a problem (RFC 9457).  No exception reaches the relay, which runs in the
 same event loop.
@@ -18,19 +18,15 @@ import structlog
 from aiohttp import web
 
 from outbox.api import openapi, page, problem, tenancy
-from outbox.api.auth import Authenticator, require_scope
+from outbox.api.auth import UNKNOWN_ADDRESS, Authenticator, require_scope
 from outbox.api.host_check import host_middleware
 from outbox.api.live import LiveStatusCache
 from outbox.api.middleware import log_unexpected, problem_middleware
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.rate_limit import RateLimiter
-from outbox.api.request_parsing import (
-    BODY_BYTES_MAX,
-    NoQuery,
-    read_body,
-    read_query,
-    require_storable_text,
-)
+from outbox.api.request_body import BodyReader, body_bytes
+from outbox.api.request_parsing import NoQuery, read_query, require_storable_text
+from outbox.api.request_slots import RequestSlots
 from outbox.api.route import Call, DeferredReply, Page, Reply
 from outbox.api.routes import ROUTES
 from outbox.destinations.http.endpoint_validation import policy_of
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
 
     from outbox.api.database import Database
     from outbox.api.login_failures import FailedLogins
-    from outbox.api.route import Caller, Route
+    from outbox.api.route import Caller, RequestModel, Route
     from outbox.config import Settings
     from outbox.web.address import Address
 
@@ -67,10 +63,7 @@ def application(
     limits = RateLimiter(settings.api_rate_max, clock)
     authenticator = Authenticator(database, failures, limits, clock)
     handlers = _RouteHandlers(settings, database, authenticator, limits, clock)
-    app = web.Application(
-        middlewares=[problem_middleware(NO_SUCH_PATH), host_middleware(address)],
-        client_max_size=BODY_BYTES_MAX,
-    )
+    app = web.Application(middlewares=[problem_middleware(NO_SUCH_PATH), host_middleware(address)])
     app.on_cleanup.append(handlers.close)
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
@@ -97,6 +90,8 @@ class _RouteHandlers:
         self._database = database
         self._authenticator = authenticator
         self._limits = limits
+        self._slots = RequestSlots()
+        self._bodies = BodyReader()
         self._live = LiveStatusCache(clock)
         self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
         self._database_error: str | None = None
@@ -115,7 +110,15 @@ class _RouteHandlers:
                         request.headers.get("Authorization"), request.remote
                     )
                     self._limits.require_request_quota(caller.id)
-                    response = await self._respond(route, request, caller)
+                    size = body_bytes(request, route)
+                    with self._slots.hold(caller.id, request.remote or UNKNOWN_ADDRESS, size):
+                        response = await self._respond(route, request, caller)
+            except web.HTTPException:
+                raise
+            except Problem as error:
+                # Not from itself: a reference cycle would keep the body in memory.
+                self._log_hidden_cause(error, error)
+                raise
             except Exception as error:
                 raise self._as_problem(error, request, route) from error
             return response
@@ -131,9 +134,22 @@ class _RouteHandlers:
         require_storable_text(path)
         query = read_query(request.query, route.query or NoQuery)
         require_storable_text(list(request.query.values()))
-        body = None
-        if route.body is not None:
-            body = await read_body(request, route.body, required=route.body_required)
+        if route.body is None:
+            return await self._call(route, request, caller, path, query, None, is_large=False)
+        async with self._bodies.read(request, route, route.body) as (body, is_large):
+            return await self._call(route, request, caller, path, query, body, is_large=is_large)
+
+    async def _call(
+        self,
+        route: Route,
+        request: web.Request,
+        caller: Caller,
+        path: dict[str, str],
+        query: RequestModel,
+        body: RequestModel | None,
+        *,
+        is_large: bool,
+    ) -> web.StreamResponse:
         try:
             async with self._connection(route) as connection:
                 await tenancy.require_owned_path(connection, route, caller.tenant, path)
@@ -147,15 +163,11 @@ class _RouteHandlers:
                     body,
                     self._live,
                     self._tester,
+                    is_large,
                 )
                 response = await route.handler(call)
         except Exception as error:
-            mapped = problem.problem_for(error)
-            if (
-                mapped is not None
-                and mapped.kind is ProblemKind.NOT_FOUND
-                and caller.tenant is not None
-            ):
+            if caller.tenant is not None and _is_not_found(error):
                 # The original detail could reveal objects of other tenants.
                 raise Problem(ProblemKind.NOT_FOUND, tenancy.NOT_OWNED) from error
             raise
@@ -172,16 +184,17 @@ class _RouteHandlers:
             self._log_database_state(None)
             yield connection
 
-    def _as_problem(self, error: Exception, request: web.Request, route: Route) -> Exception:
+    def _as_problem(self, error: Exception, request: web.Request, route: Route) -> Problem:
         """Map an exception to a problem; unexpected ones are logged."""
-        if isinstance(error, web.HTTPException):
-            return error
         mapped = problem.problem_for(error)
-        if mapped is not None:
-            if problem.hides_cause(mapped):
-                self._log_database_state(in_one_line(error))
-            return mapped
-        return log_unexpected(log, error, request, route.path)
+        if mapped is None:
+            return log_unexpected(log, error, request, route.path)
+        self._log_hidden_cause(mapped, error)
+        return mapped
+
+    def _log_hidden_cause(self, mapped: Problem, error: Exception) -> None:
+        if problem.hides_cause(mapped):
+            self._log_database_state(in_one_line(error))
 
     def _log_database_state(self, error: str | None) -> None:
         """Log changes of the database state only, not every failed request."""
@@ -192,6 +205,11 @@ class _RouteHandlers:
             log.warning("the database is unavailable", reason=error)
         else:
             log.info("the database is available again")
+
+
+def _is_not_found(error: Exception) -> bool:
+    mapped = problem.problem_for(error)
+    return mapped is not None and mapped.kind is ProblemKind.NOT_FOUND
 
 
 def _response(response: Any) -> web.Response:

@@ -18,6 +18,8 @@ from outbox.api.route import (
     ResponseModel,
     Route,
     TenantAccess,
+    TypePatterns,
+    at_most,
     id_cursor,
     page_of_rows,
 )
@@ -40,7 +42,7 @@ class DeadLetterFilterFields(RequestModel):
     """Filter of dead letters."""
 
     endpoint: str | None = None
-    type: tuple[str, ...] = ()
+    type: TypePatterns = ()
     """Type patterns such as order.*."""
     tenant: str | None = None
     reason: str | None = None
@@ -58,7 +60,7 @@ class DeadLettersQuery(DeadLetterFilterFields, Paging):
 class DeadLetterSelectionBody(DeadLetterFilterFields):
     """Selection of dead letters: by id, by filter, or all."""
 
-    ids: Annotated[tuple[DeadId, ...], Field(max_length=IDS_MAX)] = ()
+    ids: Annotated[tuple[DeadId, ...], at_most(IDS_MAX)] = ()
     all: bool = False
     dry_run: bool = False
     """Count only."""

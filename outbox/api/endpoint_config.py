@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from outbox.api.request_parsing import Paging
-from outbox.api.route import Call, Page, PageOf, RequestModel, ResponseModel, Route
+from outbox.api.route import (
+    Call,
+    Page,
+    PageOf,
+    RequestModel,
+    ResponseModel,
+    Route,
+    at_most,
+)
 from outbox.core.model import endpoint_config
 from outbox.destinations.http.endpoint_validation import check_declared, policy_of, run_in_thread
 from outbox.errors import UsageError
@@ -13,6 +21,16 @@ from outbox.operations import endpoints
 from outbox.operations.apply import Action, apply_file
 from outbox.operations.views.endpoints import apply_report
 from outbox.store.connection.secrets import Vault
+
+if TYPE_CHECKING:
+    from outbox.core.model.endpoint_config import DeclaredEndpoint
+    from outbox.destinations.http.egress import EgressPolicy
+
+
+BODY_BYTES_MAX = 2 * 1024 * 1024
+"""A declaration has the settings of all endpoints, and only system tokens may send one."""
+ENDPOINTS_MAX = 2000
+"""Their changes are one message to the database, encoded in one piece."""
 
 
 class ApplyQuery(RequestModel):
@@ -28,7 +46,7 @@ class DeclarationBody(RequestModel):
     """Endpoints in the format of `outbox apply`; omitted settings have their defaults."""
 
     defaults: dict[str, Any] | None = None
-    endpoints: tuple[dict[str, Any], ...]
+    endpoints: Annotated[tuple[dict[str, Any], ...], at_most(ENDPOINTS_MAX)]
 
 
 class ApplyStep(ResponseModel):
@@ -64,14 +82,18 @@ async def _export(call: Call[Paging, None]) -> Page:
     return Page(items, rows[limit - 1][1].name if more else None)
 
 
+def _parse(body: DeclarationBody, policy: EgressPolicy) -> list[DeclaredEndpoint]:
+    document = {"endpoints": list(body.endpoints), "defaults": body.defaults}
+    declared = endpoint_config.parse_file(document)
+    check_declared(declared, policy)
+    return declared
+
+
 async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> dict[str, Any]:
     query = call.query
     if query.dead_letter and not query.prune:
         raise UsageError("dead_letter: needs prune as well")
-    document = call.body.model_dump()
-    declared = endpoint_config.parse_file({**document, "endpoints": list(document["endpoints"])})
-    policy = policy_of(call.settings)
-    await run_in_thread(check_declared, declared, policy)
+    declared = await run_in_thread(_parse, call.body, policy_of(call.settings))
     outcome = await apply_file(
         call.db,
         call.schema,
@@ -103,6 +125,7 @@ ROUTES = (
         scope="operate",
         query=ApplyQuery,
         body=DeclarationBody,
+        body_bytes_max=BODY_BYTES_MAX,
         responses={200: ApplyReport},
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 from pydantic import Field
@@ -16,6 +16,7 @@ from outbox.api.request_parsing import NoQuery, Paging, Seconds
 from outbox.api.route import (
     Call,
     DeferredReply,
+    Headers,
     Page,
     PageOf,
     Reply,
@@ -23,9 +24,12 @@ from outbox.api.route import (
     ResponseModel,
     Route,
     TenantAccess,
+    TypePatterns,
+    at_most,
     page_of_rows,
 )
 from outbox.core.model import endpoint_config
+from outbox.core.model.endpoint import NETWORKS_MAX
 from outbox.destinations.http.endpoint_validation import (
     check_reachable,
     policy_of,
@@ -59,6 +63,8 @@ from outbox.store.endpoints import find_endpoint
 
 NAME = "/v1/endpoints/{name}"
 TEST_TIMEOUT_S = TEST_S + 10.0
+RETRYABLE_MAX = 500
+"""Every status from 100 to 599."""
 
 
 class EndpointBody(RequestModel):
@@ -69,14 +75,14 @@ class EndpointBody(RequestModel):
     name: str | None = None
     """With a tenant token it must begin with the tenant's prefix: acme.shop."""
     url: str | None = None
-    types: tuple[str, ...] | None = None
+    types: TypePatterns | None = None
     """Type patterns; empty: all types except outbox.*."""
     tenant: str | None = None
     all_tenants: bool | None = None
     filter: str | None = None
     """SQL/JSON path predicate on the payload."""
     method: str | None = None
-    headers: dict[str, str | None] | None = None
+    headers: Headers[str | None] | None = None
     """Request headers; null keeps the current value of a header."""
     connect_timeout: float | str | None = None
     timeout: float | str | None = None
@@ -86,13 +92,13 @@ class EndpointBody(RequestModel):
     """Maximum request rate per second."""
     batch_max: int | None = None
     """Maximum number of deliveries of a lane in one request, sent as a JSON array."""
-    allow_networks: tuple[str, ...] | None = None
+    allow_networks: Annotated[tuple[str, ...], at_most(NETWORKS_MAX)] | None = None
     """Private networks that deliveries may enter; not for tenant tokens."""
     ca: str | None = None
     """CA certificates (PEM) to trust instead of the system's."""
     retry: str | dict[str, Any] | None = None
     """Retry policy: a preset, or values such as {"preset": "stepped", "attempts": 8}."""
-    retryable: tuple[str | int, ...] | None = None
+    retryable: Annotated[tuple[str | int, ...], at_most(RETRYABLE_MAX)] | None = None
     on_dead_letter: str | None = None
     backlog_max: int | None = None
     backlog_age: float | str | None = None

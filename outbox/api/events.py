@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import UUID
 
+import orjson
 from pydantic import AwareDatetime, Field, model_validator
 
 from outbox.api import tenancy
+from outbox.api.problem import Problem, ProblemKind
 from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import Paging, Seconds, TimeOrAge, absolute_time
 from outbox.api.route import (
     ID_MAX,
+    PAYLOAD_BODY_BYTES_MAX,
     Call,
+    Headers,
     Page,
     PageOf,
     Reply,
@@ -21,9 +28,12 @@ from outbox.api.route import (
     ResponseModel,
     Route,
     TenantAccess,
+    TypePatterns,
+    at_most,
     id_cursor,
 )
 from outbox.api.schemas import merged_response_model
+from outbox.destinations.http.endpoint_validation import run_in_thread
 from outbox.errors import InvalidEvent, NotFound, UsageError
 from outbox.operations import (
     dead_letter_filter,
@@ -38,10 +48,13 @@ from outbox.operations.dead_letter_filter import find_endpoint_ids
 from outbox.operations.event_trace import DeliveryState, EventTrace, TracedDelivery
 from outbox.operations.events import EventFilter, EventRow
 from outbox.operations.views.trace import trace_result
-from outbox.producers.publish import Event, publish_many
+from outbox.producers.publish import Event, encode_events, publish_encoded
+from outbox.producers.tracing import traced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from outbox.producers.publish import EncodedEvents
 
 EVENTS_MAX = 1000
 """Maximum number of events in one request (one transaction)."""
@@ -69,7 +82,7 @@ class NewEvent(RequestModel):
     """Dead-letter undelivered events after this time."""
     deliver_at: AwareDatetime | None = None
     """Publish at this time."""
-    headers: dict[str, str] | None = None
+    headers: Headers[str] | None = None
     """Headers of the delivery."""
 
 
@@ -79,9 +92,7 @@ class NewEvents(NewEvent):
     list_field = "events"
 
     type: str = ""
-    events: Annotated[tuple[NewEvent, ...], Field(min_length=1, max_length=EVENTS_MAX)] | None = (
-        None
-    )
+    events: Annotated[tuple[NewEvent, ...], at_most(EVENTS_MAX, at_least=1)] | None = None
     """Several events, published in this order."""
 
     @model_validator(mode="after")
@@ -119,16 +130,26 @@ async def _publish(call: Call[Any, NewEvents]) -> Reply:
         )
     if key is not None and body.once is not None:
         raise UsageError(f"{IDEMPOTENCY_KEY}, once: are mutually exclusive")
-    given = [body] if body.events is None else body.events
-    events_to_publish = [_event(call, each, each.once if key is None else key) for each in given]
+    encode = partial(_encode, call, key)
     try:
-        async with call.db.transaction(isolation="read_committed"):
-            ids = await publish_many(call.db, events_to_publish, schema=call.schema)
+        with traced(body.type or f"{len(body.events or ())} events"):
+            events_to_publish, encoded, digest = (
+                await run_in_thread(encode) if call.is_large else encode()
+            )
+            async with call.db.transaction(isolation="read_committed"):
+                ids = await publish_encoded(
+                    call.db,
+                    encoded,
+                    digests=None if digest is None else [digest],
+                    schema=call.schema,
+                )
     except InvalidEvent as error:
         if body.events is not None:
             raise
         # The index is meaningless for a single event.
         raise UsageError(str(error).removesuffix(" (event 1)")) from None
+    if digest is not None and ids == [None]:
+        await _require_same_body(call, events_to_publish[0].once, digest)
     taken = await _find_used(
         call, [e.once for e, id_ in zip(events_to_publish, ids, strict=True) if id_ is None]
     )
@@ -138,6 +159,40 @@ async def _publish(call: Call[Any, NewEvents]) -> Reply:
     ]
     status = 201 if any(ids) else 200
     return Reply(results[0] if body.events is None else {"events": results}, status)
+
+
+def _encode(
+    call: Call[Any, NewEvents], key: str | None
+) -> tuple[list[Event], EncodedEvents, bytes | None]:
+    """Encode the events of a request, and the digest of one with an Idempotency-Key."""
+    body = call.body
+    if body.events is not None:
+        several = [_event(call, each, each.once) for each in body.events]
+        return several, encode_events(several), None
+    event = _event(call, body, body.once if key is None else key)
+    encoded = encode_events([event])
+    if key is None:
+        return [event], encoded, None
+    # Of the values: the order of fields and white space do not matter.  The payload by itself,
+    # because orjson limits the depth.
+    payload = sha256(orjson.dumps(event.payload, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    rest = orjson.dumps(replace(event, payload=payload), option=orjson.OPT_SORT_KEYS)
+    return [event], encoded, sha256(rest).digest()
+
+
+async def _require_same_body(call: Call[Any, Any], key: str | None, digest: bytes) -> None:
+    """Refuse a used Idempotency-Key with another body.
+
+    Raises:
+        Problem: the key was claimed by another request.
+    """
+    stored = await once.read_request_digest(call.db, call.schema, key or "")
+    if stored not in (None, digest):
+        raise Problem(
+            ProblemKind.KEY_REUSED,
+            f"{IDEMPOTENCY_KEY}: was used with another body, and nothing is published; "
+            "use a new key for another event, or send the same body",
+        )
 
 
 def _event(call: Call[Any, Any], new: NewEvent, once_key: str | None) -> Event:
@@ -164,7 +219,7 @@ async def _find_used(call: Call[Any, Any], keys: Sequence[str | None]) -> dict[s
 
 class EventsQuery(Paging):
     key: str | None = None
-    type: tuple[str, ...] = ()
+    type: TypePatterns = ()
     """Type patterns such as order.*; repeatable."""
     tenant: str | None = None
     since: TimeOrAge | None = None
@@ -266,10 +321,12 @@ ROUTES = (
         scope="publish",
         tenants=TenantAccess.NARROWED,
         body=NewEvents,
+        body_bytes_max=PAYLOAD_BODY_BYTES_MAX,
         headers={
             IDEMPOTENCY_KEY: "Idempotency key of a single event: at most one event is published "
-            "with it until the key is reset or expires. The body of a repeat is not compared. "
-            "201: the event was published. 200: the key was used; `id` is the earlier event.",
+            "with it until the key is reset or expires. "
+            "201: the event was published. 200: the key was used for the same body; `id` is the "
+            "earlier event. 422: the key was used for another body; nothing is published.",
         },
         responses={201: Published | ManyPublished, 200: Published | ManyPublished},
     ),

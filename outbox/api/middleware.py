@@ -10,7 +10,6 @@ from aiohttp import web
 
 from outbox.api import problem
 from outbox.api.problem import Problem, ProblemKind
-from outbox.api.request_parsing import body_too_large
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -40,8 +39,6 @@ def problem_middleware(no_such_path: str) -> Any:
             return await handler(request)
         except Problem as error:
             return _response(error)
-        except web.HTTPRequestEntityTooLarge:
-            return _response(body_too_large())
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             detail = f"{request.path} allows {allowed}"

@@ -37,8 +37,9 @@ of events, dead letters, jobs and journal entries, and cursors, count over the w
 Endpoints and schedules created with a tenant token have names with the tenant's prefix
 (`acme.shop`), because names are unique in the system.
 
-Requests are limited per token, and failed logins per address; above the limit the response is
-429 with Retry-After.
+Requests are limited per token, and failed logins per address, and so are requests in progress;
+above a limit the response is 429 with Retry-After. The size of a body is limited by its route,
+and the number of its values; above these limits the response is 413.
 
 Listings are paginated: pass `next` of a page as `after` of the next request; it is null on the
 last page. Errors are problem details (RFC 9457) with a stable `type`.
@@ -90,7 +91,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             "responses": {
                 "TooManyRequests": {
                     "description": "Too many failed logins from this address, or the token "
-                    "exceeds its request rate.",
+                    "exceeds its request rate, or has too many requests in progress.",
                     "headers": {
                         "Retry-After": {
                             "description": "Seconds.",
@@ -170,6 +171,7 @@ def _operation(route: Route, forms: SchemaSet) -> dict[str, Any]:
     if route.body is not None:
         operation["requestBody"] = {
             "required": route.body_required,
+            "description": f"At most {route.body_bytes_max // 1024:,} KiB.",
             "content": {"application/json": {"schema": forms.by_name[f"{name} body"]}},
         }
     return operation

@@ -58,6 +58,7 @@ class ProblemKind(Enum):
     WRONG_CONTENT_TYPE = ("wrong-content-type", 415, "the body is not JSON")
     WRONG_HOST = ("wrong-host", 421, "the Host header names another host")
     INVALID = ("invalid", 422, "invalid request")
+    KEY_REUSED = ("idempotency-key-reused", 422, "the idempotency key was used for another body")
     TOO_MANY_REQUESTS = ("too-many-requests", 429, "too many requests")
     INTERNAL = ("internal", 500, "internal error")
     NOT_GRANTED = ("not-granted", 501, "the relay's database role lacks a privilege")

@@ -26,6 +26,7 @@ from outbox.api.host_check import is_loopback
 from outbox.api.middleware import log_unexpected, problem_middleware
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.rate_limit import RateLimiter
+from outbox.api.request_slots import RequestSlots
 from outbox.api.server import listening
 from outbox.core.delivery.message import prepare
 from outbox.core.model.api_token import digest, is_fetch_token
@@ -113,6 +114,7 @@ class _Receivers:
         self._vault = vault
         self._failures = failures
         self._limits = limits
+        self._slots = RequestSlots()
         self._clock = clock
 
     def handler(self, respond: LaneHandler) -> Handler:
@@ -123,8 +125,11 @@ class _Receivers:
                 async with asyncio.timeout(TIMEOUT_S):
                     fetcher = await self._authenticate(request)
                     self._limits.require_request_quota(fetcher.endpoint_id)
-                    async with self._database.connection() as connection:
-                        response = await respond(request, connection, fetcher)
+                    with self._slots.hold(fetcher.endpoint_id, request.remote or UNKNOWN_ADDRESS):
+                        async with self._database.connection() as connection:
+                            response = await respond(request, connection, fetcher)
+            except Problem:
+                raise
             except Exception as error:
                 raise _as_problem(error, request) from error
             return web.json_response(body=orjson.dumps(response))

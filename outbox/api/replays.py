@@ -19,6 +19,7 @@ from outbox.api.route import (
     ResponseModel,
     Route,
     TenantAccess,
+    TypePatterns,
     id_cursor,
     page_of_rows,
 )
@@ -40,7 +41,7 @@ class BackfillBody(RequestModel):
     """Published at this time or later."""
     until: TimeOrAge | None = None
     """Published before this time."""
-    type: tuple[str, ...] = ()
+    type: TypePatterns = ()
     """Restrict to types that match, in addition to the endpoint's subscription."""
     rate: Annotated[float, Field(gt=0)] | None = None
     """Maximum rate, in deliveries per second."""

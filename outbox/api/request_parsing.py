@@ -1,11 +1,10 @@
-"""Parse and validate queries and JSON bodies."""
+"""Parse and validate queries; validate bodies."""
 
 from __future__ import annotations
 
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
-import orjson
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, WithJsonSchema
 
 from outbox.api.problem import Problem, ProblemKind
@@ -16,10 +15,7 @@ from outbox.core.model.text import is_text
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
-    from aiohttp import web
     from multidict import MultiMapping
-
-BODY_BYTES_MAX = 4 * 1024 * 1024
 
 
 def _parse_time_or_age(value: Any) -> Any:
@@ -105,42 +101,6 @@ def read_query(given: MultiMapping[str], model: type[RequestModel]) -> RequestMo
             )
         values[name] = values_given if is_list else values_given[0]
     return validate(model, values, "the query")
-
-
-async def read_body(
-    request: web.Request, model: type[RequestModel], *, required: bool
-) -> RequestModel:
-    """Read, parse and validate a JSON body.
-
-    Raises:
-        Problem: the body is too large, not JSON, or invalid.
-    """
-    if (request.content_length or 0) > BODY_BYTES_MAX:
-        raise body_too_large()
-    if not request.body_exists and not required:
-        return validate(model, {}, "the body")
-    if request.content_type != "application/json" or "Content-Encoding" in request.headers:
-        raise Problem(
-            ProblemKind.WRONG_CONTENT_TYPE,
-            "send Content-Type: application/json without Content-Encoding",
-        )
-    raw = await request.read()
-    try:
-        values = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise Problem(
-            ProblemKind.BAD_REQUEST,
-            f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}",
-        ) from None
-    if not isinstance(values, dict):
-        list_field = model.list_field if isinstance(values, list) else None
-        hint = f'; send several as {{"{list_field}": [...]}}' if list_field else ""
-        raise Problem(ProblemKind.INVALID, f"the body: must be a JSON object{hint}")
-    return validate(model, values, "the body")
-
-
-def body_too_large() -> Problem:
-    return Problem(ProblemKind.TOO_LARGE, f"the body is larger than {BODY_BYTES_MAX} bytes")
 
 
 def require_storable_text(value: object) -> None:

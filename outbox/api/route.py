@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from outbox.api.problem import Problem, ProblemKind
+from outbox.core.model.endpoint import TYPES_MAX
+from outbox.core.model.headers import WIRE_COUNT_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -28,6 +31,11 @@ LIMIT, LIMIT_MAX = 100, 1000
 ID_MAX = 2**63 - 1
 TIMEOUT_S = 30.0
 """Default timeout of a request."""
+BODY_BYTES_MAX = 128 * 1024
+"""Default limit of a request body: settings of an endpoint with CA certificates (64 KiB)."""
+PAYLOAD_BODY_BYTES_MAX = 1024 * 1024
+"""Limit of a request body with payloads: a payload of 256 KiB (the default limit) takes up to
+768 KiB if its text is escaped as \\uXXXX."""
 
 
 class RequestModel(BaseModel):
@@ -45,6 +53,37 @@ class RequestModel(BaseModel):
     """CLI flag names with the API field, for 'did you mean' hints."""
     list_field: ClassVar[str | None] = None
     """Field that takes a list of objects, for a hint when the body is an array."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_unknown_fields(cls, values: Any) -> Any:
+        """Fail at the first unknown field; `extra` would collect an error for each."""
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError("unknown_field", "unknown field", {"name": name})
+        return values
+
+
+def at_most(items: int, *, at_least: int = 0) -> Any:
+    """Limit the items of a tuple in a request; validation stops at the first error."""
+    return Field(min_length=at_least or None, max_length=items, fail_fast=True)
+
+
+def _check_header_count(headers: Any) -> Any:
+    """Check before validation: pydantic validates all entries first, and collects their errors."""
+    if isinstance(headers, dict) and len(headers) > WIRE_COUNT_MAX:
+        counts = {"actual_length": len(headers), "max_length": WIRE_COUNT_MAX}
+        raise PydanticCustomError("too_long", "too many headers", counts)
+    return headers
+
+
+V = TypeVar("V")
+Headers = Annotated[
+    dict[str, V], Field(max_length=WIRE_COUNT_MAX), BeforeValidator(_check_header_count)
+]
+"""Headers in a request."""
+TypePatterns = Annotated[tuple[str, ...], at_most(TYPES_MAX)]
 
 
 class ResponseModel(BaseModel):
@@ -87,6 +126,8 @@ class Call(Generic[Q, B]):
     body: B
     live: LiveStatusCache
     endpoint_tester: EndpointTester
+    is_large: bool
+    """The body is large: process it in a thread, as it was parsed."""
 
     @property
     def schema(self) -> str:
@@ -159,6 +200,7 @@ class Route:
     query: type[RequestModel] | None = None
     body: type[RequestModel] | None = None
     body_required: bool = True
+    body_bytes_max: int = BODY_BYTES_MAX
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers with their descriptions."""
     timeout_s: float = TIMEOUT_S

@@ -13,7 +13,9 @@ from outbox.api.endpoints import ChangeBody
 from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import NoQuery, Paging, Seconds
 from outbox.api.route import (
+    PAYLOAD_BODY_BYTES_MAX,
     Call,
+    Headers,
     Page,
     PageOf,
     Reply,
@@ -52,7 +54,7 @@ class ScheduleBody(RequestModel):
     payload: Any = Field(default_factory=dict)
     key: str | None = None
     tenant: str | None = None
-    headers: dict[str, str] | None = None
+    headers: Headers[str] | None = None
     misfire: Misfire = "once"
     """Policy for missed runs: skip, once or all."""
     grace: Annotated[Seconds, Field(ge=0)] = GRACE_S
@@ -176,6 +178,7 @@ ROUTES = (
         scope="operate",
         tenants=TenantAccess.NARROWED,
         body=ScheduleBody,
+        body_bytes_max=PAYLOAD_BODY_BYTES_MAX,
         responses={201: ScheduleModel},
     ),
     Route(

@@ -5,12 +5,11 @@ pydantic's messages name Python types, and its locations contain the branches of
 
 from __future__ import annotations
 
-import difflib
 import re
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.text import truncate
+from outbox.core.model.text import closest, truncate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,9 +50,8 @@ def describe_errors(errors: Sequence[Any], model: type[RequestModel], where: str
     parts = list(_place(first["loc"]))
     place = ".".join(parts) or where
     match first["type"]:
-        case "extra_forbidden":
-            # The raw name, because it may look like a union branch: "?filter[type]=a".
-            return _unknown_field(str(first["loc"][-1]), model, where)
+        case "unknown_field":
+            return _unknown_field(first["ctx"]["name"], model, place)
         case "missing":
             return f"{place}: is required"
         case "too_short":
@@ -62,7 +60,7 @@ def describe_errors(errors: Sequence[Any], model: type[RequestModel], where: str
             context = first["ctx"]
             return (
                 f"{place}: has {context['actual_length']} items, at most {context['max_length']} "
-                "are allowed; split them into several requests"
+                "are allowed in one request"
             )
     # For a union, combine the expectations of all branches.
     same = [each for each in errors if list(_place(each["loc"])) == parts]
@@ -93,9 +91,7 @@ def _expected(error: Any) -> list[str]:
 
 def _unknown_field(name: str, model: type[RequestModel], where: str) -> str:
     known = list(model.model_fields)
-    near = model.command_flags.get(name) or next(
-        iter(difflib.get_close_matches(name, known, 1)), None
-    )
+    near = model.command_flags.get(name) or closest(name, known)
     if near is not None:
         return f'{where}: unknown field "{truncate(name)}"; did you mean "{near}"?'
     return f'{where}: unknown field "{truncate(name)}"; known: {", ".join(known) or "none"}'

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -75,7 +76,7 @@ class NewEndpoint:
     """Upper bound of events that are not sequenced yet, which the endpoint receives."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FoundEndpoint:
     """An endpoint as a plan has read it."""
 
@@ -91,7 +92,7 @@ class FoundEndpoint:
         """Build from a row with these columns and those of SETTINGS."""
         return cls(row["id"], row["name"], row["state"], row["subscribed"], row, vault)
 
-    @property
+    @cached_property
     def settings(self) -> EndpointSettings:
         """Parsed on access: an endpoint with unreadable settings can still be removed."""
         return settings_of(self.row, self.vault)

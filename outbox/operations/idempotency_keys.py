@@ -56,6 +56,8 @@ FIND_EVENTS = (
     "SELECT key, event_id FROM idempotency_key WHERE key = ANY ($1) AND event_id IS NOT NULL"
 )
 
+READ_DIGEST = "SELECT request_digest FROM idempotency_key WHERE key = $1"
+
 # Aborts if the key has another claim than the planned one.
 RESET_KEY = WriteStatement(
     "reset_key",
@@ -180,6 +182,13 @@ async def find_events(
     with map_errors(schema):
         rows = await connection.fetch(FIND_EVENTS, keys)
     return {row["key"]: row["event_id"] for row in rows}
+
+
+async def read_request_digest(connection: Connection[Any], schema: str, key: str) -> bytes | None:
+    """The digest of the API request that claimed a key; None: not claimed by the API."""
+    with map_errors(schema):
+        digest: bytes | None = await connection.fetchval(READ_DIGEST, key)
+    return digest
 
 
 def _prefix_end(prefix: str) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from outbox.core.model.text import closest
 from outbox.core.schedules.cron import Cron
 from outbox.errors import NotFound, UsageError
 from outbox.store.connection.connect import map_errors
@@ -157,8 +157,8 @@ async def read_schedule(connection: Connection[Any], name: str) -> Schedule:
 async def schedule_not_found(connection: Connection[Any], name: str) -> NotFound:
     """The error for an unknown name, with the closest match."""
     names = [row["name"] for row in await connection.fetch(READ_NAMES)]
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f'did you mean "{near[0]}"?' if near else "see: outbox schedule list"
+    near = closest(name, names)
+    hint = f'did you mean "{near}"?' if near else "see: outbox schedule list"
     return NotFound(f'there is no schedule "{name}"; {hint}')
 
 

@@ -15,7 +15,7 @@ import inspect
 import logging
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
 from outbox.core.model import event as rules
@@ -28,12 +28,14 @@ from outbox.producers.tracing import add_trace_context, traced
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
     from datetime import datetime, timedelta
-    from typing import TypeAlias
 
     from asyncpg import Connection
     from asyncpg.pool import PoolConnectionProxy
 
     AnyConnection: TypeAlias = Connection[Any] | PoolConnectionProxy[Any]
+
+EncodedEvents: TypeAlias = "list[list[Any]]"
+"""SQL parameters of events, column by column."""
 
 logger = logging.getLogger("outbox.producers.publish")
 
@@ -144,12 +146,15 @@ async def publish_many(
     if not events:
         return []
     with traced(f"{len(events)} events", len(events)):
-        return await _publish_many(connection, events, schema)
+        return await publish_encoded(connection, encode_events(events), schema=schema)
 
 
-async def _publish_many(
-    connection: AnyConnection, events: list[Event], schema: str
-) -> list[UUID | None]:
+def encode_events(events: list[Event]) -> EncodedEvents:
+    """Validate and encode the events of `publish_encoded`; takes time, and needs no connection.
+
+    Raises:
+        InvalidEvent: as in `publish_many`.
+    """
     rows = []
     for number, event in enumerate(events, 1):
         try:
@@ -161,9 +166,22 @@ async def _publish_many(
             rows.append((*_row(event), event.once, once_for_s))
         except InvalidEvent as error:
             raise _numbered(error, number) from None
-    types, payloads, keys, tenants, expiries, headers, times, onces, once_fors = map(
-        list, zip(*rows, strict=True)
-    )
+    return list(map(list, zip(*rows, strict=True)))
+
+
+async def publish_encoded(
+    connection: AnyConnection,
+    encoded: EncodedEvents,
+    *,
+    digests: list[bytes] | None = None,
+    schema: str = SCHEMA,
+) -> list[UUID | None]:
+    """Publish encoded events like `publish_many`.
+
+    Args:
+        digests: what is stored with each idempotency key, to recognise the same request.
+    """
+    types, payloads, keys, tenants, expiries, headers, times, onces, once_fors = encoded
     with _map_errors(schema):
         row = await connection.fetchrow(
             in_schema(statements.PUBLISH_MANY, schema),
@@ -176,6 +194,7 @@ async def _publish_many(
             headers,
             once_fors,
             times,
+            digests,
         )
     if row["size"] > row["size_max"]:
         raise _numbered(_too_large(row), row["n"])

@@ -39,7 +39,7 @@ SELECT p.size, p.n, {schema}.payload_bytes_max() AS size_max,
                SELECT make_interval(secs => e.once_for_s)
                  FROM unnest($8::float8[]) WITH ORDINALITY AS e(once_for_s, n)
                 ORDER BY e.n),
-           deliver_at => $9::text[]::timestamptz[],
+           deliver_at => $9::text[]::timestamptz[], digests => $10::bytea[],
            expires_at => ARRAY(
                SELECT greatest(clock_timestamp(), e.deliver_at)
                       + make_interval(secs => e.expires_in_s)

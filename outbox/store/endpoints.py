@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -16,6 +15,7 @@ from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
 from outbox.core.model.response import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
+from outbox.core.model.text import closest
 from outbox.errors import CannotRun, NotFound, UsageError
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import (
@@ -266,6 +266,6 @@ def _seconds(at: datetime | None) -> float | None:
 async def endpoint_not_found(connection: Connection[Any], name: str) -> NotFound:
     """The error for an unknown endpoint name, with the closest match."""
     names = [row["name"] for row in await connection.fetch(LIST_NAMES)]
-    near = difflib.get_close_matches(name, names, 1)
-    hint = f'did you mean "{near[0]}"?' if near else "see: outbox endpoint list"
+    near = closest(name, names)
+    hint = f'did you mean "{near}"?' if near else "see: outbox endpoint list"
     return NotFound(f'there is no endpoint "{name}"; {hint}')

@@ -9,12 +9,13 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from outbox.api import auth, host_check, login_failures, request_parsing
+from outbox.api import auth, host_check, login_failures
 from outbox.api.app import application
 from outbox.api.database import LONG_MAX, REQUESTS_MAX
 from outbox.api.database import Database as Connections
 from outbox.api.login_failures import FailedLogins
 from outbox.api.problem import DATABASE_UNAVAILABLE, SCHEMA_MISSING
+from outbox.api.route import PAYLOAD_BODY_BYTES_MAX
 from outbox.api.routes import ROUTES
 from outbox.errors import CannotRun
 from outbox.operations import api_tokens, erase, status
@@ -239,12 +240,17 @@ async def test_a_compressed_body_is_rejected(api: Api) -> None:
 
 
 async def test_a_body_is_limited_with_and_without_content_length(api: Api) -> None:
-    large = b" " * (request_parsing.BODY_BYTES_MAX + 1)
-    assert (await api.post("/v1/events", data=large)).status == 413
+    large = b" " * (PAYLOAD_BODY_BYTES_MAX + 1)
+    response = await api.post("/v1/events", data=large)
+    assert (response.status, response.detail) == (
+        413,
+        "the body is larger than 1048576 bytes, the limit of this route; "
+        "split it, or use the command line",
+    )
 
     async def chunks() -> Any:
-        for _ in range(5):
-            yield b" " * (1 << 20)
+        for _ in range(9):
+            yield b" " * (1 << 17)
 
     headers = {"Authorization": f"Bearer {api.secret}", "Content-Type": "application/json"}
     async with api.session.post(api.url + "/v1/events", data=chunks(), headers=headers) as response:
@@ -253,9 +259,10 @@ async def test_a_body_is_limited_with_and_without_content_length(api: Api) -> No
 
 
 async def test_a_body_of_the_maximum_size_is_read(api: Api) -> None:
-    events = [{"type": "a.b", "payload": "x" * 260_000} for _ in range(16)]
-    response = await api.post("/v1/events", {"events": events})
-    assert (response.status, len(response.json["events"])) == (201, 16)
+    # A payload of 256 KiB with all its text escaped.
+    payload = b'"' + b"\\u00e9" * (256 * 1024 // 2 - 1) + b'"'
+    response = await api.post("/v1/events", data=b'{"type": "a.b", "payload": ' + payload + b"}")
+    assert response.status == 201
 
 
 WRONG_QUERIES = (

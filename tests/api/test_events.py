@@ -72,6 +72,68 @@ async def test_an_idempotency_key_does_not_compare_contents(database: Database, 
     assert await fetchval(database, COUNT) == 1
 
 
+async def test_an_idempotency_key_with_another_body_is_refused(
+    database: Database, api: Api
+) -> None:
+    headers = {"Idempotency-Key": "k"}
+    event = {"type": "order.paid", "payload": {"a": 1, "b": [2.0]}, "key": "o", "once_for": "1h"}
+    first = await api.post("/v1/events", event, headers=headers)
+    assert first.status == 201
+    changes: tuple[dict[str, Any], ...] = (
+        {"payload": {"a": 2, "b": [2.0]}},
+        {"payload": {"a": "1", "b": [2.0]}},
+        {"type": "order.sent"},
+        {"key": None},
+        {"tenant": "acme"},
+        {"headers": {"A": "b"}},
+        {"expires_in": "2h"},
+        {"deliver_at": datetime.now(UTC) + timedelta(days=1)},
+    )
+    for change in changes:
+        response = await api.post("/v1/events", {**event, **change}, headers=headers)
+        assert (response.status, response.json["type"]) == (
+            422,
+            "urn:outbox:problem:idempotency-key-reused",
+        )
+        assert response.detail == (
+            "Idempotency-Key: was used with another body, and nothing is published; "
+            "use a new key for another event, or send the same body"
+        )
+    # The same body in another form, and the first event is still what the key stands for.
+    same = b'{"key": "o", "payload":{"b":[2.0],"a":1},  "once_for":3600, "type":"order.paid"}'
+    again = await api.post("/v1/events", data=same, headers=headers)
+    assert (again.status, again.json) == (200, {"id": first.json["id"], "already": True})
+    assert await fetchval(database, COUNT) == 1
+    # After a reset, the key stands for the next body.
+    await api.post("/v1/once/k/reset")
+    other = {**event, "payload": 3}
+    assert (await api.post("/v1/events", other, headers=headers)).status == 201
+    assert (await api.post("/v1/events", event, headers=headers)).status == 422
+    assert await fetchval(database, COUNT) == 2
+
+
+async def test_of_bodies_that_claim_one_idempotency_key_at_once_one_is_published(
+    database: Database, api: Api
+) -> None:
+    responses = await asyncio.gather(
+        *(
+            api.post("/v1/events", {"type": "a.b", "payload": n}, headers={"Idempotency-Key": "k"})
+            for n in range(20)
+        )
+    )
+    assert sorted(response.status for response in responses) == [201] + [422] * 19
+    assert await fetchval(database, COUNT) == 1
+
+
+async def test_a_large_and_deep_body_has_an_idempotency_key(database: Database, api: Api) -> None:
+    deep: Any = "x" * 20_000
+    for _ in range(250):
+        deep = [deep]
+    event, headers = {"type": "a.b", "payload": deep}, {"Idempotency-Key": "k"}
+    statuses = [(await api.post("/v1/events", event, headers=headers)).status for _ in range(2)]
+    assert statuses == [201, 200]
+
+
 async def test_an_idempotency_key_claimed_without_an_event_has_none(
     database: Database, api: Api
 ) -> None:

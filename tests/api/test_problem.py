@@ -54,7 +54,7 @@ def test_an_invalid_field_is_rejected_in_plain_words(model: Any) -> None:
         ({"events": []}, "events: has 0 items, must have at least one"),
         (
             {"events": [{"type": "a.b"}] * 1001},
-            "events: has 1001 items, at most 1000 are allowed; split them into several requests",
+            "events: has 1001 items, at most 1000 are allowed in one request",
         ),
         ({"events": [{"type": 7}]}, "events.0.type: must be a string"),
         ({"type": "a.b", "tpye": 1}, 'the body: unknown field "tpye"; did you mean "type"?'),

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from outbox.api import receivers
+from outbox.api import receivers, request_slots
+from outbox.api.request_slots import Share
 from outbox.operations import endpoint_removal, endpoint_secrets, endpoint_states, fetch_tokens
 from outbox.receiver import verify
 from outbox.web.address import Address
@@ -185,6 +186,16 @@ async def test_an_invalid_fetch_request_is_rejected(
         await client.get("lanes/x/deliveries", status=404)
         await client.get("nothing", status=404)
         assert "GET" in (await _post(client, path))["detail"]
+
+
+async def test_a_fetch_token_has_its_share_of_the_requests_in_progress(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database)
+    monkeypatch.setattr(request_slots, "TOKEN", Share(requests=0, body_bytes=0))
+    async with listening(database, await token_of(db)) as client:
+        refused = await client.get("lanes", status=429)
+    assert refused["detail"].startswith("this token has 0 requests in progress; ")
 
 
 async def _post(client: Client, path: str) -> Any:

@@ -16,7 +16,6 @@ renames it.  Error messages start with the position: `endpoints[2].retry.base: â
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from uuid import UUID
 
 from outbox.core.model import duration, retry_policy
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.model.text import quoted, truncate
+from outbox.core.model.text import closest, quoted, truncate
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -269,9 +268,9 @@ def _mapping(given: object, place: str) -> dict[str, Any]:
 def _check_names(given: Mapping[Any, Any], names: Sequence[str], place: str) -> None:
     for name in given:
         if name not in names:
-            near = [FLAGS.get(str(name), ""), *difflib.get_close_matches(str(name), names, 1)]
-            near = [each for each in near if each in names]
-            hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(names)}"
+            flag = FLAGS.get(str(name))
+            near = flag if flag in names else closest(str(name), names)
+            hint = f'did you mean "{near}"?' if near else f"there are {', '.join(names)}"
             raise UsageError(f'{place}: there is no setting "{truncate(str(name))}"; {hint}')
 
 

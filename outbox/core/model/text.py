@@ -7,10 +7,18 @@ must not control the terminal.
 
 from __future__ import annotations
 
+import difflib
 import re
 import reprlib
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 QUOTED_CHARS_MAX = 80
+
+COMPARED_MAX = 500
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -59,3 +67,14 @@ def truncate(text: str) -> str:
     # Lone surrogates, from arguments that are not UTF-8, cannot be encoded for output.
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= QUOTED_CHARS_MAX else text[: QUOTED_CHARS_MAX - 1] + "…"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Find the known word that is most like another, for "did you mean" hints.
+
+    The comparison takes time in proportion to the length of the word and to the number of known
+    words, so a long word has no match, and only the first `COMPARED_MAX` are compared.
+    """
+    if len(word) > QUOTED_CHARS_MAX:
+        return None
+    return next(iter(difflib.get_close_matches(word, list(islice(known, COMPARED_MAX)), 1)), None)

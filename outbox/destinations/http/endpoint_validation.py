@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.destinations.http.egress import EgressPolicy, parse_networks
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _THREAD = ThreadPoolExecutor(1, "outbox-checking")
-"""One thread: untrusted certificates are parsed one at a time."""
+"""One thread: untrusted certificates and large request bodies are parsed one at a time."""
 
 
 def policy_of(settings: Settings) -> EgressPolicy:
@@ -29,8 +30,9 @@ def policy_of(settings: Settings) -> EgressPolicy:
 
 
 async def run_in_thread(function: Callable[..., T], *given: Any) -> T:
-    """Run a slow validation outside of the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(_THREAD, function, *given)
+    """Run a slow parser or validation outside of the event loop, one at a time."""
+    context = copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, context.run, function, *given)
 
 
 def check_settings(

@@ -20,7 +20,6 @@ from yarl import URL
 
 import outbox.api.app
 from outbox.api.app import application
-from outbox.api.request_parsing import BODY_BYTES_MAX
 from outbox.api.routes import ROUTES
 from outbox.config import Settings
 from outbox.core.model.api_token import SCOPES
@@ -52,6 +51,11 @@ class _Database:
     """Checks the arguments of a query, and returns nothing."""
 
     schema = "relay"
+    reopen = None
+    """How a change gets another connection; none is lost here."""
+
+    def terminate(self) -> None:
+        hold(False, "the database is asked for longer than it may take")
 
     def connection(self, *, long: bool = False) -> Any:
         return self._opened()
@@ -119,7 +123,7 @@ def _prepare() -> None:
     api_tokens.find_token = _find  # type: ignore[assignment]
     # The traceback in an error contains more than an id for the log.
     app: Any = outbox.api.app
-    app.unexpected = _broken
+    app.log_unexpected = _broken
 
 
 async def _make() -> web.Application:
@@ -176,7 +180,6 @@ async def _request(method: str, target: str, headers: CIMultiDict[str], body: by
     )  # fmt: skip
     request = web.Request(
         message, payload, _PROTOCOL, mock.Mock(), _LOOP.create_task(asyncio.sleep(0)), _LOOP,
-        client_max_size=BODY_BYTES_MAX,
     )  # fmt: skip
     try:
         response = await _APP._handle(request)
@@ -215,7 +218,8 @@ TARGETS = (
     Target(
         name="api",
         short_run_modules=(
-            "outbox.api.request_parsing", "outbox.api.validation_errors", "outbox.api.tenancy",
+            "outbox.api.request_body", "outbox.api.request_parsing",
+            "outbox.api.validation_errors", "outbox.api.tenancy",
             "outbox.core.model.endpoint_config", "outbox.core.model.endpoint",
             "outbox.core.model.event",
         ),

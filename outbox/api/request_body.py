@@ -1,0 +1,149 @@
+"""Read, parse and validate JSON bodies, at a bounded cost to the event loop of the relay.
+
+    size ─▶ type ─▶ read ─▶ count values ─▶ parse ─▶ validate
+
+A parser holds the GIL, so a thread alone does not keep the loop free: the size and the number of
+values are limited before.  What remains is a few milliseconds for a small body.  A large one is
+parsed and validated in a thread, one at a time, and at most `LARGE_MAX` are held until their
+response, which bounds the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.api.problem import Problem, ProblemKind
+from outbox.api.request_parsing import validate
+from outbox.api.route import TIMEOUT_S
+from outbox.destinations.http.endpoint_validation import run_in_thread
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from aiohttp import web
+
+    from outbox.api.route import RequestModel, Route
+
+SMALL_BYTES_MAX = 8 * 1024
+LARGE_MAX = 4
+VALUES_MAX = 100_000
+"""Objects with that many entries take 10 ms to parse."""
+CONTAINERS_MAX = 50_000
+"""Maximum number of arrays and objects.  They cost most: each is known to the garbage collector,
+which traverses the new ones while the parser creates them."""
+
+
+class BodyReader:
+    """Reads the bodies of one listener."""
+
+    def __init__(self) -> None:
+        self._large = asyncio.Semaphore(LARGE_MAX)
+
+    @asynccontextmanager
+    async def read(
+        self, request: web.Request, route: Route, model: type[RequestModel]
+    ) -> AsyncIterator[tuple[RequestModel, bool]]:
+        """Read and validate a body; yields it, and whether it is large.
+
+        Raises:
+            Problem: the body is too large, not JSON, or invalid.
+        """
+        if not request.body_exists and not route.body_required:
+            yield validate(model, {}, "the body"), False
+            return
+        require_json(request)
+        raw = await _read(request, route.body_bytes_max)
+        if len(raw) <= SMALL_BYTES_MAX:
+            yield parse(raw, model), False
+            return
+        async with self._large:
+            yield await run_in_thread(parse, raw, model), True
+
+
+def body_bytes(request: web.Request, route: Route) -> int:
+    """Return how many bytes of body a request may send.
+
+    Raises:
+        Problem: its Content-Length is above the limit of the route.
+    """
+    if route.body is None or not request.body_exists:
+        return 0
+    length = request.content_length
+    if length is None:  # Chunked.
+        return route.body_bytes_max
+    if length > route.body_bytes_max:
+        raise _too_large(route.body_bytes_max)
+    return length
+
+
+def require_json(request: web.Request) -> None:
+    """Check the content type.
+
+    Raises:
+        Problem: the body is not JSON, or compressed.
+    """
+    if request.content_type != "application/json" or "Content-Encoding" in request.headers:
+        raise Problem(
+            ProblemKind.WRONG_CONTENT_TYPE,
+            "send Content-Type: application/json without Content-Encoding",
+        )
+
+
+async def _read(request: web.Request, bytes_max: int) -> bytes:
+    raw = bytearray()
+    async with asyncio.timeout(TIMEOUT_S):  # Also of a request that may take longer.
+        async for part in request.content.iter_any():
+            raw += part
+            if len(raw) > bytes_max:
+                raise _too_large(bytes_max)
+    return bytes(raw)
+
+
+def parse(raw: bytes, model: type[RequestModel]) -> RequestModel:
+    """Parse and validate a body.
+
+    Raises:
+        Problem: the body has too many values, is not JSON, or is invalid.
+    """
+    _check_value_count(raw)
+    try:
+        values: Any = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Problem(
+            ProblemKind.BAD_REQUEST,
+            f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}",
+        ) from None
+    if not isinstance(values, dict):
+        list_field = model.list_field if isinstance(values, list) else None
+        hint = f'; send several as {{"{list_field}": [...]}}' if list_field else ""
+        raise Problem(ProblemKind.INVALID, f"the body: must be a JSON object{hint}")
+    return validate(model, values, "the body")
+
+
+def _check_value_count(raw: bytes) -> None:
+    """Limit the number of values before the parser creates them.
+
+    Punctuation is counted, in strings as well: an upper bound, at gigabytes per second.
+    """
+    containers = raw.count(b"[") + raw.count(b"{")
+    if containers > CONTAINERS_MAX:
+        raise Problem(
+            ProblemKind.TOO_LARGE,
+            f"the body has more than {CONTAINERS_MAX} arrays and objects; split it",
+        )
+    if containers + raw.count(b",") > VALUES_MAX:
+        raise Problem(
+            ProblemKind.TOO_LARGE, f"the body has more than {VALUES_MAX} values; split it"
+        )
+
+
+def _too_large(bytes_max: int) -> Problem:
+    return Problem(
+        ProblemKind.TOO_LARGE,
+        f"the body is larger than {bytes_max} bytes, the limit of this route; "
+        "split it, or use the command line",
+    )

@@ -1,0 +1,366 @@
+"""What one request costs the relay beside which the API runs: pauses of its loop, and memory.
+
+The walk sends the costliest bodies to every operation of the OpenAPI document.  It measures CPU
+time, not the clock, so that a loaded machine does not matter: of each callback of the event loop,
+and of each parse in a thread, which may hold the GIL from its beginning to its end and so pauses
+the loop as well.  Handlers process large bodies in a thread too, in Python, where the interpreter
+switches threads every 5 ms.  The client has its own thread, and its CPU time does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import http.client
+import re
+import time
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import orjson
+import pytest
+
+from outbox.api import request_body
+from outbox.api.endpoint_config import ENDPOINTS_MAX
+from outbox.api.openapi import document
+from outbox.api.problem import Problem
+from outbox.api.request_parsing import validate
+from outbox.api.route import BODY_BYTES_MAX, RequestModel
+from outbox.api.routes import ROUTES
+from outbox.cli.relay_process import YOUNG_OBJECTS_MAX
+from tests.support.api import make_token, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.support.postgres import Database
+
+PAUSE_S_MAX = 0.050
+MEMORY_BYTES_MAX = 64 * 1024 * 1024
+DEPTH = 1000
+"""One level more than a parser of ours accepts, with the body around it."""
+STATUS = Path("/proc/self/status")
+only_on_linux = pytest.mark.skipif(not STATUS.exists(), reason="peak memory is read from /proc")
+
+
+class Costs:
+    """The longest pause of each request."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self.pauses: dict[str, float] = {}
+
+    def record(self, cpu_s: float) -> None:
+        self.longest_s = max(self.longest_s, cpu_s)
+
+    def worst(self, count: int = 5) -> list[tuple[str, float]]:
+        return sorted(self.pauses.items(), key=lambda each: -each[1])[:count]
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    """Measure callbacks of the loop, and parses of bodies in any thread."""
+    measured = Costs()
+    run, parse = asyncio.Handle._run, request_body.parse
+
+    def timed_run(self: asyncio.Handle) -> None:
+        began = time.thread_time()
+        try:
+            run(self)
+        finally:
+            measured.record(time.thread_time() - began)
+
+    def timed_parse(raw: bytes, model: type[RequestModel]) -> RequestModel:
+        began = time.thread_time()
+        try:
+            return parse(raw, model)
+        finally:
+            measured.record(time.thread_time() - began)
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed_run)
+    monkeypatch.setattr(request_body, "parse", timed_parse)
+    # As in the relay process: the garbage collector skips what was there before.
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS_MAX, *thresholds[1:])
+    yield measured
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+# ------------------------------------------------------------------ the bodies
+
+
+def _fill(before: bytes, each: bytes, after: bytes, size: int) -> bytes:
+    """Repeat an item, comma-separated, up to a size."""
+    count = (size - len(before) - len(after)) // (len(each) + 1)
+    return before + b",".join([each] * count) + after
+
+
+def _entries(size: int) -> bytes:
+    return b",".join(b'"k%d":1' % n for n in range(size // 12))
+
+
+def _values(size: int) -> dict[str, Callable[[], bytes]]:
+    """Values of about this size, each costly in its own way."""
+    return {
+        "numbers": lambda: _fill(b"[", b"1", b"]", size),
+        "floats": lambda: _fill(b"[", b"1.5", b"]", size),
+        "texts": lambda: _fill(b"[", b'"ab"', b"]", size),
+        "nulls": lambda: _fill(b"[", b"null", b"]", size),
+        "empty arrays": lambda: _fill(b"[", b"[]", b"]", size),
+        "empty objects": lambda: _fill(b"[", b"{}", b"]", size),
+        "as many arrays as are allowed": lambda: _fill(b"[", b"[null]", b"]", min(size, 340_000)),
+        "as many objects as are allowed": lambda: _fill(b"[", b'{"":1}', b"]", min(size, 340_000)),
+        "entries": lambda: b"{" + _entries(size) + b"}",
+        "deep arrays": lambda: b"[" * DEPTH + b"]" * DEPTH,
+        "deep objects": lambda: b'{"":' * DEPTH + b"1" + b"}" * DEPTH,
+        "unclosed": lambda: b"[" * size,
+        "long text": lambda: b'"' + b"a" * size + b'"',
+        "wide text": lambda: '"\U0001f600'.encode() + b"a" * size + b'"',
+        "escapes": lambda: b'"' + b"\\u0101" * (size // 6) + b'"',
+        "backslashes": lambda: b'"' + b"\\\\" * (size // 2 - 6) + b'\\u0000"',
+        "digits": lambda: b"9" * min(size, 300) + b"0" * (size - 300),
+        "fraction": lambda: b"0." + b"9" * size,
+        "commas in text": lambda: b'"' + b"," * size + b'"',
+    }
+
+
+def _bodies(fields: list[str], size: int) -> Iterator[tuple[str, bytes]]:
+    """Bodies of at most this size: each field with each value, and what has no field."""
+    room = size - 100
+    yield "unknown fields", b"{" + _entries(room) + b"}"
+    yield "a long name", b'{"' + b"a" * room + b'":1}'
+    yield "white space", b" " * room + b"{}"
+    yield "not JSON", b"\xff" * room
+    for name in fields:
+        field = f'"{name}":'.encode()
+        yield f"{name} again and again", _fill(b"{", field + b"1", b"}", room)
+        for what, value in _values(room - 20).items():
+            yield f"{name}: {what}", b"{" + field + value() + b"}"
+
+
+def _of_events(size: int) -> Iterator[tuple[str, bytes]]:
+    event = b'{"type":"a.b","key":"k","once_for":"1h","headers":{"A":"b"},"once":"%d"}'
+    yield "a thousand events", b'{"events":[' + b",".join(event % n for n in range(1000)) + b"]}"
+    wrong = _fill(b'{"events":[', b'{"type":1,"key":1,"x":1}', b"]}", size)
+    yield "events that are wrong", wrong
+    for what in ("as many arrays as are allowed", "as many objects as are allowed", "floats"):
+        value = _values(260_000)[what]
+        yield f"a payload: {what}", b'{"type":"a.b","payload":' + value() + b"}"
+
+
+def _of_declaration(size: int) -> Iterator[tuple[str, bytes]]:
+    declared = b'{"name":"n%d","url":"https://e.example/%d","types":["a.*"],"lanes":%d}'
+    for lanes in (1, 2):
+        several = b",".join(declared % (n, n, lanes) for n in range(ENDPOINTS_MAX))
+        yield f"endpoints with {lanes} lanes", b'{"endpoints":[' + several + b"]}"
+    large = b'{"name":"n%d","url":"https://e.example/","headers":{"A":"' + b"'" * 950 + b'"}}'
+    several = b",".join(large % n for n in range(ENDPOINTS_MAX))
+    yield "large endpoints", b'{"endpoints":[' + several + b"]}"
+    yield "an endpoint's unknown settings", b'{"endpoints":[{' + _entries(size - 100) + b"}]}"
+    long = b'{"endpoints":[{"name":"a","url":"https://e.example/","%s":1}]}'
+    yield "a setting with a long name", long % (b"a" * (size - 100))
+
+
+MORE = {"post_events": _of_events, "put_declaration": _of_declaration}
+LIMITS = {route.operation_id: route.body_bytes_max for route in ROUTES}
+
+
+def _kind(schema: dict[str, Any]) -> bytes:
+    said = {name: schema[name] for name in schema if name not in ("title", "description")}
+    return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+
+
+def _operations() -> Iterator[tuple[str, str, str, list[str] | None]]:
+    """Method, path, operationId and fields of the body, of everything in the document."""
+    described = document(ROUTES)
+    seen: set[tuple[int, bytes]] = set()
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            fields = None
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                if "$ref" in schema:
+                    name = schema["$ref"].rpartition("/")[2]
+                    schema = described["components"]["schemas"][name]
+                # One field of each kind and size.
+                kinds = {
+                    (LIMITS[operation["operationId"]], _kind(field)): name
+                    for name, field in schema["properties"].items()
+                }
+                fields = [name for kind, name in kinds.items() if kind not in seen]
+                seen.update(kinds)
+            yield method.upper(), re.sub(r"{\w+}", "7", path), operation["operationId"], fields
+
+
+# --------------------------------------------------------------------- the walk
+
+
+@contextmanager
+def _client(url: str) -> Iterator[http.client.HTTPConnection]:
+    at = urlsplit(url)
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=120)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _memory(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _reset_peak() -> int:
+    """Reset the process's peak memory; returns what it has, without what is free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+@only_on_linux
+def test_the_peak_of_memory_is_measured() -> None:
+    for _ in range(3):
+        before = _reset_peak()
+        values = orjson.loads(_fill(b"[", b"[]", b"]", 4 * 1024 * 1024))
+        del values
+        assert _memory("VmHWM") - before > MEMORY_BYTES_MAX
+
+
+@pytest.mark.one_major
+@only_on_linux
+async def test_no_body_pauses_the_relay_or_fills_its_memory(
+    database: Database, costs: Costs
+) -> None:
+    token = await make_token(database)
+    async with serving(database, api_rate_max=100_000.0) as api:
+        peaks, statuses = await asyncio.to_thread(_walk, api.url, token, costs)
+    most = sorted(peaks.items(), key=lambda each: -each[1])[:5]
+    print(f"{len(peaks)} requests; longest pauses: {costs.worst()}; most memory: {most}")
+    assert {200, 201, 413, 422} <= statuses
+    assert costs.worst(1)[0][1] < PAUSE_S_MAX, costs.worst()
+    assert most[0][1] < MEMORY_BYTES_MAX, most
+
+
+def _walk(url: str, token: str, costs: Costs) -> tuple[dict[str, int], set[int]]:
+    """Send every body; the memory that each took, and the statuses of all responses."""
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    peaks: dict[str, int] = {}
+    statuses: set[int] = set()
+    for method, path, operation, fields in _operations():
+        size = LIMITS[operation] if fields is not None else BODY_BYTES_MAX
+        bodies = [("ignored", b"[" * size)] if fields is None else _bodies(fields, size)
+        more = MORE[operation](size) if operation in MORE else ()
+        for what, body in chain(bodies, more):
+            assert len(body) <= size
+            name = f"{operation}: {what}"
+            pauses: list[float] = []
+            status = 0
+            # CPU time is longer, too, while others use the caches and the other half of the core:
+            # of a request that was refused, and so can be repeated, the least counts.
+            while not pauses or (status >= 400 and min(pauses) > PAUSE_S_MAX and len(pauses) < 3):
+                before = _reset_peak()
+                costs.longest_s = 0.0
+                with _client(url) as client:
+                    client.request(method, path, body, headers)
+                    response = client.getresponse()
+                    said, status = response.read(), response.status
+                pauses.append(costs.longest_s)
+                peaks[name] = max(peaks.get(name, 0), _memory("VmHWM") - before)
+                assert status < 500, (name, status, said)
+            costs.pauses[name] = min(pauses)
+            statuses.add(status)
+    return peaks, statuses
+
+
+@pytest.mark.one_major
+@only_on_linux
+async def test_refused_bodies_are_freed_without_the_garbage_collector(database: Database) -> None:
+    """An object with 80,000 entries is one object for the collector, which may not run for long."""
+    token = await make_token(database)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    payload = b"{" + _entries(MEMORY_BYTES_MAX // 70) + b"}"
+    async with serving(database) as api:
+
+        def send(start: bytes) -> None:
+            with _client(api.url) as client:
+                client.request("POST", "/v1/events", start + payload + b"}", headers)
+                response = client.getresponse()
+                response.read()
+                assert response.status == 422
+
+        for start in (b'{"type":1,"payload":', b'{"zz":1,"payload":', b'{"type":"a b","payload":'):
+            await asyncio.to_thread(send, start)
+            before = _reset_peak()
+            gc.disable()
+            try:
+                for _ in range(15):
+                    await asyncio.to_thread(send, start)
+            finally:
+                gc.enable()
+            assert _memory("VmHWM") - before < MEMORY_BYTES_MAX, start
+
+
+# ------------------------------------------------------------------ the models
+
+
+def test_every_list_in_a_request_is_limited_and_checked_up_to_the_first_error() -> None:
+    models = {m for route in ROUTES for m in (route.body, route.query) if m is not None}
+    checked = 0
+    for model in models:
+        schema = model.model_json_schema()
+        for definition in (schema, *schema.get("$defs", {}).values()):
+            for name, field in definition.get("properties", {}).items():
+                for form in (field, *field.get("anyOf", ())):
+                    if form.get("type") == "array":
+                        assert form["maxItems"] <= ENDPOINTS_MAX, (model, name)
+                        checked += 1
+                    if isinstance(form.get("additionalProperties"), dict):
+                        assert form["maxProperties"] <= 64, (model, name)
+                        checked += 1
+    assert checked > 10
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.body is not None])
+def test_validation_stops_at_the_first_error(route: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outbox.api import request_parsing
+
+    counts: list[int] = []
+    describe = request_parsing.describe_errors
+
+    def counted(errors: Any, *rest: Any) -> str:
+        counts.append(len(errors))
+        return describe(errors, *rest)
+
+    monkeypatch.setattr(request_parsing, "describe_errors", counted)
+    fields = list(route.body.model_fields)
+    for value in ([[]] * 3000, {f"k{n}": 1 for n in range(3000)}, [{"x": 1, "y": 2}] * 3000):
+        for name in fields:
+            with pytest.raises(Problem):
+                validate(route.body, {name: value, "no_such_field": 1}, "the body")
+            try:
+                validate(route.body, {name: value}, "the body")
+            except Problem:
+                assert counts[-1] <= 1 + len(fields), (route.operation_id, name)
+
+
+def test_the_number_of_values_is_limited_before_they_are_parsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def parse(_: bytes) -> Any:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr(orjson, "loads", parse)
+    model = next(route.body for route in ROUTES if route.body is not None)
+    for body in (b"[" * 50_001, b"[{" * 25_001, b"1," * 100_001):
+        with pytest.raises(Problem) as caught:
+            request_body.parse(body, model)
+        assert caught.value.kind.status == 413
