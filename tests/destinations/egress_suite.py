@@ -374,7 +374,7 @@ class Guarding:
         assert screen.connections == 0
 
     @pytest.mark.parametrize(
-        ("output", "failure", "detail"),
+        ("message", "failure", "detail"),
         [
             (b"HTTP/1.1 407 X\r\n\r\n", Failure.CONNECT, "the proxy responded 407"),
             (b"HTTP/1.1 403 X\r\n\r\n", Failure.CONNECT, "the proxy responded 403"),

@@ -128,7 +128,7 @@ async def test_a_thousand_addresses_are_not_all_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "status"),
+    ("message", "status"),
     [
         (["10.0.0.5"], None),
         (["::ffff:10.0.0.5"], None),
