@@ -72,5 +72,5 @@ class RequestSlots:
                         del counter[key]
 
 
-def _too_many(why: str) -> Exception:
-    return too_many_requests(f"{why}; wait for their responses", RETRY_S)
+def _too_many(reason: str) -> Exception:
+    return too_many_requests(f"{reason}; wait for their responses", RETRY_S)

@@ -173,8 +173,8 @@ LIMITS = {route.operation_id: route.body_bytes_max for route in ROUTES}
 
 
 def _kind(schema: dict[str, Any]) -> bytes:
-    said = {name: schema[name] for name in schema if name not in ("title", "description")}
-    return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+    relevant = {name: schema[name] for name in schema if name not in ("title", "description")}
+    return orjson.dumps(relevant, option=orjson.OPT_SORT_KEYS)
 
 
 def _operations() -> Iterator[tuple[str, str, str, list[str] | None]]:
@@ -272,10 +272,10 @@ def _walk(url: str, token: str, costs: Costs) -> tuple[dict[str, int], set[int]]
                 with _client(url) as client:
                     client.request(method, path, body, headers)
                     response = client.getresponse()
-                    said, status = response.read(), response.status
+                    text, status = response.read(), response.status
                 pauses.append(costs.longest_s)
                 peaks[name] = max(peaks.get(name, 0), _memory("VmHWM") - before)
-                assert status < 500, (name, status, said)
+                assert status < 500, (name, status, text)
             costs.pauses[name] = min(pauses)
             statuses.add(status)
     return peaks, statuses

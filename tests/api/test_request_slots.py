@@ -43,9 +43,9 @@ def test_an_address_has_its_share_whatever_its_tokens() -> None:
     with ExitStack() as stack:
         for n in range(ADDRESS.requests):
             stack.enter_context(slots.hold(n, f"2001:db8::{n:x}"))
-        said = refusal(slots, 999, "2001:db8::ffff")
-        assert said is not None
-        assert said.startswith("this address has 256 requests in progress")
+        problem = refusal(slots, 999, "2001:db8::ffff")
+        assert problem is not None
+        assert problem.startswith("this address has 256 requests in progress")
         assert refusal(slots, 999, "2001:db8:0:1::1") is None
 
 
@@ -54,9 +54,9 @@ def test_bodies_are_counted_by_their_bytes() -> None:
     with ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(slots.hold(1, "192.0.2.1", MIB))
-        said = refusal(slots, 1, "192.0.2.1", 1)
-        assert said is not None
-        assert said.startswith("this token sends 8 MiB of bodies")
+        problem = refusal(slots, 1, "192.0.2.1", 1)
+        assert problem is not None
+        assert problem.startswith("this token sends 8 MiB of bodies")
         # A request without a body is none of it.
         assert refusal(slots, 1, "192.0.2.1") is None
         assert refusal(slots, 2, "192.0.2.1", 8 * MIB) is None
