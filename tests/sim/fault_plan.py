@@ -121,9 +121,16 @@ class FaultPlan:
         self._world.after(delay_s, None, self._faults.hang_while_writing, connection)
 
     def _orphan_recording(self, _: str) -> None:
-        """Stall the statement that is about to be executed, and stop its relay."""
+        """Stall the statement that is about to be executed, and stop its relay.
+
+        At once it stalls before it locks its fence, or with it; later also in its commit.
+        """
         assert self._recorder is not None
-        self._faults.orphan_statement(self._recorder)
+        if self._world.rng.random() < 0.7:
+            self._faults.orphan_statement(self._recorder)
+            return
+        delay_s = self._world.rng.expovariate(3000)
+        self._world.after(delay_s, None, self._faults.orphan_statement, self._recorder)
 
     def _isolate_at_once(self, name: str) -> None:
         self._faults.isolate_sender(self._fleet.relays[name])

@@ -197,7 +197,8 @@ class Faults:
         """Stall a session in a statement, and kill or freeze its relay.
 
         The server executes a statement to its end after its client has died, so it may
-        continue after another relay has claimed the endpoints.
+        continue after another relay has claimed the endpoints.  If it has locked its fence,
+        the relay cannot be expired before the session is terminated.
         """
         relay, backend = connection.process, connection.backend
         if self._sim.settling or relay.dead or relay.frozen or backend is None:

@@ -38,7 +38,8 @@ class Backend:
         self.client = client
         self.alive = True
         self.idle_timeout_s = 0.0
-        # The server's process makes no progress before this time, as when a disk hangs.
+        # The server's process makes no progress before this time, as when a disk hangs; it
+        # keeps the locks that it has, or is granted.
         self.stalled_until = 0.0
         # It has received the first half of a statement: such a session is not idle.
         self.half_sent = False
@@ -148,10 +149,13 @@ class Backend:
     def _lock(self, wait: Wait) -> None:
         tx = self._own
         assert tx is not None
-        if self.engine.try_lock(tx, wait.key, wait.mode):
-            self._go_on(None)
-            return
         token, began_at = self._token, self.engine.world.now
+        if self.engine.try_lock(tx, wait.key, wait.mode):
+            if self.stalled_until > began_at:
+                self._granted(token)
+            else:
+                self._go_on(None)
+            return
 
         def granted() -> None:
             for watcher in self.engine.on_granted:
@@ -163,7 +167,8 @@ class Backend:
             self.engine.world.after(tx.lock_timeout_s, None, self._timed_out, token)
 
     def _granted(self, token: int) -> None:
-        self.engine.world.after(0.0, None, self._resume, token)
+        """Continue with the lock, after the end of a stall."""
+        self.engine.world.at(self.stalled_until, None, self._resume, token)
 
     def _timed_out(self, token: int) -> None:
         tx = self._own
