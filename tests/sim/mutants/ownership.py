@@ -11,7 +11,7 @@ from outbox.relay import session
 from outbox.relay.delivery import dispatcher
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.mutants.catalogue import mutant, swap
-from tests.sim.stores import lanes, replicas
+from tests.sim.stores import lanes, replicas, sessions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,4 +135,4 @@ def claim_waits_for_locked_rows(sim: Simulation) -> None:
 @mutant
 def sessions_without_label(sim: Simulation) -> None:
     """The sessions of a replica do not have its label, so that its expiry cannot end them."""
-    swap(replicas, "_find_backends", lambda db, tx, *names: [])
+    swap(sessions, "find_backends", lambda db, tx, *names: [])

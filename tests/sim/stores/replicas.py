@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from contextlib import suppress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
 from outbox.core.cluster.lease import Peer
 from outbox.store import replicas
 from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot
-from outbox.store.sessions import (
-    BUSY_SESSION_END_MAX_S,
-    LISTENER_SUFFIX,
-    SESSION_END_MAX_S,
-    SESSION_NAME,
-    StuckSession,
-)
+from outbox.store.sessions import BUSY_SESSION_END_MAX_S
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait, perform
 from tests.sim.stores.routing_change import add_to_journal
+from tests.sim.stores.sessions import (
+    await_sessions,
+    count_sessions,
+    expirable_row,
+    terminate_busy_sessions,
+    terminate_sessions,
+    terminate_stuck_sessions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from uuid import UUID
 
-    from tests.sim.database.backend import Backend
+    from outbox.store.sessions import StuckSession
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
-
-
-Expirable: TypeAlias = "tuple[int | None, int | None, str | None]"
-"""Id, renewals and label of a replica that is expired."""
+    from tests.sim.stores.sessions import Expirable
 
 
 class ReplicaStore(replicas.ReplicaStore):
@@ -53,7 +52,8 @@ class ReplicaStore(replicas.ReplicaStore):
         keys: Sequence[str] = (),
     ) -> int:
         await self._db.call(insert_replica, label, name, lease_s, sequencer_pid)
-        return await self._db.call(read_registered, label)
+        replica_id: int = await self._db.call(read_registered, label)
+        return replica_id
 
     async def renew(self, replica_id: int) -> bool:
         return await self._db.call(renew_lease, replica_id)
@@ -153,8 +153,9 @@ def insert_replica(
     tx.put(db.replica, new, {**row, "expires_at": db.wall() + lease_s})
 
 
-def read_registered(db: Database, tx: Transaction, label: str) -> int:
-    return next(int(row["id"]) for row in tx.rows(db.replica) if row["label"] == label)
+def read_registered(db: Database, tx: Transaction, label: str) -> Any:
+    """The replica's id, or NULL: a late message may arrive after the replica was expired."""
+    return next((row["id"] for row in tx.rows(db.replica) if row["label"] == label), None)
 
 
 def renew_lease(db: Database, tx: Transaction, me: int) -> Steps[bool]:
@@ -175,19 +176,6 @@ def read_clock(db: Database, tx: Transaction) -> float:
 
 
 # ------------------------------------------------------------- ends of replicas
-
-
-def expirable_row(
-    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
-) -> Row | None:
-    """The row of a replica that may be expired."""
-    for row in tx.rows(db.replica):
-        if (row["id"] == replica_id or row["label"] == label) and renewals in (
-            None,
-            row["renewals"],
-        ):
-            return row
-    return None
 
 
 def expire_row(
@@ -213,84 +201,9 @@ def expire_row(
     return True
 
 
-def terminate_sessions(
-    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
-) -> int:
-    found = _find_sessions(db, tx, replica_id, renewals, label)
-    _terminate(db, found)
-    return len(found)
-
-
-def await_sessions(
-    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
-) -> Steps[None]:
-    until = db.world.now + SESSION_END_MAX_S
-    while db.world.now < until and _find_sessions(db, tx, replica_id, renewals, label):
-        yield 0.1
-
-
-def count_sessions(
-    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
-) -> int:
-    return len(_find_sessions(db, tx, replica_id, renewals, label))
-
-
-def terminate_stuck_sessions(
-    db: Database, tx: Transaction, lease_s: float, found: Sequence[tuple[int, float]]
-) -> list[tuple[StuckSession, float, bool]]:
-    """The sessions that hang, since when, and whether they are terminated now."""
-    rows = []
-    mine, now = db.session_of(tx), db.world.now
-    for backend in list(db.backends.values()):
-        since = backend.silent_since
-        if backend is mine or since is None or not backend.name.startswith(SESSION_NAME):
-            continue
-        if db.signals and now - since > lease_s:
-            again = (backend.pid, since) in found
-            state = "active" if backend.half_sent else "idle in transaction"
-            stuck = StuckSession(backend.pid, backend.name, state, now - since)
-            rows.append((stuck, since, again))
-            if again:
-                _terminate(db, [backend])
-    return rows
-
-
-def _find_sessions(
-    db: Database, tx: Transaction, replica_id: int | None, renewals: int | None, label: str | None
-) -> list[Backend]:
-    row = expirable_row(db, tx, replica_id, renewals, label)
-    if row is None or not db.signals:
-        return []
-    return _find_backends(db, tx, row["label"], row["label"] + LISTENER_SUFFIX)
-
-
-def terminate_busy_sessions(
-    db: Database, tx: Transaction, labels: Sequence[str], wait_s: float
-) -> Steps[None]:
-    def busy() -> list[Backend]:
-        found = _find_backends(db, tx, *labels)
-        return [b for b in found if b.at_work or b.transaction is not None]
-
-    if db.signals:
-        _terminate(db, busy())
-        until = db.world.now + wait_s
-        while db.world.now < until and busy():
-            yield 0.01
-
-
 def read_registered_labels(db: Database, tx: Transaction, labels: Sequence[str]) -> list[str]:
     rows = sorted(tx.rows(db.replica), key=itemgetter("id"))
     return [str(row["label"]) for row in rows if row["label"] in labels]
-
-
-def _find_backends(db: Database, tx: Transaction, *names: str) -> list[Backend]:
-    mine = db.session_of(tx)
-    return [b for b in db.backends.values() if b.name in names and b is not mine]
-
-
-def _terminate(db: Database, backends: Iterable[Backend]) -> None:
-    for backend in backends:
-        db.world.after(db.pause_s(), None, backend.terminate)
 
 
 def release_owned(db: Database, tx: Transaction, me: int, actor: str, reason: str) -> Steps[None]:
