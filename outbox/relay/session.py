@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import structlog
@@ -209,6 +210,8 @@ class Session:
             journal_altered_secrets=lambda endpoints: stores.journal_altered_secrets(
                 control, endpoints, f"replica {me}"
             ),
+            # Without notifications nothing else finds changes and other replicas' batches.
+            poll_s=min(lease.renew_every_s, inf if self._listening else settings.poll_s),
             clock=clock,
             telemetry=self._telemetry,
         )

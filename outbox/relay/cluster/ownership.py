@@ -50,6 +50,7 @@ class Ownership:
         wake_replicas: wakes the other replicas after endpoints were released.
         notify_batches: notifies them of new batches.
         journal_altered_secrets: journals endpoints with a secret that was altered.
+        poll_s: polling interval of changes and of other replicas' batches.
         clock: seconds of the steady clock.
     """
 
@@ -64,6 +65,7 @@ class Ownership:
         wake_replicas: Callable[[], Awaitable[object]],
         notify_batches: Callable[[], Awaitable[object]],
         journal_altered_secrets: Callable[[list[Endpoint]], Awaitable[object]],
+        poll_s: float,
         clock: Callable[[], float],
         telemetry: DeliveryTelemetry,
     ) -> None:
@@ -79,6 +81,7 @@ class Ownership:
         self._wake_replicas = wake_replicas
         self._notify_batches = notify_batches
         self._journal_altered_secrets = journal_altered_secrets
+        self._poll_s = poll_s
         self._clock = clock
         self._watch = PeerWatch()
         # When to poll the cluster again; batch notifications are handled in between.
@@ -109,7 +112,7 @@ class Ownership:
             if self._clock() >= self._poll_at:
                 # A `poll_now` from here on causes another poll.
                 self._poll_at = inf
-                next_poll_at = self._clock() + self._lease.renew_every_s
+                next_poll_at = self._clock() + self._poll_s
                 await self._poll()
                 self._poll_at = min(
                     self._poll_at, next_poll_at, self._watch.next_expiry_at(self._me)
