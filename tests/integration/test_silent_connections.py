@@ -5,23 +5,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from contextlib import AsyncExitStack
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.silence import LEASE_S, PHASES, Recovery, Silence, Stage
+from tests.support.silence import (
+    LEASE_S,
+    OTHER,
+    PHASES,
+    STOP,
+    Recovery,
+    Silence,
+    Stage,
+    choose_replica_id,
+)
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from tests.support.postgres import Server
 
 pytestmark = pytest.mark.one_major
 
 STAGES = 4
-"""The number of databases, each with two relays, for relays that lead, and for others."""
+"""The number of databases at a time, each with two relays, for relays that lead, and for others."""
 DELIVERED_LEASES_MAX, LED_LEASES_MAX, UNAFFECTED_LEASES_MAX = 3.0, 2.0, 0.5
 """Within which time its endpoints go on; everybody, if it led; and everybody otherwise."""
 CONTAINED = (
@@ -54,50 +63,71 @@ async def test_a_relay_that_falls_silent_after_any_message_stops_nothing(
     server: Server, rng: random.Random, silences: int | None
 ) -> None:
     """A sample of the messages, or all of them: `--silences`."""
-    recoveries: list[Recovery] = []
-    async with AsyncExitStack() as stack:
-        stages: list[Stage] = []
-        for leads in [True, False] * STAGES:
-            database = await stack.enter_async_context(server.database())
-            stages.append(Stage(database, leads=leads))
-            stack.push_async_callback(stages[-1].stop_other)
-        async with asyncio.TaskGroup() as tasks:
-            for stage in stages:
-                tasks.create_task(stage.open())
-        all_cases: list[Silence] = []
-        for stage in stages[:2]:
+    all_cases: list[Silence] = []
+    for leads in (True, False):
+        async with stage_for(server, leads=leads) as stage:
             lines, _ = await stage.run(None)
-            if stage.leads:
-                text = lines.text.decode(errors="replace")
-                assert not [name for name in CONTAINED if f"EXECUTE {name}" not in text]
-            print(f"leads={stage.leads}: {dict(lines.messages)} messages")
-            all_cases += [
-                Silence(stage.leads, phase, n, executed, all_connections)
-                for phase in PHASES
-                for n in range(1, lines.messages[phase] + 1)
-                for executed, all_connections in itertools.product((True, False), repeat=2)
-            ]
-        cases = all_cases if silences is None else rng.sample(all_cases, silences)
+        if leads:
+            text = lines.text.decode(errors="replace")
+            assert not [name for name in CONTAINED if f"EXECUTE {name}" not in text]
+        print(f"leads={leads}: {dict(lines.messages)} messages")
+        all_cases += [
+            Silence(leads, phase, n, executed, all_connections)
+            for phase in PHASES
+            for n in range(1, lines.messages[phase] + 1)
+            for executed, all_connections in itertools.product((True, False), repeat=2)
+        ]
+    cases = all_cases if silences is None else rng.sample(all_cases, silences)
+    recoveries: list[Recovery] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for leads in (True, False):
+                left = iter([case for case in cases if case.leads == leads])
+                for _ in range(STAGES):
+                    tasks.create_task(run_cases(server, left, recoveries))
+    finally:
+        report(recoveries, len(cases))
+    assert len(recoveries) > len(cases) / 2, "most relays stopped before they were silent"
+    assert not (slow := [each for each in recoveries if too_slow(each)]), slow
 
-        async def run(stage: Stage, left: Iterator[Silence]) -> None:
-            for silence in left:
-                try:
-                    _, recovery = await stage.run(silence)
-                except BaseException as error:
-                    error.add_note(f"in {silence}")
-                    raise
+
+async def test_a_relay_that_joins_always_gets_an_endpoint(server: Server) -> None:
+    """Whatever its id: otherwise a case waits in vain for it to own something."""
+    async with stage_for(server, leads=False) as stage:
+        await choose_replica_id(stage.database, OTHER, owner=False)
+        lines, _ = await stage.run(None)
+        assert lines.messages[STOP]
+
+
+@asynccontextmanager
+async def stage_for(server: Server, *, leads: bool) -> AsyncIterator[Stage]:
+    """A stage on a new database."""
+    async with server.database() as database:
+        stage = Stage(database, leads=leads)
+        try:
+            await stage.open()
+            yield stage
+        finally:
+            await stage.stop_other()
+
+
+async def run_cases(server: Server, left: Iterator[Silence], recoveries: list[Recovery]) -> None:
+    """Run cases until there are none left; others take from them, too."""
+    for first in left:
+        async with stage_for(server, leads=first.leads) as stage:
+            for silence in itertools.chain([first], left):
+                recovery = await run_case(stage, silence)
                 if recovery is not None:
                     recoveries.append(recovery)
 
-        queues = {led: iter([c for c in cases if c.leads == led]) for led in (True, False)}
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for stage in stages:
-                    tasks.create_task(run(stage, queues[stage.leads]))
-        finally:
-            report(recoveries, len(cases))
-    assert len(recoveries) > len(cases) / 2, "most relays stopped before they were silent"
-    assert not (slow := [each for each in recoveries if too_slow(each)]), slow
+
+async def run_case(stage: Stage, silence: Silence) -> Recovery | None:
+    """Run one case; a failure names it."""
+    try:
+        return (await stage.run(silence))[1]
+    except AssertionError as error:
+        error.add_note(f"in {silence}")
+        raise
 
 
 def report(recoveries: list[Recovery], cases: int) -> None:

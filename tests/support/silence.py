@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.cluster.lease import preferred_replica
 from tests.support.relay import (
     BUSY,
     LAPSE,
@@ -40,7 +42,7 @@ LEASE_S = 2.0
 DRAIN_S = 1.0
 _SETTINGS: dict[str, Any] = {"lease_s": LEASE_S, "drain_s": DRAIN_S, "poll_s": 0.5}
 _ENDPOINTS = 5
-_NAME, _OTHER = "silent", "other"
+_NAME, OTHER = "silent", "other"
 _PROBE_S = 0.1
 """The least time between two events that are published while the relay is silent."""
 _PATIENCE_S = 60
@@ -54,6 +56,26 @@ SELECT e.name, o.epoch FROM ownership o
   JOIN replica r ON r.id = replica_id JOIN endpoint e ON e.id = o.endpoint_id WHERE r.name = $1
 """
 _IS_ALONE = "SELECT count(*) = 1 FROM replica"
+_READ_IDS = """
+SELECT (SELECT max(id) FROM replica WHERE name = $1) AS other,
+       pg_sequence_last_value(pg_get_serial_sequence('replica', 'id')) AS last,
+       array(SELECT id FROM endpoint) AS endpoints
+"""
+_SET_LAST_ID = "SELECT setval(pg_get_serial_sequence('replica', 'id'), $1)"
+_DESCRIBE = """
+SELECT jsonb_pretty(jsonb_build_object(
+    'now', clock_timestamp(),
+    'cursor', (SELECT jsonb_agg(c) FROM cursor c),
+    'replicas', (SELECT jsonb_agg(r) FROM replica r),
+    'ownership', (SELECT jsonb_agg(o) FROM ownership o),
+    'sessions', (
+        SELECT jsonb_agg(jsonb_build_object(
+                   'pid', pid, 'name', application_name, 'state', state, 'wait', wait_event,
+                   'since', state_change, 'xid', backend_xid, 'blocked_by', pg_blocking_pids(pid),
+                   'query', left(query, 100)))
+          FROM pg_stat_activity
+         WHERE datname = current_database() AND state <> 'idle' AND pid <> pg_backend_pid())))
+"""
 _IS_SEQUENCED = """
 SELECT EXISTS (SELECT FROM delivery JOIN outbox o ON o.id = outbox_id WHERE payload = $1::jsonb)
 """
@@ -117,6 +139,26 @@ class SilentLines(Lines):
         return True
 
 
+async def choose_replica_id(database: Database, beside: str, *, owner: bool = True) -> None:
+    """Choose the id of the next replica by whether it will own an endpoint.
+
+    Rendezvous hashing leaves one of two replicas without any of five endpoints with a
+    probability of 1/32.  Such a relay would wait for its first endpoint for ever.
+
+    Args:
+        beside: the name of the replica that owns all endpoints now; it keeps at least one.
+    """
+    async with database.at_hand() as connection:
+        other, last, endpoints = await connection.fetchrow(_READ_IDS, beside)
+        if other is None:
+            return  # Its session was just lost: it will get another id.
+        for new in itertools.count(last + 1):
+            owners = {preferred_replica(endpoint, {other, new}) for endpoint in endpoints}
+            if owners == ({other, new} if owner else {other}):
+                await connection.fetchval(_SET_LAST_ID, new - 1)
+                break
+
+
 class Stage:
     """A database on which relays live one after the other, beside another one.
 
@@ -144,7 +186,7 @@ class Stage:
 
     async def start_other(self) -> None:
         if self._other is None:
-            self._other = relay(self.database, self._network, name=_OTHER, **_SETTINGS)
+            self._other = relay(self.database, self._network, name=OTHER, **_SETTINGS)
             self._other_task = asyncio.create_task(self._other.run())
 
     async def stop_other(self) -> None:
@@ -156,17 +198,17 @@ class Stage:
     async def run(self, silence: Silence | None) -> tuple[SilentLines, Recovery | None]:
         """The life of a relay; there is no recovery if it ended before it was silent."""
         lines = SilentLines(self.database, silence)
+        if not self.leads:
+            await choose_replica_id(self.database, OTHER)
         async with listening(lines.handler) as port:
             dsn = f"postgresql://postgres@127.0.0.1:{port}/{self.database.name}?sslmode=disable"
             worker = relay(self.database, self._network, name=_NAME, dsn=dsn, **_SETTINGS)
             task = asyncio.create_task(worker.run())
-            recovery = None
             try:
-                await self._live(worker, task, lines)
-            except _SilentError:
-                assert silence is not None
-                assert lines.silent_since is not None
-                recovery = await self._recover(silence, lines.silent_since)
+                recovery = await self._observe(worker, task, lines, silence)
+            except AssertionError as error:
+                error.add_note(await self._describe())
+                raise
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -178,6 +220,21 @@ class Stage:
         if self.leads:
             await self.stop_other()
         return lines, recovery
+
+    async def _describe(self) -> str:
+        """The state of the cluster, and the sessions that are not idle."""
+        return str(await fetchval(self.database, _DESCRIBE))
+
+    async def _observe(
+        self, worker: Relay, task: asyncio.Task[None], lines: SilentLines, silence: Silence | None
+    ) -> Recovery | None:
+        try:
+            await self._live(worker, task, lines)
+        except _SilentError:
+            assert silence is not None
+            assert lines.silent_since is not None
+            return await self._recover(silence, lines.silent_since)
+        return None
 
     async def _live(self, worker: Relay, task: asyncio.Task[None], lines: SilentLines) -> None:
         async def see(condition: Callable[[], Any], what: str) -> None:
@@ -209,8 +266,9 @@ class Stage:
         lines.phase = WORK
         await deliver()
         if self.leads:
+            await choose_replica_id(self.database, _NAME)
             await self.start_other()
-            await see(lambda: self._owned(_OTHER), "the other relay to own something")
+            await see(lambda: self._owned(OTHER), "the other relay to own something")
         await self._publish()
         await deliver()
         before = await renewals()
@@ -222,7 +280,7 @@ class Stage:
         await see(task.done, "it to stop")
 
     async def _recover(self, silence: Silence, since: float) -> Recovery:
-        before = await self._owned(_OTHER)
+        before = await self._owned(OTHER)
         first = await self._publish()
         await self.start_other()
         sequenced_at: list[float] = []
@@ -237,7 +295,7 @@ class Stage:
         await until(has_recovered, _PATIENCE_S, "the events to go on")
         last = len(self._published_at) - 1
         await until(lambda: self._has_arrived(last), _PATIENCE_S, "the last event")
-        after = await self._owned(_OTHER)
+        after = await self._owned(OTHER)
         delays = [
             self._arrived_at[n][name] - self._published_at[n]
             for n in range(first, last + 1)
@@ -289,7 +347,7 @@ class Stage:
         return len(await self._owned(name)) == _ENDPOINTS
 
     async def other_owns_all(self) -> bool:
-        return await self._owns_all(_OTHER)
+        return await self._owns_all(OTHER)
 
 
 class _SilentError(Exception):
