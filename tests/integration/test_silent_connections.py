@@ -31,6 +31,10 @@ pytestmark = pytest.mark.one_major
 
 STAGES = 4
 """The number of databases at a time, each with two relays, for relays that lead, and for others."""
+CASES_PER_DATABASE = 40
+"""The number of cases after which a database is replaced: each case checks the whole history."""
+REPETITIONS = 2
+"""How often a case that was too slow is repeated."""
 DELIVERED_LEASES_MAX, LED_LEASES_MAX, UNAFFECTED_LEASES_MAX = 3.0, 2.0, 0.5
 """Within which time its endpoints go on; everybody, if it led; and everybody otherwise."""
 CONTAINED = (
@@ -88,7 +92,8 @@ async def test_a_relay_that_falls_silent_after_any_message_stops_nothing(
     finally:
         report(recoveries, len(cases))
     assert len(recoveries) > len(cases) / 2, "most relays stopped before they were silent"
-    assert not (slow := [each for each in recoveries if too_slow(each)]), slow
+    slow = [each for each in recoveries if too_slow(each)]
+    assert not (slow := await repeat_alone(server, slow)), slow
 
 
 async def test_a_relay_that_joins_always_gets_an_endpoint(server: Server) -> None:
@@ -115,7 +120,7 @@ async def run_cases(server: Server, left: Iterator[Silence], recoveries: list[Re
     """Run cases until there are none left; others take from them, too."""
     for first in left:
         async with stage_for(server, leads=first.leads) as stage:
-            for silence in itertools.chain([first], left):
+            for silence in itertools.chain([first], itertools.islice(left, CASES_PER_DATABASE - 1)):
                 recovery = await run_case(stage, silence)
                 if recovery is not None:
                     recoveries.append(recovery)
@@ -128,6 +133,23 @@ async def run_case(stage: Stage, silence: Silence) -> Recovery | None:
     except AssertionError as error:
         error.add_note(f"in {silence}")
         raise
+
+
+async def repeat_alone(server: Server, slow: list[Recovery]) -> list[Recovery]:
+    """Repeat cases that were too slow, one at a time; returns those that always are.
+
+    Several relays at once on a busy machine delay each other.
+    """
+    for _ in range(REPETITIONS):
+        again: list[Recovery] = []
+        for each in slow:
+            print(f"too slow: {each}")
+            async with stage_for(server, leads=each.silence.leads) as stage:
+                recovery = await run_case(stage, each.silence)
+            if recovery is not None and too_slow(recovery):
+                again.append(recovery)
+        slow = again
+    return slow
 
 
 def report(recoveries: list[Recovery], cases: int) -> None:
