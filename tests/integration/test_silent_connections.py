@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.silence import (
     LEASE_S,
     OTHER,
@@ -33,6 +34,8 @@ STAGES = 4
 """The number of databases at a time, each with two relays, for relays that lead, and for others."""
 CASES_PER_DATABASE = 40
 """The number of cases after which a database is replaced: each case checks the whole history."""
+RELAY_POOL = 10
+"""Connections of the proxy to the server: a relay that waits for one loses its lease."""
 REPETITIONS = 2
 """How often a case that was too slow is repeated."""
 DELIVERED_LEASES_MAX, LED_LEASES_MAX, UNAFFECTED_LEASES_MAX = 3.0, 2.0, 0.5
@@ -63,23 +66,31 @@ def too_slow(recovery: Recovery) -> bool:
     )
 
 
+@pytest.mark.parametrize(
+    "pooled", [False, pytest.param(True, marks=pytest.mark.pgbouncer)], ids=["direct", "pgbouncer"]
+)
 async def test_a_relay_that_falls_silent_after_any_message_stops_nothing(
-    server: Server, rng: random.Random, silences: int | None
+    server: Server, rng: random.Random, silences: int | None, pooled: bool
 ) -> None:
-    """A sample of the messages, or all of them: `--silences`."""
+    """A sample of the messages, or all of them: `--silences`.
+
+    Behind a proxy all connections fall silent: a single one is closed after a minute only.
+    """
     all_cases: list[Silence] = []
     for leads in (True, False):
-        async with stage_for(server, leads=leads) as stage:
+        async with stage_for(server, leads=leads, pooled=pooled) as stage:
             lines, _ = await stage.run(None)
         if leads:
             text = lines.text.decode(errors="replace")
-            assert not [name for name in CONTAINED if f"EXECUTE {name}" not in text]
+            missing = [name for name in CONTAINED if f"EXECUTE {name}" not in text]
+            assert pooled or not missing  # Behind a proxy nothing is prepared.
         print(f"leads={leads}: {dict(lines.messages)} messages")
         all_cases += [
             Silence(leads, phase, n, executed, all_connections)
             for phase in PHASES
             for n in range(1, lines.messages[phase] + 1)
-            for executed, all_connections in itertools.product((True, False), repeat=2)
+            for executed in (True, False)
+            for all_connections in ((True,) if pooled else (True, False))
         ]
     cases = all_cases if silences is None else rng.sample(all_cases, silences)
     recoveries: list[Recovery] = []
@@ -88,12 +99,12 @@ async def test_a_relay_that_falls_silent_after_any_message_stops_nothing(
             for leads in (True, False):
                 left = iter([case for case in cases if case.leads == leads])
                 for _ in range(STAGES):
-                    tasks.create_task(run_cases(server, left, recoveries))
+                    tasks.create_task(run_cases(server, left, recoveries, pooled=pooled))
     finally:
         report(recoveries, len(cases))
     assert len(recoveries) > len(cases) / 2, "most relays stopped before they were silent"
     slow = [each for each in recoveries if too_slow(each)]
-    assert not (slow := await repeat_alone(server, slow)), slow
+    assert not (slow := await repeat_alone(server, slow, pooled=pooled)), slow
 
 
 async def test_a_relay_that_joins_always_gets_an_endpoint(server: Server) -> None:
@@ -105,10 +116,15 @@ async def test_a_relay_that_joins_always_gets_an_endpoint(server: Server) -> Non
 
 
 @asynccontextmanager
-async def stage_for(server: Server, *, leads: bool) -> AsyncIterator[Stage]:
+async def stage_for(server: Server, *, leads: bool, pooled: bool = False) -> AsyncIterator[Stage]:
     """A stage on a new database."""
-    async with server.database() as database:
-        stage = Stage(database, leads=leads)
+    async with AsyncExitStack() as stack:
+        database = await stack.enter_async_context(server.database())
+        proxy = None
+        if pooled:
+            await find_the_schema(database)
+            proxy = await stack.enter_async_context(pgbouncer(database, pool_size=RELAY_POOL))
+        stage = Stage(database, leads=leads, proxy=proxy)
         try:
             await stage.open()
             yield stage
@@ -116,10 +132,12 @@ async def stage_for(server: Server, *, leads: bool) -> AsyncIterator[Stage]:
             await stage.stop_other()
 
 
-async def run_cases(server: Server, left: Iterator[Silence], recoveries: list[Recovery]) -> None:
+async def run_cases(
+    server: Server, left: Iterator[Silence], recoveries: list[Recovery], *, pooled: bool
+) -> None:
     """Run cases until there are none left; others take from them, too."""
     for first in left:
-        async with stage_for(server, leads=first.leads) as stage:
+        async with stage_for(server, leads=first.leads, pooled=pooled) as stage:
             for silence in itertools.chain([first], itertools.islice(left, CASES_PER_DATABASE - 1)):
                 recovery = await run_case(stage, silence)
                 if recovery is not None:
@@ -135,7 +153,7 @@ async def run_case(stage: Stage, silence: Silence) -> Recovery | None:
         raise
 
 
-async def repeat_alone(server: Server, slow: list[Recovery]) -> list[Recovery]:
+async def repeat_alone(server: Server, slow: list[Recovery], *, pooled: bool) -> list[Recovery]:
     """Repeat cases that were too slow, one at a time; returns those that always are.
 
     Several relays at once on a busy machine delay each other.
@@ -144,7 +162,7 @@ async def repeat_alone(server: Server, slow: list[Recovery]) -> list[Recovery]:
         again: list[Recovery] = []
         for each in slow:
             print(f"too slow: {each}")
-            async with stage_for(server, leads=each.silence.leads) as stage:
+            async with stage_for(server, leads=each.silence.leads, pooled=pooled) as stage:
                 recovery = await run_case(stage, each.silence)
             if recovery is not None and too_slow(recovery):
                 again.append(recovery)
@@ -161,8 +179,8 @@ def report(recoveries: list[Recovery], cases: int) -> None:
             for each in recoveries
             if (each.silence.leads, each.silence.all_connections) == (led, everywhere)
         ]
-        for name in ("sequenced_s", "delivered_s", "others_s"):
-            times = [getattr(each, name) / LEASE_S for each in some] or [0.0]
+        for name in ("sequenced_s", "delivered_s", "others_s") if some else ():
+            times = [getattr(each, name) / LEASE_S for each in some]
             low, middle, high = min(times), statistics.median(times), max(times)
             kind = f"leads={led} all_connections={everywhere} n={len(some)}"
             print(f"{kind} {name}: {low:.2f} {middle:.2f} {high:.2f} leases")

@@ -33,7 +33,7 @@ CONFIG = """
 [pgbouncer]
 listen_addr = 127.0.0.1
 listen_port = {port}
-unix_socket_dir =
+unix_socket_dir = {room}
 auth_type = trust
 auth_file = {users}
 admin_users = postgres
@@ -65,6 +65,11 @@ class PgBouncer:
     def dsn(self, user: str = "postgres") -> str:
         """The DSN of the database through the proxy."""
         return f"postgresql://{user}@127.0.0.1:{self.port}/{self._database.name}"
+
+    @property
+    def socket_path(self) -> str:
+        """The unix socket on which it listens, too."""
+        return str(self._room / f".s.PGSQL.{self.port}")
 
     async def start(self) -> None:
         """Start it as an unprivileged user; it ends with this process."""
@@ -124,6 +129,7 @@ async def pgbouncer(
             CONFIG.format(
                 sockets=database.server.embedded.socket_dir,
                 port=port,
+                room=room,
                 users=room / "users",
                 pool_size=pool_size,
                 server_lifetime_s=server_lifetime_s,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from outbox.core.model.response import AttemptResult
     from outbox.relay.relay import Relay
+    from tests.support.pgbouncer import PgBouncer
     from tests.support.postgres import Database
 
 LEASE_S = 2.0
@@ -112,8 +113,8 @@ class Recovery:
 class SilentLines(Lines):
     """A proxy for one relay, whose connections fall silent at a message."""
 
-    def __init__(self, database: Database, silence: Silence | None) -> None:
-        super().__init__(str(database.server.embedded.socket_dir / ".s.PGSQL.5432"))
+    def __init__(self, socket_path: str, silence: Silence | None) -> None:
+        super().__init__(socket_path)
         self.by_message = True
         self.forward_last_data = silence is not None and silence.executed
         self.phase = START
@@ -165,11 +166,15 @@ class Stage:
     Args:
         leads: whether they start before the other one, and lead; otherwise the other one runs
             all the time.
+        proxy: leads the relays to the database; the other relay is connected directly.
     """
 
-    def __init__(self, database: Database, *, leads: bool) -> None:
+    def __init__(self, database: Database, *, leads: bool, proxy: PgBouncer | None = None) -> None:
         self.database = database
         self.leads = leads
+        self._pooled = proxy is not None
+        server = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
+        self._socket_path = server if proxy is None else proxy.socket_path
         self._network = Network(self._respond)
         self._published_at: list[float] = []
         self._arrived_at: dict[int, dict[str, float]] = defaultdict(dict)
@@ -197,12 +202,13 @@ class Stage:
 
     async def run(self, silence: Silence | None) -> tuple[SilentLines, Recovery | None]:
         """The life of a relay; there is no recovery if it ended before it was silent."""
-        lines = SilentLines(self.database, silence)
+        lines = SilentLines(self._socket_path, silence)
         if not self.leads:
             await choose_replica_id(self.database, OTHER)
         async with listening(lines.handler) as port:
             dsn = f"postgresql://postgres@127.0.0.1:{port}/{self.database.name}?sslmode=disable"
-            worker = relay(self.database, self._network, name=_NAME, dsn=dsn, **_SETTINGS)
+            settings = _SETTINGS | {"dsn": dsn, "pooled": self._pooled}
+            worker = relay(self.database, self._network, name=_NAME, **settings)
             task = asyncio.create_task(worker.run())
             try:
                 recovery = await self._observe(worker, task, lines, silence)
