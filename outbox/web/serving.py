@@ -124,6 +124,7 @@ class _GuardedServer(web.Server):
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         assert isinstance(handler, _Connection)
+        handler.opened = transport
         peer = transport.get_extra_info("peername")
         handler.address = address_key(peer[0]) if peer else ""
         self.wait(handler, Awaited.FIRST_REQUEST)
@@ -155,12 +156,15 @@ class _GuardedServer(web.Server):
 
 
 class _Connection(RequestHandler):
-    __slots__ = ("address", "awaited")
+    __slots__ = ("address", "awaited", "opened")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.address = ""
         self.awaited: Awaited | None = None
+        self.opened: asyncio.Transport | None = None
+        """The transport, also after aiohttp has closed it: it stays open until the client has read
+        the rest."""
 
     def _wait(self, awaited: Awaited) -> None:
         if isinstance(self._manager, _GuardedServer):  # None: the connection is lost.
@@ -205,8 +209,7 @@ class _Connection(RequestHandler):
 
     def abort(self) -> None:
         """Close the connection without flushing data that the client does not read."""
-        transport: Any = self.transport
         self._stop_waiting()
         self.force_close()
-        if transport is not None:
-            transport.abort()
+        if self.opened is not None:
+            self.opened.abort()

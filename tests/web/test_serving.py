@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 HERE = Address("127.0.0.1", 0)
 LARGE = b"x" * (64 << 20)
+MEDIUM = b"x" * (20 << 10)
+"""Less than a transport buffers before a handler waits for its client."""
 
 
 async def _metrics(_: str) -> tuple[bytes, str]:
@@ -39,6 +42,9 @@ def application() -> web.Application:
     async def large(_: web.Request) -> web.Response:
         return web.Response(body=LARGE)
 
+    async def medium(_: web.Request) -> web.Response:
+        return web.Response(body=MEDIUM)
+
     async def echo(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
 
@@ -46,6 +52,7 @@ def application() -> web.Application:
     made.router.add_get("/broken", broken)
     made.router.add_get("/slow", slow)
     made.router.add_get("/large", large)
+    made.router.add_get("/medium", medium)
     made.router.add_post("/echo", echo)
     return made
 
@@ -195,6 +202,37 @@ async def test_a_client_that_does_not_read_is_disconnected(
         await until(lambda: servers[0].requests_count == 1, 20, "the request")
         await until(lambda: not servers[0].connections, 20, "the connection to be ended")
         transport.abort()
+
+
+async def test_a_response_that_is_never_read_does_not_keep_its_connection_open(
+    monkeypatch: pytest.MonkeyPatch, servers: list[web.Server]
+) -> None:
+    """A closed transport stays open until its buffer is sent, which may be never."""
+    monkeypatch.setattr(serving, "CONNECTIONS_MAX", 1)
+    monkeypatch.setattr(serving, "REQUEST_HEAD_TIMEOUT_S", 0.3)
+    unread = socket.socket()
+    unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    unread.setblocking(False)
+    loop = asyncio.get_running_loop()
+    async with listening() as at, AsyncExitStack() as stack:
+        stack.callback(unread.close)
+        await loop.sock_connect(unread, (at.host, at.port))
+        await until(lambda: servers[0].connections, 20, "the connection")
+        (hostile,) = servers[0].connections
+        transport: Any = hostile.transport
+        sent = 0
+        while not transport.get_write_buffer_size():
+            await loop.sock_sendall(unread, b"GET /medium HTTP/1.1\r\nHost: a\r\n\r\n")
+            sent += 1
+            await until(
+                lambda n=sent: servers[0].requests_count == n and not hostile._request_in_progress,
+                20,
+                "the response",
+            )
+        await until(lambda: hostile.transport is None, 20, "the connection to be idle for too long")
+        assert hostile in servers[0].connections
+        await stack.enter_async_context(connected(at))
+        await until(lambda: hostile not in servers[0].connections, 20, "it to be ended")
 
 
 async def test_many_connections_of_one_client_do_not_block_others(
