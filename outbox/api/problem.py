@@ -52,6 +52,7 @@ class ProblemKind(Enum):
     NOT_FOR_TENANTS = ("not-for-tenants", 403, "not available to tenant tokens")
     NOT_FOUND = ("not-found", 404, "not found")
     METHOD_NOT_ALLOWED = ("method-not-allowed", 405, "method not allowed")
+    BODY_LATE = ("body-late", 408, "the body was not sent in time")
     CONFLICT = ("conflict", 409, "conflict with the current state")
     SECRET_ALTERED = ("secret-altered", 409, "a stored secret was altered")
     TOO_LARGE = ("too-large", 413, "the body is too large")

@@ -18,7 +18,6 @@ import orjson
 
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.request_parsing import validate
-from outbox.api.route import TIMEOUT_S
 from outbox.destinations.http.endpoint_validation import run_in_thread
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
     from outbox.api.route import RequestModel, Route
 
+BODY_TIMEOUT_S = 25.0
+"""Shorter than the time-out of a request, so that the client, not the relay, is named as late."""
 SMALL_BYTES_MAX = 8 * 1024
 LARGE_MAX = 4
 VALUES_MAX = 100_000
@@ -50,7 +51,7 @@ class BodyReader:
         """Read and validate a body; yields it, and whether it is large.
 
         Raises:
-            Problem: the body is too large, not JSON, or invalid.
+            Problem: the body is late, too large, not JSON, or invalid.
         """
         if not request.body_exists and not route.body_required:
             yield validate(model, {}, "the body"), False
@@ -94,12 +95,19 @@ def require_json(request: web.Request) -> None:
 
 
 async def _read(request: web.Request, bytes_max: int) -> bytes:
+    """Read a body.  One whose chunks cannot be decoded is late: aiohttp reports no error."""
     raw = bytearray()
-    async with asyncio.timeout(TIMEOUT_S):  # Also of a request that may take longer.
-        async for part in request.content.iter_any():
-            raw += part
-            if len(raw) > bytes_max:
-                raise _too_large(bytes_max)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.content.iter_any():
+                raw += part
+                if len(raw) > bytes_max:
+                    raise _too_large(bytes_max)
+    except TimeoutError:
+        raise Problem(
+            ProblemKind.BODY_LATE,
+            f"the body was not complete within {BODY_TIMEOUT_S:g} s; send the request again",
+        ) from None
     return bytes(raw)
 
 

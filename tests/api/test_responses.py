@@ -6,9 +6,10 @@ for every row.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from aiohttp import web
@@ -16,7 +17,7 @@ from aiohttp import web
 from outbox.api.route import TenantAccess
 from outbox.api.routes import ROUTES
 from outbox.core.model.response import AttemptResult, Failure
-from outbox.web.address import Address
+from outbox.web.address import Address, parse_address
 from outbox.web.serving import serving as listening
 from tests.support.api import make_token
 from tests.support.relay import Network, Sent, add_endpoint, fetchval, publish, running
@@ -248,24 +249,25 @@ async def test_no_response_sets_a_cookie_allows_cross_origin_reads_or_framing(ap
         assert "Set-Cookie" not in page.headers
 
 
-async def test_a_request_without_its_body_times_out(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sent", [b"1\r\n{\r\n", b"1\r\n{\r\nzz\r\n"], ids=["late", "undecodable"])
+async def test_a_body_that_is_not_complete_in_time_is_a_408(
+    database: Database, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    from dataclasses import replace
-
-    from outbox.api import app
+    from outbox.api import request_body
     from tests.support.api import serving
 
-    monkeypatch.setattr(app, "ROUTES", tuple(replace(r, timeout_s=0.3) for r in ROUTES))
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.3)
     secret = await make_token(database)
-
-    async def never() -> Any:
-        yield b'{"type": '
-        await fetchval(database, "SELECT pg_sleep(60)")
-
     async with serving(database) as api:
-        headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
-        async with api.session.post(
-            f"{api.url}/v1/events", data=never(), headers=headers
-        ) as response:
-            assert response.status == 503
+        at = parse_address(api.url.removeprefix("http://"))
+        reader, writer = await asyncio.open_connection(at.host, at.port)
+        writer.write(
+            f"POST /v1/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {secret}\r\n"
+            "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+            "Expect: 100-continue\r\n\r\n".encode()
+        )
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(sent)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        assert b"urn:outbox:problem:body-late" in await reader.read()
+        writer.close()
