@@ -97,7 +97,7 @@ def read_file(
     """
     path = Path(named or CONFIG_FILE)
     try:
-        with path.open(encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=None if named else _open_at_once) as file:
             if not named:
                 _require_own(path, file.fileno())
             text = file.read()
@@ -120,14 +120,20 @@ def read_file(
     return {name: f"{path}, {key}" for key, name in keys.items()}, values
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting for the writer of a FIFO, which another user may have made."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 def _require_own(path: Path, fd: int) -> None:
-    """Check that nobody but this user and root controls a settings file that was found.
+    """Check that only this user and root control a settings file that was found.
 
     Commands run in directories of other users as well, such as /tmp.  A file there could
     redirect deliveries and allow private networks.
 
     Raises:
-        UsageError: the file, or the link to it, is another user's, or others may write to it.
+        UsageError: the file, or the link to it, is another user's, others may write to it, or it
+            is not a regular file.
     """
     if not hasattr(os, "geteuid"):
         return  # Windows has access control lists instead.
@@ -138,6 +144,8 @@ def _require_own(path: Path, fd: int) -> None:
         reason = f"it belongs to another user (uid {min(owners)})"
     elif opened.st_mode & stat.S_IWOTH:
         reason = "every user may write to it"
+    elif not stat.S_ISREG(opened.st_mode):
+        reason = "it is not a regular file"
     else:
         return
     raise UsageError(

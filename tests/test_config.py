@@ -230,6 +230,17 @@ def test_a_file_that_every_user_may_write_is_obeyed_only_if_it_was_named(tmp_pat
     assert load(env={}, config=path).poll_s == 7
 
 
+def test_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / "outbox.toml", 0o600)
+    command = [sys.executable, "-c", "from outbox.config import load; load(env={})"]
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        command, check=False, cwd=tmp_path, env=env, timeout=30, capture_output=True, text=True
+    )
+    assert "outbox.toml is refused, because it is not a regular file" in ended.stderr
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link to another user")
 def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("poll_s = 7")
