@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.core.model.headers import WIRE_BYTES_MAX, WIRE_COUNT_MAX
 from outbox.core.model.redaction import REDACTED, redact
 from outbox.core.model.response import BODY_BYTES_MAX, AttemptResult, stored_response
 
@@ -144,3 +145,17 @@ def test_a_long_response_is_searched_in_less_than_half_a_millisecond(text: str) 
         redact(response, secrets)
         elapsed_s.append(time.thread_time() - started_at)
     assert min(elapsed_s) < 0.0005
+
+
+def test_as_many_header_values_as_an_endpoint_may_have_pause_the_relay_for_milliseconds() -> None:
+    """A tenant sets the headers of its endpoints."""
+    size = WIRE_BYTES_MAX // WIRE_COUNT_MAX - 10
+    body = (b'{"message": "accepted for processing"} ' * BODY_BYTES_MAX)[:BODY_BYTES_MAX]
+    response = AttemptResult.completed(500, 0.001, body=body)
+    elapsed_s = []
+    for attempt in range(5):
+        secrets = [f"{attempt}/{n}-" + "+<" * (size // 2 - 3) for n in range(WIRE_COUNT_MAX)]
+        started_at = time.thread_time()
+        redact(response, secrets)
+        elapsed_s.append(time.thread_time() - started_at)
+    assert min(elapsed_s) < 0.025
