@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 EVENTS_MAX = 1000
 """Maximum number of events in one request (one transaction)."""
 TRACED_EVENTS_MAX = 100
+TRACED_PAYLOAD_BYTES_MAX = 1024 * 1024
+"""A trace has no more events after payloads of this size; parsed, they may take 25 times as much
+memory."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
 
 # ---------------------------------------------------------------- publishing
@@ -261,7 +264,7 @@ class TraceQuery(RequestModel):
     endpoint: str | None = None
     """Deliveries to this endpoint only."""
     limit: int = Field(default=5, ge=1, le=TRACED_EVENTS_MAX)
-    """Maximum number of a key's events, newest first."""
+    """Maximum number of a key's events, newest first; fewer if they have large payloads."""
     before: int = Field(default=ID_MAX, ge=1, le=ID_MAX)
     """Events of a key before this outbox id."""
     payload: bool = False
@@ -288,12 +291,18 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
     query = call.query
     found = await _find(call, call.path["id"])
     only = await find_endpoint_ids(call.db, query.endpoint, call.tenant)
-    traces = [
-        await trace.read_trace(
+    traces: list[EventTrace] = []
+    payload_bytes = 0
+    for outbox_id in found.outbox_ids:
+        if payload_bytes >= TRACED_PAYLOAD_BYTES_MAX:
+            found = replace(found, outbox_ids=found.outbox_ids[: len(traces)], more=True)
+            break
+        traced_event = await trace.read_trace(
             call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload
         )
-        for outbox_id in found.outbox_ids
-    ]
+        traces.append(traced_event)
+        if query.payload:
+            payload_bytes += traced_event.event.payload_bytes or 0
     redactor = await redactor_for(call)
     return trace_result(found, [redactor.redact_trace(each) for each in traces])
 

@@ -26,13 +26,16 @@ import pytest
 
 from outbox.api import request_body
 from outbox.api.endpoint_config import ENDPOINTS_MAX
+from outbox.api.events import TRACED_EVENTS_MAX
 from outbox.api.openapi import document
 from outbox.api.problem import Problem
+from outbox.api.request_body import CONTAINERS_MAX
 from outbox.api.request_parsing import validate
 from outbox.api.route import BODY_BYTES_MAX, RequestModel
 from outbox.api.routes import ROUTES
 from outbox.cli.relay_process import YOUNG_OBJECTS_MAX
 from tests.support.api import make_token, serving
+from tests.support.relay import fetchval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,6 +47,11 @@ MEMORY_BYTES_MAX = 64 * 1024 * 1024
 DEPTH = 1000
 """One level more than a parser of ours accepts, with the body around it."""
 STATUS = Path("/proc/self/status")
+PUBLISH_ARRAYS = """
+SELECT count(publish(type => 'a.b', key => 'k', payload =>
+             (SELECT jsonb_agg('[]'::jsonb) FROM generate_series(1, $1::int))))
+  FROM generate_series(1, $2::int)
+"""
 only_on_linux = pytest.mark.skipif(not STATUS.exists(), reason="peak memory is read from /proc")
 
 
@@ -279,6 +287,40 @@ def _walk(url: str, token: str, costs: Costs) -> tuple[dict[str, int], set[int]]
             costs.pauses[name] = min(pauses)
             statuses.add(status)
     return peaks, statuses
+
+
+@pytest.mark.one_major
+@only_on_linux
+async def test_no_trace_pauses_the_relay_or_fills_its_memory(
+    database: Database, costs: Costs
+) -> None:
+    """A response may be large as well: a token of a tenant publishes and reads payloads."""
+    token = await make_token(database)
+    await fetchval(database, PUBLISH_ARRAYS, CONTAINERS_MAX - 1, TRACED_EVENTS_MAX)
+    headers = {"Authorization": f"Bearer {token}"}
+    path = f"/v1/trace/k?payload=true&limit={TRACED_EVENTS_MAX}"
+    outbox_ids: list[int] = []
+
+    def read(before: str) -> bool:
+        with _client(api.url) as client:
+            client.request("GET", path + before, headers=headers)
+            response = client.getresponse()
+            body = response.read()
+        assert response.status == 200, body
+        said = orjson.loads(body)
+        outbox_ids.extend(each["event"]["outbox_id"] for each in said["events"])
+        return bool(said["more"])
+
+    async with serving(database) as api:
+        held = _reset_peak()
+        costs.longest_s = 0.0
+        more = await asyncio.to_thread(read, "")
+        assert costs.longest_s < PAUSE_S_MAX
+        assert _memory("VmHWM") - held < MEMORY_BYTES_MAX
+        while more:
+            more = await asyncio.to_thread(read, f"&before={outbox_ids[-1]}")
+    assert len(outbox_ids) == TRACED_EVENTS_MAX
+    assert outbox_ids == sorted(set(outbox_ids), reverse=True)
 
 
 @pytest.mark.one_major
