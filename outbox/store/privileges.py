@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 NAMED_MAX = 3
 
-# Privileges that a purpose requires and the current role lacks.
+# Privileges that a purpose requires and the current role lacks.  A later version of the schema may
+# have overloads of a function.
 READ_MISSING_PRIVILEGES = """
 SELECT r.privilege || ' on ' || r.name AS missing
   FROM required_privileges($1) r
  WHERE NOT CASE r.kind
            WHEN 'sequence' THEN has_sequence_privilege(r.name, r.privilege)
            WHEN 'function' THEN (
-                SELECT has_function_privilege(p.oid, r.privilege) FROM pg_proc p
+                SELECT bool_or(has_function_privilege(p.oid, r.privilege)) FROM pg_proc p
                  WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
                    AND p.proname = r.name)
            ELSE CASE WHEN r.columns IS NULL THEN has_table_privilege(r.name, r.privilege)

@@ -249,6 +249,21 @@ async def test_a_relay_of_another_purpose_ends_and_names_the_grant(
 
 
 @pytest.mark.one_major
+async def test_a_relay_runs_with_an_overloaded_function(database: Database) -> None:
+    """A later, compatible version of the schema may have one."""
+    await add_endpoint(database)
+    network = Network()
+    overload = "CREATE FUNCTION end_period(a text) RETURNS void LANGUAGE sql AS ''SELECT''"
+    async with role(database, "relay") as name:
+        await fetchval(database, f"DO $$ BEGIN EXECUTE '{overload}'; END $$")
+        await fetchval(database, f'REVOKE EXECUTE ON FUNCTION end_period(text) FROM "{name}"')
+        async with running(database, network, dsn=dsn_of(database, name)):
+            await publish(database, 1)
+            await all_ended(database, 20)
+    assert network.data() == [1]
+
+
+@pytest.mark.one_major
 async def test_the_command_exits_with_3_in_one_line(database: Database) -> None:
     async with role(database, "relay") as name:
         await fetchval(database, f'REVOKE INSERT ON batch FROM "{name}"')
