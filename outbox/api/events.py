@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -176,11 +176,20 @@ def _encode(
     encoded = encode_events([event])
     if key is None:
         return [event], encoded, None
-    # Of the values: the order of fields and white space do not matter.  The payload by itself,
-    # because orjson limits the depth.
+    return [event], encoded, _digest(event)
+
+
+def _digest(event: Event) -> bytes:
+    """Digest of the values of an event: the order of fields and white space do not matter.
+
+    It is compared for as long as the idempotency key is kept, so a later version must compute the
+    same for the same body: an absent field is no part of it, nor is one that is not known yet.
+    """
+    # The payload by itself, because orjson limits the depth.
     payload = sha256(orjson.dumps(event.payload, option=orjson.OPT_SORT_KEYS)).hexdigest()
-    rest = orjson.dumps(replace(event, payload=payload), option=orjson.OPT_SORT_KEYS)
-    return [event], encoded, sha256(rest).digest()
+    values = {each.name: getattr(event, each.name) for each in fields(event)}
+    given = {name: value for name, value in values.items() if value is not None}
+    return sha256(orjson.dumps(given | {"payload": payload}, option=orjson.OPT_SORT_KEYS)).digest()
 
 
 async def _require_same_body(call: Call[Any, Any], key: str | None, digest: bytes) -> None:

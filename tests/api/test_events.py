@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.api.events import _digest
 from outbox.operations import events
+from outbox.producers.publish import Event
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from tests.support.plans import explain
@@ -110,6 +113,27 @@ async def test_an_idempotency_key_with_another_body_is_refused(
     assert (await api.post("/v1/events", other, headers=headers)).status == 201
     assert (await api.post("/v1/events", event, headers=headers)).status == 422
     assert await fetchval(database, COUNT) == 2
+
+
+def test_the_digest_of_a_body_is_the_same_in_later_versions() -> None:
+    """It is stored for as long as the key; another one would refuse a retry after an upgrade."""
+    event = Event(
+        "order.paid", {"a": [1, 2.5, None]}, key="o", tenant="acme", once="k", expires_in=600.0,
+        deliver_at=datetime(2026, 1, 31, 12, tzinfo=UTC), headers={"A": "b"}, once_for=60.0,
+    )  # fmt: skip
+    assert (
+        _digest(event).hex() == "ededdbacd89486f5a122725f7833fa9353a15ab682124cf06824a7ed6c1f17a7"
+    )
+    assert (
+        _digest(Event("a.b", None, once="k")).hex()
+        == "9a2f3ad393e77e9e20b72b1ac07dec18ef69866aab0060a8bbf5b165ec6f1c86"
+    )
+
+    @dataclass(frozen=True)
+    class LaterEvent(Event):
+        new: str | None = None
+
+    assert _digest(LaterEvent("a.b", None, once="k")) == _digest(Event("a.b", None, once="k"))
 
 
 async def test_of_bodies_that_claim_one_idempotency_key_at_once_one_is_published(
