@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.api import tenancy
-from outbox.api.route import Call, RequestModel, ResponseModel, Route, TenantAccess
+from outbox.api.route import (
+    SMALL_BYTES_MAX,
+    Call,
+    RequestModel,
+    ResponseModel,
+    Route,
+    TenantAccess,
+)
 from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureTarget
@@ -63,6 +70,8 @@ ROUTES = (
         scope="operate",
         tenants=TenantAccess.NARROWED,
         body=EraseBody,
+        # A larger one would occupy the memory of large bodies for as long as the erasure lasts.
+        body_bytes_max=SMALL_BYTES_MAX,
         timeout_s=TIMEOUT_S,
         long=True,
         responses={200: EraseReport},

@@ -18,6 +18,7 @@ import orjson
 
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.request_parsing import validate
+from outbox.api.route import SMALL_BYTES_MAX
 from outbox.destinations.http.endpoint_validation import run_in_thread
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 BODY_TIMEOUT_S = 25.0
 """Shorter than the time-out of a request, so that the client, not the relay, is named as late."""
-SMALL_BYTES_MAX = 8 * 1024
 LARGE_MAX = 4
 VALUES_MAX = 100_000
 """Objects with that many entries take 10 ms to parse."""

@@ -31,6 +31,8 @@ LIMIT, LIMIT_MAX = 100, 1000
 ID_MAX = 2**63 - 1
 TIMEOUT_S = 30.0
 """Default timeout of a request."""
+SMALL_BYTES_MAX = 8 * 1024
+"""A larger body is parsed in a thread, and only a few are held at a time."""
 BODY_BYTES_MAX = 128 * 1024
 """Default limit of a request body: settings of an endpoint with CA certificates (64 KiB)."""
 PAYLOAD_BODY_BYTES_MAX = 1024 * 1024

@@ -31,7 +31,7 @@ from outbox.api.openapi import document
 from outbox.api.problem import Problem
 from outbox.api.request_body import CONTAINERS_MAX
 from outbox.api.request_parsing import validate
-from outbox.api.route import BODY_BYTES_MAX, RequestModel
+from outbox.api.route import BODY_BYTES_MAX, SMALL_BYTES_MAX, RequestModel
 from outbox.api.routes import ROUTES
 from outbox.cli.relay_process import YOUNG_OBJECTS_MAX
 from tests.support.api import make_token, serving
@@ -369,6 +369,13 @@ def test_every_list_in_a_request_is_limited_and_checked_up_to_the_first_error() 
                         assert form["maxProperties"] <= 64, (model, name)
                         checked += 1
     assert checked > 10
+
+
+def test_a_request_that_may_take_minutes_has_a_small_body() -> None:
+    """Large bodies are held until the response, and only `LARGE_MAX` of all tenants at a time."""
+    slow = [route for route in ROUTES if route.long and route.body is not None]
+    assert [route.path for route in slow] == ["/v1/erase"]
+    assert all(route.body_bytes_max <= SMALL_BYTES_MAX for route in slow)
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if route.body is not None])
