@@ -78,6 +78,7 @@ CREATE TABLE endpoint (
     in_flight_max   integer     CHECK (in_flight_max > 0),            -- NULL: one per lane
     rate_per_s      double precision CHECK (rate_per_s > 0),          -- NULL: no limit
     batch_max       integer     CHECK (batch_max > 0),                -- NULL: one per request
+    keep_alive      boolean     NOT NULL DEFAULT true,  -- false: one request per connection
 
     -- Networks permitted in addition to public addresses, and TLS trust.
     allow_networks  text[]      NOT NULL DEFAULT '{}',
@@ -176,6 +177,7 @@ CREATE TABLE endpoint_health (
     resumes     integer     NOT NULL DEFAULT 0,  -- endpoint.resumes, as last applied
     held_until  timestamptz,                     -- end of the receiver's Retry-After
     last_response jsonb,                         -- the response that led to this state
+    unsolicited_at timestamptz,                  -- last data that belongs to no request; NULL: never
     -- The last operational events reported, so that a new owner reports only changes.
     -- NULL: none, or already ended.
     reported_held_since timestamptz,             -- outbox.endpoint.held

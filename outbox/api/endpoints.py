@@ -92,6 +92,8 @@ class EndpointBody(RequestModel):
     """Maximum request rate per second."""
     batch_max: int | None = None
     """Maximum number of deliveries of a lane in one request, sent as a JSON array."""
+    keep_alive: bool | None = None
+    """false: one request per connection."""
     allow_networks: Annotated[tuple[str, ...], at_most(NETWORKS_MAX)] | None = None
     """Private networks that deliveries may enter; not for tenant tokens."""
     ca: str | None = None

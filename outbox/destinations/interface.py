@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from outbox.core.model.headers import parse_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
     from outbox.core.model.response import AttemptResult, Failure, Headers
     from outbox.destinations.http.egress import Network
 
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
 KEEP_ALIVE_S = 15.0
 """Idle time after which a pooled connection is closed."""
 POOLS_MAX = 1024
-"""Maximum number of targets with pooled connections; the least recently used are closed."""
+"""Maximum number of targets with pooled connections; the least recently used are closed.  Each
+endpoint has a target of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,13 @@ class Request(NamedTuple):
     """Networks open for this endpoint, in addition to the relay's."""
     tls: Tls | None = None
     """None: system trust store, no client certificate."""
+    endpoint: UUID | None = None
+    """Its connections are used for no other endpoint."""
+    keep_alive: bool = True
+    """False: the request gets a connection of its own, which is closed after the response."""
+    on_unsolicited: Callable[[], object] | None = None
+    """Called when the receiver sent data that is not part of the response to a request; also
+    later, while the connection is idle."""
 
     @property
     def headers(self) -> Headers:
@@ -71,7 +82,7 @@ class Following(Protocol):
 
     def follow(self, response: AttemptResult) -> Request | None:
         """Take a response and return the request to send now, to the same destination with the
-        same time-outs.
+        same time-outs, on the same connection.
 
         None: the response was not taken, and is the result of `Transport.send`.
         """
@@ -91,6 +102,7 @@ class Transport(Protocol):
         With `following`, a transport may ask it after a complete response on a connection that
         can be reused, and sends the request that it returns instead of returning the result.  It
         asks while no other request of this call is in flight; the result is that of the last one.
+        It does not ask if `request.keep_alive` is False or surplus data arrived with the response.
 
         * Network and receiver errors do not raise: they are an `AttemptResult` with
           a `Failure`.
@@ -100,7 +112,12 @@ class Transport(Protocol):
         * Redirects are responses; they are not followed.
         * The call returns within `total_timeout_s`, however slowly the receiver sends.
         * The egress policy checks every address immediately before the connect.
-        * A connection is reused only for requests with the same `networks` and `tls`.
+        * A connection is reused only for requests with the same `endpoint`, `networks` and `tls`,
+          so that surplus data of one receiver never reaches another endpoint behind its host.
+        * A pooled connection is not used while its socket is readable: the data is unsolicited,
+          or the receiver has closed it.
+        * Unsolicited data (before a request, between requests, after a complete response) closes
+          its connection and calls `on_unsolicited`.
         * Cancellation closes the connection: the request may have arrived, but its
           response is never attributed to another request.  If the head was complete,
           the raised `asyncio.CancelledError` has the `AttemptResult` as its argument.

@@ -43,7 +43,8 @@ _PLAIN_SETTINGS = """
        e.name, e.url, e.types, e.tenant, e.all_tenants, e.filter, e.method,
        e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.retry::text AS retry, e.retryable, e.on_dead_letter,
-       e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s, e.lanes"""
+       e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s,
+       e.keep_alive, e.lanes"""
 _HEADERS = "e.headers::text"
 
 # The columns of EndpointSettings.
@@ -62,6 +63,7 @@ def _select_endpoints(headers: str) -> str:
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.created_at,
        {_PLAIN_SETTINGS}, {headers} AS headers,
        e.identity_about, h.state AS health, h.since, h.held_until, h.last_response,
+       h.unsolicited_at,
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
        (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0) FROM ({LANE_STATE}) s
          WHERE s.endpoint_id = e.id)::bigint AS pending,
@@ -182,6 +184,8 @@ class EndpointHealth:
     held_until: datetime | None
     """Hold-off from the receiver's Retry-After."""
     last_response: dict[str, Any] | None
+    unsolicited_at: datetime | None
+    """When the receiver last sent data that belongs to no request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +281,11 @@ async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> E
         row=_endpoint(row),
         settings=settings,
         health=EndpointHealth(
-            row["health"], row["since"], row["held_until"], _json(row["last_response"])
+            row["health"],
+            row["since"],
+            row["held_until"],
+            _json(row["last_response"]),
+            row["unsolicited_at"],
         ),
         secrets=tuple(SecretRow(**s) for s in secrets),
         certificate=_json(row["identity_about"]),

@@ -78,6 +78,20 @@ SELECT 'endpoint_health', 'replica ' || $1::bigint, endpoint_id,
 """,  # noqa: S608 (constants only)
 )
 
+# Stores when receivers sent unsolicited data; only in the owner's epoch.
+WRITE_UNSOLICITED = WriteStatement(
+    "write_unsolicited",
+    f"""{fence("$5")},
+written AS (
+    UPDATE endpoint_health h SET unsolicited_at = v.at
+      FROM fence, unnest($2::uuid[], $3::bigint[], $4::timestamptz[]) AS v(endpoint_id, epoch, at)
+     WHERE h.endpoint_id = v.endpoint_id AND h.epoch = v.epoch
+    RETURNING h.endpoint_id)
+INSERT INTO journal (kind, actor, endpoint_id, data)
+SELECT 'endpoint_unsolicited_data', 'replica ' || $1::bigint, endpoint_id, '{{}}' FROM written
+""",  # noqa: S608 (constants only)
+)
+
 # Whether one of these lanes has a pending ordinary event.
 READ_HAS_PENDING_ORDINARY = """
 SELECT bool_or(contains_ordinary_event(lane.id, lane.floor_batch, lane.acked_seq + 1, c.last_seq))
@@ -212,11 +226,26 @@ class EndpointStateStore:
             self._timeline,
         )
 
+    async def write_unsolicited(self, rows: Sequence[tuple[UUID, int, float]]) -> None:
+        """Write when receivers sent unsolicited data; skips endpoints that this replica lost.
+
+        Args:
+            rows: endpoint, epoch, and epoch seconds of the last sight.
+        """
+        await self._db.write(
+            WRITE_UNSOLICITED,
+            self._replica_id,
+            [endpoint_id for endpoint_id, _, _ in rows],
+            [epoch for _, epoch, _ in rows],
+            [_time(at) for _, _, at in rows],
+            self._timeline,
+        )
+
     async def disable(self, endpoint_id: UUID, reason: str, details: Mapping[str, Any]) -> bool:
         """Disable an endpoint from the next batch on; its owner dead-letters the backlog.
 
         Args:
-            why: the reason, for the journal and the operational event.
+            reason: for the journal and the operational event.
             details: further fields of the journal entry.
 
         Returns:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
+from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
@@ -45,9 +46,9 @@ SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS head
        e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
        e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s,
-       e.generation, e.resumes, h.state AS health, h.resumes AS applied_resumes, h.since,
-       h.held_until, h.last_response::text AS last_response, h.reported_held_since,
-       h.reported_stalled_at,
+       e.keep_alive, e.generation, e.resumes, h.state AS health, h.resumes AS applied_resumes,
+       h.since, h.held_until, h.last_response::text AS last_response, h.reported_held_since,
+       h.reported_stalled_at, h.unsolicited_at,
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
                 AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
@@ -108,6 +109,8 @@ class Endpoint:
     """Stored by the last owner."""
     reported: ReportedState
     """The states that operational events have reported, and that have not ended."""
+    reuse: ConnectionReuse
+    """Whether its connections are reused."""
     problem: str | None = None
     """Why the endpoint cannot be used as it is configured."""
     failure: type[CannotRun] = CannotRun
@@ -248,6 +251,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         reported=ReportedState(
             _seconds(row["reported_held_since"]), _seconds(row["reported_stalled_at"])
         ),
+        reuse=ConnectionReuse(row["keep_alive"], _seconds(row["unsolicited_at"])),
         problem=problem,
         failure=failure,
     )

@@ -97,6 +97,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--header", "Authorization: Bearer hunter2", "--header", "X-Env:prod",
         "--connect-timeout", "2s", "--timeout", "1m", "--policy", "stepped,attempts=8",
         "--in-flight-max", 2, "--rate", 0.5, "--batch-max", 50, "--allow-network", "10.1.2.3",
+        "--keep-alive", "off",
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
         "--checkpoint-every", "60s", "--json",
@@ -118,6 +119,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "in_flight_max": 2,
         "rate": 0.5,
         "batch_max": 50,
+        "keep_alive": False,
         "allow_networks": ["10.1.2.3/32"],
         "ca": None,
         "retry": "base=5m,factor=2,cap=6h,jitter=proportional,ratio=0.15,attempts=8,age=24h",
@@ -136,8 +138,23 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "headers         X-Env Authorization (values not shown)",
         "backlog         at most 1000 deliveries and 2d",
         "batches         at most 50 deliveries in a request",
+        "keep-alive      off",
     ):
         assert line in text.splitlines()
+
+
+def test_show_prints_how_long_keep_alive_is_suspended(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    assert "keep-alive      on" in here("endpoint", "show", "a").out.splitlines()
+    execute(database, "UPDATE endpoint_health SET unsolicited_at = '2026-01-01T10:00Z'")
+    assert "keep-alive      on" in here("endpoint", "show", "a").out.splitlines()
+    execute(database, "UPDATE endpoint_health SET unsolicited_at = clock_timestamp()")
+    assert "keep-alive      on, but suspended until 2" in here("endpoint", "show", "a").out
+    assert here("endpoint", "show", "a", "--json").json["health"]["unsolicited_at"] is not None
+    here("endpoint", "update", "a", "--keep-alive", "off")
+    assert "keep-alive      off" in here("endpoint", "show", "a").out.splitlines()
+    here("endpoint", "update", "a", "--keep-alive", "on")
+    assert "on, but suspended" in here("endpoint", "show", "a").out
 
 
 def test_show_prints_the_ownership_history(here: Command, database: Database) -> None:

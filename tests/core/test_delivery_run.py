@@ -9,6 +9,7 @@ import pytest
 
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import ErasedEvent, Progress, Send
+from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.delivery_run import RUN_MAX, DeliveryRun
 from outbox.core.model.response import AttemptOutcome, AttemptResult, Failure
 from tests.core.lane_steps import NOW, OK, lane_with
@@ -28,13 +29,17 @@ class Running:
     def __init__(self, *deliveries: Delivery | ErasedEvent) -> None:
         self.lane = lane_with(*(deliveries or [delivery(n) for n in range(1, 4)]))
         self.breaker = CircuitBreaker()
+        self.reuse = ConnectionReuse()
         self.admits = True
         self.admitted: list[float] = []
         send = self.lane.next(NOW)
         assert isinstance(send, Send)
         assert self.lane.may_run(send)
         self.breaker.started(7)
-        self.run = DeliveryRun(self.lane, self.breaker, self._admit, send, NOW)
+        self.run = DeliveryRun(self.lane, self.breaker, self._may_reuse, self._admit, send, NOW)
+
+    def _may_reuse(self, now: float) -> bool:
+        return self.reuse.is_allowed(now)
 
     def _admit(self, now: float) -> bool:
         self.admitted.append(now)
@@ -96,9 +101,20 @@ def hold_off(running: Running) -> None:
     running.breaker.record_result(AttemptOutcome.RETRY, NOW, 0.5, retry_after_s=5.0)
 
 
+def receive_unsolicited_data(running: Running) -> None:
+    """On any connection of the endpoint, also that of another lane."""
+    running.reuse = running.reuse.record_unsolicited(NOW)
+
+
+def turn_keep_alive_off(running: Running) -> None:
+    running.reuse = ConnectionReuse(keep_alive=False)
+
+
 STOPS: list[Callable[[Running], object]] = [
     fail,
     hold_off,
+    receive_unsolicited_data,
+    turn_keep_alive_off,
     lambda running: running.breaker.pause(),
     lambda running: running.breaker.resume(NOW),
     lambda running: running.lane.stop(),
@@ -117,6 +133,13 @@ def test_whatever_else_is_to_be_done_ends_it(stop: Callable[[Running], object], 
     stop(running)
     assert running.advance() is None
     assert running.lane.acked_seq == len(running.run.results) == len(running.admitted) == after
+
+
+def test_connection_reuse_is_checked_at_the_time_of_the_next_request() -> None:
+    running = Running()
+    running.reuse = ConnectionReuse(unsolicited_at=NOW + 2 - DISTRUST_S)
+    assert running.advance(now=NOW + 1) is None
+    assert running.advance(now=NOW + 2) is not None
 
 
 def test_admission_control_ends_it() -> None:

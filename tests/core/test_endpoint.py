@@ -23,6 +23,7 @@ FULL: dict[str, Any] = {
     "total_timeout_s": 30.0,
     "in_flight_max": 4,
     "rate_per_s": 0.5,
+    "keep_alive": False,
     "allow_networks": ("10.1.0.0/16", "fd00::/8"),
     "ca": "-----BEGIN CERTIFICATE-----",
     "retry": PRESETS["stepped"],
@@ -44,7 +45,7 @@ def test_omitted_settings_have_the_defaults_of_the_contract() -> None:
     default = settings()
     assert default.types == ("**",)
     assert (default.tenant, default.all_tenants, default.filter) == (None, False, None)
-    assert (default.method, default.headers) == ("POST", {})
+    assert (default.method, default.headers, default.keep_alive) == ("POST", {}, True)
     assert (default.connect_timeout_s, default.total_timeout_s) == (5, 15)
     assert default.retry == STANDARD
     assert default.retryable_statuses == RETRYABLE
@@ -86,6 +87,7 @@ def test_values_are_normalised() -> None:
         ({"tenant": ""}, "tenant: 0 bytes, must be 1 to 255"),
         ({"tenant": "a", "all_tenants": True}, "tenant: an endpoint is for one tenant or for all"),
         ({"all_tenants": 1}, "all_tenants: must be true or false"),
+        ({"keep_alive": "off"}, "keep_alive: must be true"),
         ({"filter": "@.**"}, "filter: "),
         ({"filter": 7}, "filter: must be a text, not 7"),
         ({"method": "GET"}, "method: must be one of POST, PUT, PATCH, not 'GET'"),

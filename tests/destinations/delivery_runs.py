@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,20 +23,27 @@ class Run:
 
     Args:
         length: requests, with the first one.
+        changes: of each request.
     """
 
-    def __init__(self, server: RawServer, length: int = 1_000_000) -> None:
+    def __init__(self, server: RawServer, length: int = 1_000_000, **changes: Any) -> None:
         self.server = server
         self.length = length
         self.responses: list[AttemptResult] = []
         self.in_flight = 0
         """Its number."""
         self.prepared = 0
+        self.reports = 0
+        """Of unsolicited data."""
         self.fails = False
+        self._changes = {"total_timeout_s": SHORT_S, "on_unsolicited": self.report, **changes}
+
+    def report(self) -> None:
+        self.reports += 1
 
     def request(self, number: int) -> Request:
         self.in_flight = number
-        return to(self.server, body=b"%d" % number, total_timeout_s=SHORT_S)
+        return to(self.server, body=b"%d" % number, **self._changes)
 
     def follow(self, response: AttemptResult) -> Request | None:
         if response.status != 200 or self.in_flight + 1 >= self.length:
@@ -74,16 +81,23 @@ def then(*responses: bytes) -> object:
     return script
 
 
+BUSY = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
 ODD = {
-    "a failure": b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n",
+    "a failure": BUSY,
     "a refusal": b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
     "a duplicate": b"HTTP/1.1 409 Conflict\r\nContent-Length: 0\r\n\r\n",
     "a redirect": b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n",
     "a last one": b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n",
     "HTTP/1.0": b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n",
-    "two at once": OK + OK,
-    "garbage after it": OK + b"x",
-    "an interim one after it": OK + b"HTTP/1.1 100 Continue\r\n\r\n",
+}
+SURPLUS = {
+    "a second response": OK,
+    "a part of one": OK[:10],
+    "another one": BUSY,
+    "a byte": b"x",
+    "an empty line": b"\r\n",
+    "an interim response": b"HTTP/1.1 100 Continue\r\n\r\n",
+    "many responses": OK * 20,
 }
 
 
@@ -127,6 +141,76 @@ class DeliveryRuns:
             assert (response.status, response.failure) == (status, None)
             assert (len(run.responses), run.in_flight) == (2, 2)
             assert run.bodies == numbers(3)
+            assert run.reports == 0
+
+    @pytest.mark.parametrize("surplus", SURPLUS)
+    @pytest.mark.parametrize("segments", [1, 2])
+    async def test_data_beyond_a_response_ends_the_run_and_is_no_response(
+        self, transport: Transport, surplus: str, segments: int
+    ) -> None:
+        """With two segments, the next response is early: its request was not written yet."""
+
+        async def script(connection: Connection) -> None:
+            for _ in range(2):
+                await connection.request()
+                await connection.send(OK)
+            await connection.request()
+            if segments == 1:
+                await connection.send(OK + SURPLUS[surplus])
+            else:
+                # Without a pause: both arrive before the sender's event loop reads.
+                await connection.send(OK)
+                await connection.send(SURPLUS[surplus])
+            await connection.closed_by_peer()
+
+        async with serving(script) as server:
+            run = Run(server)
+            response = await run.send(transport)
+            assert (response.status, response.body, response.failure) == (200, b"ok", None)
+            assert (len(run.responses), run.in_flight, run.reports) == (2, 2, 1)
+            server.script = then(BUSY)  # type: ignore[assignment]
+            assert (await transport.send(run.request(3))).status == 503
+            assert (server.connections, run.bodies, run.reports) == (2, numbers(4), 1)
+
+    async def test_a_late_second_response_is_noticed_at_the_end_of_the_run(
+        self, transport: Transport
+    ) -> None:
+        """It arrives after the next request, whose response it seems to be: HTTP/1.1 cannot
+        prevent that.  From then on each response is taken for that of the next request, and the
+        last one is left over.
+        """
+
+        async def script(connection: Connection) -> None:
+            await connection.request()
+            await connection.send(OK)
+            await connection.request()
+            await connection.send(OK)
+            for _ in range(4):
+                await connection.request()
+                await connection.send(OK)
+            await done.wait()
+            await connection.send(OK)
+            await connection.closed_by_peer()
+
+        done = asyncio.Event()
+        async with serving(script) as server:
+            run = Run(server, 6)
+            assert (await run.send(transport)).status == 200
+            assert (len(run.responses), run.reports) == (5, 0)
+            done.set()
+            await until(lambda: run.reports, what="the report")
+            server.script = then(BUSY)  # type: ignore[assignment]
+            assert (await transport.send(run.request(6))).status == 503
+            assert (server.connections, run.reports) == (2, 1)
+
+    async def test_without_keep_alive_no_request_follows(self, transport: Transport) -> None:
+        async with serving(respond_with(OK)) as server:
+            run = Run(server, 5, keep_alive=False)
+            for _ in range(3):
+                assert (await run.send(transport)).status == 200
+            assert (run.responses, run.prepared, run.reports) == ([], 0, 0)
+            assert (server.connections, run.bodies) == (3, [b"0"] * 3)
+            assert {each.headers["connection"] for each in server.received} == {"close"}
 
     @pytest.mark.parametrize(
         ("last", "failure"),

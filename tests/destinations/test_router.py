@@ -16,6 +16,7 @@ from tests.destinations.delivery_runs import DeliveryRuns
 from tests.destinations.egress_suite import Guarding, authority, connected
 from tests.destinations.receivers import HostileReceivers
 from tests.destinations.servers import OK, Connection, respond_with, serving
+from tests.destinations.unsolicited import UnsolicitedData
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -67,13 +68,17 @@ class _Making:
         return make
 
 
-class TestWireOnUvloop(_Making, TransportConformance, DeliveryRuns, HostileReceivers):
+class TestWireOnUvloop(
+    _Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers
+):
     """The production event loop."""
 
     kind = "wire"
 
 
-class TestWireOnAsyncio(_Making, TransportConformance, DeliveryRuns, HostileReceivers):
+class TestWireOnAsyncio(
+    _Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers
+):
     """The guarantees do not depend on the event loop."""
 
     kind = "wire"
@@ -83,7 +88,7 @@ class TestWireEgress(_Making, Guarding):
     kind = "wire"
 
 
-class TestAiohttp(_Making, TransportConformance, Guarding, HostileReceivers):
+class TestAiohttp(_Making, TransportConformance, UnsolicitedData, Guarding, HostileReceivers):
     kind = "aiohttp"
 
 

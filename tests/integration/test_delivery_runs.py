@@ -44,6 +44,7 @@ SELECT 'a.b', to_jsonb(n), $2, 'key', clock_timestamp() + $3::float8 * interval 
   FROM generate_series(1, $1::int) n
 """
 SESSION = {"server_settings": {"search_path": "relay"}}
+JOURNALLED = "SELECT count(*) FROM journal WHERE kind = 'endpoint_unsolicited_data'"
 LOGGED = "SELECT string_agg(outcome || ' ' || attempt, ', ' ORDER BY seq, attempt) FROM attempt"
 
 
@@ -210,6 +211,52 @@ async def test_changed_settings_apply_to_the_next_request(
         await until(lambda: network.accepted and network.accepted[-1].seq == 100, what="all")
     assert len(network.sent) == 100
     assert [sent.headers.get("x-new") for sent in network.sent_after] == ["yes"] * 80
+
+
+async def test_no_run_continues_after_unsolicited_data(
+    database: Database, network: Interrupted
+) -> None:
+    """Also if it arrived on the connection of another lane."""
+
+    async def call() -> None:
+        network.sent[-1].request.on_unsolicited()
+
+    network.call = call
+    async with running(database, network) as worker:
+        await until(lambda: network.accepted and network.accepted[-1].seq == 100, what="all")
+    assert 0 < run_deliveries(worker) < network.AT
+    assert [sent.seq for sent in network.sent] == list(range(1, 101))
+    assert [sent.request.keep_alive for sent in network.sent] == [True] * 20 + [False] * 80
+    assert await fetchval(database, JOURNALLED) == 1
+    assert await exceptions(database) == {}
+
+
+async def test_keep_alive_that_is_turned_off_ends_the_run(
+    database: Database, db: Connection[Any], network: Interrupted
+) -> None:
+    async def call() -> None:
+        await endpoint_changes.update_endpoint(
+            db, "relay", "shop", lambda s: replace(s, keep_alive=False), actor="test"
+        )
+        await until(lambda: not endpoint(worker).reuse.keep_alive, what="the change")
+
+    network.call = call
+    async with running(database, network) as worker:
+        await until(lambda: network.accepted and network.accepted[-1].seq == 100, what="all")
+    assert 0 < run_deliveries(worker) < network.AT
+    assert [sent.request.keep_alive for sent in network.sent_after] == [False] * 80
+
+
+async def test_a_backlog_without_keep_alive_has_no_runs(database: Database) -> None:
+    await add_endpoint(database, keep_alive=False)
+    await publish_backlog(database, 100)
+    network = Network()
+    async with running(database, network) as worker:
+        await until(lambda: len(network.accepted) == 100, what="all deliveries")
+    assert run_deliveries(worker) == 0
+    assert [(sent.seq, sent.request.keep_alive) for sent in network.sent] == [
+        (n, False) for n in range(1, 101)
+    ]
 
 
 async def test_an_erased_event_is_not_sent(

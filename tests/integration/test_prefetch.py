@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.delivery.circuit_breaker import BreakerRecord
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Record, Send
+from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_secret
@@ -32,8 +33,9 @@ LAST_SEQ = 12
 SECRETS = [parse_secret(f"whsec_{'ABCDEFGH'[n] * 43}=") for n in range(4)]
 
 Event = Literal[
-    "delivered", "refused", "failed", "second", "header", "secret", "erased", "settings", "ended"
-]
+    "delivered", "refused", "failed", "second", "header", "secret", "erased", "settings", "ended",
+    "unsolicited",
+]  # fmt: skip
 """An event during a request; the first three end it."""
 
 
@@ -45,7 +47,7 @@ def endpoint() -> Endpoint:
         ca=None, identity=None, retry=POLICY, retryable=RETRYABLE, blocks=False,
         backlog_count_max=None, backlog_age_max_s=None, disable_after_s=1e6,
         checkpoint_every_s=None, generation=1, resumes=0, applied_resumes=0, health=BreakerRecord(),
-        reported=ReportedState(),
+        reported=ReportedState(), reuse=ConnectionReuse(),
     )  # fmt: skip
 
 
@@ -93,7 +95,10 @@ class Owner:
         )
         keys = to.secrets_at(self.now)
         built: Request = self.lane.request(send, self.now)
-        assert built == signed_request(to, fresh, send.attempt, int(self.now), keys)
+        reused = self.home.reuse.is_allowed(self.now)
+        assert built == signed_request(
+            to, fresh, send.attempt, int(self.now), keys, keep_alive=reused
+        )
         self.taken_ahead += ahead is not None and built is ahead.request
 
     def happens(self, event: Event, n: int) -> bool:
@@ -116,6 +121,8 @@ class Owner:
                 machine.invalidate_buffer()
             case "ended":
                 machine.mark_ended()
+            case "unsolicited":
+                self.home.reuse = self.home.reuse.record_unsolicited(self.now)
             case _:
                 self._complete_request(event)
                 return True

@@ -95,6 +95,7 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "total_timeout_s": 2.0,
         "in_flight_max": 4,
         "rate_per_s": 0.5,
+        "keep_alive": False,
         "allow_networks": ("10.1.0.0/16",),
         "ca": "-----BEGIN CERTIFICATE-----",
         "retry": PRESETS["stepped"],

@@ -363,6 +363,8 @@ class Script:
             reported = ReportedState(since, self._rng.choice((None, since, STARTED_AT + 1)))
             state = EndpointState(endpoint, epoch, record, reported, STARTED_AT - 90_000)
             await self._state_store(me).write_health([state])
+            if self._rng.random() < 0.3:
+                await self._state_store(me).write_unsolicited([(endpoint.id, epoch, STARTED_AT)])
         return sorted(
             (
                 *(
@@ -374,6 +376,7 @@ class Script:
                     e.applied_resumes,
                 ),
                 *(e.reported.held_since is not None, e.reported.stalled_at is not None),
+                e.reuse,
             )
             for e in await self._lanes.endpoints(self._side.endpoint_ids)
         )

@@ -457,6 +457,11 @@ class Checker:
         """Whether a replica belongs to a process."""
         return replica_id is not None and self._owner_of[replica_id] == process.name
 
+    @reports
+    def run_continues(self, request: Request) -> None:
+        """A request of a run follows although unsolicited data was received since it began."""
+        raise Violation("reuse", f"a request to {request.url} follows unsolicited data in a run")
+
     def responded(self, sent: Sent, response: AttemptResult) -> None:
         """The relay received a response."""
         if not self.received.is_current(sent):

@@ -6,6 +6,7 @@ A receiver processes a request when it arrives; its response may be lost.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ class Receiver:
     """Share of the events for which it always responds 400."""
     parts: float = 0.1
     """Share of the batches of which it accepts only the first deliveries."""
+    unsolicited: float = 0.001
+    """Sends data that belongs to no request."""
     slow_s: float = 0.02
     down_until: float = 0.0
     """Refuses connections until then."""
@@ -45,6 +48,26 @@ class Receiver:
     """Responds 429 with Retry-After until then."""
     seen: set[str] = field(default_factory=set)
     """Deliveries that it processed."""
+
+
+class _CheckedRun:
+    """A `Following`; after unsolicited data, no request follows."""
+
+    def __init__(
+        self, run: Following, first: Request, unsolicited: Counter[object], checker: Checker
+    ) -> None:
+        self._run = run
+        self._key = first.on_unsolicited
+        self._unsolicited = unsolicited
+        self._before = unsolicited[self._key]
+        self._checker = checker
+        self.sent = run.sent
+
+    def follow(self, response: AttemptResult) -> Request | None:
+        request = self._run.follow(response)
+        if request is not None and self._unsolicited[self._key] > self._before:
+            self._checker.run_continues(request)
+        return request
 
 
 class Transport:
@@ -63,9 +86,14 @@ class Transport:
         self._receivers = receivers
         self._checker = checker
         self._rng = rng
+        # How often unsolicited data was reported, by the function that it was reported to: each
+        # acquisition of an endpoint has its own.
+        self._unsolicited: Counter[object] = Counter()
 
     async def send(self, request: Request, following: Following | None = None) -> AttemptResult:
         """Send a request, and those that follow it; returns the last result."""
+        if following is not None:
+            following = _CheckedRun(following, request, self._unsolicited, self._checker)
         return await send_run(self._send, request, following)
 
     async def _send(self, request: Request) -> AttemptResult:
@@ -79,7 +107,14 @@ class Transport:
             if response is not None and not arrived.done():
                 arrived.set_result(response)
 
+        def receive_unsolicited() -> None:
+            if request.on_unsolicited is not None:
+                request.on_unsolicited()
+                self._unsolicited[request.on_unsolicited] += 1
+
         def arrive() -> None:
+            if rng.random() < receiver.unsolicited:
+                world.after(self._trip_s(), self._process, receive_unsolicited)
             delay_s, response = self._process_it(receiver, sent, world.now - started_at)
             world.after(delay_s, self._process, back, response)
 

@@ -17,6 +17,7 @@ async def send_run(
     following: Following | None,
 ) -> AttemptResult:
     """Send a request and those that follow it, as the HTTP client does."""
+    assert following is None or request.keep_alive, "a run without connection reuse"
     while True:
         response = await send(request)
         if following is None or response.failure is not None:
@@ -24,5 +25,6 @@ async def send_run(
         after = following.follow(response)
         if after is None:
             return response
+        assert after.keep_alive, "a request of a run without connection reuse"
         request = after
         following.sent()

@@ -59,6 +59,7 @@ _SECTIONS = {
     "rate_per_s": _CALLED,
     "batch_max": _CALLED,
     "no_batches": _CALLED,
+    "keep_alive": _CALLED,
     "no_limits": _CALLED,
     "allow_networks": _CALLED,
     "no_networks": _CALLED,
@@ -155,6 +156,11 @@ _SETTINGS = (
         metavar="N",
         help="Send up to N deliveries of a lane in one request, as a JSON array, 1 to 1000.  "
         "Default: one delivery per request.",
+    ),
+    click.option(
+        "--keep-alive",
+        type=click.Choice(["on", "off"]),
+        help="off: send each request on a connection of its own.  Default: on.",
     ),
     click.option(
         "--allow-network",
@@ -307,6 +313,8 @@ def _fields(options: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "policy" in given:
         given["retry"] = retry_policy.parse(given.pop("policy"))
+    if "keep_alive" in given:
+        given["keep_alive"] = given["keep_alive"] == "on"
     if "ca" in given:
         given["ca"] = read_text(given["ca"], "--ca")
     lines = [("--header", line) for line in given.pop("header", ())]

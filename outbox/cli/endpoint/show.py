@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +19,7 @@ from outbox.cli.common import (
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
+from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import endpoint_config, retry_policy
 from outbox.core.model.endpoint_status import HEALTHY
@@ -264,6 +267,7 @@ def _pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
             "batches",
             settings["batch_max"] and f"at most {settings['batch_max']} deliveries in a request",
         ),
+        ("keep-alive", _keep_alive(detail)),
         ("networks", settings["allow_networks"]),
         ("authorities", _authorities(detail.settings.ca)),
         ("certificate", _certificate(detail)),
@@ -282,6 +286,17 @@ def _pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
         ("pending", row.pending),
         ("added", row.created_at),
     ]
+
+
+def _keep_alive(detail: EndpointDetail) -> str:
+    """Whether connections are reused, and if not, why."""
+    at = detail.health.unsolicited_at
+    seen_at = None if at is None else at.timestamp()
+    reuse = ConnectionReuse(detail.settings.keep_alive, seen_at)
+    if at is None or not reuse.keep_alive or not reuse.is_distrusted(time.time()):
+        return "on" if reuse.keep_alive else "off"
+    until = cell(at + timedelta(seconds=DISTRUST_S))
+    return f"on, but suspended until {until}: at {cell(at)} its receiver sent unsolicited data"
 
 
 def _authorities(ca: str | None) -> str:

@@ -10,9 +10,10 @@ or one result that the run did not take.  That result is handled like any other.
 
 A run is checked before each of its requests, so that the end of the lease, a stop, a pause,
 changed settings, an erased event or a dead-lettered backlog take effect after the request in
-flight.  Its results are given to the recorder together when it ends.  After a crash the next owner
-repeats them, besides what the recorder had not written yet, with the same sequences and
-`X-Delivery`.
+flight.  The requests of a run share a connection, so unsolicited data on any connection of its
+endpoint ends it as well (see `connection_reuse`).  Its results are given to the recorder together
+when it ends.  After a crash the next owner repeats them, besides what the recorder had not written
+yet, with the same sequences and `X-Delivery`.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class DeliveryRun:
     """Decides after each success whether the lane's next delivery is sent at once.
 
     Args:
+        may_reuse: whether the endpoint's connections may carry more than one request, at a time in
+            epoch seconds.
         admit: whether admission control lets the next request start in the slot of the one before,
             by its own clock; if so it counts as started.
         send: the first request, a first attempt with one delivery.
@@ -99,6 +102,7 @@ class DeliveryRun:
         "_admit",
         "_breaker",
         "_lane",
+        "_may_reuse",
         "results",
         "send",
         "started_at",
@@ -108,12 +112,14 @@ class DeliveryRun:
         self,
         lane: Lane,
         breaker: CircuitBreaker,
+        may_reuse: Callable[[float], bool],
         admit: Callable[[float], bool],
         send: Send,
         started_at: float,
     ) -> None:
         self._lane = lane
         self._breaker = breaker
+        self._may_reuse = may_reuse
         self._admit = admit
         self.send = send
         """The request in flight."""
@@ -149,6 +155,7 @@ class DeliveryRun:
             or response.detail
             or len(results) >= RUN_MAX - 1
             or not self._breaker.is_calm
+            or not self._may_reuse(now)
         ):
             return None
         lane = self._lane

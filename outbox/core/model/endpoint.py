@@ -71,6 +71,8 @@ class EndpointSettings:
     """Requests per second of one relay; None: no limit."""
     batch_max: int | None = None
     """Deliveries per request, sent as a JSON array; None: requests are not batches."""
+    keep_alive: bool = True
+    """Whether a connection carries several requests, one after the other."""
     allow_networks: tuple[str, ...] = ()
     """Private networks that are allowed for this endpoint, besides those of the relay."""
     ca: str | None = None
@@ -120,6 +122,8 @@ class EndpointSettings:
             _rate(self.rate_per_s)
         if self.batch_max is not None:
             _integer("batch_max", self.batch_max, BATCH_MAX)
+        if type(self.keep_alive) is not bool:
+            raise UsageError("keep_alive: must be true (on) or false (off)")
         self._set("allow_networks", _networks(self.allow_networks))
         if self.ca is not None:
             _pem(self.ca)

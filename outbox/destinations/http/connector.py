@@ -25,6 +25,7 @@ from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from uuid import UUID
 
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy, Network
@@ -51,6 +52,8 @@ class Target(NamedTuple):
     networks: tuple[Network, ...]
     tls: Tls | None
     via_proxy: bool
+    endpoint: UUID | None
+    """The endpoint whose requests it carries; None: those without one."""
 
     # Attributes that aiohttp's connector reads from a request.
     @property

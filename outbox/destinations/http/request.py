@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 from outbox.destinations.interface import Request, Tls
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from uuid import UUID
 
     from outbox.core.delivery.message import Prepared
     from outbox.core.delivery.signature import SigningKey
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 class RequestSettings(Protocol):
     """Endpoint settings that a request needs."""
 
+    @property
+    def id(self) -> UUID: ...
     @property
     def url(self) -> str: ...
     @property
@@ -34,9 +37,21 @@ class RequestSettings(Protocol):
 
 
 def signed_request(
-    to: RequestSettings, prepared: Prepared, number: int, timestamp: int, keys: Sequence[SigningKey]
+    to: RequestSettings,
+    prepared: Prepared,
+    number: int,
+    timestamp: int,
+    keys: Sequence[SigningKey],
+    *,
+    keep_alive: bool = False,
+    on_unsolicited: Callable[[], object] | None = None,
 ) -> Request:
-    """Build the request of attempt `number` (from 1), signed at `timestamp` (epoch seconds)."""
+    """Build the request of attempt `number` (from 1), signed at `timestamp` (epoch seconds).
+
+    Args:
+        keep_alive: False also for requests beside deliveries: whatever their responses are, they
+            share no connection with deliveries.
+    """
     return Request(
         to.url,
         prepared.attempt(number, timestamp, keys),
@@ -46,4 +61,7 @@ def signed_request(
         to.method,
         to.networks,
         Tls(to.ca, to.identity) if to.ca or to.identity else None,
+        to.id,
+        keep_alive,
+        on_unsolicited,
     )

@@ -11,6 +11,8 @@ from yarl import URL
 from outbox.destinations.http.connector import Target
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from outbox.destinations.http.egress import EgressPolicy, Network
     from outbox.destinations.interface import Request, Tls
 
@@ -46,10 +48,17 @@ class DestinationCache:
         Raises:
             UsageError: the egress policy refuses the URL.
         """
-        return self._find_cached(request.method, request.url, request.networks, request.tls)
+        return self._find_cached(
+            request.method, request.url, request.networks, request.tls, request.endpoint
+        )
 
     def _find(
-        self, method: str, text: str, networks: tuple[Network, ...], tls: Tls | None
+        self,
+        method: str,
+        text: str,
+        networks: tuple[Network, ...],
+        tls: Tls | None,
+        endpoint: UUID | None,
     ) -> Destination:
         self._policy.check_url(text, networks)
         url = URL(text)
@@ -65,6 +74,7 @@ class DestinationCache:
             tls=tls if secure else None,
             via_proxy=self._proxied
             and self._policy.uses_proxy(host, tls=secure, networks=networks),
+            endpoint=endpoint,
         )
         head = f"{method} {url.raw_path_qs} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n"
         return Destination(target, head)

@@ -85,6 +85,7 @@ _LIVE: tuple[tuple[str, Check], ...] = (
     ("owners", relays.check_owners),
     ("endpoints", endpoints.check_states),
     ("health", endpoints.check_health),
+    ("keep-alive", endpoints.check_connection_reuse),
     ("filters", endpoints.check_filters),
     ("blocked lanes", lanes.check_blocked),
     ("failing lanes", lanes.check_failing),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import orjson
 
+from outbox.core.delivery.connection_reuse import DISTRUST_S
 from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
 from outbox.core.model.response import describe_response, outcome_fields
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
@@ -73,6 +74,16 @@ SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 
   FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
  WHERE e.state = 'active' AND (h.state <> 'healthy' OR h.held_until > clock_timestamp())
  ORDER BY h.since LIMIT $1
+"""
+
+# Endpoints without connection reuse because of unsolicited data.
+UNSOLICITED = """
+SELECT e.name, extract(epoch FROM clock_timestamp() - h.unsolicited_at)::float8 AS since_s,
+       count(*) OVER () AS total
+  FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
+ WHERE e.keep_alive AND e.state IN ('active', 'paused')
+   AND h.unsolicited_at > clock_timestamp() - make_interval(secs => $2)
+ ORDER BY h.unsolicited_at LIMIT $1
 """
 
 # Filters that the sequencer has stopped evaluating.
@@ -286,6 +297,26 @@ def _health(row: Any) -> CheckResult:
             return warning(f"{who} is {row['state']}{until}", "wait; its receiver sent Retry-After")
         case _:
             return ok(f"{who} has been {row['state']} for {since}")
+
+
+async def check_connection_reuse(context: DoctorContext) -> AsyncIterator[CheckResult]:
+    """Connections are reused: no receiver has sent unsolicited data lately."""
+    rows = await context.db.fetch(UNSOLICITED, ROWS_MAX, DISTRUST_S)
+    for row in rows:
+        name = shlex.quote(row["name"])
+        yield warning(
+            f'the receiver of endpoint "{row["name"]}" sent data that belongs to no request, '
+            f"{format_age(row['since_s'])} ago: deliveries until then may be acknowledged although "
+            "it did not process them; until a day after it, each connection carries one request, "
+            "and there are no delivery runs",
+            "find the handler or proxy that responds twice or too early, and send again what is "
+            f"missing (outbox replay --endpoint {name} --since …); if it cannot be repaired: "
+            f"outbox endpoint update {name} --keep-alive off",
+        )
+    for result in report_remaining(rows, LIST):
+        yield result
+    if not rows:
+        yield ok("no receiver has sent unsolicited data")
 
 
 async def check_filters(context: DoctorContext) -> AsyncIterator[CheckResult]:

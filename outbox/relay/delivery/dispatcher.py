@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.lane import Lane
     from outbox.core.delivery.message import Delivery
     from outbox.core.model.response import AttemptResult
-    from outbox.destinations.interface import Transport
+    from outbox.destinations.interface import Request, Transport
     from outbox.relay.delivery.recorder import Recorder
     from outbox.store.endpoints import Endpoint
     from outbox.store.lanes import LaneStore, LoadedLane
@@ -136,7 +136,9 @@ class Dispatcher:
             queue = self._admission.scheduler.add_endpoint(
                 endpoint.tenant, endpoint.in_flight_max, endpoint.rate_per_s
             )
-            self._owned[endpoint_id] = EndpointRuntime(endpoint, epoch, self._now(), meters, queue)
+            runtime = EndpointRuntime(endpoint, epoch, self._now(), meters, queue)
+            runtime.on_unsolicited = partial(self._record_unsolicited, endpoint_id)
+            self._owned[endpoint_id] = runtime
         self._add_lanes(loaded, sent_through_batch)
         self._wake_for_checkpoints(endpoints.values())
 
@@ -413,7 +415,7 @@ class Dispatcher:
             if send.attempt == 1 and state is _HEALTHY:
                 # During the request, so that building the next one adds no latency.
                 self._loop.call_soon(lane.prefetch_next, started_at)
-            run = self._begin_run(lane, send, span, started_at)
+            run = self._begin_run(lane, send, request, span, started_at)
             try:
                 response = await admission.send(lane.slot, self._transport.send(request, run))
             except BaseException:
@@ -451,14 +453,20 @@ class Dispatcher:
         return self._now()
 
     def _begin_run(
-        self, lane: LaneRuntime, send: Send, span: AttemptSpan | None, started_at: float
+        self,
+        lane: LaneRuntime,
+        send: Send,
+        request: Request,
+        span: AttemptSpan | None,
+        started_at: float,
     ) -> LaneRun | None:
         """The delivery run that may follow a request; None: none may."""
-        if not lane.state.may_run(send):
+        if not request.keep_alive or not lane.state.may_run(send):
             return None
         run = DeliveryRun(
             lane.state,
             lane.runtime.breaker,
+            lane.runtime.may_reuse,
             partial(self._admission.scheduler.continue_run, lane.slot, self._loop.time()),
             send,
             started_at,
@@ -561,6 +569,16 @@ class Dispatcher:
             if asked_s:
                 self._mark_changed(runtime)  # The next owner must respect the hold-off, too.
         return outcome
+
+    def _record_unsolicited(self, endpoint_id: UUID) -> None:
+        """Record that the endpoint's receiver sent data that belongs to no request."""
+        if (runtime := self._owned.get(endpoint_id)) is None:
+            return
+        reuse = runtime.reuse.record_unsolicited(self._now())
+        if reuse is not runtime.reuse:
+            runtime.reuse = reuse
+            self._telemetry.unsolicited_data(runtime)
+            self._mark_changed(runtime)
 
     def _wake_for_checkpoints(self, endpoints: Iterable[Endpoint]) -> None:
         """Wake the supervisor if one of the endpoints receives checkpoints."""

@@ -1,8 +1,9 @@
 """The endpoint supervisor: stores endpoint state and enforces endpoint policies.
 
-It stores circuit breaker states, reports them by operational events, disables
-endpoints that responded 410 or had no success for too long, and dead-letters
-deliveries beyond the backlog limits.  Deliveries do not wait for it.
+It stores circuit breaker states and reports them by operational events, stores when
+receivers sent unsolicited data, disables endpoints that responded 410 or had no
+success for too long, and dead-letters deliveries beyond the backlog limits.
+Deliveries do not wait for it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class EndpointSupervisor:
         return stats
 
     async def _write_health(self, concerned: Iterable[EndpointRuntime]) -> None:
-        changed = []
+        changed, unsolicited = [], []
         for n, owned in enumerate(concerned, 1):
             if n % LANES_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -109,7 +110,16 @@ class EndpointSupervisor:
             )
             if (kept.health, kept.reported) != owned.stored:
                 changed.append((owned, kept))
+            at = owned.reuse.unsolicited_at
+            if at is not None and at != owned.stored_unsolicited_at:
+                unsolicited.append((owned, at))
         await self._store_states(changed)
+        if unsolicited:
+            await self._store.write_unsolicited(
+                [(owned.endpoint.id, owned.epoch, at) for owned, at in unsolicited]
+            )
+        for owned, at in unsolicited:
+            owned.stored_unsolicited_at = at
 
     async def _store_states(self, changed: Sequence[tuple[EndpointRuntime, EndpointState]]) -> None:
         if changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outbox.core.admission.endpoint_queue import Slot
@@ -108,26 +109,36 @@ class LaneRuntime:
 
     def request(self, send: Send, started_at: float) -> Request:
         """Build an attempt's request, signed for its start time."""
-        endpoint, delivery = self.runtime.endpoint, send.delivery
+        runtime, delivery = self.runtime, send.delivery
+        endpoint, keep_alive = runtime.endpoint, runtime.reuse.is_allowed(started_at)
         keys = endpoint.secrets_at(started_at)
         known, prefetched, self.prefetched = self.prepared, self.prefetched, None
         if prefetched is not None and prefetched.matches(send):
             known = self.prepared = delivery.seq, send.lane_ends, prefetched.prepared
-            if prefetched.at_s == int(started_at) and prefetched.keys == keys:
-                return prefetched.request
+            request = prefetched.request
+            if (prefetched.at_s, request.keep_alive) == (int(started_at), keep_alive) and (
+                prefetched.keys == keys
+            ):
+                return request
         if known is None or known[0] != delivery.seq or known[1] != send.lane_ends:
             known = delivery.seq, send.lane_ends, self._prepare(send)
             self.prepared = known if len(send.batch) <= 1 else None
-        return signed_request(endpoint, known[2], send.attempt, int(started_at), keys)
+        return signed_request(
+            endpoint, known[2], send.attempt, int(started_at), keys,
+            keep_alive=keep_alive, on_unsolicited=runtime.on_unsolicited,
+        )  # fmt: skip
 
     def prefetch_next(self, now: float) -> None:
         """Build the following request while the current one is in flight."""
         send = self.state.peek_next_send()
         if send is None or self.prefetched is not None:
             return
-        endpoint, prepared, at_s = self.runtime.endpoint, self._prepare(send), int(now)
-        keys = endpoint.secrets_at(now)
-        request = signed_request(endpoint, prepared, send.attempt, at_s, keys)
+        runtime, prepared, at_s = self.runtime, self._prepare(send), int(now)
+        keys = runtime.endpoint.secrets_at(now)
+        request = signed_request(
+            runtime.endpoint, prepared, send.attempt, at_s, keys,
+            keep_alive=runtime.reuse.is_allowed(now), on_unsolicited=runtime.on_unsolicited,
+        )  # fmt: skip
         self.prefetched = PreparedRequest(send, prepared, at_s, keys, request)
 
     def _prepare(self, send: Send) -> Prepared:
@@ -153,10 +164,13 @@ class EndpointRuntime:
         "generations",
         "lanes",
         "meters",
+        "on_unsolicited",
         "queue",
         "reported",
+        "reuse",
         "stopped",
         "stored",
+        "stored_unsolicited_at",
         "timer",
     )
 
@@ -183,6 +197,11 @@ class EndpointRuntime:
         self.reported = endpoint.reported.clamp_times(now)
         # Breaker record and reported state as stored.
         self.stored = (endpoint.health, endpoint.reported)
+        # Whether its connections are reused, and the stored part of that.
+        self.reuse = endpoint.reuse.clamp_times(now)
+        self.stored_unsolicited_at = endpoint.reuse.unsolicited_at
+        # Called when its receiver sent data that belongs to no request.
+        self.on_unsolicited: Callable[[], object] | None = None
         self.generations = LaneGenerations()
         self.lanes: dict[int, LaneRuntime] = {}
         self.stopped = False
@@ -210,9 +229,14 @@ class EndpointRuntime:
         )
         return touched
 
+    def may_reuse(self, now: float) -> bool:
+        """Whether a connection may carry more than one request now."""
+        return self.reuse.is_allowed(now)
+
     def apply_settings(self, endpoint: Endpoint, now: float) -> None:
         """Apply changed settings, a pause or a resume."""
         was, self.endpoint = self.endpoint, endpoint
+        self.reuse = replace(self.reuse, keep_alive=endpoint.reuse.keep_alive)
         for lane in self.lanes.values():
             lane.prepared = lane.prefetched = None
             lane.state.set_batch_max(endpoint.batch_max)
@@ -225,6 +249,7 @@ class EndpointRuntime:
         """Clamp stored times after the clock was set, possibly backwards."""
         self.breaker.clamp_times(now)
         self.reported = self.reported.clamp_times(now)
+        self.reuse = self.reuse.clamp_times(now)
         for lane in self.lanes.values():
             lane.state.clamp_times(self.endpoint.retry, now)
 

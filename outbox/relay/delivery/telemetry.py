@@ -241,6 +241,14 @@ class DeliveryTelemetry:
             held_s=record.held_until and round(max(record.held_until - now, 0.0), 1),
         )
 
+    def unsolicited_data(self, runtime: EndpointRuntime) -> None:
+        """Report that the endpoint's receiver sent data that belongs to no request."""
+        log.warning(
+            "receiver sent unsolicited data: its connections carry one request each for a day, and "
+            "the last acknowledgements may be wrong; see outbox doctor",
+            endpoint=runtime.endpoint.name,
+        )
+
     def _trace(self, delivery: Delivery | None) -> dict[str, str]:
         """The log fields with the delivery's trace id; empty without tracing."""
         if self._tracing is None or delivery is None:

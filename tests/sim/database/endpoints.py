@@ -75,6 +75,7 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "last_response": None,
         "reported_held_since": None,
         "reported_stalled_at": None,
+        "unsolicited_at": None,
     }
     db.subscription.rows[endpoint_id, 1] = {
         "endpoint_id": endpoint_id,

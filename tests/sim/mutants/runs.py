@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.admission import adaptive_scheduler, request_scheduler
 from outbox.core.delivery import circuit_breaker, delivery_run
-from outbox.relay.delivery import lane_run, recorder
+from outbox.relay.delivery import lane_run, owned_endpoints, recorder
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ def run_continues_after_pause(sim: Simulation) -> None:
 def run_continues_after_failure(sim: Simulation) -> None:
     """Any response with a status acknowledges a delivery of a run."""
     swap(delivery_run, "is_success", lambda status: True)
+
+
+@mutant
+def run_continues_after_unsolicited_data(sim: Simulation) -> None:
+    """A run does not ask whether connections are still reused."""
+    swap(owned_endpoints.EndpointRuntime, "may_reuse", lambda self, now: True)
 
 
 @mutant

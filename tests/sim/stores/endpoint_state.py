@@ -42,6 +42,9 @@ class EndpointStateStore(endpoint_state.EndpointStateStore):
     async def write_health(self, rows: Sequence[EndpointState]) -> None:
         await self._db.call(write_health, self._me, rows)
 
+    async def write_unsolicited(self, rows: Sequence[tuple[UUID, int, float]]) -> None:
+        await self._db.call(write_unsolicited, self._me, rows)
+
     async def disable(self, endpoint_id: UUID, reason: str, details: Mapping[str, Any]) -> bool:
         with map_errors(self._schema, "operator"):
             return await self._db.call(
@@ -92,6 +95,20 @@ def write_health(
         tx.change(db.endpoint_health, endpoint.id, **{**new, "reported_held_since": held_since})
         if new["state"] != "recovering":
             add_to_journal(db, tx, "endpoint_health", f"replica {me}", endpoint.id, {})
+
+
+def write_unsolicited(
+    db: Database, tx: Transaction, me: int, rows: Sequence[tuple[UUID, int, float]]
+) -> Steps[None]:
+    if not (yield from fence(db, tx, me)):
+        return
+    for endpoint_id, epoch, at in rows:
+        yield Wait(db.endpoint_health, endpoint_id, UPDATE)
+        row = tx.get(db.endpoint_health, endpoint_id)
+        assert row is not None
+        if row["epoch"] == epoch:
+            tx.change(db.endpoint_health, endpoint_id, unsolicited_at=at)
+            add_to_journal(db, tx, "endpoint_unsolicited_data", f"replica {me}", endpoint_id, {})
 
 
 def disable(

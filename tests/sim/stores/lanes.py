@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import ErasedEvent, Progress
+from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.message import Delivery, EventContent
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
@@ -112,6 +113,7 @@ def _endpoint(e: Row, h: Row) -> Endpoint:
             BreakerState(h["state"]), h["since"], h["held_until"], h["last_response"]
         ),
         reported=ReportedState(h["reported_held_since"], h["reported_stalled_at"]),
+        reuse=ConnectionReuse(settings.keep_alive, h["unsolicited_at"]),
         **{name: getattr(settings, name) for name in kept},
     )
 

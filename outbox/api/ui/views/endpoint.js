@@ -53,6 +53,15 @@ function ownershipHistory(records) {
     table(OWNERSHIP, records.map((each) => row([when(each.at), each.claimed ? "acquired" : "released", each.relay, each.reason ?? ""], OWNERSHIP)), "No relay has acquired it yet."));
 }
 
+const DISTRUST_MS = 86_400_000;
+
+// A receiver that sent unsolicited data gets one request per connection for a day.
+function keepAlive(settings, health) {
+  if (!settings.keep_alive) return ["Keep-alive", "off"];
+  const until = Date.parse(health.unsolicited_at ?? "") + DISTRUST_MS;
+  return until > session.now() && ["Keep-alive", h("span", null, `suspended until ${time(new Date(until).toISOString())}, unsolicited data `, when(health.unsolicited_at))];
+}
+
 // While the breaker is open or the lane is blocked, the retry time of the delivery does not apply.
 function nextAttempt(each, lane) {
   if (!lane.next_attempt_at || each.state !== "active" || each.health !== "healthy" || isBlocked(lane)) return "–";
@@ -85,6 +94,7 @@ export function view(place, [endpoint]) {
         each.state_comment && ["Comment", each.state_comment],
         health.held_until && Date.parse(health.held_until) > session.now() && ["Hold-off (Retry-After)", `until ${time(health.held_until)}`],
         health.last_response && ["Last response", responseLine(health.last_response)],
+        keepAlive(settings, health),
         ["Retry", typeof settings.retry === "string" ? settings.retry : JSON.stringify(settings.retry)],
         ["On dead letter", settings.on_dead_letter === "block" ? "block the lane" : "continue the lane"],
         ["Secrets", detail.secrets.map((s) => (s.expires_at ? `old secret until ${time(s.expires_at)}` : `since ${time(s.created_at)}`)).join("; ")],

@@ -71,13 +71,14 @@ class AiohttpClient:
         try:
             async with asyncio.timeout(request.total_timeout_s):
                 connection = await self._connector.open(
-                    destination.target, request.connect_timeout_s
+                    destination.target, request.connect_timeout_s, keep_alive=request.keep_alive
                 )
                 message, payload = await _exchange(connection, destination, request)
                 await _read(payload, body)
                 if payload.at_eof() and not _unsent(connection):
                     _protocol(connection).response_done()
-                    connection.release()
+                    if request.keep_alive:
+                        connection.release()
         except asyncio.CancelledError:
             if message is None:
                 raise
@@ -105,7 +106,7 @@ async def _exchange(
     if transport is None:
         raise ConnectionResetError("the connection was closed before the request")
     data = encode_request(destination, request)
-    protocol.expect_response(request.method)
+    protocol.expect_response(request.method, request.on_unsolicited)
     # One write: two would be two packets.  The transport buffers the rest, and an early
     # response can be read meanwhile.
     transport.write(data)

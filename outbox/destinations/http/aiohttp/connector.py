@@ -7,6 +7,7 @@ other egress rules, trust or client certificate.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,8 +39,13 @@ class Connector(aiohttp.BaseConnector):
         self._opener = opener
         self._factory: Any = functools.partial(Protocol, self._loop)
 
-    async def open(self, target: Target, timeout_s: float) -> Connection:
+    async def open(
+        self, target: Target, timeout_s: float, *, keep_alive: bool = True
+    ) -> Connection:
         """Return a pooled connection without unsolicited data, or a new one.
+
+        Args:
+            keep_alive: False: close the pooled ones.
 
         Raises:
             NotConnected: no connection could be established.
@@ -50,7 +56,17 @@ class Connector(aiohttp.BaseConnector):
         while True:
             connection = await self.connect(cast("Any", target), [], timeout)
             protocol = cast("Protocol | None", connection.protocol)
-            if protocol is None or not protocol.used or not protocol.should_close:
+            if protocol is None or not protocol.used:
+                return connection
+            if keep_alive and protocol.is_open and protocol.readable:
+                # The loop reads it in its next iteration, after the tasks that are ready.
+                try:
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                except BaseException:
+                    connection.close()
+                    raise
+            if keep_alive and protocol.is_open and not protocol.readable:
                 return connection
             connection.close()
 

@@ -51,7 +51,8 @@ class Http1Client:
         started_at, deadline = monotonic(), self._loop.time() + request.total_timeout_s
         connection: Connection | None = None
         try:
-            connection = self._pools.acquire(destination.target)
+            if request.keep_alive:
+                connection = self._pools.acquire(destination.target)
             if connection is None:
                 connection = await self._connect(destination.target, request, deadline)
             pending = connection.send_request(destination, request, started_at, deadline, following)
@@ -78,7 +79,7 @@ class Http1Client:
             raise asyncio.CancelledError(preempted) from None
         finally:
             self._in_flight.discard(connection)
-        if connection.usable:
+        if request.keep_alive and connection.usable:
             self._pools.release(connection)
         else:
             connection.close()

@@ -1,12 +1,16 @@
 """One HTTP/1.1 connection: one request at a time, no pipelining.
 
 Unsolicited data closes the connection: treated as the response of the next request, it would
-acknowledge a delivery that never arrived.
+acknowledge a delivery that never arrived.  If it arrives after the next request was sent, it is
+such a response (see `outbox.core.delivery.connection_reuse`).  Before a connection of the pool is
+used, its socket is polled.  In a delivery run it is not: a request is written in the call that
+received the previous response, with all data that had arrived by then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 import ssl
 from time import monotonic
 from typing import TYPE_CHECKING, cast
@@ -27,6 +31,8 @@ from outbox.destinations.http.tls import ssl_error_reason
 from outbox.destinations.interface import NotConnected
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outbox.destinations.http.connector import Target
     from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
@@ -49,6 +55,8 @@ class Connection(asyncio.Protocol):
         "_ended",
         "_following",
         "_loop",
+        "_on_unsolicited",
+        "_poll",
         "_reader",
         "_started_at",
         "_timeout_s",
@@ -77,6 +85,9 @@ class Connection(asyncio.Protocol):
         # Not reusable, although the loop has not closed it yet.
         self._ended = False
         self._transport: asyncio.Transport | None = None
+        self._poll = select.poll()
+        # Of the last request.
+        self._on_unsolicited: Callable[[], object] | None = None
         self._waiting: asyncio.Future[AttemptResult] | None = None
         # time.monotonic: uvloop's clock has a resolution of milliseconds.
         self._started_at = 0.0
@@ -90,6 +101,11 @@ class Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         transport = self._transport
         return transport is not None and not self._ended and not transport.is_closing()
+
+    @property
+    def readable(self) -> bool:
+        """Whether the socket has data or EOF that the loop has not read yet."""
+        return bool(self._poll.poll(0))
 
     def send_request(
         self,
@@ -114,8 +130,10 @@ class Connection(asyncio.Protocol):
         assert self._waiting is None
         data = encode_request(destination, request)
         self._started_at, self._timeout_s = started_at, request.total_timeout_s
-        self._destination, self._following = destination, following
+        self._destination = destination
+        self._following = following if request.keep_alive else None
         self.deadline = deadline
+        self._on_unsolicited = request.on_unsolicited
         self._reader.begin()
         self._waiting = waiting = self._loop.create_future()
         # One write: two would be two packets.  The transport buffers the rest, and an early
@@ -126,6 +144,7 @@ class Connection(asyncio.Protocol):
             # A peer that sends first may do so again, and every response would be attributed
             # to the next request: do not reuse the connection.
             self._ended = True
+            self._report_unsolicited()
             self.data_received(early)
         return waiting
 
@@ -165,6 +184,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         waiting = self._waiting
@@ -180,6 +200,8 @@ class Connection(asyncio.Protocol):
         transport, result = self._transport, self._result(None)
         if not reader.reusable or transport is None or transport.get_write_buffer_size():
             self.close()
+            if reader.surplus:
+                self._report_unsolicited()
         elif self._following is not None and not self._ended and not waiting.done():
             try:
                 if self._send_following(transport, self._following, result):
@@ -231,8 +253,17 @@ class Connection(asyncio.Protocol):
         if self._early is not None and len(self._early) < HEAD_BYTES_MAX:
             # Overloaded servers send a response immediately after the connect.
             self._early += data
-        elif self._transport is not None:
+            return
+        # A connection that is being closed may receive the response to a cancelled request.
+        if not self._ended:
+            self._ended = True
+            self._report_unsolicited()
+        if self._transport is not None:
             self._transport.abort()
+
+    def _report_unsolicited(self) -> None:
+        if self._on_unsolicited is not None:
+            self._on_unsolicited()
 
     def _fail(self, failure: Failure, reason: str) -> None:
         """Close, and settle with the response if its head is complete, otherwise with a failure."""

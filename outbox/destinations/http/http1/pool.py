@@ -29,13 +29,23 @@ class ConnectionPools:
     def acquire(self, target: Target) -> Connection | None:
         """Take a usable connection from the pool; None: there is none."""
         idle = self._idle.get(target)
+        if idle is None:
+            return None
         reusable = None
+        suspects: list[Connection] = []
         while idle and reusable is None:
             # LIFO: the most recently used one is least likely to be closed by the peer.
             connection = idle.pop()
-            if connection.usable:
+            if not connection.usable:
+                continue
+            if connection.readable:
+                # The loop reads it in its next iteration, and closes it, unless it is a TLS record
+                # without data, such as a session ticket.
+                suspects.append(connection)
+            else:
                 reusable = connection
-        if idle is not None and not idle:
+        idle.extend(reversed(suspects))
+        if not idle:
             del self._idle[target]
         return reusable
 

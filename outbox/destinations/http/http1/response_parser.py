@@ -31,6 +31,7 @@ _HTTP = b"HTTP/"
 # llhttp also accepts other protocols, such as "RTSP/1.0 200 OK".
 _VERSIONS = frozenset({"1.0", "1.1"})
 _SWITCHING = 101
+_LINE_ENDS = b"\r\n"
 CACHED_MAX, CACHED_BYTES_MAX = 256, 1024
 """Limits of the response cache: entries, and bytes of a response."""
 
@@ -63,6 +64,7 @@ class ResponseReader:
         "broken",
         "reusable",
         "status",
+        "surplus",
     )
 
     def __init__(self, cached_responses: dict[bytes, CachedResponse]) -> None:
@@ -95,11 +97,13 @@ class ResponseReader:
         """Protocol error of head or body; None: no error."""
         self.reusable = False
         """Whether the connection can be reused after this response."""
+        self.surplus = False
+        """Whether data was received after the complete response."""
 
     def feed(self, data: bytes) -> bool:
         """Parse received bytes; returns whether the response is complete, broken or long enough."""
         if self._whole:
-            self.reusable = False  # Unsolicited data after the response.
+            self._mark_surplus()
             return True
         if self._start or len(data) > CACHED_BYTES_MAX:
             return self._feed(data)
@@ -126,7 +130,10 @@ class ResponseReader:
             if len(self._start) < len(_HTTP):
                 return False
         while data and not self.over:
-            piece, data = data[: self._left], data[self._left :]
+            # The parser ignores line ends after a response: feed one at the end by itself.
+            has_end = data[-1] in _LINE_ENDS and len(data) > 1
+            size = min(self._left, len(data) - has_end)
+            piece, data = data[:size], data[size:]
             had_head = self._head
             self._parse(piece)
             if had_head is self._head:
@@ -135,8 +142,8 @@ class ResponseReader:
                     self._fail_too_large()
             else:
                 self._left = BODY_RAW_BYTES_MAX
-        if data:
-            self.reusable = False  # Unsolicited data after the response.
+        if data and self._whole:
+            self._mark_surplus()
         return self.over
 
     def end(self) -> bool:
@@ -158,7 +165,7 @@ class ResponseReader:
 
     def on_message_begin(self) -> None:
         if self._whole:
-            self.reusable = False
+            self._mark_surplus()
         elif not self._head:
             self._raw = []
             self._count = 0
@@ -219,9 +226,15 @@ class ResponseReader:
             self.reusable = False
         except HttpParserError as error:
             self.reusable = False
-            if not self._whole and self.broken is None:
+            if self._whole:
+                self._mark_surplus()
+            elif self.broken is None:
                 # The rest of the message quotes received bytes, which may contain the request.
                 self.broken = str(error).partition(":")[0]
+
+    def _mark_surplus(self) -> None:
+        self.surplus = True
+        self.reusable = False
 
     def _fail_too_large(self) -> None:
         if not self.over:
