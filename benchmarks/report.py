@@ -91,7 +91,7 @@ TITLES = {
         "that, which is the relay's retry policy here, too.",
     ),
     "failover": (
-        "Fail-over",
+        "Failover",
         "Seconds from kill -9 of one of three relays to the first delivery of its lanes by "
         "another relay, and to the last one, compared with the lease; twenty kills at random "
         "times.",

@@ -4,6 +4,8 @@
     secrets              also OUTBOX_…_FILE: the path of a file that contains the value
     outbox.toml          ./outbox.toml, or the path in --config or OUTBOX_CONFIG
 
+An unknown variable or key is refused, see `outbox.setting_sources`.
+
 Importing this module reads no settings; `load` reads them once, and the result is
 immutable.  Field names carry their unit.  Importing pydantic takes 0.1 s, so this
 module is imported only by code that needs settings.  pydantic-settings is not used,

@@ -29,8 +29,8 @@ from outbox.api.request_parsing import NoQuery, read_query, require_storable_tex
 from outbox.api.request_slots import RequestSlots
 from outbox.api.route import Call, DeferredReply, Page, Reply
 from outbox.api.routes import ROUTES
+from outbox.destinations.http.endpoint_tester import EndpointTester
 from outbox.destinations.http.endpoint_validation import policy_of
-from outbox.destinations.http.test_deliveries import EndpointTester
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:

@@ -30,13 +30,13 @@ from outbox.api.route import (
 )
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint import NETWORKS_MAX
+from outbox.destinations.http.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.http.endpoint_validation import (
     check_reachable,
     policy_of,
     run_in_thread,
     trust_error,
 )
-from outbox.destinations.http.test_deliveries import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.http.tls import check_identity
 from outbox.errors import Conflict, UsageError
 from outbox.operations import (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outbox.api.live import LiveStatusCache
     from outbox.config import Settings
     from outbox.core.model.api_token import Scope
-    from outbox.destinations.http.test_deliveries import EndpointTester
+    from outbox.destinations.http.endpoint_tester import EndpointTester
 
 LIMIT, LIMIT_MAX = 100, 1000
 ID_MAX = 2**63 - 1

@@ -106,15 +106,15 @@ async def require_dead_letters(
         raise NotFound(NOT_OWNED)
 
 
-def resolve_tenant(tenant: str | None, result: str | None) -> str | None:
+def resolve_tenant(tenant: str | None, requested: str | None) -> str | None:
     """Return the tenant of a new object.
 
     Raises:
         UsageError: the request names another tenant.
     """
-    if tenant is not None and result not in (None, tenant):
+    if tenant is not None and requested not in (None, tenant):
         raise UsageError(f'tenant: this token is restricted to "{tenant}"; omit the field')
-    return result if tenant is None else tenant
+    return requested if tenant is None else tenant
 
 
 def name_prefix(tenant: str) -> str:

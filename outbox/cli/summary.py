@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import age, count
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
-from outbox.core.model.endpoint_status import HEALTHY
+from outbox.core.model.endpoint_condition import HEALTHY
 from outbox.core.model.response import describe_response
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.model.endpoint_status import endpoint_status
+from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.core.model.ids import lane_name
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
@@ -314,7 +314,7 @@ def _endpoint(row: Any) -> EndpointRow:
         state_at=row["state_at"],
         state_by=row["state_by"],
         state_comment=row["state_comment"],
-        condition=endpoint_status(
+        condition=endpoint_condition(
             row["state"], row["health"], blocked=row["blocked"], subscribed=row["subscribed"]
         ),
         health=row["health"],

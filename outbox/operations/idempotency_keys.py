@@ -185,7 +185,7 @@ async def find_events(
 
 
 async def read_request_digest(connection: Connection[Any], schema: str, key: str) -> bytes | None:
-    """The digest of the API request that claimed a key; None: not claimed by the API."""
+    """The digest of the request whose Idempotency-Key claimed a key; None: claimed otherwise."""
     with map_errors(schema):
         digest: bytes | None = await connection.fetchval(READ_DIGEST, key)
     return digest

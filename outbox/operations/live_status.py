@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.endpoint_status import endpoint_status
+from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.operations.endpoints import BLOCKED, SUBSCRIBED
 from outbox.operations.status import COUNT_EVENTS
 from outbox.store.connection.connect import map_errors
@@ -191,10 +191,10 @@ async def read_live_status(
             events = await connection.fetchval(COUNT_EVENTS, since_batch, rows[0]["batch"])
     conditions: Counter[str] = Counter()
     for each in states:
-        word = endpoint_status(
+        condition = endpoint_condition(
             each["state"], each["health"], blocked=each["blocked"], subscribed=each["subscribed"]
         )
-        conditions[word] += each["endpoints"]
+        conditions[condition] += each["endpoints"]
     first = rows[0]
     totals = LiveTotals(
         at=first["at"],
@@ -223,7 +223,7 @@ def _endpoints(rows: list[Record]) -> list[EndpointView]:
         EndpointView(
             row["name"],
             row["state"],
-            endpoint_status(
+            endpoint_condition(
                 row["state"],
                 row["health"],
                 blocked=row["has_blocked_lane"],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from outbox.core.model.endpoint_status import endpoint_status
+from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations.endpoints import LANE_STATE, SUBSCRIBED
@@ -350,8 +350,8 @@ def _endpoint(row: Any) -> EndpointStatus:
         for name in EndpointStatus.__slots__
         if name not in ("condition", "health", "failing", "block")
     }
-    word = endpoint_status(
+    condition = endpoint_condition(
         row["state"], row["health"],
         blocked=row["blocked_lanes"] > 0, subscribed=row["subscribed"],
     )  # fmt: skip
-    return EndpointStatus(**same, condition=word, health=health, failing=failing, block=block)
+    return EndpointStatus(**same, condition=condition, health=health, failing=failing, block=block)

@@ -36,7 +36,7 @@ delivery lists it as dead-lettered, because an acknowledgement can be lost in a 
 A lane ends when the number of lanes of its endpoint changes; `lane_ends` marks its last
 delivery.  Once an ended lane has neither missing numbers nor holes, only its last
 number is kept.  It identifies late copies (duplicates) and new numbers beyond the end
-(conflicts).  The end may also lie below the highest number received, when a fail-over
+(conflicts).  The end may also lie below the highest number received, when a failover
 of the sender's database lost the deliveries after it.  The numbers beyond the end are
 *lost*: they were received and stay seen, but the sender has no record of them.
 

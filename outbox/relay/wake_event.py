@@ -1,4 +1,8 @@
-"""A wake event: set by a notification, a command or a shutdown, and consumed by one wait."""
+"""A wake event: set by a notification, a command or a shutdown, and consumed by one wait.
+
+For the flag by which producers know whether a notification is needed, see
+`outbox.relay.sequencing.sequencer`.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ SELECT DISTINCT l.virtualtransaction
 _EVENTS = """
 SELECT id, tenant, type,
        CASE WHEN key IS NULL THEN id
-            ELSE hashtextextended(key, 0) & 9223372036854775807 END AS spread{content}
+            ELSE hashtextextended(key, 0) & 9223372036854775807 END AS key_hash{content}
   FROM (SELECT o.id, o.tenant, o.type, o.key{columns}
           FROM unnest($2::bigint[], $3::bigint[]) AS gap(lo, hi)
          CROSS JOIN LATERAL (
@@ -110,7 +110,7 @@ IN_FLIGHT_MIN = 3
 def _with_state(events: str, content: str = "", no_content: str = "") -> str:
     return f"""
 WITH event AS MATERIALIZED ({events})
-SELECT id, tenant, type, spread, NULL::bigint AS last_id, NULL::bigint AS wakeup,
+SELECT id, tenant, type, key_hash, NULL::bigint AS last_id, NULL::bigint AS wakeup,
        NULL::bigint AS waiting, NULL::text[] AS holders, NULL::bigint AS leader,
        NULL::bigint AS version, NULL::bigint AS erasures, NULL::bigint AS server_timeline,
        NULL::timestamptz AS began_at{content}
@@ -199,7 +199,7 @@ def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading
         if event_id is None:
             status = row
         else:
-            events.append(RoutableEvent(event_id, row["tenant"], row["type"], row["spread"]))
+            events.append(RoutableEvent(event_id, row["tenant"], row["type"], row["key_hash"]))
     if status is None:
         raise truncated("cursor")
     events.sort(key=itemgetter(0))

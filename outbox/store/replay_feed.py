@@ -198,7 +198,7 @@ SELECT abort_unless((SELECT count(*) FROM locked) = cardinality($2::bigint[]))
 READ_HISTORY = f"""
 SELECT p.last_id, o.id, o.tenant, o.type,
        CASE WHEN o.key IS NULL THEN o.id
-            ELSE hashtextextended(o.key, 0) & 9223372036854775807 END AS spread,
+            ELSE hashtextextended(o.key, 0) & 9223372036854775807 END AS key_hash,
        o.created_at >= s.since AND (s.until IS NULL OR o.created_at < s.until)
            AND NOT s.gaps @> o.id AND (s.types IS NULL OR {TYPE_MATCHES}) AS is_selected
   FROM (SELECT * FROM replay_job_endpoint WHERE job_id = $1 AND endpoint_id = $2 LIMIT 1) p
@@ -334,7 +334,7 @@ class ReplayFeedStore:
         more = len(seen) == SCAN_MAX
         return HistoryChunk(
             [
-                RoutableEvent(r["id"], r["tenant"], r["type"], r["spread"])
+                RoutableEvent(r["id"], r["tenant"], r["type"], r["key_hash"])
                 for r in seen
                 if r["is_selected"]
             ],

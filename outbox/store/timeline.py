@@ -16,7 +16,7 @@ moment, and receivers may have seen what came after it, on the same timeline.  I
 the *identity* of the database, and treated alike.
 
 Fences of writes compare the timeline only, not the identity.  A fence protects from a session
-that a proxy moves to another server while a lease runs.  After a promotion that happens without an
+that a proxy moves to another server while a lease runs.  A promotion happens without an
 operator, and the standby has the replica's row with its lease.  A restored database is new: a
 session reaches it only if an operator directs a proxy to it, and the guide has them stop the relays
 before.  That is needed: replica ids continue from the dump there, so another relay may have the

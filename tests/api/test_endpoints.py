@@ -12,10 +12,10 @@ import trustme
 from outbox.api import endpoints
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.response import AttemptResult
-from outbox.destinations.http import endpoint_validation, test_deliveries
+from outbox.destinations.http import endpoint_tester, endpoint_validation
 from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.endpoint_tester import CONCURRENT_MAX, TENANT_MAX
 from outbox.destinations.http.router import TransportRouter
-from outbox.destinations.http.test_deliveries import CONCURRENT_MAX, TENANT_MAX
 from outbox.devtools.development_receiver import DevelopmentReceiver
 from tests.destinations import hostile
 from tests.destinations.servers import OK, Connection
@@ -320,7 +320,7 @@ async def test_all_test_deliveries_share_a_transport(
         made.append(TransportRouter(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(test_deliveries, "TransportRouter", make)
+    monkeypatch.setattr(endpoint_tester, "TransportRouter", make)
     await add_endpoint(database, "shop", url=URL)
     for response in await asyncio.gather(*[api.post("/v1/endpoints/shop/test") for _ in range(4)]):
         assert response.json["failure"] == "connect"
@@ -330,8 +330,8 @@ async def test_all_test_deliveries_share_a_transport(
 async def test_a_test_delivery_ends_before_the_time_out_of_its_endpoint(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert test_deliveries.TEST_S <= 30
-    monkeypatch.setattr(test_deliveries, "TEST_S", 0.2)
+    assert endpoint_tester.TEST_S <= 30
+    monkeypatch.setattr(endpoint_tester, "TEST_S", 0.2)
 
     async def never(connection: Connection) -> None:
         await connection.closed_by_peer()

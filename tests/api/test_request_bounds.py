@@ -307,9 +307,9 @@ async def test_no_trace_pauses_the_relay_or_fills_its_memory(
             response = client.getresponse()
             body = response.read()
         assert response.status == 200, body
-        said = orjson.loads(body)
-        outbox_ids.extend(each["event"]["outbox_id"] for each in said["events"])
-        return bool(said["more"])
+        traced = orjson.loads(body)
+        outbox_ids.extend(each["event"]["outbox_id"] for each in traced["events"])
+        return bool(traced["more"])
 
     async with serving(database) as api:
         held = _reset_peak()

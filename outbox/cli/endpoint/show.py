@@ -22,7 +22,7 @@ from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import endpoint_config, retry_policy
-from outbox.core.model.endpoint_status import HEALTHY
+from outbox.core.model.endpoint_condition import HEALTHY
 from outbox.operations import endpoints
 from outbox.operations.views import endpoints as views
 

@@ -15,7 +15,7 @@ from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.destinations.http.test_delivery import EndpointTestResult
+    from outbox.destinations.http.endpoint_test import EndpointTestResult
 
 EXIT_NOT_ACCEPTED = 1
 
@@ -43,8 +43,8 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
 
     async def send_test() -> EndpointTestResult:
         # Imported here, because no other endpoint command needs an HTTP client.
+        from outbox.destinations.http.endpoint_test import send_test_delivery
         from outbox.destinations.http.router import TransportRouter
-        from outbox.destinations.http.test_delivery import send_test_delivery
 
         async with database(settings) as connection:
             endpoint = await endpoints.find_endpoint(connection, settings.schema_name, name, vault)

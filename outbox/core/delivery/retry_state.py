@@ -5,6 +5,8 @@ with the lane's progress together with its sequence, so that stale state is reco
 
 While the circuit breaker is open, deliveries are probed between their own attempts.  Such a
 probe is *free*: it neither counts against the budget nor changes the schedule.
+
+Retry-After is not part of this state: it applies to the whole endpoint, see `circuit_breaker`.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def outbox_id_of(delivery: UUID, endpoint_id: UUID) -> int | None:
 def lane_name(endpoint_id: UUID, generation: int, slot: int) -> str:
     """The public name of a lane, an opaque string for receivers.
 
-    A change of the lane count, a fail-over or a restore starts a new generation with new
+    A change of the lane count, a failover or a restore starts a new generation with new
     names, because the sequences of the new lanes start at 1.
     """
     return f"{endpoint_id.hex[:12]}-{generation}-{slot}"

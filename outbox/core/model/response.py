@@ -20,6 +20,7 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum, StrEnum
 from functools import lru_cache
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -170,6 +171,11 @@ def classify(
     if status in retryable:
         return AttemptOutcome.RETRY
     return AttemptOutcome.REFUSED
+
+
+def disables_endpoint(response: AttemptResult) -> bool:
+    """Whether the receiver wants no more deliveries: 410 (Gone), whatever is retryable."""
+    return response.status == HTTPStatus.GONE
 
 
 def retry_after_s(headers: Iterable[tuple[str, str]], now: float) -> float | None:

@@ -51,7 +51,7 @@ BY_HAND = "by-hand"
 
 NAME_CHARS_MAX = 100
 GRACE_S = 60.0
-"""Longer than a fail-over or a restart of the database."""
+"""Longer than a failover or a restart of the database."""
 GRACE_S_MAX = 366 * 86400.0
 HEADERS_BYTES_MAX = 7680
 """An event's limit, minus the size of the schedule's own headers."""

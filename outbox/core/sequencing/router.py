@@ -36,7 +36,8 @@ MATCHES_MAX, MATCHED_MAX = 10_000, 500_000
 class RoutableEvent(NamedTuple):
     """The fields of a committed event that sequencing needs.
 
-    `key_hash` selects the lane: a non-negative hash of the key, or the id.
+    `key_hash` selects the lane: a non-negative hash of the key, or the id; the database computes it
+    (`outbox.store.event_reads`).
     """
 
     id: int

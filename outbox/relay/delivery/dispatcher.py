@@ -12,7 +12,6 @@ import asyncio
 import random
 import time
 from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.batch import classify_batch
@@ -24,6 +23,7 @@ from outbox.core.model.redaction import redact
 from outbox.core.model.response import (
     AttemptOutcome,
     classify,
+    disables_endpoint,
     retry_after_s,
     stored_response,
 )
@@ -544,7 +544,7 @@ class Dispatcher:
                 outcome,
                 now,
                 self._rng.random(),
-                gone=response.status == HTTPStatus.GONE,
+                gone=disables_endpoint(response),
                 retry_after_s=asked_s or 0.0,
                 last_response=stored_response(response),
             )

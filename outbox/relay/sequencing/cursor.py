@@ -3,7 +3,7 @@
 The replica that is named in the cursor row *leads*.  It uses optimistic concurrency: it reads
 without a lock, computes the batch, and writes it in one message that locks the cursor row and
 does nothing unless leader and routing version are unchanged.  All inputs of a batch change only
-together with one of the two, or by a fail-over that loses commits, which the message checks as
+together with one of the two, or by a failover that loses commits, which the message checks as
 well (server timeline); `outbox.store.replay_feed` has the exceptions for replays.  So this is
 equivalent to holding the row, and a replica that hangs between two messages holds nothing that
 others wait for.
@@ -238,7 +238,7 @@ class Cursor:
         """Load state and routes if they are not current; returns False if another leads."""
         row = await self._store.cursor_row()
         if row.leader == self._me and row.history.updated_from(row.server) != row.history:
-            # A fail-over or a restore may have lost batches of the old lanes.
+            # A failover or a restore may have lost batches of the old lanes.
             if not row.history.continues_as(row.server):
                 log.warning(
                     "the server was promoted, or the database restored; starting new lanes",

@@ -59,7 +59,7 @@ def sequenced_run_counts_as_delivered(sim: Simulation) -> None:
 
 @mutant
 def missed_ticks_not_reported(sim: Simulation) -> None:
-    """After a fail-over the missed ticks are neither published nor reported."""
+    """After a failover the missed ticks are neither published nor reported."""
     due_ticks = schedule.due_ticks
 
     def patched(cron: Any, next_at: Any, now: Any, **rest: Any) -> schedule.DueTicks:

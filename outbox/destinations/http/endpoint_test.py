@@ -7,7 +7,6 @@ import secrets
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
@@ -21,6 +20,7 @@ from outbox.core.model.redaction import redact
 from outbox.core.model.response import (
     AttemptOutcome,
     classify,
+    disables_endpoint,
     retry_after_s,
     stored_response,
 )
@@ -144,7 +144,7 @@ def _classify(response: AttemptResult, endpoint: EndpointUnderTest) -> tuple[str
     if outcome is AttemptOutcome.DELIVERED:
         return "delivered", "delivered"
     if outcome is AttemptOutcome.REFUSED:
-        if response.status == HTTPStatus.GONE:
+        if disables_endpoint(response):
             return "disabled", "dead-lettered, and the endpoint would be disabled"
         return "dead_letter", "dead-lettered immediately"
     lo, hi = (duration.rounded(s) for s in endpoint.retry.delay_bounds_s(1))

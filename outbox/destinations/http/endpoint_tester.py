@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outbox.core.model.response import generalize_elapsed_s
-from outbox.destinations.http import test_delivery
+from outbox.destinations.http import endpoint_test
 from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import system_context
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.http.test_delivery import EndpointUnderTest
+    from outbox.destinations.http.endpoint_test import EndpointUnderTest
     from outbox.destinations.interface import Transport
     from outbox.web.proxy import Proxy
 
@@ -54,7 +54,7 @@ class EndpointTester:
 
     async def run_test(
         self, endpoint: EndpointUnderTest, tenant: str | None
-    ) -> test_delivery.EndpointTestResult:
+    ) -> endpoint_test.EndpointTestResult:
         """Send one signed delivery of the type `outbox.test`, within `TEST_S`.
 
         For a tenant, a failure to connect takes whole seconds: how fast it failed would show
@@ -69,7 +69,7 @@ class EndpointTester:
         with self._slot(tenant):
             transport = await self._get_transport()
             started_at = asyncio.get_running_loop().time()
-            result = await test_delivery.send_test_delivery(transport, endpoint, total_s_max=TEST_S)
+            result = await endpoint_test.send_test_delivery(transport, endpoint, total_s_max=TEST_S)
             if tenant is not None:
                 elapsed_s = asyncio.get_running_loop().time() - started_at
                 shown_s = generalize_elapsed_s(result.response.failure, elapsed_s)

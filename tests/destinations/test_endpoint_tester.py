@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.model.response import AttemptResult, Failure
-from outbox.destinations.http import test_delivery
+from outbox.destinations.http import endpoint_test
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.test_deliveries import EndpointTester
-from outbox.destinations.http.test_delivery import EndpointTestResult
+from outbox.destinations.http.endpoint_test import EndpointTestResult
+from outbox.destinations.http.endpoint_tester import EndpointTester
 from tests.support.virtual_time import run_virtual
 
 if TYPE_CHECKING:
