@@ -37,7 +37,7 @@ def duration(monkeypatch: pytest.MonkeyPatch) -> Callable[[Failure, float, str |
             await EndpointTester(EgressPolicy()).run_test(endpoint, tenant)
             return loop.time() - started_at
 
-        monkeypatch.setattr(test_delivery, "send_test_delivery", send)
+        monkeypatch.setattr(endpoint_test, "send_test_delivery", send)
         monkeypatch.setattr(EndpointTester, "_get_transport", transport)
         return run_virtual(run())
 

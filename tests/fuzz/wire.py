@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from typing import TYPE_CHECKING, Any
 
 from tests.support.virtual_time import VirtualTimeLoop
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Coroutine
 
 SEGMENT, EOF, RESET, PAUSE, LITERAL, AGAIN = 0x1E, 0x1C, 0x1B, 0x1A, 0x19, 0x18
@@ -63,7 +63,9 @@ def segments(script: bytes, *, drip: bool = False) -> list[bytes | int]:
 class Wire(asyncio.Transport):
     """One connection, as the sender sees it."""
 
-    def __init__(self, protocol: asyncio.Protocol, sock: socket.socket) -> None:
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        # A connected socket: the sender polls whether it is readable.
+        sock, self._peer = socket.socketpair()
         super().__init__({"socket": sock, "peername": ("127.0.0.1", 80)})
         self.written = bytearray()
         self._protocol = protocol
@@ -137,6 +139,7 @@ class Wire(asyncio.Transport):
             return
         self._closing = True
         self._sock.close()
+        self._peer.close()
         asyncio.get_running_loop().call_soon(self._protocol.connection_lost, error)
 
 
@@ -153,7 +156,8 @@ class MemoryLoop(VirtualTimeLoop):
     ) -> tuple[Any, Any]:
         """Create a connection without a network."""
         protocol = protocol_factory()
-        wire = Wire(protocol, sock)
+        sock.close()
+        wire = Wire(protocol)
         protocol.connection_made(wire)
         return wire, protocol
 
