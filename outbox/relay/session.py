@@ -207,8 +207,8 @@ class Session:
             lease,
             wake_replicas=lambda: stores.wake_all(control),
             notify_batches=lambda: stores.wake_owners(control, READ_BATCHES),
-            journal_altered_secrets=lambda endpoints: stores.journal_altered_secrets(
-                control, endpoints, f"replica {me}"
+            journal_altered_secrets=lambda endpoints, version: stores.journal_altered_secrets(
+                control, endpoints, f"replica {me}", version
             ),
             # Without notifications nothing else finds changes and other replicas' batches.
             poll_s=min(lease.renew_every_s, inf if self._listening else settings.poll_s),

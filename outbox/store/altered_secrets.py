@@ -31,7 +31,9 @@ SELECT j.kind, j.at, j.data FROM journal j
  ORDER BY j.id DESC LIMIT 1
 """  # noqa: S608 (a constant only)
 
-# Journals endpoints that have no open entry.
+# Journals endpoints that have no open entry, unless an operator has changed something since the
+# routing version $4: their secrets may be set again by now.  The lock orders the entry before such
+# a change.
 JOURNAL_ALTERED_SECRETS = WriteStatement(
     "journal_altered_secrets",
     f"""
@@ -39,6 +41,7 @@ INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT '{KIND}', $3, e.id, jsonb_build_object('reason', altered.reason)
   FROM unnest($1::uuid[], $2::text[]) AS altered(id, reason)
   JOIN endpoint e ON e.id = altered.id
+  JOIN (SELECT version FROM cursor FOR SHARE) AS cursor ON cursor.version = $4
   LEFT JOIN LATERAL ({_NEWEST}) AS newest ON true
  WHERE newest.kind IS DISTINCT FROM '{KIND}'
 """,  # noqa: S608 (constants only)
@@ -63,11 +66,16 @@ class AlteredSecretRow:
 
 
 async def journal_altered_secrets(
-    connection: StoreConnection, endpoints: Sequence[Endpoint], actor: str
+    connection: StoreConnection, endpoints: Sequence[Endpoint], actor: str, version: int
 ) -> None:
-    """Journal endpoints with an altered secret; asyncpg's errors propagate."""
+    """Journal endpoints with an altered secret; asyncpg's errors propagate.
+
+    Args:
+        version: the routing version before the endpoints were read; nothing is journalled if it
+            has changed.
+    """
     ids, reasons = [e.id for e in endpoints], [e.problem for e in endpoints]
-    await connection.write(JOURNAL_ALTERED_SECRETS, ids, reasons, actor)
+    await connection.write(JOURNAL_ALTERED_SECRETS, ids, reasons, actor, version)
 
 
 async def read_altered_secrets(connection: Connection[Any]) -> list[AlteredSecretRow]:

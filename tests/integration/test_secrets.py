@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 import trustme
 from aiohttp import web
@@ -22,7 +23,10 @@ from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
 from outbox.operations.doctor import Severity
 from outbox.operations.endpoint_certificate import set_identity
 from outbox.operations.endpoint_removal import remove_endpoint
+from outbox.store.altered_secrets import journal_altered_secrets
 from outbox.store.connection.secrets import Vault
+from outbox.store.connection.store_connection import StoreConnection
+from outbox.store.endpoints import read_endpoints
 from tests.support.api import make_token, serving
 from tests.support.doctor import PATH, findings_of, the_one
 from tests.support.relay import (
@@ -267,6 +271,32 @@ async def test_an_altered_secret_is_an_alarm_until_it_is_set_again(
     for options in ({}, {"vault": key}):
         (repaired,) = await findings_of(db, "altered secrets", **options)
         assert repaired.severity is Severity.OK
+
+
+async def test_an_alarm_that_is_journalled_late_does_not_follow_the_repair(
+    database: Database,
+) -> None:
+    """The relay read the secret before the operator set it again."""
+    await add(database, OLD)
+    await fetchval(database, ALTERATIONS["a changed byte"])
+    version = await fetchval(database, "SELECT version FROM cursor")
+    path = {"search_path": "relay"}
+    db = await asyncpg.connect(database.dsn, connection_class=StoreConnection, server_settings=path)
+    try:
+        endpoint_id = await db.fetchval("SELECT id FROM endpoint")
+        found = await read_endpoints(db, [endpoint_id], vault(database, OLD))
+        assert [each.secret_altered for each in found] == [True]
+        async with database.at_hand() as connection:
+            await endpoint_secrets.rotate_secret(
+                connection, "relay", "shop", actor="test", overlap_s=0, vault=vault(database, OLD)
+            )
+        await journal_altered_secrets(db, found, "relay", version)
+        assert await fetchval(database, JOURNAL) is None
+        current = await fetchval(database, "SELECT version FROM cursor")
+        await journal_altered_secrets(db, found, "relay", current)
+        assert len(await fetchval(database, JOURNAL)) == 1
+    finally:
+        await db.close()
 
 
 async def change_rate(database: Database, name: str) -> None:

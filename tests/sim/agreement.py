@@ -124,7 +124,7 @@ class Script:
         stores = self._stores = self._side.stores
         await stores.migrate.require_current(db, SCHEMA)
         await stores.privileges.require_relay_privileges(db, SCHEMA)
-        await stores.altered_secrets.journal_altered_secrets(db, [], "script")
+        await stores.altered_secrets.journal_altered_secrets(db, [], "script", 1)
         # A real server may report a timeline.
         await stores.timeline.read_timeline(db)
         self._replicas = stores.replicas.ReplicaStore(db)

@@ -49,7 +49,7 @@ class Ownership:
     Args:
         wake_replicas: wakes the other replicas after endpoints were released.
         notify_batches: notifies them of new batches.
-        journal_altered_secrets: journals endpoints with a secret that was altered.
+        journal_altered_secrets: journals endpoints with an altered secret, at a routing version.
         poll_s: polling interval of changes and of other replicas' batches.
         clock: seconds of the steady clock.
     """
@@ -64,7 +64,7 @@ class Ownership:
         lease: Lease,
         wake_replicas: Callable[[], Awaitable[object]],
         notify_batches: Callable[[], Awaitable[object]],
-        journal_altered_secrets: Callable[[list[Endpoint]], Awaitable[object]],
+        journal_altered_secrets: Callable[[list[Endpoint], int], Awaitable[object]],
         poll_s: float,
         clock: Callable[[], float],
         telemetry: DeliveryTelemetry,
@@ -345,7 +345,8 @@ class Ownership:
                     reason=endpoint.problem,
                 )
         if altered := [e for e in endpoints if e.secret_altered]:
-            await self._journal_altered_secrets(altered)
+            # If an operator changed something meanwhile, the next poll reads them again.
+            await self._journal_altered_secrets(altered, self._version)
         return endpoints
 
     async def _read_new_batches(self) -> None:

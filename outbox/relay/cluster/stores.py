@@ -55,7 +55,7 @@ class Stores:
     read_timeline: Callable[[Connection[Any]], Awaitable[int | None]] = read_timeline
     trim_notification_queue: Callable[[Connection[Any]], Awaitable[float]] = trim_notification_queue
     journal_altered_secrets: Callable[
-        [StoreConnection, Sequence[Endpoint], str], Awaitable[None]
+        [StoreConnection, Sequence[Endpoint], str, int], Awaitable[None]
     ] = journal_altered_secrets
     wake_all: Callable[[Connection[Any]], Awaitable[None]] = wake_all
     wake_owners: Callable[[Connection[Any], str], Awaitable[None]] = wake_owners

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 
 async def journal_altered_secrets(
-    connection: Connection, endpoints: Sequence[Endpoint], actor: str
+    connection: Connection, endpoints: Sequence[Endpoint], actor: str, version: int
 ) -> None:
     assert not endpoints
