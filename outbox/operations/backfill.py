@@ -141,11 +141,10 @@ async def request_backfill(
         NotFound: there is no such endpoint.
         Conflict: the endpoint is disabled, being removed, or without a subscription.
     """
-    with map_errors(schema, "operator"):
-        covered = await _find_range(connection, backfill)
     types = list(backfill.types) or None
 
     async def plan(change: Change) -> None:
+        covered = await _find_range(change.db, backfill)
         first_id = max(covered.first_id, await require_oldest(change, "events") * WIDTH)
         row = {
             "kind": "history",

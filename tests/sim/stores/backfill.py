@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from outbox.core.sequencing import partition_window
 from outbox.errors import Conflict, NotFound
 from outbox.operations.new_replay_job import JobPart
-from outbox.store.connection.connect import map_errors
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.replay_feed import is_subscribed
 from tests.sim.stores.replays import add_job, read_new_job, require_oldest
@@ -35,10 +34,9 @@ async def request_backfill(
 ) -> int:
     if backfill.until is not None or backfill.types:
         raise NotImplementedError("a backfill of the simulation is of all types, up to now")
-    with map_errors(schema, "operator"):
-        endpoint_id, first, last, gaps = await _find_range(connection, backfill)
 
     async def plan(change: Change) -> None:
+        endpoint_id, first, last, gaps = await _find_range(change.db, backfill)
         first_id = max(first, await require_oldest(change, "events") * partition_window.WIDTH)
         part = JobPart(endpoint_id, first_id, last, from_id=first_id)
         columns = {"kind": "history", "endpoint": backfill.endpoint, "since": backfill.since}
