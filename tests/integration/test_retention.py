@@ -226,7 +226,7 @@ async def test_pending_deliveries_of_a_paused_endpoint_are_kept(
     await add_endpoint(database, name="paused")
     await add_endpoint(database, name="quick")
     network = Network()
-    async with running(database, network):
+    async with running(database, network, lease_s=30.0):
         await endpoint_states.pause_endpoints(keeper.db, "relay", ["paused"], actor="test")
         await publish(database, *range(10))
         await until(lambda: len(network.accepted) == 10, 10, "the quick one")
