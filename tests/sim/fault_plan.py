@@ -66,7 +66,7 @@ class FaultPlan:
         for _ in range(rng.choice((0, 1, 2)) if count else 0):
             at(moments.CHANGE, rng.randrange(1, 12), self._disconnect_soon)
         if count and rng.random() < 0.5:
-            world.at(rng.random() * during_s, None, faults.hold_rows_at_once)
+            world.at(rng.random() * during_s, None, faults.hold_rows)
         for _ in range(count):
             u = rng.random()
             if u < 0.1:

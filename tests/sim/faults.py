@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
 
+HOLD_TRIES = 20
+"""How often a fault that is checked only among healthy relays waits for up to a lease."""
+
+
 class Faults:
     """Injects faults into a simulation.
 
@@ -214,31 +218,38 @@ class Faults:
         what = "is killed" if relay.dead else "is frozen"
         self.record(f"{relay.name} {what}, and its statement stalls for {for_s:.1f} s")
 
-    def hold_rows_at_once(self) -> None:
-        if not self._sim.settling and (what := self._hold_rows()) is not None:
-            self.record(what)
-
-    def _hold_rows(self) -> str | None:
+    def hold_rows(self, tries: int = HOLD_TRIES) -> None:
         """Lock rows of one endpoint in a stranger's transaction, and kill the endpoint's owner.
 
-        The other replicas claim the rest of its endpoints.
+        The other replicas claim the rest of its endpoints.  That is checked if they are healthy,
+        so this waits until they are.
+
+        Args:
+            tries: how often to wait for it.
         """
-        relay, db = self._relay(), self._sim.database
-        if relay is None or relay.frozen:
-            return None
+        sim, db, rng = self._sim, self._sim.database, self._rng
+        if sim.settling:
+            return
+        relay = self._relay()
         owned = [
             row["endpoint_id"]
             for row in db.ownership.rows.values()
-            if self._sim.checker.owns(relay, row["replica_id"])
+            if relay is not None and sim.checker.owns(relay, row["replica_id"])
         ]
-        if not owned:
-            return None
-        held = self._rng.choice(owned)
-        for_s = self._sim.settings.lease_s * self._rng.uniform(2.0, 4.0)
+        if tries and (relay is None or len(owned) < 2 or not sim.fleet.successors_of(relay)):
+            again_s = sim.settings.lease_s * rng.random()
+            sim.world.after(again_s, None, self.hold_rows, tries - 1)
+            return
+        if relay is None or relay.frozen or not owned:
+            return
+        held = rng.choice(owned)
+        for_s = sim.settings.lease_s * rng.uniform(2.0, 4.0)
         self._trouble(relay, for_s)
-        self._sim.operator_process.run(self._sim.hold_rows_of(held, for_s))
-        self._sim.fleet.kill(relay, for_s, held)
-        return f"{relay.name} is killed, and rows of an endpoint of it are locked for {for_s:.1f} s"
+        sim.operator_process.run(sim.hold_rows_of(held, for_s))
+        sim.fleet.kill(relay, for_s, held)
+        self.record(
+            f"{relay.name} is killed, and rows of an endpoint of it are locked for {for_s:.1f} s"
+        )
 
     def _hang(self, connection: Connection, *, half_sent: bool) -> str:
         self._trouble(connection.process)

@@ -171,13 +171,18 @@ class Fleet:
         if for_s > TAKE_OVER_LEASES * self.settings.lease_s:
             self._expect_take_over(relay)
 
+    def successors_of(self, relay: Process) -> list[Process]:
+        """The other relays; none unless all of them are healthy."""
+        others = [r for r in self.relays.values() if not r.dead and r is not relay]
+        return others if all(self._is_healthy(r) for r in others) else []
+
     def _expect_take_over(self, relay: Process, held: UUID | None = None) -> None:
         """If the other relays are healthy, check that they soon own the endpoints of this one."""
-        others = [r for r in self.relays.values() if not r.dead and r is not relay]
+        others = self.successors_of(relay)
         limit_s = (
             self._silent_at(relay) - self.world.now + TAKE_OVER_LEASES * self.settings.lease_s + 2
         )
-        if not others or not all(self._is_healthy(r) for r in others):
+        if not others:
             return
         rows = list(self.database.ownership.rows.values())
         owned = [
