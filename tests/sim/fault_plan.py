@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.sim import moments
+from tests.sim.faults import TRIES
 from tests.sim.restores import Restores
 from tests.sim.stores import change, records, sequencing
 
@@ -120,17 +122,22 @@ class FaultPlan:
         delay_s = self._world.rng.expovariate(1000)
         self._world.after(delay_s, None, self._faults.hang_while_writing, connection)
 
-    def _orphan_recording(self, _: str) -> None:
+    def _orphan_recording(self, _: str, tries: int = TRIES) -> None:
         """Stall the statement that is about to be executed, and stop its relay.
 
-        At once it stalls before it locks its fence, or with it; later also in its commit.
+        At once it stalls before it locks its fence, or with it; later also in its commit.  The
+        take-over is checked if the other relays are healthy, so this waits for such a statement.
         """
         assert self._recorder is not None
-        if self._world.rng.random() < 0.7:
+        rng, recorded = self._world.rng, self._moments.counts[moments.RECORD]
+        if tries and not self._fleet.successors_of(self._recorder.process):
+            again = partial(self._orphan_recording, tries=tries - 1)
+            self._moments.at(moments.RECORD, recorded + rng.randrange(1, 10), again)
+        elif rng.random() < 0.7:
             self._faults.orphan_statement(self._recorder)
-            return
-        delay_s = self._world.rng.expovariate(3000)
-        self._world.after(delay_s, None, self._faults.orphan_statement, self._recorder)
+        else:
+            delay_s = rng.expovariate(3000)
+            self._world.after(delay_s, None, self._faults.orphan_statement, self._recorder)
 
     def _isolate_at_once(self, name: str) -> None:
         self._faults.isolate_sender(self._fleet.relays[name])

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
 
 
-HOLD_TRIES = 20
-"""How often a fault that is checked only among healthy relays waits for up to a lease."""
+TRIES = 20
+"""How often a fault waits for a moment at which the other relays are healthy."""
 
 
 class Faults:
@@ -218,7 +218,7 @@ class Faults:
         what = "is killed" if relay.dead else "is frozen"
         self.record(f"{relay.name} {what}, and its statement stalls for {for_s:.1f} s")
 
-    def hold_rows(self, tries: int = HOLD_TRIES) -> None:
+    def hold_rows(self, tries: int = TRIES) -> None:
         """Lock rows of one endpoint in a stranger's transaction, and kill the endpoint's owner.
 
         The other replicas claim the rest of its endpoints.  That is checked if they are healthy,

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 HOUR_S = 3600.0
 STRANGER = "psql"
-STEPS_MAX = 2_000_000
-"""Limit of the steps of a run, which usually takes some 50,000: more mean an endless loop."""
+STEPS_MAX = 6_000_000
+"""Limit of the steps of a run: more mean an endless loop.  A run usually takes some 100,000, and
+4,000,000 if three relays poll for a locked row for the whole hour."""
 PERIOD_WIDTH = 10_000
 """Ids of a partition: more than an hour needs, and far fewer than in production, because
 the checkers iterate over them."""
