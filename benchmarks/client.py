@@ -24,7 +24,7 @@ from outbox.core.model.headers import format_lines
 from outbox.core.model.ids import lane_name
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.router import TransportRouter
-from outbox.destinations.interface import Request
+from outbox.destinations.interface import Recipient, Request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -78,7 +78,7 @@ async def aiohttp_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
 async def wire_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
     """POST with the relay's own transport."""
     headers, body = sample(payload_bytes)
-    request = Request(url, format_lines(tuple(headers.items())), body)
+    request = Request(Recipient(url), format_lines(tuple(headers.items())), body)
     transport = TransportRouter(EgressPolicy((ip_network("127.0.0.0/8"),)))
     async with aclosing(transport):
 

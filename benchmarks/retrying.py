@@ -21,7 +21,7 @@ from outbox.core.model.headers import format_lines
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.router import TransportRouter
-from outbox.destinations.interface import Request
+from outbox.destinations.interface import Recipient, Request
 
 TICK_S = 0.002
 PAYLOAD_BYTES = 200
@@ -44,7 +44,7 @@ class Retrying:
 
     def __init__(self, outbound: TransportRouter, url: str, policy: RetryPolicy) -> None:
         headers, body = sample(PAYLOAD_BYTES)
-        self._request = Request(url, format_lines(tuple(headers.items())), body)
+        self._request = Request(Recipient(url), format_lines(tuple(headers.items())), body)
         self._outbound = outbound
         self._policy = policy
         # The due time and the number of attempts of each delivery.

@@ -39,29 +39,40 @@ class Tls:
     """Client certificate, chain and private key (PEM) for mutual TLS."""
 
 
-class Request(NamedTuple):
-    """One attempt, ready to send."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipient:
+    """Where an endpoint's requests are sent, and how.
+
+    Built once for the endpoint's settings, and compared by identity: clients keep what they derive
+    from it.
+    """
 
     url: str
-    lines: str
-    """Header lines in wire format, without the framing headers (Host, Content-Length)."""
-    body: bytes
+    method: str = "POST"
     connect_timeout_s: float = 5.0
     """For DNS, connect and TLS handshake together."""
     total_timeout_s: float = 15.0
     """For the whole attempt, from DNS to the last byte read."""
-    method: str = "POST"
     networks: tuple[Network, ...] = ()
     """Networks open for this endpoint, in addition to the relay's."""
     tls: Tls | None = None
     """None: system trust store, no client certificate."""
     endpoint: UUID | None = None
     """Its connections are used for no other endpoint."""
-    keep_alive: bool = True
-    """False: the request gets a connection of its own, which is closed after the response."""
     on_unsolicited: Callable[[], object] | None = None
     """Called when the receiver sent data that is not part of the response to a request; also
     later, while the connection is idle."""
+
+
+class Request(NamedTuple):
+    """One attempt, ready to send."""
+
+    recipient: Recipient
+    lines: str
+    """Header lines in wire format, without the framing headers (Host, Content-Length)."""
+    body: bytes
+    keep_alive: bool = True
+    """False: the request gets a connection of its own, which is closed after the response."""
 
     @property
     def headers(self) -> Headers:
@@ -81,8 +92,8 @@ class Following(Protocol):
     """Supplies the requests of a delivery run after the first one."""
 
     def follow(self, response: AttemptResult) -> Request | None:
-        """Take a response and return the request to send now, to the same destination with the
-        same time-outs, on the same connection.
+        """Take a response and return the request to send now, to the same recipient on the
+        same connection.
 
         None: the response was not taken, and is the result of `Transport.send`.
         """

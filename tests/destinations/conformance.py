@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gzip
 import socket
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
@@ -24,7 +25,7 @@ from outbox.core.model.response import (
 )
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
-from outbox.destinations.interface import Request, Transport
+from outbox.destinations.interface import Recipient, Request, Transport
 from tests.destinations.servers import OK, Connection, RawServer, respond_with, serving
 from tests.support.waiting import until
 
@@ -39,6 +40,8 @@ LOOPBACK = EgressPolicy(["127.0.0.0/8"])
 SHORT_S = 0.2
 EARLY_S = 0.005
 """uvloop counts in milliseconds from when it last read the clock."""
+
+_RECIPIENT_FIELDS = {field.name for field in fields(Recipient)}
 
 
 class Make(Protocol):
@@ -61,7 +64,9 @@ class Make(Protocol):
 def to(server: RawServer | str, body: bytes = b'{"n":1}', **changes: Any) -> Request:
     url = server if isinstance(server, str) else server.url
     headers = (("Content-Type", "application/json"), ("User-Agent", "t"), ("X-Sequence", "1"))
-    return Request(**({"url": url, "lines": format_lines(headers), "body": body} | changes))
+    settings = {name: changes.pop(name) for name in _RECIPIENT_FIELDS & changes.keys()}
+    lines = changes.pop("lines", format_lines(headers))
+    return Request(Recipient(**({"url": url} | settings)), lines, body, **changes)
 
 
 def short(server: RawServer | str, **changes: Any) -> Request:

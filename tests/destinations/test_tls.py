@@ -28,7 +28,7 @@ from outbox.destinations.http import tls_contexts
 from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import check_ca, check_identity, endpoint_context, system_context
 from outbox.destinations.http.tls_contexts import ContextCache
-from outbox.destinations.interface import Request, Tls
+from outbox.destinations.interface import Recipient, Request, Tls
 from outbox.errors import UsageError
 from tests.destinations.authority import Authority
 from tests.destinations.conformance import LOOPBACK, closing, to
@@ -174,7 +174,7 @@ def test_a_private_key_is_never_on_disk_unencrypted(
 
 def test_a_private_key_is_never_displayed(identity: tuple[str, str]) -> None:
     own = Tls(ca="ca", identity="".join(identity))
-    request = Request("https://example.com/", "", b"", tls=own)
+    request = Request(Recipient("https://example.com/", tls=own), "", b"")
     secret = identity[1].split("\n")[1]
     for text in (repr(own), str(own), repr(request), f"{request!r:.99999}"):
         assert secret not in text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -228,7 +229,9 @@ class UnsolicitedData:
         seen: list[str],
         response: bytes,
     ) -> None:
-        request = request_of_shop._replace(total_timeout_s=0.2)
+        request = request_of_shop._replace(
+            recipient=replace(request_of_shop.recipient, total_timeout_s=0.2)
+        )
         _, peer = await self._exchange(transport, receiver, request, response)
         peer.shutdown(socket.SHUT_WR)
         await self._exchange(transport, receiver, request)

@@ -11,7 +11,7 @@ from outbox.core.model.headers import format_lines
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.router import TransportRouter
-from outbox.destinations.interface import Request
+from outbox.destinations.interface import Recipient, Request
 from outbox.devtools.development_receiver import (
     DevelopmentReceiver,
     HandledOutcome,
@@ -158,7 +158,7 @@ async def test_a_forgery_is_refused_and_changes_nothing(transport: TransportRout
         old = await transport.send(request(url, delivery(1), timestamp=1_700_000_000))
         good = request(url, delivery(1))
         lying = tuple(("X-Sequence", "9") if n == "X-Sequence" else (n, v) for n, v in good.headers)
-        changed = await transport.send(Request(url, format_lines(lying), good.body))
+        changed = await transport.send(Request(Recipient(url), format_lines(lying), good.body))
     assert [response.status for response in (forged, old, changed)] == [401, 401, 400]
     assert b"secret" in forged.body
     assert b"X-Sequence" in changed.body
@@ -211,7 +211,7 @@ async def test_with_from_start_the_first_deliveries_are_missing(
 async def test_only_posts_are_deliveries(transport: TransportRouter) -> None:
     receiver = DevelopmentReceiver()
     async with receiver.serve() as url:
-        response = await transport.send(Request(url, "", b"", method="PUT"))
+        response = await transport.send(Request(Recipient(url, "PUT"), "", b""))
     assert (response.status, dict(response.headers)["Allow"]) == (405, "POST")
     assert receiver.totals().requests == 0
 

@@ -219,7 +219,7 @@ async def test_no_run_continues_after_unsolicited_data(
     """Also if it arrived on the connection of another lane."""
 
     async def call() -> None:
-        network.sent[-1].request.on_unsolicited()
+        network.sent[-1].request.recipient.on_unsolicited()
 
     network.call = call
     async with running(database, network) as worker:

@@ -36,8 +36,9 @@ async def test_a_request_uses_the_method_headers_and_timeouts_of_its_endpoint(
         await all_ended(database)
     (sent,) = network.sent
     request = sent.request
-    assert request.method == "PUT"
-    assert (request.connect_timeout_s, request.total_timeout_s) == (1.5, 2.5)
+    recipient = request.recipient
+    assert recipient.method == "PUT"
+    assert (recipient.connect_timeout_s, recipient.total_timeout_s) == (1.5, 2.5)
     assert sent.headers["x-api-key"] == "endpoint"
     assert (sent.headers["x-team"], sent.headers["x-env"]) == ("endpoint", "event")
     assert sent.headers["x-lane"] == sent.body["lane"]

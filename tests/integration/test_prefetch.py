@@ -97,7 +97,7 @@ class Owner:
         built: Request = self.lane.request(send, self.now)
         reused = self.home.reuse.is_allowed(self.now)
         assert built == signed_request(
-            to, fresh, send.attempt, int(self.now), keys, keep_alive=reused
+            self.home.recipient, fresh, send.attempt, int(self.now), keys, keep_alive=reused
         )
         self.taken_ahead += ahead is not None and built is ahead.request
 

@@ -75,7 +75,7 @@ class CheckpointNetwork(Network):
         return {mark.lane.partition("-")[2]: mark.sequence for mark in marks or ()}
 
     def checkpoints_of(self, url: str) -> int:
-        return sum(request.url == url for request in self.checkpoints)
+        return sum(request.recipient.url == url for request in self.checkpoints)
 
 
 async def test_a_checkpoint_names_the_last_delivered_sequence_number_of_every_lane(
@@ -157,9 +157,9 @@ class ManyReceivers(Network):
         self.most = max(self.most, self.open)
         try:
             clock = asyncio.get_running_loop().time
-            self.checkpoint_times.setdefault(request.url, []).append(clock())
-            never = "stuck" in request.url
-            await asyncio.sleep(request.total_timeout_s if never else 0.02)
+            self.checkpoint_times.setdefault(request.recipient.url, []).append(clock())
+            never = "stuck" in request.recipient.url
+            await asyncio.sleep(request.recipient.total_timeout_s if never else 0.02)
             return AttemptResult.failed(Failure.TIMEOUT, "late", 10.0) if never else OK
         finally:
             self.open -= 1

@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model.headers import format_lines, parse_lines
-from outbox.destinations.interface import Request
+from outbox.destinations.interface import Recipient, Request
 
 ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
 SECRET = bytes(range(32))
@@ -56,4 +56,5 @@ def signed(
 def request(url: str, which: Delivery, **attempt: Any) -> Request:
     """Return an attempt as a request for a transport."""
     headers, body = signed(which, **attempt)
-    return Request(url, format_lines(tuple(headers.items())), body, total_timeout_s=10)
+    recipient = Recipient(url, total_timeout_s=10)
+    return Request(recipient, format_lines(tuple(headers.items())), body)

@@ -460,7 +460,9 @@ class Checker:
     @reports
     def run_continues(self, request: Request) -> None:
         """A request of a run follows although unsolicited data was received since it began."""
-        raise Violation("reuse", f"a request to {request.url} follows unsolicited data in a run")
+        raise Violation(
+            "reuse", f"a request to {request.recipient.url} follows unsolicited data in a run"
+        )
 
     def responded(self, sent: Sent, response: AttemptResult) -> None:
         """The relay received a response."""

@@ -57,7 +57,7 @@ class _CheckedRun:
         self, run: Following, first: Request, unsolicited: Counter[object], checker: Checker
     ) -> None:
         self._run = run
-        self._key = first.on_unsolicited
+        self._key = first.recipient.on_unsolicited
         self._unsolicited = unsolicited
         self._before = unsolicited[self._key]
         self._checker = checker
@@ -98,7 +98,7 @@ class Transport:
 
     async def _send(self, request: Request) -> AttemptResult:
         world, rng = self._world, self._rng
-        receiver = self._receivers[request.url]
+        receiver = self._receivers[request.recipient.url]
         sent = self._checker.begins(self._process, request)
         started_at = world.now
         arrived: asyncio.Future[AttemptResult] = asyncio.get_running_loop().create_future()
@@ -108,9 +108,9 @@ class Transport:
                 arrived.set_result(response)
 
         def receive_unsolicited() -> None:
-            if request.on_unsolicited is not None:
-                request.on_unsolicited()
-                self._unsolicited[request.on_unsolicited] += 1
+            if request.recipient.on_unsolicited is not None:
+                request.recipient.on_unsolicited()
+                self._unsolicited[request.recipient.on_unsolicited] += 1
 
         def arrive() -> None:
             if rng.random() < receiver.unsolicited:
@@ -121,7 +121,7 @@ class Transport:
         try:
             world.after(self._trip_s(), None, arrive)
             try:
-                async with asyncio.timeout(request.total_timeout_s):
+                async with asyncio.timeout(request.recipient.total_timeout_s):
                     response = await arrived
             except TimeoutError:
                 response = AttemptResult.failed(

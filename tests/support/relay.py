@@ -58,7 +58,7 @@ class Sent:
     def from_request(cls, request: Request) -> Sent:
         h = {name.lower(): value for name, value in request.headers}
         return cls(
-            request.url,
+            request.recipient.url,
             h["x-lane"],
             int(h["x-sequence"]),
             int(h["x-previous-sequence"]),

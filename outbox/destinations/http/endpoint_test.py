@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
@@ -24,7 +24,7 @@ from outbox.core.model.response import (
     retry_after_s,
     stored_response,
 )
-from outbox.destinations.http.request import RequestSettings, signed_request
+from outbox.destinations.http.request import RecipientSettings, recipient_of, signed_request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class EndpointTestResult:
         return result | dict(self.summary if response is None else response)
 
 
-class EndpointUnderTest(RequestSettings, Protocol):
+class EndpointUnderTest(RecipientSettings, Protocol):
     """Endpoint settings that a test delivery needs."""
 
     @property
@@ -96,15 +96,13 @@ async def send_test_delivery(
     Args:
         total_s_max: upper bound of the endpoint's time-out.
     """
-    request = _request(endpoint)
-    total_s = min(request.total_timeout_s, total_s_max)
-    response = await transport.send(request._replace(total_timeout_s=total_s))
+    response = await transport.send(_request(endpoint, total_s_max))
     response = redact(response, endpoint.credentials)
     outcome = _classify(response, endpoint)
     return EndpointTestResult(endpoint.name, endpoint.method, endpoint.url, response, *outcome)
 
 
-def _request(endpoint: EndpointUnderTest) -> Request:
+def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:
     """Build the request like that of a real delivery, on a lane of its own."""
     now = time.time()
     delivery = Delivery(
@@ -127,7 +125,9 @@ def _request(endpoint: EndpointUnderTest) -> Request:
         prepared = prepare(delivery, 0, lane_ends=True, endpoint_headers=endpoint.headers)
     else:
         prepared = prepare_batch([delivery], 0, lane_ends=True, endpoint_headers=endpoint.headers)
-    return signed_request(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
+    recipient = recipient_of(endpoint)
+    recipient = replace(recipient, total_timeout_s=min(recipient.total_timeout_s, total_s_max))
+    return signed_request(recipient, prepared, 1, int(now), endpoint.secrets_at(now))
 
 
 def _classify(response: AttemptResult, endpoint: EndpointUnderTest) -> tuple[str, str]:

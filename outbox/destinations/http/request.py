@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from outbox.destinations.interface import Request, Tls
+from outbox.destinations.interface import Recipient, Request, Tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from outbox.destinations.http.egress import Network
 
 
-class RequestSettings(Protocol):
-    """Endpoint settings that a request needs."""
+class RecipientSettings(Protocol):
+    """Endpoint settings that a recipient has."""
 
     @property
     def id(self) -> UUID: ...
@@ -36,15 +36,30 @@ class RequestSettings(Protocol):
     def identity(self) -> str | None: ...
 
 
+def recipient_of(
+    endpoint: RecipientSettings, on_unsolicited: Callable[[], object] | None = None
+) -> Recipient:
+    """Build the recipient of an endpoint's requests."""
+    return Recipient(
+        endpoint.url,
+        endpoint.method,
+        endpoint.connect_timeout_s,
+        endpoint.total_timeout_s,
+        endpoint.networks,
+        Tls(endpoint.ca, endpoint.identity) if endpoint.ca or endpoint.identity else None,
+        endpoint.id,
+        on_unsolicited,
+    )
+
+
 def signed_request(
-    to: RequestSettings,
+    recipient: Recipient,
     prepared: Prepared,
     number: int,
     timestamp: int,
     keys: Sequence[SigningKey],
     *,
     keep_alive: bool = False,
-    on_unsolicited: Callable[[], object] | None = None,
 ) -> Request:
     """Build the request of attempt `number` (from 1), signed at `timestamp` (epoch seconds).
 
@@ -52,16 +67,4 @@ def signed_request(
         keep_alive: False also for requests beside deliveries: whatever their responses are, they
             share no connection with deliveries.
     """
-    return Request(
-        to.url,
-        prepared.attempt(number, timestamp, keys),
-        prepared.body,
-        to.connect_timeout_s,
-        to.total_timeout_s,
-        to.method,
-        to.networks,
-        Tls(to.ca, to.identity) if to.ca or to.identity else None,
-        to.id,
-        keep_alive,
-        on_unsolicited,
-    )
+    return Request(recipient, prepared.attempt(number, timestamp, keys), prepared.body, keep_alive)

@@ -85,7 +85,7 @@ class TransportRouter:
     ) -> Coroutine[Any, Any, AttemptResult]:
         # Returns the client's coroutine instead of awaiting it: one coroutine per request.
         try:
-            destination = self._destinations.resolve(request)
+            destination = self._destinations.resolve(request.recipient)
         except UsageError as error:
             return _refused(str(error))
         client = self._proxied if destination.target.via_proxy else self._direct

@@ -1,4 +1,4 @@
-"""Parsed and checked destinations of requests, cached by URL and settings."""
+"""Parsed and checked destinations of requests, cached by recipient."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from yarl import URL
 from outbox.destinations.http.connector import Target
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
-    from outbox.destinations.http.egress import EgressPolicy, Network
-    from outbox.destinations.interface import Request, Tls
+    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.destinations.interface import Recipient
 
 DESTINATIONS_MAX = 1024
 """Maximum number of cached destinations."""
@@ -22,7 +20,7 @@ DESTINATIONS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Connection target and request head for one URL and its settings."""
+    """Connection target and request head of a recipient."""
 
     target: Target
     head: str
@@ -42,26 +40,18 @@ class DestinationCache:
         # lru_cache does not cache exceptions: refused URLs are checked every time.
         self._find_cached = lru_cache(DESTINATIONS_MAX)(self._find)
 
-    def resolve(self, request: Request) -> Destination:
-        """Return the destination of a request.
+    def resolve(self, recipient: Recipient) -> Destination:
+        """Return the destination of a recipient's requests.
 
         Raises:
             UsageError: the egress policy refuses the URL.
         """
-        return self._find_cached(
-            request.method, request.url, request.networks, request.tls, request.endpoint
-        )
+        return self._find_cached(recipient)
 
-    def _find(
-        self,
-        method: str,
-        text: str,
-        networks: tuple[Network, ...],
-        tls: Tls | None,
-        endpoint: UUID | None,
-    ) -> Destination:
-        self._policy.check_url(text, networks)
-        url = URL(text)
+    def _find(self, recipient: Recipient) -> Destination:
+        networks = recipient.networks
+        self._policy.check_url(recipient.url, networks)
+        url = URL(recipient.url)
         host, port = url.raw_host, url.port
         assert host is not None
         assert port is not None
@@ -71,10 +61,11 @@ class DestinationCache:
             host=host,
             port=port,
             networks=networks,
-            tls=tls if secure else None,
+            tls=recipient.tls if secure else None,
             via_proxy=self._proxied
             and self._policy.uses_proxy(host, tls=secure, networks=networks),
-            endpoint=endpoint,
+            endpoint=recipient.endpoint,
         )
-        head = f"{method} {url.raw_path_qs} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n"
+        request_line = f"{recipient.method} {url.raw_path_qs} HTTP/1.1\r\n"
+        head = f"{request_line}Host: {url.host_port_subcomponent}\r\n"
         return Destination(target, head)

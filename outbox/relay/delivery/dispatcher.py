@@ -136,9 +136,10 @@ class Dispatcher:
             queue = self._admission.scheduler.add_endpoint(
                 endpoint.tenant, endpoint.in_flight_max, endpoint.rate_per_s
             )
-            runtime = EndpointRuntime(endpoint, epoch, self._now(), meters, queue)
-            runtime.on_unsolicited = partial(self._record_unsolicited, endpoint_id)
-            self._owned[endpoint_id] = runtime
+            self._owned[endpoint_id] = EndpointRuntime(
+                endpoint, epoch, self._now(), meters, queue,
+                partial(self._record_unsolicited, endpoint_id),
+            )  # fmt: skip
         self._add_lanes(loaded, sent_through_batch)
         self._wake_for_checkpoints(endpoints.values())
 

@@ -13,7 +13,7 @@ from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.delivery.message import prepare
-from outbox.destinations.http.request import signed_request
+from outbox.destinations.http.request import recipient_of, signed_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -110,8 +110,8 @@ class LaneRuntime:
     def request(self, send: Send, started_at: float) -> Request:
         """Build an attempt's request, signed for its start time."""
         runtime, delivery = self.runtime, send.delivery
-        endpoint, keep_alive = runtime.endpoint, runtime.reuse.is_allowed(started_at)
-        keys = endpoint.secrets_at(started_at)
+        keep_alive = runtime.reuse.is_allowed(started_at)
+        keys = runtime.endpoint.secrets_at(started_at)
         known, prefetched, self.prefetched = self.prepared, self.prefetched, None
         if prefetched is not None and prefetched.matches(send):
             known = self.prepared = delivery.seq, send.lane_ends, prefetched.prepared
@@ -124,9 +124,8 @@ class LaneRuntime:
             known = delivery.seq, send.lane_ends, self._prepare(send)
             self.prepared = known if len(send.batch) <= 1 else None
         return signed_request(
-            endpoint, known[2], send.attempt, int(started_at), keys,
-            keep_alive=keep_alive, on_unsolicited=runtime.on_unsolicited,
-        )  # fmt: skip
+            runtime.recipient, known[2], send.attempt, int(started_at), keys, keep_alive=keep_alive
+        )
 
     def prefetch_next(self, now: float) -> None:
         """Build the following request while the current one is in flight."""
@@ -136,8 +135,8 @@ class LaneRuntime:
         runtime, prepared, at_s = self.runtime, self._prepare(send), int(now)
         keys = runtime.endpoint.secrets_at(now)
         request = signed_request(
-            runtime.endpoint, prepared, send.attempt, at_s, keys,
-            keep_alive=runtime.reuse.is_allowed(now), on_unsolicited=runtime.on_unsolicited,
+            runtime.recipient, prepared, send.attempt, at_s, keys,
+            keep_alive=runtime.reuse.is_allowed(now),
         )  # fmt: skip
         self.prefetched = PreparedRequest(send, prepared, at_s, keys, request)
 
@@ -155,7 +154,11 @@ class LaneRuntime:
 
 
 class EndpointRuntime:
-    """An endpoint: settings, circuit breaker, and the lanes of all generations."""
+    """An endpoint: settings, circuit breaker, and the lanes of all generations.
+
+    Args:
+        on_unsolicited: called when its receiver sent data that belongs to no request.
+    """
 
     __slots__ = (
         "breaker",
@@ -164,8 +167,8 @@ class EndpointRuntime:
         "generations",
         "lanes",
         "meters",
-        "on_unsolicited",
         "queue",
+        "recipient",
         "reported",
         "reuse",
         "stopped",
@@ -181,8 +184,10 @@ class EndpointRuntime:
         now: float,
         meters: EndpointMeters,
         queue: EndpointQueue,
+        on_unsolicited: Callable[[], object] | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self.recipient = recipient_of(endpoint, on_unsolicited)
         # Where its lanes wait for slots.
         self.queue = queue
         self.meters = meters
@@ -200,8 +205,6 @@ class EndpointRuntime:
         # Whether its connections are reused, and the stored part of that.
         self.reuse = endpoint.reuse.clamp_times(now)
         self.stored_unsolicited_at = endpoint.reuse.unsolicited_at
-        # Called when its receiver sent data that belongs to no request.
-        self.on_unsolicited: Callable[[], object] | None = None
         self.generations = LaneGenerations()
         self.lanes: dict[int, LaneRuntime] = {}
         self.stopped = False
@@ -236,6 +239,7 @@ class EndpointRuntime:
     def apply_settings(self, endpoint: Endpoint, now: float) -> None:
         """Apply changed settings, a pause or a resume."""
         was, self.endpoint = self.endpoint, endpoint
+        self.recipient = recipient_of(endpoint, self.recipient.on_unsolicited)
         self.reuse = replace(self.reuse, keep_alive=endpoint.reuse.keep_alive)
         for lane in self.lanes.values():
             lane.prepared = lane.prefetched = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from outbox.core.admission.endpoint_queue import Slot
 from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.receiver_checkpoint import prepare
-from outbox.destinations.http.request import signed_request
+from outbox.destinations.http.request import recipient_of, signed_request
 from outbox.relay.delivery.admission import AdmissionQueue
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.model.response import AttemptResult
-    from outbox.destinations.interface import Request, Transport
+    from outbox.destinations.interface import Recipient, Request, Transport
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime
     from outbox.store.endpoints import Endpoint
     from outbox.store.receiver_checkpoints import CheckpointStore
@@ -57,6 +57,7 @@ class _Subscriber:
     """An endpoint that receives checkpoints."""
 
     endpoint: Endpoint
+    recipient: Recipient
     slot: Slot
     every_s: float = inf
     due_at: float = inf
@@ -123,7 +124,7 @@ class CheckpointSender:
             subscriber = known.pop(endpoint.id, None)
             if subscriber is None:
                 queue = self._admission.scheduler.add_endpoint(endpoint.tenant, None, None)
-                subscriber = _Subscriber(endpoint, Slot(queue))
+                subscriber = _Subscriber(endpoint, _recipient(endpoint), Slot(queue))
             self._change(subscriber, endpoint, clock)
             self._subscribers[endpoint.id] = subscriber
             if _is_deliverable(each):
@@ -137,7 +138,8 @@ class CheckpointSender:
         return deliverable
 
     def _change(self, subscriber: _Subscriber, endpoint: Endpoint, clock: float) -> None:
-        subscriber.endpoint = endpoint
+        if subscriber.endpoint is not endpoint:
+            subscriber.endpoint, subscriber.recipient = endpoint, _recipient(endpoint)
         every_s, admission = endpoint.checkpoint_every_s or inf, self._admission
         if subscriber.every_s != every_s:
             # Spread over the interval, or all newly claimed endpoints are due at once.
@@ -207,8 +209,14 @@ class CheckpointSender:
         endpoint, marks = subscriber.endpoint, subscriber.marks or ()
         now = self._now()
         prepared = prepare(str(uuid4()), datetime.fromtimestamp(now, UTC), marks, endpoint.headers)
-        request = signed_request(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
-        return request._replace(total_timeout_s=min(endpoint.total_timeout_s, TIMEOUT_S))
+        keys = endpoint.secrets_at(now)
+        return signed_request(subscriber.recipient, prepared, 1, int(now), keys)
+
+
+def _recipient(endpoint: Endpoint) -> Recipient:
+    """The recipient of an endpoint's checkpoints."""
+    recipient = recipient_of(endpoint)
+    return replace(recipient, total_timeout_s=min(recipient.total_timeout_s, TIMEOUT_S))
 
 
 def _is_deliverable(owned: EndpointRuntime) -> bool:

@@ -15,7 +15,7 @@ from outbox.core.model.event import encode_headers
 from outbox.core.model.headers import parse_lines, valid_headers
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.router import TransportRouter
-from outbox.destinations.interface import Request
+from outbox.destinations.interface import Recipient, Request
 from outbox.errors import UsageError
 from tests.fuzz.data import Data, fields, is_text
 from tests.fuzz.target import Broken, Target, hold
@@ -70,7 +70,7 @@ def requests(raw: bytes) -> None:
     prepared = prepare(delivery, 6, endpoint_headers=valid_headers(mine))
     lines = prepared.attempt(2, 1_780_000_000, [bytes(32)])
     wires: list[Wire] = []
-    result = _send(Request(url, lines, prepared.body, method=method), wires)
+    result = _send(Request(Recipient(url, method), lines, prepared.body), wires)
     hold(is_good == (result is None), f"{url!r} is good: {is_good}, and ended as {result!r}")
     hold(is_good == bool(wires), f"{url!r} is good: {is_good}, and was asked: {bool(wires)}")
     if not is_good:

@@ -24,7 +24,7 @@ from outbox.core.model.response import (
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 from outbox.destinations.http.router import TransportRouter
-from outbox.destinations.interface import Request
+from outbox.destinations.interface import Recipient, Request
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
 from tests.fuzz.wire import MemoryLoop, Wire, segments
@@ -44,10 +44,9 @@ _LOOP = MemoryLoop()
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _POLICY = EgressPolicy(["127.0.0.0/8"])
 _REQUEST = Request(
-    url="http://127.0.0.1/hook",
+    Recipient("http://127.0.0.1/hook", total_timeout_s=TIMEOUT_S),
     lines="Content-Type: application/json\r\n",
     body=b"{}",
-    total_timeout_s=TIMEOUT_S,
 )
 
 

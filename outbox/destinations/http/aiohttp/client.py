@@ -69,9 +69,11 @@ class AiohttpClient:
         failure: Failure | None = None
         detail = ""
         try:
-            async with asyncio.timeout(request.total_timeout_s):
+            async with asyncio.timeout(request.recipient.total_timeout_s):
                 connection = await self._connector.open(
-                    destination.target, request.connect_timeout_s, keep_alive=request.keep_alive
+                    destination.target,
+                    request.recipient.connect_timeout_s,
+                    keep_alive=request.keep_alive,
                 )
                 message, payload = await _exchange(connection, destination, request)
                 await _read(payload, body)
@@ -106,7 +108,7 @@ async def _exchange(
     if transport is None:
         raise ConnectionResetError("the connection was closed before the request")
     data = encode_request(destination, request)
-    protocol.expect_response(request.method, request.on_unsolicited)
+    protocol.expect_response(request.recipient.method, request.recipient.on_unsolicited)
     # One write: two would be two packets.  The transport buffers the rest, and an early
     # response can be read meanwhile.
     transport.write(data)
@@ -156,7 +158,7 @@ def _explain(error: Exception, request: Request) -> tuple[Failure, str]:
         case NotConnected():
             return error.failure, error.detail
         case TimeoutError():
-            return Failure.TIMEOUT, timeout_detail(request.total_timeout_s)
+            return Failure.TIMEOUT, timeout_detail(request.recipient.total_timeout_s)
         case aiohttp.ClientOSError() if isinstance(error.__cause__, ssl.SSLError):
             # TLS 1.3 reports a rejected client certificate at the first read.
             return Failure.TLS, ssl_error_reason(error.__cause__)

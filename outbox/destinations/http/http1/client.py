@@ -48,7 +48,7 @@ class Http1Client:
     async def send(
         self, destination: Destination, request: Request, following: Following | None
     ) -> AttemptResult:
-        started_at, deadline = monotonic(), self._loop.time() + request.total_timeout_s
+        started_at, deadline = monotonic(), self._loop.time() + request.recipient.total_timeout_s
         connection: Connection | None = None
         try:
             if request.keep_alive:
@@ -102,10 +102,10 @@ class Http1Client:
                 connection = await self._opener.open(
                     target,
                     lambda: Connection(target, self._loop, self._cached_responses),
-                    request.connect_timeout_s,
+                    request.recipient.connect_timeout_s,
                 )
         except TimeoutError:
-            reason = timeout_detail(request.total_timeout_s)
+            reason = timeout_detail(request.recipient.total_timeout_s)
             raise NotConnected(Failure.TIMEOUT, reason) from None
         if self._closed:  # The client was closed meanwhile.
             connection.close()
