@@ -1,24 +1,37 @@
-"""Live events to a good receiver, with two hundred hostile receivers.
+"""Live events to a good receiver, with hostile receivers, hostile clients and a flood of NOTIFY.
 
 Every kind of `tests.support.hostile` is several endpoints: they drip, flood, hang, lie about
-lengths, and send compression bombs. All of them always have pending deliveries. Alternates with the
-same relay without them, each in a database of its own; the receivers' process also takes its share
-of the machine.
+lengths, and send compression bombs. All of them always have pending deliveries. At the same time
+the clients of `benchmarks.hostile_clients` occupy the relay's listeners, and a role without any
+right floods its channels. Alternates with the same relay without them, each in a database of its
+own. The hostile processes also take their share of the machine.
+
+The flood alone, with a backlog: deliveries per second, with and without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+import aiohttp
 import psutil
 
 from benchmarks.commits import MAKE_ACCOUNTS
-from benchmarks.figures import Row, Samples, Target, percentile
+from benchmarks.deliveries import BACKLOG, FRAME_BYTES, Load
+from benchmarks.figures import Rounds, Row, Target, percentile
+from benchmarks.given import GivenServer
+from benchmarks.hostile_clients import TOKEN
 from benchmarks.latency import NS_PER_MS, produce
 from benchmarks.stage import add_endpoint, child, search
+from outbox.errors import CannotRun
+from tests.support.api import make_token
+from tests.support.roles import dsn_of, role
+from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,11 +40,22 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.process import RelayProcess
 
-HOSTILE = 200
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """The number of hostile receivers and clients, and the time of measurement."""
+
+    receivers: int = 200
+    clients: int = 600
+    seconds: float = 30.0
+    settle_s: float = 20.0
+    """Longer than a time-out, so that the slowest requests have ended, too."""
+    backlog: Load = Load("64 lanes", 64, 24_000)  # noqa: RUF009 (immutable)
+
+
+FULL = Attack()
+QUICK = replace(FULL, seconds=1.5, settle_s=1.0, backlog=replace(FULL.backlog, requests=6_000))
 PER_S = 100
-SECONDS, QUICK_SECONDS = 30.0, 1.5
-SETTLE_S, QUICK_SETTLE_S = 20.0, 1.0
-"""Longer than a time-out, so that the slowest requests have ended, too."""
 PENDING_PER_S = 40
 """Deliveries per second to the hostile receivers, in rotation."""
 SAMPLE_S = 0.1
@@ -40,60 +64,85 @@ MB = 1e6
 PUBLISH = "INSERT INTO outbox (type, payload) VALUES ($1, '{}')"
 FLAT = Target("at most", 1.1)
 UNHARMED = Target("at most", 2.0)
+FLOODED = Target("at least", 0.9)
+TURNS = (True, False, False, True)
+"""Whether the backlog is delivered during a flood, by turn of a round."""
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
     """Run with and without them alternately, round by round."""
-    if quick:
-        return await run(stage, rounds, HOSTILE, QUICK_SECONDS, QUICK_SETTLE_S)
-    return await run(stage, rounds, HOSTILE, SECONDS, SETTLE_S)
+    return await run(stage, rounds, QUICK if quick else FULL)
 
 
-async def run(
-    stage: Stage, rounds: int, hostile: int, seconds: float, settle_s: float
-) -> list[Row]:
+async def run(stage: Stage, rounds: int, attack: Attack) -> list[Row]:
     """Run with other numbers."""
-    beside: list[dict[str, float]] = []
-    alone: list[dict[str, float]] = []
+    beside, alone, flooded, quiet = Rounds(), Rounds(), Rounds(), Rounds()
     for number in range(rounds):
-        sides = [(alone, 0), (beside, hostile)]
+        sides = [(alone, False), (beside, True)]
         if number % 2:
             sides.reverse()  # The order alternates.
-        for found, count in sides:
-            found.append(await _turn(stage, count, seconds, settle_s))
-            described = ", ".join(f"{name} {value:.2f}" for name, value in found[-1].items())
-            stage.say(f"hostile, round {number + 1} of {rounds}, beside {count}: {described}")
+        for found, is_attacked in sides:
+            turn = await _turn(stage, attack, is_attacked=is_attacked)
+            for name, value in turn.items():
+                found.add(name, value)
+            described = ", ".join(f"{name} {value:.2f}" for name, value in turn.items())
+            which = "attacked" if is_attacked else "alone"
+            stage.say(f"hostile, round {number + 1} of {rounds}, {which}: {described}")
+        took_s = {True: 0.0, False: 0.0}
+        for is_flooded in TURNS:
+            per_s = await _drain(stage, attack.backlog, is_flooded=is_flooded)
+            took_s[is_flooded] += 2 / len(TURNS) / per_s
+        flooded.add("backlog", 1 / took_s[True])
+        quiet.add("backlog", 1 / took_s[False])
+        stage.say(
+            f"hostile, round {number + 1} of {rounds}, backlog: "
+            f"{flooded.values['backlog'][-1]:,.0f}/s during a flood of NOTIFY, "
+            f"{quiet.values['backlog'][-1]:,.0f}/s without"
+        )
+    several = f"{attack.receivers} receivers, {attack.clients} clients, NOTIFY"
 
-    def samples(turns: list[dict[str, float]], name: str) -> Samples:
-        return Samples(tuple(each[name] for each in turns))
+    def attacked(name: str, what: str, unit: str, target: Target | None = None) -> Row:
+        ours, baseline = beside.samples_of(what), alone.samples_of(what)
+        return Row("hostile", name, unit, ours, "without them", baseline, target=target)
 
     return [
-        *(
-            Row(
-                "hostile",
-                f"{name} beside {hostile} hostile receivers",
-                "ms",
-                samples(beside, name),
-                "without them",
-                samples(alone, name),
-                target=UNHARMED,
-            )
-            for name in ("p50", "p99")
+        attacked(f"p50 beside {several}", "p50", "ms", UNHARMED),
+        attacked(f"p99 beside {several}", "p99", "ms", UNHARMED),
+        attacked("/healthz beside them, p50", "healthz p50", "ms"),
+        attacked("/healthz beside them, p99", "healthz p99", "ms"),
+        attacked("memory beside them, peak", "MB peak", "MB"),
+        Row(
+            "hostile",
+            "memory beside them, at the end",
+            "MB",
+            beside.samples_of("MB last"),
+            "at the beginning",
+            beside.samples_of("MB first"),
+            target=FLAT,
         ),
         Row(
             "hostile",
-            f"memory beside {hostile} of them, at the end",
-            "MB",
-            samples(beside, "MB last"),
-            "at the beginning",
-            samples(beside, "MB first"),
-            target=FLAT,
+            f"backlog, {attack.backlog.name}, during a flood of NOTIFY",
+            "/s",
+            flooded.samples_of("backlog"),
+            "without the flood",
+            quiet.samples_of("backlog"),
+            target=FLOODED,
         ),
     ]
 
 
-async def _turn(stage: Stage, hostile: int, seconds: float, settle_s: float) -> dict[str, float]:
-    async with stage.server.database() as database, child("hostility") as receivers:
+async def _turn(stage: Stage, attack: Attack, *, is_attacked: bool) -> dict[str, float]:
+    listeners = {
+        name: f"127.0.0.1:{free_port()}" for name in ("OUTBOX_HEALTH", "OUTBOX_ADMIN",
+                                                      "OUTBOX_RECEIVERS")
+    }  # fmt: skip
+    hostile = attack.receivers if is_attacked else 0
+    async with (
+        stage.server.database() as database,
+        child("hostility") as receivers,
+        AsyncExitStack() as stack,
+    ):
         urls = (await receivers.response())["urls"]
         async with search(database) as connection:
             await connection.execute(MAKE_ACCOUNTS)
@@ -103,9 +152,63 @@ async def _turn(stage: Stage, hostile: int, seconds: float, settle_s: float) -> 
             for n in range(hostile):
                 url = f"{urls[n % len(urls)]}?{n}"
                 await add_endpoint(connection, url, name=f"hostile-{n}", types=(f"hostile.n{n}",))
-        async with stage.relay(database) as relay, _hostile_load(database, hostile):
-            await asyncio.sleep(settle_s)
-            return await _load(stage, database, relay, receivers, seconds)
+        relay = await stack.enter_async_context(stage.relay(database, owns=True, **listeners))
+        clients: Child | None = None
+        if is_attacked:
+            await stack.enter_async_context(_hostile_load(database, hostile))
+            clients = await _clients(stack, database, attack.clients, listeners)
+            await stack.enter_async_context(_flood(stage, database))
+        await asyncio.sleep(attack.settle_s)
+        if clients is not None:
+            await _counts(clients)  # From here on.
+        health = f"http://{listeners['OUTBOX_HEALTH']}/healthz"
+        found = await _load(stage, database, relay, health, attack.seconds)
+        receivers.send_command(how="many")
+        counted = await receivers.response()
+        found |= {"connections": counted["connections"], "open": counted["open"]}
+        if clients is not None:
+            stage.say(f"hostile clients, connections and responses: {await _counts(clients)}")
+        return found
+
+
+async def _clients(
+    stack: AsyncExitStack, database: Database, count: int, listeners: dict[str, str]
+) -> Child:
+    """Start the hostile clients with the token of a tenant."""
+    token = await make_token(database, "hostile", ("publish", "operate"), tenant="acme")
+    words = {
+        "count": count,
+        "health": listeners["OUTBOX_HEALTH"],
+        "api": listeners["OUTBOX_ADMIN"],
+        "receivers": listeners["OUTBOX_RECEIVERS"],
+    }
+    clients = await stack.enter_async_context(
+        child(
+            "hostile_clients",
+            *(word for name, value in words.items() for word in (f"--{name}", value)),
+            env={TOKEN: token},
+        )
+    )
+    await clients.response()
+    return clients
+
+
+async def _counts(clients: Child) -> dict[str, int]:
+    clients.send_command(how="many")
+    counts: dict[str, int] = await clients.response()
+    return counts
+
+
+@asynccontextmanager
+async def _flood(stage: Stage, database: Database) -> AsyncIterator[None]:
+    """Flood the relay's channels during the block, if possible as a role without any right."""
+    async with AsyncExitStack() as stack:
+        dsn = database.dsn
+        if not isinstance(stage.server, GivenServer):
+            dsn = dsn_of(database, await stack.enter_async_context(role(database)))
+        flood = await stack.enter_async_context(child("notifying", dsn))
+        await flood.response()
+        yield
 
 
 @asynccontextmanager
@@ -127,30 +230,43 @@ async def _hostile_load(database: Database, hostile: int) -> AsyncIterator[None]
 
 
 async def _load(
-    stage: Stage, database: Database, relay: RelayProcess, receivers: Child, seconds: float
+    stage: Stage, database: Database, relay: RelayProcess, health: str, seconds: float
 ) -> dict[str, float]:
-    """Return the latencies from COMMIT to the good receiver, and the relay's resident size."""
+    """Return the latencies from COMMIT to the good receiver, and of `/healthz`, and the memory."""
     assert relay.process is not None
     process = psutil.Process(relay.process.pid)
     sizes: list[int] = []
+    health_ms: list[float] = []
 
     async def sample() -> None:
         while True:
             sizes.append(process.memory_info().rss)
             await asyncio.sleep(SAMPLE_S)
 
+    async def check_health() -> None:
+        while True:
+            began_at = time.perf_counter()
+            # A connection of its own, as Kubernetes opens.
+            async with aiohttp.ClientSession() as session, session.get(health) as response:
+                if response.status != 200:
+                    raise CannotRun(f"{health}: {response.status}")
+            health_ms.append((time.perf_counter() - began_at) * 1000)
+            await asyncio.sleep(SAMPLE_S)
+
     events = int(PER_S * seconds)
     stage.expect(events, keep=True)
-    sampling = asyncio.create_task(sample())
+    sampling = [asyncio.create_task(each()) for each in (sample, check_health)]
     try:
         made, reported = await asyncio.gather(
             produce(database, "event-alone", PER_S, events), stage.receiver.response()
         )
     finally:
-        sampling.cancel()
-        await asyncio.wait([sampling])
-    receivers.send_command(how="many")
-    counted = await receivers.response()
+        for each in sampling:
+            each.cancel()
+        ended = await asyncio.gather(*sampling, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise CannotRun(f"{health} failed: {error!r}")
     arrived = reported["arrived"]
     # A duplicate counts as a request, and then the last deliveries have not been awaited.
     latency_ms = [
@@ -162,8 +278,23 @@ async def _load(
     return {
         "p50": percentile(latency_ms, 0.5),
         "p99": percentile(latency_ms, 0.99),
+        "healthz p50": percentile(health_ms, 0.5),
+        "healthz p99": percentile(health_ms, 0.99),
         "MB first": max(sizes[:third]) / MB,
+        "MB middle": max(sizes[third:-third] or sizes) / MB,
         "MB last": max(sizes[-third:]) / MB,
-        "connections": counted["connections"],
-        "open": counted["open"],
+        "MB peak": max(sizes) / MB,
     }
+
+
+async def _drain(stage: Stage, load: Load, *, is_flooded: bool) -> float:
+    """Return deliveries per second of a backlog."""
+    async with stage.server.database() as database, AsyncExitStack() as stack:
+        async with search(database) as connection:
+            await add_endpoint(connection, stage.urls[load.scheme], lanes=load.lanes)
+            await connection.execute(BACKLOG, load.requests, load.payload_bytes - FRAME_BYTES)
+        if is_flooded:
+            await stack.enter_async_context(_flood(stage, database))
+        stage.expect(load.requests)
+        async with stage.relay(database):
+            return float((await stage.receiver.response())["per_s"])

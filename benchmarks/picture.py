@@ -63,7 +63,7 @@ AXES = {
     "pages": "times what the same view takes where there is hardly anything",
     "receiving": "of what the bare framework does; more is better",
     "horizon": "times the same without a pinned horizon; less is better",
-    "hostile": "times the same without hostile receivers; less is better",
+    "hostile": "times the same without the attack; less is better, of deliveries more",
     "scale": "times the same where there is little, or MB more; less is better",
     "fair": "times the quiet endpoint's own; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",

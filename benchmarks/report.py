@@ -126,11 +126,14 @@ TITLES = {
         "without such a transaction.",
     ),
     "hostile": (
-        "Hostile receivers",
+        "Hostile receivers and clients",
         "Milliseconds from sending COMMIT to a good receiver, 8 lanes, 100 events a second, while "
         "the same relay delivers to two hundred endpoints that drip, flood, hang, reset, and send "
-        "compression bombs and forgeries; alternating with a relay without them. And the relay's "
-        "resident size.",
+        "compression bombs and forgeries; six hundred clients send half-requests, dripping bodies "
+        "and costly bodies to its listeners; and a role without rights sends 20,000 notifications "
+        "a second on its channels. Alternating with a relay without them. The response time of "
+        "`/healthz` on a new connection, the relay's resident size, and deliveries per second of a "
+        "backlog with the notifications alone.",
     ),
     "fair": (
         "Fairness",

@@ -97,7 +97,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
             *await commands.run(stage, 1, Past(200, 20, 10)),
             *await horizon.run(stage, 0.4, 1, 0.4),
             *await receiving.measure(stage, 1, quick=True),
-            *await hostile.run(stage, 1, 50, 0.4, 0.4),
+            *await hostile.run(stage, 1, hostile.Attack(50, 80, 0.4, 0.4, Load("2 lanes", 2, 50))),
             *await scale.run(stage, rounds, SMALL),
             *await fair.run(stage, rounds, 0.3, 100, fair.OTHERS[1:2]),
         ]
@@ -115,7 +115,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     report = orjson.loads(ended.stdout)
     rows = {(each["section"], each["baseline"]): each for each in report["rows"]}
     # Most of them have several.
-    assert len(rows) == 1 + 6 + 2 + 1 + 3 + 3 + 1 + 1 + 4 + 4 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 2
+    assert len(rows) == 1 + 6 + 2 + 1 + 3 + 3 + 1 + 1 + 4 + 4 + 2 + 1 + 1 + 1 + 1 + 3 + 7 + 2
     assert all(value > 0 for each in report["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in report["rows"])
     written = (tmp_path / "results.md").read_text()
