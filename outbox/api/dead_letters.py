@@ -12,6 +12,7 @@ from outbox.api.request_parsing import NoQuery, Paging, TimeOrAge, absolute_time
 from outbox.api.route import (
     ID_MAX,
     Call,
+    Comment,
     Page,
     PageOf,
     RequestModel,
@@ -76,7 +77,7 @@ class ReplayBody(DeadLetterSelectionBody):
 class DiscardBody(DeadLetterSelectionBody):
     """Dead letters to discard."""
 
-    comment: str | None = None
+    comment: Comment | None = None
     """Recorded in the journal."""
 
 

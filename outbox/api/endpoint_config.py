@@ -73,10 +73,11 @@ class ApplyReport(ResponseModel):
 
 
 async def _export(call: Call[Paging, None]) -> Page:
-    limit = call.query.limit
-    rows = await endpoints.list_settings(
-        call.db, call.schema, limit=limit + 1, after=call.query.after
+    after = call.query.after
+    limit = await endpoints.read_endpoints_limit(
+        call.db, call.schema, limit=call.query.limit, after=after, settings=True
     )
+    rows = await endpoints.list_settings(call.db, call.schema, limit=limit + 1, after=after)
     items = [{"id": id_, **endpoint_config.to_file_values(each)} for id_, each in rows[:limit]]
     more = len(rows) > limit
     return Page(items, rows[limit - 1][1].name if more else None)

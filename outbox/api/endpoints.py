@@ -15,6 +15,7 @@ from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import NoQuery, Paging, Seconds
 from outbox.api.route import (
     Call,
+    Comment,
     DeferredReply,
     Headers,
     Page,
@@ -140,7 +141,7 @@ class CertificateBody(RequestModel):
 class ChangeBody(RequestModel):
     """Comment on a change, recorded with it and in the journal."""
 
-    comment: str | None = None
+    comment: Comment | None = None
 
 
 class RotationBody(RequestModel):
@@ -214,9 +215,12 @@ class TestResponse(ResponseModel):
 
 
 async def _list(call: Call[Paging, None]) -> Page:
-    limit = call.query.limit
+    tenant, after = call.tenant, call.query.after
+    limit = await endpoints.read_endpoints_limit(
+        call.db, call.schema, tenant=tenant, limit=call.query.limit, after=after
+    )
     rows = await endpoints.list_endpoints(
-        call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
+        call.db, call.schema, tenant=tenant, limit=limit + 1, after=after
     )
     redactor = await redactor_for(call)
     return page_of_rows(

@@ -12,7 +12,6 @@ from outbox.api.route import (
     Route,
     TenantAccess,
     id_cursor,
-    page_of_rows,
 )
 from outbox.operations import journal
 from outbox.operations.dead_letter_filter import find_endpoint_ids
@@ -26,18 +25,17 @@ class JournalQuery(Paging):
 
 async def _list(call: Call[JournalQuery, None]) -> Page:
     query = call.query
-    rows = await journal.list_journal(
+    found = await journal.list_journal(
         call.db,
         call.schema,
         endpoint_ids=await find_endpoint_ids(call.db, query.endpoint, call.tenant),
         ownership_changes=call.tenant is None,
-        limit=query.limit + 1,
+        limit=query.limit,
         before=id_cursor(query.after, ID_MAX),
     )
     redactor = await redactor_for(call)
-    return page_of_rows(
-        [redactor.redact_journal_row(row) for row in rows], query.limit, lambda row: row.id
-    )
+    items = [redactor.redact_journal_row(row) for row in found.entries]
+    return Page(items, str(items[-1].id) if found.more else None)
 
 
 ROUTES = (

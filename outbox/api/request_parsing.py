@@ -75,7 +75,7 @@ class Paging(RequestModel):
     """Query of all paginated listings."""
 
     limit: int = Field(default=LIMIT, ge=1, le=LIMIT_MAX)
-    """Maximum number of items."""
+    """Maximum number of items.  A page may have fewer and a `next`: it ends after 1 MiB."""
     after: str | None = None
     """Cursor: `next` of the previous page."""
 

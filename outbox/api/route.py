@@ -85,6 +85,9 @@ Headers = Annotated[
     dict[str, V], Field(max_length=WIRE_COUNT_MAX), BeforeValidator(_check_header_count)
 ]
 """Headers in a request."""
+COMMENT_CHARS_MAX = 1000
+Comment = Annotated[str, Field(max_length=COMMENT_CHARS_MAX)]
+"""Bounded, because listings show it of many objects."""
 TypePatterns = Annotated[tuple[str, ...], at_most(TYPES_MAX)]
 
 

@@ -10,6 +10,11 @@ import orjson
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.core.model.ids import lane_name
+from outbox.operations.page_bytes import (
+    count_rows_within,
+    read_page_limit,
+    shorten_responses,
+)
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.endpoints import endpoint_not_found
@@ -57,13 +62,11 @@ BLOCKED = """EXISTS (
            SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
 
 
-def _select_endpoints(headers: str) -> str:
-    """Select all endpoints, with this expression as their headers."""
+def _select_endpoints(columns: str) -> str:
+    """Select all endpoints, with these columns besides those of a listing."""
     return f"""
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.created_at,
-       {_PLAIN_SETTINGS}, {headers} AS headers,
-       e.identity_about, h.state AS health, h.since, h.held_until, h.last_response,
-       h.unsolicited_at,
+       h.state AS health, {columns},
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
        (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0) FROM ({LANE_STATE}) s
          WHERE s.endpoint_id = e.id)::bigint AS pending,
@@ -73,9 +76,15 @@ SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.c
 """  # noqa: S608 (constants only)
 
 
-# For listings, and for roles without the right to read headers, which may hold credentials.
-LIST_ENDPOINTS = _select_endpoints("'{}'")
-_ALL_ENDPOINTS = _select_endpoints(_HEADERS)
+def _select_details(headers: str) -> str:
+    """Select all endpoints with everything, and with this expression as their headers."""
+    return _select_endpoints(f"""
+       {_PLAIN_SETTINGS}, {headers} AS headers,
+       e.identity_about, h.since, h.held_until, h.last_response, h.unsolicited_at""")
+
+
+_LIST_ENDPOINTS = _select_endpoints("e.name, e.url, e.types, e.tenant, e.all_tenants, e.lanes")
+_LIST_DETAILS = _select_details(_HEADERS)
 
 # COLLATE "C": the order of bytes is the same in every locale.
 _PAGE = """
@@ -83,17 +92,37 @@ _PAGE = """
    AND ($3::text IS NULL OR e.tenant = $3)
  ORDER BY e.name COLLATE "C" LIMIT $2
 """
-LIST_PAGE = LIST_ENDPOINTS + _PAGE
-LIST_SETTINGS = _ALL_ENDPOINTS + _PAGE
+LIST_PAGE = _LIST_ENDPOINTS + _PAGE
+LIST_SETTINGS = f"SELECT e.id, {SETTINGS} FROM endpoint e {_PAGE}"  # noqa: S608
+
+# The approximate size of a row in memory, of the columns that may be large.
+_ROW_BYTES = """
+500 + octet_length(e.url) + coalesce(octet_length(e.state_comment), 0)
+    + octet_length(e.types::text) + 50 * cardinality(e.types)"""
+_SETTINGS_BYTES = f"""{_ROW_BYTES}
+    + coalesce(octet_length(e.ca), 0) + coalesce(octet_length(e.filter), 0)
+    + octet_length(e.headers::text) + octet_length(e.allow_networks::text)
+    + coalesce(octet_length(e.retryable::text), 0)"""
+
+
+def _count_within(row_bytes: str) -> str:
+    rows = f"SELECT e.name, {row_bytes} AS bytes FROM endpoint e {_PAGE}"  # noqa: S608
+    return count_rows_within(rows, 'p.name COLLATE "C"')
+
+
+COUNT_ROWS, COUNT_SETTINGS = map(_count_within, (_ROW_BYTES, _SETTINGS_BYTES))
 
 _NAMED = " WHERE e.name = $1 AND e.state <> 'removed'"
-GET_ENDPOINT = _ALL_ENDPOINTS + _NAMED
-GET_WITHOUT_HEADERS = LIST_ENDPOINTS + _NAMED
+GET_ENDPOINT = _LIST_DETAILS + _NAMED
+# For roles without the right to read headers, which may hold credentials.
+GET_WITHOUT_HEADERS = _select_details("'{}'") + _NAMED
 MAY_SEE_HEADERS = "SELECT has_column_privilege('endpoint', 'headers', 'SELECT')"
 HEADER_NAMES = "SELECT header_names($1)"
 
 GET_LANES = f"""
-SELECT s.*, b.seq AS blocked_seq, b.at AS blocked_at
+SELECT s.endpoint_id, s.generation, s.slot, s.last_seq, s.acked_seq, s.retry_seq, s.attempts,
+       s.spent, s.next_attempt_at, b.seq AS blocked_seq, b.at AS blocked_at,
+       {shorten_responses("s.last_response", "s.generation, s.slot")} AS last_response
   FROM ({LANE_STATE} WHERE l.endpoint_id = $1) s LEFT JOIN lane_block b ON b.lane_id = s.lane_id
  ORDER BY s.generation, s.slot
 """  # noqa: S608
@@ -248,6 +277,25 @@ async def list_endpoints(
     with map_errors(schema):
         rows = await connection.fetch(LIST_PAGE, after, limit, tenant)
     return [_endpoint(row) for row in rows]
+
+
+async def read_endpoints_limit(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    tenant: str | None = None,
+    limit: int,
+    after: str | None = None,
+    settings: bool = False,
+) -> int:
+    """Read how many endpoints the next page of `list_endpoints` may have, at most `limit`.
+
+    Args:
+        settings: of `list_settings` instead.
+    """
+    statement = COUNT_SETTINGS if settings else COUNT_ROWS
+    with map_errors(schema, "operator" if settings else None):
+        return await read_page_limit(connection, statement, limit, after, limit, tenant)
 
 
 async def list_settings(

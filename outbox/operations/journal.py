@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.operations.find_event import PLAN_BY_ID
+from outbox.operations.page_bytes import count_rows_within, read_page_limit
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
@@ -19,20 +20,20 @@ if TYPE_CHECKING:
 
 ID_MAX = 2**63 - 1
 
-_COLUMNS = """
-SELECT j.id, j.at, j.kind, j.actor, j.session_role, j.endpoint_id, j.data::text AS data,
-       e.name AS endpoint
-"""
+_COLUMNS = """j.id, j.at, j.kind, j.actor, j.session_role, j.endpoint_id, j.data::text AS data,
+       e.name AS endpoint"""
+# The approximate size of an entry in memory, with its parsed data.
+_BYTES = "500 + 4 * octet_length(j.data::text) AS bytes, j.id"
 
-LIST_ALL = f"""
-{_COLUMNS} FROM journal j LEFT JOIN endpoint e ON e.id = j.endpoint_id
+_ALL = """
+SELECT {columns} FROM journal j LEFT JOIN endpoint e ON e.id = j.endpoint_id
  WHERE j.id < $1 ORDER BY j.id DESC LIMIT $2
 """
 
 # The newest entries of each endpoint by index, merged: one combined query would scan the
 # entries of all other endpoints.
-LIST_OF_ENDPOINTS = f"""
-{_COLUMNS} FROM unnest($3::uuid[]) AS wanted(id)
+_OF_ENDPOINTS = """
+SELECT {columns} FROM unnest($3::uuid[]) AS wanted(id)
   JOIN endpoint e ON e.id = wanted.id
  CROSS JOIN LATERAL (
        SELECT * FROM journal
@@ -40,7 +41,12 @@ LIST_OF_ENDPOINTS = f"""
           AND ($4 OR kind NOT IN ('endpoint_claimed', 'endpoint_released'))
         ORDER BY id DESC LIMIT $2) j
  ORDER BY j.id DESC LIMIT $2
-"""  # noqa: S608 (constants only)
+"""
+
+LIST_ALL, LIST_OF_ENDPOINTS = (each.format(columns=_COLUMNS) for each in (_ALL, _OF_ENDPOINTS))
+COUNT_ALL, COUNT_OF_ENDPOINTS = (
+    count_rows_within(each.format(columns=_BYTES), "p.id DESC") for each in (_ALL, _OF_ENDPOINTS)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,15 @@ class JournalRow:
     data: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class JournalPage:
+    """A page of journal entries."""
+
+    entries: list[JournalRow]
+    more: bool
+    """There are older entries."""
+
+
 async def list_journal(
     connection: Connection[Any],
     schema: str,
@@ -68,8 +83,10 @@ async def list_journal(
     ownership_changes: bool = True,
     limit: int = 100,
     before: int = ID_MAX,
-) -> list[JournalRow]:
+) -> JournalPage:
     """List journal entries, newest first, at most `limit` with ids below `before`.
+
+    There are fewer if they are large, as in `outbox.operations.page_bytes`.
 
     Args:
         endpoint_ids: only entries of these endpoints; None: all.
@@ -78,16 +95,18 @@ async def list_journal(
     with map_errors(schema):
         async with connection.transaction(isolation="read_committed", readonly=True):
             await connection.execute(PLAN_BY_ID)
-            if endpoint_ids is None:
-                rows = await connection.fetch(LIST_ALL, before, limit)
-            else:
-                rows = await connection.fetch(
-                    LIST_OF_ENDPOINTS, before, limit, endpoint_ids, ownership_changes
-                )
-    return [
+            count, select = COUNT_ALL, LIST_ALL
+            only: tuple[object, ...] = ()
+            if endpoint_ids is not None:
+                count, select = COUNT_OF_ENDPOINTS, LIST_OF_ENDPOINTS
+                only = (endpoint_ids, ownership_changes)
+            limit = await read_page_limit(connection, count, limit, before, limit, *only)
+            rows = await connection.fetch(select, before, limit + 1, *only)
+    entries = [
         JournalRow(
             **{name: row[name] for name in JournalRow.__slots__ if name != "data"},
             data=orjson.loads(row["data"]),
         )
-        for row in rows
+        for row in rows[:limit]
     ]
+    return JournalPage(entries, len(rows) > limit)

@@ -11,6 +11,7 @@ from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations.endpoints import LANE_STATE, SUBSCRIBED
+from outbox.operations.page_bytes import shorten_responses
 from outbox.store.connection.connect import map_errors
 from outbox.store.stalls import Blocker, read_cursor_blocker
 
@@ -81,7 +82,8 @@ SELECT e.*, (SELECT sum(pending) FROM totals)::bigint AS pending_total, r.name A
        coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
        f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at,
-       f.last_response::text AS last_response,
+       {shorten_responses("f.last_response", 'e.pending DESC, e.name COLLATE "C"')}
+           AS last_response,
        CASE WHEN e.pending > 0 THEN (
            SELECT extract(epoch FROM clock_timestamp() - min(oldest.created_at))::float8
              FROM near l CROSS JOIN LATERAL (

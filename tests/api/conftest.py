@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.api import make_token, serving
+from tests.support.costs import measuring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from tests.support.api import Api
+    from tests.support.costs import Costs
     from tests.support.postgres import Database
 
 
@@ -26,3 +28,10 @@ async def client(database: Database) -> AsyncIterator[Api]:
 async def api(database: Database, client: Api) -> Api:
     """A client whose token has all scopes."""
     return client.with_token(await make_token(database))
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    """The costs of the requests of a test."""
+    with measuring(monkeypatch) as measured:
+        yield measured

@@ -10,16 +10,10 @@ switches threads every 5 ms.  The client has its own thread, and its CPU time do
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
-import http.client
 import re
-import time
-from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import orjson
 import pytest
@@ -31,74 +25,32 @@ from outbox.api.openapi import document
 from outbox.api.problem import Problem
 from outbox.api.request_body import CONTAINERS_MAX
 from outbox.api.request_parsing import validate
-from outbox.api.route import BODY_BYTES_MAX, SMALL_BYTES_MAX, RequestModel
+from outbox.api.route import BODY_BYTES_MAX, SMALL_BYTES_MAX
 from outbox.api.routes import ROUTES
-from outbox.cli.relay_process import YOUNG_OBJECTS_MAX
 from tests.support.api import make_token, serving
+from tests.support.costs import (
+    MEMORY_BYTES_MAX,
+    PAUSE_S_MAX,
+    connected_client,
+    memory_bytes,
+    only_on_linux,
+    reset_peak,
+)
 from tests.support.relay import fetchval
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.support.costs import Costs
     from tests.support.postgres import Database
 
-PAUSE_S_MAX = 0.050
-MEMORY_BYTES_MAX = 64 * 1024 * 1024
 DEPTH = 1000
 """One level more than a parser of ours accepts, with the body around it."""
-STATUS = Path("/proc/self/status")
 PUBLISH_ARRAYS = """
 SELECT count(publish(type => 'a.b', key => 'k', payload =>
              (SELECT jsonb_agg('[]'::jsonb) FROM generate_series(1, $1::int))))
   FROM generate_series(1, $2::int)
 """
-only_on_linux = pytest.mark.skipif(not STATUS.exists(), reason="peak memory is read from /proc")
-
-
-class Costs:
-    """The longest pause of each request."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        self.pauses: dict[str, float] = {}
-
-    def record(self, cpu_s: float) -> None:
-        self.longest_s = max(self.longest_s, cpu_s)
-
-    def worst(self, count: int = 5) -> list[tuple[str, float]]:
-        return sorted(self.pauses.items(), key=lambda each: -each[1])[:count]
-
-
-@pytest.fixture
-def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
-    """Measure callbacks of the loop, and parses of bodies in any thread."""
-    measured = Costs()
-    run, parse = asyncio.Handle._run, request_body.parse
-
-    def timed_run(self: asyncio.Handle) -> None:
-        began = time.thread_time()
-        try:
-            run(self)
-        finally:
-            measured.record(time.thread_time() - began)
-
-    def timed_parse(raw: bytes, model: type[RequestModel]) -> RequestModel:
-        began = time.thread_time()
-        try:
-            return parse(raw, model)
-        finally:
-            measured.record(time.thread_time() - began)
-
-    monkeypatch.setattr(asyncio.Handle, "_run", timed_run)
-    monkeypatch.setattr(request_body, "parse", timed_parse)
-    # As in the relay process: the garbage collector skips what was there before.
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS_MAX, *thresholds[1:])
-    yield measured
-    gc.unfreeze()
-    gc.set_threshold(*thresholds)
 
 
 # ------------------------------------------------------------------ the bodies
@@ -210,42 +162,18 @@ def _operations() -> Iterator[tuple[str, str, str, list[str] | None]]:
 # --------------------------------------------------------------------- the walk
 
 
-@contextmanager
-def _client(url: str) -> Iterator[http.client.HTTPConnection]:
-    at = urlsplit(url)
-    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=120)
-    try:
-        yield connection
-    finally:
-        connection.close()
-
-
-def _memory(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def _reset_peak() -> int:
-    """Reset the process's peak memory; returns what it has, without what is free."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
-
-
 @only_on_linux
 def test_the_peak_of_memory_is_measured() -> None:
     for _ in range(3):
-        before = _reset_peak()
+        before = reset_peak()
         values = orjson.loads(_fill(b"[", b"[]", b"]", 4 * 1024 * 1024))
         del values
-        assert _memory("VmHWM") - before > MEMORY_BYTES_MAX
+        assert memory_bytes("VmHWM") - before > MEMORY_BYTES_MAX
 
 
 @pytest.mark.one_major
 @only_on_linux
-async def test_no_body_pauses_the_relay_or_fills_its_memory(
+async def test_no_body_pauses_the_relay_or_fills_itsmemory_bytes(
     database: Database, costs: Costs
 ) -> None:
     token = await make_token(database)
@@ -275,14 +203,14 @@ def _walk(url: str, token: str, costs: Costs) -> tuple[dict[str, int], set[int]]
             # CPU time is longer, too, while others use the caches and the other half of the core:
             # of a request that was refused, and so can be repeated, the least counts.
             while not pauses or (status >= 400 and min(pauses) > PAUSE_S_MAX and len(pauses) < 3):
-                before = _reset_peak()
+                before = reset_peak()
                 costs.longest_s = 0.0
-                with _client(url) as client:
+                with connected_client(url) as client:
                     client.request(method, path, body, headers)
                     response = client.getresponse()
                     text, status = response.read(), response.status
                 pauses.append(costs.longest_s)
-                peaks[name] = max(peaks.get(name, 0), _memory("VmHWM") - before)
+                peaks[name] = max(peaks.get(name, 0), memory_bytes("VmHWM") - before)
                 assert status < 500, (name, status, text)
             costs.pauses[name] = min(pauses)
             statuses.add(status)
@@ -291,7 +219,7 @@ def _walk(url: str, token: str, costs: Costs) -> tuple[dict[str, int], set[int]]
 
 @pytest.mark.one_major
 @only_on_linux
-async def test_no_trace_pauses_the_relay_or_fills_its_memory(
+async def test_no_trace_pauses_the_relay_or_fills_itsmemory_bytes(
     database: Database, costs: Costs
 ) -> None:
     """A response may be large as well: a token of a tenant publishes and reads payloads."""
@@ -302,7 +230,7 @@ async def test_no_trace_pauses_the_relay_or_fills_its_memory(
     outbox_ids: list[int] = []
 
     def read(before: str) -> bool:
-        with _client(api.url) as client:
+        with connected_client(api.url) as client:
             client.request("GET", path + before, headers=headers)
             response = client.getresponse()
             body = response.read()
@@ -312,11 +240,11 @@ async def test_no_trace_pauses_the_relay_or_fills_its_memory(
         return bool(traced["more"])
 
     async with serving(database) as api:
-        held = _reset_peak()
+        held = reset_peak()
         costs.longest_s = 0.0
         more = await asyncio.to_thread(read, "")
         assert costs.longest_s < PAUSE_S_MAX
-        assert _memory("VmHWM") - held < MEMORY_BYTES_MAX
+        assert memory_bytes("VmHWM") - held < MEMORY_BYTES_MAX
         while more:
             more = await asyncio.to_thread(read, f"&before={outbox_ids[-1]}")
     assert len(outbox_ids) == TRACED_EVENTS_MAX
@@ -333,7 +261,7 @@ async def test_refused_bodies_are_freed_without_the_garbage_collector(database: 
     async with serving(database) as api:
 
         def send(start: bytes) -> None:
-            with _client(api.url) as client:
+            with connected_client(api.url) as client:
                 client.request("POST", "/v1/events", start + payload + b"}", headers)
                 response = client.getresponse()
                 response.read()
@@ -341,14 +269,14 @@ async def test_refused_bodies_are_freed_without_the_garbage_collector(database: 
 
         for start in (b'{"type":1,"payload":', b'{"zz":1,"payload":', b'{"type":"a b","payload":'):
             await asyncio.to_thread(send, start)
-            before = _reset_peak()
+            before = reset_peak()
             gc.disable()
             try:
                 for _ in range(15):
                     await asyncio.to_thread(send, start)
             finally:
                 gc.enable()
-            assert _memory("VmHWM") - before < MEMORY_BYTES_MAX, start
+            assert memory_bytes("VmHWM") - before < MEMORY_BYTES_MAX, start
 
 
 # ------------------------------------------------------------------ the models

@@ -1,0 +1,99 @@
+"""What a request costs the process of the API: CPU time of its loop, and peak memory."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import http.client
+import re
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+from outbox.api import request_body
+from outbox.cli.relay_process import YOUNG_OBJECTS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outbox.api.route import RequestModel
+
+PAUSE_S_MAX = 0.050
+MEMORY_BYTES_MAX = 64 * 1024 * 1024
+STATUS = Path("/proc/self/status")
+only_on_linux = pytest.mark.skipif(not STATUS.exists(), reason="peak memory is read from /proc")
+
+
+class Costs:
+    """The longest pause of each request."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self.pauses: dict[str, float] = {}
+
+    def record(self, cpu_s: float) -> None:
+        self.longest_s = max(self.longest_s, cpu_s)
+
+    def worst(self, count: int = 5) -> list[tuple[str, float]]:
+        return sorted(self.pauses.items(), key=lambda each: -each[1])[:count]
+
+
+@contextmanager
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    """Measure callbacks of the loop, and parses of bodies in any thread."""
+    measured = Costs()
+    run, parse = asyncio.Handle._run, request_body.parse
+
+    def timed_run(self: asyncio.Handle) -> None:
+        began = time.thread_time()
+        try:
+            run(self)
+        finally:
+            measured.record(time.thread_time() - began)
+
+    def timed_parse(raw: bytes, model: type[RequestModel]) -> RequestModel:
+        began = time.thread_time()
+        try:
+            return parse(raw, model)
+        finally:
+            measured.record(time.thread_time() - began)
+
+    monkeypatch.setattr(asyncio.Handle, "_run", timed_run)
+    monkeypatch.setattr(request_body, "parse", timed_parse)
+    # As in the relay process: the garbage collector skips what was there before.
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS_MAX, *thresholds[1:])
+    yield measured
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def connected_client(url: str) -> Iterator[http.client.HTTPConnection]:
+    at = urlsplit(url)
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=120)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def memory_bytes(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", STATUS.read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def reset_peak() -> int:
+    """Reset the process's peak memory; returns what it has, without what is free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_bytes("VmRSS")
