@@ -33,6 +33,7 @@ from outbox.api.route import (
     id_cursor,
 )
 from outbox.api.schemas import merged_response_model
+from outbox.core.model.event import deliver_at
 from outbox.destinations.http.endpoint_validation import run_in_thread
 from outbox.errors import InvalidEvent, NotFound, UsageError
 from outbox.operations import (
@@ -180,7 +181,8 @@ def _encode(
 
 
 def _digest(event: Event) -> bytes:
-    """Digest of the values of an event: the order of fields and white space do not matter.
+    """Digest of the values of an event: the order of fields, white space and the zone of a time
+    do not matter.
 
     It is compared for as long as the idempotency key is kept, so a later version must compute the
     same for the same body: an absent field is no part of it, nor is one that is not known yet.
@@ -188,6 +190,7 @@ def _digest(event: Event) -> bytes:
     # The payload by itself, because orjson limits the depth.
     payload = sha256(orjson.dumps(event.payload, option=orjson.OPT_SORT_KEYS)).hexdigest()
     values = {each.name: getattr(event, each.name) for each in fields(event)}
+    values["deliver_at"] = deliver_at(event.deliver_at)  # In UTC: the same time, the same digest.
     given = {name: value for name, value in values.items() if value is not None}
     return sha256(orjson.dumps(given | {"payload": payload}, option=orjson.OPT_SORT_KEYS)).digest()
 

@@ -19,7 +19,9 @@ from tests.support.plans import explain
 from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
 
 if TYPE_CHECKING:
-    from tests.support.api import Api
+    from collections.abc import Awaitable
+
+    from tests.support.api import Api, AttemptResult
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -129,6 +131,18 @@ def test_the_digest_of_a_body_is_the_same_in_later_versions() -> None:
         new: str | None = None
 
     assert _digest(LaterEvent("a.b", None, once="k")) == _digest(Event("a.b", None, once="k"))
+
+
+async def test_a_time_in_another_zone_is_the_same_body(database: Database, api: Api) -> None:
+    def publish(deliver_at: str) -> Awaitable[AttemptResult]:
+        event = {"type": "a.b", "deliver_at": deliver_at}
+        return api.post("/v1/events", event, headers={"Idempotency-Key": "k"})
+
+    first = await publish("2999-01-31T12:00:00.25Z")
+    for same in ("2999-01-31T14:00:00.25+02:00", "2999-01-30T22:30:00.250-13:30"):
+        again = await publish(same)
+        assert (again.status, again.json["id"]) == (200, first.json["id"])
+    assert (await publish("2999-01-31T12:00:00.25+02:00")).status == 422
 
 
 async def test_of_bodies_that_claim_one_idempotency_key_at_once_one_is_published(
