@@ -19,6 +19,7 @@ from aiohttp import web
 
 from outbox.api import openapi, page, problem, tenancy
 from outbox.api.auth import UNKNOWN_ADDRESS, Authenticator, require_scope
+from outbox.api.body_limits import BodyLimits
 from outbox.api.host_check import host_middleware
 from outbox.api.live import LiveStatusCache
 from outbox.api.middleware import log_unexpected, problem_middleware
@@ -92,6 +93,7 @@ class _RouteHandlers:
         self._limits = limits
         self._slots = RequestSlots()
         self._bodies = BodyReader()
+        self._body_limits = BodyLimits(database, clock)
         self._live = LiveStatusCache(clock)
         self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
         self._database_error: str | None = None
@@ -110,9 +112,10 @@ class _RouteHandlers:
                         request.headers.get("Authorization"), request.remote
                     )
                     self._limits.require_request_quota(caller.id)
-                    size = body_bytes(request, route)
+                    bytes_max = await self._body_limits.body_bytes_max(request, route)
+                    size = body_bytes(request, route, bytes_max)
                     with self._slots.hold(caller.id, request.remote or UNKNOWN_ADDRESS, size):
-                        response = await self._respond(route, request, caller)
+                        response = await self._respond(route, request, caller, bytes_max)
             except web.HTTPException:
                 raise
             except Problem as error:
@@ -126,7 +129,7 @@ class _RouteHandlers:
         return handle
 
     async def _respond(
-        self, route: Route, request: web.Request, caller: Caller
+        self, route: Route, request: web.Request, caller: Caller, bytes_max: int
     ) -> web.StreamResponse:
         require_scope(caller, route.scope)
         tenancy.require_tenant_access(route, caller)
@@ -136,7 +139,7 @@ class _RouteHandlers:
         require_storable_text(list(request.query.values()))
         if route.body is None:
             return await self._call(route, request, caller, path, query, None, is_large=False)
-        async with self._bodies.read(request, route, route.body) as (body, is_large):
+        async with self._bodies.read(request, route, route.body, bytes_max) as (body, is_large):
             return await self._call(route, request, caller, path, query, body, is_large=is_large)
 
     async def _call(

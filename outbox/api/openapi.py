@@ -13,7 +13,8 @@ from aiohttp import web
 
 import outbox
 from outbox.api import problem
-from outbox.api.route import PageOf, TenantAccess
+from outbox.api.body_limits import EVENT_BYTES_MAX
+from outbox.api.route import PAYLOAD_BODY_BYTES_MAX, PageOf, TenantAccess
 from outbox.api.schemas import json_schemas
 
 if TYPE_CHECKING:
@@ -171,10 +172,18 @@ def _operation(route: Route, forms: SchemaSet) -> dict[str, Any]:
     if route.body is not None:
         operation["requestBody"] = {
             "required": route.body_required,
-            "description": f"At most {route.body_bytes_max // 1024:,} KiB.",
+            "description": _body_limit(route),
             "content": {"application/json": {"schema": forms.by_name[f"{name} body"]}},
         }
     return operation
+
+
+def _body_limit(route: Route) -> str:
+    text = f"At most {route.body_bytes_max // 1024:,} KiB"
+    if route.body_bytes_max != PAYLOAD_BODY_BYTES_MAX:
+        return f"{text}."
+    margin = f"{EVENT_BYTES_MAX // 1024} KiB"
+    return f"{text}, or the installation's maximum payload and {margin}, whichever is larger."
 
 
 def _description(route: Route) -> str:

@@ -46,9 +46,12 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(
-        self, request: web.Request, route: Route, model: type[RequestModel]
+        self, request: web.Request, route: Route, model: type[RequestModel], bytes_max: int
     ) -> AsyncIterator[tuple[RequestModel, bool]]:
         """Read and validate a body; yields it, and whether it is large.
+
+        Args:
+            bytes_max: from `BodyLimits`.
 
         Raises:
             Problem: the body is late, too large, not JSON, or invalid.
@@ -57,7 +60,7 @@ class BodyReader:
             yield validate(model, {}, "the body"), False
             return
         require_json(request)
-        raw = await _read(request, route.body_bytes_max)
+        raw = await _read(request, bytes_max)
         if len(raw) <= SMALL_BYTES_MAX:
             yield parse(raw, model), False
             return
@@ -65,19 +68,19 @@ class BodyReader:
             yield await run_in_thread(parse, raw, model), True
 
 
-def body_bytes(request: web.Request, route: Route) -> int:
+def body_bytes(request: web.Request, route: Route, bytes_max: int) -> int:
     """Return how many bytes of body a request may send.
 
     Raises:
-        Problem: its Content-Length is above the limit of the route.
+        Problem: its Content-Length is above the limit.
     """
     if route.body is None or not request.body_exists:
         return 0
     length = request.content_length
     if length is None:  # Chunked.
-        return route.body_bytes_max
-    if length > route.body_bytes_max:
-        raise _too_large(route.body_bytes_max)
+        return bytes_max
+    if length > bytes_max:
+        raise _too_large(bytes_max)
     return length
 
 
@@ -94,7 +97,7 @@ def require_json(request: web.Request) -> None:
         )
 
 
-async def _read(request: web.Request, bytes_max: int) -> bytes:
+async def _read(request: web.Request, bytes_max: int) -> bytearray:
     """Read a body.  One whose chunks cannot be decoded is late: aiohttp reports no error."""
     raw = bytearray()
     try:
@@ -108,10 +111,10 @@ async def _read(request: web.Request, bytes_max: int) -> bytes:
             ProblemKind.BODY_LATE,
             f"the body was not complete within {BODY_TIMEOUT_S:g} s; send the request again",
         ) from None
-    return bytes(raw)
+    return raw
 
 
-def parse(raw: bytes, model: type[RequestModel]) -> RequestModel:
+def parse(raw: bytes | bytearray, model: type[RequestModel]) -> RequestModel:
     """Parse and validate a body.
 
     Raises:
@@ -132,21 +135,38 @@ def parse(raw: bytes, model: type[RequestModel]) -> RequestModel:
     return validate(model, values, "the body")
 
 
-def _check_value_count(raw: bytes) -> None:
+def _check_value_count(raw: bytes | bytearray) -> None:
     """Limit the number of values before the parser creates them.
 
-    Punctuation is counted, in strings as well: an upper bound, at gigabytes per second.
+    Punctuation is counted, at gigabytes per second.  With that in strings it is an upper bound; a
+    body above the limit is counted again without its strings.
+
+    Raises:
+        Problem: there are too many.
     """
-    containers = raw.count(b"[") + raw.count(b"{")
+    containers, values = _count_values(raw)
+    if containers <= CONTAINERS_MAX and values <= VALUES_MAX:
+        return
+    # In JSON each backslash belongs to a string, and escapes what follows.
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # A value and its name are two strings.
+    if plain.count(b'"') <= 4 * VALUES_MAX:
+        containers, values = _count_values(b"".join(plain.split(b'"')[::2]))
     if containers > CONTAINERS_MAX:
         raise Problem(
             ProblemKind.TOO_LARGE,
             f"the body has more than {CONTAINERS_MAX} arrays and objects; split it",
         )
-    if containers + raw.count(b",") > VALUES_MAX:
+    if values > VALUES_MAX:
         raise Problem(
             ProblemKind.TOO_LARGE, f"the body has more than {VALUES_MAX} values; split it"
         )
+
+
+def _count_values(raw: bytes | bytearray) -> tuple[int, int]:
+    """Count arrays and objects, and an upper bound of all values."""
+    containers = raw.count(b"[") + raw.count(b"{")
+    return containers, containers + raw.count(b",")
 
 
 def _too_large(bytes_max: int) -> Problem:

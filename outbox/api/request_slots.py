@@ -57,7 +57,8 @@ class RequestSlots:
         for (what, _), key, share in zip(keys, keys, (TOKEN, ADDRESS), strict=True):
             if self._requests[key] >= share.requests:
                 raise _too_many(f"this {what} has {share.requests} requests in progress")
-            if body_bytes and self._bytes[key] + body_bytes > share.body_bytes:
+            # One body is always accepted: where large payloads are allowed, it may be larger.
+            if body_bytes and self._bytes[key] and self._bytes[key] + body_bytes > share.body_bytes:
                 raise _too_many(f"this {what} sends {share.body_bytes // MIB} MiB of bodies")
         for key in keys:
             self._requests[key] += 1

@@ -337,7 +337,26 @@ def test_the_number_of_values_is_limited_before_they_are_parsed(
 
     monkeypatch.setattr(orjson, "loads", parse)
     model = next(route.body for route in ROUTES if route.body is not None)
-    for body in (b"[" * 50_001, b"[{" * 25_001, b"1," * 100_001):
+    for body in (
+        b"[" * 50_001,
+        b"[{" * 25_001,
+        b"1," * 100_001,
+        b'"' + b"," * 200_000 + b'",' + b"1," * 100_001,
+        b'"\\\\",' * 100_001,
+        b'"",' * 200_001,
+    ):
         with pytest.raises(Problem) as caught:
             request_body.parse(body, model)
-        assert caught.value.kind.status == 413
+        assert caught.value.kind.status == 413, body[:20]
+
+
+@pytest.mark.parametrize(
+    "text", ["," * 300_000, "[" * 60_000, '",[{' * 60_000, "\\" * 99 + ',"' * 150_000]
+)
+def test_punctuation_in_strings_is_no_value(text: str) -> None:
+    model = next(route.body for route in ROUTES if route.operation_id == "post_events")
+    assert model is not None
+    body: Any = request_body.parse(
+        orjson.dumps({"type": "a.b", "payload": [text, {text: 1}]}), model
+    )
+    assert body.payload == [text, {text: 1}]

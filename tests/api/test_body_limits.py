@@ -1,0 +1,143 @@
+"""The limit of a body that publishes follows the configured limit of payloads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.api import body_limits
+from outbox.api.body_limits import EVENT_BYTES_MAX
+from outbox.api.problem import Problem
+from outbox.api.request_slots import ADDRESS, TOKEN, RequestSlots
+from outbox.api.route import PAYLOAD_BODY_BYTES_MAX
+from outbox.store.connection.migrate import migrate
+from tests.support.api import make_token, serving
+from tests.support.costs import (
+    MEMORY_BYTES_MAX,
+    PAUSE_S_MAX,
+    connected_client,
+    memory_bytes,
+    only_on_linux,
+    reset_peak,
+)
+from tests.support.relay import fetchval
+
+if TYPE_CHECKING:
+    from tests.support.api import Api
+    from tests.support.costs import Costs
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+MIB = 1024 * 1024
+
+
+async def set_limit(database: Database, payload_bytes_max: int) -> None:
+    async with database.at_hand() as connection:
+        await migrate(connection, "relay", payload_bytes_max=payload_bytes_max)
+
+
+def body(payload_bytes: int) -> bytes:
+    return b'{"type":"a.b","payload":"' + b"x" * (payload_bytes - 2) + b'"}'
+
+
+async def test_the_largest_payload_is_published(database: Database, api: Api) -> None:
+    await set_limit(database, 3 * MIB)
+    assert (await api.post("/v1/events", data=body(3 * MIB))).status == 201
+    size = "SELECT max(octet_length(payload::text)) FROM outbox"
+    assert await fetchval(database, size) == 3 * MIB
+    # The limit of the payload is checked by the database, and is named.
+    refused = await api.post("/v1/events", data=body(3 * MIB + 1))
+    assert (refused.status, refused.detail) == (
+        422, f"payload: {3 * MIB + 1} bytes as JSON, the limit is {3 * MIB}"
+    )  # fmt: skip
+    refused = await api.post("/v1/events", data=body(3 * MIB + EVENT_BYTES_MAX))
+    assert refused.status == 413
+    assert f"larger than {3 * MIB + EVENT_BYTES_MAX} bytes" in refused.detail
+
+
+async def test_a_body_without_a_length_has_the_same_limit(database: Database, api: Api) -> None:
+    await set_limit(database, 2 * MIB)
+    headers = {"Authorization": f"Bearer {api.secret}", "Content-Type": "application/json"}
+
+    async def chunks(count: int) -> Any:
+        yield b'{"type":"a.b","payload":"'
+        for _ in range(count):
+            yield b"x" * (MIB // 8)
+        yield b'"}'
+
+    for count, status in ((15, 201), (17, 413)):
+        async with api.session.post(
+            api.url + "/v1/events", data=chunks(count), headers=headers
+        ) as response:
+            assert response.status == status
+
+
+async def test_a_lower_limit_of_payloads_does_not_lower_that_of_bodies(
+    database: Database, api: Api
+) -> None:
+    await set_limit(database, 4096)
+    escaped = b'{"type":"a.b","payload":"' + b"\\u0061" * 4000 + b'"}'
+    assert (await api.post("/v1/events", data=escaped)).status == 201
+    assert (await api.post("/v1/events", data=b" " * PAYLOAD_BODY_BYTES_MAX)).status == 400
+
+
+async def test_the_limit_is_read_again(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await api.post("/v1/events", data=body(2 * MIB))).status == 413
+    monkeypatch.setattr(body_limits, "KEEP_S", 0.0)
+    await set_limit(database, 2 * MIB)
+    assert (await api.post("/v1/events", data=body(2 * MIB))).status == 201
+
+
+def test_one_body_of_a_token_may_be_larger_than_its_share() -> None:
+    slots = RequestSlots()
+    with slots.hold(1, "192.0.2.1", ADDRESS.body_bytes + 1):
+        with slots.hold(1, "192.0.2.1"):
+            pass
+        with pytest.raises(Problem), slots.hold(1, "192.0.2.1", 1):
+            pass
+    with slots.hold(1, "192.0.2.1", TOKEN.body_bytes + 1):
+        pass
+
+
+@only_on_linux
+async def test_payloads_of_4_mib_neither_pause_the_relay_nor_fill_its_memory(
+    database: Database, costs: Costs
+) -> None:
+    """Above, both grow with the payload, as docs/security.md says."""
+    size = 4 * MIB
+    await set_limit(database, size)
+    token = await make_token(database)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    text = b'"' + b"a" * (size // 99_000 - 4) + b'"'
+    payloads = {
+        "text": b'"' + b"a" * (size - 20) + b'"',
+        "commas": b'"' + b"," * (size - 20) + b'"',
+        "wide text": '"\U0001f600'.encode() + b"a" * (size - 20) + b'"',
+        "backslashes": b'"' + b"\\\\" * (size // 2 - 20) + b'"',
+        "quotes": b'"' + b'\\"' * (size // 2 - 20) + b'"',
+        "texts": b"[" + b",".join([text] * 98_000) + b"]",
+    }
+    pauses: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+
+    def send(payload: bytes) -> None:
+        with connected_client(api.url) as client:
+            event = b'{"type":"a.b","payload":' + payload + b"}"
+            client.request("POST", "/v1/events", event, headers)
+            response = client.getresponse()
+            assert response.status == 201, response.read()
+
+    async with serving(database) as api:
+        await asyncio.to_thread(send, b"1")
+        for name, payload in payloads.items():
+            before = reset_peak()
+            costs.longest_s = 0.0
+            await asyncio.to_thread(send, payload)
+            pauses[name], peaks[name] = costs.longest_s, memory_bytes("VmHWM") - before
+    assert max(pauses.values()) < PAUSE_S_MAX, pauses
+    assert max(peaks.values()) < MEMORY_BYTES_MAX, peaks
