@@ -11,8 +11,8 @@ Concurrent copies are serialized by a lock on the row of their lane.
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime, timedelta
+from textwrap import dedent
 from typing import TYPE_CHECKING, get_args
 
 import orjson
@@ -215,7 +215,7 @@ class Inbox:
 
     def schema(self, dialect: Dialect = "postgresql") -> str:
         """Return the DDL of the inbox, for an application's own migrations."""
-        texts = (re.sub(r"\n {8}", "\n", text).strip() for text in self._sql[dialect].create)
+        texts = (dedent(text).strip() for text in self._sql[dialect].create)
         return "".join(f"{text};\n" for text in texts)
 
     # -------------------------------------------------------------------------- plans
@@ -263,7 +263,7 @@ class Inbox:
         sql = self._statements(connection)
         ((is_there,),) = yield Call(sql.is_there, {})
         if not is_there:
-            for text in sql.create:
+            for text in (sql.create_together,) if sql.create_together else sql.create:
                 yield Call(text, {})
 
     def _expire(self, connection: Any) -> Generator[Call, Rows, int]:

@@ -22,6 +22,10 @@ Dialect = Literal["postgresql", "sqlite", "memory"]
 _NOW = "(julianday('now') - 2440587.5) * 86400.0"
 """Epoch seconds; `unixepoch('subsec')` needs SQLite 3.42."""
 
+LOCK_TIMEOUT_S = 10
+"""Wait for another session that creates the tables."""
+ATTEMPTS_MAX = 3
+
 _PREFIX = re.compile(r"(?:[a-z_][a-z0-9_]{0,40}\.)?[a-z_][a-z0-9_]{0,40}", re.ASCII)
 
 
@@ -32,7 +36,9 @@ class Statements:
     is_there: str
     """Whether all tables exist; needs no privilege to create them."""
     create: tuple[str, ...]
-    """Creates the missing tables; serialized by an advisory lock on PostgreSQL."""
+    """Creates the missing tables, unless others do at the same time."""
+    create_together: str | None
+    """The same in one statement, also while others do.  None: one transaction writes at a time."""
     advance: str | None
     """Fast path in one statement: the next number of a lane without missing numbers, and
     a new X-Delivery.  Returns whether each of the two held."""
@@ -73,7 +79,8 @@ def statements(dialect: Dialect, prefix: str) -> Statements:
     if dialect == "memory":
         # The memory inbox dispatches on the name of a statement instead of its SQL.
         names = {field.name: field.name for field in fields(Statements)}
-        return Statements(**{**names, "create": (), "advance": None})  # type: ignore[arg-type]
+        special = {"create": (), "create_together": None, "advance": None}
+        return Statements(**{**names, **special})  # type: ignore[arg-type]
     texts = _POSTGRESQL if dialect == "postgresql" else _SQLITE
     bare = prefix.rpartition(".")[2]
 
@@ -82,6 +89,7 @@ def statements(dialect: Dialect, prefix: str) -> Statements:
 
     of_dialect: dict[str, Any] = {
         "create": tuple(map(named, texts.create)),
+        "create_together": texts.create_together and named(texts.create_together),
         "advance": texts.advance and named(texts.advance),
     }
     for field in fields(Statements):
@@ -135,64 +143,87 @@ _COMMON = {
         """,
 }
 
+_CREATE = (
+    """
+    CREATE TABLE IF NOT EXISTS {p}_inbox (
+        delivery_id text PRIMARY KEY,
+        lane        text,
+        sequence    bigint,
+        received_at timestamptz NOT NULL DEFAULT clock_timestamp())
+    """,
+    # Rows are inserted in the order of this column, so a BRIN index suffices.
+    """
+    CREATE INDEX IF NOT EXISTS {bare}_inbox_received ON {p}_inbox
+     USING brin (received_at) WITH (pages_per_range = 16, autosummarize = on)
+    """,
+    # Each delivery updates one of few rows: free space on the page allows HOT updates.
+    """
+    CREATE TABLE IF NOT EXISTS {p}_lane (
+        lane      text PRIMARY KEY,
+        high      bigint NOT NULL DEFAULT 0,
+        ended     boolean NOT NULL DEFAULT false,
+        missing   jsonb NOT NULL DEFAULT '[]',
+        holes     jsonb NOT NULL DEFAULT '[]',
+        unknown   jsonb NOT NULL DEFAULT '[]',
+        forgotten bigint NOT NULL DEFAULT 0,
+        heard_at  timestamptz NOT NULL DEFAULT clock_timestamp()) WITH (fillfactor = 50)
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS {p}_latest (
+        key          text PRIMARY KEY,
+        delivery_id  text NOT NULL,
+        lane         text NOT NULL,
+        sequence     bigint NOT NULL,
+        published_at text COLLATE "C" NOT NULL,
+        again_at     text COLLATE "C" NOT NULL DEFAULT '')
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS {p}_request (
+        id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+        delivery_id text,
+        lane        text,
+        sequence    bigint,
+        type        text,
+        attempt     int,
+        outcome     text NOT NULL,
+        status      int NOT NULL,
+        reason      text)
+    """,
+    """
+    CREATE INDEX IF NOT EXISTS {bare}_request_at ON {p}_request
+     USING brin (at) WITH (pages_per_range = 16, autosummarize = on)
+    """,
+)
+
+# Of several sessions that create the tables, the later ones wait for the first one to commit: its
+# uncommitted row in pg_class conflicts with theirs.  They continue with its tables.  That requires
+# CREATE on the schema, unlike an advisory lock, which any role may take.
+_CREATE_TOGETHER = f"""
+DO $outbox$
+DECLARE
+    lock_timeout_before text DEFAULT current_setting('lock_timeout');
+BEGIN
+    PERFORM set_config('lock_timeout', '{LOCK_TIMEOUT_S}s', true);
+    FOR attempt IN 1..{ATTEMPTS_MAX} LOOP
+        BEGIN
+            {"; ".join(_CREATE)};
+            EXIT;
+        EXCEPTION WHEN duplicate_table OR unique_violation THEN
+            IF attempt = {ATTEMPTS_MAX} THEN RAISE; END IF;
+        END;
+    END LOOP;
+    PERFORM set_config('lock_timeout', lock_timeout_before, true);
+END $outbox$
+"""
+
 _POSTGRESQL = Statements(
     is_there="""
         SELECT count(to_regclass('{p}_' || name)) = 4
           FROM unnest(ARRAY['inbox', 'lane', 'latest', 'request']) AS name
         """,
-    create=(
-        "SELECT pg_advisory_xact_lock(hashtextextended('outbox receiver makes its tables', 0))",
-        """
-        CREATE TABLE IF NOT EXISTS {p}_inbox (
-            delivery_id text PRIMARY KEY,
-            lane        text,
-            sequence    bigint,
-            received_at timestamptz NOT NULL DEFAULT clock_timestamp())
-        """,
-        # Rows are inserted in the order of this column, so a BRIN index suffices.
-        """
-        CREATE INDEX IF NOT EXISTS {bare}_inbox_received ON {p}_inbox
-         USING brin (received_at) WITH (pages_per_range = 16, autosummarize = on)
-        """,
-        # Each delivery updates one of few rows: free space on the page allows HOT updates.
-        """
-        CREATE TABLE IF NOT EXISTS {p}_lane (
-            lane      text PRIMARY KEY,
-            high      bigint NOT NULL DEFAULT 0,
-            ended     boolean NOT NULL DEFAULT false,
-            missing   jsonb NOT NULL DEFAULT '[]',
-            holes     jsonb NOT NULL DEFAULT '[]',
-            unknown   jsonb NOT NULL DEFAULT '[]',
-            forgotten bigint NOT NULL DEFAULT 0,
-            heard_at  timestamptz NOT NULL DEFAULT clock_timestamp()) WITH (fillfactor = 50)
-        """,
-        """
-        CREATE TABLE IF NOT EXISTS {p}_latest (
-            key          text PRIMARY KEY,
-            delivery_id  text NOT NULL,
-            lane         text NOT NULL,
-            sequence     bigint NOT NULL,
-            published_at text COLLATE "C" NOT NULL,
-            again_at     text COLLATE "C" NOT NULL DEFAULT '')
-        """,
-        """
-        CREATE TABLE IF NOT EXISTS {p}_request (
-            id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-            at          timestamptz NOT NULL DEFAULT clock_timestamp(),
-            delivery_id text,
-            lane        text,
-            sequence    bigint,
-            type        text,
-            attempt     int,
-            outcome     text NOT NULL,
-            status      int NOT NULL,
-            reason      text)
-        """,
-        """
-        CREATE INDEX IF NOT EXISTS {bare}_request_at ON {p}_request
-         USING brin (at) WITH (pages_per_range = 16, autosummarize = on)
-        """,
-    ),
+    create=_CREATE,
+    create_together=_CREATE_TOGETHER,
     advance="""
         WITH moved AS (
             UPDATE {p}_lane SET high = CAST(:sequence AS bigint), heard_at = clock_timestamp()
@@ -241,6 +272,7 @@ _POSTGRESQL = Statements(
 )
 
 _SQLITE = Statements(
+    create_together=None,
     is_there="""
         SELECT count(*) = 4 FROM sqlite_master
          WHERE type = 'table'
