@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.core.model import redaction
 from outbox.core.model.headers import WIRE_BYTES_MAX, WIRE_COUNT_MAX
-from outbox.core.model.redaction import REDACTED, redact
+from outbox.core.model.redaction import REDACTED, SecretRedactor, redact
 from outbox.core.model.response import BODY_BYTES_MAX, AttemptResult, stored_response
 
 SECRET = "a/b+c=d <e>%&'"
@@ -139,10 +140,11 @@ def test_a_long_response_is_searched_in_less_than_half_a_millisecond(text: str) 
     secrets = (f"Bearer {'4711-secret-' * 4}", "4711-secret-" * 4)
     body = (text.encode("latin-1") * BODY_BYTES_MAX)[:BODY_BYTES_MAX]
     response = AttemptResult.completed(500, 0.001, body=body)
+    redactor = SecretRedactor(secrets)
     elapsed_s = []
     for _ in range(20):
         started_at = time.thread_time()
-        redact(response, secrets)
+        redactor.redact(response)
         elapsed_s.append(time.thread_time() - started_at)
     assert min(elapsed_s) < 0.0005
 
@@ -159,3 +161,27 @@ def test_as_many_header_values_as_an_endpoint_may_have_pause_the_relay_for_milli
         redact(response, secrets)
         elapsed_s.append(time.thread_time() - started_at)
     assert min(elapsed_s) < 0.025
+
+
+def test_the_forms_of_an_endpoints_secrets_are_built_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many endpoints there are."""
+    built: list[tuple[str, ...]] = []
+    build = redaction._build_forms
+
+    def counted(secrets: tuple[str, ...]) -> redaction._Forms:
+        built.append(secrets)
+        return build(secrets)
+
+    monkeypatch.setattr(redaction, "_build_forms", counted)
+    redactors = [SecretRedactor([f"secret-{n}"]) for n in range(2000)]
+    assert not built
+    for _ in range(2):
+        for n, redactor in enumerate(redactors):
+            response = AttemptResult.completed(401, 0.001, body=b"secret-%d" % n)
+            assert redactor.redact(response).body == b"(not kept)"
+    assert len(built) == 2000
+    response = AttemptResult.completed(401, 0.001, body=b"short")
+    assert SecretRedactor(["short"]).redact(response) is response
+    assert len(built) == 2000

@@ -26,6 +26,7 @@ from outbox.telemetry.meters import Meters
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
 
 if TYPE_CHECKING:
+    from outbox.core.model.redaction import SecretRedactor
     from outbox.destinations.interface import Request
 
 POLICY = RetryPolicy(base_s=0.1, factor=1.0, cap_s=0.1, attempts_max=3)
@@ -199,3 +200,25 @@ def test_the_check_detects_a_stale_prefetched_request(
     many: list[Event] = ["delivered"] * (LAST_SEQ - 2)
     with pytest.raises(AssertionError):
         drive([*(many if event == "ended" else []), event, *many])
+
+
+def test_responses_are_redacted_by_the_current_header_values() -> None:
+    runtime = Owner().home
+    assert runtime.redactor is None
+
+    def apply(name: str, *values: str) -> SecretRedactor | None:
+        headers = tuple((f"X-{n}", value) for n, value in enumerate(values))
+        runtime.apply_settings(replace(endpoint(), name=name, headers=headers), EPOCH_S)
+        return runtime.redactor
+
+    def redacted(value: str) -> bytes:
+        assert runtime.redactor is not None
+        response = AttemptResult.completed(401, 0.001, body=value.encode())
+        return runtime.redactor.redact(response).body
+
+    first = apply("a", "secret-1")
+    assert apply("b", "secret-1") is first  # Its forms are kept.
+    assert redacted("secret-1") == b"(not kept)"
+    apply("b", "secret-2")
+    assert (redacted("secret-1"), redacted("secret-2")) == (b"secret-1", b"(not kept)")
+    assert apply("b") is None

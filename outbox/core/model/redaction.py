@@ -14,7 +14,6 @@ import html
 import json
 import re
 import string
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, quote_plus
 
@@ -43,27 +42,48 @@ class _Forms(NamedTuple):
     """Of these, the ones of which a part at the end of a text is redacted, too."""
 
 
-def redact(response: AttemptResult, secrets: Iterable[str]) -> AttemptResult:
-    """Redact secrets, in any encoding of the module's list and in any case.
+class SecretRedactor:
+    """Redacts the secrets of one endpoint, whose forms it builds once, for its first response.
 
-    Also redacted is one that is truncated at the end of the body.
+    Args:
+        secrets: those of less than `SECRET_CHARS_MIN` characters are not redacted.
     """
-    known = tuple(secret for secret in secrets if len(secret) >= SECRET_CHARS_MIN)
-    if not known:
-        return response
-    forms = _forms(known)
-    body = _redact_text(response.body.decode("latin-1"), forms).encode("latin-1", "replace")
-    headers = tuple((name, _redact_text(value, forms)) for name, value in response.headers)
-    detail = _redact_text(response.detail, forms)
-    if (body, headers, detail) == (response.body, response.headers, response.detail):
-        return response
-    return response._replace(body=body[:BODY_BYTES_MAX], headers=headers, detail=one_line(detail))
+
+    __slots__ = ("_forms", "_secrets")
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        self._secrets = tuple(each for each in secrets if len(each) >= SECRET_CHARS_MIN)
+        self._forms: _Forms | None = None
+
+    def redact(self, response: AttemptResult) -> AttemptResult:
+        """Redact secrets, in any encoding of the module's list and in any case.
+
+        Also redacted is one that is truncated at the end of the body.
+        """
+        if not self._secrets:
+            return response
+        if self._forms is None:
+            self._forms = _build_forms(self._secrets)
+        forms = self._forms
+        body = _redact_text(response.body.decode("latin-1"), forms).encode("latin-1", "replace")
+        headers = tuple((name, _redact_text(value, forms)) for name, value in response.headers)
+        detail = _redact_text(response.detail, forms)
+        if (body, headers, detail) == (response.body, response.headers, response.detail):
+            return response
+        return response._replace(
+            body=body[:BODY_BYTES_MAX], headers=headers, detail=one_line(detail)
+        )
 
 
-@lru_cache(1024)
-def _forms(secrets: tuple[str, ...]) -> _Forms:
+def redact(response: AttemptResult, secrets: Iterable[str]) -> AttemptResult:
+    """Redact the secrets of a single request, as `SecretRedactor` does."""
+    return SecretRedactor(secrets).redact(response)
+
+
+def _build_forms(secrets: tuple[str, ...]) -> _Forms:
     plain = {*secrets, *(part for secret in secrets for part in _basic_credentials(secret))}
     texts = {_lower(form) for secret in plain for form in _encodings(secret)}
+    shared = {text: text for text in texts}  # Not twice in memory: it is kept for each endpoint.
     # A scheme alone, such as the end of "WWW-Authenticate: Bearer", is no secret.
     bare = {_SCHEME.sub("", secret, count=1) for secret in plain}
     tails = {
@@ -72,6 +92,7 @@ def _forms(secrets: tuple[str, ...]) -> _Forms:
         if len(secret) >= SECRET_CHARS_MIN
         for form in _encodings(secret)
     } | {_lower(form) for secret in plain - bare for form in _base64_forms(secret.encode())}
+    tails = {shared.get(text, text) for text in tails}
     # Longest first, because a secret may be part of another one.
     return _Forms(*(tuple(sorted(each, key=len, reverse=True)) for each in (texts, tails)))
 

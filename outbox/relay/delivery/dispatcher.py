@@ -19,7 +19,6 @@ from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import Fetch, Record, Send, Wait
 from outbox.core.delivery.delivery_run import DeliveryRun
 from outbox.core.delivery.operational_events import is_operational
-from outbox.core.model.redaction import redact
 from outbox.core.model.response import (
     AttemptOutcome,
     classify,
@@ -409,7 +408,7 @@ class Dispatcher:
                     return started_at
                 send = left
             # Of this request: settings may change while it is in flight.
-            credentials = runtime.endpoint.credentials
+            redactor = runtime.redactor
             request, span = self._telemetry.attempt_started(
                 lane, send, lane.request(send, started_at), started_at
             )
@@ -434,8 +433,8 @@ class Dispatcher:
         if run is not None:
             # The request that the response is for.
             send, span, started_at = run.send, run.span, run.started_at
-        if credentials:
-            response = redact(response, credentials)
+        if redactor is not None:
+            response = redactor.redact(response)
         now = self._now()
         outcome, record = self._record_result(
             lane, send, response, span, started_at, now, preempted=not responded

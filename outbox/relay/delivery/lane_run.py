@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.redaction import redact
 from outbox.core.model.response import stored_success
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class LaneRun:
 
     __slots__ = (
         "_body",
-        "_credentials",
         "_endpoint",
         "_fetcher",
         "_headers",
@@ -40,6 +38,7 @@ class LaneRun:
         "_lease_left_s",
         "_loop_time",
         "_now",
+        "_redactor",
         "_stored",
         "_telemetry",
         "run",
@@ -62,7 +61,7 @@ class LaneRun:
         """Of the request in flight."""
         self._lane = lane
         self._endpoint = lane.runtime.endpoint
-        self._credentials = self._endpoint.credentials
+        self._redactor = lane.runtime.redactor
         self._fetcher = fetcher
         self._telemetry = telemetry
         self._lease_left_s = lease_left_s
@@ -95,7 +94,8 @@ class LaneRun:
             return None
         if response.headers is not self._headers or response.body is not self._body:
             self._headers, self._body = response.headers, response.body
-            self._stored = stored_success(redact(response, self._credentials))
+            redacted = response if self._redactor is None else self._redactor.redact(response)
+            self._stored = stored_success(redacted)
         now, done = self._now(), run.send
         prefetched = lane.prefetched
         known = None if prefetched is None else prefetched.send

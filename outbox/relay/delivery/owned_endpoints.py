@@ -13,6 +13,7 @@ from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.delivery.message import prepare
+from outbox.core.model.redaction import SecretRedactor
 from outbox.destinations.http.request import recipient_of, signed_request
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ class EndpointRuntime:
         "meters",
         "queue",
         "recipient",
+        "redactor",
         "reported",
         "reuse",
         "stopped",
@@ -188,6 +190,7 @@ class EndpointRuntime:
     ) -> None:
         self.endpoint = endpoint
         self.recipient = recipient_of(endpoint, on_unsolicited)
+        self.redactor = _redactor_of(endpoint)
         # Where its lanes wait for slots.
         self.queue = queue
         self.meters = meters
@@ -240,6 +243,8 @@ class EndpointRuntime:
         """Apply changed settings, a pause or a resume."""
         was, self.endpoint = self.endpoint, endpoint
         self.recipient = recipient_of(endpoint, self.recipient.on_unsolicited)
+        if was.headers != endpoint.headers:
+            self.redactor = _redactor_of(endpoint)
         self.reuse = replace(self.reuse, keep_alive=endpoint.reuse.keep_alive)
         for lane in self.lanes.values():
             lane.prepared = lane.prefetched = None
@@ -263,3 +268,8 @@ class EndpointRuntime:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+
+def _redactor_of(endpoint: Endpoint) -> SecretRedactor | None:
+    """The redactor of responses; None if the endpoint sends no headers of its own."""
+    return SecretRedactor(endpoint.credentials) if endpoint.headers else None
