@@ -37,6 +37,8 @@ CONTAINERS_MAX = 50_000
 """Maximum number of arrays and objects.  They cost most: each is known to the garbage collector,
 which traverses the new ones while the parser creates them."""
 
+_NOT_COUNTED = bytes(set(range(256)) - set(b'"[{,'))
+
 
 class BodyReader:
     """Reads the bodies of one listener."""
@@ -148,10 +150,11 @@ def _check_value_count(raw: bytes | bytearray) -> None:
     if containers <= CONTAINERS_MAX and values <= VALUES_MAX:
         return
     # In JSON each backslash belongs to a string, and escapes what follows.
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_COUNTED)
     # A value and its name are two strings.
     if plain.count(b'"') <= 4 * VALUES_MAX:
-        containers, values = _count_values(b"".join(plain.split(b'"')[::2]))
+        # Without a pair of quotes, what is around it remains inside or outside of a string.
+        containers, values = _count_values(b"".join(plain.replace(b'""', b"").split(b'"')[::2]))
     if containers > CONTAINERS_MAX:
         raise Problem(
             ProblemKind.TOO_LARGE,
