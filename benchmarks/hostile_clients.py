@@ -136,7 +136,8 @@ async def run(count: int, listeners: dict[str, Address]) -> None:
     clients = Clients(os.environ[TOKEN], count)
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(clients.run(n, listeners)) for n in range(count)]
-        await clients.all_connected.wait()
+        if count:
+            await clients.all_connected.wait()
         say({"connected": count})
         while await asyncio.to_thread(sys.stdin.readline):
             say(dict(clients.counts))

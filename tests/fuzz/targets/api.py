@@ -19,6 +19,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 import outbox.api.app
+from outbox.api import body_limits
 from outbox.api.app import application
 from outbox.api.routes import ROUTES
 from outbox.config import Settings
@@ -38,6 +39,7 @@ _LOOP = asyncio.new_event_loop()
 _TOKEN, _TENANTS = "obx_" + "a" * 43, "obx_" + "b" * 43
 _NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 INTEGER_MAX = 2**63 - 1
+PAYLOAD_BYTES_MAX = 262_144
 DETAIL_CHARS_MAX = 4000
 
 
@@ -78,6 +80,8 @@ class _Database:
         _require_valid_sql(arguments)
         if query == READ_NOW:
             return _NOW
+        if query == body_limits.READ_LIMIT:
+            return PAYLOAD_BYTES_MAX
         if query in (tenancy.OWNS_ENDPOINT, tenancy.OWNS_SCHEDULE, tenancy.OWNS_JOB):
             return True
         if query == tenancy.COUNT_DEAD_LETTERS:

