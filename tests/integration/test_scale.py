@@ -185,11 +185,14 @@ async def test_settings_are_reloaded_in_limited_batches(
     for n in range(10):
         await add_endpoint(database, name=f"e{n}", types=[f"n{n}.made"])
     reads: list[int] = []
+    urls: dict[str, str] = {}
     read = LaneStore.endpoints
 
     async def endpoints(store: LaneStore, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
         reads.append(len(endpoint_ids))
-        return await read(store, endpoint_ids)
+        found = await read(store, endpoint_ids)
+        urls.update((each.name, each.url) for each in found)
+        return found
 
     monkeypatch.setattr(LaneStore, "endpoints", endpoints)
     network = Network()
@@ -205,6 +208,8 @@ async def test_settings_are_reloaded_in_limited_batches(
                     lambda settings, url=url: replace(settings, url=url),  # type: ignore[misc]
                     actor="test",
                 )
+        changed = {f"http://elsewhere.test/{n}" for n in range(10)}
+        await until(lambda: set(urls.values()) == changed, what="the relay to read all changes")
         for n in range(10):
             await publish(database, n, type=f"n{n}.made")
         await all_ended(database)
