@@ -15,7 +15,7 @@ from outbox.core.sequencing.router import Replay, RoutableEvent, Route, Router, 
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 SPREAD_MAX = 2**63 - 1
 LANES_EACH = 3
@@ -72,9 +72,15 @@ def subscribes(route: Route, event: RoutableEvent) -> bool:
     return may_see and any(pattern.parse(t).fullmatch(event.type) for t in route.types)
 
 
+def lanes_of(placements: Iterable[tuple[int, int]]) -> set[int]:
+    """The lanes that need a counter."""
+    return {lane_id for lane_id, _ in placements}
+
+
 def deliveries_of(router: Router, batch: list[RoutableEvent]) -> Iterator[tuple[int, int]]:
     """Return (lane, event) for each delivery of a batch, numbered from 0."""
-    out = assign_sequences(router, batch, [], dict.fromkeys(router.lanes_of(batch), 0))
+    placements = router.placements(batch)
+    out = assign_sequences(placements, [], dict.fromkeys(lanes_of(placements), 0))
     return zip(out.lane_ids, out.outbox_ids, strict=True)
 
 
@@ -101,8 +107,9 @@ def test_sequence_numbers_are_contiguous_across_batches_in_id_order(
     table: dict[int, int] = {}
     lanes: dict[int, list[tuple[int, int]]] = {}
     for batch in read:
-        known = {lane: table.get(lane, 0) for lane in router.lanes_of(batch)}
-        out = assign_sequences(router, batch, [], known)
+        placements = router.placements(batch)
+        known = {lane: table.get(lane, 0) for lane in lanes_of(placements)}
+        out = assign_sequences(placements, [], known)
         assert len(out) == len(out.lane_ids) == len(out.outbox_ids) == len(out.replay_ids)
         assert out.counters.keys() == known.keys()
         assert set(out.replay_ids) <= {None}
@@ -121,8 +128,8 @@ def test_a_key_maps_to_one_lane_per_endpoint(
 ) -> None:
     router = Router(made)
     for route in router.match(tenant, event_type):
-        one = router.lanes_of([RoutableEvent(1, tenant, event_type, spread)])
-        other = router.lanes_of([RoutableEvent(99, tenant, event_type, spread)])
+        one = lanes_of(router.placements([RoutableEvent(1, tenant, event_type, spread)]))
+        other = lanes_of(router.placements([RoutableEvent(99, tenant, event_type, spread)]))
         assert one == other
         assert route.lane_ids[spread % len(route.lane_ids)] in one
 
@@ -275,8 +282,9 @@ def test_a_filter_is_evaluated_only_for_matching_events_and_then_decides(
             for asked, ids in questions.items()
             if asked[1] not in failing_filters
         }
-        lanes = router.lanes_of(batch, refused)
-        out = assign_sequences(router, batch, [], dict.fromkeys(lanes, 0), refused)
+        placements = router.placements(batch, refused)
+        lanes = lanes_of(placements)
+        out = assign_sequences(placements, [], dict.fromkeys(lanes, 0))
         assert lanes == set(out.lane_ids)
         got = {(e, lane // 10) for lane, e in zip(out.lane_ids, out.outbox_ids, strict=True)}
         # An event that was not evaluated counts as a match.
@@ -335,8 +343,9 @@ def test_replays_are_appended_to_their_lane(
         )
         for n, slot in enumerate(slots)
     ]
-    counters = dict.fromkeys(router.lanes_of(batch) | {r.lane_id for r in replays}, 7)
-    out = assign_sequences(router, batch, replays, counters)
+    placements = router.placements(batch)
+    counters = dict.fromkeys(lanes_of(placements) | {r.lane_id for r in replays}, 7)
+    out = assign_sequences(placements, replays, counters)
     fresh = len(out) - len(replays)
     assert out.replay_ids == [None] * fresh + [r.id for r in replays]
     assert out.replay_seqs == [None] * fresh + [r.seq for r in replays]
@@ -353,4 +362,4 @@ def test_replays_are_appended_to_their_lane(
 def test_a_lane_without_a_counter_is_an_error() -> None:
     router = Router([Route(UUID(int=1), ("**",), None, False, (1,))])
     with pytest.raises(KeyError):
-        assign_sequences(router, [RoutableEvent(1, None, "a", 0)], [], {})
+        assign_sequences(router.placements([RoutableEvent(1, None, "a", 0)]), [], {})

@@ -180,7 +180,11 @@ class Router:
     def placements(
         self, events: Iterable[RoutableEvent], refused: Refused = NONE_REFUSED
     ) -> list[tuple[int, int]]:
-        """Pairs of lane and event id for each event and subscribed endpoint."""
+        """Pairs of lane and event id for each event and subscribed endpoint.
+
+        Args:
+            refused: results of `filters_to_evaluate`.
+        """
         placements: list[tuple[int, int]] = []
         for event_id, tenant, type_, key_hash in events:
             for route in self.match(tenant, type_):
@@ -190,25 +194,17 @@ class Router:
                     placements.append((lane_ids[key_hash % len(lane_ids)], event_id))
         return placements
 
-    def lanes_of(
-        self, events: Iterable[RoutableEvent], refused: Refused = NONE_REFUSED
-    ) -> set[int]:
-        """The lanes of the events, whose counters are needed."""
-        return {lane_id for lane_id, _ in self.placements(events, refused)}
-
 
 def assign_sequences(
-    router: Router,
-    events: Iterable[RoutableEvent],
+    placements: Iterable[tuple[int, int]],
     replays: Iterable[Replay],
     counters: Mapping[int, int],
-    refused: Refused = NONE_REFUSED,
 ) -> Deliveries:
     """Assign every delivery the next sequence number of its lane; replays come last.
 
     Args:
+        placements: from `Router.placements`.
         counters: the last sequence number of every lane that occurs.
-        refused: results of `Router.filters_to_evaluate`.
     """
     out = Deliveries()
     last = out.counters
@@ -220,7 +216,7 @@ def assign_sequences(
         out.seqs.append(seq)
         out.outbox_ids.append(outbox_id)
 
-    for lane_id, event_id in router.placements(events, refused):
+    for lane_id, event_id in placements:
         add(lane_id, event_id)
     fresh = len(out)
     again = tuple(replays)
@@ -235,7 +231,7 @@ def assign_sequences(
 
 
 def count_fitting(lane_ids: Iterable[int], per_lane: int, total: int) -> int:
-    """Length of the longest prefix within `most` in all and `per_lane` of each lane."""
+    """Length of the longest prefix within `total` in all and `per_lane` of each lane."""
     taken: dict[int, int] = {}
     n = 0
     for lane_id in lane_ids:

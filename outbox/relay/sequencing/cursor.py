@@ -349,11 +349,12 @@ class Cursor:
         self.awake = reading.wakeup == AWAKE
         self.more = cut or tracker.is_partial
         refused, failed = await self._filters.evaluate(router, events)
-        lanes = router.lanes_of(events, refused) | {r.lane_id for r in replays.replays}
+        placements = router.placements(events, refused)
+        lanes = {lane_id for lane_id, _ in placements} | {r.lane_id for r in replays.replays}
         unknown = lanes - self._counters.keys()
         if unknown:
             self._counters |= await store.counters(unknown)
-        deliveries = assign_sequences(router, events, replays.replays, self._counters, refused)
+        deliveries = assign_sequences(placements, replays.replays, self._counters)
         awake = bool(events) and self._keep_polling(len(events), reading.waiting)
         failed = {**failed, **replays.failed}
         at = (reading.began_at, began_at)

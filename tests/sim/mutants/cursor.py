@@ -109,8 +109,8 @@ def replay_reuses_sequence_number(sim: Simulation) -> None:
     """A dead letter is sent again with its old sequence number."""
     original = router.assign_sequences
 
-    def assign(routes: Any, events: Any, again: Any, counters: Any, refused: Any) -> Any:
-        out = original(routes, events, again, counters, refused)
+    def assign(placements: Any, again: Any, counters: Any) -> Any:
+        out = original(placements, again, counters)
         for n, seq in enumerate(out.replay_seqs):
             if seq is not None:
                 out.seqs[n] = seq
