@@ -48,6 +48,7 @@ from outbox.operations import (
 from outbox.operations.dead_letter_filter import find_endpoint_ids
 from outbox.operations.event_trace import DeliveryState, EventTrace, TracedDelivery
 from outbox.operations.events import EventFilter, EventRow
+from outbox.operations.page_bytes import PAGE_BYTES_MAX
 from outbox.operations.views.trace import trace_result
 from outbox.producers.publish import Event, encode_events, publish_encoded
 from outbox.producers.tracing import traced
@@ -60,9 +61,6 @@ if TYPE_CHECKING:
 EVENTS_MAX = 1000
 """Maximum number of events in one request (one transaction)."""
 TRACED_EVENTS_MAX = 100
-TRACED_PAYLOAD_BYTES_MAX = 1024 * 1024
-"""A trace has no more events after payloads of this size; parsed, they may take 25 times as much
-memory."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
 
 # ---------------------------------------------------------------- publishing
@@ -306,7 +304,8 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
     traces: list[EventTrace] = []
     payload_bytes = 0
     for outbox_id in found.outbox_ids:
-        if payload_bytes >= TRACED_PAYLOAD_BYTES_MAX:
+        # Of payloads: parsed, they may take 25 times as much memory.
+        if payload_bytes >= PAGE_BYTES_MAX:
             found = replace(found, outbox_ids=found.outbox_ids[: len(traces)], more=True)
             break
         traced_event = await trace.read_trace(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.ids import lane_name
 from outbox.errors import NotFound
+from outbox.operations.page_bytes import PAGE_BYTES_MAX
 from outbox.store.connection.connect import map_errors
 from outbox.store.lanes import READ_DELIVERIES, build_delivery
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 PAGE_MAX = 1000
 SEQUENCE_MAX = 2**62
-PAGE_BYTES_MAX = 1024 * 1024
-"""Maximum of stored payload bytes per page; a page has at least one delivery."""
 
 # Lanes of an endpoint, with the acknowledgements after their checkpoint (about one second).
 # OFFSET 0 forces an index scan per lane.

@@ -208,7 +208,7 @@ class Faults:
         if self._sim.settling or relay.dead or relay.frozen or backend is None:
             return
         for_s = self._sim.settings.lease_s * self._rng.uniform(1.2, 4.0)
-        # The session is terminated when its relay is expired, so that nobody else waits for it.
+        # The session is terminated when its relay is expired, so that no other one waits for it.
         self._trouble(relay if self._sim.database.signals else None, for_s)
         backend.stalled_until = self._sim.world.now + for_s
         if self._rng.random() < 0.5:

@@ -111,7 +111,7 @@ class LaneRuntime:
     def request(self, send: Send, started_at: float) -> Request:
         """Build an attempt's request, signed for its start time."""
         runtime, delivery = self.runtime, send.delivery
-        keep_alive = runtime.reuse.is_allowed(started_at)
+        keep_alive = runtime.may_reuse(started_at)
         keys = runtime.endpoint.secrets_at(started_at)
         known, prefetched, self.prefetched = self.prepared, self.prefetched, None
         if prefetched is not None and prefetched.matches(send):
@@ -137,7 +137,7 @@ class LaneRuntime:
         keys = runtime.endpoint.secrets_at(now)
         request = signed_request(
             runtime.recipient, prepared, send.attempt, at_s, keys,
-            keep_alive=runtime.reuse.is_allowed(now),
+            keep_alive=runtime.may_reuse(now),
         )  # fmt: skip
         self.prefetched = PreparedRequest(send, prepared, at_s, keys, request)
 
