@@ -25,7 +25,7 @@ from benchmarks.commits import MAKE_ACCOUNTS
 from benchmarks.deliveries import BACKLOG, FRAME_BYTES, Load
 from benchmarks.figures import Rounds, Row, Target, percentile
 from benchmarks.given import GivenServer
-from benchmarks.hostile_clients import TOKEN
+from benchmarks.hostile_clients import COSTLY_TOKEN, DRIP_TOKEN
 from benchmarks.latency import NS_PER_MS, produce
 from benchmarks.stage import add_endpoint, child, search
 from outbox.errors import CannotRun
@@ -174,8 +174,11 @@ async def _turn(stage: Stage, attack: Attack, *, is_attacked: bool) -> dict[str,
 async def _clients(
     stack: AsyncExitStack, database: Database, count: int, listeners: dict[str, str]
 ) -> Child:
-    """Start the hostile clients with the token of a tenant."""
-    token = await make_token(database, "hostile", ("publish", "operate"), tenant="acme")
+    """Start the hostile clients with two tokens of a tenant."""
+    tokens = {
+        name: await make_token(database, name, ("publish", "operate"), tenant="acme")
+        for name in (DRIP_TOKEN, COSTLY_TOKEN)
+    }
     words = {
         "count": count,
         "health": listeners["OUTBOX_HEALTH"],
@@ -186,7 +189,7 @@ async def _clients(
         child(
             "hostile_clients",
             *(word for name, value in words.items() for word in (f"--{name}", value)),
-            env={TOKEN: token},
+            env=tokens,
         )
     )
     await clients.response()

@@ -19,7 +19,8 @@ from benchmarks.receiver import say
 from outbox.web.address import parse_address
 
 Address = tuple[str, int]
-TOKEN = "BENCH_TOKEN"  # noqa: S105 (the name of a variable)
+DRIP_TOKEN, COSTLY_TOKEN = "BENCH_DRIP_TOKEN", "BENCH_COSTLY_TOKEN"
+"""Variables of two tokens: dripping clients hold all requests that one token may have."""
 DRIP_S = 5.0
 COSTLY_EVERY_S = 1.0
 RECONNECT_S = 1.0
@@ -47,11 +48,12 @@ COSTLY = (
 class Clients:
     """The clients, with the number of connections and of responses by status."""
 
-    def __init__(self, token: str, count: int) -> None:
+    def __init__(self, count: int) -> None:
         self.counts: Counter[str] = Counter()
         self.all_connected = asyncio.Event()
         self._count = count
-        self._token = token.encode()
+        self._drip_token = os.environ[DRIP_TOKEN]
+        self._costly_token = os.environ[COSTLY_TOKEN]
 
     async def stay_incomplete(self, at: Address, sent: bytes) -> None:
         """Send the beginning of a request, and wait for the end of the connection."""
@@ -67,7 +69,7 @@ class Clients:
         """Send a body of an event byte by byte."""
         reader, writer = await self._connect(at)
         try:
-            writer.write(self._head(b"/v1/events", 1000) + b"{")
+            writer.write(_head(b"/v1/events", self._drip_token, 1000) + b"{")
             responded = asyncio.ensure_future(self._count_status(reader))
             while not responded.done():
                 await asyncio.wait([responded], timeout=DRIP_S)
@@ -81,7 +83,7 @@ class Clients:
         reader, writer = await self._connect(at)
         try:
             while True:
-                writer.write(self._head(path, len(body)) + body)
+                writer.write(_head(path, self._costly_token, len(body)) + body)
                 status, length = await self._count_status(reader)
                 if not status:
                     return
@@ -109,12 +111,6 @@ class Clients:
                 length = int(line[15:])
         return status, length
 
-    def _head(self, path: bytes, length: int) -> bytes:
-        return (
-            b"POST %b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        ) % (path, self._token, length)
-
     async def run(self, number: int, listeners: dict[str, Address]) -> None:
         """Be client `number`, and connect again when the connection ends."""
         half, kind = divmod(number, 4)
@@ -132,8 +128,15 @@ class Clients:
             await asyncio.sleep(RECONNECT_S)
 
 
+def _head(path: bytes, token: str, length: int) -> bytes:
+    return (
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    ) % (path, token.encode(), length)
+
+
 async def run(count: int, listeners: dict[str, Address]) -> None:
-    clients = Clients(os.environ[TOKEN], count)
+    clients = Clients(count)
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(clients.run(n, listeners)) for n in range(count)]
         if count:

@@ -92,7 +92,7 @@ class _RouteHandlers:
         self._authenticator = authenticator
         self._limits = limits
         self._slots = RequestSlots()
-        self._bodies = BodyReader()
+        self._bodies = BodyReader(clock)
         self._body_limits = BodyLimits(database, clock)
         self._live = LiveStatusCache(clock)
         self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
@@ -139,7 +139,8 @@ class _RouteHandlers:
         require_storable_text(list(request.query.values()))
         if route.body is None:
             return await self._call(route, request, caller, path, query, None, is_large=False)
-        async with self._bodies.read(request, route, route.body, bytes_max) as (body, is_large):
+        reading = self._bodies.read(request, route, route.body, bytes_max, caller.id)
+        async with reading as (body, is_large):
             return await self._call(route, request, caller, path, query, body, is_large=is_large)
 
     async def _call(

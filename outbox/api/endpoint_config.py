@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 BODY_BYTES_MAX = 2 * 1024 * 1024
 """A declaration has the settings of all endpoints, and only system tokens may send one."""
+BODY_VALUES_MAX = 100_000
+"""50 of each endpoint."""
 ENDPOINTS_MAX = 2000
 """Their changes are one message to the database, encoded in one piece."""
 
@@ -127,6 +129,7 @@ ROUTES = (
         query=ApplyQuery,
         body=DeclarationBody,
         body_bytes_max=BODY_BYTES_MAX,
+        body_values_max=BODY_VALUES_MAX,
         responses={200: ApplyReport},
     ),
 )

@@ -31,8 +31,8 @@ class Share:
     body_bytes: int
 
 
-TOKEN = Share(CONNECTIONS_MAX // 8, 8 * MIB)
-ADDRESS = Share(CONNECTIONS_MAX // 2, 32 * MIB)
+TOKEN = Share(CONNECTIONS_MAX // 8, 2 * MIB)
+ADDRESS = Share(CONNECTIONS_MAX // 2, 16 * MIB)
 """Larger than the share of a token: behind a proxy all clients have one address."""
 
 

@@ -39,6 +39,10 @@ PAYLOAD_BODY_BYTES_MAX = 1024 * 1024
 """Limit of a request body with payloads: a payload of 256 KiB (the default limit) takes up to
 768 KiB if its text is escaped as \\uXXXX."""
 
+BODY_VALUES_MAX = 40_000
+"""Default limit of the values in a body: parsing an object with that many entries holds the GIL
+for 4 ms."""
+
 
 class RequestModel(BaseModel):
     """Base of query and body models; unknown fields are errors."""
@@ -206,6 +210,7 @@ class Route:
     body: type[RequestModel] | None = None
     body_required: bool = True
     body_bytes_max: int = BODY_BYTES_MAX
+    body_values_max: int = BODY_VALUES_MAX
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers with their descriptions."""
     timeout_s: float = TIMEOUT_S

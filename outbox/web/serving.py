@@ -7,27 +7,38 @@ server waits.  Connections are grouped by the client's address and by what the s
 for (`Awaited`), and the longest waiting connection of the largest group is closed.  So a
 client that holds many connections, in whatever state, takes them from itself, and a new
 connection is closed only if all others wait for the server.
+
+Deliveries share the event loop: per iteration one connection is accepted, one request begins, or
+one part of an unwanted body is read (see `outbox.web.turns`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import asynccontextmanager
+import socket
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import structlog
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from outbox.core.admission.token_bucket import address_key
 from outbox.errors import CannotRun
 from outbox.web.address import Address
+from outbox.web.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
+
+    from aiohttp import StreamReader
+
+log = structlog.get_logger("outbox.web")
 
 BACKLOG = 1024
+ACCEPT_RETRY_S = 1.0
 SHUTDOWN_S = 0.5
 """How long shutdown waits for open requests; aiohttp waits twice."""
 REQUEST_HEAD_TIMEOUT_S = 75.0
@@ -37,6 +48,11 @@ LINGER_S = 1.0
 """How long the rest of a body is read after its response: closing a connection with unread data
 resets it, and the client might not see the response."""
 CONNECTIONS_MAX = 512
+READ_BYTES = 16 * 1024
+"""Bytes of a body after which a connection waits for its handler to take them."""
+RECEIVE_BYTES = 32 * 1024
+"""Bytes that the kernel holds for a connection, about.  All connections with data are read in one
+iteration of the loop, so this bounds its duration."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -71,21 +87,55 @@ async def serving(
         auto_decompress=False,
         handler_cancellation=True,
         keepalive_timeout=REQUEST_HEAD_TIMEOUT_S,
-        lingering_time=LINGER_S,
+        lingering_time=0 if guarded else LINGER_S,  # See `_discard_body`.
+        read_bufsize=READ_BYTES,
         shutdown_timeout=SHUTDOWN_S,
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, address.host, address.port, backlog=BACKLOG)
-        try:
-            await site.start()
-        except (OSError, OverflowError) as error:
-            number = getattr(error, "errno", None) or 0
-            reason = os.strerror(number) if number > 0 else str(error)
-            raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
+        if guarded:
+            async with _accepting(runner, address) as at:
+                yield at
+            return
+        with _as_cannot_listen(address):
+            await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG).start()
         yield Address(address.host, runner.addresses[0][1])
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def _accepting(runner: web.AppRunner, address: Address) -> AsyncIterator[Address]:
+    """Accept connections inside the context; yields the actual listen address."""
+    server, loop = runner.server, asyncio.get_running_loop()
+    assert isinstance(server, _GuardedServer)
+    with ExitStack() as stack:
+        listeners: list[socket.socket] = []
+        with _as_cannot_listen(address):
+            found = await loop.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, _, _, _, at in dict.fromkeys(found):
+                listener = socket.create_server(at, family=family, backlog=BACKLOG)
+                listeners.append(stack.enter_context(listener))
+                listener.setblocking(False)
+        tasks = [asyncio.ensure_future(server.accept(listener)) for listener in listeners]
+        try:
+            yield Address(address.host, listeners[0].getsockname()[1])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+@contextmanager
+def _as_cannot_listen(address: Address) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else str(error)
+        raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
 
 
 class _GuardedRunner(web.AppRunner):
@@ -117,6 +167,20 @@ class _GuardedServer(web.Server):
         super().__init__(*arguments, **options)
         self._waiting: dict[tuple[str, Awaited], dict[_Connection, None]] = {}
         """The connections of each group, the longest waiting first."""
+        self.turns = Turns(self._loop)
+
+    async def accept(self, listener: socket.socket) -> None:
+        """Accept connections until cancelled."""
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listener)
+                await self.turns.take()
+                await self._loop.connect_accepted_socket(self, connection)
+            except ConnectionError:
+                continue  # The client is gone.
+            except OSError as error:  # Such as too many open files.
+                log.warning("connections cannot be accepted", reason=str(error))
+                await asyncio.sleep(ACCEPT_RETRY_S)
 
     def __call__(self) -> RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
@@ -125,6 +189,9 @@ class _GuardedServer(web.Server):
         super().connection_made(handler, transport)
         assert isinstance(handler, _Connection)
         handler.opened = transport
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES
+        )
         peer = transport.get_extra_info("peername")
         handler.address = address_key(peer[0]) if peer else ""
         self.wait(handler, Awaited.FIRST_REQUEST)
@@ -187,6 +254,8 @@ class _Connection(RequestHandler):
             self._wait(Awaited.BODY)
             request.content.on_eof(body_received)
         try:
+            if isinstance(self._manager, _GuardedServer):
+                await self._manager.turns.take()
             return await super()._handle_request(request, start_time, request_handler)
         finally:
             is_complete = request.content.is_eof()
@@ -202,10 +271,22 @@ class _Connection(RequestHandler):
         self._wait(Awaited.READING)
         try:
             async with asyncio.timeout(RESPONSE_TIMEOUT_S):
-                return await super().finish_response(request, resp, start_time)
+                finished = await super().finish_response(request, resp, start_time)
         except TimeoutError:
             self.abort()
             return resp, True
+        if not request.content.is_eof():
+            await self._discard_body(request.content)
+        return finished
+
+    async def _discard_body(self, content: StreamReader) -> None:
+        """Read the rest of a body that no handler wants, one part per turn."""
+        self._wait(Awaited.BODY)
+        with suppress(Exception):  # It is late, broken, or the client is gone.
+            async with asyncio.timeout(LINGER_S):
+                while not content.is_eof() and isinstance(self._manager, _GuardedServer):
+                    await self._manager.turns.take()
+                    await content.readany()
 
     def abort(self) -> None:
         """Close the connection without flushing data that the client does not read."""

@@ -11,7 +11,7 @@ from outbox.api import body_limits
 from outbox.api.body_limits import EVENT_BYTES_MAX
 from outbox.api.problem import Problem
 from outbox.api.request_slots import ADDRESS, TOKEN, RequestSlots
-from outbox.api.route import PAYLOAD_BODY_BYTES_MAX
+from outbox.api.route import BODY_VALUES_MAX, PAYLOAD_BODY_BYTES_MAX
 from outbox.store.connection.migrate import migrate
 from tests.support.api import make_token, serving
 from tests.support.costs import (
@@ -113,14 +113,15 @@ async def test_payloads_of_4_mib_neither_pause_the_relay_nor_fill_its_memory(
     await set_limit(database, size)
     token = await make_token(database)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    text = b'"' + b"a" * (size // 99_000 - 4) + b'"'
+    count = BODY_VALUES_MAX - 100
+    text = b'"' + b"a" * (size // count - 4) + b'"'
     payloads = {
         "text": b'"' + b"a" * (size - 20) + b'"',
         "commas": b'"' + b"," * (size - 20) + b'"',
         "wide text": '"\U0001f600'.encode() + b"a" * (size - 20) + b'"',
         "backslashes": b'"' + b"\\\\" * (size // 2 - 20) + b'"',
         "quotes": b'"' + b'\\"' * (size // 2 - 20) + b'"',
-        "texts": b"[" + b",".join([text] * 98_000) + b"]",
+        "texts": b"[" + b",".join([text] * count) + b"]",
     }
     pauses: dict[str, float] = {}
     peaks: dict[str, int] = {}

@@ -23,10 +23,10 @@ from outbox.api.endpoint_config import ENDPOINTS_MAX
 from outbox.api.events import TRACED_EVENTS_MAX
 from outbox.api.openapi import document
 from outbox.api.problem import Problem
-from outbox.api.request_body import CONTAINERS_MAX
 from outbox.api.request_parsing import validate
-from outbox.api.route import BODY_BYTES_MAX, SMALL_BYTES_MAX
+from outbox.api.route import BODY_BYTES_MAX, BODY_VALUES_MAX, SMALL_BYTES_MAX
 from outbox.api.routes import ROUTES
+from outbox.core.admission.token_bucket import Allowance
 from tests.support.api import make_token, serving
 from tests.support.costs import (
     MEMORY_BYTES_MAX,
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 DEPTH = 1000
 """One level more than a parser of ours accepts, with the body around it."""
+PAYLOAD_ARRAYS = 50_000
+"""More than a request may have: the event was published in SQL."""
 PUBLISH_ARRAYS = """
 SELECT count(publish(type => 'a.b', key => 'k', payload =>
              (SELECT jsonb_agg('[]'::jsonb) FROM generate_series(1, $1::int))))
@@ -75,8 +77,8 @@ def _values(size: int) -> dict[str, Callable[[], bytes]]:
         "nulls": lambda: _fill(b"[", b"null", b"]", size),
         "empty arrays": lambda: _fill(b"[", b"[]", b"]", size),
         "empty objects": lambda: _fill(b"[", b"{}", b"]", size),
-        "as many arrays as are allowed": lambda: _fill(b"[", b"[null]", b"]", min(size, 340_000)),
-        "as many objects as are allowed": lambda: _fill(b"[", b'{"":1}', b"]", min(size, 340_000)),
+        "as many arrays as are allowed": lambda: _fill(b"[", b"[null]", b"]", min(size, 130_000)),
+        "as many objects as are allowed": lambda: _fill(b"[", b'{"":1}', b"]", min(size, 130_000)),
         "entries": lambda: b"{" + _entries(size) + b"}",
         "deep arrays": lambda: b"[" * DEPTH + b"]" * DEPTH,
         "deep objects": lambda: b'{"":' * DEPTH + b"1" + b"}" * DEPTH,
@@ -173,9 +175,10 @@ def test_the_peak_of_memory_is_measured() -> None:
 
 @pytest.mark.one_major
 @only_on_linux
-async def test_no_body_pauses_the_relay_or_fills_itsmemory_bytes(
-    database: Database, costs: Costs
+async def test_no_body_pauses_the_relay_or_fills_its_memory(
+    database: Database, costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(request_body, "PARSING", Allowance(1000.0, 1000.0))
     token = await make_token(database)
     async with serving(database, api_rate_max=100_000.0) as api:
         peaks, statuses = await asyncio.to_thread(_walk, api.url, token, costs)
@@ -219,12 +222,12 @@ def _walk(url: str, token: str, costs: Costs) -> tuple[dict[str, int], set[int]]
 
 @pytest.mark.one_major
 @only_on_linux
-async def test_no_trace_pauses_the_relay_or_fills_itsmemory_bytes(
+async def test_no_trace_pauses_the_relay_or_fills_its_memory(
     database: Database, costs: Costs
 ) -> None:
     """A response may be large as well: a token of a tenant publishes and reads payloads."""
     token = await make_token(database)
-    await fetchval(database, PUBLISH_ARRAYS, CONTAINERS_MAX - 1, TRACED_EVENTS_MAX)
+    await fetchval(database, PUBLISH_ARRAYS, PAYLOAD_ARRAYS, TRACED_EVENTS_MAX)
     headers = {"Authorization": f"Bearer {token}"}
     path = f"/v1/trace/k?payload=true&limit={TRACED_EVENTS_MAX}"
     outbox_ids: list[int] = []
@@ -253,11 +256,14 @@ async def test_no_trace_pauses_the_relay_or_fills_itsmemory_bytes(
 
 @pytest.mark.one_major
 @only_on_linux
-async def test_refused_bodies_are_freed_without_the_garbage_collector(database: Database) -> None:
-    """An object with 80,000 entries is one object for the collector, which may not run for long."""
+async def test_refused_bodies_are_freed_without_the_garbage_collector(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object with many entries is one object for the collector, which may not run for long."""
+    monkeypatch.setattr(request_body, "PARSING", Allowance(1000.0, 1000.0))
     token = await make_token(database)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    payload = b"{" + _entries(MEMORY_BYTES_MAX // 70) + b"}"
+    payload = b"{" + _entries((BODY_VALUES_MAX - 10) * 12) + b"}"
     async with serving(database) as api:
 
         def send(start: bytes) -> None:
@@ -272,7 +278,7 @@ async def test_refused_bodies_are_freed_without_the_garbage_collector(database: 
             before = reset_peak()
             gc.disable()
             try:
-                for _ in range(15):
+                for _ in range(40):
                     await asyncio.to_thread(send, start)
             finally:
                 gc.enable()
@@ -338,15 +344,15 @@ def test_the_number_of_values_is_limited_before_they_are_parsed(
     monkeypatch.setattr(orjson, "loads", parse)
     model = next(route.body for route in ROUTES if route.body is not None)
     for body in (
-        b"[" * 50_001,
-        b"[{" * 25_001,
-        b"1," * 100_001,
-        b'"' + b"," * 200_000 + b'",' + b"1," * 100_001,
-        b'"\\\\",' * 100_001,
-        b'"",' * 200_001,
+        b"[" * 501,
+        b"[{" * 251,
+        b"1," * 1001,
+        b'"' + b"," * 2000 + b'",' + b"1," * 1001,
+        b'"\\\\",' * 1001,
+        b'"",' * 2001,
     ):
         with pytest.raises(Problem) as caught:
-            request_body.parse(body, model)
+            request_body.parse(body, model, 1000)
         assert caught.value.kind.status == 413, body[:20]
 
 
@@ -357,6 +363,6 @@ def test_punctuation_in_strings_is_no_value(text: str) -> None:
     model = next(route.body for route in ROUTES if route.operation_id == "post_events")
     assert model is not None
     body: Any = request_body.parse(
-        orjson.dumps({"type": "a.b", "payload": [text, {text: 1}]}), model
+        orjson.dumps({"type": "a.b", "payload": [text, {text: 1}]}), model, 1000
     )
     assert body.payload == [text, {text: 1}]

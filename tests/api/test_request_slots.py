@@ -52,11 +52,11 @@ def test_an_address_has_its_share_whatever_its_tokens() -> None:
 def test_bodies_are_counted_by_their_bytes() -> None:
     slots = RequestSlots()
     with ExitStack() as stack:
-        for _ in range(8):
+        for _ in range(2):
             stack.enter_context(slots.hold(1, "192.0.2.1", MIB))
         problem = refusal(slots, 1, "192.0.2.1", 1)
         assert problem is not None
-        assert problem.startswith("this token sends 8 MiB of bodies")
+        assert problem.startswith("this token sends 2 MiB of bodies")
         # A request without a body is none of it.
         assert refusal(slots, 1, "192.0.2.1") is None
         assert refusal(slots, 2, "192.0.2.1", 8 * MIB) is None

@@ -21,6 +21,18 @@ def test_a_burst_is_admitted_and_then_the_rate_applies() -> None:
     assert [buckets.consume("a", 200.0) for _ in range(3)] == [0, 0, 0]
 
 
+def test_more_tokens_than_there_are_may_be_charged() -> None:
+    buckets = TokenBuckets(Allowance(per_s=0.5, burst=1), keys_max=10)
+    buckets.charge("a", 100.0, 1)
+    assert buckets.wait_s("a", 100.0, tokens=0) == 0
+    buckets.charge("a", 100.0, 2)
+    assert buckets.wait_s("a", 100.0, tokens=0) == pytest.approx(4)
+    assert buckets.wait_s("a", 103.0, tokens=0) == pytest.approx(1)
+    assert buckets.wait_s("a", 104.0, tokens=0) == 0
+    assert buckets.wait_s("a", 104.0) == pytest.approx(2)
+    assert buckets.wait_s("b", 104.0) == 0
+
+
 @given(
     st.floats(0.1, 100),
     st.integers(1, 20),

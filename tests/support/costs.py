@@ -56,10 +56,10 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
         finally:
             measured.record(time.thread_time() - began)
 
-    def timed_parse(raw: bytes, model: type[RequestModel]) -> RequestModel:
+    def timed_parse(raw: bytes, model: type[RequestModel], values_max: int) -> RequestModel:
         began = time.thread_time()
         try:
-            return parse(raw, model)
+            return parse(raw, model, values_max)
         finally:
             measured.record(time.thread_time() - began)
 

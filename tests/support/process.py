@@ -113,7 +113,12 @@ class RelayProcess:
 
     def log(self) -> list[dict[str, Any]]:
         """The log, each line a JSON object."""
-        return [orjson.loads(line) for line in self._log_path.read_bytes().splitlines()]
+        lines = self._log_path.read_bytes().splitlines()
+        # A relay that cannot start prints text.
+        return [
+            orjson.loads(line) if line.startswith(b"{") else {"text": line.decode()}
+            for line in lines
+        ]
 
 
 @asynccontextmanager

@@ -24,10 +24,10 @@ IPV6_PREFIX_BITS = 64
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Requests per second in the long run, and `burst` at once."""
+    """Tokens per second in the long run, and `burst` at once."""
 
     per_s: float
-    burst: int
+    burst: float
 
 
 class TokenBuckets:
@@ -41,23 +41,27 @@ class TokenBuckets:
     def __len__(self) -> int:
         return len(self._full_at)
 
-    def wait_s(self, key: Hashable, now: float) -> float:
-        """Seconds until a token is available; 0: now."""
-        wait_s = self._next(key, now) - now - self._allowance.burst / self._allowance.per_s
+    def wait_s(self, key: Hashable, now: float, tokens: float = 1) -> float:
+        """Seconds until that many tokens are available; 0: now."""
+        wait_s = self._next(key, now, tokens) - now - self._allowance.burst / self._allowance.per_s
         return wait_s if wait_s > RESOLUTION_S else 0.0
 
     def consume(self, key: Hashable, now: float) -> float:
         """Take a token if one is available; return the seconds to wait, 0 if it was taken."""
         wait_s = self.wait_s(key, now)
         if wait_s == 0.0:
-            self._full_at[key] = self._next(key, now)
-            self._full_at.move_to_end(key)
-            self._forget(now)
+            self.charge(key, now, 1)
         return wait_s
 
-    def _next(self, key: Hashable, now: float) -> float:
-        """When the bucket would be full after taking a token now."""
-        return max(self._full_at.get(key, now), now) + 1 / self._allowance.per_s
+    def charge(self, key: Hashable, now: float, tokens: float) -> None:
+        """Take tokens, also more than there are: the key waits until the rest has been refilled."""
+        self._full_at[key] = self._next(key, now, tokens)
+        self._full_at.move_to_end(key)
+        self._forget(now)
+
+    def _next(self, key: Hashable, now: float, tokens: float) -> float:
+        """When the bucket would be full after taking tokens now."""
+        return max(self._full_at.get(key, now), now) + tokens / self._allowance.per_s
 
     def _forget(self, now: float) -> None:
         while self._full_at:

@@ -44,8 +44,8 @@ FLOOD_PER_S = 2_000
 and a sequencing replica sends at most 50 a second."""
 FLOOD_MIN_S, FLOOD_MAX_S = 1.0, 30.0
 """How long the relay polls after a flood; doubled while the floods continue."""
-FLOOD_POLL_S = PRODUCERS_EVERY_S
-"""As often as notifications would be reported, so that a flood does not delay live deliveries."""
+FLOOD_POLL_S = 0.002
+"""Short, so that a flood does not delay live deliveries: they wait for half of it on average."""
 NO_PID = 0
 
 
