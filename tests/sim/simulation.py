@@ -251,7 +251,7 @@ class Simulation:
         for _ in range(rng.choice((0, 1, 2))):
             at(moments.OPEN, rng.randrange(1, 8), self._migrate_behind)
         requests = self._load.events * len(self.receivers) * 2 // 3 + 2
-        for _ in range(rng.choice((0, 0, 2))):
+        for _ in range(rng.choice((0, 2, 8))):
             at(moments.REQUEST, rng.randrange(1, requests), operator.pause_soon)
         self.plan.make(requests, self._load.events, self._peace_at)
 
