@@ -176,6 +176,8 @@ def _survivable_reason(error: Exception, *, registered: bool) -> str:
     for each in errors:
         if isinstance(each, SURVIVABLE) or (registered and isinstance(each, OutboxError)):
             continue
+        if not isinstance(each, OutboxError | OSError | asyncpg.PostgresError):
+            log.error("an unexpected error ends the relay", exc_info=error)
         raise each if len(errors) == 1 else error
     first = errors[0]
     if isinstance(first, Fenced):

@@ -71,3 +71,30 @@ def test_a_cancelled_preempted_request_stays_cancelled() -> None:
         assert queueing.scheduler.open == 0
 
     run_virtual(cancelled())
+
+
+@pytest.mark.parametrize("loop_module", ["asyncio", "uvloop"])
+def test_requests_can_wait_while_a_timer_is_overdue(
+    loop_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop returns another kind of handle for a time in the past, as after a long pause."""
+    monkeypatch.setattr(RequestScheduler, "wake_at", lambda _: 0.0)
+
+    async def wait_behind_an_old_request() -> list[bool]:
+        queueing = AdmissionQueue(RequestScheduler(1))
+        open_slot, *slots = (
+            Slot(queueing.scheduler.add_endpoint(None, None, None)) for _ in range(4)
+        )
+        assert queueing.begin(open_slot)
+        assert not any(queueing.begin(slot) for slot in slots)
+        waiting = [asyncio.ensure_future(queueing.wait(slot)) for slot in slots]
+        await asyncio.sleep(0)
+        assert queueing.scheduler.waiting == len(slots)
+        queueing.cancel_waiting(slots)
+        queueing.end(open_slot, responded=False)
+        queueing.close()
+        return await asyncio.gather(*waiting)
+
+    new_event_loop = pytest.importorskip(loop_module).new_event_loop
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        assert runner.run(wait_behind_an_old_request()) == [False, False, False]

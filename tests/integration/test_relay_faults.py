@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import traceback
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.delivery.commands import AttemptRow, Progress, Record
@@ -36,6 +38,7 @@ from tests.support.relay import (
     killed_at_the_end,
     publish,
     register,
+    relay,
     running,
 )
 from tests.support.tcp import listening
@@ -687,3 +690,23 @@ async def test_the_defaults_of_a_database_do_not_affect_a_relay(
             batches = await connection.fetchval("SELECT count(*) FROM batch")
     assert replicas == 1
     assert batches > 1
+
+
+async def test_an_unexpected_error_that_ends_a_relay_is_logged_with_its_place(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It happens once in weeks, and cannot be repeated with another log level."""
+
+    def next_command(*_: Any) -> None:
+        raise ValueError("odd")
+
+    await add_endpoint(database)
+    await publish(database, 1, 2)
+    monkeypatch.setattr(Lane, "next", next_command)
+    with capture_logs() as logs, pytest.raises(Exception, match=r"odd|sub-exception"):
+        await relay(database, Network()).run()
+    (logged,) = [each for each in logs if each["log_level"] == "error"]
+    assert logged["event"] == "an unexpected error ends the relay"
+    text = "".join(traceback.format_exception(logged["exc_info"]))
+    assert "in next_command" in text
+    assert "ValueError: odd" in text

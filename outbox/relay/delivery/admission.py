@@ -30,6 +30,8 @@ class AdmissionQueue:
         self._waiting: dict[Slot, asyncio.Future[bool]] = {}
         self._sending: dict[Slot, asyncio.Task[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        # Not `TimerHandle.when`, which uvloop's handle of a time in the past does not have.
+        self._timer_at = 0.0
 
     def begin(self, slot: Slot) -> bool:
         """Start a request if a slot is free; otherwise return False, and call `wait`."""
@@ -142,11 +144,11 @@ class AdmissionQueue:
     def _set_timer(self) -> None:
         """Set the scheduler's timer; firing too early is harmless."""
         at = self.scheduler.wake_at()
-        if at is None or (self._timer is not None and self._timer.when() <= at):
+        if at is None or (self._timer is not None and self._timer_at <= at):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(at, self._wake)
+        self._timer, self._timer_at = self._loop.call_at(at, self._wake), at
 
     def _wake(self) -> None:
         self._timer = None
