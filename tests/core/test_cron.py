@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from itertools import islice, pairwise
 
 import pytest
@@ -10,6 +10,7 @@ from cronsim import CronSim
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from outbox.core.schedules import cron
 from outbox.core.schedules.cron import NICKNAMES, Cron
 from outbox.errors import UsageError
 
@@ -200,3 +201,18 @@ def test_runs_agree_with_cronsim(expression: str, zone: str, start: datetime) ->
     peer = CronSim(expression, start.astimezone(cron.zone))
     for ours in islice(cron.after(start), 40):
         assert ours == next(peer).astimezone(UTC)
+
+
+def test_the_search_skips_to_the_next_day_that_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps: list[datetime] = []
+    jump = cron._jump
+
+    def counted(at: datetime, shown: datetime, zone: tzinfo) -> datetime:
+        jumps.append(at)
+        return jump(at, shown, zone)
+
+    monkeypatch.setattr(cron, "_jump", counted)
+    # The leap days that are Mondays.
+    found = Cron("* 3 * 2 MON#5", "America/New_York").next(datetime(2026, 1, 1, tzinfo=UTC))
+    assert found == datetime(2044, 2, 29, 8, tzinfo=UTC)
+    assert len(jumps) < 50

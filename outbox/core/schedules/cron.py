@@ -20,7 +20,9 @@ hour.)
 from __future__ import annotations
 
 import difflib
-from datetime import UTC, datetime, timedelta
+from bisect import bisect_right
+from calendar import monthrange
+from datetime import UTC, date, datetime, time, timedelta
 from itertools import takewhile
 from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo, available_timezones
@@ -89,6 +91,7 @@ class Cron:
             raise UsageError(f'cron: "{truncate(expression)}": {str(error).lower()}') from None
         except (AssertionError, TypeError, ValueError):  # "MON#2/2", say.
             raise UsageError(f'cron: "{truncate(expression)}" is not a cron expression') from None
+        self._days: dict[tuple[int, int], list[int]] = {}
         self._by_time_of_day = not any(part.startswith("*") for part in parts[:2])
         if next(self.after(datetime(2000, 1, 1, tzinfo=UTC)), None) is None:
             raise UsageError(f'cron: "{truncate(expression)}" never fires: there is no such day')
@@ -150,11 +153,14 @@ class Cron:
         at = after.replace(second=0, microsecond=0) + MINUTE
         while at <= until:
             local = at.astimezone(zone)
-            if local.month not in fields.months:
-                next_month = (local.replace(day=1) + 32 * DAY).replace(day=1)
-                at = _jump(at, next_month.replace(hour=0, minute=0), zone)
-            elif not fields.match_day(local.date()):
-                at = _jump(at, (local + DAY).replace(hour=0, minute=0), zone)
+            if not self._is_day(local.date()):
+                day = self._day_after(local.date(), until.date())
+                if day is None:
+                    return None
+                # UTC offsets are shorter than a day: this is before the day begins in any zone.
+                near = datetime.combine(day, time(), UTC) - DAY
+                tomorrow = (local + DAY).replace(hour=0, minute=0)
+                at = near if near > at else _jump(at, tomorrow, zone)
             elif local.hour not in fields.hours:
                 at = _jump(at, local.replace(minute=0) + HOUR, zone)
             elif local.minute not in fields.minutes:
@@ -162,6 +168,30 @@ class Cron:
             else:
                 return at
         return None
+
+    def _is_day(self, day: date) -> bool:
+        return day.month in self._fields.months and self._fields.match_day(day)
+
+    def _day_after(self, day: date, until: date) -> date | None:
+        """The first day after this one on which it fires, up to the year of `until`."""
+        for year in range(day.year, until.year + 1):
+            for month in sorted(self._fields.months):
+                if (year, month) < (day.year, day.month):
+                    continue
+                days = self._days_of(year, month)
+                is_current = (year, month) == (day.year, day.month)
+                first = bisect_right(days, day.day) if is_current else 0
+                if first < len(days):
+                    return date(year, month, days[first])
+        return None
+
+    def _days_of(self, year: int, month: int) -> list[int]:
+        """The days of a month on which it fires; the same in months with the same calendar."""
+        kind = monthrange(year, month)
+        if kind not in self._days:
+            every = range(1, kind[1] + 1)
+            self._days[kind] = [n for n in every if self._fields.match_day(date(year, month, n))]
+        return self._days[kind]
 
 
 def _jump(at: datetime, shown: datetime, zone: tzinfo) -> datetime:
