@@ -274,7 +274,7 @@ class TraceQuery(RequestModel):
     endpoint: str | None = None
     """Deliveries to this endpoint only."""
     limit: int = Field(default=5, ge=1, le=TRACED_EVENTS_MAX)
-    """Maximum number of a key's events, newest first; fewer if they have large payloads."""
+    """Maximum number of a key's events, newest first; fewer if their traces are large."""
     before: int = Field(default=ID_MAX, ge=1, le=ID_MAX)
     """Events of a key before this outbox id."""
     payload: bool = False
@@ -302,18 +302,19 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
     found = await _find(call, call.path["id"])
     only = await find_endpoint_ids(call.db, query.endpoint, call.tenant)
     traces: list[EventTrace] = []
-    payload_bytes = 0
+    traced_bytes = 0
     for outbox_id in found.outbox_ids:
-        # Of payloads: parsed, they may take 25 times as much memory.
-        if payload_bytes >= PAGE_BYTES_MAX:
+        # Payloads may take 25 times as much memory when they are parsed.
+        if traced_bytes >= PAGE_BYTES_MAX:
             found = replace(found, outbox_ids=found.outbox_ids[: len(traces)], more=True)
             break
         traced_event = await trace.read_trace(
             call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload
         )
         traces.append(traced_event)
+        traced_bytes += len(orjson.dumps(traced_event.deliveries, default=str))
         if query.payload:
-            payload_bytes += traced_event.event.payload_bytes or 0
+            traced_bytes += traced_event.event.payload_bytes or 0
     redactor = await redactor_for(call)
     return trace_result(found, [redactor.redact_trace(each) for each in traces])
 

@@ -62,16 +62,16 @@ class BackfillPlan(ResponseModel):
 
 async def _list(call: Call[ReplaysQuery, None]) -> Page:
     query = call.query
+    states = replay_jobs.STATES if query.state == "all" else (query.state,)
+    tenant, after = call.tenant, id_cursor(query.after, 0)
+    limit = await replay_jobs.read_jobs_limit(
+        call.db, call.schema, states=states, tenant=tenant, limit=query.limit, after=after
+    )
     rows = await replay_jobs.list_jobs(
-        call.db,
-        call.schema,
-        states=replay_jobs.STATES if query.state == "all" else (query.state,),
-        tenant=call.tenant,
-        limit=query.limit + 1,
-        after=id_cursor(query.after, 0),
+        call.db, call.schema, states=states, tenant=tenant, limit=limit + 1, after=after
     )
     redactor = await redactor_for(call)
-    return page_of_rows([redactor.redact_job(row) for row in rows], query.limit, lambda job: job.id)
+    return page_of_rows([redactor.redact_job(row) for row in rows], limit, lambda job: job.id)
 
 
 async def _show(call: Call[NoQuery, None]) -> ReplayJob:

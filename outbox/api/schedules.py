@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import datetime
 from typing import Annotated, Any
 from uuid import UUID
@@ -90,9 +91,12 @@ class RemovedSchedule(ResponseModel):
 
 
 async def _list(call: Call[Paging, None]) -> Page:
-    limit = call.query.limit
+    after, tenant = call.query.after, call.tenant
+    limit = await schedules.read_schedules_limit(
+        call.db, call.schema, tenant=tenant, limit=call.query.limit, after=after
+    )
     rows = await schedules.list_schedules(
-        call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
+        call.db, call.schema, tenant=tenant, limit=limit + 1, after=after
     )
     page = page_of_rows(rows, limit, lambda row: row.name)
     waiting = None
@@ -100,9 +104,11 @@ async def _list(call: Call[Paging, None]) -> Page:
         future = await schedules.count_future_events(call.db, call.schema)
         waiting = {"events": future.events, "first_at": future.first_at}
     redactor = await redactor_for(call)
-    items = [
-        views.schedule_detail(redactor.redact_schedule(row), of_many=True) for row in page.items
-    ]
+    items = []
+    for row in page.items:
+        items.append(views.schedule_detail(redactor.redact_schedule(row), of_many=True))
+        # The search for the next runs may take a millisecond.
+        await asyncio.sleep(0)
     return Page(items, page.next, {"future_events": waiting})
 
 

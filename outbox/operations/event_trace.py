@@ -143,6 +143,7 @@ class TracedDelivery:
     backfill: int | None
     """The backfill job that created this delivery or its original, with its own X-Delivery."""
     attempts: tuple[TracedAttempt, ...]
+    """The newest ones; a trace has at most 1,000, of all deliveries."""
     dead_letter: TracedDeadLetter | None
     lane_state: PendingLaneState | None
     """Only for a pending delivery."""

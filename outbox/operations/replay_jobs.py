@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
+from outbox.operations.page_bytes import count_rows_within, read_page_limit
 from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
@@ -51,11 +52,19 @@ SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, 
          FROM replay_job_endpoint WHERE job_id = j.id) p
 """
 
-READ_JOBS = f"""{_JOBS}
+_PAGE = f"""
  WHERE j.id > $1 AND j.state = ANY ($2)
    AND ($4::text IS NULL OR {JOB_IS_OWN.format(job="j.id", tenant="$4")})
  ORDER BY j.id LIMIT $3
 """
+READ_JOBS = _JOBS + _PAGE
+# The approximate size of a job in memory, with its types.
+COUNT_JOBS = count_rows_within(
+    f"""
+SELECT j.id, 1000 + coalesce(octet_length(j.types::text) + 50 * cardinality(j.types), 0) AS bytes
+  FROM replay_job j {_PAGE}""",  # noqa: S608 (constants only)
+    "p.id",
+)
 READ_JOB = f"""{_JOBS} WHERE j.id = $1"""
 
 ABORT_JOB = WriteStatement(
@@ -131,6 +140,22 @@ async def list_jobs(
     with map_errors(schema):
         rows = await connection.fetch(READ_JOBS, after, list(states), limit, tenant)
     return [_job(row) for row in rows]
+
+
+async def read_jobs_limit(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    states: Sequence[JobState] = STATES,
+    tenant: str | None = None,
+    limit: int,
+    after: int = 0,
+) -> int:
+    """Read how many jobs the next page of `list_jobs` may have, at most `limit`."""
+    with map_errors(schema):
+        return await read_page_limit(
+            connection, COUNT_JOBS, limit, after, list(states), limit, tenant
+        )
 
 
 async def get_job(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:

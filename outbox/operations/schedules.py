@@ -11,6 +11,7 @@ import orjson
 from outbox.core.model.text import closest
 from outbox.core.schedules.cron import Cron
 from outbox.errors import NotFound, UsageError
+from outbox.operations.page_bytes import count_rows_within, read_page_limit
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
@@ -26,12 +27,23 @@ state = 'active' AND overlap = 'wait' AND last_outbox_id IS NOT NULL
     AND next_at <= clock_timestamp() AND due_at > next_at AS waits
 """
 
-# Without payloads, each of which may be large.
-PAGE = f"""
-SELECT {COLUMNS}, NULL AS payload_json, NULL AS headers_json FROM schedule
+_PAGE = """
+  FROM schedule
  WHERE ($1::text IS NULL OR name COLLATE "C" > $1) AND ($3::text IS NULL OR tenant = $3)
  ORDER BY name COLLATE "C" LIMIT $2
-"""  # noqa: S608 (constants only)
+"""
+
+# Without payloads, each of which may be large.
+PAGE = f"SELECT {COLUMNS}, NULL AS payload_json, NULL AS headers_json {_PAGE}"
+
+# The approximate size of a row in memory, of the columns that may be large.
+COUNT_ROWS = count_rows_within(
+    f"""
+SELECT name, 1000 + coalesce(octet_length(key), 0) + coalesce(octet_length(tenant), 0)
+       + octet_length(type) + octet_length(cron) + coalesce(octet_length(state_comment), 0) AS bytes
+{_PAGE}""",
+    'p.name COLLATE "C"',
+)
 
 GET = f"""
 SELECT {COLUMNS}, payload::text AS payload_json, headers::text AS headers_json
@@ -121,6 +133,19 @@ async def list_schedules(
     """
     with map_errors(schema):
         return [_schedule(row) for row in await connection.fetch(PAGE, after, limit, tenant)]
+
+
+async def read_schedules_limit(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    tenant: str | None = None,
+    limit: int,
+    after: str | None = None,
+) -> int:
+    """Read how many schedules the next page of `list_schedules` may have, at most `limit`."""
+    with map_errors(schema):
+        return await read_page_limit(connection, COUNT_ROWS, limit, after, limit, tenant)
 
 
 async def get_schedule(connection: Connection[Any], schema: str, name: str) -> Schedule:

@@ -27,6 +27,7 @@ from outbox.operations.event_trace import (
     TracedEvent,
     UnsentGroup,
 )
+from outbox.operations.page_bytes import shorten_responses
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
@@ -106,15 +107,21 @@ SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS seq
  ORDER BY e.name COLLATE "C", g.batch, g.lane_id, g.seq
 """
 
-READ_ATTEMPTS = """
-SELECT d.lane_id, d.seq, a.attempt, a.replica_id, a.outcome, a.status, a.error, a.started_at,
-       a.elapsed_ms, a.response::text AS response
-  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS d(lane_id, batch, seq)
- CROSS JOIN LATERAL (
-       SELECT * FROM attempt
-        WHERE lane_id = d.lane_id AND batch = d.batch AND seq = d.seq OFFSET 0) a
- ORDER BY a.started_at, a.attempt
-"""
+# The newest attempts of each delivery first, up to the limit $4, and the responses of the newest
+# ones up to the limit in bytes: a retry policy may have 10,000 attempts.
+READ_ATTEMPTS = f"""
+WITH newest AS MATERIALIZED (
+    SELECT a.*, row_number() OVER (PARTITION BY a.lane_id, a.seq ORDER BY a.attempt DESC) AS age
+      FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS d(lane_id, batch, seq)
+     CROSS JOIN LATERAL (
+           SELECT * FROM attempt
+            WHERE lane_id = d.lane_id AND batch = d.batch AND seq = d.seq
+            ORDER BY attempt DESC LIMIT $4) a
+     ORDER BY age, a.lane_id, a.seq LIMIT $4)
+SELECT lane_id, seq, attempt, replica_id, outcome, status, error, started_at, elapsed_ms,
+       {shorten_responses("response", "age, lane_id, seq")} AS response
+  FROM newest ORDER BY started_at, attempt
+"""  # noqa: S608 (constants only)
 
 # Only the nearest dead letter at or below a sequence number can contain it.
 READ_DEAD_LETTERS = f"""
@@ -130,7 +137,8 @@ SELECT n.lane_id, n.seq AS wanted_seq, d.id, d.reason, coalesce(t.state, d.state
 
 # State of the lanes that may have pending deliveries.
 READ_LANE_STATES = f"""
-SELECT s.*, s.last_response::text AS response, e.state, e.state_at, e.state_by, e.state_comment,
+SELECT s.*, {shorten_responses("s.last_response", "s.lane_id")} AS response,
+       e.state, e.state_at, e.state_by, e.state_comment,
        coalesce(h.state, 'healthy') AS health, coalesce(h.since, e.created_at) AS health_since,
        h.held_until, b.at AS blocked_since,
        (SELECT x.id FROM dead_letter x
@@ -173,6 +181,8 @@ SELECT reason, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C")
 """  # noqa: S608
 
 EXAMPLES_MAX = 3
+ATTEMPTS_MAX = 1000
+"""Attempts in the trace of an event, of all its deliveries."""
 NO_BATCH = -1
 
 
@@ -242,7 +252,7 @@ async def _deliveries(
     sequences = [row["seq"] for row in rows]
     attempts: dict[tuple[int, int], list[TracedAttempt]] = {}
     for row in await connection.fetch(
-        READ_ATTEMPTS, lanes, [row["batch"] for row in rows], sequences
+        READ_ATTEMPTS, lanes, [row["batch"] for row in rows], sequences, ATTEMPTS_MAX
     ):
         attempts.setdefault((row["lane_id"], row["seq"]), []).append(_attempt(row))
     dead_letters = {

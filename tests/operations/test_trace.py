@@ -97,6 +97,28 @@ async def test_an_event_is_found_by_any_of_its_identifiers(
     assert {str(d.delivery_id) for d in event_trace.deliveries} == reported
 
 
+async def test_a_trace_has_the_newest_attempts_of_each_delivery_and_a_limited_size(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database)
+    await add_endpoint(database, "audit")
+    async with running(database, Network()):
+        await publish(database, 0)
+        await all_ended(database)
+    await db.execute("""
+        INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,
+                             elapsed_ms, response)
+        SELECT lane_id, batch, seq, n, replica_id, 'retry', started_at, 1.0,
+               jsonb_build_object('status', 500, 'body', repeat('b', 600000))
+          FROM attempt, generate_series(2, 9) n""")
+    monkeypatch.setattr(trace, "ATTEMPTS_MAX", 4)
+    deliveries = (await trace.read_trace(db, "relay", 1)).deliveries
+    assert [[each.attempt for each in d.attempts] for d in deliveries] == [[8, 9], [8, 9]]
+    responses = [each.response or {} for d in deliveries for each in d.attempts]
+    assert [response["status"] for response in responses] == [500] * 4
+    assert sum("body" in response for response in responses) == 1
+
+
 UNKNOWN = (
     "nothing",
     "",
