@@ -174,7 +174,7 @@ class _GuardedServer(web.Server):
         while True:
             try:
                 connection, _ = await self._loop.sock_accept(listener)
-                await self.turns.take()
+                await self.turns.wait()
                 await self._loop.connect_accepted_socket(self, connection)
             except ConnectionError:
                 continue  # The client is gone.
@@ -255,7 +255,7 @@ class _Connection(RequestHandler):
             request.content.on_eof(body_received)
         try:
             if isinstance(self._manager, _GuardedServer):
-                await self._manager.turns.take()
+                await self._manager.turns.wait()
             return await super()._handle_request(request, start_time, request_handler)
         finally:
             is_complete = request.content.is_eof()
@@ -285,7 +285,7 @@ class _Connection(RequestHandler):
         with suppress(Exception):  # It is late, broken, or the client is gone.
             async with asyncio.timeout(LINGER_S):
                 while not content.is_eof() and isinstance(self._manager, _GuardedServer):
-                    await self._manager.turns.take()
+                    await self._manager.turns.wait()
                     await content.readany()
 
     def abort(self) -> None:

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Gives one turn per iteration of a loop, in the order of `take`."""
+    """Gives one turn per iteration of a loop, in the order of `wait`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._taken = False
-        """Whether this iteration's turn is taken."""
+        self._given = False
+        """Whether the turn of this iteration was given."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def take(self) -> None:
-        """Take the turn of this iteration, or wait for one."""
-        if self._taken:
+    async def wait(self) -> None:
+        """Wait for a turn; returns at once if this iteration still has one."""
+        if self._given:
             turn = self._loop.create_future()
             self._waiting.append(turn)
             await turn
         else:
-            self._taken = True
+            self._given = True
             self._loop.call_soon(self._give)
 
     def _give(self) -> None:
@@ -39,4 +39,4 @@ class Turns:
                 turn.set_result(None)
                 self._loop.call_soon(self._give)
                 return
-        self._taken = False
+        self._given = False
