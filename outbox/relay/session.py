@@ -388,6 +388,8 @@ class Session:
                 sequencer_pid,
                 self._vault.key_ids,
             )
+            # An incompatible migration may have ended the leases before this one began.
+            await stores.require_current(control, settings.schema_name, "relay")
         with response_deadline(control, settings.lease_s, "expire a replica"):
             if self._former != [label]:
                 await self._expire_former(replicas, label)

@@ -25,10 +25,12 @@ from outbox.store.connection.migrate import (
 )
 from outbox.store.connection.migration_files import Migration, migrations, read_works_from
 from outbox.store.replicas import ReplicaStore
-from tests.support.relay import fetchval, register
+from tests.support.relay import Network, add_endpoint, fetchval, publish, register, running
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
     from tests.support.postgres import Database
 
 SCHEMAS = ["relay", "Staging", "we\"ird Ünï $$ \\ 'x", "select"]
@@ -261,6 +263,63 @@ async def test_an_incompatible_migration_ends_leases_of_older_relays(
     _with_another(monkeypatch, line + "SELECT 1;")
     await migrate(connection, "relay")
     assert bool(await replicas.renew(me)) == bool(line)
+
+
+def _incompatible_script() -> str:
+    """The SQL of a later, incompatible version; this program does not know it."""
+    with pytest.MonkeyPatch.context() as later:
+        _with_another(later, "SELECT 1;")
+        return sql("relay", after=LAST)
+
+
+REGISTRATION_WAITS = """
+SELECT count(*) > 0 FROM pg_locks WHERE relation = 'relay.replica'::regclass AND NOT granted
+"""
+
+
+@pytest.mark.one_major
+async def test_a_relay_registers_before_an_incompatible_migration_or_after_its_commit(
+    database: Database,
+) -> None:
+    migrating, connection = await opened(database), await opened(database)
+    script, commit, _ = _incompatible_script().rpartition("COMMIT;")
+    await migrating.execute(script)
+    async with asyncio.TaskGroup() as tasks:
+        registering = tasks.create_task(register(ReplicaStore(connection)))
+        await until(lambda: fetchval(database, REGISTRATION_WAITS), 10, "the registration to wait")
+        await migrating.execute(commit)
+    assert registering.result()
+    # The check that follows a registration.
+    with pytest.raises(SchemaTooNew):
+        await require_current(connection, "relay")
+
+
+@pytest.mark.one_major
+async def test_a_relay_that_registers_after_an_incompatible_migration_sends_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch, logs: list[MutableMapping[str, Any]]
+) -> None:
+    await add_endpoint(database)
+    await publish(database, 1)
+    registered: Any = ReplicaStore.register
+    script = _incompatible_script()
+
+    async def register_late(*args: Any) -> int:
+        # The version was checked before; the migration found no lease to end.
+        if await fetchval(database, "SELECT max(version) FROM relay.migration") == LAST:
+            async with database.connection() as other:
+                await other.execute(script)
+        return int(await registered(*args))
+
+    monkeypatch.setattr(ReplicaStore, "register", register_late)
+    network = Network()
+
+    def refused() -> bool:
+        return any("upgrade outbox-relay here" in str(line.get("reason")) for line in logs)
+
+    async with running(database, network):
+        await until(refused, 10, "the refusal")
+    assert network.sent == []
+    assert await fetchval(database, "SELECT count(*) FROM ownership WHERE epoch > 0") == 0
 
 
 @pytest.mark.one_major

@@ -60,6 +60,16 @@ WRITE_HISTORY = (
     "INSERT INTO migration (version, name, checksum, works_from) VALUES ({}, {}, {}, {})"
 )
 
+# Keeps relays from registering until the transaction ends, and them alone: FOR KEY SHARE, the
+# fence of deliveries, does not conflict.  A relay that registers checks the schema's version before
+# and after: without this lock it could do both while END_LEASES, which does not see its row, is
+# still uncommitted.
+BLOCK_REGISTRATIONS = """DO $$ BEGIN
+    IF to_regclass('replica') IS NOT NULL THEN
+        LOCK TABLE replica IN SHARE ROW EXCLUSIVE MODE;
+    END IF;
+END $$"""
+
 # Expires all leases: relays have to register again, and check the schema's version then.
 END_LEASES = """DO $$ BEGIN
     IF to_regclass('replica') IS NOT NULL THEN
@@ -245,7 +255,11 @@ async def _apply(
         statements.append(CREATE_HISTORY)
     statements += [LOCK, CHECK_VERSION.format(after=migration.version - 1)]
     # A file may end with a comment.
-    statements += [f"{migration.sql.strip()}\n", *_afterwards(migration)]
+    statements += [
+        *_beforehand(migration),
+        f"{migration.sql.strip()}\n",
+        *_afterwards(migration),
+    ]
     try:
         await locks.execute(statements, f"{migration} was not applied")
     except (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError) as error:
@@ -340,13 +354,20 @@ def sql(
         f"{CHECK_VERSION.format(after=after)};",
     ]
     for migration in known[after:]:
-        parts.append(f"\n-- {migration}.sql\n\n{migration.sql.strip()}")
+        parts.append(f"\n-- {migration}.sql\n")
+        parts += [f"{statement};" for statement in _beforehand(migration)]
+        parts.append(migration.sql.strip())
         parts += [f"{statement};" for statement in _afterwards(migration)]
     parts += [f"{_revoke(role)};" for role in revoked]
     parts += [f"{_grant(purpose, role)};" for purpose, role in roles]
     if payload_bytes_max is not None:
         parts.append(f"{_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max))};")
     return "\n".join([*parts, "COMMIT;", ""])
+
+
+def _beforehand(migration: Migration) -> list[str]:
+    """Statements that precede a migration, in its transaction."""
+    return [BLOCK_REGISTRATIONS] if _is_incompatible(migration) else []
 
 
 def _afterwards(migration: Migration) -> list[str]:
@@ -358,7 +379,12 @@ def _afterwards(migration: Migration) -> list[str]:
         migration.works_from,
     )
     rows = [row, SYNC_GRANTS]
-    return [*rows, END_LEASES] if migration.works_from == migration.version else rows
+    return [*rows, END_LEASES] if _is_incompatible(migration) else rows
+
+
+def _is_incompatible(migration: Migration) -> bool:
+    """Whether no older program works with it."""
+    return migration.works_from == migration.version
 
 
 def _grant(purpose: str, role: str) -> str:
