@@ -217,57 +217,103 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
      WHERE acl.grantee NOT IN (0, p.proowner)
 $$;
 
--- Returns the objects of this schema on which a role has privileges and that it does not own,
--- in the syntax of GRANT and REVOKE.
-CREATE FUNCTION granted_objects(role regrole) RETURNS SETOF text
+-- Returns the privileges of some roles on the objects of this schema that they do not own;
+-- `object` is in the syntax of GRANT.  is_ours: the owner granted it, without GRANT OPTION.
+CREATE FUNCTION held_privileges(roles regrole[])
+RETURNS TABLE (role regrole, object text, privilege text, column_name text, is_ours boolean)
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT format('SCHEMA %I', n.nspname) FROM pg_namespace n, aclexplode(n.nspacl) AS acl
-     WHERE n.nspname = current_schema() AND acl.grantee = role AND n.nspowner <> role
-    UNION
-    SELECT format('%s %s', CASE c.relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, c.oid::regclass)
-      FROM pg_class c
-     WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relowner <> role
-       AND (EXISTS (SELECT FROM aclexplode(c.relacl) AS acl WHERE acl.grantee = role)
-            OR EXISTS (SELECT FROM pg_attribute a, aclexplode(a.attacl) AS acl
-                        WHERE a.attrelid = c.oid AND acl.grantee = role))
-    UNION
-    SELECT format('ROUTINE %s', p.oid::regprocedure) FROM pg_proc p, aclexplode(p.proacl) AS acl
-     WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
-       AND acl.grantee = role AND p.proowner <> role
+    WITH relation AS (
+        SELECT c.oid, c.relowner, c.relacl,
+               format('%s %s', CASE c.relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END,
+                      c.oid::regclass) AS object
+          FROM pg_class c
+         WHERE c.relnamespace = quote_ident(current_schema())::regnamespace),
+    held AS (
+        SELECT format('SCHEMA %I', n.nspname) AS object, NULL::text AS column_name,
+               n.nspowner AS owner, acl.*
+          FROM pg_namespace n, aclexplode(n.nspacl) AS acl WHERE n.nspname = current_schema()
+        UNION ALL
+        SELECT r.object, NULL, r.relowner, acl.* FROM relation r, aclexplode(r.relacl) AS acl
+        UNION ALL
+        SELECT r.object, a.attname::text, r.relowner, acl.*
+          FROM relation r JOIN pg_attribute a ON a.attrelid = r.oid, aclexplode(a.attacl) AS acl
+        UNION ALL
+        SELECT format('ROUTINE %s', p.oid::regprocedure), NULL, p.proowner, acl.*
+          FROM pg_proc p, aclexplode(p.proacl) AS acl
+         WHERE p.pronamespace = quote_ident(current_schema())::regnamespace)
+    SELECT h.grantee::regrole, h.object, h.privilege_type, h.column_name,
+           h.grantor = h.owner AND NOT h.is_grantable
+      FROM held h WHERE h.grantee = ANY (roles) AND h.owner <> h.grantee
 $$;
 
--- Sets the purposes of a role: grants what they require and revokes everything else in this
--- schema.  It runs in one transaction, so a session of that role is never without privileges.
-CREATE FUNCTION set_purposes(role regrole, purposes text[]) RETURNS void
+-- Returns the privileges of a purpose, in the form of held_privileges.
+CREATE FUNCTION purpose_privileges(purpose text)
+RETURNS TABLE (object text, privilege text, column_name text)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT CASE r.kind
+           WHEN 'function' THEN 'ROUTINE ' || (
+                SELECT p.oid::regprocedure FROM pg_proc p
+                 WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+                   AND p.proname = r.name)
+           ELSE upper(r.kind) || ' ' || quote_ident(r.name)::regclass END,
+           r.privilege, c.name
+      FROM (SELECT * FROM required_privileges(purpose)
+            UNION ALL
+            VALUES ('function', purpose || '_privileges', 'EXECUTE', NULL::text[])) AS r
+      LEFT JOIN LATERAL unnest(r.columns) AS c(name) ON true
+    UNION ALL
+    SELECT format('SCHEMA %I', current_schema()), 'USAGE', NULL
+$$;
+
+-- Sets the privileges of some roles to those of their purposes (role of_roles[n] has purposes[n]),
+-- and revokes everything else in this schema.  It runs in one transaction, so a session of such a
+-- role is never without privileges.
+--
+-- It executes only what changes a privilege, and plans for all roles at once: a migration may have
+-- locked the outbox, and producers wait until this has ended.
+--   excess: objects on which a role has other privileges; all of them are granted again.
+CREATE FUNCTION set_privileges(roles regrole[], of_roles regrole[], purposes text[]) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    purpose text;
-    required record;
-    object text;
+    statement text;
 BEGIN
-    FOR object IN SELECT granted_objects(role) LOOP
-        EXECUTE format('REVOKE ALL ON %s FROM %s CASCADE', object, role);
-    END LOOP;
-    FOREACH purpose IN ARRAY purposes LOOP
-        EXECUTE format('GRANT USAGE ON SCHEMA %I TO %s', current_schema(), role);
-        FOR required IN
-            SELECT r.kind, r.privilege, r.columns,
-                   CASE r.kind WHEN 'function' THEN (
-                            SELECT p.oid::regprocedure::text FROM pg_proc p
-                             WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
-                               AND p.proname = r.name)
-                        ELSE quote_ident(r.name) END AS object
-              FROM required_privileges(purpose) r
+    FOREACH statement IN ARRAY (
+        WITH held AS MATERIALIZED (SELECT * FROM held_privileges(roles)),
+        of_purpose AS MATERIALIZED (
+            SELECT given.purpose, p.*
+              FROM (SELECT DISTINCT unnest(purposes)) AS given(purpose),
+                   purpose_privileges(given.purpose) AS p),
+        required AS MATERIALIZED (
+            SELECT DISTINCT given.role, p.object, p.privilege, p.column_name
+              FROM unnest(of_roles, purposes) AS given(role, purpose)
+              JOIN of_purpose p USING (purpose)),
+        excess AS MATERIALIZED (
+            SELECT role, object FROM held WHERE NOT is_ours
+            UNION
+            SELECT role, object FROM (SELECT role, object, privilege, column_name FROM held
+                                      EXCEPT SELECT * FROM required) AS other),
+        missing AS (
+            SELECT * FROM required WHERE (role, object) IN (SELECT * FROM excess)
+            UNION
+            (SELECT * FROM required EXCEPT SELECT role, object, privilege, column_name FROM held)),
+        statement AS (
+            SELECT 1 AS step, format('REVOKE ALL ON %s FROM %s CASCADE', object, role) AS text
+              FROM excess
             UNION ALL
-            SELECT 'function', 'EXECUTE', NULL, format('%I()', purpose || '_privileges')
-        LOOP
-            EXECUTE format('GRANT %s %s ON %s %s TO %s', required.privilege,
-                           '(' || (SELECT string_agg(quote_ident(c), ', ')
-                                     FROM unnest(required.columns) AS c) || ')',
-                           required.kind, required.object, role);
-        END LOOP;
+            SELECT 2, format('GRANT %s %s ON %s TO %s', privilege,
+                             '(' || string_agg(quote_ident(column_name), ', ') || ')', object, role)
+              FROM missing GROUP BY role, object, privilege, column_name IS NULL)
+        SELECT coalesce(array_agg(s.text ORDER BY s.step), '{}') FROM statement s)
+    LOOP
+        EXECUTE statement;
     END LOOP;
 END $$;
+
+-- Sets the purposes of a role.
+CREATE FUNCTION set_purposes(role regrole, purposes text[]) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT set_privileges(ARRAY[role], array_fill(role, ARRAY[cardinality(purposes)]), purposes)
+$$;
 
 -- Adds a purpose to those of a role.
 CREATE FUNCTION grant_purpose(purpose text, role regrole) RETURNS void
@@ -297,9 +343,18 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$ SELECT set_purposes(role, '{}') 
 -- revokes EXECUTE from PUBLIC, which PostgreSQL grants on every new function.
 CREATE FUNCTION sync_grants() RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    public_functions text := (
+        SELECT string_agg(p.oid::regprocedure::text, ', ') FROM pg_proc p
+         WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+           AND EXISTS (SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS acl
+                        WHERE acl.grantee = 0));
 BEGIN
-    EXECUTE format('REVOKE ALL ON ALL FUNCTIONS IN SCHEMA %I FROM PUBLIC', current_schema());
-    PERFORM set_purposes(p.role, array_agg(p.purpose)) FROM role_purposes() p GROUP BY p.role;
+    IF public_functions IS NOT NULL THEN
+        EXECUTE format('REVOKE ALL ON ROUTINE %s FROM PUBLIC', public_functions);
+    END IF;
+    PERFORM set_privileges(array_agg(p.role), array_agg(p.role), array_agg(p.purpose))
+       FROM role_purposes() p;
 END $$;
 
 -- ------------------------------------------------ SECURITY DEFINER functions

@@ -433,6 +433,26 @@ async def test_unneeded_privileges_are_revoked(database: Database, owner: Connec
 
 
 @pytest.mark.one_major
+async def test_a_migration_does_not_renew_privileges_that_are_current(
+    database: Database, owner: Connection[Any]
+) -> None:
+    async with role(database, *PURPOSES), role(database, "producer") as producer:
+        async with owner.transaction():
+            await owner.execute("SELECT sync_grants()")
+            # It wrote nothing: producers wait for it, if the migration has locked the outbox.
+            assert await owner.fetchval("SELECT pg_current_xact_id_if_assigned()") is None
+        # A difference is found in one object only.
+        proacl = "SELECT xmin::text FROM pg_proc WHERE proname = $1"
+        before = [await owner.fetchval(proacl, f) for f in ("publish", "publish_many")]
+        await owner.execute(f'REVOKE ALL ON FUNCTION publish FROM "{producer}"')
+        await owner.execute("SELECT sync_grants()")
+        after = [await owner.fetchval(proacl, f) for f in ("publish", "publish_many")]
+        assert [a == b for a, b in zip(before, after, strict=True)] == [False, True]
+        connection = await _as(database, producer)
+        await connection.execute("SELECT publish('a.b', '{}')")
+
+
+@pytest.mark.one_major
 async def test_privileges_are_replaced_in_one_transaction(
     database: Database, owner: Connection[Any]
 ) -> None:
