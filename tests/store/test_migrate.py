@@ -460,6 +460,38 @@ async def test_a_migration_without_its_lock_names_the_holder(
     assert await catalog(connection, "relay") == before
 
 
+WAIT_FOR_TURN = """
+ALTER TABLE endpoint ADD COLUMN later int;
+SET LOCAL lock_timeout = '10s';
+SELECT pg_advisory_xact_lock(7);
+ALTER TABLE lane ADD COLUMN later int;
+"""
+WAITERS = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+
+
+@pytest.mark.one_major
+async def test_a_migration_that_deadlocks_is_applied_again(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_another(monkeypatch, WAIT_FOR_TURN)
+    connection, other, starter = [await opened(database) for _ in range(3)]
+    # The last to wait finds the deadlock, and before it does a lock_timeout of 0.1 s.
+    await connection.execute("SET deadlock_timeout = '5ms'")
+    await starter.execute("SELECT pg_advisory_lock(7)")
+    await other.execute("BEGIN; LOCK TABLE lane IN ACCESS SHARE MODE")
+    async with asyncio.TaskGroup() as tasks:
+        migrating = tasks.create_task(migrate(connection, "relay"))
+        await until(lambda: _waiters(database, 1), 10, "the migration to wait")
+        tasks.create_task(other.execute("LOCK TABLE endpoint IN ACCESS SHARE MODE; COMMIT"))
+        await until(lambda: _waiters(database, 2), 10, "the other session to wait")
+        await starter.execute("SELECT pg_advisory_unlock(7)")
+    assert [m.version for m in migrating.result()] == [LAST + 1]
+
+
+async def _waiters(database: Database, count: int) -> bool:
+    return bool(await fetchval(database, WAITERS) == count)
+
+
 @pytest.mark.one_major
 async def test_locks_of_another_application_do_not_block_a_migration(
     empty_database: Database,

@@ -127,7 +127,8 @@ class LockRetry:
                 try:
                     async with _Observation(observer, name) as observed:
                         await self._connection.execute(message)
-                except asyncpg.LockNotAvailableError:
+                except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError):
+                    # A deadlock, where deadlock_timeout is shorter than lock_timeout.
                     holder = observed.holder or holder
                     if clock() >= deadline:
                         raise CannotRun(_failure(failure, holder)) from None
