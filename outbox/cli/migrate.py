@@ -201,8 +201,12 @@ async def _drop_partitions(connection: Connection[Any]) -> int:
     await connection.execute(DROP_WAIT)
     store = PartitionStore(connection)
     try:
-        async with store.maintenance_lease() as alone:
-            return await store.drop_owned() if alone else 0
+        async with store.maintenance_lease() as has_lease:
+            if has_lease:
+                return await store.drop_owned()
+            # One that ended in the middle is taken for it until its lease expires.
+            warn("another session maintains the partitions; empty ones are left for the next run")
+            return 0
     except asyncpg.LockNotAvailableError:
         warn("an open transaction still uses partitions that are to be dropped; run again")
         return 0

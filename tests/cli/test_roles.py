@@ -192,15 +192,26 @@ def test_a_read_role_changes_nothing_and_gets_advice(
 def test_the_owner_drops_emptied_partitions(
     outbox: Command, as_role: Callable[..., Result], filled: Database
 ) -> None:
-    async def drop() -> None:
-        async with filled.connection() as owner:
-            await owner.execute("""
-                INSERT INTO relay.period (kind, number) VALUES ('events', 1);
-                UPDATE relay.period SET dropped_at = now() WHERE kind = 'events' AND number = 0
-            """)
+    def execute(sql: str) -> None:
+        async def executed() -> None:
+            async with filled.connection() as owner:
+                await owner.execute(sql)
 
-    asyncio.run(drop())
+        asyncio.run(executed())
+
+    execute("""
+        INSERT INTO relay.period (kind, number) VALUES ('events', 1);
+        UPDATE relay.period SET dropped_at = now() WHERE kind = 'events' AND number = 0
+    """)
     assert "dropped" not in as_role("relay", "migrate").out
+    # Of a relay that ended during its maintenance.
+    execute(
+        "UPDATE relay.lock SET expires_at = now() + interval '1 min', token = gen_random_uuid()"
+    )
+    reported = outbox("migrate", OUTBOX_DSN=filled.dsn)
+    assert "another session maintains the partitions" in reported.err
+    assert "dropped" not in reported.out
+    execute("UPDATE relay.lock SET expires_at = NULL, token = NULL")
     reported = outbox("migrate", OUTBOX_DSN=filled.dsn)
     assert reported.out.endswith("partitions of dropped periods: 1 dropped\n")
     assert "dropped" not in outbox("migrate", OUTBOX_DSN=filled.dsn).out
