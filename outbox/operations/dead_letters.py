@@ -7,6 +7,7 @@ replay is derived from the progress of the lanes, so an acknowledgement needs no
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -34,6 +35,8 @@ DeadLetterState = Literal["dead", "replaying", "replayed", "dead_again", "discar
 """State of a dead letter.  A replayed one is `replaying` while any new delivery is pending, then
 `replayed` or `dead_again`."""
 STATES: tuple[DeadLetterState, ...] = get_args(DeadLetterState)
+COUNTS_AT_ONCE = 1000
+"""Counts that are converted in one iteration of the event loop."""
 
 # Replays and their states.  The deliveries of a replay are in order in each lane, between
 # others, so the last one in a lane shows whether any is pending there: `ends` skips from lane to
@@ -290,7 +293,11 @@ async def count_by_state(
             await connection.execute(PLAN_COUNT)
             ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
             rows = await connection.fetch(COUNT_DEAD, ids, *only.arguments, only.owner)
-    return [DeadLetterCount(**dict(row)) for row in rows]
+    counts: list[DeadLetterCount] = []
+    for first in range(0, len(rows), COUNTS_AT_ONCE):
+        counts += [DeadLetterCount(**dict(row)) for row in rows[first : first + COUNTS_AT_ONCE]]
+        await asyncio.sleep(0)  # Thousands of endpoints may have dead letters for every reason.
+    return counts
 
 
 async def get_dead_letter(connection: Connection[Any], schema: str, dead_id: int) -> DeadLetter:
