@@ -77,7 +77,6 @@ async def test_a_change_is_made_once_wherever_the_connection_hangs(
     database: Database, forward: bool, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """The last data of the client reaches the server in one case, and not in the other."""
-    monkeypatch.setattr(changes, "RESPONSE_S", 0.2)
     socket_path = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
     n, made = 2, 0
     while True:
@@ -86,7 +85,9 @@ async def test_a_change_is_made_once_wherever_the_connection_hangs(
         async with through(database, lines) as connection:
             with subtests.test(n=n):
                 try:
-                    new = await add(connection)
+                    with monkeypatch.context() as patched:
+                        patched.setattr(changes, "RESPONSE_S", 0.3)
+                        new = await add(connection)
                 except DatabaseUnavailable:
                     # Before its message was sent: nothing was changed.
                     assert not await fetchval(database, "SELECT count(*) FROM relay.endpoint")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -133,7 +133,7 @@ async def fill(database: Database, *, large: bool) -> None:
     """
     values = VALUES if large else VALUES | MANY_SMALL_VALUES
     statements = re.sub(r"(?<!:):([a-z]+)\b", lambda each: values[each[1]], FILL)
-    declared = [
+    declared: list[dict[str, Any]] = [
         {"name": ENDPOINT.format(n), "url": "https://e.example/", "tenant": TENANT}
         for n in range(ROWS)
     ]
