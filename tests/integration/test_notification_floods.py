@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.sequencing.batch_notifications import NOTIFY_EVERY_S
 from outbox.relay.cluster import listener
 from outbox.relay.cluster.listener import CHANGES_EVERY_S, FLOOD_PER_S, Listener
+from outbox.relay.sequencing import sequencer
 from outbox.relay.wake_event import WakeEvent
 from outbox.store.lanes import LaneStore
+from outbox.store.sequencing import SequencingStore
 from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
 from tests.support.waiting import until
 
@@ -26,11 +28,23 @@ SOON_S = 10.0
 FLOOD = "SELECT count(pg_notify($1, n::text)) FROM generate_series(1, $2::int) n"
 
 
+class CountedEvent(WakeEvent):
+    """Counts how often it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def set(self) -> None:
+        self.count += 1
+        super().set()
+
+
 class Calls:
     """What a listener calls."""
 
     def __init__(self) -> None:
-        self.producers = WakeEvent()
+        self.producers = CountedEvent()
         self.changes = 0
         self.texts: list[str] = []
 
@@ -110,6 +124,43 @@ async def test_changes_are_coalesced_and_the_last_one_is_reported(database: Data
         # One that arrived within an interval is deferred to its end.
         await fetchval(database, "SELECT pg_notify('relay:owners', 'reconfigured')")
         await until(lambda: calls.changes > counted, SOON_S, "the last change")
+
+
+async def test_every_notification_of_a_producer_is_reported_at_once(database: Database) -> None:
+    """Half of an interval between reports would be the largest part of a delivery's latency."""
+    async with listening(database) as calls:
+        before = calls.producers.count
+        await fetchval(database, FLOOD, "relay", 20)
+        await until(lambda: calls.producers.count - before >= 20, SOON_S, "the notifications")
+
+
+async def test_notifications_without_events_cause_few_reads(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    reads: list[float] = []
+    read = SequencingStore.read
+
+    async def record(self: SequencingStore, *given: Any, **named: Any) -> Any:
+        reads.append(loop.time())
+        return await read(self, *given, **named)
+
+    monkeypatch.setattr(SequencingStore, "read", record)
+    monkeypatch.setattr(sequencer, "EMPTY_READ_EVERY_S", 0.05)
+    await add_endpoint(database)
+    network = Network()
+    async with running(database, network, lease_s=60.0):
+        await publish(database, 0)
+        await all_ended(database, SOON_S)
+        reads.clear()
+        async with database.at_hand() as connection:
+            while len(reads) < 40:
+                await connection.execute("SELECT pg_notify('relay', '')")
+        await publish(database, 1)
+        await all_ended(database, SOON_S)
+    assert network.data() == [0, 1]
+    apart = [later - earlier for earlier, later in itertools.pairwise(reads)]
+    assert sorted(apart)[len(apart) // 2] >= 0.05 * 0.9
 
 
 async def test_forged_notifications_cause_few_reads(

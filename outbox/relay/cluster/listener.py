@@ -37,8 +37,8 @@ HEARTBEAT_SHARE = 1 / 3
 """Of the lease: the server ends a listener that is silent for a lease."""
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
 
-PRODUCERS_EVERY_S, CHANGES_EVERY_S = 0.005, 0.1
-"""Notifications of producers, and of changed endpoints, are coalesced to one per interval."""
+CHANGES_EVERY_S = 0.1
+"""Notifications of changed endpoints are coalesced to one per interval."""
 FLOOD_PER_S = 2_000
 """More notifications in a second are a flood.  Producers notify only while the relay sleeps,
 and a sequencing replica sends at most 50 a second."""
@@ -78,7 +78,6 @@ class Listener:
         self._schema = schema
         self._producers = producers
         self._on_change = on_change
-        self._wake_producers = _Coalescer(producers.set, PRODUCERS_EVERY_S)
         self._report_change = _Coalescer(on_change, CHANGES_EVERY_S)
         self._on_notification = on_notification
         self._own_pids = own_pids
@@ -120,7 +119,6 @@ class Listener:
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, RECONNECT_MAX_S)
         finally:
-            self._wake_producers.cancel()
             self._report_change.cancel()
 
     def listen_to_producers(self, *, wanted: bool) -> None:
@@ -201,7 +199,7 @@ class Listener:
 
     def _on_producer_notification(self, *_: object) -> None:
         if self._count():
-            self._wake_producers()
+            self._producers.set()
 
     def _on_owner_notification(
         self, _connection: object, pid: int, _channel: str, payload: object

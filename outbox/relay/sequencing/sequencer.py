@@ -47,6 +47,9 @@ BUSY_POLL_S = 0.02
 commit delays the producers' commits: fewer, larger batches leave them more capacity."""
 POLL_MIN_S = 0.001
 """Polling interval when awake otherwise."""
+EMPTY_READS_MAX, EMPTY_READ_EVERY_S = 5, 0.002
+"""After so many reads in a row without an event, the next one waits until the interval is over: any
+role may send notifications.  Between events there are two or three."""
 NOTIFY_WAITERS_MAX, CONTENTION_S = 2, 1.0
 """If this many producers wait for another one's NOTIFY, producers do not notify for this
 time: NOTIFY serializes their commits, which then depend on the disk's latency."""
@@ -129,6 +132,8 @@ class Sequencer:
         self._take_overs = 0
         self._took_over_at = -math.inf
         self._stopping = False
+        # Reads in a row without an event, and when the next one may start.
+        self._empty_reads, self._read_at = 0, 0.0
         self.polled_at: float | None = None
         """When it last read the cursor, by the loop's clock; None: never."""
         self.broken: str | None = None
@@ -151,11 +156,15 @@ class Sequencer:
                     await self._stand_by()
                     continue
                 self._on_lead(True)
+                if self._empty_reads >= EMPTY_READS_MAX:
+                    await self._pause(self._read_at - clock())
+                self._read_at = clock() + EMPTY_READ_EVERY_S
                 result = await self.sequence_batch()
                 if result is BatchResult.EMPTY and not (
                     self.cursor.more or self._asleep_until or self._polls()
                 ):
                     result = await self._fall_asleep()
+                self._empty_reads = self._empty_reads + 1 if result is BatchResult.EMPTY else 0
                 await self._record_result(result)
             except CursorBroken as broken:
                 check_at = -math.inf
