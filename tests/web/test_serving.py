@@ -14,7 +14,6 @@ from aiohttp import web
 
 from outbox.web import health, serving
 from outbox.web.address import Address
-from tests.support.iterations import Iterations
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -294,13 +293,13 @@ async def test_six_hundred_half_requests_do_not_keep_other_clients_out(
             )
             async with asyncio.TaskGroup() as group:
                 for _ in range(10):
-                    group.create_task(_require_health(at))
+                    group.create_task(require_health(at))
         finally:
             for writer in hostile:
                 writer.transport.abort()
 
 
-async def _require_health(at: Address) -> None:
+async def require_health(at: Address) -> None:
     """Five requests on one connection."""
     async with connected(at) as client:
         for _ in range(5):
@@ -360,67 +359,3 @@ async def test_the_newest_connection_is_closed_when_all_are_busy(
         async with connected(at) as three:
             assert await three.ended()
         assert busy_connections() == 2
-
-
-CLIENTS = 20
-
-
-async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Deliveries share the loop: they would wait for all of it."""
-    accepted: list[int] = []
-    begun: list[int] = []
-    discarded: list[int] = []
-    made, begin = serving._GuardedServer.connection_made, web.Application._handle
-    read = aiohttp.StreamReader.readany
-
-    def connection_made(*arguments: Any) -> None:
-        accepted.append(iterations.count)
-        made(*arguments)
-
-    async def handle(*arguments: Any) -> Any:
-        begun.append(iterations.count)
-        return await begin(*arguments)
-
-    async def readany(*arguments: Any) -> bytes:
-        discarded.append(iterations.count)
-        return await read(*arguments)
-
-    monkeypatch.setattr(serving._GuardedServer, "connection_made", connection_made)
-    monkeypatch.setattr(web.Application, "_handle", handle)
-    monkeypatch.setattr(aiohttp.StreamReader, "readany", readany)
-    body = "x" * 100_000
-    request = f"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}"
-    async with Iterations() as iterations, listening() as at, AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(connected(at)) for _ in range(CLIENTS)]
-        for client in clients:
-            client.send(request)
-        for client in clients:
-            assert (await client.response()).startswith("HTTP/1.1 405 ")
-        # The rest of the body was read: the connection is used again.
-        for client in clients:
-            client.send(WHOLE_REQUEST)
-            await client.reader.readuntil(b"HTTP/1.1 200 ")
-    assert len(set(accepted)) == len(accepted) == CLIENTS
-    assert len(set(begun)) == len(begun) == 2 * CLIENTS
-    assert len(set(discarded)) == len(discarded) >= CLIENTS
-
-
-async def test_connections_are_accepted_again_after_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(serving, "ACCEPT_RETRY_S", 0.01)
-    errors = [ConnectionAbortedError("gone"), OSError(24, "Too many open files")]
-    loop = asyncio.get_running_loop()
-    accept = type(loop).sock_accept
-
-    async def failing(loop: Any, listener: socket.socket) -> Any:
-        if errors:
-            raise errors.pop(0)
-        return await accept(loop, listener)
-
-    monkeypatch.setattr(type(loop), "sock_accept", failing)
-    async with listening() as at:
-        await _require_health(at)
-    assert not errors

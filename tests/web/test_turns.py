@@ -1,11 +1,23 @@
-"""Turns: one piece of work per iteration of the event loop."""
+"""One piece of work per iteration of the event loop, also if many clients arrive at once."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
 
+import aiohttp
+from aiohttp import web
+
+from outbox.web import serving
 from outbox.web.turns import Turns
 from tests.support.iterations import Iterations
+from tests.web.test_serving import WHOLE_REQUEST, connected, listening, require_health
+
+if TYPE_CHECKING:
+    import socket
+
+    import pytest
 
 COUNT = 20
 
@@ -39,3 +51,64 @@ async def test_a_cancelled_task_is_given_no_turn() -> None:
     assert given == [0, COUNT - 1]
     # The next iteration has a turn again.
     await asyncio.wait_for(turns.wait(), 10)
+
+
+async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deliveries share the loop: they would wait for all of it."""
+    accepted: list[int] = []
+    begun: list[int] = []
+    discarded: list[int] = []
+    made, begin = serving._GuardedServer.connection_made, web.Application._handle
+    read = aiohttp.StreamReader.readany
+
+    def connection_made(*arguments: Any) -> None:
+        accepted.append(iterations.count)
+        made(*arguments)
+
+    async def handle(*arguments: Any) -> Any:
+        begun.append(iterations.count)
+        return await begin(*arguments)
+
+    async def readany(*arguments: Any) -> bytes:
+        discarded.append(iterations.count)
+        return await read(*arguments)
+
+    monkeypatch.setattr(serving._GuardedServer, "connection_made", connection_made)
+    monkeypatch.setattr(web.Application, "_handle", handle)
+    monkeypatch.setattr(aiohttp.StreamReader, "readany", readany)
+    body = "x" * 100_000
+    request = f"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+    async with Iterations() as iterations, listening() as at, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(at)) for _ in range(COUNT)]
+        for client in clients:
+            client.send(request)
+        for client in clients:
+            assert (await client.response()).startswith("HTTP/1.1 405 ")
+        # The rest of the body was read: the connection is used again.
+        for client in clients:
+            client.send(WHOLE_REQUEST)
+            await client.reader.readuntil(b"HTTP/1.1 200 ")
+    assert len(set(accepted)) == len(accepted) == COUNT
+    assert len(set(begun)) == len(begun) == 2 * COUNT
+    assert len(set(discarded)) == len(discarded) >= COUNT
+
+
+async def test_connections_are_accepted_again_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "ACCEPT_RETRY_S", 0.01)
+    errors = [ConnectionAbortedError("gone"), OSError(24, "Too many open files")]
+    loop = asyncio.get_running_loop()
+    accept = type(loop).sock_accept
+
+    async def failing(loop: Any, listener: socket.socket) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return await accept(loop, listener)
+
+    monkeypatch.setattr(type(loop), "sock_accept", failing)
+    async with listening() as at:
+        await require_health(at)
+    assert not errors
