@@ -38,6 +38,7 @@ LARGE_MAX = 4
 PARSING = Allowance(per_s=0.02, burst=0.1)
 """CPU seconds that the large bodies of one token may take.  A typical body of 20 KiB takes 0.1 ms,
 one with as many values as possible 4 ms."""
+
 _NOT_COUNTED = bytes(set(range(256)) - set(b'"[{,'))
 
 

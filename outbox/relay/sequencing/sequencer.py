@@ -132,8 +132,6 @@ class Sequencer:
         self._take_overs = 0
         self._took_over_at = -math.inf
         self._stopping = False
-        # Reads in a row without an event, and when the next one may start.
-        self._empty_reads, self._read_at = 0, 0.0
         self.polled_at: float | None = None
         """When it last read the cursor, by the loop's clock; None: never."""
         self.broken: str | None = None
@@ -145,6 +143,8 @@ class Sequencer:
         """Sequence until stopped; asyncpg's errors end it."""
         clock = asyncio.get_running_loop().time
         check_at = -math.inf
+        # Reads in a row without an event, and when the next one may start.
+        empty_reads, read_at = 0, 0.0
         while not self._stopping:
             try:
                 if clock() >= check_at:
@@ -156,15 +156,15 @@ class Sequencer:
                     await self._stand_by()
                     continue
                 self._on_lead(True)
-                if self._empty_reads >= EMPTY_READS_MAX:
-                    await self._pause(self._read_at - clock())
-                self._read_at = clock() + EMPTY_READ_EVERY_S
+                if empty_reads >= EMPTY_READS_MAX:
+                    await self._pause(read_at - clock())
+                read_at = clock() + EMPTY_READ_EVERY_S
                 result = await self.sequence_batch()
                 if result is BatchResult.EMPTY and not (
                     self.cursor.more or self._asleep_until or self._polls()
                 ):
                     result = await self._fall_asleep()
-                self._empty_reads = self._empty_reads + 1 if result is BatchResult.EMPTY else 0
+                empty_reads = empty_reads + 1 if result is BatchResult.EMPTY else 0
                 await self._record_result(result)
             except CursorBroken as broken:
                 check_at = -math.inf
