@@ -26,11 +26,11 @@ from outbox.api.problem import Problem
 from outbox.api.request_parsing import validate
 from outbox.api.route import BODY_BYTES_MAX, BODY_VALUES_MAX, SMALL_BYTES_MAX
 from outbox.api.routes import ROUTES
-from outbox.core.admission.token_bucket import Allowance
 from tests.support.api import make_token, serving
 from tests.support.costs import (
     MEMORY_BYTES_MAX,
     PAUSE_S_MAX,
+    UNLIMITED,
     connected_client,
     memory_bytes,
     only_on_linux,
@@ -176,9 +176,8 @@ def test_the_peak_of_memory_is_measured() -> None:
 @pytest.mark.one_major
 @only_on_linux
 async def test_no_body_pauses_the_relay_or_fills_its_memory(
-    database: Database, costs: Costs, monkeypatch: pytest.MonkeyPatch
+    database: Database, costs: Costs
 ) -> None:
-    monkeypatch.setattr(request_body, "PARSING", Allowance(1000.0, 1000.0))
     token = await make_token(database)
     async with serving(database, api_rate_max=100_000.0) as api:
         peaks, statuses = await asyncio.to_thread(_walk, api.url, token, costs)
@@ -260,7 +259,7 @@ async def test_refused_bodies_are_freed_without_the_garbage_collector(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An object with many entries is one object for the collector, which may not run for long."""
-    monkeypatch.setattr(request_body, "PARSING", Allowance(1000.0, 1000.0))
+    monkeypatch.setattr(request_body, "PARSING", UNLIMITED)
     token = await make_token(database)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     payload = b"{" + _entries((BODY_VALUES_MAX - 10) * 12) + b"}"

@@ -17,6 +17,7 @@ import pytest
 
 from outbox.api import request_body
 from outbox.cli.relay_process import YOUNG_OBJECTS_MAX
+from outbox.core.admission.token_bucket import Allowance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 PAUSE_S_MAX = 0.050
 MEMORY_BYTES_MAX = 64 * 1024 * 1024
+UNLIMITED = Allowance(1000.0, 1000.0)
+"""For `PARSING`: what is measured is each body, not whether a token may send many."""
 STATUS = Path("/proc/self/status")
 only_on_linux = pytest.mark.skipif(not STATUS.exists(), reason="peak memory is read from /proc")
 
@@ -65,6 +68,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
 
     monkeypatch.setattr(asyncio.Handle, "_run", timed_run)
     monkeypatch.setattr(request_body, "parse", timed_parse)
+    monkeypatch.setattr(request_body, "PARSING", UNLIMITED)
     # As in the relay process: the garbage collector skips what was there before.
     thresholds = gc.get_threshold()
     gc.collect()
