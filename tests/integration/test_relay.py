@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tests.support.relay import (
     BUSY,
     OK,
+    QUICK_RETRY,
     REFUSED,
     Network,
     Sent,
@@ -124,7 +125,7 @@ async def test_an_expired_event_is_not_sent(database: Database) -> None:
 
 
 async def test_an_erased_event_is_dead_lettered_and_named(database: Database) -> None:
-    await add_endpoint(database)
+    await add_endpoint(database, retry={**QUICK_RETRY, "attempts_max": 10_000})
     await publish(database, "a", "b", "c")
     network = Network(lambda _: BUSY)
     async with killed_at_the_end(database, network):
