@@ -214,8 +214,7 @@ class DevelopmentReceiver:
         """
         application = web.Application(client_max_size=BODY_BYTES_MAX)
         application.router.add_route("*", "/{path:.*}", self._handle)
-        # Not guarded: a hanging response ends when the sender closes the connection.
-        async with serving(application, Address(host, port), guarded=False) as address:
+        async with serving(application, Address(host, port)) as address:
             yield address.url
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

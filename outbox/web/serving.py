@@ -68,47 +68,37 @@ There are no CORS headers, so scripts of other origins cannot read responses."""
 
 
 @asynccontextmanager
-async def serving(
-    application: web.Application, address: Address, *, guarded: bool = True
-) -> AsyncIterator[Address]:
+async def serving(application: web.Application, address: Address) -> AsyncIterator[Address]:
     """Serve `application` inside the context; yields the actual listen address.
 
     A request's handler is cancelled when its client disconnects.
 
-    Args:
-        guarded: apply the module's limits.
-
     Raises:
         CannotRun: the address is in use, or does not belong to this host.
     """
-    runner = (_GuardedRunner if guarded else web.AppRunner)(
+    runner = _Runner(
         application,
         access_log=None,
         auto_decompress=False,
         handler_cancellation=True,
         keepalive_timeout=REQUEST_HEAD_TIMEOUT_S,
-        lingering_time=0 if guarded else LINGER_S,  # See `_discard_body`.
+        lingering_time=0,  # See `_discard_body`.
         read_bufsize=READ_BYTES,
         shutdown_timeout=SHUTDOWN_S,
     )
     await runner.setup()
+    assert isinstance(runner.server, _Server)
     try:
-        if guarded:
-            async with _accepting(runner, address) as at:
-                yield at
-            return
-        with _as_cannot_listen(address):
-            await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG).start()
-        yield Address(address.host, runner.addresses[0][1])
+        async with _accepting(runner.server, address) as listening:
+            yield listening
     finally:
         await runner.cleanup()
 
 
 @asynccontextmanager
-async def _accepting(runner: web.AppRunner, address: Address) -> AsyncIterator[Address]:
+async def _accepting(server: _Server, address: Address) -> AsyncIterator[Address]:
     """Accept connections inside the context; yields the actual listen address."""
-    server, loop = runner.server, asyncio.get_running_loop()
-    assert isinstance(server, _GuardedServer)
+    loop = asyncio.get_running_loop()
     with ExitStack() as stack:
         listeners: list[socket.socket] = []
         with _as_cannot_listen(address):
@@ -138,10 +128,10 @@ def _as_cannot_listen(address: Address) -> Iterator[None]:
         raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
 
 
-class _GuardedRunner(web.AppRunner):
+class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
-        return _GuardedServer(
+        return _Server(
             server.request_handler,
             request_factory=server.request_factory,
             handler_cancellation=server.handler_cancellation,
@@ -160,7 +150,7 @@ class Awaited(Enum):
     """That the client reads the response."""
 
 
-class _GuardedServer(web.Server):
+class _Server(web.Server):
     """An aiohttp server with at most `CONNECTIONS_MAX` connections."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -172,14 +162,21 @@ class _GuardedServer(web.Server):
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
         while True:
+            connection: socket.socket | None = None
             try:
                 connection, _ = await self._loop.sock_accept(listener)
                 await self.turns.wait()
                 await self._loop.connect_accepted_socket(self, connection)
-            except ConnectionError:
-                continue  # The client is gone.
-            except OSError as error:  # Such as too many open files.
-                log.warning("connections cannot be accepted", reason=str(error))
+            except Exception as error:  # One connection must not end the listener.
+                if connection is not None:
+                    connection.close()
+                if isinstance(error, ConnectionError):
+                    continue  # The client is gone.
+                log.warning(
+                    "connections cannot be accepted",  # Such as too many open files.
+                    reason=str(error),
+                    exc_info=not isinstance(error, OSError),
+                )
                 await asyncio.sleep(ACCEPT_RETRY_S)
 
     def __call__(self) -> RequestHandler:
@@ -234,11 +231,11 @@ class _Connection(RequestHandler):
         the rest."""
 
     def _wait(self, awaited: Awaited) -> None:
-        if isinstance(self._manager, _GuardedServer):  # None: the connection is lost.
+        if isinstance(self._manager, _Server):  # None: the connection is lost.
             self._manager.wait(self, awaited)
 
     def _stop_waiting(self) -> None:
-        if isinstance(self._manager, _GuardedServer):
+        if isinstance(self._manager, _Server):
             self._manager.stop_waiting(self)
 
     async def _handle_request(
@@ -254,7 +251,7 @@ class _Connection(RequestHandler):
             self._wait(Awaited.BODY)
             request.content.on_eof(body_received)
         try:
-            if isinstance(self._manager, _GuardedServer):
+            if isinstance(self._manager, _Server):
                 await self._manager.turns.wait()
             return await super()._handle_request(request, start_time, request_handler)
         finally:
@@ -284,7 +281,7 @@ class _Connection(RequestHandler):
         self._wait(Awaited.BODY)
         with suppress(Exception):  # It is late, broken, or the client is gone.
             async with asyncio.timeout(LINGER_S):
-                while not content.is_eof() and isinstance(self._manager, _GuardedServer):
+                while not content.is_eof() and isinstance(self._manager, _Server):
                     await self._manager.turns.wait()
                     await content.readany()
 

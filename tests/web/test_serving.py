@@ -19,6 +19,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from aiohttp.web_protocol import RequestHandler
+
 HERE = Address("127.0.0.1", 0)
 LARGE = b"x" * (64 << 20)
 MEDIUM = b"x" * (20 << 10)
@@ -68,12 +70,12 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[web.Server]:
     """The running servers, to inspect their connections."""
     made: list[web.Server] = []
 
-    class Remembered(serving._GuardedServer):
+    class Remembered(serving._Server):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr(serving, "_GuardedServer", Remembered)
+    monkeypatch.setattr(serving, "_Server", Remembered)
     return made
 
 
@@ -343,6 +345,28 @@ async def test_a_refused_client_that_still_sends_sees_the_response() -> None:
         session.post(at.url + "healthz", data=io.BytesIO(b"x" * 4_000_000)) as response,
     ):
         assert response.status == 405
+
+
+async def test_a_connection_that_cannot_be_served_does_not_end_the_listener(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = [RuntimeError("unexpected"), OSError(24, "Too many open files")]
+
+    class Failing(serving._Server):
+        def __call__(self) -> RequestHandler:
+            if failures:
+                raise failures.pop()
+            return super().__call__()
+
+    monkeypatch.setattr(serving, "_Server", Failing)
+    monkeypatch.setattr(serving, "ACCEPT_RETRY_S", 0.01)
+    async with listening() as at:
+        for _ in range(2):
+            async with connected(at) as unlucky:
+                assert await unlucky.ended()
+        async with connected(at) as client:
+            client.send("GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert "200 OK" in await client.response()
 
 
 async def test_the_newest_connection_is_closed_when_all_are_busy(
