@@ -23,7 +23,7 @@ from outbox.core.delivery.message import Delivery, build
 from outbox.core.model.headers import format_lines
 from outbox.core.model.ids import lane_name
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ async def aiohttp_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
 
 
 @asynccontextmanager
-async def wire_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
+async def own_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
     """POST with the relay's own transport."""
     headers, body = sample(payload_bytes)
     request = Request(Recipient(url), format_lines(tuple(headers.items())), body)
-    transport = TransportRouter(EgressPolicy((ip_network("127.0.0.0/8"),)))
+    transport = HttpTransport(EgressPolicy((ip_network("127.0.0.0/8"),)))
     async with aclosing(transport):
 
         async def post() -> None:
@@ -90,7 +90,7 @@ async def wire_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
         yield post
 
 
-POSTS = {"aiohttp": aiohttp_post, "wire": wire_post}
+POSTS = {"aiohttp": aiohttp_post, "outbox": own_post}
 
 
 class Client:

@@ -41,8 +41,6 @@ class Load:
     delay_s: float = 0.0
     batch_max: int | None = None
     """Deliveries per request; the bare client sends the same number of bodies individually."""
-    transport: str = "wire"
-    """The relay's transport; see OUTBOX_TRANSPORT."""
     target: Target | None = None
 
 
@@ -55,7 +53,6 @@ LOADS = (
     Load("64 lanes, receiver takes 20 ms", 64, 8_000, delay_s=0.02),
     Load("64 lanes, batches of 50", 64, 24_000, batch_max=50),
     Load("1 lane, batches of 50", 1, 12_000, batch_max=50),
-    Load("64 lanes, OUTBOX_TRANSPORT=aiohttp", 64, 8_000, transport="aiohttp"),
 )
 QUICK_SHARE = 0.2
 
@@ -112,7 +109,6 @@ async def relay(
             filler = max(load.payload_bytes - FRAME_BYTES, 0)
             await connection.execute(BACKLOG, load.requests, filler)
         env = {} if prepare is None else await prepare(database)
-        env["OUTBOX_TRANSPORT"] = load.transport
         stage.expect(load.requests, delay_s=load.delay_s)
         async with stage.relay(database, owns=True, **env):
             return float((await stage.receiver.response())["per_s"])

@@ -20,7 +20,7 @@ from benchmarks.receiver import new_event_loop, say
 from outbox.core.model.headers import format_lines
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
 
 TICK_S = 0.002
@@ -42,7 +42,7 @@ def policies(base_s: float) -> dict[str, RetryPolicy]:
 class Retrying:
     """The deliveries, and the due time of each."""
 
-    def __init__(self, outbound: TransportRouter, url: str, policy: RetryPolicy) -> None:
+    def __init__(self, outbound: HttpTransport, url: str, policy: RetryPolicy) -> None:
         headers, body = sample(PAYLOAD_BYTES)
         self._request = Request(Recipient(url), format_lines(tuple(headers.items())), body)
         self._outbound = outbound
@@ -82,7 +82,7 @@ class Retrying:
 
 
 async def run(given: argparse.Namespace) -> None:
-    outbound = TransportRouter(EgressPolicy([ip_network("127.0.0.0/8")]))
+    outbound = HttpTransport(EgressPolicy([ip_network("127.0.0.0/8")]))
     try:
         retrying = Retrying(outbound, given.url, policies(given.base_s)[given.how])
         say({"ready": True})

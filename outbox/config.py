@@ -108,11 +108,6 @@ class Settings(BaseModel):
         description="Maximum number of concurrent requests per relay, over all endpoints; half are "
         "reserved for fast endpoints, and some are kept free for new requests.",
     )
-    transport: Literal["wire", "aiohttp"] = Field(
-        default="wire",
-        description="HTTP client for requests that do not use the proxy: wire, or aiohttp, which "
-        "takes several times the CPU time per request.",
-    )
     tenant_in_flight_max: int | None = Field(
         default=None,
         ge=1,
@@ -228,7 +223,7 @@ class Settings(BaseModel):
             parse_keys(value.get_secret_value())
         return value
 
-    @field_validator("log_level", "log_format", "transport", mode="before")
+    @field_validator("log_level", "log_format", mode="before")
     @classmethod
     def _lower(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value

@@ -61,7 +61,6 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "health": "localhost:9090",
         "admin": "127.0.0.1:0",
         "receivers": "127.0.0.1:1",
-        "transport": "aiohttp",
         "log_format": "JSON",
         "log_level": "Debug",
     }

@@ -28,12 +28,12 @@ DELIVERIES = {1: 10_000, MANY: 40_000}
 """The concurrency of the relay, and of the bare client."""
 OURS = {1: "outbox, 1 lane", MANY: "outbox, 64 lanes"}
 BARE = {1: "bare aiohttp client, one at a time", MANY: "bare aiohttp client, 64 at a time"}
-WIRE = {
+OWN_CLIENT = {
     1: "bare loop on the relay's transport, one at a time",
     MANY: "bare loops on the relay's transport, 64 at a time",
 }
 TARGETS = {1: None, MANY: Target("at least", 2.5)}
-WIRE_TARGETS = {1: Target("at least", 0.6), MANY: None}
+OWN_CLIENT_TARGETS = {1: Target("at least", 0.6), MANY: None}
 
 
 async def run(
@@ -48,7 +48,7 @@ async def run(
                 jobs = int(deliveries * share)
                 found.add(OURS[at_a_time], await relay(stage, counting, at_a_time, jobs))
                 found.add(BARE[at_a_time], await bare(counting, at_a_time, jobs, "aiohttp"))
-                found.add(WIRE[at_a_time], await bare(counting, at_a_time, jobs, "wire"))
+                found.add(OWN_CLIENT[at_a_time], await bare(counting, at_a_time, jobs, "outbox"))
             for each in turns.remaining(contestants):
                 with turns.turn(each):
                     found.add(each.name, await peer(stage, counting, each, int(each.jobs * share)))
@@ -59,7 +59,10 @@ async def run(
         return turns.row(ours.removeprefix("outbox, "), ours, name, name, target)
 
     return [
-        *(row(at_a_time, name, WIRE_TARGETS[at_a_time]) for at_a_time, name in WIRE.items()),
+        *(
+            row(at_a_time, name, OWN_CLIENT_TARGETS[at_a_time])
+            for at_a_time, name in OWN_CLIENT.items()
+        ),
         *(row(at_a_time, name, TARGETS[at_a_time]) for at_a_time, name in BARE.items()),
         *(row(MANY, each.name, each.target) for each in contestants),
     ]

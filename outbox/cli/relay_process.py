@@ -20,7 +20,7 @@ from outbox.api.server import running as admin
 from outbox.cli.common import warn, warn_about_networks
 from outbox.cli.systemd import Supervisor
 from outbox.destinations.http.egress import SETTING, EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.relay import Relay, default_name
@@ -60,10 +60,9 @@ async def run(settings: Settings) -> None:
     meters = Meters(time.time(), settings.metrics_endpoints_max)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(telemetry.close)
-        transport = TransportRouter(
+        transport = HttpTransport(
             EgressPolicy(settings.allow_networks),
             proxy=settings.outbound_proxy,
-            kind=settings.transport,
         )
         stack.push_async_callback(transport.aclose)
         relay = Relay(

@@ -15,7 +15,7 @@ from outbox.core.model.response import AttemptResult
 from outbox.destinations.http import endpoint_tester, endpoint_validation
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.endpoint_tester import CONCURRENT_MAX, TENANT_MAX
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.devtools.development_receiver import DevelopmentReceiver
 from tests.destinations import hostile
 from tests.destinations.servers import OK, Connection
@@ -314,13 +314,13 @@ async def test_concurrent_test_deliveries_are_limited_also_by_tenant(
 async def test_all_test_deliveries_share_a_transport(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[TransportRouter] = []
+    made: list[HttpTransport] = []
 
-    def make(*args: Any, **options: Any) -> TransportRouter:
-        made.append(TransportRouter(*args, **options))
+    def make(*args: Any, **options: Any) -> HttpTransport:
+        made.append(HttpTransport(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(endpoint_tester, "TransportRouter", make)
+    monkeypatch.setattr(endpoint_tester, "HttpTransport", make)
     await add_endpoint(database, "shop", url=URL)
     for response in await asyncio.gather(*[api.post("/v1/endpoints/shop/test") for _ in range(4)]):
         assert response.json["failure"] == "connect"

@@ -17,7 +17,7 @@ from outbox.destinations.http import dns as resolving
 from outbox.destinations.http import dns_cares
 from outbox.destinations.http.dns import ADDRESSES_MAX, LOOKUPS_MAX, CachingResolver, Unresolved
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from tests.destinations.conformance import LOOPBACK, closing, to
 from tests.destinations.nameserver import naming
 from tests.destinations.servers import OK, respond_with, serving
@@ -141,7 +141,7 @@ async def test_allowed_addresses_of_a_dns_response_are_used(
     message: list[str], status: int | None
 ) -> None:
     async with naming({"some.example": message}) as dns, serving(respond_with(OK)) as server:
-        transport = TransportRouter(LOOPBACK, resolver=CachingResolver(**dns.options))
+        transport = HttpTransport(LOOPBACK, resolver=CachingResolver(**dns.options))
         async with closing(transport):
             response = await transport.send(to(f"http://some.example:{server.port}/"))
     assert response.status == status
@@ -154,7 +154,7 @@ async def test_three_hundred_hanging_lookups_delay_no_others() -> None:
         naming(good | {name: [] for name in SLOW}) as dns,
         serving(respond_with(OK)) as server,
         resolver(**dns.options) as names,
-        closing(TransportRouter(LOOPBACK, resolver=names)) as transport,
+        closing(HttpTransport(LOOPBACK, resolver=names)) as transport,
     ):
 
         async def took_s(numbers: range) -> list[float]:
@@ -247,7 +247,7 @@ async def test_ip_literals_are_not_resolved(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError
 
     monkeypatch.setattr(CachingResolver, "resolve", never)
-    async with closing(TransportRouter(EgressPolicy())) as transport:
+    async with closing(HttpTransport(EgressPolicy())) as transport:
         started = time.monotonic()
         response = await transport.send(to("https://[::1]/"))
         assert response.failure is Failure.EGRESS_REFUSED

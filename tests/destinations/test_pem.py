@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.serialization import (
 
 from outbox.core.model.response import Failure
 from outbox.destinations.http import pem
-from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import check_ca, check_identity, endpoint_context
+from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Tls
 from outbox.errors import UsageError
 from tests.destinations.authority import Authority
@@ -225,7 +225,7 @@ async def test_common_key_types_are_accepted_and_work(what: str) -> None:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     async with (
         serving(respond_with(OK), context) as server,
-        closing(TransportRouter(LOOPBACK)) as transport,
+        closing(HttpTransport(LOOPBACK)) as transport,
     ):
         for form in forms:
             identity = own + text(key, form)
@@ -292,7 +292,7 @@ async def test_a_hostile_identity_in_the_table_fails_its_own_endpoint_alone() ->
     us = Authority("us")
     async with (
         serving(respond_with(OK), us.server("127.0.0.1")) as server,
-        closing(TransportRouter(LOOPBACK)) as transport,
+        closing(HttpTransport(LOOPBACK)) as transport,
     ):
         hostile = await transport.send(
             to(server, tls=Tls(ca=us.pem, identity=mersenne(2203, 2281)))

@@ -25,9 +25,9 @@ import outbox
 from outbox.config import Settings
 from outbox.core.model.response import Failure
 from outbox.destinations.http import tls_contexts
-from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import check_ca, check_identity, endpoint_context, system_context
 from outbox.destinations.http.tls_contexts import ContextCache
+from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request, Tls
 from outbox.errors import UsageError
 from tests.destinations.authority import Authority
@@ -220,7 +220,7 @@ async def test_openssl_variables_change_the_cas_but_do_not_disable_verification(
             monkeypatch.setenv("SSL_CERT_DIR", str(empty))
             for name in ("PYTHONHTTPSVERIFY", "SSL_NO_VERIFY", "NODE_TLS_REJECT_UNAUTHORIZED"):
                 monkeypatch.setenv(name, "0")
-            async with closing(TransportRouter(LOOPBACK)) as transport:
+            async with closing(HttpTransport(LOOPBACK)) as transport:
                 response = await transport.send(to(server))
             assert response.status == expected
             assert response.failure is (None if expected else Failure.TLS)
@@ -231,7 +231,7 @@ async def test_a_server_certificate_can_be_pinned(authority: Authority) -> None:
     context = authority.server("127.0.0.1")
     async with serving(respond_with(OK), context) as server:
         leaf = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", server.port))
-        async with closing(TransportRouter(LOOPBACK)) as ours:
+        async with closing(HttpTransport(LOOPBACK)) as ours:
             assert (await ours.send(to(server, tls=Tls(ca=leaf)))).status == 200
             assert (await ours.send(to(server, tls=Tls()))).failure is Failure.TLS
 
@@ -334,7 +334,7 @@ async def test_a_receiver_that_requires_a_client_certificate_is_reported(
         await connection.send(outgoing.read())
         await connection.closed_by_peer()
 
-    async with serving(script) as server, closing(TransportRouter(LOOPBACK)) as transport:
+    async with serving(script) as server, closing(HttpTransport(LOOPBACK)) as transport:
         response = await transport.send(
             to(f"https://127.0.0.1:{server.port}/", tls=Tls(ca=authority.pem))
         )

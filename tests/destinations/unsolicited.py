@@ -184,15 +184,13 @@ class UnsolicitedData:
     async def test_data_before_the_request_is_reported(
         self, transport: Any, receiver: Receiver, request_of_shop: Request, seen: list[str]
     ) -> None:
-        client = transport._direct
-        opener = getattr(client, "_opener", None) or client._connector._opener
+        opener = transport._client._opener
         open_connection = opener.open
 
         async def late(*args: Any) -> Any:
             """Open a connection, and wait until the receiver's data has been read."""
             connection = await open_connection(*args)
-            name = "_early" if hasattr(connection, "_early") else "_tail"
-            await until(lambda: getattr(connection, name))
+            await until(lambda: connection._early)
             return connection
 
         opener.open = late

@@ -10,7 +10,7 @@ import pytest
 from outbox.core.model.headers import format_lines
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
 from outbox.devtools.development_receiver import (
     DevelopmentReceiver,
@@ -30,8 +30,8 @@ ALWAYS = 1.0
 
 
 @pytest.fixture
-async def transport() -> AsyncIterator[TransportRouter]:
-    transport = TransportRouter(EgressPolicy(["127.0.0.0/8"]))
+async def transport() -> AsyncIterator[HttpTransport]:
+    transport = HttpTransport(EgressPolicy(["127.0.0.0/8"]))
     yield transport
     await transport.aclose()
 
@@ -50,7 +50,7 @@ class Coin(random.Random):
 # ----------------------------------------------------------------- good weather
 
 
-async def test_deliveries_are_verified_counted_and_shown(transport: TransportRouter) -> None:
+async def test_deliveries_are_verified_counted_and_shown(transport: HttpTransport) -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
@@ -69,18 +69,18 @@ async def test_deliveries_are_verified_counted_and_shown(transport: TransportRou
     assert receiver.order.lanes["a-1-0"].high == 3
 
 
-async def test_any_path_and_several_secrets(transport: TransportRouter) -> None:
+async def test_any_path_and_several_secrets(transport: HttpTransport) -> None:
     async with DevelopmentReceiver([OTHER, SECRET]).serve() as url:
         response = await transport.send(request(f"{url}some/path?x=1", delivery(1)))
     assert response.status == 200
 
 
-async def test_without_a_secret_signatures_are_not_verified(transport: TransportRouter) -> None:
+async def test_without_a_secret_signatures_are_not_verified(transport: HttpTransport) -> None:
     async with DevelopmentReceiver().serve() as url:
         assert (await transport.send(request(url, delivery(1), secret=OTHER))).status == 200
 
 
-async def test_a_copy_gets_2xx_but_is_processed_once(transport: TransportRouter) -> None:
+async def test_a_copy_gets_2xx_but_is_processed_once(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
         for attempt in (1, 2, 3):
@@ -91,7 +91,7 @@ async def test_a_copy_gets_2xx_but_is_processed_once(transport: TransportRouter)
     assert totals.good
 
 
-async def test_concurrent_copies_are_processed_once(transport: TransportRouter) -> None:
+async def test_concurrent_copies_are_processed_once(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET], latency_s=0.02)
     async with receiver.serve() as url:
         await asyncio.gather(*(transport.send(request(url, delivery(1))) for _ in range(10)))
@@ -99,7 +99,7 @@ async def test_concurrent_copies_are_processed_once(transport: TransportRouter) 
 
 
 async def test_a_replay_of_a_processed_event_closes_its_hole_and_is_dropped(
-    transport: TransportRouter,
+    transport: HttpTransport,
 ) -> None:
     """The relay dead-lettered 2 although it had arrived, and replays it."""
     seen: list[HandledRequest] = []
@@ -123,7 +123,7 @@ async def test_a_replay_of_a_processed_event_closes_its_hole_and_is_dropped(
 
 
 async def test_an_ended_lane_is_forgotten_and_its_late_copies_are_duplicates(
-    transport: TransportRouter,
+    transport: HttpTransport,
 ) -> None:
     receiver = DevelopmentReceiver([SECRET], from_start=True)
     async with receiver.serve() as url:
@@ -139,7 +139,7 @@ async def test_an_ended_lane_is_forgotten_and_its_late_copies_are_duplicates(
     assert (totals.accepted, totals.duplicates, totals.good) == (3, 1, True)
 
 
-async def test_the_oldest_ids_are_forgotten(transport: TransportRouter) -> None:
+async def test_the_oldest_ids_are_forgotten(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET], seen_max=2)
     async with receiver.serve() as url:
         for n in (1, 2, 3, 1):
@@ -150,7 +150,7 @@ async def test_the_oldest_ids_are_forgotten(transport: TransportRouter) -> None:
 # ------------------------------------------------------------------- bad weather
 
 
-async def test_a_forgery_is_refused_and_changes_nothing(transport: TransportRouter) -> None:
+async def test_a_forgery_is_refused_and_changes_nothing(transport: HttpTransport) -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
@@ -169,7 +169,7 @@ async def test_a_forgery_is_refused_and_changes_nothing(transport: TransportRout
 
 
 async def test_a_refused_delivery_is_not_recorded(
-    transport: TransportRouter,
+    transport: HttpTransport,
 ) -> None:
     receiver = DevelopmentReceiver(
         [SECRET], refuse=lambda message: "not even" if message.sequence % 2 else None
@@ -188,7 +188,7 @@ async def test_a_refused_delivery_is_not_recorded(
     assert totals.good
 
 
-async def test_missing_sequences_are_reported(transport: TransportRouter) -> None:
+async def test_missing_sequences_are_reported(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
@@ -199,7 +199,7 @@ async def test_missing_sequences_are_reported(transport: TransportRouter) -> Non
 
 
 async def test_with_from_start_the_first_deliveries_are_missing(
-    transport: TransportRouter,
+    transport: HttpTransport,
 ) -> None:
     for from_start, missing in ((True, 4), (False, 0)):
         receiver = DevelopmentReceiver([SECRET], from_start=from_start)
@@ -208,7 +208,7 @@ async def test_with_from_start_the_first_deliveries_are_missing(
         assert receiver.totals().order.missing == missing
 
 
-async def test_only_posts_are_deliveries(transport: TransportRouter) -> None:
+async def test_only_posts_are_deliveries(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver()
     async with receiver.serve() as url:
         response = await transport.send(Request(Recipient(url, "PUT"), "", b""))
@@ -220,7 +220,7 @@ async def test_only_posts_are_deliveries(transport: TransportRouter) -> None:
 
 
 async def fail(
-    transport: TransportRouter, fault: ReceiverFault, *, late: bool
+    transport: HttpTransport, fault: ReceiverFault, *, late: bool
 ) -> tuple[AttemptResult, HandledRequest, DevelopmentReceiver]:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver(
@@ -246,7 +246,7 @@ async def fail(
 )
 @pytest.mark.parametrize("late", [False, True])
 async def test_each_fault_before_and_after_the_effect(
-    transport: TransportRouter,
+    transport: HttpTransport,
     fault: ReceiverFault,
     status: int | None,
     failure: Failure,
@@ -269,7 +269,7 @@ async def test_each_fault_before_and_after_the_effect(
         assert dict(response.headers)["Retry-After"] == "0"
 
 
-async def test_a_hang_lasts_until_the_sender_disconnects(transport: TransportRouter) -> None:
+async def test_a_hang_lasts_until_the_sender_disconnects(transport: HttpTransport) -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver(
         fail_rate=ALWAYS, faults=[ReceiverFault.HANG], rng=Coin(late=True), on_request=seen.append
@@ -285,7 +285,7 @@ async def test_a_hang_lasts_until_the_sender_disconnects(transport: TransportRou
 
 
 async def test_a_retrying_sender_delivers_everything_once(
-    transport: TransportRouter, seed: int
+    transport: HttpTransport, seed: int
 ) -> None:
     receiver = DevelopmentReceiver(
         [SECRET], fail_rate=0.5, rng=random.Random(seed), from_start=True
@@ -304,7 +304,7 @@ async def test_a_retrying_sender_delivers_everything_once(
     assert totals.duplicates == totals.lost
 
 
-async def test_the_same_seed_fails_the_same_requests(transport: TransportRouter) -> None:
+async def test_the_same_seed_fails_the_same_requests(transport: HttpTransport) -> None:
     runs: list[list[ReceiverFault | None]] = []
     for _ in range(2):
         seen: list[HandledRequest] = []
@@ -337,7 +337,7 @@ async def test_a_port_in_use_is_a_one_line_error() -> None:
                 pass
 
 
-async def test_a_hanging_response_does_not_delay_the_shutdown(transport: TransportRouter) -> None:
+async def test_a_hanging_response_does_not_delay_the_shutdown(transport: HttpTransport) -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver(
         fail_rate=ALWAYS, faults=[ReceiverFault.HANG], on_request=seen.append

@@ -35,21 +35,6 @@ def early() -> None:
     cast("Any", Connection)._on_unsolicited_data = believing
 
 
-def early_by_aiohttp() -> None:
-    """The same on aiohttp's connections."""
-    from outbox.destinations.http.aiohttp.protocol import Protocol
-
-    protocol: Any = Protocol
-    received = protocol.data_received
-
-    def believing(self: Any, data: bytes) -> None:
-        self._is_expecting = True
-        received(self, data)
-
-    protocol.data_received = believing
-    protocol.should_close = property(lambda _: False)
-
-
 def many_headers() -> None:
     """All headers of a response are stored, however many."""
     from outbox.destinations.http import responses
@@ -132,7 +117,6 @@ def any_address() -> None:
 MISTAKES: dict[str, tuple[str, Callable[[], None]]] = {
     "any-address": ("urls", any_address),
     "early": ("responses", early),
-    "early-by-aiohttp": ("responses", early_by_aiohttp),
     "greedy-star": ("patterns", greedy_star),
     "inner-filter": ("filters", hidden_bang),
     "long-number": ("api", long_number),

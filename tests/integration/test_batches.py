@@ -14,7 +14,7 @@ import pytest
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.response import AttemptResult
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.devtools.development_receiver import DevelopmentReceiver, ReceiverFault
 from outbox.operations import endpoint_changes, erase
 from outbox.operations.erase import ErasureTarget
@@ -194,7 +194,7 @@ async def test_a_receiver_that_fails_within_batches_processes_everything_once_an
         rng=random.Random(seed),
         from_start=True,
     )
-    transport = TransportRouter(EgressPolicy((ip_network("127.0.0.0/8"),)))
+    transport = HttpTransport(EgressPolicy((ip_network("127.0.0.0/8"),)))
     async with receiver.serve() as url, contextlib.aclosing(transport):
         await change(database, "here", url=url)
         await publish_in_one(database, *range(600), keys=40)

@@ -14,7 +14,7 @@ import orjson
 import pytest
 
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from tests.destinations.servers import OK, Connection, RawServer, serving
 from tests.support.relay import add_endpoint, all_ended, exceptions, fetchval, publish, running
 from tests.support.tcp import free_port
@@ -151,7 +151,7 @@ LOGGED = {
 async def delivering(database: Database) -> AsyncIterator[None]:
     """A relay with the HTTP transport."""
     policy = EgressPolicy((ipaddress.ip_network("127.0.0.0/8"),))
-    transport = TransportRouter(policy)
+    transport = HttpTransport(policy)
     try:
         async with running(database, transport, in_flight_max=IN_FLIGHT_MAX):
             yield

@@ -17,8 +17,8 @@ from outbox.core.delivery.signature import parse_key, verify
 from outbox.core.model.encryption_keys import format_key
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import check_identity
+from outbox.destinations.http.transport import HttpTransport
 from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
 from outbox.operations.doctor import Severity
 from outbox.operations.endpoint_certificate import set_identity
@@ -160,7 +160,7 @@ async def test_a_client_certificate_is_presented_on_request(database: Database) 
     site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
     await site.start()
     url = f"https://127.0.0.1:{runner.addresses[0][1]}/"
-    transport = TransportRouter(EgressPolicy())
+    transport = HttpTransport(EgressPolicy())
     try:
         await add(
             database,

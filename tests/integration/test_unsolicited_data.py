@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.operations.doctor import Severity
 from tests.destinations.servers import OK, serving
 from tests.integration.test_delivery_runs import publish_backlog, run_deliveries
@@ -24,7 +24,6 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.destinations.http.router import TransportKind
     from outbox.relay.relay import Relay
     from tests.destinations.servers import Connection, Received
     from tests.support.postgres import Database
@@ -77,9 +76,9 @@ class TwiceResponding:
 
 
 @asynccontextmanager
-async def delivering(database: Database, kind: TransportKind = "wire") -> AsyncIterator[Relay]:
+async def delivering(database: Database) -> AsyncIterator[Relay]:
     """A relay with the HTTP transport."""
-    transport = TransportRouter(EgressPolicy((ipaddress.ip_network("127.0.0.0/8"),)), kind=kind)
+    transport = HttpTransport(EgressPolicy((ipaddress.ip_network("127.0.0.0/8"),)))
     try:
         async with running(database, transport) as worker:
             yield worker
@@ -87,14 +86,13 @@ async def delivering(database: Database, kind: TransportKind = "wire") -> AsyncI
         await transport.aclose()
 
 
-@pytest.mark.parametrize("kind", ["wire", "aiohttp"])
 async def test_after_one_sight_no_late_response_acknowledges_a_refused_delivery(
-    database: Database, kind: TransportKind
+    database: Database,
 ) -> None:
     receiver = TwiceResponding()
     async with serving(receiver.script) as server:
         await add_endpoint(database, url=server.url, lanes=1)
-        async with delivering(database, kind):
+        async with delivering(database):
             await publish(database, 1)
             await until(lambda: fetchval(database, SEEN), 10, "the second response to be seen")
             await publish(database, *range(2, 11))
@@ -104,9 +102,8 @@ async def test_after_one_sight_no_late_response_acknowledges_a_refused_delivery(
     assert await fetchval(database, JOURNALLED) == 1
 
 
-@pytest.mark.parametrize("kind", ["wire", "aiohttp"])
 async def test_a_receiver_that_responds_late_from_the_beginning_loses_one_delivery_at_most(
-    database: Database, kind: TransportKind
+    database: Database,
 ) -> None:
     """HTTP/1.1 cannot prevent the first one: its response arrives after the next request."""
     receiver = TwiceResponding(shows_first=False)
@@ -114,7 +111,7 @@ async def test_a_receiver_that_responds_late_from_the_beginning_loses_one_delive
     async with serving(receiver.script) as server:
         await add_endpoint(database, url=server.url, lanes=1, retry=retry)
         await publish(database, *range(1, 21))
-        async with delivering(database, kind):
+        async with delivering(database):
             await all_ended(database)
         assert set(range(1, 21)) - set(receiver.processed) <= {2}
     assert await fetchval(database, JOURNALLED) == 1

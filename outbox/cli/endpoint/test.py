@@ -44,12 +44,12 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
     async def send_test() -> EndpointTestResult:
         # Imported here, because no other endpoint command needs an HTTP client.
         from outbox.destinations.http.endpoint_test import send_test_delivery
-        from outbox.destinations.http.router import TransportRouter
+        from outbox.destinations.http.transport import HttpTransport
 
         async with database(settings) as connection:
             endpoint = await endpoints.find_endpoint(connection, settings.schema_name, name, vault)
         policy = policy_of(settings)
-        transport = TransportRouter(policy, proxy=settings.outbound_proxy)
+        transport = HttpTransport(policy, proxy=settings.outbound_proxy)
         try:
             return await send_test_delivery(transport, endpoint)
         finally:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.response import generalize_elapsed_s
 from outbox.destinations.http import endpoint_test
-from outbox.destinations.http.router import TransportRouter
 from outbox.destinations.http.tls import system_context
+from outbox.destinations.http.transport import HttpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +99,7 @@ class EndpointTester:
         async with self._transport_lock:
             if self._transport is None:
                 # In a thread: loading the system trust store is slow.
-                self._transport = TransportRouter(
+                self._transport = HttpTransport(
                     self._policy,
                     proxy=self._proxy,
                     tls=await asyncio.to_thread(system_context),

@@ -14,7 +14,7 @@ from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model.event import encode_headers
 from outbox.core.model.headers import parse_lines, valid_headers
 from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
 from outbox.errors import UsageError
 from tests.fuzz.data import Data, fields, is_text
@@ -87,7 +87,7 @@ def _send(request: Request, wires: list[Wire]) -> Failure | None:
         _LOOP.call_soon(wire.feed, b"HTTP/1.1 204 No Content\r\n\r\n")
 
     async def send() -> None:
-        transport = TransportRouter(_POLICY, tls=_TLS, resolver=_Anywhere())
+        transport = HttpTransport(_POLICY, tls=_TLS, resolver=_Anywhere())
         try:
             failures.append((await transport.send(request)).failure)
         finally:

@@ -23,7 +23,7 @@ from outbox.core.model.response import (
 )
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
@@ -32,9 +32,7 @@ from tests.fuzz.wire import MemoryLoop, Wire, segments
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from outbox.destinations.http.router import TransportKind
 
-KINDS: tuple[TransportKind, ...] = ("wire", "aiohttp")
 REQUESTS_MAX = 3
 TIMEOUT_S = 15.0
 SUMMARY_BYTES_MAX = 32 * 1024
@@ -57,28 +55,25 @@ def responses(raw: bytes) -> None:
     scripts: list[list[bytes | int]] = []
     while not data.is_empty and len(scripts) < REQUESTS_MAX:
         scripts.append(segments(data.raw(), drip=drip))
-    for kind in KINDS:
-        _LOOP.run(_check_kind(kind, scripts))
+    _LOOP.run(_check_all(scripts))
 
 
-async def _check_kind(kind: TransportKind, scripts: Sequence[list[bytes | int]]) -> None:
-    together = [each async for each in _asked(kind, scripts)]
+async def _check_all(scripts: Sequence[list[bytes | int]]) -> None:
+    together = [each async for each in _asked(scripts)]
     for response in together:
         _check(response)
     # Each request by itself, over a connection without earlier bytes.
     for i, script in enumerate(scripts[1:], 1):
-        (alone,) = [each async for each in _asked(kind, [script])]
+        (alone,) = [each async for each in _asked([script])]
         hold(
             _content(together[i]) == _content(alone),
             f"request {i} got {_content(together[i])}, and alone {_content(alone)}",
         )
 
 
-async def _asked(
-    kind: TransportKind, scripts: Sequence[list[bytes | int]]
-) -> AsyncIterator[AttemptResult]:
+async def _asked(scripts: Sequence[list[bytes | int]]) -> AsyncIterator[AttemptResult]:
     """Return the responses to several requests over one transport."""
-    transport = TransportRouter(_POLICY, tls=_TLS, kind=kind)
+    transport = HttpTransport(_POLICY, tls=_TLS)
     loop = asyncio.get_running_loop()
     assert isinstance(loop, MemoryLoop)
     playing: list[asyncio.Task[None]] = []
@@ -136,7 +131,6 @@ TARGETS = (
     Target(
         name="responses",
         short_run_modules=(
-            "outbox.destinations.http.aiohttp",
             "outbox.destinations.http.http1",
             "outbox.core.model.response",
         ),

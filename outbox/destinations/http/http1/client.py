@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Http1Client:
-    """A `Client`, bound to the event loop in which it was created.
+    """Sends requests to checked destinations; bound to the event loop in which it was created.
 
     Args:
         keep_alive_s: idle time-out of pooled connections; None: no pooling.

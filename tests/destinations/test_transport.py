@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.destinations.http.aiohttp import connector
 from outbox.destinations.http.dns import Unresolved
 from outbox.destinations.http.http1 import pool
-from outbox.destinations.http.http1.client import Http1Client
-from outbox.destinations.http.router import TransportRouter
+from outbox.destinations.http.transport import HttpTransport
 from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.destinations.delivery_runs import DeliveryRuns
 from tests.destinations.egress_suite import Guarding, authority, connected
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.http.router import TransportKind
     from outbox.web.proxy import Proxy
 
 
@@ -51,8 +48,6 @@ class Hosts:
 
 
 class _Making:
-    kind: TransportKind
-
     @pytest.fixture
     def make(self) -> Make:
         def make(
@@ -61,35 +56,23 @@ class _Making:
             tls: ssl.SSLContext | None = None,
             hosts: Mapping[str, list[str] | None] | None = None,
             proxy: Proxy | None = None,
-        ) -> TransportRouter:
+        ) -> HttpTransport:
             resolver = None if hosts is None else Hosts(hosts)
-            return TransportRouter(policy, proxy=proxy, kind=self.kind, tls=tls, resolver=resolver)
+            return HttpTransport(policy, proxy=proxy, tls=tls, resolver=resolver)
 
         return make
 
 
-class TestWireOnUvloop(
-    _Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers
-):
+class TestOnUvloop(_Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers):
     """The production event loop."""
 
-    kind = "wire"
 
-
-class TestWireOnAsyncio(
-    _Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers
-):
+class TestOnAsyncio(_Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers):
     """The guarantees do not depend on the event loop."""
 
-    kind = "wire"
 
-
-class TestWireEgress(_Making, Guarding):
-    kind = "wire"
-
-
-class TestAiohttp(_Making, TransportConformance, UnsolicitedData, Guarding, HostileReceivers):
-    kind = "aiohttp"
+class TestEgress(_Making, Guarding):
+    """Which addresses are connected to, directly and through a proxy."""
 
 
 async def test_a_request_cancelled_at_its_response_completes_and_affects_no_other() -> None:
@@ -98,11 +81,10 @@ async def test_a_request_cancelled_at_its_response_completes_and_affects_no_othe
             await connection.send(OK)
         await connection.closed_by_peer()
 
-    async with serving(script) as server, closing(TransportRouter(LOOPBACK)) as transport:
+    async with serving(script) as server, closing(HttpTransport(LOOPBACK)) as transport:
         hanging = asyncio.create_task(transport.send(to(server, body=b"hangs")))
         await until(lambda: len(server.received) == 1)
-        assert isinstance(transport._direct, Http1Client)
-        (connection,) = transport._direct._in_flight
+        (connection,) = transport._client._in_flight
         other = asyncio.create_task(transport.send(to(server, total_timeout_s=5)))
         hanging.cancel()
         connection.data_received(OK)
@@ -125,9 +107,8 @@ async def test_a_connection_with_an_unsolicited_response_is_used_once() -> None:
             await connection.send(OK)
 
     spoken = asyncio.Event()
-    async with serving(script) as server, closing(TransportRouter(LOOPBACK)) as transport:
-        assert isinstance(transport._direct, Http1Client)
-        connecting = transport._direct._opener
+    async with serving(script) as server, closing(HttpTransport(LOOPBACK)) as transport:
+        connecting = transport._client._opener
         opened = connecting.open
 
         async def late(*args: Any) -> Any:
@@ -142,14 +123,13 @@ async def test_a_connection_with_an_unsolicited_response_is_used_once() -> None:
     assert server.connections == 2
 
 
-@pytest.mark.parametrize("kind", ["wire", "aiohttp"])
 async def test_idle_connections_are_limited_to_a_bounded_number_of_targets(
-    monkeypatch: pytest.MonkeyPatch, kind: TransportKind
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Connections of the least recently used target are closed; those in use stay open."""
-    monkeypatch.setattr(pool if kind == "wire" else connector, "POOLS_MAX", 2)
+    monkeypatch.setattr(pool, "POOLS_MAX", 2)
     async with AsyncExitStack() as stack:
-        transport = await stack.enter_async_context(closing(TransportRouter(LOOPBACK, kind=kind)))
+        transport = await stack.enter_async_context(closing(HttpTransport(LOOPBACK)))
         servers = [await stack.enter_async_context(serving(respond_with(OK))) for _ in range(3)]
         for n in (0, 1, 0, 2):
             assert (await transport.send(to(servers[n]))).status == 200

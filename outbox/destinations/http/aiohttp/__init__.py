@@ -1,1 +1,0 @@
-"""The transport on aiohttp's connections and parser."""
