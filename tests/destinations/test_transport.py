@@ -71,8 +71,12 @@ class TestOnAsyncio(_Making, TransportConformance, DeliveryRuns, UnsolicitedData
     """The guarantees do not depend on the event loop."""
 
 
-class TestEgress(_Making, Guarding):
+class TestEgressOnUvloop(_Making, Guarding):
     """Which addresses are connected to, directly and through a proxy."""
+
+
+class TestEgressOnAsyncio(_Making, Guarding):
+    """The same without uvloop."""
 
 
 async def test_a_request_cancelled_at_its_response_completes_and_affects_no_other() -> None:

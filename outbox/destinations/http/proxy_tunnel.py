@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from outbox.core.model.response import Failure
 from outbox.destinations.interface import NotConnected
@@ -50,8 +50,8 @@ class Tunnel(asyncio.Protocol):
         _check(await self._done)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Not an instance of it: uvloop's transports are classes of their own.
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._response += data
