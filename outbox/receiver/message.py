@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-HEADERS = ("X-Delivery", "X-Event", "X-Lane", "X-Sequence", "X-Previous-Sequence")
-"""Headers of every delivery; a batch has X-Last-Sequence instead of X-Event."""
+HEADERS = (
+    "X-Delivery",
+    "X-Event",
+    "X-Event-Id",
+    "X-Lane",
+    "X-Sequence",
+    "X-Previous-Sequence",
+)
+"""Headers of every delivery; a batch has X-Last-Sequence instead of those of an event."""
 
 
 class BadMessage(OutboxError, ValueError):
@@ -97,7 +104,8 @@ def parse(headers: Mapping[str, str], body: bytes) -> tuple[Message, ...]:
         _require_matching_headers(headers, messages[0], (LAST_SEQUENCE, str(messages[-1].sequence)))
         return messages
     message = _message(content, request_id, attempt)
-    _require_matching_headers(headers, message, ("X-Event", message.event_id))
+    event = ("X-Event", message.type), ("X-Event-Id", message.event_id)
+    _require_matching_headers(headers, message, *event)
     return (message,)
 
 

@@ -70,7 +70,8 @@ def test_a_whole_request_as_the_contract_shows_it() -> None:
         "webhook-id": "a635b22d-2f2b-854d-b0be-4ae9f4fa1dbe",
         "webhook-timestamp": "1770000000",
         "x-delivery": "a635b22d-2f2b-854d-b0be-4ae9f4fa1dbe",
-        "x-event": "0d9ff25f-6f0b-4e0d-9d4b-07a1dbb3d1f4",
+        "x-event": "order.paid",
+        "x-event-id": "0d9ff25f-6f0b-4e0d-9d4b-07a1dbb3d1f4",
         "x-lane": "6f1c2a349d55-1-0",
         "x-sequence": "8",
         "x-previous-sequence": "6",
@@ -200,6 +201,7 @@ def test_event_headers_are_sent() -> None:
         "X-Previous-Sequence",
         "X-LANE",
         "X-Event",
+        "X-Event-Id",
         "X-Attempt",
     ],
 )

@@ -21,7 +21,7 @@ HEADERS, BODY = signed(delivery(3, replay_of=("old-1-0", 2)), previous=1)
 def test_a_delivery_is_read() -> None:
     (message,) = parse(HEADERS, BODY)
     assert message.delivery_id == HEADERS["webhook-id"]
-    assert message.event_id == HEADERS["x-event"]
+    assert message.event_id == HEADERS["x-event-id"]
     assert (message.type, message.tenant, message.key) == ("order.paid", "acme", "order-7")
     assert (message.lane, message.sequence, message.previous_sequence) == ("a-1-0", 3, 1)
     assert message.replay_of == ("old-1-0", 2)
@@ -54,7 +54,8 @@ def test_sequences_are_checked_without_a_signature() -> None:
         ({"X-Previous-Sequence": "2"}, "X-Previous-Sequence"),
         ({"X-Previous-Sequence": None}, "X-Previous-Sequence"),
         ({"X-Lane": "b-1-0"}, "X-Lane"),
-        ({"X-Event": "0d9ff25f-6f0b-4e0d-9d4b-000000000000"}, "X-Event"),
+        ({"X-Event": "another.type"}, "X-Event"),
+        ({"X-Event-Id": "0d9ff25f-6f0b-4e0d-9d4b-000000000000"}, "X-Event-Id"),
         ({"X-Delivery": "no uuid"}, "X-Delivery"),
         ({"X-Delivery": None}, "X-Delivery"),
         ({"X-Delivery": "0d9ff25f-6f0b-4e0d-9d4b-000000000000"}, "webhook-id"),

@@ -9,7 +9,7 @@ Headers that the relay sets:
 
     webhook-id, webhook-timestamp, webhook-signature   Standard Webhooks 1.0
     X-Delivery            same as webhook-id: one per event and endpoint (and backfill)
-    X-Event               the event's id (its type is in the body)
+    X-Event, X-Event-Id   the event's type and id
     X-Lane, X-Sequence, X-Previous-Sequence            as in the body
     X-Attempt             1, 2, …: information only, not signed
 
@@ -174,10 +174,10 @@ def prepare(
         delivery.backfill_id,
         delivery.was_backfill_id,
     )
-    event_id = str(delivery.event_id)
     lines = (
         f"Content-Type: application/json\r\nUser-Agent: {USER_AGENT}\r\n"
-        f"{ID_HEADER}: {sent_id}\r\nX-Delivery: {sent_id}\r\nX-Event: {event_id}\r\n"
+        f"{ID_HEADER}: {sent_id}\r\nX-Delivery: {sent_id}\r\n"
+        f"X-Event: {delivery.type}\r\nX-Event-Id: {delivery.event_id}\r\n"
         f"X-Lane: {delivery.lane}\r\nX-Sequence: {delivery.seq}\r\n"
         f"X-Previous-Sequence: {previous_seq}\r\n"
     )

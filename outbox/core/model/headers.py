@@ -38,6 +38,7 @@ _RESERVED = frozenset(
         "x-attempt",
         "x-delivery",
         "x-event",
+        "x-event-id",
         "x-lane",
         "x-last-sequence",
         "x-previous-sequence",

@@ -227,7 +227,7 @@ class _Connection(asyncio.Protocol):
             return
         stub, request = taken
         self._request = request
-        event = UUID(headers.get("X-Event") or "").bytes
+        event = UUID(headers.get("X-Event-Id") or "").bytes
         respond = self._receivers.choose_response(stub, request, event)
         if respond is OK and self._receivers.forward is not None:
             task = asyncio.get_running_loop().create_task(self._forward(request, headers, body))

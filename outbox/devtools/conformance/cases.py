@@ -436,7 +436,8 @@ def _contradictions(suite: _Suite) -> None:
         ("X-Previous-Sequence", "5"),
         ("X-Lane", "another-1-0"),
         ("X-Delivery", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
-        ("X-Event", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
+        ("X-Event", "another.type"),
+        ("X-Event-Id", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
     ):
         case = suite.case(
             f"a different {header}",

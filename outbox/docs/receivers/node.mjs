@@ -72,7 +72,8 @@ function read(headers, delivery) {
   )
     throw new Refused(400, "not a delivery");
   const expected = {
-    "x-event": id,
+    "x-event": type,
+    "x-event-id": id,
     "x-lane": lane,
     "x-sequence": String(sequence),
     "x-previous-sequence": String(previous),

@@ -47,11 +47,13 @@ _NAMES = (
     "X-Lane",
     "X-Sequence",
     "X-Event",
+    "X-Event-Id",
     "X-Previous-Sequence",
     "X-Attempt",
 )
 _FIELDS = (
-    ("X-Event", "id"),
+    ("X-Event", "type"),
+    ("X-Event-Id", "id"),
     ("X-Lane", "lane"),
     ("X-Sequence", "sequence"),
     ("X-Previous-Sequence", "previous_sequence"),

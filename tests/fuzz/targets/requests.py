@@ -28,7 +28,15 @@ _LOOP = MemoryLoop()
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _POLICY = EgressPolicy(["0.0.0.0/0", "::/0"])
 _ID = UUID("0198c0de-0000-7000-8000-000000000001")
-_OURS = ("x-delivery", "x-event", "x-lane", "x-sequence", "x-previous-sequence", "x-attempt")
+_OURS = (
+    "x-delivery",
+    "x-event",
+    "x-event-id",
+    "x-lane",
+    "x-sequence",
+    "x-previous-sequence",
+    "x-attempt",
+)
 _ONCE = (*_OURS, "host", "content-length", "content-type", "webhook-id", "webhook-signature")
 
 
