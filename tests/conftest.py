@@ -67,9 +67,8 @@ LONG = (
 
 FULL = (
     "tests/api/test_schemathesis.py",
-    "tests/cli/test_watch.py::test_a_server_that_froze_is_told",
-    "tests/destinations/test_router.py::TestAiohttp",
-    "tests/destinations/test_router.py::TestWireOnAsyncio",
+    "tests/destinations/test_transport.py::TestEgressOnAsyncio",
+    "tests/destinations/test_transport.py::TestOnAsyncio",
     "tests/e2e/test_canary.py",
     "tests/e2e/test_ledger.py",
     "tests/e2e/test_prove.py::test_nothing_is_lost_under_any_fault",

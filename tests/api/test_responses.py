@@ -84,7 +84,7 @@ async def receiver() -> AsyncIterator[Address]:
 
     application = web.Application()
     application.router.add_post("/", handle)
-    async with listening(application, Address("127.0.0.1", 0), guarded=False) as at:
+    async with listening(application, Address("127.0.0.1", 0)) as at:
         yield at
 
 

@@ -60,7 +60,7 @@ async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
     accepted: list[int] = []
     begun: list[int] = []
     discarded: list[int] = []
-    made, begin = serving._GuardedServer.connection_made, web.Application._handle
+    made, begin = serving._Server.connection_made, web.Application._handle
     read = aiohttp.StreamReader.readany
 
     def connection_made(*arguments: Any) -> None:
@@ -75,7 +75,7 @@ async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
         discarded.append(iterations.count)
         return await read(*arguments)
 
-    monkeypatch.setattr(serving._GuardedServer, "connection_made", connection_made)
+    monkeypatch.setattr(serving._Server, "connection_made", connection_made)
     monkeypatch.setattr(web.Application, "_handle", handle)
     monkeypatch.setattr(aiohttp.StreamReader, "readany", readany)
     body = "x" * 100_000
