@@ -16,7 +16,6 @@ from outbox.api.route import (
     Page,
     PageOf,
     RequestModel,
-    ResponseModel,
     Route,
     TenantAccess,
     TypePatterns,
@@ -24,17 +23,16 @@ from outbox.api.route import (
     id_cursor,
     page_of_rows,
 )
-from outbox.api.schemas import merged_response_model
 from outbox.operations import dead_letter_filter, dead_letters, discard, replays
 from outbox.operations.dead_letter_filter import IDS_MAX, DeadLetterFilter, DeadLetterSelection
 from outbox.operations.dead_letters import (
     DeadLetter,
-    DeadLetterCount,
+    DeadLetterCounts,
     DeadLetterRow,
     DeadLetterState,
 )
-from outbox.operations.replays import ReplayOutcome
-from outbox.operations.views import dead_letters as views
+from outbox.operations.discard import DiscardReport
+from outbox.operations.replays import ReplayReport
 
 DeadId = Annotated[int, Field(ge=1, le=ID_MAX)]
 
@@ -81,35 +79,6 @@ class DiscardBody(DeadLetterSelectionBody):
     """Recorded in the journal."""
 
 
-class DeadLetterCounts(ResponseModel):
-    """Counts of dead letters."""
-
-    total: dict[str, int]
-    """By state."""
-    counts: list[DeadLetterCount]
-
-
-class ReplayReport(ResponseModel):
-    """Result of a replay, or of its dry run."""
-
-    replaying: int
-    skipped: dict[str, int]
-    """Number of skipped dead letters by reason."""
-    job: int | None = None
-    """Replay job; null: nothing to replay."""
-    dry_run: bool = False
-    by_endpoint: dict[str, int] | None = None
-
-
-class DiscardReport(ResponseModel):
-    """Result of discarding, or of its dry run."""
-
-    discarded: int
-    skipped: dict[str, int]
-    dry_run: bool = False
-    by_endpoint: dict[str, int] | None = None
-
-
 async def _list(call: Call[DeadLettersQuery, None]) -> Page:
     query = call.query
     states = dead_letters.STATES if query.state == "all" else (query.state,)
@@ -124,39 +93,39 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page:
     return page_of_rows(rows, query.limit, lambda row: row.id)
 
 
-async def _counts(call: Call[DeadLetterFilterFields, None]) -> dict[str, Any]:
+async def _counts(call: Call[DeadLetterFilterFields, None]) -> DeadLetterCounts:
     only = tenancy.restrict_filter(call.tenant, await _filter(call, call.query))
-    return views.count_report(await dead_letters.count_by_state(call.db, call.schema, only=only))
+    return await dead_letters.count_by_state(call.db, call.schema, only=only)
 
 
-async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
+async def _show(call: Call[NoQuery, None]) -> DeadLetter:
     dead_id = tenancy.parse_id(call.path["id"])
     found = await dead_letters.get_dead_letter(call.db, call.schema, dead_id)
-    return views.dead_letter((await redactor_for(call)).redact_dead_letter(found))
+    return (await redactor_for(call)).redact_dead_letter(found)
 
 
-async def _replay(call: Call[NoQuery, ReplayBody]) -> dict[str, Any]:
-    selection = await _selection(call)
-    if call.body.dry_run:
-        _, outcome = await replays.plan_replay(call.db, call.schema, selection)
-        return views.replay_plan("replaying", outcome)
-    outcome = await replays.start_replay(
-        call.db, call.schema, selection, actor=call.actor, rate_per_s=call.body.rate
+async def _replay(call: Call[NoQuery, ReplayBody]) -> ReplayReport:
+    body = call.body
+    return await replays.start_replay(
+        call.db,
+        call.schema,
+        await _selection(call),
+        actor=call.actor,
+        rate_per_s=body.rate,
+        dry_run=body.dry_run,
     )
-    return views.replay_result("replaying", outcome)
 
 
-async def _discard(call: Call[NoQuery, DiscardBody]) -> dict[str, Any]:
-    selection = await _selection(call)
-    if call.body.dry_run:
-        outcome = ReplayOutcome(
-            await discard.count_discardable(call.db, call.schema, selection), {}
-        )
-        return views.replay_plan("discarded", outcome)
-    outcome = await discard.discard_dead_letters(
-        call.db, call.schema, selection, actor=call.actor, comment=call.body.comment
+async def _discard(call: Call[NoQuery, DiscardBody]) -> DiscardReport:
+    body = call.body
+    return await discard.discard_dead_letters(
+        call.db,
+        call.schema,
+        await _selection(call),
+        actor=call.actor,
+        comment=body.comment,
+        dry_run=body.dry_run,
     )
-    return views.replay_result("discarded", outcome)
 
 
 async def _filter(call: Call[Any, Any], chosen: DeadLetterFilterFields) -> DeadLetterFilter:
@@ -222,8 +191,6 @@ ROUTES = (
         handler=_show,
         scope="read",
         tenants=TenantAccess.DEAD_LETTER,
-        responses={
-            200: merged_response_model("DeadLetter", DeadLetterRow, DeadLetter, without=("row",))
-        },
+        responses={200: DeadLetter},
     ),
 )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outbox.api import tenancy
 from outbox.api.route import (
     SMALL_BYTES_MAX,
     Call,
     RequestModel,
-    ResponseModel,
     Route,
     TenantAccess,
 )
 from outbox.errors import UsageError
 from outbox.operations import erase
-from outbox.operations.erase import ErasureTarget
-from outbox.operations.views.erase import erasure_report
+from outbox.operations.erase import ErasureReport, ErasureTarget
 
 if TYPE_CHECKING:
     from outbox.api.request_parsing import NoQuery
@@ -34,20 +32,7 @@ class EraseBody(RequestModel):
     """Count only."""
 
 
-class EraseReport(ResponseModel):
-    """Result of an erasure, or of its dry run."""
-
-    dry_run: bool
-    events: int
-    future_events: int
-    dead_letters: int
-    responses: int | None
-    """Responses of attempts; null in a dry run."""
-    schedules: tuple[str, ...]
-    """Schedules that still publish such events."""
-
-
-async def _erase(call: Call[NoQuery, EraseBody]) -> dict[str, Any]:
+async def _erase(call: Call[NoQuery, EraseBody]) -> ErasureReport:
     body = call.body
     if call.tenant is not None and body.key is not None:
         raise UsageError(
@@ -55,10 +40,8 @@ async def _erase(call: Call[NoQuery, EraseBody]) -> dict[str, Any]:
         )
     target = ErasureTarget(tenancy.resolve_tenant(call.tenant, body.tenant), body.key)
     if body.dry_run:
-        done = await erase.count_erasable(call.db, call.schema, target)
-    else:
-        done = await erase.erase_events(call.db, call.schema, target, actor=call.actor)
-    return erasure_report(done, dry_run=body.dry_run)
+        return await erase.count_erasable(call.db, call.schema, target)
+    return await erase.erase_events(call.db, call.schema, target, actor=call.actor)
 
 
 ROUTES = (
@@ -74,6 +57,6 @@ ROUTES = (
         body_bytes_max=SMALL_BYTES_MAX,
         timeout_s=TIMEOUT_S,
         long=True,
-        responses={200: EraseReport},
+        responses={200: ErasureReport},
     ),
 )

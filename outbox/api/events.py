@@ -32,7 +32,6 @@ from outbox.api.route import (
     at_most,
     id_cursor,
 )
-from outbox.api.schemas import merged_response_model
 from outbox.core.model.event import deliver_at
 from outbox.destinations.http.endpoint_validation import run_in_thread
 from outbox.errors import InvalidEvent, NotFound, UsageError
@@ -46,10 +45,9 @@ from outbox.operations import (
     idempotency_keys as once,
 )
 from outbox.operations.dead_letter_filter import find_endpoint_ids
-from outbox.operations.event_trace import DeliveryState, EventTrace, TracedDelivery
+from outbox.operations.event_trace import EventTrace, TraceReport
 from outbox.operations.events import EventFilter, EventRow
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
-from outbox.operations.views.trace import trace_result
 from outbox.producers.publish import Event, encode_events, publish_encoded
 from outbox.producers.tracing import traced
 
@@ -281,23 +279,7 @@ class TraceQuery(RequestModel):
     """Include payloads."""
 
 
-DeliveryModel: Any = merged_response_model("TracedDelivery", TracedDelivery, state=DeliveryState)
-TraceModel: Any = merged_response_model(
-    "EventTrace", EventTrace, deliveries=tuple[DeliveryModel, ...], diagnosis=tuple[str, ...]
-)
-
-
-class Traced(ResponseModel):
-    """Traces of the events that match an id or key."""
-
-    version: int
-    found_by: str
-    more: bool
-    """Whether there are older events."""
-    events: list[TraceModel]
-
-
-async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
+async def _trace(call: Call[TraceQuery, None]) -> TraceReport:
     query = call.query
     found = await _find(call, call.path["id"])
     only = await find_endpoint_ids(call.db, query.endpoint, call.tenant)
@@ -306,7 +288,7 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
     for outbox_id in found.outbox_ids:
         # Payloads may take 25 times as much memory when they are parsed.
         if traced_bytes >= PAGE_BYTES_MAX:
-            found = replace(found, outbox_ids=found.outbox_ids[: len(traces)], more=True)
+            found = replace(found, more=True)
             break
         traced_event = await trace.read_trace(
             call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload
@@ -316,7 +298,7 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
         if query.payload:
             traced_bytes += traced_event.event.payload_bytes or 0
     redactor = await redactor_for(call)
-    return trace_result(found, [redactor.redact_trace(each) for each in traces])
+    return TraceReport(found.by, found.more, [redactor.redact_trace(each) for each in traces])
 
 
 async def _find(call: Call[TraceQuery, None], text: str) -> find_event.EventMatch:
@@ -369,6 +351,6 @@ ROUTES = (
         scope="read",
         tenants=TenantAccess.NARROWED,
         query=TraceQuery,
-        responses={200: Traced},
+        responses={200: TraceReport},
     ),
 )

@@ -8,10 +8,12 @@ from typing import Any
 from outbox.api import tenancy
 from outbox.api.request_parsing import NoQuery, Paging, TimeOrAge, absolute_time
 from outbox.api.route import Call, Page, PageOf, ResponseModel, Route, TenantAccess, page_of_rows
-from outbox.api.schemas import merged_response_model
 from outbox.operations import dead_letter_filter, idempotency_keys
-from outbox.operations.idempotency_keys import IdempotencyKeyRow, IdempotencyKeyState
-from outbox.operations.views.merge import merge_fields
+from outbox.operations.idempotency_keys import (
+    IdempotencyKey,
+    IdempotencyKeyRow,
+    IdempotencyKeyState,
+)
 
 
 class OnceQuery(Paging):
@@ -49,12 +51,12 @@ async def _list(call: Call[OnceQuery, None]) -> Page:
     return page_of_rows(items, query.limit, lambda row: row.key)
 
 
-async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
+async def _show(call: Call[NoQuery, None]) -> IdempotencyKey:
     key = call.path["key"]
     found = await idempotency_keys.get_key(
         call.db, call.schema, tenancy.stored_key(call.tenant, key)
     )
-    return merge_fields(replace(found.row, key=key)) | {"type": found.type}
+    return replace(found, key=key)
 
 
 async def _reset(call: Call[NoQuery, None]) -> dict[str, Any]:
@@ -84,7 +86,7 @@ ROUTES = (
         handler=_show,
         scope="read",
         tenants=TenantAccess.NARROWED,
-        responses={200: merged_response_model("OnceKey", IdempotencyKeyRow, type=str | None)},
+        responses={200: IdempotencyKey},
     ),
     Route(
         method="POST",

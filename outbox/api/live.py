@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import AwareDatetime, Field
 
 from outbox.api.route import Call, RequestModel, ResponseModel, Route, TenantAccess
-from outbox.api.schemas import merged_response_model
 from outbox.operations import live_status
 from outbox.operations.live_status import EndpointView, LiveStatus, LiveTotals
 from outbox.operations.status import compute_rates
-from outbox.operations.views.merge import merge_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -150,13 +148,10 @@ class LiveQuery(RequestModel):
     """Return only samples after this time."""
 
 
-TotalsModel: Any = merged_response_model("Totals", LiveTotals, batch=int | None)
-
-
 class Live(ResponseModel):
     """Current totals, rates and lanes."""
 
-    totals: TotalsModel
+    totals: LiveTotals
     """Totals; for a tenant token of the tenant's endpoints, with `batch` null."""
     samples: list[Sample]
     """Rates of the last minutes, as far as clients polled."""
@@ -168,9 +163,7 @@ async def _live(call: Call[LiveQuery, None]) -> dict[str, Any]:
         call.db, call.schema, call.tenant, call.query.endpoints
     )
     since = call.query.since
-    totals = merge_fields(snapshot.totals)
-    if call.tenant is not None:
-        totals["batch"] = None
+    totals = snapshot.totals if call.tenant is None else replace(snapshot.totals, batch=None)
     return {
         "totals": totals,
         "samples": [each for each in samples if since is None or each.at > since],

@@ -20,7 +20,7 @@ X-Delivery contains the event's id.  They reveal that something happened, not wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.core.model.response import generalize_elapsed_s, generalize_failure, outcome_fields
 from outbox.operations import tenancy
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
     from outbox.operations.journal import JournalRow
     from outbox.operations.replay_jobs import ReplayJob
-    from outbox.operations.schedules import Schedule
+    from outbox.operations.schedules import ListedSchedule
     from outbox.operations.status import EndpointStatus, Overview
+
+S = TypeVar("S", bound="ListedSchedule")
 
 NOT_SHOWN = "(not shown)"
 OPERATOR, RELAY = "operator", "relay"
@@ -114,7 +116,7 @@ class Redactor:
             row, failing=replace(head, last_response=self.redact_response(head.last_response))
         )
 
-    def redact_schedule(self, found: Schedule) -> Schedule:
+    def redact_schedule(self, found: S) -> S:
         return replace(found, state_by=self.redact_actor(found.state_by))
 
     def redact_job(self, job: ReplayJob) -> ReplayJob:

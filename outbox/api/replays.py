@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,7 +15,6 @@ from outbox.api.route import (
     PageOf,
     Reply,
     RequestModel,
-    ResponseModel,
     Route,
     TenantAccess,
     TypePatterns,
@@ -24,9 +22,8 @@ from outbox.api.route import (
     page_of_rows,
 )
 from outbox.operations import backfill, dead_letter_filter, replay_jobs
-from outbox.operations.backfill import Backfill
+from outbox.operations.backfill import Backfill, BackfillPlan
 from outbox.operations.replay_jobs import JobState, ReplayJob
-from outbox.operations.views.replays import backfill_plan
 
 
 class ReplaysQuery(Paging):
@@ -47,17 +44,6 @@ class BackfillBody(RequestModel):
     """Maximum rate, in deliveries per second."""
     dry_run: bool = False
     """Count only."""
-
-
-class BackfillPlan(ResponseModel):
-    """Plan of a backfill."""
-
-    dry_run: bool
-    endpoint: str
-    since: datetime
-    until: datetime | None
-    types: tuple[str, ...]
-    deliveries: int
 
 
 async def _list(call: Call[ReplaysQuery, None]) -> Page:
@@ -87,9 +73,7 @@ async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     assert since is not None
     request = Backfill(body.endpoint, since, absolute_time(body.until, now), tuple(body.type))
     if body.dry_run:
-        return backfill_plan(
-            request, await backfill.count_deliveries(call.db, call.schema, request)
-        )
+        return await backfill.plan_backfill(call.db, call.schema, request)
     job = await backfill.request_backfill(
         call.db, call.schema, request, actor=call.actor, rate_per_s=body.rate
     )

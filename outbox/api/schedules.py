@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from datetime import datetime
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -26,21 +24,12 @@ from outbox.api.route import (
     TenantAccess,
     page_of_rows,
 )
-from outbox.api.schemas import merged_response_model
 from outbox.core.schedules.schedule import GRACE_S, Misfire, Overlap, ScheduleSettings
 from outbox.operations import schedule_changes, schedules
-from outbox.operations.schedules import Schedule
+from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
 from outbox.operations.tenancy import owns_schedule
-from outbox.operations.views import schedules as views
 
 NAME = "/v1/schedules/{name}"
-
-ScheduleModel = merged_response_model(
-    "Schedule", Schedule, without=("now",), next_runs=list[datetime]
-)
-ListedScheduleModel = merged_response_model(
-    "ListedSchedule", Schedule, without=("now", "payload", "headers"), next_runs=list[datetime]
-)
 
 
 class ScheduleBody(RequestModel):
@@ -66,16 +55,9 @@ class ScheduleBody(RequestModel):
     """Replace an existing schedule of this name."""
 
 
-class FutureEvents(ResponseModel):
-    """Events with a future `deliver_at`, of all tenants; null for tenant tokens."""
-
-    events: int
-    """A value above 10,000 means more than 10,000."""
-    first_at: datetime | None
-
-
 class SchedulesExtra(ResponseModel):
     future_events: FutureEvents | None
+    """Of all tenants; null for tenant tokens."""
 
 
 class ScheduleRun(ResponseModel):
@@ -99,17 +81,12 @@ async def _list(call: Call[Paging, None]) -> Page:
         call.db, call.schema, tenant=tenant, limit=limit + 1, after=after
     )
     page = page_of_rows(rows, limit, lambda row: row.name)
-    waiting = None
+    future = None
     if call.tenant is None:
         future = await schedules.count_future_events(call.db, call.schema)
-        waiting = {"events": future.events, "first_at": future.first_at}
     redactor = await redactor_for(call)
-    items = []
-    for row in page.items:
-        items.append(views.schedule_detail(redactor.redact_schedule(row), of_many=True))
-        # The search for the next runs may take a millisecond.
-        await asyncio.sleep(0)
-    return Page(items, page.next, {"future_events": waiting})
+    items = [redactor.redact_schedule(row) for row in page.items]
+    return Page(items, page.next, {"future_events": future})
 
 
 async def _add(call: Call[NoQuery, ScheduleBody]) -> Reply:
@@ -128,24 +105,24 @@ async def _add(call: Call[NoQuery, ScheduleBody]) -> Reply:
     return Reply(await _redacted(call, added), 201)
 
 
-async def _redacted(call: Call[Any, Any], found: Schedule) -> dict[str, Any]:
-    return views.schedule_detail((await redactor_for(call)).redact_schedule(found))
+async def _redacted(call: Call[Any, Any], found: Schedule) -> Schedule:
+    return (await redactor_for(call)).redact_schedule(found)
 
 
-async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
+async def _show(call: Call[NoQuery, None]) -> Schedule:
     return await _redacted(
         call, await schedules.get_schedule(call.db, call.schema, call.path["name"])
     )
 
 
-async def _pause(call: Call[NoQuery, ChangeBody]) -> dict[str, Any]:
+async def _pause(call: Call[NoQuery, ChangeBody]) -> Schedule:
     (paused,) = await schedule_changes.pause_schedules(
         call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
     )
     return await _redacted(call, paused)
 
 
-async def _resume(call: Call[NoQuery, ChangeBody]) -> dict[str, Any]:
+async def _resume(call: Call[NoQuery, ChangeBody]) -> Schedule:
     (resumed,) = await schedule_changes.resume_schedules(
         call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
     )
@@ -174,7 +151,7 @@ ROUTES = (
         scope="read",
         tenants=TenantAccess.NARROWED,
         query=Paging,
-        responses={200: PageOf(ListedScheduleModel, SchedulesExtra)},
+        responses={200: PageOf(ListedSchedule, SchedulesExtra)},
     ),
     Route(
         method="POST",
@@ -185,7 +162,7 @@ ROUTES = (
         tenants=TenantAccess.NARROWED,
         body=ScheduleBody,
         body_bytes_max=PAYLOAD_BODY_BYTES_MAX,
-        responses={201: ScheduleModel},
+        responses={201: Schedule},
     ),
     Route(
         method="GET",
@@ -194,7 +171,7 @@ ROUTES = (
         handler=_show,
         scope="read",
         tenants=TenantAccess.SCHEDULE,
-        responses={200: ScheduleModel},
+        responses={200: Schedule},
     ),
     Route(
         method="DELETE",
@@ -214,7 +191,7 @@ ROUTES = (
         tenants=TenantAccess.SCHEDULE,
         body=ChangeBody,
         body_required=False,
-        responses={200: ScheduleModel},
+        responses={200: Schedule},
     ),
     Route(
         method="POST",
@@ -225,7 +202,7 @@ ROUTES = (
         tenants=TenantAccess.SCHEDULE,
         body=ChangeBody,
         body_required=False,
-        responses={200: ScheduleModel},
+        responses={200: Schedule},
     ),
     Route(
         method="POST",

@@ -5,49 +5,24 @@ Field docstrings of the dataclasses become the descriptions in the OpenAPI docum
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import orjson
-from pydantic import BaseModel, TypeAdapter, create_model
+from pydantic import BaseModel, TypeAdapter
 
-from outbox.api.route import ResponseModel
 from outbox.core.model.api_token import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pydantic.json_schema import JsonSchemaMode
 
 NAMES: dict[str, Any] = {
     each.__name__: each for each in (Mapping, Sequence, datetime, timedelta, UUID)
 } | {"Any": Any, "Scope": Scope}
 """Names that the dataclasses import under TYPE_CHECKING only."""
-
-
-def merged_response_model(
-    name: str, *parts: type, without: Iterable[str] = (), **more: Any
-) -> type[ResponseModel]:
-    """Create the response model of dataclasses merged by `merge_fields`.
-
-    Args:
-        more: additional or replacing fields, with their types.
-    """
-    fields: dict[str, Any] = {}
-    for part in parts:
-        hints = get_type_hints(part, vars(sys.modules[part.__module__]), NAMES)
-        fields |= {
-            field: (hint, ...)
-            for field, hint in hints.items()
-            if field in part.__slots__ and field not in without  # type: ignore[attr-defined]
-        }
-    fields |= {field: (hint, ...) for field, hint in more.items()}
-    return create_model(name, __base__=ResponseModel, __doc__=inspect.getdoc(parts[0]), **fields)
 
 
 def adapter(form: Any) -> TypeAdapter[Any]:

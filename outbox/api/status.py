@@ -19,18 +19,14 @@ from outbox.api.route import (
     Route,
     TenantAccess,
 )
-from outbox.api.schemas import merged_response_model
 from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.operations import status
-from outbox.operations.doctor import DoctorContext, DoctorFinding, examine
-from outbox.operations.status import CursorStatus, EndpointStatus, ReplicaStatus
-from outbox.operations.views import status as views
-from outbox.operations.views.doctor import doctor_report
-from outbox.operations.views.verify import run_audit
+from outbox.operations.doctor import DoctorContext, DoctorReport, examine
+from outbox.operations.status import Overview, ReplicaStatus
+from outbox.operations.verify.audit import VerifyReport, run_audit
 
 if TYPE_CHECKING:
     from outbox.api.request_parsing import NoQuery
-    from outbox.operations.views.verify import Audit
 
 VERIFY_TIMEOUT_S = 60.0
 """An audit reads all retained rows; run `outbox verify` if it takes longer."""
@@ -54,72 +50,10 @@ class Me(ResponseModel):
     """Database schema of the outbox."""
 
 
-CursorModel: Any = merged_response_model("Cursor", CursorStatus, lag=int)
-
-
-class Blocking(ResponseModel):
-    """Session, or prepared transaction, that keeps events from being sequenced."""
-
-    pid: int | None
-    prepared_transaction: str | None
-    role: str | None
-    application: str | None
-    state: str | None
-    """As in pg_stat_activity; null: not visible to the relay's role."""
-    since_s: float | None
-    """Age of its transaction, in seconds."""
-    end_command: str
-    """SQL command that ends it."""
-
-
-class Status(ResponseModel):
-    """Status of the installation."""
-
-    schema_name: str = Field(serialization_alias="schema")
-    at: datetime
-    cursor: CursorModel
-    blocker: Blocking | None
-    """Session for which sequencing waits, while events wait."""
-    open_gaps: int
-    replicas: tuple[ReplicaStatus, ...]
-    pending: int
-    endpoints_total: int
-    endpoints: tuple[EndpointStatus, ...]
-    dead_letters: dict[str, int]
-
-
 class Replicas(ResponseModel):
     """Registered relays."""
 
     items: tuple[ReplicaStatus, ...]
-
-
-class DoctorReport(ResponseModel):
-    """Findings of the diagnostics."""
-
-    schema_name: str = Field(serialization_alias="schema")
-    problems: int
-    warnings: int
-    findings: list[DoctorFinding]
-
-
-class VerifyCheck(ResponseModel):
-    """An invariant and its violations."""
-
-    name: str
-    guarantee: str
-    violations: int
-    examples: tuple[str, ...]
-    action: str | None
-
-
-class VerifyReport(ResponseModel):
-    """Result of an audit."""
-
-    violations: int
-    checks: list[VerifyCheck]
-    counts: dict[str, int]
-    seconds: float
 
 
 async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
@@ -133,16 +67,16 @@ async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
     }
 
 
-async def _status(call: Call[StatusQuery, None]) -> dict[str, Any]:
+async def _status(call: Call[StatusQuery, None]) -> Overview:
     seen = await status.read_overview(call.db, call.schema, limit=call.query.limit)
-    return views.status_report(call.schema, (await redactor_for(call)).redact_overview(seen))
+    return (await redactor_for(call)).redact_overview(seen)
 
 
 async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:
     return {"items": await status.list_replicas(call.db, call.schema)}
 
 
-async def _doctor(call: Call[NoQuery, None]) -> dict[str, Any]:
+async def _doctor(call: Call[NoQuery, None]) -> DoctorReport:
     settings = call.settings
     policy = policy_of(settings)
     context = DoctorContext(
@@ -154,19 +88,18 @@ async def _doctor(call: Call[NoQuery, None]) -> dict[str, Any]:
         allow_networks=settings.allow_networks,
         keep=settings.keep,
     )
-    return doctor_report(call.schema, [finding async for finding in examine(context)])
+    return await examine(context)
 
 
-async def _verify(call: Call[NoQuery, None]) -> dict[str, Any]:
+async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
     try:
         async with asyncio.timeout(VERIFY_TIMEOUT_S):
-            found: Audit = await run_audit(call.db, call.schema)
+            return await run_audit(call.db, call.schema)
     except TimeoutError:
         raise Problem(
             ProblemKind.UNAVAILABLE,
             f"the audit exceeded {VERIFY_TIMEOUT_S:.0f} s and was cancelled; run: outbox verify",
         ) from None
-    return found.as_json()
 
 
 ROUTES = (
@@ -187,7 +120,7 @@ ROUTES = (
         handler=_status,
         scope="read",
         query=StatusQuery,
-        responses={200: Status},
+        responses={200: Overview},
     ),
     Route(
         method="GET",

@@ -21,14 +21,18 @@ from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.operations import dead_letter_filter, dead_letters, replays
 from outbox.operations import discard as discards
 from outbox.operations.dead_letter_filter import DeadLetterSelection
-from outbox.operations.replays import ReplayOutcome
-from outbox.operations.views import dead_letters as views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.operations.dead_letters import DeadLetter, DeadLetterRow, ReplayRow
+    from outbox.operations.dead_letters import (
+        DeadLetter,
+        DeadLetterCounts,
+        DeadLetterRow,
+        ReplayRow,
+    )
+    from outbox.operations.replays import ReplayReport
 
 
 _SKIPPED = {
@@ -154,26 +158,26 @@ Examples:
 def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
     """Count dead letters by endpoint, reason and state."""
 
-    async def read_counts() -> list[dead_letters.DeadLetterCount]:
+    async def read_counts() -> DeadLetterCounts:
         async with database(settings) as connection:
             only = filter_options.build_filter(
                 await dead_letter_filter.read_now(connection), chosen
             )
             return await dead_letters.count_by_state(connection, settings.schema_name, only=only)
 
-    report = views.count_report(run_async(read_counts()))
+    report = run_async(read_counts())
     if as_json:
         emit_json(report)
         return
     rows: dict[tuple[str, str], dict[str, int]] = {}
-    for each in report["counts"]:
+    for each in report.counts:
         by_state = rows.setdefault(
             (each.endpoint, each.reason), dict.fromkeys(dead_letters.STATES, 0)
         )
         by_state[each.state] += each.dead_letters
     table = [[*which, *by_state.values()] for which, by_state in rows.items()]
     if len(table) > 1:
-        table.append(["all", "", *report["total"].values()])
+        table.append(["all", "", *report.total.values()])
     names = [state.replace("_", " ") for state in dead_letters.STATES]
     emit_table(["endpoint", "reason", *names], table, "no dead letters")
 
@@ -194,7 +198,7 @@ def show(settings: Settings, dead_id: int, as_json: bool) -> None:
         async with database(settings) as connection:
             letter = await dead_letters.get_dead_letter(connection, settings.schema_name, dead_id)
         if as_json:
-            emit_json(views.dead_letter(letter))
+            emit_json(letter)
         else:
             _show(letter)
 
@@ -242,26 +246,22 @@ def replay(
                 await dead_letter_filter.read_now(connection), chosen
             )
             which = DeadLetterSelection(ids, only, everything)
-            if dry_run:
-                _, outcome = await replays.plan_replay(connection, schema, which)
-                _print_plan("replaying", outcome, as_json)
-                return
-            outcome = await replays.start_replay(
-                connection, schema, which, actor=actor(), rate_per_s=rate_per_s
+            report = await replays.start_replay(
+                connection, schema, which, actor=actor(), rate_per_s=rate_per_s, dry_run=dry_run
             )
             if not as_json:
-                _print_result("replaying", outcome, as_json)
+                _print_replay(report)
             job = None
-            if outcome.job is not None:
+            if report.job is not None:
                 # Dead letters selected by ID are few, so do not wait by default.
                 follow_job = False if wait is None and ids else wait
                 job = await progress.follow(
-                    connection, schema, outcome.job, wait=follow_job, as_json=as_json
+                    connection, schema, report.job, wait=follow_job, as_json=as_json
                 )
             if job is not None:
                 progress.print_result(job, as_json=as_json)
             elif as_json:
-                _print_result("replaying", outcome, as_json)
+                emit_json(report)
 
     run_async(replay_dead_letters())
 
@@ -298,61 +298,49 @@ def discard(
                 filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen),
                 everything,
             )
-            if dry_run:
-                _print_plan(
-                    "discarded",
-                    ReplayOutcome(await discards.count_discardable(connection, schema, which), {}),
-                    as_json,
-                )
-                return
-            outcome = await discards.discard_dead_letters(
-                connection, schema, which, actor=actor(), comment=comment
+            report = await discards.discard_dead_letters(
+                connection, schema, which, actor=actor(), comment=comment, dry_run=dry_run
             )
-        _print_result("discarded", outcome, as_json)
+        if as_json:
+            emit_json(report)
+        elif dry_run:
+            _print_plan("discard", report.discarded)
+        else:
+            click.echo(f"discarded {count(report.discarded, 'dead letter')}")
 
     run_async(discard_dead_letters())
 
 
-def _print_plan(verb: str, outcome: ReplayOutcome, as_json: bool) -> None:
-    if as_json:
-        emit_json(views.replay_plan(verb, outcome))
-        return
-    what = "replay" if verb == "replaying" else "discard"
-    click.echo(f"would {what} {count(outcome.done, 'dead letter')}; nothing was changed")
-    _print_skipped(outcome)
-    if outcome.by_endpoint and len(outcome.by_endpoint) > 1:
-        emit_table(["endpoint", "dead letters"], list(outcome.by_endpoint.items()), "")
+def _print_plan(verb: str, dead_letters: int) -> None:
+    click.echo(f"would {verb} {count(dead_letters, 'dead letter')}; nothing was changed")
 
 
-def _print_result(verb: str, outcome: ReplayOutcome, as_json: bool) -> None:
-    if as_json:
-        emit_json(views.replay_result(verb, outcome))
-        return
-    job = "" if outcome.job is None else f" (replay job {outcome.job})"
-    click.echo(f"{verb} {count(outcome.done, 'dead letter')}{job}")
-    _print_skipped(outcome)
-
-
-def _print_skipped(outcome: ReplayOutcome) -> None:
-    if outcome.skipped:
-        skipped = ", ".join(f"{n} {_SKIPPED[reason]}" for reason, n in outcome.skipped.items())
+def _print_replay(report: ReplayReport) -> None:
+    if report.dry_run:
+        _print_plan("replay", report.replaying)
+    else:
+        job = "" if report.job is None else f" (replay job {report.job})"
+        click.echo(f"replaying {count(report.replaying, 'dead letter')}{job}")
+    if report.skipped:
+        skipped = ", ".join(f"{n} {_SKIPPED[reason]}" for reason, n in report.skipped.items())
         click.echo(f"skipped: {skipped}")
+    if report.dry_run and len(report.by_endpoint) > 1:
+        emit_table(["endpoint", "dead letters"], list(report.by_endpoint.items()), "")
 
 
 def _show(letter: DeadLetter) -> None:
-    row = letter.row
     emit_pairs(
         [
-            ("id", row.id),
-            ("state", _state(row)),
-            ("endpoint", row.endpoint),
-            ("lane", row.lane),
-            ("sequence", _sequences(row)),
-            ("reason", row.reason),
-            ("attempts", row.attempts),
-            ("dead-lettered", row.at),
-            ("event", row.event),
-            ("type", row.type),
+            ("id", letter.id),
+            ("state", _state(letter)),
+            ("endpoint", letter.endpoint),
+            ("lane", letter.lane),
+            ("sequence", _sequences(letter)),
+            ("reason", letter.reason),
+            ("attempts", letter.attempts),
+            ("dead-lettered", letter.at),
+            ("event", letter.event),
+            ("type", letter.type),
             ("tenant", letter.tenant),
             ("key", letter.key),
             ("published", letter.published_at),
@@ -360,7 +348,7 @@ def _show(letter: DeadLetter) -> None:
             ("headers", letter.headers),
             ("payload", letter.payload),
             ("last response", letter.last_response),
-            *(("replayed", _describe_replay(row, again)) for again in letter.replays),
+            *(("replayed", _describe_replay(letter, again)) for again in letter.replays),
         ]
     )
 

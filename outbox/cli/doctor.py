@@ -10,8 +10,7 @@ import click
 from outbox.cli.common import database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, fold, style
 from outbox.destinations.http.endpoint_validation import policy_of
-from outbox.operations.doctor import DoctorContext, DoctorFinding, Severity, examine
-from outbox.operations.views.doctor import doctor_report
+from outbox.operations.doctor import DoctorContext, DoctorFinding, DoctorReport, Severity, examine
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
 
     policy = policy_of(settings)
 
-    async def run_checks() -> list[DoctorFinding]:
+    async def run_checks() -> DoctorReport:
         async with database(settings, current=False) as connection:
             context = DoctorContext(
                 connection,
@@ -62,17 +61,15 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
                 vault=Vault.from_settings(settings),
                 keep=settings.keep,
             )
-            return [finding async for finding in examine(context)]
+            return await examine(context)
 
-    findings = run_async(run_checks())
-    report = doctor_report(settings.schema_name, findings)
-    problems, warnings = report["problems"], report["warnings"]
+    report = run_async(run_checks())
     if as_json:
         emit_json(report)
     else:
-        _show(findings)
-        click.echo(f"\n{_summary(problems, warnings)}")
-    if problems:
+        _show(report.findings)
+        click.echo(f"\n{_summary(report.problems, report.warnings)}")
+    if report.problems:
         raise click.exceptions.Exit(1)
 
 

@@ -20,13 +20,12 @@ from outbox.cli.output import count, emit_json
 from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureTarget
-from outbox.operations.views.erase import erasure_report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from outbox.config import Settings
-    from outbox.operations.erase import ErasureResult
+    from outbox.operations.erase import ErasureReport, OnProgress
 
 
 @click.command(
@@ -58,7 +57,7 @@ def command(
     """
     target = ErasureTarget(tenant, key)
 
-    async def erase_events() -> ErasureResult:
+    async def erase_events() -> ErasureReport:
         async with database(settings) as connection:
             schema = settings.schema_name
 
@@ -81,14 +80,14 @@ def command(
     for name in done.schedules:
         warn(f'the schedule "{name}" still publishes such events; see: outbox schedule')
     if as_json:
-        emit_json(erasure_report(done, dry_run=dry_run))
+        emit_json(done)
         return
     verb = "would be erased" if dry_run else "erased"
-    responses = "" if dry_run else f", {count(done.responses, 'response')}"
+    responses = "" if done.responses is None else f", {count(done.responses, 'response')}"
     click.echo(f"{verb}: {_describe(done)}{responses}")
 
 
-def _describe(done: ErasureResult) -> str:
+def _describe(done: ErasureReport) -> str:
     future = f"{count(done.future_events, 'future event')}, " if done.future_events else ""
     return f"{count(done.events, 'event')}, {future}{count(done.dead_letters, 'dead letter')}"
 
@@ -98,16 +97,16 @@ def _require_terminal() -> None:
         raise UsageError("erasing is irreversible; confirm with --yes, or count with --dry-run")
 
 
-def _confirm(erasable: ErasureResult) -> None:
+def _confirm(erasable: ErasureReport) -> None:
     if not click.confirm(f"erase {_describe(erasable)} permanently?", err=True):
         raise UsageError("nothing was changed")
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[ErasureResult], None]]:
+def _progress(what: str) -> Iterator[OnProgress]:
     """A progress bar on stderr, if it is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda _: None
+        yield lambda _, __: None
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -115,8 +114,7 @@ def _progress(what: str) -> Iterator[Callable[[ErasureResult], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
 
-        def show(done: ErasureResult) -> None:
-            total = max(done.estimated_total, done.scanned)
-            bar.update(task, total=total, completed=done.scanned)
+        def show(scanned: int, total: int) -> None:
+            bar.update(task, total=total, completed=scanned)
 
         yield show

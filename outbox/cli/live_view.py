@@ -28,11 +28,10 @@ NOTES_SHARE = 2
 class Screen:
     """A status view that is redrawn in place on the alternate screen."""
 
-    def __init__(self, console: Console, schema: str, interval_s: float) -> None:
+    def __init__(self, console: Console, interval_s: float) -> None:
         from rich.live import Live
 
         self._console = console
-        self._schema = schema
         self._interval_s = interval_s
         self._shown: Overview | None = None
         self._unavailable: str | None = None
@@ -49,14 +48,14 @@ class Screen:
     def draw(self) -> None:
         """Redraw the latest overview at the terminal's current size."""
         if self._shown is not None:
-            self.live.update(picture(self._console, self._schema, self._shown, self._footer()))
+            self.live.update(picture(self._console, self._shown, self._footer()))
             self.live.refresh()
 
     def _footer(self) -> str:
         return self._unavailable or f"every {self._interval_s:g} s; q to quit"
 
 
-def picture(console: Console, schema: str, overview: Overview, footer: str) -> RenderableType:
+def picture(console: Console, overview: Overview, footer: str) -> RenderableType:
     """Lay out an overview for the console's size; the foot is always shown."""
     from rich.console import Group
     from rich.text import Text
@@ -66,9 +65,7 @@ def picture(console: Console, schema: str, overview: Overview, footer: str) -> R
     def wrapped(text: str) -> list[Text]:
         return list(Text(safe(text)).wrap(console, width, no_wrap=False))
 
-    named = [
-        (name, cell(value)) for name, value in view.pairs(schema, overview) if value is not None
-    ]
+    named = [(name, cell(value)) for name, value in view.pairs(overview) if value is not None]
     named.insert(0, ("read at", cell(overview.at)))
     name_chars = max(len(name) for name, _ in named)
     parts: list[RenderableType] = [
@@ -111,11 +108,9 @@ def unavailable_text(reason: str, since: datetime) -> str:
 
 
 @contextmanager
-def on_screen(
-    console: Console, schema: str, interval_s: float, stop: asyncio.Event
-) -> Iterator[Screen]:
+def on_screen(console: Console, interval_s: float, stop: asyncio.Event) -> Iterator[Screen]:
     """Open the alternate screen, and restore the terminal afterwards; q sets `stop`."""
-    screen = Screen(console, schema, interval_s)
+    screen = Screen(console, interval_s)
     loop = asyncio.get_running_loop()
     with _keys(stop), screen.live:
         loop.add_signal_handler(signal.SIGWINCH, screen.draw)

@@ -22,7 +22,6 @@ from outbox.core.model import duration
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
 from outbox.operations import idempotency_keys
-from outbox.operations.views.merge import merge_fields
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -140,24 +139,23 @@ def show(settings: Settings, key: str, as_json: bool) -> None:
 
     async def print_details() -> None:
         async with database(settings) as connection:
-            detail = await idempotency_keys.get_key(connection, settings.schema_name, key)
-        row = detail.row
+            found = await idempotency_keys.get_key(connection, settings.schema_name, key)
         if as_json:
-            emit_json(merge_fields(row) | {"type": detail.type})
+            emit_json(found)
             return
         emit_pairs(
             [
-                ("key", row.key),
-                ("state", row.state),
-                ("claimed", row.claimed_at),
-                ("expires", row.expires_at),
-                ("resets", row.resets),
-                ("event", row.event_id or "not published"),
+                ("key", found.key),
+                ("state", found.state),
+                ("claimed", found.claimed_at),
+                ("expires", found.expires_at),
+                ("resets", found.resets),
+                ("event", found.event_id or "not published"),
                 (
                     "type",
-                    detail.type or (row.event_id and "unknown: the event is no longer retained"),
+                    found.type or (found.event_id and "unknown: the event is no longer retained"),
                 ),
-                ("see", row.event_id and detail.type and f"outbox trace {row.event_id}"),
+                ("see", found.event_id and found.type and f"outbox trace {found.event_id}"),
             ]
         )
 

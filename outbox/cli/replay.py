@@ -20,7 +20,6 @@ from outbox.cli.main import Group
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table
 from outbox.operations import backfill, dead_letter_filter, replay_jobs
 from outbox.operations.backfill import Backfill
-from outbox.operations.views.replays import backfill_plan
 
 if TYPE_CHECKING:
     from outbox.cli.moments import When
@@ -95,8 +94,12 @@ def command(
             assert first is not None
             backfill_request = Backfill(endpoint, first, moments.moment(until, now), types)
             if dry_run:
-                deliveries = await backfill.count_deliveries(connection, schema, backfill_request)
-                _print_plan(backfill_request, deliveries, as_json)
+                plan = await backfill.plan_backfill(connection, schema, backfill_request)
+                if as_json:
+                    emit_json(plan)
+                else:
+                    deliveries = count(plan.deliveries, "delivery")
+                    click.echo(f"would create {deliveries}; nothing was changed")
                 return
             job_id = await backfill.request_backfill(
                 connection, schema, backfill_request, actor=actor(), rate_per_s=rate_per_s
@@ -110,13 +113,6 @@ def command(
                 emit_json({"job": job_id})
 
     run_async(start_replay())
-
-
-def _print_plan(request: Backfill, deliveries: int, as_json: bool) -> None:
-    if as_json:
-        emit_json(backfill_plan(request, deliveries))
-    else:
-        click.echo(f"would create {count(deliveries, 'delivery')}; nothing was changed")
 
 
 @command.command(

@@ -11,7 +11,6 @@ from outbox.cli import summary as view
 from outbox.cli.common import database, json_option, limit_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table, fold
 from outbox.operations import status
-from outbox.operations.views import status as status_json
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -61,13 +60,13 @@ def command(
 
     overview = run_async(read_overview())
     if as_json:
-        emit_json(status_json.status_report(settings.schema_name, overview))
+        emit_json(overview)
     else:
-        emit(settings.schema_name, overview)
+        emit(overview)
 
 
-def emit(schema: str, overview: Overview) -> None:
-    emit_pairs(view.pairs(schema, overview))
+def emit(overview: Overview) -> None:
+    emit_pairs(view.pairs(overview))
     if relays := view.relay_rows(overview):
         click.echo()
         emit_table(view.RELAY_COLUMNS, relays, "")

@@ -21,17 +21,17 @@ ENDPOINT_COLUMNS = ("endpoint", "state", "pending", "oldest", "failing", "dead l
 NO_ENDPOINTS = "no endpoints; add one with: outbox endpoint add NAME URL"
 
 
-def pairs(schema: str, overview: Overview) -> list[tuple[str, Any]]:
+def pairs(overview: Overview) -> list[tuple[str, Any]]:
     """The installation-wide values."""
     alive = sum(replica.alive for replica in overview.replicas)
-    open_gaps = count(overview.gaps, "open gap")
+    open_gaps = count(overview.open_gaps, "open gap")
     rates = overview.rates
     return [
-        ("schema", schema),
+        ("schema", overview.schema),
         ("relays", f"{alive} alive" if alive else "none alive; start one: outbox relay"),
         ("sequenced", _sequenced(overview)),
         ("timeline", _timeline(overview)),
-        ("gaps", open_gaps if overview.gaps else "none"),
+        ("gaps", open_gaps if overview.open_gaps else "none"),
         ("dead letters", overview.dead_letters.get("dead", 0)),
         ("endpoints", overview.endpoints_total),
         (

@@ -18,7 +18,7 @@ from outbox.core.model.text import safe
 from outbox.operations import event_trace as event_traces
 from outbox.operations import find_event, trace
 from outbox.operations.dead_letter_filter import find_endpoint_ids
-from outbox.operations.views.trace import trace_result
+from outbox.operations.event_trace import TraceReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +96,7 @@ def command(
     if match.more:
         warn(f"older events exist; next page: --before {match.outbox_ids[-1]}")
     if as_json:
-        emit_json(trace_result(match, traces))
+        emit_json(TraceReport(match.by, match.more, traces))
         return
     for n, event_trace in enumerate(traces):
         if n:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,16 @@ from outbox.cli.common import actor, database, json_option, run_async, settings_
 from outbox.cli.output import count, emit_json, emit_table
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
+from outbox.operations.verify.audit import run_audit
 from outbox.operations.verify.guarantees import CHECKS, EXAMPLES_MAX
-from outbox.operations.verify.repair import ADVICE, apply_repairs, plan_repairs
-from outbox.operations.views.verify import run_audit
+from outbox.operations.verify.repair import apply_repairs, plan_repairs
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from outbox.config import Settings
+    from outbox.operations.verify.audit import VerifyReport
     from outbox.operations.verify.repair import AppliedRepair
-    from outbox.operations.views.verify import Audit
 
 
 @click.command(
@@ -58,12 +59,12 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
             "--repair changes the database: confirm with --yes, or preview with --dry-run"
         )
 
-    async def audit_and_plan() -> tuple[Audit, list[AppliedRepair]]:
+    async def audit_and_plan() -> tuple[VerifyReport, list[AppliedRepair]]:
         async with database(settings, long=True) as connection:
             audit = await run_audit(connection, settings.schema_name)
             return audit, await plan_repairs(connection, settings.schema_name) if repairs else []
 
-    async def repair_and_audit() -> tuple[list[AppliedRepair], Audit]:
+    async def repair_and_audit() -> tuple[list[AppliedRepair], VerifyReport]:
         async with database(settings, long=True) as connection:
             done = await apply_repairs(connection, settings.schema_name, actor=actor())
             return done, await run_audit(connection, settings.schema_name)
@@ -79,7 +80,7 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
         with _spinner(as_json):
             done, audit = run_async(repair_and_audit())
     if as_json:
-        emit_json(audit.as_json() | _repairs_as_json(repairs, planned, done, dry_run=dry_run))
+        emit_json(asdict(audit) | _repairs_as_json(repairs, planned, done, dry_run=dry_run))
     else:
         if repairs and not planned:
             click.echo("nothing to repair\n")
@@ -125,19 +126,19 @@ def _spinner(as_json: bool) -> AbstractContextManager[Any]:
     return Console(stderr=True).status(f"running {count(len(CHECKS), 'check')} …")
 
 
-def _show(audit: Audit) -> None:
+def _show(audit: VerifyReport) -> None:
     emit_table(
         ["check", "guarantee", "violations"],
-        [(f.check.name, f.check.guarantee, f.violations) for f in audit.findings],
+        [(check.name, check.guarantee, check.violations) for check in audit.checks],
         "",
     )
-    for finding in audit.findings:
-        for example in finding.examples:
-            click.echo(f"  {finding.check.name}: {safe(example)}")
-        if finding.violations:
-            click.echo(f"    → {ADVICE[finding.check.name]}")
+    for check in audit.checks:
+        for example in check.examples:
+            click.echo(f"  {check.name}: {safe(example)}")
+        if check.action is not None:
+            click.echo(f"    → {check.action}")
     checked = ", ".join(
-        count(n, noun.removesuffix("s").replace("_", " ")) for noun, n in audit.about.items()
+        count(n, noun.removesuffix("s").replace("_", " ")) for noun, n in audit.counts.items()
     )
     violations = audit.violations
     summary = "no violations" if not violations else count(violations, "violation")

@@ -21,7 +21,6 @@ from outbox.cli.live_view import on_screen, unavailable_text
 from outbox.cli.output import cell, emit_json, fold
 from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.operations import status
-from outbox.operations.views import status as status_json
 from outbox.store.connection import dsn
 from outbox.store.connection.migrate import require_current
 from outbox.store.connection.operator import connect_operator
@@ -172,11 +171,10 @@ class Lines:
 
     def show(self, overview: Overview) -> None:
         if self._as_json:
-            report = status_json.status_report(self._schema, overview)
-            emit_json({**report, "rates": overview.rates})
+            emit_json(overview)
             return
         self._begin(overview.at)
-        status_command.emit(self._schema, overview)
+        status_command.emit(overview)
 
     def show_unavailable(self, reason: str, since: datetime) -> None:
         now = datetime.now(UTC)
@@ -216,5 +214,5 @@ def _display(
     if as_json or not console.is_terminal or console.is_dumb_terminal:
         yield Lines(settings.schema_name, as_json=as_json)
         return
-    with on_screen(console, settings.schema_name, interval_s, stop) as screen:
+    with on_screen(console, interval_s, stop) as screen:
         yield screen

@@ -100,7 +100,22 @@ class BackfillRange:
     """Open gaps in the range, which are delivered live."""
 
 
-async def count_deliveries(connection: Connection[Any], schema: str, backfill: Backfill) -> int:
+@dataclass(frozen=True, slots=True)
+class BackfillPlan:
+    """Dry run of a backfill."""
+
+    dry_run: bool
+    endpoint: str
+    since: datetime
+    until: datetime | None
+    types: tuple[str, ...]
+    deliveries: int
+    """Number of deliveries that it would create now."""
+
+
+async def plan_backfill(
+    connection: Connection[Any], schema: str, backfill: Backfill
+) -> BackfillPlan:
     """Count the deliveries that the backfill would create now, without a change.
 
     Raises:
@@ -118,7 +133,8 @@ async def count_deliveries(connection: Connection[Any], schema: str, backfill: B
             backfill.until,
             list(backfill.types) or None,
         )
-    return deliveries
+    since, until, types = backfill.since, backfill.until, backfill.types
+    return BackfillPlan(True, backfill.endpoint, since, until, types, deliveries)
 
 
 async def request_backfill(

@@ -201,6 +201,14 @@ class DeadLetterCount:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadLetterCounts:
+    """Counts of dead letters."""
+
+    total: dict[DeadLetterState, int]
+    counts: list[DeadLetterCount]
+
+
+@dataclass(frozen=True, slots=True)
 class DeadLetterRow:
     """A dead letter in a listing."""
 
@@ -237,10 +245,9 @@ class ReplayRow:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetter:
+class DeadLetter(DeadLetterRow):
     """A dead letter with its event and replays; JSON is parsed."""
 
-    row: DeadLetterRow
     tenant: str | None
     key: str | None
     payload: Any
@@ -277,12 +284,12 @@ async def list_dead_letters(
             *only.arguments,
             only.owner,
         )
-    return [_row(row) for row in rows]
+    return [DeadLetterRow(**_row_fields(row)) for row in rows]
 
 
 async def count_by_state(
     connection: Connection[Any], schema: str, *, only: DeadLetterFilter = ANY
-) -> list[DeadLetterCount]:
+) -> DeadLetterCounts:
     """Count dead letters by endpoint, reason and state.
 
     Raises:
@@ -297,7 +304,10 @@ async def count_by_state(
     for first in range(0, len(rows), COUNTS_AT_ONCE):
         counts += [DeadLetterCount(**dict(row)) for row in rows[first : first + COUNTS_AT_ONCE]]
         await asyncio.sleep(0)  # Thousands of endpoints may have dead letters for every reason.
-    return counts
+    total: dict[DeadLetterState, int] = dict.fromkeys(STATES, 0)
+    for each in counts:
+        total[each.state] += each.dead_letters
+    return DeadLetterCounts(total, counts)
 
 
 async def get_dead_letter(connection: Connection[Any], schema: str, dead_id: int) -> DeadLetter:
@@ -312,7 +322,7 @@ async def get_dead_letter(connection: Connection[Any], schema: str, dead_id: int
             raise dead_letter_not_found(dead_id)
         replays = await list_replays(connection, dead_id)
     return DeadLetter(
-        row=_row(row),
+        **_row_fields(row),
         tenant=row["tenant"],
         key=row["key"],
         payload=_json(row["payload"]),
@@ -345,22 +355,22 @@ def _stored_states(states: Sequence[DeadLetterState]) -> list[str]:
     return sorted({"replaying" if state in sent_again else state for state in states})
 
 
-def _row(row: Any) -> DeadLetterRow:
-    return DeadLetterRow(
-        id=row["id"],
-        endpoint=row["endpoint"],
-        lane=_lane(row),
-        sequence=row["seq"],
-        to_sequence=row["to_seq"],
-        event=row["event_id"],
-        type=row["type"],
-        reason=row["reason"],
-        status=row["status"],
-        attempts=row["attempts"],
-        at=row["at"],
-        state=row["state"],
-        again=row["again"],
-    )
+def _row_fields(row: Any) -> dict[str, Any]:
+    return {
+        "id": row["id"],
+        "endpoint": row["endpoint"],
+        "lane": _lane(row),
+        "sequence": row["seq"],
+        "to_sequence": row["to_seq"],
+        "event": row["event_id"],
+        "type": row["type"],
+        "reason": row["reason"],
+        "status": row["status"],
+        "attempts": row["attempts"],
+        "at": row["at"],
+        "state": row["state"],
+        "again": row["again"],
+    }
 
 
 def _lane(row: Any) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.operations.dead_letter_filter import filter_parameters, find_endpoint_ids
 from outbox.operations.replays import (
-    ReplayOutcome,
     read_dead_letters,
     to_journal_value,
     write_dead_letter_state,
@@ -40,23 +40,13 @@ SELECT count(*) FROM dead_letter d, (SELECT {filter_parameters(2)}) s
 """  # noqa: S608
 
 
-async def count_discardable(
-    connection: Connection[Any], schema: str, selection: DeadLetterSelection
-) -> int:
-    """Count the dead letters that `discard` would discard now.
+@dataclass(frozen=True, slots=True)
+class DiscardReport:
+    """Result of discarding, or of its dry run."""
 
-    Raises:
-        NotFound, UsageError: as in `discard`.
-    """
-    with map_errors(schema):
-        if selection.ids:
-            return len(await read_dead_letters(connection, selection.ids))
-        dead_letter_filter = selection.filter
-        ids = await find_endpoint_ids(
-            connection, dead_letter_filter.endpoint, dead_letter_filter.owner
-        )
-        number: int = await connection.fetchval(COUNT, ids, *dead_letter_filter.arguments)
-    return number
+    dry_run: bool
+    discarded: int
+    """Number of dead letters."""
 
 
 async def discard_dead_letters(
@@ -66,13 +56,20 @@ async def discard_dead_letters(
     *,
     actor: str,
     comment: str | None = None,
-) -> ReplayOutcome:
+    dry_run: bool = False,
+) -> DiscardReport:
     """Discard dead letters; a filter is processed in batches.
+
+    Args:
+        comment: recorded in the journal.
+        dry_run: count only.
 
     Raises:
         NotFound: an id or endpoint does not exist.
         Conflict: a dead letter selected by id has another state than `dead`.
     """
+    if dry_run:
+        return DiscardReport(dry_run, await _count(connection, schema, selection))
     comment_data = {} if comment is None else {"comment": comment}
 
     async def plan_named(change: Change) -> int:
@@ -85,7 +82,7 @@ async def discard_dead_letters(
         return len(ids)
 
     if selection.ids:
-        return ReplayOutcome(await make_change(connection, schema, actor, plan_named), {})
+        return DiscardReport(dry_run, await make_change(connection, schema, actor, plan_named))
     dead_letter_filter = selection.filter
     criteria = {
         "selection": {
@@ -120,4 +117,15 @@ async def discard_dead_letters(
 
     while ids := await make_change(connection, schema, actor, plan_batch):
         after, done = ids[-1], done + len(ids)
-    return ReplayOutcome(done, {})
+    return DiscardReport(dry_run, done)
+
+
+async def _count(connection: Connection[Any], schema: str, selection: DeadLetterSelection) -> int:
+    """Count the dead letters that would be discarded now."""
+    with map_errors(schema):
+        if selection.ids:
+            return len(await read_dead_letters(connection, selection.ids))
+        only = selection.filter
+        ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
+        number: int = await connection.fetchval(COUNT, ids, *only.arguments)
+    return number

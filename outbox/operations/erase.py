@@ -11,7 +11,7 @@ nothing.  An interrupted erasure can be repeated: each step finds what is left t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
@@ -108,22 +108,28 @@ class ErasureTarget:
             raise UsageError("specify either tenant or key")
 
 
-@dataclass(slots=True)
-class ErasureResult:
-    """Counts of an erasure, or of its dry run."""
+@dataclass(frozen=True, slots=True)
+class ErasureReport:
+    """Result of an erasure, or of its dry run."""
 
-    events: int = 0
-    dead_letters: int = 0
-    future_events: int = 0
-    """Future events deleted."""
-    responses: int = 0
-    """Responses of attempts erased; not counted in a dry run."""
-    scanned: int = 0
-    """Events scanned, of all tenants."""
-    estimated_total: int = 0
-    """Events to scan, as estimated by the planner."""
-    schedules: tuple[str, ...] = ()
-    """Schedules that continue to publish such events."""
+    dry_run: bool
+    events: int
+    future_events: int
+    """Future events, which are deleted."""
+    dead_letters: int
+    responses: int | None
+    """Responses of attempts; None in a dry run."""
+    schedules: tuple[str, ...]
+    """Schedules that still publish such events."""
+
+
+OnProgress: TypeAlias = "Callable[[int, int], None]"
+"""Called with the number of scanned events of all tenants, and with that of those to scan, as
+estimated by the planner."""
+
+
+def _ignore(_: int, __: int) -> None:
+    """Report no progress."""
 
 
 async def count_erasable(
@@ -131,22 +137,21 @@ async def count_erasable(
     schema: str,
     target: ErasureTarget,
     *,
-    on_progress: Callable[[ErasureResult], None] = lambda _: None,
-) -> ErasureResult:
+    on_progress: OnProgress = _ignore,
+) -> ErasureReport:
     """Count what an erasure would erase now.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    erasable = ErasureResult()
+    events = 0
     with map_errors(schema):
-        async for ids in _event_batches(connection, target, erasable):
-            erasable.events += await connection.fetchval(COUNT_EVENTS, ids)
-            on_progress(erasable)
-        erasable.dead_letters = await connection.fetchval(COUNT_DEAD, target.tenant, target.key)
-        erasable.future_events = await connection.fetchval(COUNT_FUTURE, target.tenant, target.key)
-        erasable.schedules = await _schedules(connection, target)
-    return erasable
+        async for ids in _event_batches(connection, target, on_progress):
+            events += await connection.fetchval(COUNT_EVENTS, ids)
+        dead_letters = await connection.fetchval(COUNT_DEAD, target.tenant, target.key)
+        future_events = await connection.fetchval(COUNT_FUTURE, target.tenant, target.key)
+        schedules = await _schedules(connection, target)
+    return ErasureReport(True, events, future_events, dead_letters, None, schedules)
 
 
 async def erase_events(
@@ -155,33 +160,34 @@ async def erase_events(
     target: ErasureTarget,
     *,
     actor: str,
-    on_progress: Callable[[ErasureResult], None] = lambda _: None,
-) -> ErasureResult:
+    on_progress: OnProgress = _ignore,
+) -> ErasureReport:
     """Erase the contents of all events committed so far.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    done = ErasureResult()
+    events = responses = 0
     with map_errors(schema, "operator"):
         # First, because a future event could become due and be published concurrently.
-        done.future_events = await connection.write(DELETE_FUTURE_EVENTS, target.tenant, target.key)
-        async for ids in _event_batches(connection, target, done):
-            done.events += await connection.write_together((SET_PLANNER,), (ERASE_EVENTS, ids))
+        future_events = await connection.write(DELETE_FUTURE_EVENTS, target.tenant, target.key)
+        async for ids in _event_batches(connection, target, on_progress):
+            events += await connection.write_together((SET_PLANNER,), (ERASE_EVENTS, ids))
             # Also for events that an interrupted erasure has erased.
-            done.responses += await erase_responses(connection, ids)
-            on_progress(done)
-        done.dead_letters = await erase_dead_letters(connection, target.tenant, target.key, None)
+            responses += await erase_responses(connection, ids)
+        dead_letters = await erase_dead_letters(connection, target.tenant, target.key, None)
         async for ids in _dropped_event_batches(connection, target):
-            done.responses += await erase_responses(connection, ids)
-        done.schedules = await _schedules(connection, target)
+            responses += await erase_responses(connection, ids)
+        schedules = await _schedules(connection, target)
+        report = ErasureReport(False, events, future_events, dead_letters, responses, schedules)
         data = {"tenant": target.tenant} if target.key is None else {"key": target.key}
         fields = ("events", "future_events", "dead_letters", "responses")
-        entry = orjson.dumps(data | {name: getattr(done, name) for name in fields}).decode()
+        counts = {name: getattr(report, name) for name in fields}
+        entry = orjson.dumps({**data, **counts}).decode()
         await connection.write_together(
             (RAISE_ERASURES,), (ADD_TO_JOURNAL, "erased", actor, None, entry), (NOTIFY_ALL,)
         )
-    return done
+    return report
 
 
 async def _schedules(connection: Connection[Any], target: ErasureTarget) -> tuple[str, ...]:
@@ -190,25 +196,24 @@ async def _schedules(connection: Connection[Any], target: ErasureTarget) -> tupl
 
 
 async def _event_batches(
-    connection: Connection[Any], target: ErasureTarget, progress: ErasureResult
+    connection: Connection[Any], target: ErasureTarget, on_progress: OnProgress
 ) -> AsyncIterator[list[int]]:
-    """Yield the ids of the target's events in batches, and count the scanned events."""
+    """Yield the ids of the target's events in batches, and report progress after each."""
     if target.key is not None:
         async with connection.transaction(readonly=True):
             await connection.execute(PLAN_BY_INDEX)
             ids: list[int] = await connection.fetchval(ALL_OF_KEY, target.key) or []
-        progress.estimated_total = len(ids)
         for at in range(0, len(ids), STEP_EVENTS):
-            step = ids[at : at + STEP_EVENTS]
-            progress.scanned += len(step)
-            yield step
+            yield ids[at : at + STEP_EVENTS]
+            on_progress(min(at + STEP_EVENTS, len(ids)), len(ids))
         return
-    progress.estimated_total = await connection.fetchval(ESTIMATE_EVENTS)
-    after = 0
+    estimated_total = await connection.fetchval(ESTIMATE_EVENTS)
+    after = scanned = 0
     while rows := await connection.fetch(NEXT_OF_TENANT, after, STEP_EVENTS, target.tenant):
         after = rows[-1]["id"]
-        progress.scanned += len(rows)
         yield [row["id"] for row in rows if row["selected"]]
+        scanned += len(rows)
+        on_progress(scanned, max(estimated_total, scanned))
 
 
 async def _dropped_event_batches(

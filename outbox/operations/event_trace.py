@@ -8,7 +8,7 @@ resolves it.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
@@ -147,13 +147,15 @@ class TracedDelivery:
     dead_letter: TracedDeadLetter | None
     lane_state: PendingLaneState | None
     """Only for a pending delivery."""
+    # With a default, or pydantic leaves it out of the schema.
+    state: DeliveryState = field(init=False, default="pending")
 
-    @property
-    def state(self) -> DeliveryState:
-        """State of the delivery."""
+    def __post_init__(self) -> None:
         if self.dead_letter is not None:
-            return self.dead_letter.state
-        return "pending" if self.lane_state is not None else "delivered"
+            state = self.dead_letter.state
+        else:
+            state = "pending" if self.lane_state is not None else "delivered"
+        object.__setattr__(self, "state", state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +197,22 @@ class EventTrace:
     deliveries_total: int
     """All deliveries, including those beyond the limit."""
     missed: tuple[UnsentGroup, ...]
+    diagnosis: tuple[str, ...] = field(init=False, default=())
+    """Causes why the event is not delivered, one sentence each; empty when it is."""
 
-    @property
-    def diagnosis(self) -> tuple[str, ...]:
-        """Causes why the event is not delivered, one sentence each; empty when it is."""
-        return tuple(_diagnose(self))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "diagnosis", tuple(_diagnose(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReport:
+    """Traces of the events that match an id or key."""
+
+    version: int = field(default=VERSION, init=False)
+    found_by: str
+    more: bool
+    """Whether there are older events."""
+    events: list[EventTrace]
 
 
 def _diagnose(trace: EventTrace) -> Iterator[str]:

@@ -94,10 +94,9 @@ class IdempotencyKeyRow:
 
 
 @dataclass(frozen=True, slots=True)
-class IdempotencyKeyDetail:
+class IdempotencyKey(IdempotencyKeyRow):
     """An idempotency key with the type of its event."""
 
-    row: IdempotencyKeyRow
     type: str | None
     """None: there is no event, or retention dropped it."""
 
@@ -127,10 +126,10 @@ async def list_keys(
             rows = await connection.fetch(
                 LIST_KEYS, after, prefix, _prefix_end(prefix), since, until, state, limit
             )
-    return [_row(row) for row in rows]
+    return [IdempotencyKeyRow(**_fields(row)) for row in rows]
 
 
-async def get_key(connection: Connection[Any], schema: str, key: str) -> IdempotencyKeyDetail:
+async def get_key(connection: Connection[Any], schema: str, key: str) -> IdempotencyKey:
     """Read one idempotency key.
 
     Raises:
@@ -144,7 +143,7 @@ async def get_key(connection: Connection[Any], schema: str, key: str) -> Idempot
                 raise _key_not_found(key)
             event_id = row["event_id"]
             of_type = event_id and await connection.fetchval(READ_TYPE, event_id)
-    return IdempotencyKeyDetail(_row(row), of_type)
+    return IdempotencyKey(**_fields(row), type=of_type)
 
 
 async def reset_key(connection: Connection[Any], schema: str, key: str, *, actor: str) -> bool:
@@ -212,12 +211,5 @@ def _key_not_found(key: str) -> NotFound:
     return NotFound(f'the once key "{key}" was never claimed; see: outbox once list')
 
 
-def _row(row: Any) -> IdempotencyKeyRow:
-    return IdempotencyKeyRow(
-        key=row["key"],
-        state=row["state"],
-        event_id=row["event_id"],
-        claimed_at=row["claimed_at"],
-        expires_at=row["expires_at"],
-        resets=row["resets"],
-    )
+def _fields(row: Any) -> dict[str, Any]:
+    return {name: row[name] for name in IdempotencyKeyRow.__slots__}

@@ -142,7 +142,8 @@ class LiveTotals:
     """Totals over the selected endpoints."""
 
     at: datetime
-    batch: int
+    batch: int | None
+    """None: not shown to a tenant's token."""
     events: int
     """Events sequenced since an earlier batch; always 0 for a tenant, where it is not known."""
     sequenced: int

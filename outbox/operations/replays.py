@@ -105,30 +105,17 @@ class ReplayCandidates:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayOutcome:
-    """Result of a replay or discard: the number processed, and the skipped ones by reason."""
+class ReplayReport:
+    """Result of a replay, or of its dry run."""
 
-    done: int
+    dry_run: bool
+    replaying: int
+    """Number of dead letters."""
+    by_endpoint: dict[str, int]
     skipped: dict[str, int]
-    job: int | None = None
-    """The replay job; its progress is the progress of the replay."""
-    by_endpoint: dict[str, int] | None = None
-
-
-async def plan_replay(
-    connection: Connection[Any], schema: str, selection: DeadLetterSelection
-) -> tuple[list[ReplayCandidates], ReplayOutcome]:
-    """Return what `start_replay` would do now, by endpoint and in all, without a change.
-
-    Raises:
-        NotFound, UsageError: as in `start_replay`.
-    """
-    with map_errors(schema):
-        if selection.ids:
-            candidates = _by_endpoint(await _read_named(connection, selection.ids, again=True))
-        else:
-            candidates = await _find_candidates(connection, selection)
-    return candidates, _outcome(candidates, None)
+    """Number of skipped dead letters by reason."""
+    job: int | None
+    """The replay job, which shows the progress; None: nothing to replay."""
 
 
 async def start_replay(
@@ -138,7 +125,8 @@ async def start_replay(
     *,
     actor: str,
     rate_per_s: float | None = None,
-) -> ReplayOutcome:
+    dry_run: bool = False,
+) -> ReplayReport:
     """Replay dead letters: add new deliveries at the end of their lanes, behind live events.
 
     Each delivery of a range is replayed, in order, interleaved with other events.  A dead letter
@@ -146,20 +134,23 @@ async def start_replay(
 
     Args:
         rate_per_s: maximum rate in deliveries per second; None: no limit.
+        dry_run: count only.
 
     Raises:
         NotFound: an id or endpoint does not exist.
         Conflict: a dead letter selected by id is erased, not dead, or of a disabled or removed
             endpoint.
     """
-    if selection.ids:
-        candidates: list[ReplayCandidates] = []
-    else:
+    candidates: list[ReplayCandidates] = []
+    if dry_run or not selection.ids:
         # Not planned again if routing changes: this may read many dead letters.
-        with map_errors(schema, "operator"):
-            candidates = await _find_candidates(connection, selection)
-        if not any(each.dead_letters > each.skipped for each in candidates):
-            return _outcome(candidates, None)
+        with map_errors(schema, None if dry_run else "operator"):
+            if selection.ids:
+                candidates = _by_endpoint(await _read_named(connection, selection.ids, again=True))
+            else:
+                candidates = await _find_candidates(connection, selection)
+        if dry_run or not any(each.dead_letters > each.skipped for each in candidates):
+            return _report(candidates, None, dry_run=dry_run)
 
     async def plan(change: Change) -> list[ReplayCandidates]:
         if selection.ids:
@@ -170,12 +161,12 @@ async def start_replay(
         criteria = {
             name: to_journal_value(value) for name, value in selection.filter.criteria.items()
         }
-        data = {"selection": criteria, "dead_letters": _outcome(candidates, None).done}
+        data = {"selection": criteria, "dead_letters": _report(candidates, None).replaying}
         change.journal("dead_replayed", _single_endpoint(some), data, with_job=True)
         return candidates
 
-    async def read_back(db: Any, request: UUID, replayed: list[ReplayCandidates]) -> ReplayOutcome:
-        return _outcome(replayed, await db.fetchval(READ_NEW_JOB, request))
+    async def read_back(db: Any, request: UUID, replayed: list[ReplayCandidates]) -> ReplayReport:
+        return _report(replayed, await db.fetchval(READ_NEW_JOB, request))
 
     return await make_change_and_read(connection, schema, actor, plan, read_back)
 
@@ -274,7 +265,9 @@ def _by_endpoint(rows: Sequence[Any]) -> list[ReplayCandidates]:
     return list(candidates.values())
 
 
-def _outcome(candidates: Sequence[ReplayCandidates], job: int | None) -> ReplayOutcome:
+def _report(
+    candidates: Sequence[ReplayCandidates], job: int | None, *, dry_run: bool = False
+) -> ReplayReport:
     skipped = Counter[str]()
     for each in candidates:
         if each.reason is not None:
@@ -282,7 +275,7 @@ def _outcome(candidates: Sequence[ReplayCandidates], job: int | None) -> ReplayO
     todo = {
         e.endpoint: e.dead_letters - e.skipped for e in candidates if e.dead_letters > e.skipped
     }
-    return ReplayOutcome(sum(todo.values()), dict(skipped), job, todo)
+    return ReplayReport(dry_run, sum(todo.values()), todo, dict(skipped), job)
 
 
 def _single_endpoint(candidates: Sequence[ReplayCandidates]) -> UUID | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ _PAGE = """
 """
 
 # Without payloads, each of which may be large.
-PAGE = f"SELECT {COLUMNS}, NULL AS payload_json, NULL AS headers_json {_PAGE}"
+PAGE = f"SELECT {COLUMNS} {_PAGE}"
 
 # The approximate size of a row in memory, of the columns that may be large.
 COUNT_ROWS = count_rows_within(
@@ -65,8 +66,8 @@ NEXT_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """A schedule with its state; JSON is parsed."""
+class ListedSchedule:
+    """A schedule with its state, as listed."""
 
     name: str
     cron: str
@@ -74,9 +75,6 @@ class Schedule:
     type: str
     key: str | None
     tenant: str | None
-    payload: Any
-    """None in a listing, like `headers`."""
-    headers: dict[str, str] | None
     misfire: str
     grace_s: float
     overlap: str
@@ -86,6 +84,8 @@ class Schedule:
     state_comment: str | None
     next_at: datetime | None
     """Next run; None: the schedule is paused."""
+    next_runs: list[datetime]
+    """The next runs, in the schedule's time zone; empty when it is paused."""
     last_at: datetime | None
     """Scheduled time of the last published run."""
     last_run_at: datetime | None
@@ -96,16 +96,25 @@ class Schedule:
     now: datetime
     """Time of the query, by the database's clock."""
 
-    def next_runs(self, count: int = NEXT_SHOWN) -> list[datetime]:
-        """The next runs in the schedule's time zone; empty when it is paused."""
-        if self.next_at is None:
-            return []
-        try:
-            cron = Cron(self.cron, self.timezone)
-        except UsageError:  # The time zone is unknown on this machine.
-            return [self.next_at]
-        runs = [self.next_at, *islice(cron.after(self.next_at), count - 1)]
-        return [at.astimezone(cron.zone) for at in runs]
+
+@dataclass(frozen=True, slots=True)
+class Schedule(ListedSchedule):
+    """A schedule with its state and its event; JSON is parsed."""
+
+    payload: Any
+    headers: dict[str, str] | None
+
+
+def next_runs(next_at: datetime | None, cron: str, timezone: str) -> list[datetime]:
+    """The next run and those after it, in a time zone; empty when there is none."""
+    if next_at is None:
+        return []
+    try:
+        parsed = Cron(cron, timezone)
+    except UsageError:  # The time zone is unknown on this machine.
+        return [next_at]
+    runs = [next_at, *islice(parsed.after(next_at), NEXT_SHOWN - 1)]
+    return [at.astimezone(parsed.zone) for at in runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +134,20 @@ async def list_schedules(
     tenant: str | None = None,
     limit: int = 100,
     after: str | None = None,
-) -> list[Schedule]:
+) -> list[ListedSchedule]:
     """List schedules by name, at most `limit`, starting after the name `after`.
 
     Args:
         tenant: only schedules that publish for this tenant.
     """
     with map_errors(schema):
-        return [_schedule(row) for row in await connection.fetch(PAGE, after, limit, tenant)]
+        rows = await connection.fetch(PAGE, after, limit, tenant)
+    listed: list[ListedSchedule] = []
+    for row in rows:
+        listed.append(ListedSchedule(**_fields(row)))
+        # The search for the next runs may take a millisecond.
+        await asyncio.sleep(0)
+    return listed
 
 
 async def read_schedules_limit(
@@ -176,7 +191,12 @@ async def read_schedule(connection: Connection[Any], name: str) -> Schedule:
     row = await connection.fetchrow(GET, name)
     if row is None:
         raise await schedule_not_found(connection, name)
-    return _schedule(row)
+    payload, headers = row["payload_json"], row["headers_json"]
+    return Schedule(
+        **_fields(row),
+        payload=payload and orjson.loads(payload),
+        headers=headers and orjson.loads(headers),
+    )
 
 
 async def schedule_not_found(connection: Connection[Any], name: str) -> NotFound:
@@ -187,28 +207,14 @@ async def schedule_not_found(connection: Connection[Any], name: str) -> NotFound
     return NotFound(f'there is no schedule "{name}"; {hint}')
 
 
-def _schedule(row: Record) -> Schedule:
-    return Schedule(
-        name=row["name"],
-        cron=row["cron"],
-        timezone=row["timezone"],
-        type=row["type"],
-        key=row["key"],
-        tenant=row["tenant"],
-        payload=row["payload_json"] and orjson.loads(row["payload_json"]),
-        headers=row["headers_json"] and orjson.loads(row["headers_json"]),
-        misfire=row["misfire"],
-        grace_s=row["grace_s"],
-        overlap=row["overlap"],
-        state=row["state"],
-        state_at=row["state_at"],
-        state_by=row["state_by"],
-        state_comment=row["state_comment"],
-        next_at=row["next_at"] if row["state"] == "active" else None,
-        last_at=row["last_at"],
-        last_run_at=row["last_run_at"],
-        last_event=row["last_event_id"],
-        waits=row["waits"],
-        created_at=row["created_at"],
-        now=row["now"],
-    )
+def _fields(row: Record) -> dict[str, Any]:
+    fields = {name: row[name] for name in _COLUMN_NAMES}
+    next_at = row["next_at"] if row["state"] == "active" else None
+    return fields | {
+        "next_at": next_at,
+        "next_runs": next_runs(next_at, row["cron"], row["timezone"]),
+        "last_event": row["last_event_id"],
+    }
+
+
+_COLUMN_NAMES = set(ListedSchedule.__slots__) - {"next_at", "next_runs", "last_event"}

@@ -120,6 +120,8 @@ class CursorStatus:
     batch: int
     high: int
     last_id: int
+    lag: int
+    """Assigned ids above the highest sequenced one; 0 when no event among them is committed."""
     at: datetime
     waiting_s: float | None
     """Age of the oldest event that is not sequenced yet; None: there is none."""
@@ -127,11 +129,6 @@ class CursorStatus:
     """Server timeline of the last batch; None: the server does not report it."""
     timeline_at: datetime | None
     """When the timeline changed and new lanes began; None: never."""
-
-    @property
-    def lag(self) -> int:
-        """Assigned ids above the highest sequenced one; 0 when no event among them is committed."""
-        return 0 if self.waiting_s is None else unsequenced_ids(self.high, self.last_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,20 +229,21 @@ class Rates:
 class Overview:
     """The data of `outbox status`, from one snapshot."""
 
+    schema: str
     at: datetime
     """By the server's clock."""
-    rates: Rates | None
-    """Rates since an earlier overview; None without one."""
-    sequenced: int
-    """Deliveries sequenced in all, since installation."""
-    pending: int
     cursor: CursorStatus
     blocker: Blocker | None
     """The session for which sequencing waits, while events wait; None: there is none."""
-    gaps: int
+    open_gaps: int
     replicas: tuple[ReplicaStatus, ...]
-    endpoints: tuple[EndpointStatus, ...]
+    pending: int
+    sequenced: int
+    """Deliveries sequenced in all, since installation."""
+    rates: Rates | None
+    """Rates since an earlier overview; None without one."""
     endpoints_total: int
+    endpoints: tuple[EndpointStatus, ...]
     dead_letters: dict[str, int]
     """By state."""
 
@@ -275,14 +273,17 @@ async def read_overview(
             batch = cursor["batch"] if since is None else since.cursor.batch
             events: int = await connection.fetchval(COUNT_EVENTS, batch, cursor["batch"])
     seen_at = cursor.pop("seen_at")
+    is_waiting = cursor["waiting_s"] is not None
+    lag = unsequenced_ids(cursor["high"], cursor["last_id"]) if is_waiting else 0
     overview = Overview(
+        schema=schema,
         at=seen_at,
         rates=None,
         sequenced=sequenced,
         pending=endpoints[0]["pending_total"] if endpoints else 0,
-        cursor=CursorStatus(**cursor),
+        cursor=CursorStatus(**cursor, lag=lag),
         blocker=blocker,
-        gaps=gaps,
+        open_gaps=gaps,
         replicas=tuple(ReplicaStatus(**dict(row)) for row in replicas),
         endpoints=tuple(_endpoint(row) for row in endpoints),
         endpoints_total=endpoints_total,

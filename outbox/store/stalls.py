@@ -7,7 +7,7 @@ of another role is doing is visible to members of pg_read_all_stats only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from outbox.store.connection.store_connection import StoreConnection
 
 _COLUMNS = """
-SELECT l.pid, x.gid, coalesce(a.usename, x.owner)::text AS role,
+SELECT l.pid, x.gid AS prepared_transaction, coalesce(a.usename, x.owner)::text AS role,
        nullif(a.application_name, '') AS application, a.state,
-       extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, x.prepared))::float8
+       round(extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, x.prepared)), 1)::float8
            AS since_s"""
 _SESSION = """
   LEFT JOIN pg_stat_activity a ON a.pid = l.pid
@@ -107,14 +107,24 @@ class Blocker:
 
     pid: int | None
     """None: it is a prepared transaction."""
-    gid: str | None
-    """Name of the prepared transaction."""
+    prepared_transaction: str | None
+    """Its name; None: it is a session."""
     role: str | None
     application: str | None
     state: str | None
     """As in pg_stat_activity; None: not visible to this role."""
     since_s: float | None
     """Age of its transaction; None: not visible to this role."""
+    end_command: str = field(init=False, default="")
+    """The SQL command that ends it."""
+
+    def __post_init__(self) -> None:
+        if self.pid is None:
+            name = quote_literal(self.prepared_transaction or "").strip()
+            end_command = f"ROLLBACK PREPARED {name}"
+        else:
+            end_command = f"SELECT pg_terminate_backend({self.pid})"
+        object.__setattr__(self, "end_command", end_command)
 
     def describe(self, *, names: bool = True) -> str:
         """What it is, for a message.
@@ -124,7 +134,7 @@ class Blocker:
         """
         since = "" if self.since_s is None else f" for {self.since_s:.0f} s"
         if self.pid is None:
-            named = f' "{self.gid}" of {self.role}' if names else ""
+            named = f' "{self.prepared_transaction}" of {self.role}' if names else ""
             return f"a prepared transaction{named}, prepared{since}"
         of = [f"role {self.role}"] if names and self.role else []
         of += [f'application "{self.application}"'] if names and self.application else []
@@ -133,25 +143,6 @@ class Blocker:
             return f"{who}, whose state only members of pg_read_all_stats can see"
         state = "in a transaction" if self.state == "active" else self.state
         return f"{who}, {state}{since}"
-
-    @property
-    def end_command(self) -> str:
-        """The SQL command that ends it."""
-        if self.pid is None:
-            return f"ROLLBACK PREPARED {quote_literal(self.gid or '').strip()}"
-        return f"SELECT pg_terminate_backend({self.pid})"
-
-    def as_json(self) -> dict[str, Any]:
-        """For events and machine-readable output."""
-        return {
-            "pid": self.pid,
-            "prepared_transaction": self.gid,
-            "role": self.role,
-            "application": self.application,
-            "state": self.state,
-            "since_s": None if self.since_s is None else round(self.since_s, 1),
-            "end_command": self.end_command,
-        }
 
 
 async def read_cursor_blocker(
@@ -225,7 +216,7 @@ class StallStore:
         Not if another replica leads and there is no blocker, nor soon after the last report.
         It does not need the cursor row.
         """
-        details = None if blocker is None else orjson.dumps(blocker.as_json()).decode()
+        details = None if blocker is None else orjson.dumps(blocker).decode()
         published = await self._db.write(
             PUBLISH_LAGGING, replica_id, LAGGING_S, LAGGING_EVERY_S, self._timeline, details
         )

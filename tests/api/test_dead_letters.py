@@ -82,6 +82,7 @@ async def test_dead_letters_are_replayed_by_id(database: Database, api: Api) -> 
         "replaying": 2,
         "skipped": {},
         "by_endpoint": {"shop": 2},
+        "job": None,
     }
     assert await fetchval(database, "SELECT count(*) FROM replay_job") == 0
     done = await api.post("/v1/dead-letters/replay", {"ids": ids})

@@ -453,7 +453,9 @@ def test_dead_replay_and_discard(here: Command, database: Database) -> None:
     )
     execute(database, "UPDATE endpoint SET state = 'active' RETURNING id")
     assert here("dead", "replay", 1, "--json").json == {
+        "dry_run": False,
         "replaying": 1,
+        "by_endpoint": {"a": 1},
         "skipped": {},
         "job": 1,
     }
@@ -546,8 +548,9 @@ def test_a_dry_run_changes_nothing(here: Command, database: Database) -> None:
     assert here("dead", "replay", "--all", "--dry-run", "--json").json == {
         "dry_run": True,
         "replaying": 2,
-        "skipped": {},
         "by_endpoint": {"a": 2},
+        "skipped": {},
+        "job": None,
     }
     assert here("dead", "replay", 1, "--dry-run").out == (
         "would replay 1 dead letter; nothing was changed\n"
@@ -620,8 +623,8 @@ def test_status(here: Command, database: Database) -> None:
     here("publish", "a.b")
     seen = here("status", "--json").json
     assert list(seen) == [
-        "schema", "at", "cursor", "blocker", "open_gaps", "replicas", "pending", "endpoints_total",
-        "endpoints", "dead_letters",
+        "schema", "at", "cursor", "blocker", "open_gaps", "replicas", "pending", "sequenced",
+        "rates", "endpoints_total", "endpoints", "dead_letters",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
     assert [e["name"] for e in seen["endpoints"]] == ["a"]

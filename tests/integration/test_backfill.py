@@ -85,7 +85,7 @@ async def test_a_backfill_sends_events_before_the_endpoint_and_events_already_de
         await all_ended(database)
         added = await add_endpoint(database, "shop", url="http://shop.test/")
         request = Backfill("shop", LONG_AGO)
-        assert await backfill.count_deliveries(db, "relay", request) == 5
+        assert (await backfill.plan_backfill(db, "relay", request)).deliveries == 5
         assert await db.fetchval("SELECT count(*) FROM replay_job") == 0
         job = await request_backfill(db)
         await publish(database, "live", key="k")
@@ -134,11 +134,11 @@ async def test_a_backfill_selects_events(database: Database, db: Connection[Any]
         ({"since": first + timedelta(days=9)}, None),
     ):
         request: dict[str, Any] = {"since": LONG_AGO, **options}
-        planned = await backfill.count_deliveries(db, "relay", Backfill("shop", **request))
+        planned = await backfill.plan_backfill(db, "relay", Backfill("shop", **request))
         job = await request_backfill(db, **request)
         await ranges.sequence_all(database)
         assert await db.fetchval(BACKFILLED, job) == expected, options
-        assert planned == len(expected or ())
+        assert planned.deliveries == len(expected or ())
         assert (await replay_jobs.get_job(db, "relay", job)).state == "done"
     assert await exceptions(database) == {}
 

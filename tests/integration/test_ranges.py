@@ -246,9 +246,9 @@ async def test_a_range_is_pending_while_one_of_its_lanes_is_pending(
                FROM lane_counter c JOIN lane l ON l.id = c.lane_id AND l.slot = $1
               WHERE c.lane_id = p.lane_id"""
     for slot in (1, 2, 0):
-        assert (await dead_letters.get_dead_letter(db, "relay", letter)).row.state == "replaying"
+        assert (await dead_letters.get_dead_letter(db, "relay", letter)).state == "replaying"
         await db.execute(sql, slot)
-    assert (await dead_letters.get_dead_letter(db, "relay", letter)).row.state == "replayed"
+    assert (await dead_letters.get_dead_letter(db, "relay", letter)).state == "replayed"
 
 
 async def test_a_range_dead_lettered_before_its_replay_is_a_dead_letter_again(

@@ -13,7 +13,6 @@ import pytest
 from outbox.cli import summary
 from outbox.operations import status
 from outbox.operations.doctor import Severity
-from outbox.operations.views import status as status_json
 from outbox.store.stalls import read_cursor_blocker, read_lock_blocker
 from outbox.telemetry import catalogue
 from tests.support.doctor import findings, the_one
@@ -225,7 +224,7 @@ async def test_a_prepared_transaction_is_found(database: Database) -> None:
         )
         blocker = await read_cursor_blocker(connection, age_min_s=0)
         assert blocker is not None
-        assert (blocker.pid, blocker.gid) == (None, "it's")
+        assert (blocker.pid, blocker.prepared_transaction) == (None, "it's")
         assert 'prepared transaction "it\'s" of postgres' in blocker.describe()
         assert "it's" not in blocker.describe(names=False)
         await connection.execute(blocker.end_command)
@@ -265,7 +264,7 @@ async def test_status_and_doctor_name_the_holder(database: Database) -> None:
             (note,) = summary.notes(seen)
             assert f"pid {pid}" in note
             assert f"SELECT pg_terminate_backend({pid})" in note
-            assert status_json.status_report("relay", seen)["blocker"]["pid"] == pid
+            assert orjson.loads(orjson.dumps(seen.blocker))["pid"] == pid
             found = await the_one(connection, "sequencing")
             assert f"pid {pid}" in found.message
             assert f"SELECT pg_terminate_backend({pid})" in str(found.action)

@@ -53,7 +53,7 @@ async def test_the_first_tick_is_the_next_one(db: Connection[Any]) -> None:
     assert (added.state, added.state_by, added.last_at) == ("active", "anna", None)
     assert added.next_at is not None
     assert timedelta(0) < added.next_at - added.now <= timedelta(hours=25)
-    first, second, third = added.next_runs()
+    first, second, third = added.next_runs
     assert first == added.next_at
     assert {at.strftime("%H:%M") for at in (first, second, third)} <= {"02:30", "03:00"}
     assert await journal(db, "schedule_added") == [
@@ -100,7 +100,7 @@ async def test_pausing_and_resuming_are_journalled(db: Connection[Any]) -> None:
     paused = await schedule_changes.pause_schedules(
         db, "relay", ["b", "a", "b"], actor="anna", comment="moving"
     )
-    assert [(s.name, s.state, s.next_at, s.next_runs()) for s in paused] == [
+    assert [(s.name, s.state, s.next_at, s.next_runs) for s in paused] == [
         ("b", "paused", None, []),
         ("a", "paused", None, []),
     ]

@@ -30,7 +30,7 @@ async def test_an_empty_database_has_an_overview(db: Connection[Any]) -> None:
     seen = await status.read_overview(db, "relay")
     assert (seen.cursor.high, seen.cursor.last_id, seen.cursor.lag) == (0, 0, 0)
     assert seen.cursor.waiting_s is None
-    assert (seen.gaps, seen.replicas, seen.endpoints) == (0, (), ())
+    assert (seen.open_gaps, seen.replicas, seen.endpoints) == (0, (), ())
     assert (seen.endpoints_total, seen.dead_letters) == (0, {})
 
 
@@ -94,7 +94,7 @@ async def test_gaps_and_dead_letters(database: Database, db: Connection[Any]) ->
           FROM lane l, generate_series(1, 3) s;
     """)
     seen = await status.read_overview(db, "relay")
-    assert seen.gaps == 3
+    assert seen.open_gaps == 3
     assert seen.dead_letters == {"dead": 1, "discarded": 2}
     assert seen.endpoints[0].dead_letters == 1
 

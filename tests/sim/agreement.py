@@ -585,14 +585,12 @@ class Script:
             return await store.disable(self._side.endpoint_ids[int(name[1:])], "test", {})
         elif u < 0.8:
             everything = DeadLetterSelection(everything=True)
-            outcome = await stores.replays.start_replay(db, SCHEMA, everything, actor="test")
-            return outcome.done, outcome.skipped, outcome.job
+            return await stores.replays.start_replay(db, SCHEMA, everything, actor="test")
         elif u < 0.86:
             ids = tuple(rng.sample(range(1, 10), 2))
-            outcome = await stores.replays.start_replay(
+            return await stores.replays.start_replay(
                 db, SCHEMA, DeadLetterSelection(ids=ids), actor="test"
             )
-            return outcome.done, outcome.skipped, outcome.job
         elif u < 0.9:
             endpoint_id = self._side.endpoint_ids[int(name[1:])]
             lane = lane_name(endpoint_id, rng.randrange(1, 3), rng.randrange(2))
@@ -612,7 +610,7 @@ class Script:
         else:
             ids = tuple(rng.sample(range(1, 10), rng.choice((0, 1))))
             some = DeadLetterSelection(everything=not ids, ids=ids)
-            return (await stores.discard.discard_dead_letters(db, SCHEMA, some, actor="test")).done
+            return await stores.discard.discard_dead_letters(db, SCHEMA, some, actor="test")
         return name
 
 

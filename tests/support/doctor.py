@@ -15,7 +15,7 @@ PATH = {"server_settings": {"search_path": "relay"}}
 
 
 async def findings(db: Connection[Any], **options: Any) -> list[DoctorFinding]:
-    return [f async for f in examine(DoctorContext(db, "relay", **options))]
+    return (await examine(DoctorContext(db, "relay", **options))).findings
 
 
 async def findings_of(db: Connection[Any], check: str, **options: Any) -> list[DoctorFinding]:

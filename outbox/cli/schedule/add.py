@@ -18,7 +18,6 @@ from outbox.cli.output import clock_time, emit_json
 from outbox.cli.publish import parse_headers, read_payload
 from outbox.cli.schedule.group import command
 from outbox.operations import schedule_changes
-from outbox.operations.views import schedules as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -134,9 +133,9 @@ def add(
                 connection, settings.schema_name, schedule_settings, actor=actor(), replace=replace
             )
         if as_json:
-            emit_json(views.schedule_detail(added))
+            emit_json(added)
             return
-        runs = added.next_runs()
+        runs = added.next_runs
         if not runs:
             click.echo(
                 f'schedule "{name}" is still paused; resume it with: outbox schedule resume {name}'

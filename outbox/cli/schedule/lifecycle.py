@@ -16,7 +16,6 @@ from outbox.cli.common import (
 from outbox.cli.output import clock_time, emit_json
 from outbox.cli.schedule.group import command
 from outbox.operations import schedule_changes
-from outbox.operations.views import schedules as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -45,7 +44,7 @@ def pause(settings: Settings, names: tuple[str, ...], comment: str | None, as_js
                 connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
-            emit_json([views.schedule_detail(each) for each in paused])
+            emit_json(paused)
             return
         for each in paused:
             click.echo(f'schedule "{each.name}" is paused')
@@ -72,11 +71,11 @@ def resume(settings: Settings, names: tuple[str, ...], comment: str | None, as_j
                 connection, settings.schema_name, names, actor=actor(), comment=comment
             )
         if as_json:
-            emit_json([views.schedule_detail(each) for each in resumed])
+            emit_json(resumed)
             return
         for each in resumed:
             click.echo(
-                f'resumed schedule "{each.name}"; next run at {clock_time(each.next_runs(1)[0])}'
+                f'resumed schedule "{each.name}"; next run at {clock_time(each.next_runs[0])}'
             )
 
     run_async(resume_schedules())

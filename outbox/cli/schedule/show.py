@@ -18,11 +18,10 @@ from outbox.cli.output import age, clock_time, count, emit_json, emit_pairs, emi
 from outbox.cli.schedule.group import command
 from outbox.core.model import duration
 from outbox.operations import schedules
-from outbox.operations.views import schedules as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.schedules import FutureEvents, Schedule
+    from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
 
 _COLUMNS = ("name", "cron", "zone", "type", "state", "next run", "in", "last run")
 
@@ -55,9 +54,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
         if more:
             print_next_page(rows[-1].name)
         if as_json:
-            waiting = {"events": future.events, "first_at": future.first_at}
-            listed = [views.schedule_detail(row, of_many=True) for row in rows]
-            emit_json({"schedules": listed, "future_events": waiting})
+            emit_json({"schedules": rows, "future_events": future})
             return
         emit_table(
             _COLUMNS,
@@ -85,7 +82,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
         async with database(settings) as connection:
             schedule = await schedules.get_schedule(connection, settings.schema_name, name)
         if as_json:
-            emit_json(views.schedule_detail(schedule))
+            emit_json(schedule)
             return
         paused = None if schedule.state == "active" else schedule
         emit_pairs(
@@ -114,7 +111,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
     run_async(print_details())
 
 
-def _row(schedule: Schedule) -> tuple[Any, ...]:
+def _row(schedule: ListedSchedule) -> tuple[Any, ...]:
     next_at = schedule.next_at
     in_s = None if next_at is None else (next_at - schedule.now).total_seconds()
     return (
@@ -123,13 +120,13 @@ def _row(schedule: Schedule) -> tuple[Any, ...]:
         schedule.timezone,
         schedule.type,
         schedule.state,
-        None if next_at is None else clock_time(schedule.next_runs(1)[0]),
+        None if next_at is None else clock_time(schedule.next_runs[0]),
         _in(schedule, in_s),
         schedule.last_run_at,
     )
 
 
-def _in(schedule: Schedule, in_s: float | None) -> Any:
+def _in(schedule: ListedSchedule, in_s: float | None) -> Any:
     """The time until the next run."""
     if schedule.waits:
         return "waits"
@@ -140,7 +137,7 @@ def _next_runs(schedule: Schedule) -> str | None:
     if schedule.waits and schedule.last_run_at is not None:
         run = clock_time(schedule.last_run_at)
         return f"after the run of {run} has ended; see: outbox trace {schedule.last_event}"
-    return ", ".join(map(clock_time, schedule.next_runs())) or None
+    return ", ".join(map(clock_time, schedule.next_runs)) or None
 
 
 def _waiting(future: FutureEvents) -> str:

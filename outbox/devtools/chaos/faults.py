@@ -375,10 +375,10 @@ class FaultInjector:
 
     async def _replay(self, run: FaultRun) -> None:
         async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
-            done = await replays.start_replay(
+            report = await replays.start_replay(
                 connection,
                 self._environment.plan.schema,
                 DeadLetterSelection(everything=True),
                 actor=ACTOR,
             )
-        self._report(run, f"{done.done} dead letters")
+        self._report(run, f"{report.replaying} dead letters")

@@ -8,6 +8,7 @@ on request.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -33,6 +34,7 @@ from outbox.operations.doctor.finding import (
     DoctorContext,
     DoctorFinding,
     DoctorLimits,
+    DoctorReport,
     Severity,
     Subject,
     problem,
@@ -45,7 +47,15 @@ if TYPE_CHECKING:
 
     from outbox.operations.doctor.finding import Check
 
-__all__ = ["DoctorContext", "DoctorFinding", "DoctorLimits", "Severity", "Subject", "examine"]
+__all__ = [
+    "DoctorContext",
+    "DoctorFinding",
+    "DoctorLimits",
+    "DoctorReport",
+    "Severity",
+    "Subject",
+    "examine",
+]
 
 TIMEOUT_S = 60.0
 """For all checks together."""
@@ -106,14 +116,22 @@ _PROBE: tuple[tuple[str, Check], ...] = (("probe", probe.check_probe),)
 """The probe writes, so it manages its own transactions."""
 
 
-async def examine(context: DoctorContext) -> AsyncIterator[DoctorFinding]:
-    """Run all checks, and yield their findings.
+async def examine(context: DoctorContext) -> DoctorReport:
+    """Run all checks.
 
     Raises:
         DatabaseUnavailable: the connection was lost, or the checks took longer than `TIMEOUT_S`.
         CannotRun: the schema is not an outbox schema, or cannot be read.
         SchemaTooNew: a later version of this package migrated it.
     """
+    findings = [finding async for finding in _run_checks(context)]
+    severities = Counter(finding.severity for finding in findings)
+    return DoctorReport(
+        context.schema, severities[Severity.PROBLEM], severities[Severity.WARNING], findings
+    )
+
+
+async def _run_checks(context: DoctorContext) -> AsyncIterator[DoctorFinding]:
     deadline = asyncio.get_running_loop().time() + TIMEOUT_S
     for subject, checks in (
         (Subject.PRECONDITIONS, _FIRST),

@@ -77,6 +77,16 @@ class DoctorFinding:
 
 
 @dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """Findings of all checks."""
+
+    schema: str
+    problems: int
+    warnings: int
+    findings: list[DoctorFinding]
+
+
+@dataclass(frozen=True, slots=True)
 class DoctorLimits:
     """Thresholds of the checks."""
 

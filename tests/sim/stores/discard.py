@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outbox.operations.dead_letter_filter import DeadLetterFilter
-from outbox.operations.discard import BATCH_SIZE
-from outbox.operations.replays import ReplayOutcome
+from outbox.operations.discard import BATCH_SIZE, DiscardReport
 from tests.sim.stores.change import make_change
 from tests.sim.stores.replays import is_blocking, read_dead_letters, write_dead_letter_state
 
@@ -25,7 +24,7 @@ async def discard_dead_letters(
     *,
     actor: str,
     comment: str | None = None,
-) -> ReplayOutcome:
+) -> DiscardReport:
     async def plan_named(change: Change) -> int:
         rows = await read_dead_letters(change.db, selection.ids)
         ids = [row["id"] for row in rows]
@@ -34,7 +33,7 @@ async def discard_dead_letters(
         return len(ids)
 
     if selection.ids:
-        return ReplayOutcome(await make_change(connection, schema, actor, plan_named), {})
+        return DiscardReport(False, await make_change(connection, schema, actor, plan_named))
     if selection.filter != DeadLetterFilter():
         raise NotImplementedError("a sweep of the simulation is of all dead letters")
     after = done = 0
@@ -51,7 +50,7 @@ async def discard_dead_letters(
 
     while ids := await make_change(connection, schema, actor, plan_batch):
         after, done = ids[-1], done + len(ids)
-    return ReplayOutcome(done, {})
+    return DiscardReport(False, done)
 
 
 def find_dead(db: Database, tx: Transaction, after: int) -> dict[int, bool]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import Conflict, NotFound
 from outbox.operations.dead_letter_filter import DeadLetterFilter
 from outbox.operations.new_replay_job import JobPart
-from outbox.operations.replays import ReplayCandidates, ReplayOutcome
+from outbox.operations.replays import ReplayCandidates, ReplayReport
 from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read, new_job
@@ -42,7 +42,7 @@ async def start_replay(
     *,
     actor: str,
     rate_per_s: float | None = None,
-) -> ReplayOutcome:
+) -> ReplayReport:
     found: list[ReplayCandidates] = []
     if not selection.ids:
         if selection.filter != DeadLetterFilter():
@@ -50,7 +50,7 @@ async def start_replay(
         with map_errors(schema, "operator"):
             found = await connection.call(count_dead)
         if all(each.reason is not None for each in found):
-            return _outcome(found, None)
+            return _report(found, None)
 
     async def plan(change: Change) -> list[ReplayCandidates]:
         if selection.ids:
@@ -63,8 +63,8 @@ async def start_replay(
 
     async def read_back(
         db: Connection, request: UUID, replayed: list[ReplayCandidates]
-    ) -> ReplayOutcome:
-        return _outcome(replayed, await db.call(find_new_job, request))
+    ) -> ReplayReport:
+        return _report(replayed, await db.call(find_new_job, request))
 
     return await make_change_and_read(connection, schema, actor, plan, read_back)
 
@@ -154,13 +154,13 @@ def _by_endpoint(rows: Sequence[Row]) -> list[ReplayCandidates]:
     return list(found.values())
 
 
-def _outcome(found: Sequence[ReplayCandidates], job: int | None) -> ReplayOutcome:
+def _report(found: Sequence[ReplayCandidates], job: int | None) -> ReplayReport:
     skipped: Counter[str] = Counter()
     for each in found:
         if each.reason is not None:
             skipped[each.reason] += each.dead_letters
     dead_letters = {each.endpoint: each.dead_letters for each in found if each.reason is None}
-    return ReplayOutcome(sum(dead_letters.values()), dict(skipped), job, dead_letters)
+    return ReplayReport(False, sum(dead_letters.values()), dead_letters, dict(skipped), job)
 
 
 # --------------------------------------------------------------------- its jobs

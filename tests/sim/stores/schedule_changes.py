@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -9,7 +10,7 @@ import orjson
 
 from outbox.core.schedules.cron import Cron
 from outbox.errors import Conflict, NotFound
-from outbox.operations.schedules import Schedule
+from outbox.operations.schedules import Schedule, next_runs
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.routing_change import read_now
@@ -146,8 +147,9 @@ def _require_unchanged(change: Change, rows: Sequence[Row]) -> None:
 
 async def _read(connection: Connection, name: str) -> Schedule:
     row = await connection.call(read_schedule, name)
-    kept = {each: row[each] for each in Schedule.__slots__ if each in row}
+    kept = {each.name: row[each.name] for each in fields(Schedule) if each.name in row}
     kept |= {"last_event": row["last_event_id"], "payload": orjson.loads(row["payload_json"])}
+    kept["next_runs"] = next_runs(row["next_at"], row["cron"], row["timezone"])
     return Schedule(**kept)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S, RELAY_LAGGING
@@ -64,7 +65,7 @@ def report_lagging(
     waiting_s = (db.clock_timestamp() - db.outbox[oldest].created_at).total_seconds()
     if waiting_s <= LAGGING_S:
         return False
-    details = {"waiting_s": round(waiting_s, 1), "blocked_by": blocker and blocker.as_json()}
+    details = {"waiting_s": round(waiting_s, 1), "blocked_by": blocker and asdict(blocker)}
     if not (yield from publish_operational_event(db, tx, RELAY_LAGGING, None, details)):
         return False
     tx.change(db.lag_report, 1, lagging=True, lagging_at=db.wall())
