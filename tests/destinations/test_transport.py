@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from outbox.destinations.http.dns import Unresolved
 from outbox.destinations.http.http1 import pool
+from outbox.destinations.http.http1.response_parser import PIECE_BYTES, ResponseReader
+from outbox.destinations.http.limits import BODY_RAW_BYTES_MAX, HEADER_COUNT_MAX, INTERIM_MAX
 from outbox.destinations.http.transport import HttpTransport
 from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.destinations.delivery_runs import DeliveryRuns
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 
 __all__ = ("authority", "connected")  # Fixtures.
+
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Hosts:
@@ -142,3 +146,32 @@ async def test_idle_connections_are_limited_to_a_bounded_number_of_targets(
         for n in (0, 1, 2):
             assert (await transport.send(to(servers[n]))).status == 200
         assert [server.connections for server in servers] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("flood", "limit_bytes"),
+    [
+        (b"HTTP/1.1 200 OK\r\n" + b"a:b\r\n" * 13_000, HEADER_COUNT_MAX * 5),
+        (b"HTTP/1.1 103 Hints\r\n\r\n" * 3_000, INTERIM_MAX * 22),
+        (CHUNKED_HEAD + b"1\r\nx\r\n" * 20_000, BODY_RAW_BYTES_MAX),
+    ],
+    ids=["headers", "interim responses", "chunks"],
+)
+def test_little_is_parsed_beyond_a_limit(flood: bytes, limit_bytes: int) -> None:
+    """The parser calls back for each header and chunk of what it is fed, which takes its time."""
+    reader, parsed = ResponseReader({}), 0
+    parser: Any = reader._parser
+
+    class Counting:
+        def feed_data(self, data: bytes) -> None:
+            nonlocal parsed
+            parsed += len(data)
+            parser.feed_data(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(parser, name)
+
+    reader._parser = cast("Any", Counting())
+    assert reader.feed(flood)
+    assert reader.broken
+    assert parsed <= limit_bytes + 2 * PIECE_BYTES

@@ -39,6 +39,9 @@ ADDRESSES_TRIED_MAX = 4
 """Bounds the attempts for a name with many unreachable addresses."""
 ATTEMPT_DELAY_S = 0.25
 """Connection attempt delay of Happy Eyeballs (RFC 8305, 5)."""
+RECEIVE_BYTES = 16 * 1024
+"""Bytes that the kernel holds for a connection, about.  All that has arrived is parsed in one
+iteration of the loop: a receiver that floods pauses other deliveries for less time."""
 TLS_SHUTDOWN_S = 1.0
 """Timeout of the TLS shutdown handshake."""
 
@@ -54,19 +57,6 @@ class Target(NamedTuple):
     via_proxy: bool
     endpoint: UUID | None
     """The endpoint whose requests it carries; None: those without one."""
-
-    # Attributes that aiohttp's connector reads from a request.
-    @property
-    def proxy(self) -> None:
-        return None
-
-    @property
-    def connection_key(self) -> Target:
-        return self
-
-    @property
-    def is_ssl(self) -> bool:
-        return self.secure
 
 
 class ConnectionOpener:
@@ -169,11 +159,13 @@ class ConnectionOpener:
             refused = refused or reason or ""
         if not allowed:
             raise NotConnected(Failure.EGRESS_REFUSED, refused)
-        return await start_connection(
+        connection = await start_connection(
             [_address_info(address, port) for address in allowed[:ADDRESSES_TRIED_MAX]],
             happy_eyeballs_delay=ATTEMPT_DELAY_S,
             loop=self._loop,
         )
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+        return connection
 
     async def _start_protocol(
         self,

@@ -11,7 +11,7 @@ HEAD_BYTES_MAX = 64 * 1024
 HEADER_COUNT_MAX = 128
 INTERIM_MAX = 32
 """Maximum number of interim (1xx) responses."""
-BODY_RAW_BYTES_MAX = 4 * BODY_BYTES_MAX
+BODY_RAW_BYTES_MAX = 2 * BODY_BYTES_MAX
 """Bytes of a body with its framing: chunks, chunk extensions, trailers."""
 
 TOO_MANY_INTERIMS = f"more than {INTERIM_MAX} interim responses"

@@ -32,6 +32,8 @@ _HTTP = b"HTTP/"
 _VERSIONS = frozenset({"1.0", "1.1"})
 _SWITCHING = 101
 _LINE_ENDS = b"\r\n"
+PIECE_BYTES = 4096
+"""Bytes after which the limits are checked: the parser itself does not stop at them."""
 CACHED_MAX, CACHED_BYTES_MAX = 256, 1024
 """Limits of the response cache: entries, and bytes of a response."""
 
@@ -132,7 +134,7 @@ class ResponseReader:
         while data and not self.over:
             # The parser ignores line ends after a response: feed one at the end by itself.
             has_end = data[-1] in _LINE_ENDS and len(data) > 1
-            size = min(self._left, len(data) - has_end)
+            size = min(self._left, PIECE_BYTES, len(data) - has_end)
             piece, data = data[:size], data[size:]
             had_head = self._head
             self._parse(piece)
