@@ -4,7 +4,8 @@ Every kind of `tests.support.hostile` is several endpoints: they drip, flood, ha
 lengths, and send compression bombs. All of them always have pending deliveries. At the same time
 the clients of `benchmarks.hostile_clients` occupy the relay's listeners, and a role without any
 right floods its channels. Alternates with the same relay without them, each in a database of its
-own. The hostile processes also take their share of the machine.
+own. The hostile processes also take their share of the machine: in a third kind of turn they attack
+another relay on the same cores.
 
 The flood alone, with a backlog: deliveries per second, with and without it.
 """
@@ -15,6 +16,7 @@ import asyncio
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -34,11 +36,19 @@ from tests.support.roles import dsn_of, role
 from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from benchmarks.stage import Child, Stage
     from tests.support.postgres import Database
     from tests.support.process import RelayProcess
+
+
+class Attacked(StrEnum):
+    """Whom the attack is on, while live events are measured."""
+
+    NOTHING = "alone"
+    ITSELF = "attacked"
+    ANOTHER = "another attacked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +86,18 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 
 async def run(stage: Stage, rounds: int, attack: Attack) -> list[Row]:
     """Run with other numbers."""
-    beside, alone, flooded, quiet = Rounds(), Rounds(), Rounds(), Rounds()
+    found = {attacked: Rounds() for attacked in Attacked}
+    flooded, quiet = Rounds(), Rounds()
     for number in range(rounds):
-        sides = [(alone, False), (beside, True)]
+        sides = list(Attacked)
         if number % 2:
             sides.reverse()  # The order alternates.
-        for found, is_attacked in sides:
-            turn = await _turn(stage, attack, is_attacked=is_attacked)
+        for attacked in sides:
+            turn = await _turn(stage, attack, attacked)
             for name, value in turn.items():
-                found.add(name, value)
+                found[attacked].add(name, value)
             described = ", ".join(f"{name} {value:.2f}" for name, value in turn.items())
-            which = "attacked" if is_attacked else "alone"
-            stage.say(f"hostile, round {number + 1} of {rounds}, {which}: {described}")
+            stage.say(f"hostile, round {number + 1} of {rounds}, {attacked}: {described}")
         took_s = {True: 0.0, False: 0.0}
         for is_flooded in TURNS:
             per_s = await _drain(stage, attack.backlog, is_flooded=is_flooded)
@@ -101,16 +111,26 @@ async def run(stage: Stage, rounds: int, attack: Attack) -> list[Row]:
         )
     several = f"{attack.receivers} receivers, {attack.clients} clients, NOTIFY"
 
-    def attacked(name: str, what: str, unit: str, target: Target | None = None) -> Row:
-        ours, baseline = beside.samples_of(what), alone.samples_of(what)
-        return Row("hostile", name, unit, ours, "without them", baseline, target=target)
+    beside = found[Attacked.ITSELF]
+
+    def row(
+        name: str,
+        what: str,
+        unit: str,
+        target: Target | None = None,
+        other: Attacked = Attacked.NOTHING,
+    ) -> Row:
+        ours, baseline = beside.samples_of(what), found[other].samples_of(what)
+        compared = "without them" if other is Attacked.NOTHING else "they attack another relay"
+        return Row("hostile", name, unit, ours, compared, baseline, target=target)
 
     return [
-        attacked(f"p50 beside {several}", "p50", "ms", UNHARMED),
-        attacked(f"p99 beside {several}", "p99", "ms", UNHARMED),
-        attacked("/healthz beside them, p50", "healthz p50", "ms"),
-        attacked("/healthz beside them, p99", "healthz p99", "ms"),
-        attacked("memory beside them, peak", "MB peak", "MB"),
+        row(f"p50 beside {several}", "p50", "ms", UNHARMED),
+        row(f"p99 beside {several}", "p99", "ms", UNHARMED),
+        row("p99 beside them", "p99", "ms", UNHARMED, Attacked.ANOTHER),
+        row("/healthz beside them, p50", "healthz p50", "ms"),
+        row("/healthz beside them, p99", "healthz p99", "ms"),
+        row("memory beside them, peak", "MB peak", "MB"),
         Row(
             "hostile",
             "memory beside them, at the end",
@@ -132,37 +152,33 @@ async def run(stage: Stage, rounds: int, attack: Attack) -> list[Row]:
     ]
 
 
-async def _turn(stage: Stage, attack: Attack, *, is_attacked: bool) -> dict[str, float]:
-    listeners = {
-        name: f"127.0.0.1:{free_port()}" for name in ("OUTBOX_HEALTH", "OUTBOX_ADMIN",
-                                                      "OUTBOX_RECEIVERS")
-    }  # fmt: skip
-    hostile = attack.receivers if is_attacked else 0
-    async with (
-        stage.server.database() as database,
-        child("hostility") as receivers,
-        AsyncExitStack() as stack,
-    ):
+@dataclass(frozen=True, slots=True)
+class _Installation:
+    """A relay with its listeners, and its database."""
+
+    database: Database
+    relay: RelayProcess
+    listeners: Mapping[str, str]
+    hostile: int
+    """Number of endpoints with hostile receivers."""
+
+
+async def _turn(stage: Stage, attack: Attack, attacked: Attacked) -> dict[str, float]:
+    async with child("hostility") as receivers, AsyncExitStack() as stack:
         urls = (await receivers.response())["urls"]
-        async with search(database) as connection:
-            await connection.execute(MAKE_ACCOUNTS)
-            await add_endpoint(
-                connection, stage.urls["http"], lanes=LANES, types=("order.paid",), name="good"
-            )
-            for n in range(hostile):
-                url = f"{urls[n % len(urls)]}?{n}"
-                await add_endpoint(connection, url, name=f"hostile-{n}", types=(f"hostile.n{n}",))
-        relay = await stack.enter_async_context(stage.relay(database, owns=True, **listeners))
+        hostile = attack.receivers if attacked is Attacked.ITSELF else 0
+        live = target = await _install(stage, stack, urls, hostile)
+        if attacked is Attacked.ANOTHER:
+            target = await _install(stage, stack, urls, attack.receivers)
         clients: Child | None = None
-        if is_attacked:
-            await stack.enter_async_context(_hostile_load(database, hostile))
-            clients = await _clients(stack, database, attack.clients, listeners)
-            await stack.enter_async_context(_flood(stage, database))
+        if attacked is not Attacked.NOTHING:
+            await stack.enter_async_context(_hostile_load(target.database, target.hostile))
+            clients = await _clients(stack, target.database, attack.clients, target.listeners)
+            await stack.enter_async_context(_flood(stage, target.database))
         await asyncio.sleep(attack.settle_s)
         if clients is not None:
             await _counts(clients)  # From here on.
-        health = f"http://{listeners['OUTBOX_HEALTH']}/healthz"
-        found = await _load(stage, database, relay, health, attack.seconds)
+        found = await _load(stage, live, attack.seconds)
         receivers.send_command(how="many")
         counted = await receivers.response()
         found |= {"connections": counted["connections"], "open": counted["open"]}
@@ -171,8 +187,27 @@ async def _turn(stage: Stage, attack: Attack, *, is_attacked: bool) -> dict[str,
         return found
 
 
+async def _install(
+    stage: Stage, stack: AsyncExitStack, urls: Sequence[str], hostile: int
+) -> _Installation:
+    """Run a relay with a good endpoint, and this number of hostile ones."""
+    listeners = {
+        f"OUTBOX_{name}": f"127.0.0.1:{free_port()}" for name in ("HEALTH", "ADMIN", "RECEIVERS")
+    }
+    database = await stack.enter_async_context(stage.server.database())
+    async with search(database) as connection:
+        await connection.execute(MAKE_ACCOUNTS)
+        url = stage.urls["http"]
+        await add_endpoint(connection, url, lanes=LANES, types=("order.paid",), name="good")
+        for n in range(hostile):
+            url = f"{urls[n % len(urls)]}?{n}"
+            await add_endpoint(connection, url, name=f"hostile-{n}", types=(f"hostile.n{n}",))
+    relay = await stack.enter_async_context(stage.relay(database, owns=True, **listeners))
+    return _Installation(database, relay, listeners, hostile)
+
+
 async def _clients(
-    stack: AsyncExitStack, database: Database, count: int, listeners: dict[str, str]
+    stack: AsyncExitStack, database: Database, count: int, listeners: Mapping[str, str]
 ) -> Child:
     """Start the hostile clients with two tokens of a tenant."""
     tokens = {
@@ -232,12 +267,11 @@ async def _hostile_load(database: Database, hostile: int) -> AsyncIterator[None]
         await asyncio.wait([publishing])
 
 
-async def _load(
-    stage: Stage, database: Database, relay: RelayProcess, health: str, seconds: float
-) -> dict[str, float]:
+async def _load(stage: Stage, live: _Installation, seconds: float) -> dict[str, float]:
     """Return the latencies from COMMIT to the good receiver, and of `/healthz`, and the memory."""
-    assert relay.process is not None
-    process = psutil.Process(relay.process.pid)
+    assert live.relay.process is not None
+    process = psutil.Process(live.relay.process.pid)
+    health = f"http://{live.listeners['OUTBOX_HEALTH']}/healthz"
     sizes: list[int] = []
     health_ms: list[float] = []
 
@@ -261,7 +295,7 @@ async def _load(
     sampling = [asyncio.create_task(each()) for each in (sample, check_health)]
     try:
         made, reported = await asyncio.gather(
-            produce(database, "event-alone", PER_S, events), stage.receiver.response()
+            produce(live.database, "event-alone", PER_S, events), stage.receiver.response()
         )
     finally:
         for each in sampling:
