@@ -362,14 +362,13 @@ CREATE TABLE delivery (
     replay_seq  bigint,           -- and the original sequence number
     backfill_id bigint,           -- the job that gives it an X-Delivery of its own
     copy_id     bigint,           -- the dead letter that holds a copy of the event
-    was_backfill_id bigint,       -- for a job of kind lane: backfill_id of the original
     PRIMARY KEY (lane_id, batch, seq)
 ) PARTITION BY RANGE (batch);
 -- By lane: the progress of a replay of a million deliveries is read from the first and
 -- the last one in each of its lanes.
 CREATE INDEX delivery_replay ON delivery (replay_id, lane_id, seq) WHERE replay_id IS NOT NULL;
 -- By event; other deliveries of an event are found through its batch.
-CREATE INDEX delivery_resent ON delivery (outbox_id)
+CREATE INDEX delivery_repeated ON delivery (outbox_id)
  WHERE replay_id IS NOT NULL OR backfill_id IS NOT NULL;
 -- By the dead letter whose copy it needs, including replays of replays.
 CREATE INDEX delivery_copy ON delivery (copy_id) WHERE copy_id IS NOT NULL;
@@ -436,18 +435,16 @@ CREATE INDEX dead_letter_erased ON dead_letter (erased_at) WHERE erased_at IS NO
 -- Ranges have no copies of their events, so they pin the log and the events.
 CREATE INDEX dead_letter_range ON dead_letter (batch) WHERE outbox_id IS NULL AND state = 'dead';
 
--- Replay jobs: dead letters or an endpoint's history, requested by an operator, or a lane's
--- deliveries, requested by its receiver.  Creating a job takes constant time: the leader
--- processes it in chunks, each written together with its batch
--- (see outbox/core/sequencing/replay_throttle.py).
+-- Replay jobs: dead letters or an endpoint's history, requested by an operator.  Creating a
+-- job takes constant time: the leader processes it in chunks, each written together with its
+-- batch (see outbox/core/sequencing/replay_throttle.py).
 CREATE TABLE replay_job (
     id         bigint           GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    kind       text             NOT NULL CHECK (kind IN ('dead', 'history', 'lane')),
+    kind       text             NOT NULL CHECK (kind IN ('dead', 'history')),
     state      text             NOT NULL DEFAULT 'running'
                CHECK (state IN ('running', 'done', 'aborted')),
     -- Selection; NULL: no restriction.
     endpoint   text,                          -- the name as requested
-    lane_id    bigint           REFERENCES lane,
     types      text[],
     tenant     text,
     reason     text,
@@ -459,13 +456,11 @@ CREATE TABLE replay_job (
     rate_per_s double precision CHECK (rate_per_s > 0),    -- NULL: adaptive
     requested_at   timestamptz      NOT NULL DEFAULT clock_timestamp(),
     requested_by   text             NOT NULL,
-    ended_at   timestamptz,
-    CHECK ((kind = 'lane') = (lane_id IS NOT NULL))
+    ended_at   timestamptz
 );
 
--- One endpoint's part of a replay job: its progress in ids of dead letters or events, or in
--- sequence numbers of a lane.  The range is fixed at the time of the request, so the job
--- ends.
+-- One endpoint's part of a replay job: its progress in ids of dead letters or events.  The
+-- range is fixed at the time of the request, so the job ends.
 CREATE TABLE replay_job_endpoint (
     job_id      bigint NOT NULL REFERENCES replay_job,
     endpoint_id uuid   NOT NULL,  -- no foreign key: it would lock the endpoint during the wait
@@ -487,14 +482,13 @@ CREATE TABLE replay_job_endpoint (
 CREATE INDEX replay_job_endpoint_running ON replay_job_endpoint (job_id) WHERE ended_at IS NULL;
 CREATE INDEX replay_job_endpoint_endpoint ON replay_job_endpoint (endpoint_id) WHERE ended_at IS NULL;
 
--- Sequence numbers of a lane that are being replayed: those of a dead letter (one or a
--- range), or those that the job's lane delivered.  Each following batch consumes some and
--- creates deliveries for them.
+-- Sequence numbers of a lane that are being replayed: those of a dead letter, one or a
+-- range.  Each following batch consumes some and creates deliveries for them.
 CREATE TABLE replay (
     id          bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     job_id      bigint      NOT NULL REFERENCES replay_job,
     endpoint_id uuid        NOT NULL,
-    dead_id     bigint      REFERENCES dead_letter,   -- NULL: the job's own lane
+    dead_id     bigint      NOT NULL REFERENCES dead_letter,
     requested_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     next_seq    bigint      NOT NULL,         -- the next sequence number to replay
     next_batch  bigint      NOT NULL,         -- no remaining one is in an older batch

@@ -151,16 +151,12 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'delivery', 'INSERT', NULL, NULL),
         ('table', 'attempt', 'INSERT', NULL, NULL),
         ('table', 'attempt', 'UPDATE', '{response}', NULL),
-        ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data,request}', NULL),
+        ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data}', NULL),
         ('table', 'dead_letter', 'INSERT', NULL, NULL),
         ('table', 'dead_letter', 'UPDATE', NULL, NULL),
         ('table', 'dead_letter', 'DELETE', NULL, NULL),
-        ('table', 'replay_job', 'INSERT', NULL, NULL),
         ('table', 'replay_job', 'UPDATE', NULL, NULL),
-        ('table', 'replay_job', 'DELETE', NULL, NULL),
-        ('table', 'replay_job_endpoint', 'INSERT', NULL, NULL),
         ('table', 'replay_job_endpoint', 'UPDATE', NULL, NULL),
-        ('table', 'replay_job_endpoint', 'DELETE', NULL, NULL),
         ('table', 'replay', 'INSERT', NULL, NULL),
         ('table', 'replay', 'UPDATE', NULL, NULL),
         ('table', 'replay', 'DELETE', NULL, NULL),
@@ -180,7 +176,6 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'fetch_token', 'UPDATE', '{last_used_at}', NULL),
         ('sequence', 'wakeup', 'UPDATE', NULL, NULL),
         ('function', 'abort_unless', 'EXECUTE', NULL, NULL),
-        ('sequence', 'replay_job_id_seq', 'SELECT', NULL, NULL),
         ('sequence', 'replica_id_seq', 'USAGE', NULL, NULL)
     UNION ALL
     SELECT 'function', f.name, 'EXECUTE', NULL, NULL

@@ -1,8 +1,7 @@
-"""Listener for receivers: fetch and replay the deliveries of an endpoint.
+"""Listener for receivers: fetch the deliveries of an endpoint.
 
     GET  /v1/lanes                            progress of the endpoint's lanes
     GET  /v1/lanes/{lane}/deliveries?after=N  deliveries completed after sequence N
-    POST /v1/lanes/{lane}/replay?after=N      replay those deliveries
 
 A receiver authenticates with the fetch token of its endpoint and has access to that endpoint
 only.  Fetched deliveries have headers and body with a new signature, so that a receiver can
@@ -32,7 +31,7 @@ from outbox.core.delivery.message import prepare
 from outbox.core.model.api_token import digest, is_fetch_token
 from outbox.core.model.headers import parse_lines
 from outbox.errors import NotFound
-from outbox.operations import fetch_tokens, lane_history, receiver_replays
+from outbox.operations import fetch_tokens, lane_history
 from outbox.store.connection.secrets import CLEAR, Vault
 from outbox.store.endpoints import read_endpoints, require_usable
 
@@ -95,7 +94,6 @@ def application(
     app = web.Application(middlewares=[problem_middleware("no such path; see /v1/lanes")])
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     app.router.add_get("/v1/lanes/{lane}/deliveries", receivers.handler(receivers.deliveries))
-    app.router.add_post("/v1/lanes/{lane}/replay", receivers.handler(receivers.replay))
     return app
 
 
@@ -176,29 +174,6 @@ class _Receivers:
             "kept_from": found[0].sequence if found else last + 1,
             "items": [_item(lane, each, int(now), keys) for each in found],
             "next": last if last < lane.acknowledged else None,
-        }
-
-    async def replay(
-        self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
-    ) -> object:
-        """Replay deliveries of a lane at the end of the lanes."""
-        if "after" not in request.query:
-            raise Problem(
-                ProblemKind.INVALID,
-                "after: is required, such as ?after=N; 0 replays all retained deliveries",
-            )
-        after = _parse_number(request, "after", 0, lane_history.SEQUENCE_MAX)
-        lane, schema = request.match_info["lane"], self._database.schema
-        to = _parse_number(request, "to", lane_history.SEQUENCE_MAX, lane_history.SEQUENCE_MAX)
-        accepted = await receiver_replays.request_replay(
-            connection, schema, fetcher, lane, after, to
-        )
-        return {
-            "lane": accepted.lane,
-            "job": accepted.job,
-            "from": accepted.from_sequence,
-            "to": accepted.to_sequence,
-            "acknowledged": accepted.acknowledged,
         }
 
     async def _authenticate(self, request: web.Request) -> Fetcher:

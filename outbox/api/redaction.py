@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.core.model.response import generalize_elapsed_s, generalize_failure, outcome_fields
 from outbox.operations import tenancy
-from outbox.operations.receiver_replays import is_receiver
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -62,12 +61,7 @@ class Redactor:
     may_see_responses: bool
 
     def redact_actor(self, actor: str | None) -> str | None:
-        if (
-            self.own_actors is None
-            or actor is None
-            or actor in self.own_actors
-            or is_receiver(actor)
-        ):
+        if self.own_actors is None or actor is None or actor in self.own_actors:
             return actor
         return RELAY if actor.startswith("replica ") else OPERATOR
 

@@ -186,9 +186,7 @@ def _notes(handled: HandledRequest) -> list[str]:
     message, seen = handled.message, handled.observation
     if message is not None and message.replay_of is not None:
         notes.append(safe(f"replay of sequence {message.replay_of[1]} of {message.replay_of[0]}"))
-    if message is not None and message.copy_of is not None:
-        notes.append("redelivered on request")
-    elif message is not None and message.backfill is not None:
+    if message is not None and message.backfill is not None:
         notes.append(f"replay job {message.backfill} (backfill)")
     if message is not None and message.lane_ends:
         notes.append("last of its lane")

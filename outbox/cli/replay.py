@@ -226,17 +226,11 @@ def abort(settings: Settings, job_id: int, as_json: bool) -> None:
         click.echo(f"aborted replay job {job.id} after {count(job.taken, 'delivery')}")
 
 
-_COUNTED = {
-    "dead": "dead-lettered deliveries",
-    "history": "event ids",
-    "lane": "sequence numbers of the lane",
-}
+_COUNTED = {"dead": "dead-lettered deliveries", "history": "event ids"}
 
 
 def _selection(job: ReplayJob) -> str:
     """The selection of a job, as flags of the command line."""
-    if job.kind == "lane":
-        return f"sequences {job.from_sequence} to {job.to_sequence} of lane {job.lane}"
     flags: list[tuple[str, Any]] = [
         ("endpoint", job.endpoint),
         *(("type", each) for each in job.types or ()),

@@ -15,9 +15,10 @@ from outbox.core.model import pattern
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
 from outbox.operations.dead_letter_filter import require_time_order
-from outbox.operations.new_replay_job import JobPart, add_job, read_new_job, require_oldest
+from outbox.operations.new_replay_job import JobPart, add_job, read_new_job
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.message import WriteStatement
 from outbox.store.endpoints import endpoint_not_found
 from outbox.store.type_match import FILTER_MET, MATCHES, TYPE_MATCHES
 
@@ -55,6 +56,14 @@ FIND_LAST = """
 SELECT id FROM outbox WHERE id BETWEEN $1 AND $2 AND ($3::timestamptz IS NULL OR created_at < $3)
  ORDER BY id DESC LIMIT 1
 """
+
+# The oldest period of events that is not dropped; rows of dropped ones may still be visible.
+READ_OLDEST = "SELECT min(number) FROM period WHERE kind = 'events' AND dropped_at IS NULL"
+
+# Aborts if it is another one; from now on, retention respects the job.
+REQUIRE_OLDEST = WriteStatement(
+    "require_oldest_period", f"SELECT abort_unless(({READ_OLDEST}) = $1)"
+)
 
 COUNT_HISTORY = f"""
 SELECT count(*)
@@ -161,7 +170,7 @@ async def request_backfill(
 
     async def plan(change: Change) -> None:
         covered = await _find_range(change.db, backfill)
-        first_id = max(covered.first_id, await require_oldest(change, "events") * WIDTH)
+        first_id = max(covered.first_id, await _require_oldest(change) * WIDTH)
         row = {
             "kind": "history",
             "endpoint": backfill.endpoint,
@@ -181,6 +190,13 @@ async def request_backfill(
         change.journal("backfill_requested", covered.endpoint_id, data, with_job=True)
 
     return await make_change_and_read(connection, schema, actor, plan, read_new_job)
+
+
+async def _require_oldest(change: Change) -> int:
+    """The oldest period of events, which must not be dropped before the job is added."""
+    number: int = await change.db.fetchval(READ_OLDEST)
+    change.write(REQUIRE_OLDEST, number)
+    return number
 
 
 async def _find_range(connection: Connection[Any], backfill: Backfill) -> BackfillRange:

@@ -57,7 +57,7 @@ SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::r
 """
 # Backfills of the candidate events: each backfill has its own X-Deliveries.
 READ_BACKFILLS = """
-SELECT DISTINCT outbox_id, backfill_id, was_backfill_id FROM delivery
+SELECT DISTINCT outbox_id, backfill_id FROM delivery
  WHERE outbox_id = ANY ($1) AND backfill_id IS NOT NULL
    AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL)
 """
@@ -178,17 +178,16 @@ async def _find_by_delivery_id(connection: Connection[Any], x_delivery: UUID) ->
         outbox_id = outbox_id_of(x_delivery, row["id"])
         if outbox_id is not None and outbox_id <= last_id:
             candidates.setdefault(outbox_id, []).append(row["id"])
-    backfills: dict[int, list[tuple[int | None, int | None]]] = {}
+    backfills: dict[int, list[int | None]] = {}
     for row in await connection.fetch(READ_BACKFILLS, list(candidates)):
-        backfill_ids = row["backfill_id"], row["was_backfill_id"]
-        backfills.setdefault(row["outbox_id"], [(None, None)]).append(backfill_ids)
+        backfills.setdefault(row["outbox_id"], [None]).append(row["backfill_id"])
     return tuple(
         row["id"]
         for row in await connection.fetch(READ_EVENT_IDS, list(candidates))
         if any(
-            delivery_id(endpoint_id, row["id"], row["event_id"], *backfill_ids) == x_delivery
+            delivery_id(endpoint_id, row["id"], row["event_id"], backfill_id) == x_delivery
             for endpoint_id in candidates[row["id"]]
-            for backfill_ids in backfills.get(row["id"], [(None, None)])
+            for backfill_id in backfills.get(row["id"], [None])
         )
     )
 

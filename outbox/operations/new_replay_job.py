@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from outbox.core.sequencing.partition_window import WindowKind
     from outbox.store.change import Change
 
 # $1: the columns as a JSON object; $2: gaps of a backfill.
@@ -20,8 +19,8 @@ ADD_JOB = WriteStatement(
     "add_replay_job",
     """
 INSERT INTO replay_job (kind, endpoint, types, tenant, reason, since, until, rate_per_s,
-                        requested_by, lane_id, gaps)
-SELECT kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, lane_id, $2
+                        requested_by, gaps)
+SELECT kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, $2
   FROM jsonb_populate_record(NULL::replay_job, $1::text::jsonb)
 """,
 )
@@ -36,21 +35,13 @@ SELECT {NEW_JOB}, p.endpoint_id, p.first_id, p.first_id, p.last_id, p.expected, 
 """,  # noqa: S608 (constants only)
 )
 
-# The oldest period that is not dropped; rows of dropped ones may still be visible.
-READ_OLDEST = "SELECT min(number) FROM period WHERE kind = $1 AND dropped_at IS NULL"
-
-# Aborts if it is another one; from now on, retention respects the job.
-REQUIRE_OLDEST = WriteStatement(
-    "require_oldest_period", f"SELECT abort_unless(({READ_OLDEST}) = $2)"
-)
-
 # The replay job of a change, by its request id.
 READ_NEW_JOB = "SELECT (data ->> 'job')::bigint FROM journal WHERE request = $1"
 
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """The range of a new job for one endpoint: ids of dead letters, sequences or events."""
+    """The range of a new job for one endpoint: ids of dead letters or events."""
 
     endpoint_id: UUID
     first_id: int
@@ -88,10 +79,3 @@ def add_job(
         [part.expected for part in parts],
         [part.from_id for part in parts],
     )
-
-
-async def require_oldest(change: Change, kind: WindowKind) -> int:
-    """The oldest period of a kind, which must not be dropped before the job is added."""
-    number: int = await change.db.fetchval(READ_OLDEST, kind)
-    change.write(REQUIRE_OLDEST, kind, number)
-    return number

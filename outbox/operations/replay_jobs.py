@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
 from outbox.operations.tenancy import JOB_IS_OWN
@@ -27,19 +26,15 @@ JobState = Literal["running", "done", "aborted"]
 STATES: tuple[JobState, ...] = get_args(JobState)
 
 # Progress of jobs: of a backfill in outbox ids passed, because the number of matching events is
-# not known in advance; of a lane in sequence numbers; of dead letters in deliveries.
+# not known in advance; of dead letters in deliveries.
 _JOBS = """
 SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, j.until,
        j.rate_per_s, j.requested_at, j.requested_by, j.ended_at, p.*,
-       l.endpoint_id AS lane_endpoint, l.generation, l.slot,
-       CASE WHEN j.kind = 'lane' THEN p.least END AS from_sequence,
-       CASE WHEN j.kind = 'lane' THEN p.greatest END AS to_sequence,
        CASE WHEN j.kind = 'dead' THEN p.taken + p.erased ELSE p.passed END AS done,
        CASE WHEN j.kind = 'dead' THEN p.expected ELSE p.covered END AS all
   FROM replay_job j
-  LEFT JOIN lane l ON l.id = j.lane_id
  CROSS JOIN LATERAL (
-       SELECT min(first_id) AS least, max(last_id) AS greatest, count(*) AS endpoints,
+       SELECT count(*) AS endpoints,
               count(*) FILTER (WHERE ended_at IS NULL) AS open,
               coalesce(sum(taken), 0)::bigint AS taken,
               coalesce(sum(erased), 0)::bigint AS erased,
@@ -85,13 +80,9 @@ class ReplayJob:
     """A replay job with its progress."""
 
     id: int
-    kind: Literal["dead", "history", "lane"]
+    kind: Literal["dead", "history"]
     state: JobState
     endpoint: str | None
-    lane: str | None
-    """The lane of a receiver replay, with the range of sequences."""
-    from_sequence: int | None
-    to_sequence: int | None
     types: tuple[str, ...] | None
     tenant: str | None
     reason: str | None
@@ -109,8 +100,8 @@ class ReplayJob:
     erased: int
     """Deliveries skipped, because their events are erased."""
     done: int
-    """Progress, of `all`: deliveries of dead letters, sequences of a lane, or outbox ids of a
-    backfill, which a tenant's token sees as a percentage."""
+    """Progress, of `all`: deliveries of dead letters, or outbox ids of a backfill, which a
+    tenant's token sees as a percentage."""
     all: int
     stopped: dict[str, int]
     """Endpoints where the job ended early, by reason."""
@@ -205,14 +196,10 @@ def _job(row: Any) -> ReplayJob:
     values = dict(row)
     types = values["types"]
     stopped = {reason: values.pop(reason) for reason in ("disabled", "removed", "unsubscribed")}
-    others = ("stopped", "types", "lane")
+    others = ("stopped", "types")
     names = {name: values[name] for name in ReplayJob.__slots__ if name not in others}
-    lane = None
-    if values["lane_endpoint"] is not None:
-        lane = lane_name(values["lane_endpoint"], values["generation"], values["slot"])
     return ReplayJob(
         **names,
-        lane=lane,
         types=None if types is None else tuple(types),
         stopped={reason: n for reason, n in stopped.items() if n},
     )

@@ -85,13 +85,13 @@ READ_DELIVERIES = """
 WITH given AS MATERIALIZED (
     SELECT d.* FROM batch b CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
      CROSS JOIN LATERAL (
-           SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id, was_backfill_id
+           SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id
              FROM delivery
             WHERE lane_id = lane.id AND batch = b.batch AND outbox_id = $1
               AND replay_id IS NULL AND backfill_id IS NULL OFFSET 0) d
      WHERE b.batch = $2
      UNION ALL
-    SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id, was_backfill_id FROM delivery
+    SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id FROM delivery
      WHERE outbox_id = $1 AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
 SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS sequenced_at,
        was.endpoint_id AS was_endpoint_id, was.generation AS was_generation,
@@ -100,9 +100,8 @@ SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS seq
   JOIN lane l ON l.id = g.lane_id
   JOIN endpoint e ON e.id = l.endpoint_id AND ($3::uuid[] IS NULL OR e.id = ANY ($3))
   JOIN batch b ON b.batch = g.batch
-  LEFT JOIN (replay r JOIN replay_job j ON j.id = r.job_id
-             LEFT JOIN dead_letter x ON x.id = r.dead_id
-             JOIN lane was ON was.id = coalesce(j.lane_id, x.lane_id))
+  LEFT JOIN (replay r JOIN dead_letter x ON x.id = r.dead_id
+             JOIN lane was ON was.id = x.lane_id)
     ON r.id = g.replay_id
  ORDER BY e.name COLLATE "C", g.batch, g.lane_id, g.seq
 """
@@ -267,11 +266,7 @@ async def _deliveries(
             lane=_lane(row),
             sequence=row["seq"],
             delivery_id=delivery_id(
-                row["endpoint_id"],
-                event.outbox_id,
-                event.event_id,
-                row["backfill_id"],
-                row["was_backfill_id"],
+                row["endpoint_id"], event.outbox_id, event.event_id, row["backfill_id"]
             ),
             sequenced_at=row["sequenced_at"],
             replay_of=_replay_of(row),

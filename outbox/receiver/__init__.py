@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from outbox.receiver.asynchronous import AsyncReceiver
     from outbox.receiver.decisions import Busy, Gaps, Refuse
-    from outbox.receiver.fetch import CannotFetch, FetchClient, ReplayConflict
+    from outbox.receiver.fetch import CannotFetch, FetchClient
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.memory import MemoryDatabase
     from outbox.receiver.inbox.process import DeliveryOutcome, DeliveryResult
@@ -54,7 +54,7 @@ _MODULES = {
         "TimestampTooOld",
     ),
     "outbox.receiver.asynchronous": ("AsyncReceiver",),
-    "outbox.receiver.fetch": ("ReplayConflict", "CannotFetch", "FetchClient"),
+    "outbox.receiver.fetch": ("CannotFetch", "FetchClient"),
     "outbox.receiver.inbox.inbox": ("Inbox",),
     "outbox.receiver.inbox.memory": ("MemoryDatabase",),
     "outbox.receiver.inbox.process": ("DeliveryOutcome", "DeliveryResult"),
@@ -82,7 +82,6 @@ __all__ = [
     "Receiver",
     "Refuse",
     "RepeatedHeader",
-    "ReplayConflict",
     "Request",
     "Response",
     "SignatureError",

@@ -27,17 +27,13 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30.0
 PAGE = 100
 RESPONSE_BYTES_MAX = 256 * 1024 * 1024
-CONFLICT, TOO_MANY_REQUESTS = 409, 429
+TOO_MANY_REQUESTS = 429
 WAIT_S_MAX = 60.0
 """Total time spent on Retry-After hold-offs (429) of one request, in seconds."""
 
 
 class CannotFetch(CannotRun):
     """The relay could not be reached, rejected the request, or sent an invalid response."""
-
-
-class ReplayConflict(CannotFetch):
-    """A replay of the lane is already running, or its endpoint is disabled (409)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +67,6 @@ class LanePage:
     acknowledged: int
     next: int | None
     """The next page begins after this number; None on the last page."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestedReplay:
-    """A replay that a relay accepted."""
-
-    lane: str
-    job: int | None
-    """The relay's replay job; None: there is nothing to replay."""
-    from_sequence: int | None
-    to_sequence: int | None
-    acknowledged: int
-    """Everything up to this sequence number was delivered or dead-lettered."""
 
 
 class DeliverySource(Protocol):
@@ -155,45 +138,14 @@ class FetchClient:
         query = {"after": str(after), "limit": str(PAGE)}
         return _page(await self._get_async(_path(lane), query))
 
-    def replay(self, lane: str, after: int, to: int | None = None) -> RequestedReplay:
-        """Request a replay of the delivered sequence numbers of a lane.
-
-        An inbox processes only the ones that it has lost.  Dead letters are not included:
-        an operator replays them.
-
-        Args:
-            lane: its name.
-            after: replay the numbers after this one.
-            to: replay up to this number; None: up to the last acknowledged one.
-
-        Raises:
-            ReplayConflict: a replay is already running, or the endpoint is disabled.
-            CannotFetch: the relay cannot be reached, or has no such lane.
-        """
-        path = f"/v1/lanes/{urllib.parse.quote(lane, safe='')}/replay"
-        query = {"after": str(after)} | ({} if to is None else {"to": str(to)})
-        response = self._request("POST", path, query)
-        job, first, last = (
-            _field(response, name, int, none=True) for name in ("job", "from", "to")
-        )
-        acknowledged = _field(response, "acknowledged", int)
-        return RequestedReplay(_field(response, "lane", str), job, first, last, acknowledged)
-
-    async def replay_async(self, lane: str, after: int, to: int | None = None) -> RequestedReplay:
-        """Like `replay`, for asyncio."""
-        return await asyncio.to_thread(self.replay, lane, after, to)
-
     async def _get_async(self, path: str, query: Mapping[str, str]) -> Any:
         # In a thread: requests are few and rare, not worth an asyncio HTTP client.
         return await asyncio.to_thread(self._get, path, query)
 
     def _get(self, path: str, query: Mapping[str, str]) -> Any:
-        return self._request("GET", path, query)
-
-    def _request(self, method: str, path: str, query: Mapping[str, str]) -> Any:
         url = f"{self._url}{path}?{urllib.parse.urlencode(query)}"
         request = urllib.request.Request(  # noqa: S310 (http or https, see __init__)
-            url, headers=self._headers, method=method
+            url, headers=self._headers
         )
         deadline = time.monotonic() + WAIT_S_MAX
         while True:
@@ -204,8 +156,7 @@ class FetchClient:
                 with error:
                     wait_s = _retry_after_s(error)
                     if wait_s is None or time.monotonic() + wait_s > deadline:
-                        kind = ReplayConflict if error.code == CONFLICT else CannotFetch
-                        raise kind(
+                        raise CannotFetch(
                             f"the relay at {self._url} responded: {_detail(error)}"
                         ) from None
             except (OSError, ValueError, http.client.HTTPException) as error:

@@ -52,18 +52,11 @@ class Message:
     replay_of: tuple[str, int] | None
     backfill: int | None
     """Id of the backfill that sends the event again; None for the first delivery."""
-    copy_of: str | None
-    """X-Delivery of the original, if this is a replay that the receiver requested."""
     lane_ends: bool
     """This is the last delivery of its lane."""
     attempt: int | None
     """From X-Attempt, which is not signed: for information only."""
     data: Any
-
-    @property
-    def identity(self) -> str:
-        """Idempotency key that original and requested replay share."""
-        return self.copy_of or self.delivery_id
 
 
 def is_delivery(body: bytes) -> bool:
@@ -144,7 +137,6 @@ def _message(content: object, delivery_id: str, attempt: int | None) -> Message:
         previous_sequence=_field(content, "previous_sequence", int),
         replay_of=_replay_of(content),
         backfill=_field(content, "backfill", int) if "backfill" in content else None,
-        copy_of=_copy_of(content),
         lane_ends=_field(content, "lane_ends", bool) if "lane_ends" in content else False,
         attempt=attempt,
         data=content.get("data"),
@@ -175,12 +167,6 @@ def _replay_of(content: Mapping[str, Any]) -> tuple[str, int] | None:
     if not isinstance(replayed, dict):
         raise BadMessage('the body\'s "replay_of" is not an object')
     return _field(replayed, "lane", str), _field(replayed, "sequence", int)
-
-
-def _copy_of(content: Mapping[str, Any]) -> str | None:
-    if "copy_of" not in content:
-        return None
-    return str(UUID(_uuid(_field(content, "copy_of", str), 'the body\'s "copy_of"')))
 
 
 def _uuid(text: str, what: str) -> str:

@@ -91,12 +91,9 @@ EVENT_COLUMNS = f"""event_id, type, tenant, key,
 # of `build_delivery`.
 READ_DELIVERIES = f"""
 SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
-       backfill_id, is_copy, was_backfill_id,
-       date_part('epoch', committed_after) AS committed_after,
+       backfill_id, date_part('epoch', committed_after) AS committed_after,
        was_endpoint_id, was_generation, was_slot, was_seq
   FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id, d.backfill_id,
-               d.was_backfill_id, d.backfill_id IS NOT NULL AND EXISTS (
-                   SELECT FROM replay_job WHERE id = d.backfill_id AND kind = 'lane') AS is_copy,
                coalesce(o.event_id, x.event_id) AS event_id,
                coalesce(o.tenant, x.tenant) AS tenant,
                coalesce(o.type, x.type) AS type,
@@ -113,8 +110,7 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
           FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[])
                AS lane(id, floor_batch, after_seq, rows_max)
          CROSS JOIN LATERAL (
-               SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id,
-                      was_backfill_id
+               SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id
                  FROM delivery
                 WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.after_seq
                 ORDER BY batch, seq LIMIT lane.rows_max) d
@@ -129,9 +125,8 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                       was.generation AS was_generation, was.slot AS was_slot,
                       d.replay_seq AS was_seq
                  FROM replay
-                 JOIN replay_job job ON job.id = replay.job_id
-                 LEFT JOIN dead_letter dead ON dead.id = replay.dead_id
-                 JOIN lane was ON was.id = coalesce(job.lane_id, dead.lane_id)
+                 JOIN dead_letter dead ON dead.id = replay.dead_id
+                 JOIN lane was ON was.id = dead.lane_id
                 WHERE replay.id = d.replay_id LIMIT 1) w ON true) found
  WHERE coalesce(bytes_before, 0) < $5
  ORDER BY lane_id, seq
@@ -318,8 +313,8 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
     """
     found = tuple(row.values())
     published_at, expires_at, payload, headers = found[8:12]
-    committed_after = found[15]
-    was_endpoint_id, was_generation, was_slot, was_seq = found[16:20]
+    backfill_id, committed_after = found[12:14]
+    was_endpoint_id, was_generation, was_slot, was_seq = found[14:18]
     replay_of = None
     if was_seq is not None:
         replay_of = (lane_name(was_endpoint_id, was_generation, was_slot), was_seq)
@@ -333,7 +328,7 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
             payload.encode(),
             None if headers is None else headers.encode(),
             replay_of,
-            *found[12:15],
+            backfill_id,
             None if committed_after is None else utc_time(committed_after),
         )
     )

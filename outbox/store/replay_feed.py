@@ -53,8 +53,8 @@ CANCEL_REPLAYS = WriteStatement(
     "cancel_replays",
     """
 WITH pending AS (
-    SELECT r.id, r.dead_id, coalesce(r.next_seq > d.seq, true) AS begun
-      FROM replay r LEFT JOIN dead_letter d ON d.id = r.dead_id
+    SELECT r.id, r.dead_id, r.next_seq > d.seq AS begun
+      FROM replay r JOIN dead_letter d ON d.id = r.dead_id
      WHERE ($1::uuid[] IS NULL OR r.endpoint_id = ANY ($1))
        AND ($2::bigint IS NULL OR r.job_id = $2)
        AND r.next_seq <= r.to_seq),
@@ -123,14 +123,14 @@ SCAN_MAX, SCAN_EXTRA = 200, 10
 those to take, in a job without a selection, because erased ones are skipped."""
 
 # The next dead letters of parts that have no pending replay; one empty row for a part that has no
-# more.  The part of a job of kind lane is one replay and nothing else.
+# more.
 READ_DEAD_LETTERS = f"""
 SELECT p.job_id, p.endpoint_id, p.next_id, d.id, d.is_erased, d.is_selected, d.blocks
   FROM unnest($1::bigint[], $2::uuid[], $3::bigint[]) AS part(job_id, endpoint_id, numbers)
  CROSS JOIN LATERAL (
        SELECT * FROM replay_job_endpoint
         WHERE job_id = part.job_id AND endpoint_id = part.endpoint_id LIMIT 1) p
-  JOIN replay_job s ON s.id = p.job_id AND s.kind IN ('dead', 'lane') AND s.state = 'running'
+  JOIN replay_job s ON s.id = p.job_id AND s.state = 'running'
  CROSS JOIN LATERAL (
        SELECT EXISTS (SELECT FROM replay r
                        WHERE r.job_id = p.job_id AND r.endpoint_id = p.endpoint_id
@@ -141,7 +141,7 @@ SELECT p.job_id, p.endpoint_id, p.next_id, d.id, d.is_erased, d.is_selected, d.b
               EXISTS (SELECT FROM lane_block
                        WHERE lane_id = d.lane_id AND seq = d.seq) AS blocks
          FROM (SELECT * FROM dead_letter
-                WHERE s.kind = 'dead' AND endpoint_id = p.endpoint_id AND state = 'dead'
+                WHERE endpoint_id = p.endpoint_id AND state = 'dead'
                   AND id >= p.next_id AND id <= p.last_id
                 ORDER BY id
                 LIMIT CASE WHEN num_nonnulls(s.types, s.tenant, s.reason, s.since, s.until) > 0

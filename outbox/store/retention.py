@@ -121,12 +121,11 @@ def _open_range(keep_s: str) -> str:
 """  # noqa: S608 (constants only)
 
 
-# Whether ranges that may be replayed, or running replays of ranges and lanes, need batches up
-# to $2.
+# Whether ranges that may be replayed, or running replays of ranges, need batches up to $2.
 PINNED_BY_RANGES = f"""
 SELECT EXISTS (SELECT FROM dead_letter d WHERE d.batch <= $2 AND {_open_range("$1")})
     OR EXISTS (
-    SELECT FROM replay r LEFT JOIN dead_letter d ON d.id = r.dead_id
+    SELECT FROM replay r JOIN dead_letter d ON d.id = r.dead_id
      WHERE r.next_seq <= r.to_seq AND d.outbox_id IS NULL AND r.next_batch <= $2)
 """  # noqa: S608
 REQUIRE_NO_RANGES = WriteStatement(
@@ -136,26 +135,18 @@ REQUIRE_NO_RANGES = WriteStatement(
 
 # Whether deliveries created by replays need events in [$2, $3); their batch does not show the
 # event's age.  They do if they are pending, or in a range that may be replayed or is being
-# replayed, or are being sent again for a receiver; unless a dead letter holds a copy.
-#   resent: running replays for receivers; MATERIALIZED, so that it is read once.
+# replayed; unless a dead letter holds a copy.
 PINNED_BY_REPLAYS = f"""
-WITH resent AS MATERIALIZED (
-    SELECT j.lane_id, r.next_seq, r.to_seq
-      FROM replay r JOIN replay_job j ON j.id = r.job_id
-     WHERE r.next_seq <= r.to_seq AND r.dead_id IS NULL)
 SELECT EXISTS (
-    SELECT FROM delivery resend JOIN lane_progress lane ON lane.lane_id = resend.lane_id
-     WHERE (resend.replay_id IS NOT NULL OR resend.backfill_id IS NOT NULL)
-       AND resend.copy_id IS NULL AND resend.outbox_id >= $2 AND resend.outbox_id < $3
-       AND (resend.seq > lane.acked_seq OR EXISTS (
-             SELECT FROM resent r
-              WHERE r.lane_id = resend.lane_id AND resend.seq BETWEEN r.next_seq AND r.to_seq)
-            OR EXISTS (
+    SELECT FROM delivery n JOIN lane_progress lane ON lane.lane_id = n.lane_id
+     WHERE (n.replay_id IS NOT NULL OR n.backfill_id IS NOT NULL)
+       AND n.copy_id IS NULL AND n.outbox_id >= $2 AND n.outbox_id < $3
+       AND (n.seq > lane.acked_seq OR EXISTS (
              SELECT FROM dead_letter d
-              WHERE d.lane_id = resend.lane_id AND resend.seq BETWEEN d.seq AND d.to_seq
+              WHERE d.lane_id = n.lane_id AND n.seq BETWEEN d.seq AND d.to_seq
                 AND ({_open_range("$1")} OR d.outbox_id IS NULL AND EXISTS (
                      SELECT FROM replay r
-                      WHERE r.dead_id = d.id AND resend.seq BETWEEN r.next_seq AND r.to_seq)))))
+                      WHERE r.dead_id = d.id AND n.seq BETWEEN r.next_seq AND r.to_seq)))))
 """  # noqa: S608
 # A fingerprint of the replays' progress: unchanged as long as no batch takes anything of a
 # replay, which creates new deliveries.  A batch that is planned, and is written after the drop,
@@ -249,28 +240,6 @@ SELECT FROM deleted
 """,  # noqa: S608 (constants only)
 )
 
-# Deletes replay jobs of receivers whose deliveries are no longer in the log, because receivers
-# may request any number of them.
-#   old: SKIP LOCKED as above.  numbers, parts, deleted: in the order of the references.
-DELETE_RECEIVER_REPLAYS = WriteStatement(
-    "delete_receiver_replays",
-    f"""
-WITH old AS MATERIALIZED (
-    SELECT p.job_id
-      FROM replay_job_endpoint p JOIN replay_job j ON j.id = p.job_id AND j.kind = 'lane'
-     WHERE p.ended_at < clock_timestamp() - make_interval(secs => $1)
-       AND coalesce(p.batch, 0) < (SELECT min(number) * {WIDTH} FROM period
-                                    WHERE kind = 'log' AND dropped_at IS NULL)
-       AND NOT EXISTS (SELECT FROM dead_letter d WHERE d.backfill_id = p.job_id)
-     LIMIT {STEP} FOR UPDATE OF j SKIP LOCKED),
-numbers AS (DELETE FROM replay WHERE job_id = ANY(ARRAY(SELECT job_id FROM old))),
-parts AS (DELETE FROM replay_job_endpoint WHERE job_id = ANY(ARRAY(SELECT job_id FROM old))),
-deleted AS (
-    DELETE FROM replay_job WHERE id = ANY(ARRAY(SELECT job_id FROM old)) RETURNING id)
-SELECT FROM deleted
-""",  # noqa: S608 (constants only)
-)
-
 # Deletes expired idempotency keys, which are kept for a while for lookups.
 DELETE_IDEMPOTENCY_KEYS = WriteStatement(
     "delete_idempotency_keys",
@@ -320,7 +289,6 @@ class RetentionStore:
         deleted_rows = await erase_leftovers(self._db, ERASED_WITHIN_S)
         for delete, keep_s in (
             (DELETE_DEAD_LETTERS, self._keep.dead_letters_s),
-            (DELETE_RECEIVER_REPLAYS, self._keep.log_s),
             (DELETE_IDEMPOTENCY_KEYS, self._keep.events_s),
         ):
             deleted = STEP

@@ -31,39 +31,19 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
  WHERE s.to_batch IS NULL
 """
 
-RESEND_SCAN_EXTRA = 20
-"""Sequence numbers of a lane that are read beyond those to replay, because some are skipped."""
-
-# Whether a delivery `{d}` of the lane `{lane}` is sent again when its receiver requests what it
-# received from sequence number `{first}` on: if it was not dead-lettered, which is for an
-# operator to decide, and is not itself a copy, made by such a request, of a delivery that is
-# sent again anyway.
-IS_RESENDABLE = """
-    (NOT EXISTS (SELECT FROM replay_job j
-                  WHERE j.id = {d}.backfill_id AND j.kind = 'lane' AND j.lane_id = {lane}
-                    AND {d}.replay_seq >= {first})
-     AND coalesce((SELECT x.to_seq FROM dead_letter x
-                    WHERE x.lane_id = {lane} AND x.seq <= {d}.seq
-                    ORDER BY x.seq DESC LIMIT 1), 0) < {d}.seq)
-"""
-_IS_COPY = """
-    EXISTS (SELECT FROM replay_job j WHERE j.id = n.backfill_id AND j.kind = 'lane')
-"""
-
 # The next sequence numbers of pending replays: for each part of a job the oldest replays first,
 # at most `numbers_max` numbers per part.  Each delivery is appended to the lane to which its key
 # is assigned today.
-#   requested: the replays of each part, with the sequence numbers before each.  MATERIALIZED:
-#     evaluated once.  LIMIT 1 keeps x an index lookup per replay, and OFFSET 0 keeps the inner
-#     query to pending replays, whatever the planner estimates.
+#   requested: the replays of each part with their dead letters, and the sequence numbers before
+#     each.  MATERIALIZED: evaluated once.  LIMIT 1 keeps x an index lookup per replay, and
+#     OFFSET 0 keeps the inner query to pending replays, whatever the planner estimates.
 #   chunk: how many numbers each replay may take.  Sequence numbers have no gaps, so this is
 #     known beforehand: no more of a range is read than is taken, from where the last batch
 #     ended.
 # A single dead letter has its own copy of the event.  Of a range only the deliveries are left;
-# their events give the key, or the dead letters that they were copied from.  The same applies
-# to what a lane delivered, of which some is not sent again: such a job has one replay.  A
-# sequence number whose delivery is gone is NULL, once per replay, and is skipped.
-READ_REPLAYS = f"""
+# their events give the key, or the dead letters that they were copied from.  A sequence number
+# whose delivery is gone is NULL, once per replay, and is skipped.
+READ_REPLAYS = """
 WITH requested AS MATERIALIZED (
     SELECT part.job_id, part.endpoint_id, part.numbers_max, r.*, x.*,
            sum(r.to_seq - r.next_seq + 1) OVER (
@@ -77,51 +57,36 @@ WITH requested AS MATERIALIZED (
                   AND next_seq <= to_seq OFFSET 0) pending
             ORDER BY id LIMIT part.numbers_max) r
      CROSS JOIN LATERAL (
-           SELECT j.lane_id AS resent_id, coalesce(j.lane_id, d.lane_id) AS lane_id, p.first_id,
-                  d.outbox_id, d.key, d.backfill_id, d.batch, d.seq, e.generation, e.lanes
-             FROM replay_job j
-             JOIN replay_job_endpoint p ON p.job_id = j.id AND p.endpoint_id = part.endpoint_id
+           SELECT d.lane_id, d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes
+             FROM dead_letter d
              JOIN endpoint e ON e.id = part.endpoint_id AND e.state IN ('active', 'paused')
-             LEFT JOIN dead_letter d ON d.id = r.dead_id
-            WHERE j.id = part.job_id LIMIT 1) x),
+            WHERE d.id = r.dead_id LIMIT 1) x),
 chunk AS (
-    SELECT *, least(to_seq - next_seq + 1,
-                    CASE WHEN resent_id IS NULL THEN numbers_max - before
-                         ELSE numbers_max + {RESEND_SCAN_EXTRA} END)::bigint AS numbers
+    SELECT *, least(to_seq - next_seq + 1, numbers_max - before)::bigint AS numbers
       FROM requested WHERE before < numbers_max)
 SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id,
-       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id, d.was_backfill_id, d.is_selected
+       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id
   FROM chunk t
   LEFT JOIN LATERAL (
        SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key, t.backfill_id,
-              t.dead_id AS copy_id, true AS is_selected,
-              (SELECT was_backfill_id FROM delivery
-                WHERE lane_id = t.lane_id AND batch = t.batch AND seq = t.seq) AS was_backfill_id
+              t.dead_id AS copy_id
         WHERE t.outbox_id IS NOT NULL
         UNION ALL
-       SELECT n.seq, n.batch, n.outbox_id, coalesce(o.key, c.key),
-              CASE WHEN t.resent_id IS NULL THEN n.backfill_id ELSE t.job_id END, n.copy_id,
-              t.resent_id IS NULL OR coalesce(o.is_there, c.is_there, false)
-              AND {IS_RESENDABLE.format(d="n", lane="t.lane_id", first="t.first_id")},
-              CASE WHEN t.resent_id IS NULL OR {_IS_COPY} THEN n.was_backfill_id
-                   ELSE n.backfill_id END
-         FROM (SELECT seq, batch, outbox_id, backfill_id, copy_id, replay_seq, was_backfill_id
-                 FROM delivery
+       SELECT n.seq, n.batch, n.outbox_id, coalesce(o.key, c.key), n.backfill_id, n.copy_id
+         FROM (SELECT seq, batch, outbox_id, backfill_id, copy_id FROM delivery
                 WHERE t.outbox_id IS NULL AND lane_id = t.lane_id
                   AND batch >= t.next_batch AND seq >= t.next_seq
                 ORDER BY batch, seq LIMIT t.numbers) n
          LEFT JOIN LATERAL (
-              SELECT key, payload IS NOT NULL AS is_there FROM outbox
-               WHERE id = n.outbox_id LIMIT 1) o ON true
+              SELECT key FROM outbox WHERE id = n.outbox_id LIMIT 1) o ON true
          LEFT JOIN LATERAL (
-              SELECT key, payload IS NOT NULL AS is_there FROM dead_letter
-               WHERE id = n.copy_id LIMIT 1) c ON true
+              SELECT key FROM dead_letter WHERE id = n.copy_id LIMIT 1) c ON true
         WHERE n.seq < t.next_seq + t.numbers) d ON true
   LEFT JOIN lane l ON l.endpoint_id = t.endpoint_id AND l.generation = t.generation
    AND l.slot = (CASE WHEN d.key IS NULL THEN d.outbox_id
                       ELSE hashtextextended(d.key, 0) & 9223372036854775807 END) % t.lanes
  ORDER BY t.job_id, t.endpoint_id, t.id, d.seq
-"""  # noqa: S608 (constants only)
+"""
 
 
 class RoutingStore:
@@ -160,7 +125,7 @@ class RoutingStore:
         chunks: list[ReplayChunk] = []
         for part, of_part in groupby(rows, lambda r: (r["job_id"], r["endpoint_id"])):
             part_rows = list(of_part)
-            lane_ids = [r["lane_id"] for r in part_rows if r["is_selected"]]
+            lane_ids = [r["lane_id"] for r in part_rows if r["seq"] is not None]
             left = count_fitting(lane_ids, share_of[part].per_lane, share_of[part].numbers)
             for _, of_one in groupby(part_rows, lambda r: r["id"]):
                 chunk, left = _take_chunk(list(of_one), left)
@@ -173,34 +138,23 @@ class RoutingStore:
 def _take_chunk(rows: list[Any], left: int) -> tuple[ReplayChunk | None, int]:
     """The chunk of one replay when `left` numbers may be taken, and how many are left then."""
     first = rows[0]
-    selected = [r for r in rows if r["is_selected"]]
-    taken = selected[:left]
-    if selected and not taken:
+    found = [r for r in rows if r["seq"] is not None]
+    taken = found[:left]
+    if found and not taken:
         return None, 0
-    if len(taken) < len(selected):
-        next_seq = selected[left]["seq"]
-    else:
-        next_seq = first["next_seq"] + first["numbers"]
-    processed = [r for r in rows if r["seq"] is not None and r["seq"] < next_seq]
+    truncated = len(taken) < len(found)
+    next_seq = found[left]["seq"] if truncated else first["next_seq"] + first["numbers"]
     chunk = ReplayChunk(
         first["id"],
         first["job_id"],
         first["endpoint_id"],
         tuple(
-            Replay(
-                r["lane_id"],
-                r["outbox_id"],
-                r["id"],
-                r["seq"],
-                r["backfill_id"],
-                r["copy_id"],
-                r["was_backfill_id"],
-            )
+            Replay(r["lane_id"], r["outbox_id"], r["id"], r["seq"], r["backfill_id"], r["copy_id"])
             for r in taken
         ),
         next_seq=next_seq,
-        next_batch=processed[-1]["batch"] if processed else first["next_batch"],
-        missing=next_seq - first["next_seq"] - len(processed),
+        next_batch=taken[-1]["batch"] if taken else first["next_batch"],
+        missing=next_seq - first["next_seq"] - len(taken),
     )
     # A truncated chunk ends the part: the replays behind it must wait, to keep the order.
-    return chunk, left - len(taken) if len(taken) == len(selected) else 0
+    return chunk, 0 if truncated else left - len(taken)

@@ -95,33 +95,31 @@ WRITE_BATCH = WriteStatement(
     f"""
 WITH locked AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $12 AND version = $15 AND ($25::bigint IS NULL OR server_timeline() = $25)
+     WHERE writer = $12 AND version = $15 AND ($24::bigint IS NULL OR server_timeline() = $24)
        AND ($17::bigint IS NULL OR erasures = $17)
        AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer,
                        committed_after)
-    SELECT $1, $2, $3, $4, $5, $6, $24::bigint, $7, $12, $22::timestamptz FROM locked),
+    SELECT $1, $2, $3, $4, $5, $6, $23::bigint, $7, $12, $21::timestamptz FROM locked),
 advanced AS MATERIALIZED (
     SELECT n.*
-      FROM locked, unnest($7::bigint[], $23::bigint[], $8::bigint[])
+      FROM locked, unnest($7::bigint[], $22::bigint[], $8::bigint[])
            AS n(lane_id, old_seq, last_seq)),
 counted AS MATERIALIZED (
     SELECT advance_lane_counter(lane_id, old_seq, last_seq) FROM advanced),
 delivered AS (
     INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
-                          copy_id, was_backfill_id)
-    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq, d.backfill_id, d.copy_id,
-           d.was_backfill_id
+                          copy_id)
+    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq, d.backfill_id, d.copy_id
       FROM locked, unnest($9::text::bigint[], $10::text::bigint[], $11::text::bigint[],
-                        $13::bigint[], $14::bigint[], $19::bigint[], $20::bigint[], $21::bigint[])
-           AS d(lane_id, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id,
-                was_backfill_id)),
+                        $13::bigint[], $14::bigint[], $19::bigint[], $20::bigint[])
+           AS d(lane_id, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id)),
 awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM locked WHERE $16),
 notified AS MATERIALIZED (
     SELECT pg_notify(current_schema() || '{OWNERS_SUFFIX}', $18) FROM locked
-     WHERE $18::text IS NOT NULL AND $24 > 0
+     WHERE $18::text IS NOT NULL AND $23 > 0
        AND EXISTS (SELECT FROM replica WHERE id <> $12))
 SELECT FROM locked
  WHERE (SELECT count(*) FROM awake) + (SELECT count(*) FROM notified)
@@ -338,7 +336,6 @@ class SequencingStore:
             notification,
             sparse(deliveries.backfill_ids),
             sparse(deliveries.copy_ids),
-            sparse(deliveries.was_backfill_ids),
             committed_after,
             [last_seq - new[lane_id] for lane_id, last_seq in deliveries.counters.items()],
             len(deliveries),

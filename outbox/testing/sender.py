@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 SECRET = "whsec_" + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
 PAGE = 100
-RECEIVER_JOB_IDS_FROM = 1000
-"""First id of replay jobs requested by receivers; backfills by operators use lower ids."""
 
 
 def sign(
@@ -90,7 +88,7 @@ class FakeSender:
         self._clock = clock
         self._new_id = new_id
         self._lanes: dict[str, list[_SequencedDelivery]] = {}
-        self._events = self._jobs = 0
+        self._events = 0
 
     def lane(self, slot: int = 0, generation: int = 1) -> str:
         """Return the name of a lane."""
@@ -151,27 +149,6 @@ class FakeSender:
         """Send an event again as part of a backfill, to be processed again."""
         return self._append(self._find(request).delivery._replace(backfill_id=backfill_id))
 
-    def resend_lane(self, lane: str, after: int) -> list[Request]:
-        """Replay the deliveries of a lane after a sequence number, as requested by a receiver."""
-        self._jobs += 1
-        found = [
-            each.delivery
-            for each in self._lanes.get(lane, [])[after:]
-            if not each.dead_lettered and not each.is_resent
-        ]
-        return [
-            self._append(
-                each._replace(
-                    replay_of=(lane, each.seq),
-                    backfill_id=RECEIVER_JOB_IDS_FROM + self._jobs,
-                    is_copy=True,
-                    was_backfill_id=each.backfill_id,
-                ),
-                is_sent_again=True,
-            )
-            for each in found
-        ]
-
     def checkpoint(self) -> Request:
         """Create a checkpoint with the last sequence number of each lane."""
         marks = [
@@ -229,13 +206,10 @@ class FakeSender:
 
     # -------------------------------------------------------------------------- internals
 
-    def _append(
-        self, delivery: Delivery, *, lane_ends: bool = False, is_sent_again: bool = False
-    ) -> Request:
+    def _append(self, delivery: Delivery, *, lane_ends: bool = False) -> Request:
         numbers = self._lanes.setdefault(delivery.lane, [])
         previous = max((n.delivery.seq for n in numbers if not n.dead_lettered), default=0)
         numbered = _SequencedDelivery(delivery._replace(seq=len(numbers) + 1), previous, lane_ends)
-        numbered.is_resent = is_sent_again
         numbers.append(numbered)
         return numbered.request(1, self._key, self._clock())
 
@@ -260,7 +234,6 @@ class _SequencedDelivery:
     def __init__(self, delivery: Delivery, previous: int, lane_ends: bool) -> None:
         self.delivery = delivery
         self.dead_lettered = False
-        self.is_resent = False
         self.previous = previous
         self.lane_ends = lane_ends
         self._prepared = prepare(delivery, previous, lane_ends=lane_ends)

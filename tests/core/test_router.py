@@ -339,7 +339,6 @@ def test_replays_are_appended_to_their_lane(
             outbox_id=n,
             seq=70 + n,
             copy_id=n % 2 or None,
-            was_backfill_id=n,
         )
         for n, slot in enumerate(slots)
     ]
@@ -350,7 +349,6 @@ def test_replays_are_appended_to_their_lane(
     assert out.replay_ids == [None] * fresh + [r.id for r in replays]
     assert out.replay_seqs == [None] * fresh + [r.seq for r in replays]
     assert out.copy_ids == [None] * fresh + [r.copy_id for r in replays]
-    assert out.was_backfill_ids == [None] * fresh + [r.was_backfill_id for r in replays]
     assert out.lane_ids[fresh:] == [r.lane_id for r in replays]
     assert out.outbox_ids[fresh:] == [r.outbox_id for r in replays]
     for lane in counters:

@@ -15,20 +15,17 @@ import orjson
 import pytest
 
 import outbox
-from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import Retention
 from outbox.operations import (
     backfill,
     endpoint_removal,
     erase,
-    receiver_replays,
     replay_jobs,
     replays,
 )
 from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
 from outbox.operations.erase import ErasureTarget
-from outbox.operations.fetch_tokens import Fetcher
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.partitions import PartitionStore
@@ -125,7 +122,7 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
     """Also with the statements that are sent through a connection pooler."""
     if pooled:
         await find_the_schema(database)
-    shop = await add_endpoint(database, lanes=2)
+    await add_endpoint(database, lanes=2)
     await add_endpoint(database, "ids")
     await add_endpoint(database, "filter", on_dead_letter="block")
     await add_endpoint(database, "removed")
@@ -152,14 +149,12 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
         since = datetime(2020, 1, 1, tzinfo=UTC)
         for name in ("shop", "broken"):
             await backfill.request_backfill(db, "relay", Backfill(name, since), actor="test")
-        lane = lane_name(shop.id, 1, 0)
-        await receiver_replays.request_replay(db, "relay", Fetcher(shop.id, "shop"), lane, 0)
         async with (
             in_lockstep(database) as (seen, dsn),
             running(database, network, dsn=dsn, lease_s=LEASE_S, pooled=pooled),
         ):
             await publish(database, *range(8, 12))
-            ended = "SELECT count(*) = 7 FROM replay_job WHERE ended_at IS NOT NULL"
+            ended = "SELECT count(*) = 6 FROM replay_job WHERE ended_at IS NOT NULL"
             await until(lambda: fetchval(database, ended), 30, "the jobs to end")
             await all_ended(database)
         jobs = await replay_jobs.list_jobs(db, "relay")
@@ -171,7 +166,6 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
         ("dead", 0, {"removed": 1}),
         ("history", 8, {}),
         ("history", 8, {}),
-        ("lane", 4, {}),
     ]
     entries = [orjson.loads(row["data"]) for row in journal if row["kind"] == "replay_ended"]
     ended_jobs = [{"job": job.id, "state": "done", "taken": job.taken} for job in jobs]
@@ -186,16 +180,11 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
 
 
 async def test_maintenance(database: Database) -> None:
-    good = await add_endpoint(database, lanes=1)
+    await add_endpoint(database, lanes=1)
     await add_endpoint(database, "bad", lanes=1)
     network = Network(lambda sent: REJECTED if sent.url.endswith("bad") else OK)
-    async with running(database, network), database.connection(**SESSION) as db:
+    async with running(database, network):
         await publish(database, *range(4))
-        await all_ended(database)
-        fetcher = Fetcher(good.id, "shop")
-        await receiver_replays.request_replay(db, "relay", fetcher, f"{good.id.hex[:12]}-1-0", 0)
-        replayed = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_job_endpoint"
-        await until(lambda: fetchval(database, replayed), 10, "the replay")
         await all_ended(database)
     async with in_lockstep(database) as (seen, dsn):
         connection = await asyncpg.connect(dsn, connection_class=StoreConnection, **SESSION)
@@ -218,11 +207,10 @@ async def test_maintenance(database: Database) -> None:
         deleted = await retention.delete_expired()
         await connection.close()
     assert dropped > 1
-    # Six responses and three dead letters are erased; four dead letters, a replay and a key go.
-    assert deleted == 6 + 3 + 4 + 1 + 1
+    # Six responses and three dead letters are erased; four dead letters and a key go.
+    assert deleted == 6 + 3 + 4 + 1
     assert await fetchval(database, "SELECT count(*) FROM dead_letter WHERE payload IS NULL") == 3
-    for table in ("replay_job", "idempotency_key"):
-        assert await fetchval(database, f"SELECT count(*) FROM {table}") == 0
+    assert await fetchval(database, "SELECT count(*) FROM idempotency_key") == 0
     assert not seen.hold_points, seen.report()
 
 

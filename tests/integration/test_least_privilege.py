@@ -191,9 +191,7 @@ async def database_grants(database: Database, name: str) -> None:
 
 
 @pytest.mark.one_major
-async def test_receivers_fetch_and_replay_through_a_least_privilege_relay(
-    database: Database,
-) -> None:
+async def test_receivers_fetch_through_a_least_privilege_relay(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
     async with database.connection(**PATH) as owner:
@@ -212,12 +210,7 @@ async def test_receivers_fetch_and_replay_through_a_least_privilege_relay(
                 (lane,) = (await response.json())["items"]
             async with session.get(f"{at.url}v1/lanes/{lane['lane']}/deliveries") as response:
                 assert [each["sequence"] for each in (await response.json())["items"]] == [1, 2]
-            async with session.post(
-                f"{at.url}v1/lanes/{lane['lane']}/replay", params={"after": 0}
-            ) as response:
-                assert response.status == 200
-            await until(lambda: len(network.accepted) == 4, 20, "both again")
-    assert network.data() == [1, 2, 1, 2]
+    assert network.data() == [1, 2]
 
 
 @pytest.mark.one_major

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import asyncpg
 import pytest
@@ -22,14 +22,12 @@ from outbox.errors import UsageError
 from outbox.operations import (
     backfill,
     endpoint_states,
-    receiver_replays,
     replay_jobs,
     replays,
     trace,
 )
 from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterSelection
-from outbox.operations.fetch_tokens import Fetcher
 from outbox.relay import maintenance
 from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder
@@ -427,54 +425,6 @@ async def test_events_are_kept_for_the_rest_of_a_running_range_replay(
         await until(lambda: fetchval(database, ended), 10, "the job's end")
     await keeper.maintain_until_idle()
     assert await keeper.first("events") > 0
-
-
-@pytest.mark.one_major
-@pytest.mark.parametrize("kind", ["events", "log"])
-async def test_events_are_kept_during_a_receiver_replay(
-    database: Database, keeper: Maintainer, kind: Literal["events", "log"]
-) -> None:
-    keep = Retention(0, None, 3600) if kind == "events" else Retention(None, 0, 0)
-    keeper.retention = RetentionStore(keeper.db, keep, period_s=0)
-    made = await add_endpoint(database, lanes=1)
-    network = Network()
-    async with running(database, network):
-        await publish(database, *range(6), key="k")
-        await checkpointed(database)
-    fetcher = Fetcher(made.id, "shop")
-    await receiver_replays.request_replay(keeper.db, "relay", fetcher, f"{made.id.hex[:12]}-1-0", 0)
-    with ranges.unpaced(2):
-        worker = await ranges.sequencer(database)
-        while await fetchval(database, "SELECT next_seq FROM replay") == 1:
-            await ranges.turn(worker)
-    # These two are done and nothing is pending: only the remaining part of the job keeps events.
-    last = "acked_seq = 8, delivered_seq = 8, floor_batch = (SELECT max(batch) FROM batch)"
-    await keeper.db.execute(f"UPDATE lane_progress SET {last}")
-    await keeper.maintain_until_idle()
-    assert await keeper.first(kind) == 0
-    async with running(database, network):
-        await until(lambda: len(network.accepted) == 10, 10, "the rest")
-        ended = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_job_endpoint"
-        await until(lambda: fetchval(database, ended), 10, "the job's end")
-
-        async def has_gone() -> bool:
-            await keeper.maintain_until_idle()
-            return await keeper.first(kind) > 0
-
-        await until(has_gone, 10, "its end")
-        assert network.data() == [*range(6), *range(2, 6)]
-        if kind == "events":
-            return
-
-        async def is_forgotten() -> bool:
-            await publish(database, "later", key="k")
-            await keeper.maintain_until_idle()
-            await keeper.retention.delete_expired()
-            return await fetchval(database, "SELECT count(*) FROM replay_job") == 0
-
-        # The request is deleted together with its last result.
-        await until(is_forgotten, 20, "its end")
-    assert await fetchval(database, "SELECT count(*) FROM replay") == 0
 
 
 @pytest.mark.one_major

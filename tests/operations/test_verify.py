@@ -79,17 +79,6 @@ DAMAGE = {
            UPDATE delivery d SET replay_id = asked.id, replay_seq = 5 FROM asked WHERE d.seq = 6""",
         {"replayed", "complete"},
     ),
-    "what a receiver asked for again was passed over": (
-        """WITH job AS (INSERT INTO replay_job (kind, requested_by, lane_id)
-                        SELECT 'lane', 'x', id FROM lane RETURNING id),
-                part AS (
-                    INSERT INTO replay_job_endpoint
-                           (job_id, endpoint_id, first_id, next_id, last_id)
-                         SELECT job.id, l.endpoint_id, 1, 3, 2 FROM job, lane l)
-           INSERT INTO replay (job_id, endpoint_id, next_seq, next_batch, to_seq)
-           SELECT job.id, l.endpoint_id, 3, 1, 2 FROM job, lane l""",
-        {"resent"},
-    ),
     "a backfill went on behind what it says": (
         """WITH job AS (INSERT INTO replay_job (kind, requested_by) VALUES ('history', 'x')
                         RETURNING id),

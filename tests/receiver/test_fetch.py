@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.receiver import CannotFetch, FetchClient, ReplayConflict
+from outbox.receiver import CannotFetch, FetchClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,14 +96,9 @@ def test_an_invalid_page_raises_cannot_fetch(change: dict[str, object]) -> None:
         assert fetch.page("a-1-0", 0).acknowledged == 7
 
 
-def test_an_invalid_replay_response_raises_cannot_fetch() -> None:
-    good = {"lane": "a", "job": None, "from": None, "to": None, "acknowledged": 0}
-    with relay_response(as_json(good)) as fetch:
-        assert fetch.replay("a", 0).job is None
-    with relay_response(as_json(good | {"job": "1"})) as fetch, pytest.raises(CannotFetch):
-        fetch.replay("a", 0)
+def test_the_reason_of_an_error_response_is_reported() -> None:
     with (
-        relay_response(as_json({"detail": "a\nb"}, "409 Conflict")) as fetch,
-        pytest.raises(ReplayConflict, match="responded: 409, a b"),
+        relay_response(as_json({"detail": "a\nb"}, "404 Not Found")) as fetch,
+        pytest.raises(CannotFetch, match="responded: 404, a b"),
     ):
-        fetch.replay("a", 0)
+        fetch.page("a-1-0", 0)

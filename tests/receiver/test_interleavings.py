@@ -115,8 +115,8 @@ class World(RuleBasedStateMachine):
     def begin(self) -> None:
         self.disk = Disk()
         self.events: list[dict[str, Any]] = []
-        """The sequenced deliveries in order: `event`, `replay_of`, `state`, and perhaps `job`."""
-        self.published = self.jobs = 0
+        """The sequenced deliveries in order: `event`, `replay_of` and `state`."""
+        self.published = 0
         self.dead_lettered: set[int] = set()
         """Events that were dead-lettered, and whose replay was not requested."""
         self.may_have_lost = False
@@ -168,24 +168,12 @@ class World(RuleBasedStateMachine):
             seq
             for seq, each in enumerate(self.events, 1)
             if each["state"] == "given up"
-            and "job" not in each
             and not any(other["replay_of"] == seq for other in self.events)
         ]
         if dead:
             seq = data.draw(st.sampled_from(dead))
             event = self.events[seq - 1]["event"]
             self.events.append({"event": event, "replay_of": seq, "state": "pending"})
-
-    @rule(data=st.data())
-    def send_again(self, data: st.DataObject) -> None:
-        """Request a replay of the deliveries after a number."""
-        after = data.draw(st.integers(0, self._acknowledged()))
-        self.jobs += 1
-        for seq in range(after + 1, self._acknowledged() + 1):
-            each = self.events[seq - 1]
-            if each["state"] == "delivered" and "job" not in each:
-                again = {"replay_of": seq, "state": "pending", "job": self.jobs}
-                self.events.append({"event": each["event"], **again})
 
     @precondition(lambda self: self.head is not None)
     @rule()
@@ -206,8 +194,6 @@ class World(RuleBasedStateMachine):
             outbox_id=each["event"],
             event_id=delivery(each["event"]).event_id,
             replay_of=None if stands_for is None else (LANE, stands_for),
-            backfill_id=each.get("job"),
-            is_copy="job" in each,
             payload=b'{"n": %d}' % each["event"],
             published_at=delivery(1).published_at.replace(microsecond=each["event"]),
         )

@@ -21,7 +21,6 @@ from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import Record, Send
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import ReportedState
-from outbox.core.model.ids import lane_name
 from outbox.core.model.response import AttemptOutcome, AttemptResult
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.schedules.schedule import ScheduleSettings
@@ -31,7 +30,6 @@ from outbox.core.sequencing.router import Deliveries
 from outbox.errors import OutboxError
 from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterSelection
-from outbox.operations.fetch_tokens import Fetcher
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.endpoint_state import EndpointState
 from outbox.store.filters import MATCH_ALL, FilterStopReason, StoppedFilter
@@ -591,13 +589,6 @@ class Script:
             return await stores.replays.start_replay(
                 db, SCHEMA, DeadLetterSelection(ids=ids), actor="test"
             )
-        elif u < 0.9:
-            endpoint_id = self._side.endpoint_ids[int(name[1:])]
-            lane = lane_name(endpoint_id, rng.randrange(1, 3), rng.randrange(2))
-            requested = await stores.receiver_replays.request_replay(
-                db, SCHEMA, Fetcher(endpoint_id, name), lane, rng.randrange(5)
-            )
-            return requested.job, requested.from_sequence, requested.to_sequence
         elif u < 0.94:
             since = datetime.fromtimestamp(0, UTC)
             return await stores.backfill.request_backfill(

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.model.ids import lane_name
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
 from outbox.operations.backfill import Backfill
 from outbox.operations.dead_letter_filter import DeadLetterSelection
 from outbox.operations.endpoint_states import require_state
-from outbox.operations.fetch_tokens import Fetcher
 from tests.sim.database.connection import Connection
 from tests.sim.database.tables import SCHEMA
 from tests.sim.stores import (
@@ -26,7 +24,6 @@ from tests.sim.stores import (
     endpoint_writes,
     migrate,
     operational_events,
-    receiver_replays,
     replay_jobs,
     replays,
     schedule_changes,
@@ -140,9 +137,7 @@ class Operator:
         rng = self._rng
         u = rng.random()
         rate_per_s = rng.choice((None, None, 20.0, 0.5))
-        if u < 0.3:
-            await self._send_lane_again()
-        elif u < 0.4:
+        if u < 0.25:
             await self._try(
                 replays.start_replay, DeadLetterSelection(everything=True), rate_per_s=rate_per_s
             )
@@ -155,27 +150,6 @@ class Operator:
         if rng.random() < 0.3:
             await asyncio.sleep(rng.choice((0.01, 0.1, 1.0)) * rng.random())
             await self._abort()
-
-    async def _send_lane_again(self) -> None:
-        """Request deliveries of a lane again, as a receiver that lost them."""
-        db, rng = self._sim.database, self._rng
-        before = [row["lane_id"] for row in db.replay_job.rows.values() if row["lane_id"]]
-        # Perhaps a second time, while copies of the first time are in the lane.
-        lane_id = rng.choice(before if before and rng.random() < 0.5 else list(db.lane.rows))
-        lane = db.lane.rows[lane_id]
-        name = lane_name(lane["endpoint_id"], lane["generation"], lane["slot"])
-        acked = db.lane_progress.rows[lane["id"]]["acked_seq"]
-        # The whole lane would take longer than the run.
-        after = max(0, acked - rng.choice((2, 5, 20, 100)))
-        endpoint = db.endpoint.rows[lane["endpoint_id"]]
-        fetcher = Fetcher(lane["endpoint_id"], endpoint["name"])
-
-        async def request_replay(connection: Connection, schema: str, *, actor: str) -> None:
-            await receiver_replays.request_replay(connection, schema, fetcher, name, after)
-
-        # A receiver repeats a request that has no response yet.
-        times = rng.choice((1, 1, 2))
-        await asyncio.gather(*(self._try(request_replay) for _ in range(times)))
 
     async def _replay_some(self) -> None:
         """Replay dead letters by their ids."""

@@ -40,27 +40,11 @@ class Replayed:
         self._chunks: dict[UUID, tuple[int, list[tuple[LaneBook, int]]]] = {}
 
     def committed(self, tx: Transaction) -> None:
-        """Register new jobs.
-
-        Raises:
-            Violation: another job replays the same lane.
-        """
+        """Register new jobs."""
         for job_id, row in (tx.writes.get(self._db.replay_job) or {}).items():
             assert row is not None
             if job_id not in self._requested_in:
                 self._requested_in[job_id] = self._db.batches[-1].batch
-                if row["lane_id"] is not None:
-                    self._require_only(job_id, row["lane_id"])
-
-    def _require_only(self, job_id: int, lane_id: int) -> None:
-        for part in self._db.replay_job_endpoint.rows.values():
-            other, running = part["job_id"], part["ended_at"] is None
-            if (
-                other != job_id
-                and running
-                and self._db.replay_job.rows[other]["lane_id"] == lane_id
-            ):
-                raise Violation("replay", f"jobs {other} and {job_id} both replay lane {lane_id}")
 
     def settled(self, tx: Transaction) -> None:
         """Register aborted jobs, after the deliveries of the same transaction."""
@@ -79,9 +63,6 @@ class Replayed:
             self._backfilled(each, book)
             return
         replay = self._db.replay.rows[each.replay_id]
-        if replay["dead_id"] is None:
-            self._resent(each, book, replay)
-            return
         dead_letter = self._db.dead_letter.rows[replay["dead_id"]]
         where = (
             f"lane {book.id}/{each.seq}: number {each.replay_seq} of lane {dead_letter['lane_id']}"
@@ -97,47 +78,6 @@ class Replayed:
             raise Violation("replay", f"{where} was {was}")
         self._require_new(self._numbers, each.replay_id, each.replay_seq, where)
         self._require_order("replay", each.replay_id, book.id, each.replay_seq, where)
-
-    def _resent(self, each: Given, book: LaneBook, replay: Row) -> None:
-        """Check a delivery that a receiver requested again."""
-        lane_id = self._db.replay_job.rows[replay["job_id"]]["lane_id"]
-        where = f"lane {book.id}/{each.seq}: number {each.replay_seq} of lane {lane_id}, again"
-        self._require_running(replay["job_id"], where)
-        assert each.replay_seq is not None
-        if self._db.lane.rows[lane_id]["endpoint_id"] != book.endpoint_id:
-            raise Violation("replay", f"{where} is another endpoint's")
-        was = self._db.given(lane_id, each.replay_seq)
-        if was.outbox_id != each.outbox_id:
-            raise Violation("replay", f"{where} was {was}")
-        if each.backfill_id != replay["job_id"]:
-            raise Violation("replay", f"{where} would be dropped as a duplicate")
-        first = self._db.replay_job_endpoint.rows[replay["job_id"], replay["endpoint_id"]][
-            "first_id"
-        ]
-        if not self._is_resendable(lane_id, first, was):
-            raise Violation("replay", f"{where} was dead-lettered, or is a copy of another: {was}")
-        is_copy = self._is_of_job_kind(was, "lane")
-        if each.was_backfill_id != (was.was_backfill_id if is_copy else was.backfill_id):
-            raise Violation("replay", f"{where} would be taken for another one: {was}")
-        self._require_new(self._numbers, each.replay_id or 0, each.replay_seq, where)
-        self._require_order("replay", each.replay_id or 0, book.id, each.replay_seq, where)
-
-    def _is_of_job_kind(self, given: Given, kind: str) -> bool:
-        job = None if given.backfill_id is None else self._db.replay_job.rows[given.backfill_id]
-        return job is not None and job["kind"] == kind
-
-    def _is_resendable(self, lane_id: int, first: int, was: Given) -> bool:
-        """Whether a request of a receiver from a sequence number on includes this delivery."""
-        if self._is_of_job_kind(was, "lane"):
-            assert was.backfill_id is not None
-            assert was.replay_seq is not None
-            of_lane = self._db.replay_job.rows[was.backfill_id]["lane_id"]
-            if of_lane == lane_id and was.replay_seq >= first:
-                return False
-        return not any(
-            d["lane_id"] == lane_id and d["seq"] <= was.seq <= d["to_seq"]
-            for d in self._db.dead_letter.rows.values()
-        )
 
     def _backfilled(self, each: Given, book: LaneBook) -> None:
         assert each.backfill_id is not None
@@ -183,9 +123,6 @@ class Replayed:
         for replay in self._db.replay.rows.values():
             if replay["next_seq"] <= replay["to_seq"]:
                 raise Violation("replay", f"{replay} was forgotten")
-            if replay["dead_id"] is None:
-                self._audit_resent(replay)
-                continue
             seq = self._db.dead_letter.rows[replay["dead_id"]]["seq"]
             given = self._numbers.get(replay["id"], set())
             if given != set(range(seq, replay["next_seq"])):
@@ -193,22 +130,6 @@ class Replayed:
         for part in self._db.replay_job_endpoint.rows.values():
             if self._db.replay_job.rows[part["job_id"]]["kind"] == "history":
                 self._audit_backfill(part)
-
-    def _audit_resent(self, replay: Row) -> None:
-        db = self._db
-        lane_id = db.replay_job.rows[replay["job_id"]]["lane_id"]
-        part = db.replay_job_endpoint.rows[replay["job_id"], replay["endpoint_id"]]
-        given = self._numbers.get(replay["id"], set())
-        wanted = {
-            each.seq
-            for each in db.deliveries[lane_id]
-            if part["first_id"] <= each.seq < replay["next_seq"]
-            # Events that were dropped before are skipped.
-            and (each.copy_id is not None or each.outbox_id >= db.first_id)
-            and self._is_resendable(lane_id, part["first_id"], each)
-        }
-        if wanted - given or part["taken"] != len(given):
-            raise Violation("replay", f"{part}: {sorted(wanted - given)} are missing")
 
     def _audit_backfill(self, part: Row) -> None:
         db = self._db

@@ -82,7 +82,7 @@ TABLES = {
     "batch": """SELECT batch, high, array(SELECT unnest(lanes) ORDER BY 1) FROM batch
                  ORDER BY 1""",
     "delivery": """SELECT lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
-                          copy_id, was_backfill_id
+                          copy_id
                      FROM delivery ORDER BY 1, 2, 3""",
     "schedule": "SELECT name, state, overlap, key, last_outbox_id FROM schedule ORDER BY 1",
     "future_event": "SELECT id, type FROM future_event ORDER BY 1",

@@ -33,7 +33,6 @@ from outbox.operations import (
     endpoints,
     lane_history,
     live_status,
-    receiver_replays,
     status,
 )
 from outbox.operations.erase import ERASE_EVENTS
@@ -225,34 +224,24 @@ async def _no_replays(log: LongLog) -> Case:
     return Case(routing.READ_REPLAYS, _parts(log), rows, pages, before=(NO_REPLAYS,))
 
 
-async def _a_lane_sent_again(log: LongLog) -> Case:
+async def _replay_of_a_range(log: LongLog) -> Case:
     """From the middle of a lane with hundreds of earlier partitions."""
     lane, middle = log.lanes[7], ACKED // 2
-    endpoint = f"(SELECT endpoint_id FROM lane WHERE id = {lane})"
-    asked = f"""
-        INSERT INTO replay_job (id, kind, requested_by, lane_id) OVERRIDING SYSTEM VALUE
-        VALUES (1000, 'lane', 'x', {lane});
-        INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, last_id)
-        VALUES (1000, {endpoint}, {middle}, {middle}, {ACKED});
-        INSERT INTO replay (job_id, endpoint_id, next_seq, next_batch, to_seq)
-        VALUES (1000, {endpoint}, {middle}, {batch_of(middle)}, {ACKED})"""
+    endpoint, batch = f"(SELECT endpoint_id FROM lane WHERE id = {lane})", batch_of(middle)
+    requested = f"""
+        INSERT INTO replay_job (id, kind, requested_by) OVERRIDING SYSTEM VALUE
+        VALUES (1000, 'dead', 'x');
+        INSERT INTO dead_letter (id, endpoint_id, lane_id, batch, seq, to_seq, reason, attempts)
+        OVERRIDING SYSTEM VALUE
+        VALUES (1000000, {endpoint}, {lane}, {batch}, {middle}, {ACKED}, 'disabled', 0);
+        INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
+        VALUES (1000, {endpoint}, 1000000, {middle}, {batch}, {ACKED})"""
     async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
         endpoint_id = await connection.fetchval(f"SELECT {endpoint}")
-    seen = 10 + routing.RESEND_SCAN_EXTRA
-    # Its event, its dead letter, and the lanes of its endpoint are looked for each time.
-    rows, pages = seen * (SLOTS + 3), seen * (3 * FOUR + SLOTS)
+    # The event of each delivery and the lanes of its endpoint.
+    rows, pages = 10 * (SLOTS + 2) + 10, 10 * (2 * FOUR + SLOTS) + 40
     arguments = ([1000], [endpoint_id], [10])
-    return Case(routing.READ_REPLAYS, arguments, rows, pages, before=(asked,))
-
-
-async def _where_to_begin_with_a_lane(log: LongLog) -> Case:
-    middle = ACKED // 2
-    return Case(receiver_replays.FIND_FIRST, (log.lanes[7], batch_of(middle), middle), 3, 40)
-
-
-async def _whether_a_lane_is_sent_again(log: LongLog) -> Case:
-    """The open job of a lane, among few open ones."""
-    return Case(receiver_replays.FIND_RUNNING, (log.endpoints[7], log.lanes[7]), ENDPOINTS + 1, 20)
+    return Case(routing.READ_REPLAYS, arguments, rows, pages, before=(requested,))
 
 
 async def _how_far_lanes_are(log: LongLog) -> Case:
@@ -316,7 +305,6 @@ async def _batch(log: LongLog) -> Case:
         deliveries.replay_seqs.append(None)
         deliveries.backfill_ids.append(None)
         deliveries.copy_ids.append(None)
-        deliveries.was_backfill_ids.append(None)
         deliveries.counters[lane] = NUMBERS + 1
     step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
     received = Received()
@@ -578,9 +566,7 @@ RELAY = {
         _events_and_a_gap_as_wide_as_a_setval,
         _replays,
         _no_replays,
-        _a_lane_sent_again,
-        _where_to_begin_with_a_lane,
-        _whether_a_lane_is_sent_again,
+        _replay_of_a_range,
         _how_far_lanes_are,
         _letters,
         _claim_of_letters,

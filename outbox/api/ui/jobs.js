@@ -52,7 +52,6 @@ function progress(job, blocked) {
 
 function subject(job) {
   if (job.kind === "history") return `history of ${job.endpoint}`;
-  if (job.kind === "lane") return `sequence ${count(job.from_sequence)} to ${count(job.to_sequence)} of lane ${job.lane}, requested by the receiver`;
   return job.endpoint ? `dead letters of ${job.endpoint}` : "dead letters";
 }
 

@@ -66,35 +66,23 @@ class Delivery(NamedTuple):
     """For the replay of a dead letter: the lane and sequence that it replaces."""
     backfill_id: int | None = None
     """The backfill that sends the event again, with its own X-Delivery."""
-    is_copy: bool = False
-    """Whether it is a copy that the receiver requested."""
-    was_backfill_id: int | None = None
-    """The backfill of the copied delivery."""
     committed_after: datetime | None = None
     """A lower bound of the commit time; None: not known."""
 
     @property
     def delivery_id(self) -> UUID:
         """The X-Delivery, stable over all attempts."""
-        which = self.endpoint_id, self.outbox_id, self.event_id
-        return delivery_id(*which, self.backfill_id, self.was_backfill_id)
+        return delivery_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
 
     @property
     def message_id(self) -> str:
         """The X-Delivery as text."""
-        which = self.endpoint_id, self.outbox_id, self.event_id
-        return message_id(*which, self.backfill_id, self.was_backfill_id)
+        return message_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the event's first delivery: no replay, backfill or copy."""
-        return self.replay_of is None and self.backfill_id is None and not self.is_copy
-
-    @property
-    def copy_of(self) -> UUID | None:
-        """The X-Delivery of the copied delivery; None: it is not a copy."""
-        which = self.endpoint_id, self.outbox_id, self.event_id
-        return delivery_id(*which, self.was_backfill_id) if self.is_copy else None
+        """Whether it is the event's first delivery: no replay or backfill."""
+        return self.replay_of is None and self.backfill_id is None
 
     @property
     def waits_since(self) -> float | None:
@@ -168,11 +156,7 @@ def prepare(
         endpoint_headers: the endpoint's own headers.
     """
     sent_id = message_id(
-        delivery.endpoint_id,
-        delivery.outbox_id,
-        delivery.event_id,
-        delivery.backfill_id,
-        delivery.was_backfill_id,
+        delivery.endpoint_id, delivery.outbox_id, delivery.event_id, delivery.backfill_id
     )
     lines = (
         f"Content-Type: application/json\r\nUser-Agent: {USER_AGENT}\r\n"
@@ -238,15 +222,13 @@ def body_of(
 
 
 def _rest(delivery: Delivery, *, lane_ends: bool) -> str:
-    """The members that only replays, backfills, copies and the last delivery of a lane have."""
+    """The members that only replays, backfills and the last delivery of a lane have."""
     envelope: dict[str, object] = {}
     if delivery.replay_of is not None:
         lane, sequence = delivery.replay_of
         envelope["replay_of"] = {"lane": lane, "sequence": sequence}
     if delivery.backfill_id is not None:
         envelope["backfill"] = delivery.backfill_id
-    if delivery.copy_of is not None:
-        envelope["copy_of"] = str(delivery.copy_of)
     if lane_ends:
         envelope["lane_ends"] = True
     return f",{orjson.dumps(envelope)[1:-1].decode()}" if envelope else ""

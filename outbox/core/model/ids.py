@@ -21,7 +21,6 @@ def delivery_id(
     outbox_id: int,
     event_id: UUID,
     backfill_id: int | None = None,
-    was_backfill_id: int | None = None,
 ) -> UUID:
     """The `X-Delivery` of one event at one endpoint.
 
@@ -43,10 +42,8 @@ def delivery_id(
             its events and must not drop these.  Acknowledged events are not excluded: the
             relay cannot distinguish an event that was not received from one whose response
             was lost, and others are still in flight.
-        was_backfill_id: for a copy that the receiver requested, the backfill of the copied
-            delivery, because a lane may have an event and its backfilled delivery.
     """
-    return UUID(message_id(endpoint_id, outbox_id, event_id, backfill_id, was_backfill_id))
+    return UUID(message_id(endpoint_id, outbox_id, event_id, backfill_id))
 
 
 def message_id(
@@ -54,12 +51,9 @@ def message_id(
     outbox_id: int,
     event_id: UUID,
     backfill_id: int | None = None,
-    was_backfill_id: int | None = None,
 ) -> str:
     """`delivery_id` as text."""
     identity = b"%d:%b:%d" % (outbox_id, event_id.bytes, backfill_id or 0)
-    if was_backfill_id is not None:
-        identity += b":%d" % was_backfill_id
     tags, masks = _hashes(endpoint_id)
     tag_hash = tags.copy()
     tag_hash.update(identity)

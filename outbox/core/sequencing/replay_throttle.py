@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PartKey: TypeAlias = "tuple[int, UUID]"
 """A job's id and an endpoint's."""
 
-ReplayKind: TypeAlias = Literal["dead", "history", "lane"]
+ReplayKind: TypeAlias = Literal["dead", "history"]
 EndReason: TypeAlias = Literal["aborted", "disabled", "removed", "unsubscribed"]
 """Why a part of a job ends before all of it was replayed."""
 

@@ -78,8 +78,6 @@ class Replay:
     """The job that determines its X-Delivery, or determined that of its dead letter."""
     copy_id: int | None = None
     """The dead letter with a copy of the event."""
-    was_backfill_id: int | None = None
-    """For a replay that the receiver requested: the backfill of the original delivery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,6 @@ class Deliveries:
     replay_seqs: list[int | None] = field(default_factory=list)
     backfill_ids: list[int | None] = field(default_factory=list)
     copy_ids: list[int | None] = field(default_factory=list)
-    was_backfill_ids: list[int | None] = field(default_factory=list)
     counters: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -226,7 +223,6 @@ def assign_sequences(
     out.replay_seqs = [*[None] * fresh, *[each.seq for each in again]]
     out.backfill_ids = [*[None] * fresh, *[each.backfill_id for each in again]]
     out.copy_ids = [*[None] * fresh, *[each.copy_id for each in again]]
-    out.was_backfill_ids = [*[None] * fresh, *[each.was_backfill_id for each in again]]
     return out
 
 

@@ -264,16 +264,6 @@ def _order(suite: _Suite) -> None:
     case.processed.append(event_id(early))
     case.end()
 
-    case = suite.case("a replay on request", "an event that it lost is never processed")
-    case.taken(case.event(1))
-    case.event(2)
-    case.step(early := case.event(3), ExpectedResponse.EVENTUALLY)
-    case.processed.append(event_id(early))
-    _, again, _ = case.sender.resend_lane(case.lane, 0)
-    case.step(again, ExpectedResponse.EVENTUALLY)
-    case.processed.append(event_id(again))
-    case.end()
-
     case = suite.case("a lane joined in its middle", "a new receiver refuses running lanes")
     for _ in range(41):
         joined = case.event(1)

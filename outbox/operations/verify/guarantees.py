@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations.verify.repair_rules import INCONSISTENT_ROWS
-from outbox.store.routing import IS_RESENDABLE
 from outbox.store.skipped_events import SKIPPED_EVENTS
 from outbox.store.type_match import FILTER_MET, MATCHES
 
@@ -186,8 +185,8 @@ CHECKS: tuple[AuditCheck, ...] = (
                   FROM delivery WHERE replay_id IS NOT NULL) d
          CROSS JOIN LATERAL (SELECT endpoint_id FROM lane WHERE id = d.lane_id OFFSET 0) l
           LEFT JOIN LATERAL (
-               SELECT x.*, r.job_id, r.dead_id IS NULL AS is_resent, r.endpoint_id AS its_endpoint
-                 FROM replay r LEFT JOIN dead_letter x ON x.id = r.dead_id
+               SELECT x.*, r.endpoint_id AS its_endpoint
+                 FROM replay r JOIN dead_letter x ON x.id = r.dead_id
                 WHERE r.id = d.replay_id OFFSET 0) x ON true
           LEFT JOIN LATERAL (
                SELECT outbox_id, backfill_id FROM delivery
@@ -195,43 +194,9 @@ CHECKS: tuple[AuditCheck, ...] = (
                   AND seq = d.replay_seq LIMIT 1) was ON true
          WHERE x.its_endpoint IS DISTINCT FROM l.endpoint_id
             OR d.replay_seq <= d.replay_seq_before
-            OR x.is_resent AND d.backfill_id IS DISTINCT FROM x.job_id
-            OR NOT x.is_resent
-               AND (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {_FIRST_BATCH} = 0)
+            OR (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {_FIRST_BATCH} = 0)
                AND (coalesce(x.outbox_id, was.outbox_id) IS DISTINCT FROM d.outbox_id
                     OR coalesce(x.backfill_id, was.backfill_id) IS DISTINCT FROM d.backfill_id)
-        """,  # noqa: S608
-    ),
-    # Aggregated, as in `complete`.  Erased events may have been skipped.
-    AuditCheck(
-        "resent",
-        "each resend request produced exactly one copy per delivered sequence",
-        f"""
-        WITH {_KEPT},
-        requested AS MATERIALIZED (
-            SELECT r.id, j.lane_id, p.first_id, r.next_seq,
-                   p.first_id >= (SELECT seq FROM delivery
-                                   WHERE lane_id = j.lane_id AND batch >= {_FIRST_BATCH}
-                                   ORDER BY batch, seq LIMIT 1) AS is_kept
-              FROM replay r JOIN replay_job j ON j.id = r.job_id AND j.kind = 'lane'
-              JOIN replay_job_endpoint p ON p.job_id = j.id)
-        SELECT format('replay %s: sequence %s with event %s has %s copies', id, seq, outbox_id,
-                      sum(actual))
-          FROM (SELECT a.id, d.seq, d.outbox_id, a.is_kept, 1 AS expected, 0 AS actual,
-                       EXISTS (SELECT FROM outbox
-                                WHERE id = d.outbox_id AND payload IS NOT NULL) AS is_required
-                  FROM requested a
-                  JOIN delivery d ON d.lane_id = a.lane_id AND d.seq >= a.first_id
-                   AND d.seq < a.next_seq AND d.batch >= {_FIRST_BATCH}
-                 WHERE {IS_RESENDABLE.format(d="d", lane="a.lane_id", first="a.first_id")}
-                 UNION ALL
-                SELECT a.id, d.replay_seq, d.outbox_id, a.is_kept, 0, 1, false
-                  FROM requested a JOIN delivery d ON d.replay_id = a.id
-                 WHERE d.batch >= {_FIRST_BATCH}) expected_and_actual
-         GROUP BY id, seq, outbox_id
-        HAVING sum(actual) > 1
-            OR bool_or(is_kept)
-               AND (sum(actual) > sum(expected) OR bool_or(is_required) AND sum(actual) = 0)
         """,  # noqa: S608
     ),
     AuditCheck(

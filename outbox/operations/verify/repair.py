@@ -76,8 +76,6 @@ ADVICE: Mapping[str, str] = {
     "real": "restore the tables outbox and delivery from the same backup; see outbox trace ID",
     "once": "the receiver discards the duplicate by its X-Delivery; see outbox trace ID",
     "replayed": "see outbox dead show ID; replay missing deliveries: outbox dead replay ID",
-    "resent": "see outbox replay list --state all; the receiver can request missing sequences "
-    "again",
     "backfilled": "see outbox replay show JOB; start a new backfill: outbox replay",
     "contiguous": "run outbox verify --repair; if a violation remains, deliveries are missing: "
     "restore the table delivery from a backup, or start new lanes: outbox endpoint update NAME "

@@ -249,7 +249,7 @@ class Inbox:
             # time of publication instead.
             lane, sequence = "", 0
         at = {"lane": lane, "sequence": sequence, "published_at": message.timestamp}
-        which = {"key": key, "delivery_id": message.identity}
+        which = {"key": key, "delivery_id": message.delivery_id}
         return bool((yield Call(self._write_statements(connection).latest, at | which)))
 
     def _confirm(self, connection: Any) -> Generator[Call, Rows, None]:

@@ -6,8 +6,7 @@ order: lanes by name, then the X-Delivery.
 
 A delivery is new if neither its sequence number, nor its X-Delivery, nor the number that it
 replays was recorded before.  Usually one of them would suffice; together they also hold when
-one was forgotten: X-Delivery values expire, and a replay has a new number.  A replay requested
-by the receiver also has a new X-Delivery; `copy_of` names the original.
+one was forgotten: X-Delivery values expire, and a replay has a new number.
 
     fresh        new: process it
     duplicate    processed before: respond 2xx
@@ -108,8 +107,11 @@ def receive(
         tolerance: see `TOLERANCE`.
         expired_before: deliveries received before this time may have expired, RFC 3339.
     """
-    where = {"lane": message.lane, "sequence": message.sequence}
-    claim = where | {"delivery_id": message.identity}
+    claim = {
+        "delivery_id": message.delivery_id,
+        "lane": message.lane,
+        "sequence": message.sequence,
+    }
     is_next = message.previous_sequence == message.sequence - 1
     if sql.advance and is_next and message.replay_of is None and not message.lane_ends:
         ((moved, claimed),) = yield Call(sql.advance, claim)
@@ -139,7 +141,7 @@ def receive(
     if claimed and observation.kind is OrderKind.DUPLICATE and is_kept:
         # The number was seen with another X-Delivery.  The row of this one cannot have
         # expired, because the event is younger than the retention.
-        yield Call(sql.unclaim, {"delivery_id": message.identity})
+        yield Call(sql.unclaim, {"delivery_id": message.delivery_id})
         return DeliveryResult(
             DeliveryOutcome.CONFLICT, replace(observation, kind=OrderKind.CONFLICT)
         )

@@ -96,7 +96,7 @@ class ReplayFeeder:
         shares = self._throttle.shares(_now())
         planned.ends += [share for share in shares if share.part.end_reason is not None]
         shares = [share for share in shares if share.part.end_reason is None]
-        numbered = [share for share in shares if share.part.kind != "history"]
+        numbered = [share for share in shares if share.part.kind == "dead"]
         if numbered and not await self._take_sequences(numbered, planned, leader, version):
             self._return(shares)
             self._return(planned.ends)
@@ -150,8 +150,6 @@ class ReplayFeeder:
                     continue
                 planned.replays += chunk.replays
                 move.taken += len(chunk.replays)
-                if share.part.kind == "lane":
-                    move.next_id = chunk.next_seq
                 if chunk.missing:
                     log.error(
                         "deliveries to be replayed are missing; run outbox verify",

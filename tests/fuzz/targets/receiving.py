@@ -173,7 +173,7 @@ def _matching_headers(body: bytes) -> list[tuple[str, str]]:
 
 def _require_storable(message: Message) -> None:
     """Require that an inbox in any database can store it."""
-    texts = (message.delivery_id, message.event_id, message.type, message.lane, message.copy_of)
+    texts = (message.delivery_id, message.event_id, message.type, message.lane)
     for text in (*texts, message.tenant, message.key, *(message.replay_of or ())[:1]):
         if text is not None:
             text.encode()
@@ -321,7 +321,7 @@ _FETCH = FetchClient("http://127.0.0.1:1", "obf_" + "a" * 43)
 def fetched(raw: bytes) -> None:
     """With any response in place of a relay's, a fetched page is usable or a documented error."""
     data = Data(raw)
-    what, whole = data.number(2), data.number(1)
+    what, whole = data.number(1), data.number(1)
     _Socket.response = data.rest()
     if not whole:
         body = _Socket.response
@@ -333,11 +333,8 @@ def fetched(raw: bytes) -> None:
                 hold(type(standing.acknowledged) is int, f"{standing}")
                 if number > 50:  # The page names itself as its next page.
                     break
-        elif what == 1:
-            _check_page(_FETCH.page("lane", 0))
         else:
-            again = _FETCH.replay("lane", 0)
-            hold(isinstance(again.lane, str) and type(again.acknowledged) is int, f"{again}")
+            _check_page(_FETCH.page("lane", 0))
     except CannotFetch as error:
         refused(error, "fetch", 600)
 
@@ -355,8 +352,8 @@ def _check_page(page: LanePage) -> None:
 
 
 _RICH = GOOD_BODY.replace(
-    b',"data"', b',"tenant":"t","replay_of":{"lane":"a","sequence":3},"backfill":4,"copy_of":"%b",'
-    b'"lane_ends":true,"data"' % str(_ID).encode())  # fmt: skip
+    b',"data"', b',"tenant":"t","replay_of":{"lane":"a","sequence":3},"backfill":4,'
+    b'"lane_ends":true,"data"')  # fmt: skip
 _BATCH = b'[{"delivery":"%b",%b]' % (str(_ID).encode(), GOOD_BODY[1:])
 _ITEM = {"sequence": 7, "headers": dict(GOOD_HEADERS), "body": GOOD_BODY.decode()}
 _LANE = {"lane": "0198c0de0000-1-0", "generation": 1, "acknowledged": 9, "last": 9, "ended": False}
@@ -392,7 +389,7 @@ TARGETS = (
             fields(_SIGNED["webhook-id"], b"0" + _BATCH),
         ),
         words=('"delivery":"', "X-Last-Sequence", "},{", "[{", "}]", '"previous_sequence":',
-               '"sequence":', '"lane":', '"replay_of":{', '"copy_of":', '"backfill":',
+               '"sequence":', '"lane":', '"replay_of":{', '"backfill":',
                '"lane_ends":true', '"id":', '"type":', "null", "-1", "1e400",
                "9223372036854775808", "18446744073709551615", "\\u0000", "\\ud800", '"data":',
                "outbox.checkpoint", '"dead_lettered":[[', "true", "1.0", '"tenant":', '"key":'),
@@ -420,7 +417,6 @@ TARGETS = (
         seeds=(
             b"00" + orjson.dumps({"items": [_LANE], "next": None}),
             b"10" + orjson.dumps(_LANE | {"kept_from": 1, "items": [_ITEM], "next": None}),
-            b"20" + orjson.dumps({"lane": "a", "job": 1, "from": 1, "to": 2, "acknowledged": 3}),
             b"01HTTP/1.1 409 Conflict\r\nContent-Length: 14\r\n\r\n{\"detail\":\"x\"}",
             b"01HTTP/1.1 302 x\r\nLocation: http://169.254.169.254/\r\n\r\n",
             b"11HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",

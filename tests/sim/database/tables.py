@@ -57,7 +57,6 @@ class Given(NamedTuple):
     replay_seq: int | None
     backfill_id: int | None
     copy_id: int | None
-    was_backfill_id: int | None
 
     @property
     def again(self) -> bool:

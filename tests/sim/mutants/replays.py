@@ -12,7 +12,6 @@ from tests.sim.stores import (
     replay_feed,
     replay_jobs,
     replay_progress,
-    routing,
     sequencing,
 )
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.replay_throttle import JobPart
     from outbox.store.replay_progress import ReplayBatch
-    from tests.sim.database.engine import Row, Transaction
+    from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
 
@@ -137,27 +136,3 @@ def next_chunk_before_last_is_delivered(sim: Simulation) -> None:
             del self._throttle.report_progress
 
     swap(ReplayFeeder, "poll", poll)
-
-
-@mutant
-def lane_replay_includes_copies(sim: Simulation) -> None:
-    """Copies and dead letters of the lane are sent again as well."""
-
-    swap(routing, "is_resendable", lambda db, lane_id, first, given: True)
-
-
-@mutant
-def lane_replay_reuses_delivery_ids(sim: Simulation) -> None:
-    """The receiver would take all copies for duplicates."""
-
-    read = routing.candidates_of
-
-    def candidates_of(
-        db: Database, tx: Transaction, r: Row, e: Row, numbers: int
-    ) -> list[routing.Candidate]:
-        found = read(db, tx, r, e, numbers)
-        if r["dead_id"] is not None:
-            return found
-        return [c._replace(replay=replace(c.replay, backfill_id=None)) for c in found]
-
-    swap(routing, "candidates_of", candidates_of)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from outbox.core.sequencing import partition_window
 from outbox.errors import Conflict, NotFound
 from outbox.operations.new_replay_job import JobPart
+from tests.sim.database.engine import abort_unless
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.replay_feed import is_subscribed
-from tests.sim.stores.replays import add_job, read_new_job, require_oldest
+from tests.sim.stores.replays import add_job, read_new_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ async def request_backfill(
 
     async def plan(change: Change) -> None:
         endpoint_id, first, last, gaps = await _find_range(change.db, backfill)
-        first_id = max(first, await require_oldest(change, "events") * partition_window.WIDTH)
+        first_id = max(first, await _require_oldest(change) * partition_window.WIDTH)
         part = JobPart(endpoint_id, first_id, last, from_id=first_id)
         columns = {"kind": "history", "endpoint": backfill.endpoint, "since": backfill.since}
         add_job(change, {**columns, "rate_per_s": rate_per_s}, [part], gaps)
@@ -45,6 +46,12 @@ async def request_backfill(
         change.journal("backfill_requested", endpoint_id, data, with_job=True)
 
     return await make_change_and_read(connection, schema, actor, plan, read_new_job)
+
+
+async def _require_oldest(change: Change) -> int:
+    number = await change.db.call(read_oldest)
+    change.write(require_oldest_period, number)
+    return number
 
 
 async def _find_range(
@@ -79,6 +86,17 @@ def read_cursor(db: Database, tx: Transaction) -> tuple[int, Sequence[Range]]:
     newest = db.batches[-1]
     old = ((gap["lo"], gap["hi"]) for gap in tx.rows(db.gap))
     return newest.high, sorted([*newest.young, *old])
+
+
+def read_oldest(db: Database, tx: Transaction) -> int:
+    """The oldest period of events that is not dropped."""
+    periods = (row for row in tx.rows(db.period) if row["kind"] == "events")
+    oldest: int = min(row["number"] for row in periods if not row["dropped"])
+    return oldest
+
+
+def require_oldest_period(db: Database, tx: Transaction, number: int) -> None:
+    abort_unless(read_oldest(db, tx) == number)
 
 
 def find_first(db: Database, tx: Transaction, since: datetime, high: int) -> int | None:

@@ -221,12 +221,6 @@ def is_dropped(db: Database, given: Given) -> bool:
     return given.outbox_id < db.first_id and given.copy_id is None
 
 
-def is_copy(db: Database, given: Given) -> bool:
-    """Whether a delivery is a copy that the receiver requested."""
-    job = None if given.backfill_id is None else db.replay_job.rows[given.backfill_id]
-    return job is not None and job["kind"] == "lane"
-
-
 def _erased_event(lane: LoadedLane, given: Given) -> ErasedEvent:
     return ErasedEvent(lane.endpoint_id, given.seq, given.batch, given.outbox_id, given.backfill_id)
 
@@ -265,8 +259,6 @@ def build_delivery(
         None,
         _replay_of(db, tx, given),
         given.backfill_id,
-        is_copy(db, given),
-        given.was_backfill_id,
         committed_after,
     )
 
@@ -277,11 +269,8 @@ def _replay_of(db: Database, tx: Transaction, given: Given) -> tuple[str, int] |
         return None
     replay = tx.get(db.replay, given.replay_id)
     assert replay is not None
-    if replay["dead_id"] is None:
-        source = tx.get(db.replay_job, replay["job_id"])
-    else:
-        source = tx.get(db.dead_letter, replay["dead_id"])
-    assert source is not None
-    was = tx.get(db.lane, source["lane_id"])
+    dead_letter = tx.get(db.dead_letter, replay["dead_id"])
+    assert dead_letter is not None
+    was = tx.get(db.lane, dead_letter["lane_id"])
     assert was is not None
     return lane_name(was["endpoint_id"], was["generation"], was["slot"]), given.replay_seq

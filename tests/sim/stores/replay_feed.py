@@ -141,13 +141,12 @@ def find_dead_letters(
         part, job = tx.get(db.replay_job_endpoint, key), tx.get(db.replay_job, key[0])
         assert part is not None
         assert job is not None
-        if job["kind"] == "history" or job["state"] != "running" or pending_of(db, tx, *key):
+        if job["state"] != "running" or pending_of(db, tx, *key):
             continue
         open_letters = sorted(
             (d["id"], is_blocking(db, tx, d))
             for d in tx.rows(db.dead_letter)
-            if job["kind"] == "dead"
-            and d["endpoint_id"] == key[1]
+            if d["endpoint_id"] == key[1]
             and d["state"] == "dead"
             and part["next_id"] <= d["id"] <= part["last_id"]
         )

@@ -54,9 +54,6 @@ def cancel_replays(
             continue
         if endpoint_id not in (None, r["endpoint_id"]) or job_id not in (None, r["job_id"]):
             continue
-        if r["dead_id"] is None:
-            tx.change(db.replay, r["id"], to_seq=r["next_seq"] - 1)
-            continue
         yield Wait(db.dead_letter, r["dead_id"], UPDATE)
         dead_letter = tx.get(db.dead_letter, r["dead_id"])
         assert dead_letter is not None
@@ -80,7 +77,7 @@ def read_job(db: Database, tx: Transaction, job_id: int) -> ReplayJob | None:
         return None
     parts = [p for p in tx.rows(db.replay_job_endpoint) if p["job_id"] == job_id]
     names = ("id", "kind", "state", "endpoint", "since", "rate_per_s")
-    unknown = ("lane", "from_sequence", "to_sequence", "types", "tenant", "reason", "until")
+    unknown = ("types", "tenant", "reason", "until")
     columns: dict[str, Any] = {name: row[name] for name in names} | dict.fromkeys(unknown)
     return ReplayJob(
         **columns,

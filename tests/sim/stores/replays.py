@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.sequencing.gaps import Range
-    from outbox.core.sequencing.partition_window import WindowKind
     from outbox.operations.dead_letter_filter import DeadLetterSelection
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
@@ -82,12 +81,6 @@ def add_job(
     row = {**columns, "requested_by": change.actor, "gaps": gaps}
     change.write_early(add_replay_job, row)
     change.write_early(add_replay_parts, parts)
-
-
-async def require_oldest(change: Change, kind: WindowKind) -> int:
-    number = await change.db.call(read_oldest, kind)
-    change.write(require_oldest_period, kind, number)
-    return number
 
 
 def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> None:
@@ -184,17 +177,6 @@ def count_dead(db: Database, tx: Transaction) -> list[ReplayCandidates]:
     return sorted(rows, key=lambda row: row.endpoint)
 
 
-def read_oldest(db: Database, tx: Transaction, kind: WindowKind) -> int:
-    """The oldest period that is not dropped."""
-    periods = (row for row in tx.rows(db.period) if row["kind"] == kind)
-    oldest: int = min(row["number"] for row in periods if not row["dropped"])
-    return oldest
-
-
-def require_oldest_period(db: Database, tx: Transaction, kind: WindowKind, number: int) -> None:
-    abort_unless(read_oldest(db, tx, kind) == number)
-
-
 def find_new_job(db: Database, tx: Transaction, request: UUID) -> int:
     row = tx.get(db.journalled, request)
     assert row is not None
@@ -203,7 +185,7 @@ def find_new_job(db: Database, tx: Transaction, request: UUID) -> int:
 
 
 def add_replay_job(db: Database, tx: Transaction, columns: Row) -> None:
-    new, unset = db.serial(db.replay_job), ("since", "lane_id", "rate_per_s", "ended_at")
+    new, unset = db.serial(db.replay_job), ("since", "rate_per_s", "ended_at")
     row = {**dict.fromkeys(unset), **columns, "id": new, "state": "running"}
     tx.put(db.replay_job, new, row)
 

@@ -54,7 +54,7 @@ class RetentionStore(retention.RetentionStore):
 
     async def delete_expired(self) -> int:
         await self._db.call(delete_none)
-        for keep_s in (self._keep.dead_letters_s, self._keep.log_s, self._keep.events_s):
+        for keep_s in (self._keep.dead_letters_s, self._keep.events_s):
             if keep_s is not None:
                 await self._db.call(delete_none)
         return 0
@@ -208,12 +208,10 @@ def _open_ranges(db: Database, tx: Transaction, keep_s: float | None) -> list[Ro
 
 
 def pinned_by_ranges(db: Database, tx: Transaction, keep_s: float | None, last_batch: int) -> bool:
-    """Whether ranges, or pending replays of ranges and lanes, need these batches."""
+    """Whether ranges, or pending replays of ranges, need these batches."""
     ranges = {row["id"] for row in tx.rows(db.dead_letter) if row["outbox_id"] is None}
     return any(row["batch"] <= last_batch for row in _open_ranges(db, tx, keep_s)) or any(
-        r["next_seq"] <= r["to_seq"]
-        and (r["dead_id"] is None or r["dead_id"] in ranges)
-        and r["next_batch"] <= last_batch
+        r["next_seq"] <= r["to_seq"] and r["dead_id"] in ranges and r["next_batch"] <= last_batch
         for r in tx.rows(db.replay)
     )
 
@@ -224,11 +222,9 @@ def pinned_by_replays(
     """Whether deliveries of replays need events of the period."""
     needed = [(r["lane_id"], r["seq"], r["to_seq"]) for r in _open_ranges(db, tx, keep_s)]
     for r in tx.rows(db.replay):
-        if r["dead_id"] is None:
-            source = db.replay_job.rows[r["job_id"]]
-        elif (source := db.dead_letter.rows[r["dead_id"]])["outbox_id"] is not None:
-            continue
-        needed.append((source["lane_id"], r["next_seq"], r["to_seq"]))
+        dead_letter = db.dead_letter.rows[r["dead_id"]]
+        if dead_letter["outbox_id"] is None:
+            needed.append((dead_letter["lane_id"], r["next_seq"], r["to_seq"]))
     for lane_id, given in db.deliveries.items():
         p = tx.get(db.lane_progress, lane_id)
         assert p is not None

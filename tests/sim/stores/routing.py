@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
 from outbox.store import routing
-from outbox.store.routing import RESEND_SCAN_EXTRA
-from tests.sim.stores.lanes import is_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +23,6 @@ class Candidate(NamedTuple):
     replay: Replay
     seq: int
     batch: int
-    selected: bool
 
 
 class Pending(NamedTuple):
@@ -49,7 +46,7 @@ class RoutingStore(routing.RoutingStore):
     async def replays(self, shares: Sequence[Share]) -> list[ReplayChunk]:
         chunks = []
         for share, pending in await self._db.call(read_replays, shares):
-            lanes = [c.replay.lane_id for each in pending for c in each.candidates if c.selected]
+            lanes = [c.replay.lane_id for each in pending for c in each.candidates]
             left = count_fitting(lanes, share.per_lane, share.numbers)
             for each in pending:
                 chunk, left = _take_chunk(each, left)
@@ -62,21 +59,19 @@ class RoutingStore(routing.RoutingStore):
 def _take_chunk(pending: Pending, left: int) -> tuple[ReplayChunk | None, int]:
     """Take up to `left` sequence numbers of a replay; returns the chunk and how many are left."""
     row, numbers, candidates = pending
-    selected = [c for c in candidates if c.selected]
-    taken = selected[:left]
-    if selected and not taken:
+    taken = candidates[:left]
+    if candidates and not taken:
         return None, 0
-    all_taken = len(taken) == len(selected)
-    next_seq = row["next_seq"] + numbers if all_taken else selected[left].seq
-    passed = [c for c in candidates if c.seq < next_seq]
+    all_taken = len(taken) == len(candidates)
+    next_seq = row["next_seq"] + numbers if all_taken else candidates[left].seq
     chunk = ReplayChunk(
         row["id"],
         row["job_id"],
         row["endpoint_id"],
         tuple(c.replay for c in taken),
         next_seq=next_seq,
-        next_batch=passed[-1].batch if passed else row["next_batch"],
-        missing=next_seq - row["next_seq"] - len(passed),
+        next_batch=taken[-1].batch if taken else row["next_batch"],
+        missing=next_seq - row["next_seq"] - len(taken),
     )
     # Nothing of the replays behind one that was cut short may be taken.
     return chunk, left - len(taken) if all_taken else 0
@@ -131,8 +126,7 @@ def read_replays(
         for r in pending_of(db, tx, part.job_id, part.endpoint_id):
             if before >= limit:
                 break
-            extra = limit + RESEND_SCAN_EXTRA if r["dead_id"] is None else limit - before
-            numbers = min(r["to_seq"] - r["next_seq"] + 1, extra)
+            numbers = min(r["to_seq"] - r["next_seq"] + 1, limit - before)
             before += r["to_seq"] - r["next_seq"] + 1
             pending.append(Pending(r, numbers, candidates_of(db, tx, r, e, numbers)))
         found.append((share, pending))
@@ -141,61 +135,28 @@ def read_replays(
 
 def candidates_of(db: Database, tx: Transaction, r: Row, e: Row, numbers: int) -> list[Candidate]:
     """The next numbers of a replay, each in the lane that its key has now."""
-    dead_letter = None if r["dead_id"] is None else tx.get(db.dead_letter, r["dead_id"])
-    found: list[tuple[Any, ...]]
-    if dead_letter is None:
-        job = tx.get(db.replay_job, r["job_id"])
-        part = tx.get(db.replay_job_endpoint, (r["job_id"], r["endpoint_id"]))
-        assert job is not None
-        assert part is not None
-        found = []
-        for g in _numbered(db, job["lane_id"], r["next_seq"], numbers):
-            selected = is_resendable(db, job["lane_id"], part["first_id"], g)
-            was_backfill_id = g.was_backfill_id if is_copy(db, g) else g.backfill_id
-            found.append(
-                (g.seq, g.batch, g.outbox_id, job["id"], g.copy_id, was_backfill_id, selected)
-            )
-    elif dead_letter["outbox_id"] is None:
+    dead_letter = tx.get(db.dead_letter, r["dead_id"])
+    assert dead_letter is not None
+    if dead_letter["outbox_id"] is None:
         found = [
-            (g.seq, g.batch, g.outbox_id, g.backfill_id, g.copy_id, g.was_backfill_id, True)
+            (g.seq, g.batch, g.outbox_id, g.backfill_id, g.copy_id)
             for g in _numbered(db, dead_letter["lane_id"], r["next_seq"], numbers)
         ]
     else:
-        was_backfill_id = db.given(dead_letter["lane_id"], dead_letter["seq"]).was_backfill_id
-        event = (
-            dead_letter["outbox_id"],
-            dead_letter["backfill_id"],
-            dead_letter["id"],
-            was_backfill_id,
-        )
-        found = [(r["next_seq"], r["next_batch"], *event, True)]
+        event = dead_letter["outbox_id"], dead_letter["backfill_id"], dead_letter["id"]
+        found = [(r["next_seq"], r["next_batch"], *event)]
     lane_ids = {
         lane["slot"]: lane["id"]
         for lane in tx.rows(db.lane)
         if (lane["endpoint_id"], lane["generation"]) == (e["id"], e["generation"])
     }
     candidates = []
-    for seq, batch, outbox_id, backfill_id, copy_id, was_backfill_id, selected in found:
+    for seq, batch, outbox_id, backfill_id, copy_id in found:
         lane_id = lane_ids[db.outbox[outbox_id].key_hash % e["lanes"]]
-        replay = Replay(lane_id, outbox_id, r["id"], seq, backfill_id, copy_id, was_backfill_id)
-        candidates.append(Candidate(replay, seq, batch, selected))
+        replay = Replay(lane_id, outbox_id, r["id"], seq, backfill_id, copy_id)
+        candidates.append(Candidate(replay, seq, batch))
     return candidates
 
 
 def _numbered(db: Database, lane_id: int, seq: int, numbers: int) -> list[Given]:
     return [g for g in db.deliveries.get(lane_id, []) if seq <= g.seq < seq + numbers]
-
-
-def is_resendable(db: Database, lane_id: int, first: int, given: Given) -> bool:
-    """Whether a delivery is sent again when the receiver requests those of its lane."""
-    if given.copy_id is None and given.outbox_id < db.first_id:
-        return False
-    if is_copy(db, given):
-        assert given.backfill_id is not None
-        of_lane = db.replay_job.rows[given.backfill_id]["lane_id"]
-        if of_lane == lane_id and (given.replay_seq or 0) >= first:
-            return False
-    return not any(
-        d["lane_id"] == lane_id and d["seq"] <= given.seq <= d["to_seq"]
-        for d in db.dead_letter.rows.values()
-    )

@@ -365,6 +365,5 @@ def _given(batch: int, deliveries: Deliveries) -> list[tuple[int, Given]]:
         deliveries.replay_seqs,
         deliveries.backfill_ids,
         deliveries.copy_ids,
-        deliveries.was_backfill_ids,
     )
     return [(lane_id, Given(batch, *rest)) for lane_id, *rest in zip(*columns, strict=True)]
