@@ -24,7 +24,10 @@ async def discard_dead_letters(
     *,
     actor: str,
     comment: str | None = None,
+    dry_run: bool = False,
 ) -> DiscardReport:
+    assert not dry_run
+
     async def plan_named(change: Change) -> int:
         rows = await read_dead_letters(change.db, selection.ids)
         ids = [row["id"] for row in rows]

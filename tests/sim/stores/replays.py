@@ -41,7 +41,9 @@ async def start_replay(
     *,
     actor: str,
     rate_per_s: float | None = None,
+    dry_run: bool = False,
 ) -> ReplayReport:
+    assert not dry_run
     found: list[ReplayCandidates] = []
     if not selection.ids:
         if selection.filter != DeadLetterFilter():
