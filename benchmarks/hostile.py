@@ -75,6 +75,11 @@ PUBLISH = "INSERT INTO outbox (type, payload) VALUES ($1, '{}')"
 FLAT = Target("at most", 1.1)
 UNHARMED = Target("at most", 2.0)
 FLOODED = Target("at least", 0.9)
+COMPARED = {
+    Attacked.NOTHING: "without them",
+    Attacked.ANOTHER: "the same attack on another relay",
+}
+"""What the relay under attack is compared with."""
 TURNS = (True, False, False, True)
 """Whether the backlog is delivered during a flood, by turn of a round."""
 
@@ -121,8 +126,7 @@ async def run(stage: Stage, rounds: int, attack: Attack) -> list[Row]:
         other: Attacked = Attacked.NOTHING,
     ) -> Row:
         ours, baseline = beside.samples_of(what), found[other].samples_of(what)
-        compared = "without them" if other is Attacked.NOTHING else "they attack another relay"
-        return Row("hostile", name, unit, ours, compared, baseline, target=target)
+        return Row("hostile", name, unit, ours, COMPARED[other], baseline, target=target)
 
     return [
         row(f"p50 beside {several}", "p50", "ms", UNHARMED),
@@ -159,8 +163,6 @@ class _Installation:
     database: Database
     relay: RelayProcess
     listeners: Mapping[str, str]
-    hostile: int
-    """Number of endpoints with hostile receivers."""
 
 
 async def _turn(stage: Stage, attack: Attack, attacked: Attacked) -> dict[str, float]:
@@ -172,7 +174,7 @@ async def _turn(stage: Stage, attack: Attack, attacked: Attacked) -> dict[str, f
             target = await _install(stage, stack, urls, attack.receivers)
         clients: Child | None = None
         if attacked is not Attacked.NOTHING:
-            await stack.enter_async_context(_hostile_load(target.database, target.hostile))
+            await stack.enter_async_context(_hostile_load(target.database, attack.receivers))
             clients = await _clients(stack, target.database, attack.clients, target.listeners)
             await stack.enter_async_context(_flood(stage, target.database))
         await asyncio.sleep(attack.settle_s)
@@ -203,7 +205,7 @@ async def _install(
             url = f"{urls[n % len(urls)]}?{n}"
             await add_endpoint(connection, url, name=f"hostile-{n}", types=(f"hostile.n{n}",))
     relay = await stack.enter_async_context(stage.relay(database, owns=True, **listeners))
-    return _Installation(database, relay, listeners, hostile)
+    return _Installation(database, relay, listeners)
 
 
 async def _clients(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -284,11 +284,11 @@ async def _trace(call: Call[TraceQuery, None]) -> TraceReport:
     found = await _find(call, call.path["id"])
     only = await find_endpoint_ids(call.db, query.endpoint, call.tenant)
     traces: list[EventTrace] = []
-    traced_bytes = 0
+    traced_bytes, more = 0, found.more
     for outbox_id in found.outbox_ids:
         # Payloads may take 25 times as much memory when they are parsed.
         if traced_bytes >= PAGE_BYTES_MAX:
-            found = replace(found, more=True)
+            more = True
             break
         traced_event = await trace.read_trace(
             call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload
@@ -298,7 +298,7 @@ async def _trace(call: Call[TraceQuery, None]) -> TraceReport:
         if query.payload:
             traced_bytes += traced_event.event.payload_bytes or 0
     redactor = await redactor_for(call)
-    return TraceReport(found.by, found.more, [redactor.redact_trace(each) for each in traces])
+    return TraceReport(found.by, more, [redactor.redact_trace(each) for each in traces])
 
 
 async def _find(call: Call[TraceQuery, None], text: str) -> find_event.EventMatch:

@@ -61,8 +61,7 @@ async def run(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(telemetry.close)
         transport = HttpTransport(
-            EgressPolicy(settings.allow_networks),
-            proxy=settings.outbound_proxy,
+            EgressPolicy(settings.allow_networks), proxy=settings.outbound_proxy
         )
         stack.push_async_callback(transport.aclose)
         relay = Relay(

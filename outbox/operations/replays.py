@@ -145,10 +145,7 @@ async def start_replay(
     if dry_run or not selection.ids:
         # Not planned again if routing changes: this may read many dead letters.
         with map_errors(schema, None if dry_run else "operator"):
-            if selection.ids:
-                candidates = _by_endpoint(await _read_named(connection, selection.ids, again=True))
-            else:
-                candidates = await _find_candidates(connection, selection)
+            candidates = await _find_candidates(connection, selection)
         if dry_run or not any(each.dead_letters > each.skipped for each in candidates):
             return _report(candidates, None, dry_run=dry_run)
 
@@ -214,6 +211,8 @@ def _add_selection_job(
 async def _find_candidates(
     connection: Connection[Any], selection: DeadLetterSelection
 ) -> list[ReplayCandidates]:
+    if selection.ids:
+        return _by_endpoint(await _read_named(connection, selection.ids, again=True))
     dead_letter_filter = selection.filter
     rows = await connection.fetch(
         COUNT_DEAD,

@@ -15,10 +15,7 @@ from outbox.api.request_slots import ADDRESS, TOKEN, RequestSlots
 from outbox.api.route import BODY_VALUES_MAX, PAYLOAD_BODY_BYTES_MAX
 from outbox.store.connection.migrate import migrate
 from tests.support.api import make_token, serving
-from tests.support.costs import (
-    connected_client,
-    only_on_linux,
-)
+from tests.support.costs import connected_client, only_on_linux
 from tests.support.relay import fetchval
 
 if TYPE_CHECKING:

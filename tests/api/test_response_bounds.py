@@ -26,10 +26,7 @@ from outbox.operations.apply import apply_file
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
 from tests.support.api import make_token, serving
 from tests.support.costly_rows import CA, ENDPOINT, KEY, ONCE, SCHEDULE, TENANT, fill
-from tests.support.costs import (
-    connected_client,
-    only_on_linux,
-)
+from tests.support.costs import connected_client, only_on_linux
 from tests.support.relay import add_endpoint
 
 if TYPE_CHECKING:
