@@ -131,22 +131,28 @@ class Producer:
         while not stop.is_set():
             (kind,) = self._rng.choices(kinds, weights)
             try:
-                await getattr(self, kind)()
-                self._done[kind] += 1
+                await self._act(kind)
             except self._lost:
                 self._done["lost connection"] += 1
-                self._db.terminate()
-                self._db = await until(self._reconnect, 30, "the server to be back")
-                await self._end_prepared()
-            except (asyncpg.SerializationError, asyncpg.DeadlockDetectedError):
-                await self._db.execute("ROLLBACK")
-                self._done["serialization failure"] += 1
+                await until(self._recover, 30, "the server to be back")
 
-    async def _reconnect(self) -> Connection | None:
+    async def _act(self, kind: str) -> None:
         try:
-            return await self._database.connect()
+            await getattr(self, kind)()
+            self._done[kind] += 1
+        except (asyncpg.SerializationError, asyncpg.DeadlockDetectedError):
+            await self._db.execute("ROLLBACK")
+            self._done["serialization failure"] += 1
+
+    async def _recover(self) -> bool:
+        """Reconnect, and end the prepared transactions; False: the connection was lost again."""
+        self._db.terminate()
+        try:
+            self._db = await self._database.connect()
+            await self._end_prepared()
         except self._lost:
-            return None
+            return False
+        return True
 
     async def _pause(self, longest_s: float) -> None:
         await asyncio.sleep(self._rng.random() * longest_s)
