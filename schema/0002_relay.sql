@@ -74,7 +74,7 @@ CREATE TABLE endpoint (
     method          text        NOT NULL DEFAULT 'POST' CHECK (method IN ('POST', 'PUT', 'PATCH')),
     headers         jsonb       NOT NULL DEFAULT '{}' CHECK (jsonb_typeof(headers) = 'object'),
     connect_timeout_s double precision NOT NULL DEFAULT 5,
-    total_timeout_s   double precision NOT NULL DEFAULT 15,
+    timeout_s       double precision NOT NULL DEFAULT 15,
     in_flight_max   integer     CHECK (in_flight_max > 0),            -- NULL: one per lane
     rate_per_s      double precision CHECK (rate_per_s > 0),          -- NULL: no limit
     batch_max       integer     CHECK (batch_max > 0),                -- NULL: one per request
@@ -91,8 +91,8 @@ CREATE TABLE endpoint (
     retryable       text[],                   -- statuses such as 429, 5xx; NULL: the default
     on_dead_letter  text        NOT NULL DEFAULT 'continue'
                     CHECK (on_dead_letter IN ('continue', 'block')),
-    backlog_count_max bigint           CHECK (backlog_count_max > 0),   -- NULL: no limit
-    backlog_age_max_s double precision CHECK (backlog_age_max_s > 0),   -- NULL: no limit
+    backlog_max     bigint           CHECK (backlog_max > 0),         -- NULL: no limit
+    backlog_age_s   double precision CHECK (backlog_age_s > 0),       -- NULL: no limit
     disable_after_s   double precision NOT NULL DEFAULT 259200 CHECK (disable_after_s > 0),
 
     -- Interval of receiver checkpoints (the last sequence number of each lane); NULL: off.

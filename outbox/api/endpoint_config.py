@@ -10,7 +10,6 @@ from outbox.api.route import (
     Page,
     PageOf,
     RequestModel,
-    ResponseModel,
     Route,
     at_most,
 )
@@ -18,8 +17,7 @@ from outbox.core.model import endpoint_config
 from outbox.destinations.http.endpoint_validation import check_declared, policy_of, run_in_thread
 from outbox.errors import UsageError
 from outbox.operations import endpoints
-from outbox.operations.apply import Action, apply_file
-from outbox.operations.views.endpoints import apply_report
+from outbox.operations.apply import ApplyReport, apply_file
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
@@ -51,29 +49,6 @@ class DeclarationBody(RequestModel):
     endpoints: Annotated[tuple[dict[str, Any], ...], at_most(ENDPOINTS_MAX)]
 
 
-class ApplyStep(ResponseModel):
-    """Change of one endpoint."""
-
-    action: Action
-    name: str
-    id: Any
-    """Null for an endpoint that a dry run would add."""
-    changed: dict[str, list[str]] | None = None
-    pending: int | None = None
-    """Pending deliveries that are dead-lettered with it."""
-    secret: str | None = None
-    """Secret of a new endpoint, shown once."""
-
-
-class ApplyReport(ResponseModel):
-    """Result of applying a declaration, or of its dry run."""
-
-    dry_run: bool
-    changes: int
-    endpoints: list[ApplyStep]
-    not_in_the_file: tuple[str, ...]
-
-
 async def _export(call: Call[Paging, None]) -> Page:
     after = call.query.after
     limit = await endpoints.read_endpoints_limit(
@@ -92,12 +67,12 @@ def _parse(body: DeclarationBody, policy: EgressPolicy) -> list[DeclaredEndpoint
     return declared
 
 
-async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> dict[str, Any]:
+async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> ApplyReport:
     query = call.query
     if query.dead_letter and not query.prune:
         raise UsageError("dead_letter: needs prune as well")
     declared = await run_in_thread(_parse, call.body, policy_of(call.settings))
-    outcome = await apply_file(
+    return await apply_file(
         call.db,
         call.schema,
         declared,
@@ -107,7 +82,6 @@ async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> dict[str, Any]:
         dry_run=query.dry_run,
         vault=Vault.from_settings(call.settings),
     )
-    return apply_report(outcome, dry_run=query.dry_run)
 
 
 ROUTES = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, replace
 from typing import Annotated, Any
 from uuid import UUID
 
-from pydantic import Field
+from pydantic import Field, create_model
 from yarl import URL
 
 from outbox.api import tenancy
@@ -25,12 +25,12 @@ from outbox.api.route import (
     ResponseModel,
     Route,
     TenantAccess,
-    TypePatterns,
     at_most,
     page_of_rows,
 )
-from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import NETWORKS_MAX
+from outbox.core.model import endpoint_config, setting_types
+from outbox.core.model.endpoint import SETTINGS, Setting
+from outbox.core.model.setting_types import TextList
 from outbox.destinations.http.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.http.endpoint_validation import (
     check_reachable,
@@ -48,67 +48,20 @@ from outbox.operations import (
     endpoints,
 )
 from outbox.operations.endpoint_certificate import CertificateChange, set_identity
+from outbox.operations.endpoint_changes import NewEndpoint, Updated
 from outbox.operations.endpoint_removal import Removal
 from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.operations.endpoint_states import StateChange
-from outbox.operations.endpoints import (
-    EndpointHealth,
-    EndpointRow,
-    LaneRow,
-    OwnershipRecord,
-    SecretRow,
-)
-from outbox.operations.views import endpoints as views
+from outbox.operations.endpoints import EndpointDetail, EndpointRow
 from outbox.store.connection.secrets import Vault
 from outbox.store.endpoints import find_endpoint
 
 NAME = "/v1/endpoints/{name}"
 TEST_TIMEOUT_S = TEST_S + 10.0
-RETRYABLE_MAX = 500
-"""Every status from 100 to 599."""
 
 
-class EndpointBody(RequestModel):
-    """Settings of an endpoint; null resets a setting to its default."""
-
-    command_flags = endpoint_config.FLAGS
-
-    name: str | None = None
-    """With a tenant token it must begin with the tenant's prefix: acme.shop."""
-    url: str | None = None
-    types: TypePatterns | None = None
-    """Type patterns; empty: all types except outbox.*."""
-    tenant: str | None = None
-    all_tenants: bool | None = None
-    filter: str | None = None
-    """SQL/JSON path predicate on the payload."""
-    method: str | None = None
-    headers: Headers[str | None] | None = None
-    """Request headers; null keeps the current value of a header."""
-    connect_timeout: float | str | None = None
-    timeout: float | str | None = None
-    in_flight_max: int | None = None
-    """Maximum number of concurrent requests, over all lanes."""
-    rate: float | None = None
-    """Maximum request rate per second."""
-    batch_max: int | None = None
-    """Maximum number of deliveries of a lane in one request, sent as a JSON array."""
-    keep_alive: bool | None = None
-    """false: one request per connection."""
-    allow_networks: Annotated[tuple[str, ...], at_most(NETWORKS_MAX)] | None = None
-    """Private networks that deliveries may enter; not for tenant tokens."""
-    ca: str | None = None
-    """CA certificates (PEM) to trust instead of the system's."""
-    retry: str | dict[str, Any] | None = None
-    """Retry policy: a preset, or values such as {"preset": "stepped", "attempts": 8}."""
-    retryable: Annotated[tuple[str | int, ...], at_most(RETRYABLE_MAX)] | None = None
-    on_dead_letter: str | None = None
-    backlog_max: int | None = None
-    backlog_age: float | str | None = None
-    disable_after: float | str | None = None
-    checkpoint_every: float | str | None = None
-    """Interval of checkpoint messages with the last sequence number of each lane."""
-    lanes: int | None = None
+class SettingsBody(RequestModel):
+    """Base of the bodies with settings, whose fields are those of the table."""
 
     def given_fields(self) -> dict[str, Any]:
         """Return the fields that the request contains, null included."""
@@ -116,11 +69,41 @@ class EndpointBody(RequestModel):
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
-class NewEndpointBody(EndpointBody):
-    """Settings of a new endpoint and its signature type."""
+def _field(setting: Setting) -> Any:
+    """The type and the description of a setting in a body."""
+    form: Any = setting.type.public_type
+    text = setting.help
+    if isinstance(setting.type, TextList):
+        form = Annotated[tuple[form, ...], at_most(setting.type.items_max)]
+    elif isinstance(setting.type, setting_types.Headers):
+        form, text = Headers[str | None], f"{text}  Null keeps the value of a header."
+    if setting.default is not MISSING:
+        text += f"  Default: {setting.default_text}."
+    return form | None, Field(default=None, description=text)
 
-    ed25519: bool = False
-    """Sign with an Ed25519 key instead of a shared secret; the response has the public key."""
+
+_FIELDS: dict[str, Any] = {name: _field(each) for name, each in SETTINGS.items()}
+EndpointBody: type[SettingsBody] = create_model(
+    "EndpointBody",
+    __base__=SettingsBody,
+    __doc__="Settings of an endpoint; null resets a setting to its default.",
+    __module__=__name__,
+    **_FIELDS,
+)
+NewEndpointBody: type[SettingsBody] = create_model(
+    "NewEndpointBody",
+    __base__=EndpointBody,
+    __doc__="Settings of a new endpoint, and the type of its signature.",
+    __module__=__name__,
+    ed25519=(
+        bool,
+        Field(
+            default=False,
+            description="Sign with an Ed25519 key instead of a shared secret; the response has "
+            "the public key.",
+        ),
+    ),
+)
 
 
 class RemovalQuery(RequestModel):
@@ -151,40 +134,6 @@ class RotationBody(RequestModel):
     """How long the old secret also signs; 0: it expires immediately."""
     ed25519: bool | None = None
     """Whether the new secret is an Ed25519 key; null: the type does not change."""
-
-
-class AddedEndpoint(ResponseModel):
-    """A new endpoint, with its signing secret (shown once) or its public key."""
-
-    id: UUID
-    name: str
-    url: str
-    secret: str
-    lanes: int
-
-
-class UpdatedEndpoint(ResponseModel):
-    """A changed endpoint."""
-
-    id: UUID
-    name: str
-    changed: dict[str, list[str]]
-    """Old and new value by setting."""
-
-
-class EndpointDetail(ResponseModel):
-    """An endpoint with its settings, health, secrets and lanes."""
-
-    endpoint: EndpointRow
-    settings: dict[str, Any]
-    """Settings by name; header values are null."""
-    health: EndpointHealth
-    secrets: tuple[SecretRow, ...]
-    certificate: dict[str, Any] | None
-    """Client certificate: subject, expiry, fingerprint."""
-    lanes: tuple[LaneRow, ...]
-    ownership_history: tuple[OwnershipRecord, ...]
-    """Last changes of the owning relay; empty for tenant tokens."""
 
 
 class DrainingEndpoint(ResponseModel):
@@ -228,7 +177,7 @@ async def _list(call: Call[Paging, None]) -> Page:
     )
 
 
-async def _add(call: Call[NoQuery, NewEndpointBody]) -> Reply:
+async def _add(call: Call[NoQuery, SettingsBody]) -> Reply:
     fields = call.body.given_fields()
     fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields.get("tenant"))
     for name in ("name", "url"):
@@ -244,21 +193,21 @@ async def _add(call: Call[NoQuery, NewEndpointBody]) -> Reply:
     made = await endpoint_changes.add_endpoint(
         call.db, call.schema, settings, actor=call.actor, vault=_vault(call), ed25519=ed25519
     )
-    return Reply(views.new_endpoint(made), 201)
+    return Reply(made if call.tenant is None else replace(made, waiting=None), 201)
 
 
-async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
+async def _show(call: Call[NoQuery, None]) -> EndpointDetail:
     found = await endpoints.get_endpoint(call.db, call.schema, call.path["name"])
-    return views.endpoint_detail((await redactor_for(call)).redact_endpoint_detail(found))
+    return (await redactor_for(call)).redact_endpoint_detail(found)
 
 
-async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
+async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
     fields = call.body.given_fields()
     for name in ("name", "url"):
         if name in fields and fields[name] is None:
             raise UsageError(f"{name}: must be a string")
     # Before the change, which may be planned several times: parsing certificates is slow.
-    ca_error = await run_in_thread(trust_error, call.body.ca)
+    ca_error = await run_in_thread(trust_error, fields.get("ca"))
 
     def edit(current: Any) -> Any:
         settings = endpoint_config.parse_one(fields, current)
@@ -272,7 +221,7 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
             tenancy.require_name(call.tenant, settings.name)
         return settings
 
-    done = await endpoint_changes.update_endpoint(
+    return await endpoint_changes.update_endpoint(
         call.db,
         call.schema,
         call.path["name"],
@@ -281,7 +230,6 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
         owner=call.tenant,
         vault=_vault(call),
     )
-    return views.endpoint_update(done)
 
 
 async def _remove(call: Call[RemovalQuery, None]) -> Any:
@@ -473,7 +421,7 @@ ROUTES = (
         scope="operate",
         tenants=TenantAccess.NARROWED,
         body=NewEndpointBody,
-        responses={201: AddedEndpoint},
+        responses={201: NewEndpoint},
     ),
     Route(
         method="GET",
@@ -492,7 +440,7 @@ ROUTES = (
         scope="operate",
         tenants=TenantAccess.ENDPOINT,
         body=EndpointBody,
-        responses={200: UpdatedEndpoint},
+        responses={200: Updated},
     ),
     Route(
         method="DELETE",

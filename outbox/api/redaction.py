@@ -90,7 +90,7 @@ class Redactor:
         history = found.ownership_history if self.own_actors is None else ()
         return replace(
             found,
-            row=self.redact_endpoint(found.row),
+            endpoint=self.redact_endpoint(found.endpoint),
             health=health,
             lanes=lanes,
             ownership_history=history,

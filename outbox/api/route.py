@@ -14,8 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from outbox.api.problem import Problem, ProblemKind
-from outbox.core.model.endpoint import TYPES_MAX
 from outbox.core.model.headers import WIRE_COUNT_MAX
+from outbox.core.model.setting_types import TYPES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -55,8 +55,6 @@ class RequestModel(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    command_flags: ClassVar[Mapping[str, str]] = {}
-    """CLI flag names with the API field, for 'did you mean' hints."""
     list_field: ClassVar[str | None] = None
     """Field that takes a list of objects, for a hint when the body is an array."""
 

@@ -91,7 +91,7 @@ def _expected(error: Any) -> list[str]:
 
 def _unknown_field(name: str, model: type[RequestModel], where: str) -> str:
     known = list(model.model_fields)
-    near = model.command_flags.get(name) or closest(name, known)
+    near = closest(name, known)
     if near is not None:
         return f'{where}: unknown field "{truncate(name)}"; did you mean "{near}"?'
     return f'{where}: unknown field "{truncate(name)}"; known: {", ".join(known) or "none"}'

@@ -19,18 +19,17 @@ from outbox.cli.common import (
     settings_options,
     warn_about_networks,
 )
-from outbox.cli.output import count, emit_json, style
+from outbox.cli.output import count, emit_json, print_changed, style
 from outbox.core.model import endpoint_config
 from outbox.core.model.text import safe
 from outbox.destinations.http.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
 from outbox.operations.apply import apply_file
-from outbox.operations.views.endpoints import apply_report
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.apply import ApplyOutcome
+    from outbox.operations.apply import ApplyReport
 
 _SIGNS = {"add": "+", "change": "~", "remove": "-", "keep": "="}
 _COLOURS = {"add": "green", "change": "yellow", "remove": "red", "keep": None}
@@ -95,7 +94,7 @@ def command(
 
     vault = Vault.from_settings(settings)
 
-    async def apply_declarations() -> ApplyOutcome:
+    async def apply_declarations() -> ApplyReport:
         async with database(settings) as connection:
             return await apply_file(
                 connection,
@@ -109,44 +108,43 @@ def command(
             )
 
     try:
-        outcome = run_async(apply_declarations())
+        report = run_async(apply_declarations())
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     opened = {
         step.name
-        for step in outcome.steps
-        if step.action == "add" or any(d.setting == "allow_networks" for d in step.differences)
+        for step in report.endpoints
+        if step.action == "add" or "allow_networks" in step.changed
     }
     for each in declared:
         if each.settings.name in opened:
             warn_about_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
     if as_json:
-        emit_json(apply_report(outcome, dry_run=dry_run))
+        emit_json(report)
     else:
-        _show(outcome, dry_run=dry_run)
+        _show(report)
 
 
-def _show(outcome: ApplyOutcome, *, dry_run: bool) -> None:
-    for step in outcome.steps:
+def _show(report: ApplyReport) -> None:
+    for step in report.endpoints:
         line = f"{_SIGNS[step.action]} {step.name}"
         if step.pending:
             line += f" (dead-letters {count(step.pending, 'delivery')})"
         click.echo(style(safe(line), fg=_COLOURS[step.action]))
-        for each in step.differences:
-            click.echo(safe(f"    {each.setting}: {each.old} -> {each.new}"))
+        print_changed(step.changed, indent=4)
         if step.secret is not None:
             click.echo(f"    secret: {step.secret}")
-    if outcome.others:
-        names = " ".join(outcome.others)
+    if report.not_in_the_file:
+        names = " ".join(report.not_in_the_file)
         click.echo(safe(f"not in the file, unchanged (--prune removes them): {names}"))
-    changes = count(outcome.changes, "endpoint")
-    if not outcome.changes:
+    changes = count(report.changes, "endpoint")
+    if not report.changes:
         click.echo("nothing to change")
-    elif dry_run:
+    elif report.dry_run:
         click.echo(f"{changes} would change; nothing was changed")
     else:
         click.echo(f"{changes} changed")
-    if any(step.secret for step in outcome.steps):
+    if any(step.secret for step in report.endpoints):
         click.echo("Save the secrets now; they are not shown again.", err=True)
 
 

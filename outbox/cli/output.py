@@ -20,7 +20,7 @@ import orjson
 from outbox.core.model.text import safe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.table import Table
 
@@ -63,12 +63,21 @@ def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str
         _plain_table(columns, cells, numeric)
 
 
-def emit_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
-    """Print one name and value per line; None is omitted."""
-    shown = [(name, cell(value)) for name, value in pairs if value is not None]
-    width = max(len(name) for name, _ in shown)
-    for name, value in shown:
-        click.echo(f"{style(name.ljust(width), dim=True)}  {value}")
+def emit_pairs(*sections: Sequence[tuple[str, Any]]) -> None:
+    """Print one name and value per line, and a blank line between sections; None is omitted."""
+    width = max(len(name) for pairs in sections for name, value in pairs if value is not None)
+    for number, pairs in enumerate(sections):
+        if number:
+            click.echo()
+        for name, value in pairs:
+            if value is not None:
+                click.echo(f"{style(name.ljust(width), dim=True)}  {cell(value)}")
+
+
+def print_changed(changed: Mapping[str, tuple[str, str]], *, indent: int) -> None:
+    """Print changed settings, each with its old and its new value."""
+    for name, (old, new) in changed.items():
+        click.echo(safe(f"{' ' * indent}{name}: {old} -> {new}"))
 
 
 def style(text: str, **styles: Any) -> str:

@@ -51,7 +51,7 @@ class Recipient:
     method: str = "POST"
     connect_timeout_s: float = 5.0
     """For DNS, connect and TLS handshake together."""
-    total_timeout_s: float = 15.0
+    timeout_s: float = 15.0
     """For the whole attempt, from DNS to the last byte read."""
     networks: tuple[Network, ...] = ()
     """Networks open for this endpoint, in addition to the relay's."""
@@ -121,7 +121,7 @@ class Transport(Protocol):
           fails.  At most `BODY_BYTES_MAX` of the body are read, never decompressed;
           `HEADER_BYTES_MAX` bounds the stored headers.
         * Redirects are responses; they are not followed.
-        * The call returns within `total_timeout_s`, however slowly the receiver sends.
+        * The call returns within `timeout_s`, however slowly the receiver sends.
         * The egress policy checks every address immediately before the connect.
         * A connection is reused only for requests with the same `endpoint`, `networks` and `tls`,
           so that surplus data of one receiver never reaches another endpoint behind its host.

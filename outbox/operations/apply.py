@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from outbox.errors import Conflict, NotFound, UsageError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.model.endpoint import EndpointSettings
-    from outbox.core.model.endpoint_config import DeclaredEndpoint, SettingDifference
+    from outbox.core.model.endpoint_config import DeclaredEndpoint
     from outbox.operations.endpoint_changes import Addition, Update
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
@@ -58,25 +58,24 @@ class ApplyStep:
     name: str
     """Current name, or the new name when the endpoint is added."""
     id: UUID | None
-    differences: tuple[SettingDifference, ...] = ()
+    changed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Old and new value by setting."""
     pending: int = 0
-    """Pending deliveries that are dead-lettered, when the endpoint is removed."""
+    """Pending deliveries that are dead-lettered with an endpoint that is removed."""
     secret: str | None = None
     """Signing secret of a new endpoint, shown only now."""
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyOutcome:
-    """Result of apply, or of a dry run."""
+class ApplyReport:
+    """Result of applying a file, or of its dry run."""
 
-    steps: tuple[ApplyStep, ...]
-    others: tuple[str, ...]
+    dry_run: bool
+    changes: int
+    """Number of changed endpoints."""
+    endpoints: tuple[ApplyStep, ...]
+    not_in_the_file: tuple[str, ...]
     """Endpoints that are not in the file and are kept."""
-
-    @property
-    def changes(self) -> int:
-        """Number of changed endpoints."""
-        return sum(step.action != "keep" for step in self.steps)
 
 
 async def apply_file(
@@ -89,7 +88,7 @@ async def apply_file(
     dead_letter: bool = False,
     dry_run: bool = False,
     vault: Vault = CLEAR,
-) -> ApplyOutcome:
+) -> ApplyReport:
     """Make the endpoints match a file: all of them, or none.
 
     Args:
@@ -103,12 +102,13 @@ async def apply_file(
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
 
-    async def plan(change: Change) -> ApplyOutcome:
-        outcome = await _plan(change, declared, vault, prune=prune, dead_letter=dead_letter)
+    async def plan(change: Change) -> ApplyReport:
+        steps, kept = await _plan(change, declared, vault, prune=prune, dead_letter=dead_letter)
         if dry_run:
             change.discard()
-            outcome = replace(outcome, steps=tuple(map(_without_secret, outcome.steps)))
-        return outcome
+            steps = list(map(_without_secret, steps))
+        changes = sum(step.action != "keep" for step in steps)
+        return ApplyReport(dry_run, changes, tuple(steps), kept)
 
     return await make_change(connection, schema, actor, plan)
 
@@ -125,8 +125,8 @@ async def _plan(
     *,
     prune: bool,
     dead_letter: bool,
-) -> ApplyOutcome:
-    """Plan the steps, removals first."""
+) -> tuple[list[ApplyStep], tuple[str, ...]]:
+    """Plan the steps, removals first; returns them, and the endpoints that are not in the file."""
     rows = await change.db.fetch(READ_ALL)
     existing = {row["id"]: FoundEndpoint.from_row(row, vault) for row in rows}
     matches = _match_endpoints(declared, existing)
@@ -149,7 +149,7 @@ async def _plan(
     await _check_filters(change, declared, settings)
     steps = [ApplyStep("remove", r.name, r.id, pending=r.pending) for r in removals]
     steps += await _plan_changes(change, declared, matches, settings, existing, vault)
-    return ApplyOutcome(tuple(steps), () if prune else tuple(endpoint.name for endpoint in rest))
+    return steps, () if prune else tuple(endpoint.name for endpoint in rest)
 
 
 async def _in_portions(items: Iterable[T]) -> AsyncIterator[T]:
@@ -222,10 +222,10 @@ async def _plan_changes(
             continue
         with _prefix_errors(each.place):
             update = await plan_update(change, match, its, in_use)
-        if update.differences:
+        if update.changed:
             updates.append(update)
-        action: Action = "change" if update.differences else "keep"
-        steps.append(ApplyStep(action, match.name, match.id, update.differences))
+        action: Action = "change" if update.changed else "keep"
+        steps.append(ApplyStep(action, match.name, match.id, update.changed))
     require_states(change, [each.found for each in updates])
     # A name that is freed by this change is not free before.
     names = {endpoint.name for endpoint in existing.values()}

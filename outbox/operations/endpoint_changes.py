@@ -22,19 +22,18 @@ from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.errors import Conflict, UsageError
 from outbox.operations import endpoint_writes
 from outbox.operations.endpoint_writes import REQUIRE_STATES
-from outbox.operations.endpoints import SETTINGS, settings_of
+from outbox.operations.endpoints import SETTING_COLUMNS, settings_of
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, SIGNING
 from outbox.store.endpoints import endpoint_not_found
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
     from uuid import UUID
 
     from asyncpg import Connection
 
     from outbox.core.model.endpoint import EndpointSettings
-    from outbox.core.model.endpoint_config import SettingDifference
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 
@@ -50,7 +49,7 @@ SELECT b.high, coalesce(
 """
 
 READ_ENDPOINTS = f"""
-SELECT e.id, e.state, {SETTINGS},
+SELECT e.id, e.state, {SETTING_COLUMNS},
        EXISTS (SELECT FROM subscription s
                 WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
   FROM endpoint e WHERE e.state <> 'removed'
@@ -64,7 +63,7 @@ READ_FILTERS = (
 
 @dataclass(frozen=True, slots=True)
 class NewEndpoint:
-    """A new endpoint, with its signing secret, shown only now, or its public key (`whpk_…`)."""
+    """A new endpoint, with its signing secret (shown once) or its public key (`whpk_…`)."""
 
     id: UUID
     name: str
@@ -72,8 +71,9 @@ class NewEndpoint:
     secret: str
     lanes: int
     types: tuple[str, ...]
-    waiting: int
-    """Upper bound of events that are not sequenced yet, which the endpoint receives."""
+    waiting: int | None
+    """Upper bound of events that are not sequenced yet, and that the endpoint receives if they
+    match; null for tenant tokens."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class FoundEndpoint:
 
     @classmethod
     def from_row(cls, row: Any, vault: Vault) -> FoundEndpoint:
-        """Build from a row with these columns and those of SETTINGS."""
+        """Build from a row with these columns and those of SETTING_COLUMNS."""
         return cls(row["id"], row["name"], row["state"], row["subscribed"], row, vault)
 
     @cached_property
@@ -100,11 +100,12 @@ class FoundEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """Result of an update; without differences nothing was changed."""
+    """A changed endpoint."""
 
     id: UUID
     name: str
-    differences: tuple[SettingDifference, ...]
+    changed: Mapping[str, tuple[str, str]]
+    """Old and new value by setting; empty: nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,11 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A planned update of an endpoint, or none if nothing differs."""
+    """A planned update of an endpoint; without changed settings there is none."""
 
     found: FoundEndpoint
     settings: EndpointSettings
-    differences: tuple[SettingDifference, ...]
+    changed: Mapping[str, tuple[str, str]]
     row: dict[str, Any]
 
     @property
@@ -132,7 +133,7 @@ class Update:
 
     @property
     def has_new_lanes(self) -> bool:
-        return any(each.setting == "lanes" for each in self.differences)
+        return "lanes" in self.changed
 
     @property
     def subscribes(self) -> bool:
@@ -209,12 +210,12 @@ async def update_endpoint(
         endpoint = await find_endpoint(change, name, owner, vault)
         settings = edit(endpoint.settings)
         planned = await plan_update(change, endpoint, settings)
-        if planned.differences:
+        if planned.changed:
             await check_filters(change.db, [settings])
             if planned.renames:
                 await _require_free_name(change.db, settings.name)
             write_updates(change, [planned])
-        return Updated(endpoint.id, settings.name, planned.differences)
+        return Updated(endpoint.id, settings.name, planned.changed)
 
     return await make_change(connection, schema, actor, plan)
 
@@ -258,20 +259,19 @@ async def plan_update(
     old = found.settings
     if found.state == "removing":
         raise Conflict(f'endpoint "{old.name}" is being removed, and cannot be changed')
-    differences = tuple(endpoint_config.differences(old, settings))
+    changed = endpoint_config.differences(old, settings)
     row = endpoint_writes.endpoint_columns(found.id, settings)
     if settings.headers != old.headers:
         vault = in_use or await found.vault.for_writing(change.db)
         row["headers"] = vault.seal_headers(settings.headers, found.id)
-    if differences:
-        changes = {each.setting: [each.old, each.new] for each in differences}
-        data = {"name": old.name, "changes": changes}
+    if changed:
+        data = {"name": old.name, "changes": changed}
         change.journal("endpoint_updated", found.id, data, batch_as="from_batch")
-    return Update(found, settings, differences, row)
+    return Update(found, settings, changed, row)
 
 
 def write_updates(change: Change, updates: Collection[Update]) -> None:
-    """Write planned updates, which all have differences."""
+    """Write planned updates, which all change a setting."""
     endpoint_writes.update_endpoints(
         change,
         [each.row for each in updates],

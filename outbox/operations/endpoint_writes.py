@@ -6,10 +6,9 @@ endpoint is then written from its row.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint import SETTINGS
 from outbox.store.change import document
 from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.routing_change import NEXT_BATCH
@@ -18,10 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from uuid import UUID
 
+    from outbox.core.model.endpoint import EndpointSettings
     from outbox.store.change import Change
 
 # Each setting is a column of the same name.
-_COLUMNS = [each.name for each in fields(EndpointSettings)]
+_COLUMNS = [each.field for each in SETTINGS.values()]
 
 ADD_ENDPOINTS = WriteStatement(
     "add_endpoints",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model import endpoint_config
+from outbox.core.model.endpoint import SETTINGS, EndpointSettings
 from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.core.model.ids import lane_name
 from outbox.operations.page_bytes import (
@@ -43,17 +44,17 @@ SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor
   JOIN lane_progress p ON p.lane_id = l.id
 """
 
-# The columns of EndpointSettings, except headers.
-_PLAIN_SETTINGS = """
-       e.name, e.url, e.types, e.tenant, e.all_tenants, e.filter, e.method,
-       e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
-       e.allow_networks, e.ca, e.retry::text AS retry, e.retryable, e.on_dead_letter,
-       e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s,
-       e.keep_alive, e.lanes"""
+# Each setting is a column of the same name.  JSON is read as text, and headers apart, because
+# they may be credentials.
+_PLAIN_SETTINGS = ", ".join(
+    "e.retry::text AS retry" if each.field == "retry" else f"e.{each.field}"
+    for each in SETTINGS.values()
+    if each.field != "headers"
+)
 _HEADERS = "e.headers::text"
 
 # The columns of EndpointSettings.
-SETTINGS = f"{_PLAIN_SETTINGS}, {_HEADERS} AS headers"
+SETTING_COLUMNS = f"{_PLAIN_SETTINGS}, {_HEADERS} AS headers"
 
 # Whether an endpoint `e` has a current subscription, and whether one of its lanes is blocked.
 SUBSCRIBED = """EXISTS (
@@ -93,7 +94,7 @@ _PAGE = """
  ORDER BY e.name COLLATE "C" LIMIT $2
 """
 LIST_PAGE = _LIST_ENDPOINTS + _PAGE
-LIST_SETTINGS = f"SELECT e.id, {SETTINGS} FROM endpoint e {_PAGE}"  # noqa: S608
+LIST_SETTINGS = f"SELECT e.id, {SETTING_COLUMNS} FROM endpoint e {_PAGE}"  # noqa: S608
 
 # The approximate size of a row in memory, of the columns that may be large.
 _ROW_BYTES = """
@@ -250,15 +251,16 @@ class OwnershipRecord:
 class EndpointDetail:
     """An endpoint with its settings, secrets, lanes and ownership history."""
 
-    row: EndpointRow
-    settings: EndpointSettings
+    endpoint: EndpointRow
+    settings: dict[str, Any]
+    """By public name, as in a file; header values are null."""
     health: EndpointHealth
     secrets: tuple[SecretRow, ...]
     certificate: dict[str, Any] | None
-    """The client certificate for mutual TLS: subject, expiry, fingerprint."""
+    """Client certificate for mutual TLS: subject, expiry, fingerprint."""
     lanes: tuple[LaneRow, ...]
     ownership_history: tuple[OwnershipRecord, ...]
-    """The last changes of ownership, newest first."""
+    """The last changes of ownership, newest first; empty for tenant tokens."""
 
 
 async def list_endpoints(
@@ -326,8 +328,8 @@ async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> E
         secrets = await connection.fetch(LIST_SECRETS, row["id"])
         history = await connection.fetch(GET_OWNERSHIP_HISTORY, row["id"], OWNERSHIP_HISTORY_MAX)
     return EndpointDetail(
-        row=_endpoint(row),
-        settings=settings,
+        endpoint=_endpoint(row),
+        settings=endpoint_config.public_settings(settings),
         health=EndpointHealth(
             row["health"],
             row["since"],
@@ -343,7 +345,7 @@ async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> E
 
 
 def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
-    """Parse the settings from a row with the columns of SETTINGS and the id.
+    """Parse the settings from a row with the columns of SETTING_COLUMNS and the id.
 
     Headers that the vault cannot decrypt have `LockedText` as their value.
     """

@@ -43,9 +43,9 @@ TIMEOUT_S_MAX = 3600.0
 # Configuration, secrets and circuit-breaker state of endpoints.
 READ_ENDPOINTS = """
 SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS headers,
-       e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
+       e.connect_timeout_s, e.timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
-       e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s,
+       e.backlog_max, e.backlog_age_s, e.disable_after_s, e.checkpoint_every_s,
        e.keep_alive, e.generation, e.resumes, h.state AS health, h.resumes AS applied_resumes,
        h.since, h.held_until, h.last_response::text AS last_response, h.reported_held_since,
        h.reported_stalled_at, h.unsolicited_at,
@@ -80,7 +80,7 @@ class Endpoint:
     secrets: tuple[tuple[SigningKey, float | None], ...] = field(repr=False)
     """Signing keys with their expiry; None: no expiry."""
     connect_timeout_s: float
-    total_timeout_s: float
+    timeout_s: float
     in_flight_max: int | None
     rate_per_s: float | None
     batch_max: int | None
@@ -95,8 +95,8 @@ class Endpoint:
     retryable: frozenset[int]
     blocks: bool
     """A dead letter blocks its lane until an operator decides."""
-    backlog_count_max: int | None
-    backlog_age_max_s: float | None
+    backlog_max: int | None
+    backlog_age_s: float | None
     disable_after_s: float
     checkpoint_every_s: float | None
     """None: off."""
@@ -189,7 +189,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     failure: type[CannotRun] = CannotRun
     secrets: tuple[tuple[SigningKey, float | None], ...] = ()
     endpoint_id, own, identity = row["id"], {}, None
-    timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
+    timeouts = (row["connect_timeout_s"], row["timeout_s"])
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     try:
         retry = _policy(row["retry"])
@@ -225,7 +225,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         headers=headers.valid_headers(own),
         secrets=secrets,
         connect_timeout_s=timeouts[0],
-        total_timeout_s=timeouts[1],
+        timeout_s=timeouts[1],
         in_flight_max=row["in_flight_max"],
         rate_per_s=row["rate_per_s"],
         batch_max=row["batch_max"],
@@ -235,8 +235,8 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         retry=retry,
         retryable=retryable,
         blocks=row["on_dead_letter"] == "block",
-        backlog_count_max=row["backlog_count_max"],
-        backlog_age_max_s=row["backlog_age_max_s"],
+        backlog_max=row["backlog_max"],
+        backlog_age_s=row["backlog_age_s"],
         disable_after_s=row["disable_after_s"],
         checkpoint_every_s=row["checkpoint_every_s"],
         generation=row["generation"],

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import DeadRange
-from outbox.core.model.endpoint import OTHERS
+from outbox.core.model.setting_types import OTHERS
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import ATTEMPT_OUTCOMES, DELIVERY_OUTCOMES
 from outbox.telemetry.snapshot import Buckets, Snapshot

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from outbox.core.model.endpoint import OTHERS
+from outbox.core.model.setting_types import OTHERS
 from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
 
 HEAD = f"""\

@@ -72,7 +72,7 @@ def test_apply_as_json(here: Command, file: Path) -> None:
     file.write_text(FILE.replace("lanes: 2", "lanes: 4"))
     dry = here("apply", "-f", file, "--dry-run", "--json").json
     assert dry["endpoints"][0]["changed"] == {"lanes": ["2", "4"]}
-    assert "secret" not in dry["endpoints"][0]
+    assert dry["endpoints"][0]["secret"] is None
 
 
 LETTERS = "abcdefghi"

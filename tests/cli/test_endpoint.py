@@ -95,14 +95,14 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--type", "order.*", "--type", "refund.**", "--filter", "@.total > 100",
         "--tenant", "acme", "--lanes", 2, "--method", "PUT",
         "--header", "Authorization: Bearer hunter2", "--header", "X-Env:prod",
-        "--connect-timeout", "2s", "--timeout", "1m", "--policy", "stepped,attempts=8",
+        "--connect-timeout", "2s", "--timeout", "1m", "--retry", "stepped,attempts=8",
         "--in-flight-max", 2, "--rate", 0.5, "--batch-max", 50, "--allow-network", "10.1.2.3",
-        "--keep-alive", "off",
+        "--no-keep-alive",
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
         "--checkpoint-every", "60s", "--json",
     )  # fmt: skip
-    assert list(made.json) == ["id", "name", "url", "secret", "lanes"]
+    assert list(made.json) == ["id", "name", "url", "secret", "lanes", "types", "waiting"]
     shown = here("endpoint", "show", "a", "--json")
     assert "hunter2" not in shown.out
     assert shown.json["settings"] == {
@@ -134,32 +134,36 @@ def test_every_setting_has_a_flag(here: Command) -> None:
     text = here("endpoint", "show", "a").out
     assert "hunter2" not in text
     for line in (
-        "filter          @.total > 100",
-        "headers         X-Env Authorization (values not shown)",
-        "backlog         at most 1000 deliveries and 2d",
-        "batches         at most 50 deliveries in a request",
-        "keep-alive      off",
+        "filter            @.total > 100",
+        "headers           Authorization X-Env (values not shown)",
+        "backlog_max       1000",
+        "backlog_age       2d",
+        "batch_max         50",
+        "keep_alive        no",
+        "ca                the system's",
     ):
         assert line in text.splitlines()
 
 
 def test_show_prints_how_long_keep_alive_is_suspended(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    assert "keep-alive      on" in here("endpoint", "show", "a").out.splitlines()
+    assert "keep_alive        yes" in here("endpoint", "show", "a").out.splitlines()
     execute(database, "UPDATE endpoint_health SET unsolicited_at = '2026-01-01T10:00Z'")
-    assert "keep-alive      on" in here("endpoint", "show", "a").out.splitlines()
+    assert "not reused" not in here("endpoint", "show", "a").out
     execute(database, "UPDATE endpoint_health SET unsolicited_at = clock_timestamp()")
-    assert "keep-alive      on, but suspended until 2" in here("endpoint", "show", "a").out
+    assert "connections       not reused until 2" in here("endpoint", "show", "a").out
     assert here("endpoint", "show", "a", "--json").json["health"]["unsolicited_at"] is not None
-    here("endpoint", "update", "a", "--keep-alive", "off")
-    assert "keep-alive      off" in here("endpoint", "show", "a").out.splitlines()
-    here("endpoint", "update", "a", "--keep-alive", "on")
-    assert "on, but suspended" in here("endpoint", "show", "a").out
+    here("endpoint", "update", "a", "--no-keep-alive")
+    shown = here("endpoint", "show", "a").out
+    assert "keep_alive        no" in shown.splitlines()
+    assert "not reused" not in shown
+    here("endpoint", "update", "a", "--keep-alive")
+    assert "not reused until" in here("endpoint", "show", "a").out
 
 
 def test_show_prints_the_ownership_history(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    assert "relay           none" in here("endpoint", "show", "a").out.splitlines()
+    assert "relay             none" in here("endpoint", "show", "a").out.splitlines()
 
     async def move() -> None:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
@@ -173,7 +177,7 @@ def test_show_prints_the_ownership_history(here: Command, database: Database) ->
 
     asyncio.run(move())
     text = here("endpoint", "show", "a").out
-    assert "relay           other:2 (replica 2) since " in text
+    assert "relay             other:2 (replica 2) since " in text
     history = here("endpoint", "show", "a", "--json").json["ownership_history"]
     assert [(h["claimed"], h["relay"], h["epoch"], h["actor"], h["reason"]) for h in history] == [
         (True, "other:2", 3, "replica 2", None),
@@ -187,7 +191,7 @@ def test_show_prints_the_ownership_history(here: Command, database: Database) ->
 def test_update_prints_the_changed_settings(here: Command) -> None:
     here("endpoint", "add", "a", URL, "--tenant", "t", "--filter", "@.a == 1")
     done = here(
-        "endpoint", "update", "a", "--name", "b", "--lanes", 4, "--no-filter", "--url", OTHER
+        "endpoint", "update", "a", "--name", "b", "--lanes", 4, "--reset", "filter", "--url", OTHER
     )
     assert done.out == (
         'updated endpoint "a"\n'
@@ -204,11 +208,11 @@ def test_update_prints_the_changed_settings(here: Command) -> None:
     as_json = here("endpoint", "update", "b", "--all-tenants", "--json").json
     assert as_json["name"] == "b"
     assert as_json["changed"] == {"tenant": ["t", "none"], "all_tenants": ["no", "yes"]}
-    # A tenant takes the place of all, and --no-tenant that of either.
+    # A tenant takes the place of all, and --reset removes it.
     here("endpoint", "update", "b", "--tenant", "u")
     row = here("endpoint", "show", "b", "--json").json["endpoint"]
     assert (row["tenant"], row["all_tenants"], row["generation"]) == ("u", False, 2)
-    here("endpoint", "update", "b", "--no-tenant")
+    here("endpoint", "update", "b", "--reset", "tenant")
     assert here("endpoint", "show", "b", "--json").json["endpoint"]["tenant"] is None
 
 
@@ -228,10 +232,12 @@ def test_update_merges_headers_and_replaces_lists(here: Command, database: Datab
     assert settings()["headers"] == {"X-B": None, "x-a": None}
     assert stored() == {"X-B": "2", "x-a": "3"}
     assert settings()["retryable"] == ["5xx"]
-    here("endpoint", "update", "a", "--no-headers", "--header", "X-C: 4", "--retryable", "default")
+    here("endpoint", "update", "a", "--reset", "headers", "--header", "X-C: 4",
+         "--reset", "retryable")  # fmt: skip
     assert stored() == {"X-C": "4"}
     assert settings()["retryable"] is None
-    here("endpoint", "update", "a", "--retryable", "none", "--no-backlog", "--backlog-age", "1d")
+    here("endpoint", "update", "a", "--retryable", "none", "--reset", "backlog_max",
+         "--backlog-age", "1d")  # fmt: skip
     assert settings()["retryable"] == []
     assert (settings()["backlog_max"], settings()["backlog_age"]) == (None, "24h")
 
@@ -239,18 +245,21 @@ def test_update_merges_headers_and_replaces_lists(here: Command, database: Datab
 WRONG = [
     (["--header", "X-A"], '--header: has no ":"'),
     (["--header", "X-Lane: 1"], "headers: 'X-Lane' is set by the relay"),
-    (["--policy", "slow"], 'there is no policy "slow"'),
-    (["--policy", "base=1h,cap=1m"], "retry.cap: must be between 1h"),
+    (["--retry", "slow"], 'there is no policy "slow"'),
+    (["--retry", "base=1h,cap=1m"], "retry.cap: must be between 1h"),
     (["--retryable", "200"], "retryable: '200' contains a 2xx"),
     (["--method", "GET"], "method: must be one of POST, PUT, PATCH, not 'GET'"),
     (["--on-dead-letter", "stop"], "on_dead_letter: must be one of continue, block"),
     (["--timeout", "2h"], "timeout: must be longer than 0 s and at most 1h"),
-    (["--timeout", "0"], '"0" is not a positive duration'),
+    (["--timeout", "0"], "timeout: must be longer than 0 s"),
     (["--backlog-max", "0"], "backlog_max: must be between 1"),
     (["--filter", "@.**"], "filter: "),
     (["--filter", "@.a ="], "filter: invalid SQL/JSON path: syntax error"),
-    (["--filter", "@.a == 1", "--no-filter"], "--no-filter and --filter exclude each other"),
-    (["--tenant", "t", "--no-tenant"], "--no-tenant and --tenant exclude each other"),
+    (
+        ["--filter", "@.a == 1", "--reset", "filter"],
+        "--reset filter and --filter exclude each other",
+    ),
+    (["--reset", "policy"], "'policy' is not one of 'types', "),
     (["--name", " "], "name: must be printable text"),
     (["--url", "http://10.0.0.1/"], "url: 10.0.0.1 is a private network"),
 ]
@@ -287,7 +296,7 @@ def test_several_endpoints_are_paused_and_resumed(here: Command) -> None:
     assert here("endpoint", "pause", "a", "--comment", "they moved").code == 0
     both = here("endpoint", "pause", "a", "b")
     assert both.out == 'endpoint "a" is already paused\npaused endpoint "b"\n'
-    state = here("endpoint", "show", "a").out.splitlines()[4]
+    state = here("endpoint", "show", "a").out.splitlines()[3]
     assert re.fullmatch(r"state +paused since \S+ \S+ by \S+@\S+: they moved", state)
     as_json = here("endpoint", "resume", "a", "--json").json
     assert [(c["name"], c["state"], c["changed"]) for c in as_json] == [("a", "active", True)]
@@ -634,8 +643,8 @@ def test_an_unusable_certificate_is_reported_with_its_file(here: Command, tmp_pa
 
 def test_the_number_of_trusted_authorities_is_shown(here: Command, tmp_path: Path) -> None:
     here("endpoint", "add", "a", URL)
-    assert "authorities     the system's" in here("endpoint", "show", "a").out
+    assert "ca                the system's" in here("endpoint", "show", "a").out
     authorities = tmp_path / "ca.pem"
     authorities.write_text(Authority("one").pem + Authority("two").pem)
     assert here("endpoint", "update", "a", "--ca", str(authorities)).code == 0
-    assert "authorities     its own (2 certificates)" in here("endpoint", "show", "a").out
+    assert "ca                2 of its own, SHA-256 " in here("endpoint", "show", "a").out

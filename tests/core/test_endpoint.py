@@ -20,7 +20,7 @@ FULL: dict[str, Any] = {
     "method": "PUT",
     "headers": {"Authorization": "Bearer x"},
     "connect_timeout_s": 2.5,
-    "total_timeout_s": 30.0,
+    "timeout_s": 30.0,
     "in_flight_max": 4,
     "rate_per_s": 0.5,
     "keep_alive": False,
@@ -29,8 +29,8 @@ FULL: dict[str, Any] = {
     "retry": PRESETS["stepped"],
     "retryable": ("429", "5XX"),
     "on_dead_letter": "block",
-    "backlog_count_max": 1000,
-    "backlog_age_max_s": 172800.0,
+    "backlog_max": 1000,
+    "backlog_age_s": 172800.0,
     "disable_after_s": 86400.0,
     "checkpoint_every_s": 60.0,
     "lanes": 8,
@@ -46,11 +46,11 @@ def test_omitted_settings_have_the_defaults_of_the_contract() -> None:
     assert default.types == ("**",)
     assert (default.tenant, default.all_tenants, default.filter) == (None, False, None)
     assert (default.method, default.headers, default.keep_alive) == ("POST", {}, True)
-    assert (default.connect_timeout_s, default.total_timeout_s) == (5, 15)
+    assert (default.connect_timeout_s, default.timeout_s) == (5, 15)
     assert default.retry == STANDARD
     assert default.retryable_statuses == RETRYABLE
     assert (default.on_dead_letter, default.lanes) == ("continue", 1)
-    assert (default.backlog_count_max, default.backlog_age_max_s) == (None, None)
+    assert (default.backlog_max, default.backlog_age_s) == (None, None)
     assert default.disable_after_s == 3 * 86400
 
 
@@ -98,15 +98,15 @@ def test_values_are_normalised() -> None:
         ({"headers": {"X-A": "x" * 8192}}, "headers: .* the limit is 8192"),
         ({"connect_timeout_s": 0}, "connect_timeout: must be longer than 0 s"),
         ({"connect_timeout_s": math.nan}, "connect_timeout: "),
-        ({"total_timeout_s": 3601}, "timeout: must be longer than 0 s and at most 1h"),
-        ({"total_timeout_s": True}, "timeout: "),
-        ({"total_timeout_s": "5s"}, "timeout: "),
+        ({"timeout_s": 3601}, "timeout: must be longer than 0 s and at most 1h"),
+        ({"timeout_s": True}, "timeout: "),
+        ({"timeout_s": "5s"}, "timeout: "),
         ({"retryable": ["200"]}, "retryable: '200' contains a 2xx"),
         ({"retryable": "5xx"}, "retryable: must be a list"),
         ({"on_dead_letter": "stop"}, "on_dead_letter: must be one of continue, block"),
-        ({"backlog_count_max": 0}, "backlog_max: must be between 1 and"),
-        ({"backlog_count_max": 1.5}, "backlog_max: must be between 1 and"),
-        ({"backlog_age_max_s": -1}, "backlog_age: must be longer than 0 s"),
+        ({"backlog_max": 0}, "backlog_max: must be between 1 and"),
+        ({"backlog_max": 1.5}, "backlog_max: must be between 1 and"),
+        ({"backlog_age_s": -1}, "backlog_age: must be longer than 0 s"),
         ({"disable_after_s": 0}, "disable_after: must be longer than 0 s"),
         ({"in_flight_max": 0}, "in_flight_max: must be between 1 and 1024"),
         ({"rate_per_s": 0}, "rate: must be a number of requests per second"),

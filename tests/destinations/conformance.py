@@ -70,7 +70,7 @@ def to(server: RawServer | str, body: bytes = b'{"n":1}', **changes: Any) -> Req
 
 
 def short(server: RawServer | str, **changes: Any) -> Request:
-    return to(server, **({"total_timeout_s": SHORT_S} | changes))
+    return to(server, **({"timeout_s": SHORT_S} | changes))
 
 
 class TransportConformance:
@@ -699,7 +699,7 @@ class TransportConformance:
     async def test_a_hanging_resolver_times_out(self, make: Make) -> None:
         async with closing(make(LOOPBACK, hosts={"slow.example": None})) as transport:
             response = await transport.send(
-                to("http://slow.example/", connect_timeout_s=SHORT_S, total_timeout_s=60)
+                to("http://slow.example/", connect_timeout_s=SHORT_S, timeout_s=60)
             )
         assert (response.status, response.failure) == (None, Failure.TIMEOUT)
         assert f"{SHORT_S:g} s" in response.detail
@@ -708,7 +708,7 @@ class TransportConformance:
     async def test_time_outs_are_not_rounded_up_to_whole_seconds(self, make: Make) -> None:
         async with closing(make(LOOPBACK, hosts={"slow.example": None})) as transport:
             response = await transport.send(
-                to("http://slow.example/", connect_timeout_s=60, total_timeout_s=SHORT_S)
+                to("http://slow.example/", connect_timeout_s=60, timeout_s=SHORT_S)
             )
         assert response.failure is Failure.TIMEOUT
         assert response.elapsed_s < 30
@@ -833,7 +833,7 @@ class TransportConformance:
                 to(
                     server.url.replace("http:", "https:"),
                     connect_timeout_s=SHORT_S,
-                    total_timeout_s=60,
+                    timeout_s=60,
                 )
             )
             await until(lambda: server.closed_by_peer == 1)

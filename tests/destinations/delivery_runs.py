@@ -36,7 +36,7 @@ class Run:
         self.reports = 0
         """Of unsolicited data."""
         self.fails = False
-        self._changes = {"total_timeout_s": SHORT_S, "on_unsolicited": self.report, **changes}
+        self._changes = {"timeout_s": SHORT_S, "on_unsolicited": self.report, **changes}
 
     def report(self) -> None:
         self.reports += 1

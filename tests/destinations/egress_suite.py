@@ -426,7 +426,7 @@ class Guarding:
         screen.serve = hang  # type: ignore[method-assign]
         async with proxying(screen), closing(make(CLOSED, proxy=screen.proxy)) as transport:
             response = await transport.send(
-                to("https://shop.example/", connect_timeout_s=SHORT_S, total_timeout_s=60)
+                to("https://shop.example/", connect_timeout_s=SHORT_S, timeout_s=60)
             )
         assert response.failure is Failure.TIMEOUT
 

@@ -40,7 +40,7 @@ class HostileReceivers:
         tracemalloc.start()
         try:
             async with serving(SCRIPTS[kind]) as server:
-                request = to(server, total_timeout_s=total_s)
+                request = to(server, timeout_s=total_s)
                 before = tracemalloc.get_traced_memory()[0]
                 response = await transport.send(request)
                 taken = tracemalloc.get_traced_memory()[1] - before
@@ -63,7 +63,7 @@ class HostileReceivers:
         self, transport: Transport, kind: str
     ) -> None:
         async with serving(SCRIPTS[kind]) as server:
-            response = await transport.send(to(server, total_timeout_s=60))
+            response = await transport.send(to(server, timeout_s=60))
             assert response.failure is not Failure.TIMEOUT
             assert response.elapsed_s < LATE_S
             await until(lambda: not server._tasks, what="the connection to be closed")
@@ -130,8 +130,7 @@ class HostileReceivers:
         transport = make(LOOPBACK)
         async with closing(transport), serving(SCRIPTS["hangs"]) as hanging:
             slow = [
-                asyncio.ensure_future(transport.send(to(hanging, total_timeout_s=60)))
-                for _ in range(200)
+                asyncio.ensure_future(transport.send(to(hanging, timeout_s=60))) for _ in range(200)
             ]
             await until(lambda: len(hanging.received) == 200)
             await drain_in_flight(transport)

@@ -169,7 +169,7 @@ async def test_three_hundred_hanging_lookups_delay_no_others() -> None:
         async with asyncio.TaskGroup() as tasks:
             slow = [
                 tasks.create_task(
-                    transport.send(to(f"http://{name}/", connect_timeout_s=60, total_timeout_s=60))
+                    transport.send(to(f"http://{name}/", connect_timeout_s=60, timeout_s=60))
                 )
                 for name in SLOW
             ]

@@ -93,7 +93,7 @@ async def test_a_request_cancelled_at_its_response_completes_and_affects_no_othe
         hanging = asyncio.create_task(transport.send(to(server, body=b"hangs")))
         await until(lambda: len(server.received) == 1)
         (connection,) = transport._client._in_flight
-        other = asyncio.create_task(transport.send(to(server, total_timeout_s=5)))
+        other = asyncio.create_task(transport.send(to(server, timeout_s=5)))
         hanging.cancel()
         connection.data_received(OK)
         with pytest.raises(asyncio.CancelledError) as cancelled:

@@ -228,7 +228,7 @@ class UnsolicitedData:
         response: bytes,
     ) -> None:
         request = request_of_shop._replace(
-            recipient=replace(request_of_shop.recipient, total_timeout_s=0.2)
+            recipient=replace(request_of_shop.recipient, timeout_s=0.2)
         )
         _, peer = await self._exchange(transport, receiver, request, response)
         peer.shutdown(socket.SHUT_WR)

@@ -185,7 +185,7 @@ async def test_a_receiver_that_fails_within_batches_processes_everything_once_an
     """Over real connections: faults occur before and after the effect, and within batches."""
     new = await add_endpoint(
         database, "here", url="http://127.0.0.1:1/", batch_max=20, lanes=3,
-        retry={"base_s": 0.01, "cap_s": 0.05, "attempts_max": 100}, total_timeout_s=2.0,
+        retry={"base_s": 0.01, "cap_s": 0.05, "attempts_max": 100}, timeout_s=2.0,
     )  # fmt: skip
     receiver = DevelopmentReceiver(
         [parse_secret(new.secret)],

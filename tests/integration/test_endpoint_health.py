@@ -236,7 +236,7 @@ async def test_a_backlog_over_its_limit_is_cut_and_the_gap_is_named(
     database: Database,
 ) -> None:
     await add_endpoint(database, retry={**QUICK_RETRY, "attempts_max": 10_000})
-    await set_endpoint(database, backlog_count_max=10)
+    await set_endpoint(database, backlog_max=10)
     broken = True
     network = Network(lambda _: BUSY if broken else OK)
     async with running(database, network):
@@ -260,7 +260,7 @@ async def test_a_backlog_over_its_limit_is_cut_and_the_gap_is_named(
 async def test_a_growing_gap_starts_a_new_dead_letter_after_a_while(database: Database) -> None:
     """Otherwise the gap would never age, and its events would be kept forever."""
     await add_endpoint(database, lanes=1, retry=PATIENT)
-    await set_endpoint(database, backlog_count_max=2)
+    await set_endpoint(database, backlog_max=2)
 
     async def holes() -> list[int]:
         return [to - seq + 1 for _, seq, to in await letters(database)]
@@ -284,7 +284,7 @@ async def test_a_growing_gap_starts_a_new_dead_letter_after_a_while(database: Da
 
 async def test_a_backlog_over_its_age_limit_is_cut(database: Database) -> None:
     await add_endpoint(database, lanes=4, retry=PATIENT)
-    await set_endpoint(database, backlog_age_max_s=0.4)
+    await set_endpoint(database, backlog_age_s=0.4)
     network = Network(lambda _: BUSY)
     async with running(database, network):
         for key in "abcdefgh":

@@ -25,7 +25,7 @@ async def test_a_request_uses_the_method_headers_and_timeouts_of_its_endpoint(
     await add_endpoint(database)
     await fetchval(
         database,
-        """UPDATE endpoint SET method = 'PUT', connect_timeout_s = 1.5, total_timeout_s = 2.5,
+        """UPDATE endpoint SET method = 'PUT', connect_timeout_s = 1.5, timeout_s = 2.5,
                   headers = '{"X-Api-Key": "endpoint", "X-Team": "endpoint",
                              "X-Lane": "forged"}'""",
     )
@@ -38,7 +38,7 @@ async def test_a_request_uses_the_method_headers_and_timeouts_of_its_endpoint(
     request = sent.request
     recipient = request.recipient
     assert recipient.method == "PUT"
-    assert (recipient.connect_timeout_s, recipient.total_timeout_s) == (1.5, 2.5)
+    assert (recipient.connect_timeout_s, recipient.timeout_s) == (1.5, 2.5)
     assert sent.headers["x-api-key"] == "endpoint"
     assert (sent.headers["x-team"], sent.headers["x-env"]) == ("endpoint", "event")
     assert sent.headers["x-lane"] == sent.body["lane"]

@@ -140,7 +140,7 @@ async def test_cutting_a_backlog_of_operational_events_creates_no_event(
     database: Database,
 ) -> None:
     await add_endpoint(database, types=["order.*"])
-    await add_endpoint(database, "ops", types=["outbox.**"], backlog_count_max=1, retry=FOR_EVER)
+    await add_endpoint(database, "ops", types=["outbox.**"], backlog_max=1, retry=FOR_EVER)
     network = responses(shop=REFUSED, ops=BUSY)
     async with running(database, network):
         await publish(database, *range(6), type="order.paid")
@@ -196,7 +196,7 @@ async def test_the_end_of_an_unreported_block_is_not_reported(database: Database
 
 
 async def test_an_event_without_subscribers_is_not_written(database: Database) -> None:
-    await add_endpoint(database, types=["**"], backlog_count_max=3, retry=FOR_EVER)
+    await add_endpoint(database, types=["**"], backlog_max=3, retry=FOR_EVER)
     await add_endpoint(database, "blocks", types=["*.paid", "*.*.created"], on_dead_letter="block")
     await add_endpoint(database, "others", types=["outbox.endpoint.disabled"])
     gone = await add_endpoint(database, "gone", types=["outbox.**"])
@@ -289,7 +289,7 @@ async def test_a_dead_letter_and_its_block_are_reported(database: Database) -> N
 
 async def test_a_range_is_reported_once_it_contains_an_ordinary_event(database: Database) -> None:
     both = await add_endpoint(
-        database, "both", types=["order.*", "outbox.**"], retry=FOR_EVER, backlog_count_max=1
+        database, "both", types=["order.*", "outbox.**"], retry=FOR_EVER, backlog_max=1
     )
     await add_endpoint(database, types=["user.*"])
     network = responses(both=BUSY, shop=REFUSED)

@@ -159,7 +159,7 @@ class ManyReceivers(Network):
             clock = asyncio.get_running_loop().time
             self.checkpoint_times.setdefault(request.recipient.url, []).append(clock())
             never = "stuck" in request.recipient.url
-            await asyncio.sleep(request.recipient.total_timeout_s if never else 0.02)
+            await asyncio.sleep(request.recipient.timeout_s if never else 0.02)
             return AttemptResult.failed(Failure.TIMEOUT, "late", 10.0) if never else OK
         finally:
             self.open -= 1
@@ -249,7 +249,7 @@ def wanting(n: int, name: str, every_s: float, tenant: str | None = None) -> Any
         usable=True,
         checkpoint_every_s=every_s,
         connect_timeout_s=5.0,
-        total_timeout_s=15.0,
+        timeout_s=15.0,
         networks=(),
         ca=None,
         identity=None,

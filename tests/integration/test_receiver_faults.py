@@ -196,7 +196,7 @@ async def test_faulty_receivers_do_not_delay_others_and_leak_no_resources(
         for name, url in urls.items():
             await add_endpoint(database, name, url=url, lanes=LANES, retry=retry)
         await fetchval(
-            database, "UPDATE endpoint SET total_timeout_s = $1, connect_timeout_s = $1", TIMEOUT_S
+            database, "UPDATE endpoint SET timeout_s = $1, connect_timeout_s = $1", TIMEOUT_S
         )
         async with delivering(database):
             for n in range(EVENTS):
@@ -256,7 +256,7 @@ async def test_failed_requests_release_their_slots(
             server = await stack.enter_async_context(serving(Receiver(script).script))
             await add_endpoint(database, name, url=server.url, types=["bad"], retry=retry)
         await fetchval(
-            database, "UPDATE endpoint SET total_timeout_s = $1, connect_timeout_s = $1", TIMEOUT_S
+            database, "UPDATE endpoint SET timeout_s = $1, connect_timeout_s = $1", TIMEOUT_S
         )
         async with delivering(database):
             for n in range(4):

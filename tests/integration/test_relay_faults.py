@@ -156,8 +156,8 @@ UNUSABLE = {
         "UPDATE endpoint SET retry = '{}' WHERE id = $1",
     ),
     "a time-out that is no number": (
-        "UPDATE endpoint SET total_timeout_s = 'NaN' WHERE id = $1",
-        "UPDATE endpoint SET total_timeout_s = 1 WHERE id = $1",
+        "UPDATE endpoint SET timeout_s = 'NaN' WHERE id = $1",
+        "UPDATE endpoint SET timeout_s = 1 WHERE id = $1",
     ),
 }
 

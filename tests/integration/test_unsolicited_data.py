@@ -196,7 +196,7 @@ async def test_another_relay_and_the_doctor_know_it(database: Database) -> None:
         (finding,) = await findings_of(connection, "keep-alive")
     assert finding.severity is Severity.WARNING
     assert 'the receiver of endpoint "shop" sent data that belongs to no request' in finding.message
-    assert "outbox endpoint update shop --keep-alive off" in str(finding.action)
+    assert "outbox endpoint update shop --no-keep-alive" in str(finding.action)
 
 
 async def test_connections_are_reused_again_after_a_day(database: Database) -> None:

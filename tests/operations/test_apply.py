@@ -19,7 +19,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.apply import ApplyOutcome
+    from outbox.operations.apply import ApplyReport
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -32,15 +32,15 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(server_settings={"search_path": "relay"})
 
 
-async def put(db: Connection[Any], *declared: dict[str, Any], **options: Any) -> ApplyOutcome:
+async def put(db: Connection[Any], *declared: dict[str, Any], **options: Any) -> ApplyReport:
     document = {"endpoints": [{"url": URL, **each} for each in declared]}
     return await apply_file(
         db, "relay", endpoint_config.parse_file(document), actor="ann", **options
     )
 
 
-def reported(outcome: ApplyOutcome) -> list[tuple[str, str]]:
-    return [(step.action, step.name) for step in outcome.steps]
+def reported(report: ApplyReport) -> list[tuple[str, str]]:
+    return [(step.action, step.name) for step in report.endpoints]
 
 
 async def names(db: Connection[Any]) -> list[str]:
@@ -51,13 +51,13 @@ async def test_applying_a_file_again_changes_nothing(db: Connection[Any]) -> Non
     file = ({"name": "a", "lanes": 2}, {"name": "b", "types": ["order.*"], "retry": "stepped"})
     first = await put(db, *file)
     assert reported(first) == [("add", "a"), ("add", "b")]
-    assert all(step.secret and step.id for step in first.steps)
+    assert all(step.secret and step.id for step in first.endpoints)
     version = await db.fetchval("SELECT version FROM cursor")
     journal = await db.fetchval("SELECT count(*) FROM journal")
     second = await put(db, *file)
     assert reported(second) == [("keep", "a"), ("keep", "b")]
     assert second.changes == 0
-    assert {step.secret for step in second.steps} == {None}
+    assert {step.secret for step in second.endpoints} == {None}
     assert await db.fetchval("SELECT version FROM cursor") == version
     assert await db.fetchval("SELECT count(*) FROM journal") == journal
 
@@ -68,14 +68,13 @@ async def test_differences_are_applied_and_omitted_settings_are_the_defaults(
     await put(db, {"name": "a", "lanes": 2, "headers": {"Authorization": "x"}}, {"name": "b"})
     done = await put(db, {"name": "b"}, {"name": "a", "method": "PUT"})
     assert reported(done) == [("keep", "b"), ("change", "a")]
-    differences = [(d.setting, d.old, d.new) for d in done.steps[1].differences]
-    assert differences == [
-        ("method", "POST", "PUT"),
-        ("headers", "Authorization", "none"),
-        ("lanes", "2", "1"),
-    ]
+    assert done.endpoints[1].changed == {
+        "method": ("POST", "PUT"),
+        "headers": ("Authorization", "none"),
+        "lanes": ("2", "1"),
+    }
     settings = (await endpoints.get_endpoint(db, "relay", "a")).settings
-    assert (settings.method, settings.headers, settings.lanes) == ("PUT", {}, 1)
+    assert (settings["method"], settings["headers"], settings["lanes"]) == ("PUT", {}, 1)
 
 
 async def test_a_dry_run_returns_the_same_steps_and_changes_nothing(db: Connection[Any]) -> None:
@@ -92,8 +91,8 @@ async def test_a_dry_run_returns_the_same_steps_and_changes_nothing(db: Connecti
 async def test_undeclared_endpoints_stay_unless_pruned(db: Connection[Any]) -> None:
     await put(db, {"name": "a"}, {"name": "b"})
     done = await put(db, {"name": "a"})
-    assert (done.others, done.changes) == (("b",), 0)
-    assert (await put(db, {"name": "a"}, prune=True)).others == ()
+    assert (done.not_in_the_file, done.changes) == (("b",), 0)
+    assert (await put(db, {"name": "a"}, prune=True)).not_in_the_file == ()
     assert await names(db) == ["a"]
 
 
@@ -103,8 +102,8 @@ async def test_pending_deliveries_are_dead_lettered_only_on_request(db: Connecti
     with pytest.raises(UsageError, match='endpoint "b" has 3 deliveries pending'):
         await put(db, {"name": "a"}, prune=True)
     done = await put(db, {"name": "a"}, prune=True, dead_letter=True)
-    assert [(step.action, step.pending) for step in done.steps] == [("remove", 3), ("keep", 0)]
-    assert (await endpoints.get_endpoint(db, "relay", "b")).row.state == "removing"
+    assert [(step.action, step.pending) for step in done.endpoints] == [("remove", 3), ("keep", 0)]
+    assert (await endpoints.get_endpoint(db, "relay", "b")).endpoint.state == "removing"
     # Its relay has not finished that yet: the file is nevertheless as it is.
     assert (await put(db, {"name": "a"}, prune=True)).changes == 0
     with pytest.raises(UsageError, match=r"^endpoints\[0\].name: .* is being removed"):
@@ -117,12 +116,12 @@ async def test_a_known_id_with_another_name_is_a_rename(
     made = await add_endpoint(database, "a")
     done = await put(db, {"id": str(made.id), "name": "b", "url": "http://receiver.test/a"})
     assert reported(done) == [("change", "a")]
-    assert (await endpoints.get_endpoint(db, "relay", "b")).row.id == made.id
+    assert (await endpoints.get_endpoint(db, "relay", "b")).endpoint.id == made.id
 
 
 async def test_two_endpoints_can_swap_names(db: Connection[Any]) -> None:
     made = await put(db, {"name": "a"}, {"name": "b"}, {"name": "c"})
-    ids = {step.name: str(step.id) for step in made.steps}
+    ids = {step.name: str(step.id) for step in made.endpoints}
     # And a new one takes the name that became free.
     await put(
         db,
@@ -138,12 +137,12 @@ async def test_two_endpoints_can_swap_names(db: Connection[Any]) -> None:
 
 async def test_a_name_is_free_for_another_once_its_endpoint_is_pruned(db: Connection[Any]) -> None:
     made = await put(db, {"name": "a"}, {"name": "b"})
-    file = {"id": str(made.steps[0].id), "name": "b"}
+    file = {"id": str(made.endpoints[0].id), "name": "b"}
     with pytest.raises(UsageError, match=r'^endpoints\[0\].name: endpoint "b" exists already'):
         await put(db, file)
     await put(db, file, prune=True)
     (row,) = await endpoints.list_endpoints(db, "relay")
-    assert (row.name, row.id) == ("b", made.steps[0].id)
+    assert (row.name, row.id) == ("b", made.endpoints[0].id)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -157,7 +156,7 @@ async def test_an_invalid_file_changes_nothing(db: Connection[Any], dry_run: boo
         with pytest.raises(UsageError, match=says):
             await put(db, {"name": "a", "lanes": 9}, {"name": "b"}, wrong, dry_run=dry_run)
         assert await names(db) == ["a"]
-        assert (await endpoints.get_endpoint(db, "relay", "a")).row.lanes == 1
+        assert (await endpoints.get_endpoint(db, "relay", "a")).endpoint.lanes == 1
 
 
 async def test_the_number_of_messages_does_not_depend_on_the_number_of_endpoints(
@@ -184,14 +183,14 @@ async def test_a_failed_apply_is_rolled_back(db: Connection[Any]) -> None:
     with pytest.raises(asyncpg.CheckViolationError):
         await put(db, {"name": "a", "lanes": 9}, {"name": "b"})
     assert await names(db) == ["a"]
-    assert (await endpoints.get_endpoint(db, "relay", "a")).row.lanes == 1
+    assert (await endpoints.get_endpoint(db, "relay", "a")).endpoint.lanes == 1
 
 
 async def test_lanes_are_changed_in_the_lock_order_of_relays(
     database: Database, db: Connection[Any]
 ) -> None:
     made = await put(db, {"name": "a"}, {"name": "b"})
-    low, high = sorted((step.id, step.name) for step in made.steps if step.id)
+    low, high = sorted((step.id, step.name) for step in made.endpoints if step.id)
     async with database.connection(server_settings={"search_path": "relay"}) as relay:
         async with relay.transaction():
             await relay.execute(LOCK_EPOCH, low[0])

@@ -11,6 +11,8 @@ import orjson
 import pytest
 
 from outbox.core.delivery.signature import parse_secret
+from outbox.core.model import endpoint_config
+from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.retry_policy import PRESETS
 from outbox.errors import NotFound, UsageError
 from outbox.operations import (
@@ -92,7 +94,7 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "method": "PUT",
         "headers": {"Authorization": "Bearer hunter2"},
         "connect_timeout_s": 1.0,
-        "total_timeout_s": 2.0,
+        "timeout_s": 2.0,
         "in_flight_max": 4,
         "rate_per_s": 0.5,
         "keep_alive": False,
@@ -101,17 +103,18 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "retry": PRESETS["stepped"],
         "retryable": ("429",),
         "on_dead_letter": "block",
-        "backlog_count_max": 5,
-        "backlog_age_max_s": 60.0,
+        "backlog_max": 5,
+        "backlog_age_s": 60.0,
         "disable_after_s": 3600.0,
         "checkpoint_every_s": 60.0,
         "lanes": 2,
     }
     done = await update(db, **values)
     found = await endpoints.get_endpoint(db, "relay", "store")
-    assert (done.id, found.row.id) == (made.id, made.id)
-    for field, value in values.items():
-        assert getattr(found.settings, field) == value, field
+    assert (done.id, found.endpoint.id) == (made.id, made.id)
+    ((_, stored),) = await endpoints.list_settings(db, "relay", limit=10)
+    assert stored == EndpointSettings(**values)
+    assert found.settings == endpoint_config.public_settings(stored)
     (reported,) = await journal(db, "endpoint_updated")
     assert reported["name"] == "shop"
     assert reported["changes"]["name"] == ["shop", "store"]
@@ -122,7 +125,7 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
 
 async def test_changing_nothing_writes_nothing(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, lanes=2)
-    assert (await update(db, lanes=2, types=("**",))).differences == ()
+    assert (await update(db, lanes=2, types=("**",))).changed == {}
     assert await journal(db, "endpoint_updated") == []
     assert len(await subscriptions(db)) == 1
     assert await db.fetchval("SELECT count(*) FROM lane") == 2
@@ -140,7 +143,7 @@ async def test_a_subscription_changes_from_a_batch_on(
         (3, None, ["a.*"], "t", False, "@.a == 1"),
     ]
     # What is not about who gets what begins no version.
-    await update(db, total_timeout_s=3.0)
+    await update(db, timeout_s=3.0)
     assert len(await subscriptions(db)) == 2
     # Nor does a version that no batch has seen stay.
     await update(db, tenant=None, all_tenants=True)
@@ -167,7 +170,7 @@ async def test_a_change_of_lanes_is_a_new_generation(
         (3, 0, 2, 7, 0),
     ]
     found = await endpoints.get_endpoint(db, "relay", "shop")
-    assert (found.row.lanes, found.row.generation) == (1, 3)
+    assert (found.endpoint.lanes, found.endpoint.generation) == (1, 3)
     assert found.lanes[-1].name == f"{made.id.hex[:12]}-3-0"
     assert len(await subscriptions(db)) == 1
 
@@ -255,7 +258,7 @@ async def test_pausing_is_journalled_with_actor_and_comment(
         ("a", "paused", True),
         ("b", "paused", True),
     ]
-    row = (await endpoints.get_endpoint(db, "relay", "a")).row
+    row = (await endpoints.get_endpoint(db, "relay", "a")).endpoint
     assert (row.state, row.state_by, row.state_comment) == ("paused", "ann", "maintenance")
     assert row.state_at > row.created_at
     assert [reported["comment"] for reported in await journal(db, "endpoint_paused")] == [
@@ -263,7 +266,7 @@ async def test_pausing_is_journalled_with_actor_and_comment(
     ] * 2
     (again,) = await endpoint_states.pause_endpoints(db, "relay", ["a"], actor="bob")
     assert not again.changed
-    assert (await endpoints.get_endpoint(db, "relay", "a")).row.state_by == "ann"
+    assert (await endpoints.get_endpoint(db, "relay", "a")).endpoint.state_by == "ann"
     # A subscription goes on, or what is published meanwhile would be missing.
     assert all(to_batch is None for _, to_batch, *_ in await subscriptions(db))
 
@@ -272,7 +275,7 @@ async def test_pausing_several_endpoints_is_atomic(database: Database, db: Conne
     await add_endpoint(database, "a")
     with pytest.raises(NotFound):
         await endpoint_states.pause_endpoints(db, "relay", ["a", "nobody"], actor="test")
-    assert (await endpoints.get_endpoint(db, "relay", "a")).row.state == "active"
+    assert (await endpoints.get_endpoint(db, "relay", "a")).endpoint.state == "active"
 
 
 async def test_resuming_unblocks_blocked_lanes(database: Database, db: Connection[Any]) -> None:
@@ -286,7 +289,7 @@ async def test_resuming_unblocks_blocked_lanes(database: Database, db: Connectio
     (done,) = await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="ann")
     assert (done.state, done.changed, done.unblocked) == ("active", True, 2)
     found = await endpoints.get_endpoint(db, "relay", "shop")
-    assert (found.row.state, found.row.state_by) == ("active", "ann")
+    assert (found.endpoint.state, found.endpoint.state_by) == ("active", "ann")
     assert {lane.blocked_seq for lane in found.lanes} == {None}
     # The circuit breaker keeps its state: the endpoint was paused, not repaired.
     assert found.health.state == "failing"
@@ -318,7 +321,7 @@ async def test_enabling_starts_with_new_events(database: Database, db: Connectio
     await db.execute("UPDATE endpoint SET state = 'disabled'")
     await db.execute("UPDATE subscription SET to_batch = 2")
     await db.execute("UPDATE endpoint_health SET state = 'rejecting'")
-    assert not (await endpoints.get_endpoint(db, "relay", "shop")).row.subscribed
+    assert not (await endpoints.get_endpoint(db, "relay", "shop")).endpoint.subscribed
     # Settings can be changed meanwhile; it still gets nothing.
     await update(db, types=("a.*",))
     assert len(await subscriptions(db)) == 1
@@ -332,7 +335,7 @@ async def test_enabling_starts_with_new_events(database: Database, db: Connectio
         (3, None, ["a.*"], None, False, None),
     ]
     found = await endpoints.get_endpoint(db, "relay", "shop")
-    assert (found.row.state, found.row.state_comment, found.row.subscribed) == (
+    assert (found.endpoint.state, found.endpoint.state_comment, found.endpoint.subscribed) == (
         "active",
         "repaired",
         True,
@@ -451,7 +454,7 @@ async def test_a_draining_endpoint_gets_its_backlog_and_no_new_events(
     assert await endpoint_removal.drain_endpoint(db, "relay", "shop", actor="ann") == made.id
     left = await endpoint_removal.read_drain_status(db, "relay", made.id)
     assert (left.state, left.pending, left.blocked, left.relay) == ("active", 1, 0, False)
-    row = (await endpoints.get_endpoint(db, "relay", "shop")).row
+    row = (await endpoints.get_endpoint(db, "relay", "shop")).endpoint
     assert (row.state, row.subscribed) == ("active", False)
     assert row.state_comment == "draining before removal"
     # Said again it is the same, and settings begin no new version.
@@ -461,7 +464,7 @@ async def test_a_draining_endpoint_gets_its_backlog_and_no_new_events(
     assert len(await journal(db, "endpoint_updated")) == 2
     # And it can be taken back.
     await endpoint_states.enable_endpoint(db, "relay", "shop", actor="ann")
-    assert (await endpoints.get_endpoint(db, "relay", "shop")).row.subscribed
+    assert (await endpoints.get_endpoint(db, "relay", "shop")).endpoint.subscribed
 
 
 async def test_a_paused_endpoint_cannot_be_drained(database: Database, db: Connection[Any]) -> None:

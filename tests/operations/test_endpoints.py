@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from outbox.core.delivery.signature import parse_secret
+from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.errors import NotFound, SchemaMissing, UsageError
@@ -57,8 +58,8 @@ async def test_an_added_endpoint_is_complete(database: Database, db: Connection[
     assert len(parse_secret(made.secret)) == 32
     assert made.types == ("order.*", "refund.**")
     found = await endpoints.get_endpoint(db, "relay", "billing")
-    row, lanes = found.row, found.lanes
-    assert found.settings == settings
+    row, lanes = found.endpoint, found.lanes
+    assert found.settings == endpoint_config.public_settings(settings)
     assert (row.id, row.url, row.lanes, row.tenant) == (made.id, made.url, 3, "acme")
     assert (row.types, row.state, row.pending, row.dead_letters) == (made.types, "active", 0, 0)
     prefix = made.id.hex[:12]
@@ -189,7 +190,7 @@ async def test_pending_excludes_deliveries_acknowledged_after_the_checkpoint(
     """)
     found = await endpoints.get_endpoint(db, "relay", "shop")
     (lane,) = found.lanes
-    assert (found.row.pending, lane.pending, lane.acked_seq) == (2, 2, 3)
+    assert (found.endpoint.pending, lane.pending, lane.acked_seq) == (2, 2, 3)
 
 
 async def test_an_endpoint_with_pending_deliveries_is_not_removed(
@@ -210,7 +211,7 @@ async def test_an_endpoint_with_pending_deliveries_is_not_removed(
             "dead-letter them"
         )
         found = await endpoints.get_endpoint(db, "relay", "shop")
-        row, lanes = found.row, found.lanes
+        row, lanes = found.endpoint, found.lanes
         assert (row.state, row.pending) == ("active", 4)
         failing = [lane for lane in lanes if lane.attempts]
         assert {lane.attempts for lane in failing} == {1}

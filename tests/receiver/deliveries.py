@@ -56,5 +56,5 @@ def signed(
 def request(url: str, which: Delivery, **attempt: Any) -> Request:
     """Return an attempt as a request for a transport."""
     headers, body = signed(which, **attempt)
-    recipient = Recipient(url, total_timeout_s=10)
+    recipient = Recipient(url, timeout_s=10)
     return Request(recipient, format_lines(tuple(headers.items())), body)

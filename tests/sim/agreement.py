@@ -567,7 +567,7 @@ class Script:
                 lambda s: replace(s, lanes=lanes, types=types or s.types),
                 actor="test",
             )
-            return name, updated.differences
+            return name, updated.changed
         if u < 0.4:
             await stores.endpoint_states.pause_endpoints(db, SCHEMA, [name], actor="test")
         elif u < 0.55:

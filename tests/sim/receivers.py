@@ -121,7 +121,7 @@ class Transport:
         try:
             world.after(self._trip_s(), None, arrive)
             try:
-                async with asyncio.timeout(request.recipient.total_timeout_s):
+                async with asyncio.timeout(request.recipient.timeout_s):
                     response = await arrived
             except TimeoutError:
                 response = AttemptResult.failed(

@@ -175,13 +175,13 @@ class Simulation:
                 else (("**",), ("t0.changed", "t1.changed"))
             ),
             retry=retry,
-            total_timeout_s=rng.choice((5.0, 15.0, 2 * self.settings.lease_s)),
+            timeout_s=rng.choice((5.0, 15.0, 2 * self.settings.lease_s)),
             in_flight_max=rng.choice((None, None, 1, 2)),
             rate_per_s=rng.choice((None, None, 0.5, 5.0)),
             batch_max=rng.choice((None, None, 1, 3, 50)),
             on_dead_letter=rng.choice(("continue", "continue", "block")),
-            backlog_count_max=rng.choice((None, None, 5)),
-            backlog_age_max_s=rng.choice((None, None, 600.0)),
+            backlog_max=rng.choice((None, None, 5)),
+            backlog_age_s=rng.choice((None, None, 600.0)),
             lanes=rng.choice((1, 1, 2, 3)),
         )
         endpoint_id = UUID(int=rng.getrandbits(128))

@@ -130,7 +130,7 @@ async def test_a_conflicting_change_is_planned_again(database: Database) -> None
         await second.execute("UPDATE endpoint SET url = 'https://other.test/'")
     await changing
     settings = (await endpoints.get_endpoint(second, "relay", "shop")).settings
-    assert (calls, settings.url, settings.method) == (2, "https://other.test/", "PUT")
+    assert (calls, settings["url"], settings["method"]) == (2, "https://other.test/", "PUT")
 
 
 async def test_a_state_changed_by_its_owner_is_read_again(database: Database) -> None:

@@ -159,7 +159,7 @@ class Sickly:
         await add_endpoint(database, types=["load.*"], **options)
         retry = {**QUICK_RETRY, "attempts_max": 10_000}
         await add_endpoint(database, "sick", types=["sick.*"], retry=retry)
-        await fetchval(database, "UPDATE endpoint SET backlog_age_max_s = 3600 WHERE name = 'sick'")
+        await fetchval(database, "UPDATE endpoint SET backlog_age_s = 3600 WHERE name = 'sick'")
         await publish(database, 0, type="sick.event")
 
 

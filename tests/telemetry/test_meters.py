@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.delivery.commands import AttemptRow, DeadRange
-from outbox.core.model.endpoint import OTHERS
 from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.model.setting_types import OTHERS
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import ATTEMPT_OUTCOMES, DELIVERY_OUTCOMES
 from outbox.telemetry.meters import Meters, error_type

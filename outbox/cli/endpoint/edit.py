@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,12 +17,10 @@ from outbox.cli.common import (
 )
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
-from outbox.cli.output import count, emit_json, emit_pairs
+from outbox.cli.output import count, emit_json, emit_pairs, print_changed
 from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.model.text import safe
 from outbox.destinations.http.endpoint_validation import check_settings, policy_of
 from outbox.operations import endpoint_changes
-from outbox.operations.views import endpoints as views
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
 Examples:
   outbox endpoint add billing https://example.com/hooks --type "order.*"
   outbox endpoint add audit https://audit.example.com/ --all-tenants --lanes 8 --json
-  outbox endpoint add large https://example.com/ --filter "@.total > 1000" --policy patient
+  outbox endpoint add large https://example.com/ --filter "@.total > 1000" --retry patient
   outbox endpoint add crm https://example.com/in --headers-file crm.headers
   OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox endpoint add dev http://127.0.0.1:8080/
 """,
@@ -88,7 +85,7 @@ def add(
                 "this endpoint also receives those that match"
             )
         if as_json:
-            emit_json(views.new_endpoint(added))
+            emit_json(added)
             return
         emit_pairs(
             [
@@ -111,22 +108,18 @@ def add(
     epilog="""\b
 Examples:
   outbox endpoint update billing --type "order.*" --type refund.done
-  outbox endpoint update billing --policy stepped,attempts=8 --timeout 30s
+  outbox endpoint update billing --retry stepped,attempts=8 --timeout 30s
   outbox endpoint update billing --name invoices       keeps the id
   outbox endpoint update billing --lanes 8             after the old lanes are drained
 """,
 )
 @click.argument("name")
-@click.option("--name", "new_name", metavar="NAME", help="Rename the endpoint; its id stays.")
-@click.option("--url", metavar="URL", help="New URL, also for pending deliveries.")
 @edit_options
 @json_option
 @settings_options
 def update(
     settings: Settings,
     name: str,
-    new_name: str | None,
-    url: str | None,
     edit: Callable[[EndpointSettings], EndpointSettings],
     as_json: bool,
 ) -> None:
@@ -137,13 +130,10 @@ def update(
     list, --header replaces one header.
     """
     policy, vault = policy_of(settings), Vault.from_settings(settings)
-    named: dict[str, Any] = {"name": new_name, "url": url}
-    named = {key: value for key, value in named.items() if value is not None}
-
     opened: list[str] = []
 
     def edited(current: EndpointSettings) -> EndpointSettings:
-        changed = replace(edit(current), **named)
+        changed = edit(current)
         check_settings(changed, policy, current)
         opened[:] = [each for each in changed.allow_networks if each not in current.allow_networks]
         return changed
@@ -155,12 +145,11 @@ def update(
             )
         warn_about_networks("--allow-network", opened)
         if as_json:
-            emit_json(views.endpoint_update(done))
-        elif not done.differences:
+            emit_json(done)
+        elif not done.changed:
             click.echo(f'endpoint "{name}" already has these settings; nothing was changed')
         else:
             click.echo(f'updated endpoint "{name}"')
-            for each in done.differences:
-                click.echo(safe(f"  {each.setting}: {each.old} -> {each.new}"))
+            print_changed(done.changed, indent=2)
 
     run_async(update_endpoint())

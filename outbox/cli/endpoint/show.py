@@ -22,9 +22,9 @@ from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import endpoint_config, retry_policy
+from outbox.core.model.endpoint import SETTINGS
 from outbox.core.model.endpoint_condition import HEALTHY
 from outbox.operations import endpoints
-from outbox.operations.views import endpoints as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -96,9 +96,9 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
         async with database(settings) as connection:
             detail = await endpoints.get_endpoint(connection, settings.schema_name, name)
         if as_json:
-            emit_json(views.endpoint_detail(detail))
+            emit_json(detail)
             return
-        emit_pairs(_pairs(detail))
+        emit_pairs(_state_pairs(detail), _setting_pairs(detail))
         click.echo()
         emit_table(
             [
@@ -124,7 +124,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
                 )
                 for lane in detail.lanes
                 # Omit drained lanes of earlier generations.
-                if lane.generation == detail.row.generation or lane.pending or lane.blocked_seq
+                if lane.generation == detail.endpoint.generation or lane.pending or lane.blocked_seq
             ],
             "no lanes",
         )
@@ -223,9 +223,9 @@ def policies(policy: tuple[str, ...], as_markdown: bool, as_json: bool) -> None:
             emit_table(COLUMNS, [cells(row) for row in schedule(each)], "no attempts")
 
 
-def _pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
-    """Name-value pairs of an endpoint, without its lanes."""
-    row, health, settings = detail.row, detail.health, views.endpoint_settings(detail.settings)
+def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
+    """Name-value pairs of an endpoint's state."""
+    row, health = detail.endpoint, detail.health
     state = f"{row.state} since {cell(row.state_at)}"
     if row.state_by:
         state += f" by {row.state_by}"
@@ -238,72 +238,47 @@ def _pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
         healthy += f"; {PROBING_TEXT}"
     older = [s.expires_at for s in detail.secrets if s.expires_at is not None]
     live = f"{len(detail.secrets)} live, {_kept(detail)}"
-    lanes = f"{row.lanes} (generation {row.generation})" if row.generation > 1 else row.lanes
-    backlog = [f"{settings['backlog_max']} deliveries"] if settings["backlog_max"] else []
-    backlog += [settings["backlog_age"]] if settings["backlog_age"] else []
     return [
         ("id", row.id),
         ("name", row.name),
-        ("url", row.url),
         ("condition", row.condition),
         ("state", state),
         ("receives", None if row.subscribed else "no new events"),
         ("relay", _relay(detail)),
         ("health", healthy),
         ("last failure", health.last_response),
-        ("types", row.types),
-        ("filter", settings["filter"]),
-        ("tenant", _tenant(row)),
-        ("lanes", lanes),
-        ("method", settings["method"]),
-        (
-            "headers",
-            f"{' '.join(settings['headers'])} (values not shown)" if settings["headers"] else None,
-        ),
-        ("time-outs", f"connect {settings['connect_timeout']}, request {settings['timeout']}"),
-        ("at once", settings["in_flight_max"] and f"at most {settings['in_flight_max']} requests"),
-        ("rate", settings["rate"] and f"at most {settings['rate']:g} requests in a second"),
-        (
-            "batches",
-            settings["batch_max"] and f"at most {settings['batch_max']} deliveries in a request",
-        ),
-        ("keep-alive", _keep_alive(detail)),
-        ("networks", settings["allow_networks"]),
-        ("authorities", _authorities(detail.settings.ca)),
-        ("certificate", _certificate(detail)),
-        ("retry", f"{settings['retry']} ({retry_policy.format_values(detail.settings.retry)})"),
-        (
-            "retryable",
-            "408 425 429 5xx" if settings["retryable"] is None else settings["retryable"],
-        ),
+        ("connections", _suspension(detail)),
+        ("pending", row.pending),
         ("dead letters", row.dead_letters),
-        ("on dead letter", settings["on_dead_letter"]),
-        ("backlog", f"at most {' and '.join(backlog)}" if backlog else "no limit"),
-        ("disabled", f"after {settings['disable_after']} without a success"),
-        ("checkpoints", settings["checkpoint_every"] and f"every {settings['checkpoint_every']}"),
         ("secrets", f"{live}, the older ones until {cell(max(older))}" if older else live),
         ("public key", detail.secrets[0].public_key if detail.secrets else None),
-        ("pending", row.pending),
+        ("certificate", _certificate(detail)),
+        ("generation", row.generation if row.generation > 1 else None),
         ("added", row.created_at),
     ]
 
 
-def _keep_alive(detail: EndpointDetail) -> str:
-    """Whether connections are reused, and if not, why."""
+def _setting_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
+    """All settings by name, as `outbox apply` and the flags have them."""
+    pairs = {name: each.display(detail.settings[name]) for name, each in SETTINGS.items()}
+    values = retry_policy.format_values(retry_policy.parse(detail.settings["retry"]))
+    if pairs["retry"] != values:
+        pairs["retry"] += f" ({values})"
+    if detail.settings["headers"]:
+        pairs["headers"] += " (values not shown)"
+    del pairs["name"]
+    return list(pairs.items())
+
+
+def _suspension(detail: EndpointDetail) -> str | None:
+    """Why and until when connections are not reused although they may be."""
     at = detail.health.unsolicited_at
-    seen_at = None if at is None else at.timestamp()
-    reuse = ConnectionReuse(detail.settings.keep_alive, seen_at)
-    if at is None or not reuse.keep_alive or not reuse.is_distrusted(time.time()):
-        return "on" if reuse.keep_alive else "off"
+    if at is None or not detail.settings["keep_alive"]:
+        return None
+    if not ConnectionReuse(unsolicited_at=at.timestamp()).is_distrusted(time.time()):
+        return None
     until = cell(at + timedelta(seconds=DISTRUST_S))
-    return f"on, but suspended until {until}: at {cell(at)} its receiver sent unsolicited data"
-
-
-def _authorities(ca: str | None) -> str:
-    """The trusted CA certificates."""
-    if ca is None:
-        return "the system's"
-    return f"its own ({count(ca.count('-----BEGIN CERTIFICATE-----'), 'certificate')})"
+    return f"not reused until {until}: at {cell(at)} the receiver sent unsolicited data"
 
 
 def _attempts(lane: LaneRow) -> str:
@@ -313,7 +288,7 @@ def _attempts(lane: LaneRow) -> str:
 
 def _next_attempt(detail: EndpointDetail, lane: LaneRow) -> Any:
     """The time of the lane's next attempt, unless the circuit breaker decides it."""
-    healthy = detail.row.state == "active" and detail.health.state == HEALTHY
+    healthy = detail.endpoint.state == "active" and detail.health.state == HEALTHY
     return lane.next_attempt_at if healthy and lane.blocked_seq is None else None
 
 

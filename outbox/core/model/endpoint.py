@@ -1,21 +1,20 @@
-"""Endpoint settings: one validated type with all defaults and limits.
+"""Endpoint settings: the one table of what can be set for an endpoint.
 
-The same type is used for input (flags, files, API), for storage and for output.
+Each field of `EndpointSettings` declares everything about one setting: its type and limits, its
+default, and how it is described.  Storage (`outbox.operations.endpoints`), files
+(`outbox.core.model.endpoint_config`), flags (`outbox.cli.endpoint.options`) and the HTTP API
+(`outbox.api.endpoints`) are generated from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from ipaddress import ip_network
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from outbox.core.model import duration, pattern, retryable_statuses
-from outbox.core.model.event import TENANT_BYTES_MAX, check_text, encode_headers
-from outbox.core.model.filter import validate_filter
-from outbox.core.model.headers import header_problem
+from outbox.core.model import retryable_statuses, setting_types
 from outbox.core.model.response import RETRYABLE
-from outbox.core.model.retry_policy import STANDARD, RetryPolicy
-from outbox.core.model.text import quoted
+from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
+from outbox.core.model.setting_types import EVERYTHING, SettingType
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,23 +22,69 @@ if TYPE_CHECKING:
 
 Method = Literal["POST", "PUT", "PATCH"]
 OnDeadLetter = Literal["continue", "block"]
+Section = Literal["Subscription", "Requests", "Failures"]
 
-NAME_BYTES_MAX = 200
 LANES_MAX = 1024
-NETWORKS_MAX = 20
-CA_BYTES_MAX = 64 * 1024
 IN_FLIGHT_MAX = 1024
-RATE_PER_S_MIN, RATE_PER_S_MAX = 0.001, 100_000.0
-TYPES_MAX = 100
 TIMEOUT_S_MAX = 3600.0
 AGE_S_MAX = 3650 * 86400.0
 COUNT_MAX = 2**63 - 1
 BATCH_MAX = 1000
 """Deliveries per request."""
 CHECKPOINT_EVERY_MIN_S = 1.0
-EVERYTHING = "**"
-OTHERS = "(other)"
-"""The `endpoint` attribute of endpoints without their own series in metrics."""
+
+_SUBSCRIPTION: Section = "Subscription"
+_REQUESTS: Section = "Requests"
+_FAILURES: Section = "Failures"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting of an endpoint."""
+
+    field: str
+    """Its field and column: the name with the unit."""
+    type: SettingType
+    section: Section
+    help: str
+    none: str
+    """What null, or an empty value, means."""
+    default: Any
+    """MISSING: it is required."""
+
+    @property
+    def name(self) -> str:
+        """The public name: in files, in the API and, with dashes, as a flag."""
+        return self.field.removesuffix("_s").removesuffix("_per")
+
+    @property
+    def optional(self) -> bool:
+        """Whether its value may be None."""
+        return self.default is None
+
+    @property
+    def default_text(self) -> str:
+        """The default as one line of text."""
+        return self.display(self._public(self.default))
+
+    def public(self, settings: EndpointSettings) -> Any:
+        """The value as in files and in the API."""
+        return self._public(getattr(settings, self.field))
+
+    def _public(self, value: Any) -> Any:
+        return None if value is None else self.type.public(value)
+
+    def display(self, public: Any) -> str:
+        """The public form of the value as one line of text."""
+        empty = public is None or public == [] or public == {}
+        return self.none if empty else self.type.display(public)
+
+
+def _about(
+    type_: SettingType, section: Section, help_: str, none: str = "none"
+) -> Mapping[str, Any]:
+    """The entry of a field in the table."""
+    return {"type": type_, "section": section, "help": help_, "none": none}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,97 +95,208 @@ class EndpointSettings:
         UsageError: a setting is wrong; the message begins with its name.
     """
 
-    name: str
-    url: str
-    """Validated by the destination, which knows the allowed networks."""
-    types: tuple[str, ...] = (EVERYTHING,)
-    """Patterns; empty: all types except operational events."""
-    tenant: str | None = None
-    """None: events without a tenant, unless `all_tenants`."""
-    all_tenants: bool = False
-    filter: str | None = None
-    """A condition in SQL/JSON path, the inside of `$ ? (…)`; None: all payloads."""
+    name: str = field(
+        metadata=_about(setting_types.Name(), _SUBSCRIPTION, "Unique name of the endpoint.")
+    )
+    url: str = field(
+        metadata=_about(
+            setting_types.Url(), _REQUESTS, "URL of the receiver, also for pending deliveries."
+        )
+    )
+    types: tuple[str, ...] = field(
+        default=(EVERYTHING,),
+        metadata=_about(
+            setting_types.TypePatterns(setting_types.TYPES_MAX),
+            _SUBSCRIPTION,
+            'Types of the events to receive.  "*" matches one segment, a last "**" the rest; "**" '
+            "alone is every type except outbox.*.",
+        ),
+    )
+    filter: str | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Filter(),
+            _SUBSCRIPTION,
+            "Condition on the payload, in SQL/JSON path: '@.total > 100 && @.currency == \"EUR\"'.",
+        ),
+    )
+    tenant: str | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Tenant(),
+            _SUBSCRIPTION,
+            "Receive the events of this tenant only.  Without one, those without a tenant.",
+        ),
+    )
+    all_tenants: bool = field(
+        default=False,
+        metadata=_about(
+            setting_types.Switch(),
+            _SUBSCRIPTION,
+            "Receive the events of all tenants, and events without one.",
+        ),
+    )
+    lanes: int = field(
+        default=1,
+        metadata=_about(
+            setting_types.Count(LANES_MAX),
+            _SUBSCRIPTION,
+            f"Number of lanes, 1 to {LANES_MAX}.  A lane sends one request at a time; events with "
+            "the same key share a lane.",
+        ),
+    )
 
-    method: Method = "POST"
-    headers: Mapping[str, str] = field(default_factory=dict)
-    connect_timeout_s: float = 5.0
-    total_timeout_s: float = 15.0
-    in_flight_max: int | None = None
-    """Concurrent requests over all lanes; None: one for each lane."""
-    rate_per_s: float | None = None
-    """Requests per second of one relay; None: no limit."""
-    batch_max: int | None = None
-    """Deliveries per request, sent as a JSON array; None: requests are not batches."""
-    keep_alive: bool = True
-    """Whether a connection carries several requests, one after the other."""
-    allow_networks: tuple[str, ...] = ()
-    """Private networks that are allowed for this endpoint, besides those of the relay."""
-    ca: str | None = None
-    """Certificates (PEM) to trust instead of the system's authorities."""
+    method: Method = field(
+        default="POST",
+        metadata=_about(
+            setting_types.Choice(get_args(Method)), _REQUESTS, "HTTP method: POST, PUT or PATCH."
+        ),
+    )
+    headers: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata=_about(
+            setting_types.Headers(),
+            _REQUESTS,
+            "Headers to send, in place of an event's headers of the same names.",
+        ),
+    )
+    connect_timeout_s: float = field(
+        default=5.0,
+        metadata=_about(
+            setting_types.Time(TIMEOUT_S_MAX), _REQUESTS, "Connect time-out, including DNS and TLS."
+        ),
+    )
+    timeout_s: float = field(
+        default=15.0,
+        metadata=_about(
+            setting_types.Time(TIMEOUT_S_MAX), _REQUESTS, "Time-out of the whole request."
+        ),
+    )
+    in_flight_max: int | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Count(IN_FLIGHT_MAX),
+            _REQUESTS,
+            "Maximum concurrent requests, over all lanes.",
+            none="one per lane",
+        ),
+    )
+    rate_per_s: float | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Rate(),
+            _REQUESTS,
+            "Maximum requests per second of one relay; 0.5 is one every two seconds.",
+            none="no limit",
+        ),
+    )
+    batch_max: int | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Count(BATCH_MAX),
+            _REQUESTS,
+            f"Maximum deliveries of a lane in one request, sent as a JSON array, 1 to {BATCH_MAX}.",
+            none="one delivery per request, not in an array",
+        ),
+    )
+    keep_alive: bool = field(
+        default=True,
+        metadata=_about(
+            setting_types.Switch(),
+            _REQUESTS,
+            "Reuse connections; otherwise each request has a connection of its own.",
+        ),
+    )
+    allow_networks: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            setting_types.Networks(setting_types.NETWORKS_MAX),
+            _REQUESTS,
+            "Private networks that the endpoint may be in, also with plain http and any port, such "
+            "as 10.1.2.0/24, besides OUTBOX_ALLOW_NETWORKS.",
+        ),
+    )
+    ca: str | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Certificates(),
+            _REQUESTS,
+            "CA certificates (PEM) to trust instead of the system's.",
+            none="the system's",
+        ),
+    )
+    checkpoint_every_s: float | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Time(AGE_S_MAX, CHECKPOINT_EVERY_MIN_S),
+            _REQUESTS,
+            "Interval for sending each lane's last sequence number, so that the receiver detects "
+            "missing events at the end of a lane.",
+            none="never",
+        ),
+    )
 
-    retry: RetryPolicy = STANDARD
-    retryable: tuple[str, ...] | None = None
-    """Statuses, classes and ranges to retry; None: the default ones."""
-    on_dead_letter: OnDeadLetter = "continue"
-    backlog_count_max: int | None = None
-    """Maximum pending deliveries; older ones are dead-lettered; None: no limit."""
-    backlog_age_max_s: float | None = None
-    """Maximum age of pending deliveries; None: no limit."""
-    disable_after_s: float = 3 * 86400.0
-    """Seconds without a success after which the endpoint is disabled."""
-
-    checkpoint_every_s: float | None = None
-    """Seconds between two receiver checkpoints; None: none are sent."""
-
-    lanes: int = 1
+    retry: RetryPolicy = field(
+        default=STANDARD,
+        metadata=_about(
+            setting_types.Retry(),
+            _FAILURES,
+            f"Retry policy: {', '.join(PRESETS)}, values such as base=5s,factor=2,cap=1h, or both: "
+            "stepped,attempts=8.  `outbox endpoint policies` shows the schedule.",
+        ),
+    )
+    retryable: tuple[str, ...] | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Statuses(setting_types.STATUSES_MAX),
+            _FAILURES,
+            "Statuses to retry, such as 429, 5xx or 500-504.",
+            none="408 425 429 5xx",
+        ),
+    )
+    on_dead_letter: OnDeadLetter = field(
+        default="continue",
+        metadata=_about(
+            setting_types.Choice(get_args(OnDeadLetter)),
+            _FAILURES,
+            "After a dead letter: continue with the next delivery, or block the lane until it is "
+            "resumed.",
+        ),
+    )
+    backlog_max: int | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Count(COUNT_MAX),
+            _FAILURES,
+            "Maximum pending deliveries; older ones are dead-lettered.",
+            none="no limit",
+        ),
+    )
+    backlog_age_s: float | None = field(
+        default=None,
+        metadata=_about(
+            setting_types.Time(AGE_S_MAX),
+            _FAILURES,
+            "Maximum age of pending deliveries; older ones are dead-lettered.",
+            none="no limit",
+        ),
+    )
+    disable_after_s: float = field(
+        default=3 * 86400.0,
+        metadata=_about(
+            setting_types.Time(AGE_S_MAX),
+            _FAILURES,
+            "Disable the endpoint after this time without a success.",
+        ),
+    )
 
     def __post_init__(self) -> None:
-        _name(self.name)
-        if not isinstance(self.url, str) or not self.url:
-            raise UsageError("url: must be a text such as https://example.com/hooks")
-        self._set("types", tuple(dict.fromkeys(_texts("types", self.types))) or (EVERYTHING,))
-        if len(self.types) > TYPES_MAX:
-            raise UsageError(f"types: {len(self.types)} patterns, the limit is {TYPES_MAX}")
-        for each in self.types:
-            _pattern(each)
-        check_text("tenant", self.tenant, TENANT_BYTES_MAX)
-        if type(self.all_tenants) is not bool:
-            raise UsageError("all_tenants: must be true or false")
+        for each in SETTINGS.values():
+            value = getattr(self, each.field)
+            if value is not None or not each.optional:
+                object.__setattr__(self, each.field, each.type.validate(each.name, value))
         if self.all_tenants and self.tenant is not None:
             raise UsageError("tenant: an endpoint is for one tenant or for all, not both")
-        if self.filter is not None:
-            validate_filter(_text("filter", self.filter))
-        _choice("method", self.method, get_args(Method))
-        if not isinstance(self.headers, dict):
-            raise UsageError("headers: must be a mapping of names to values")
-        encode_headers(self.headers, header_problem)
-        _number("connect_timeout", self.connect_timeout_s, TIMEOUT_S_MAX)
-        _number("timeout", self.total_timeout_s, TIMEOUT_S_MAX)
-        if self.in_flight_max is not None:
-            _integer("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX)
-        if self.rate_per_s is not None:
-            _rate(self.rate_per_s)
-        if self.batch_max is not None:
-            _integer("batch_max", self.batch_max, BATCH_MAX)
-        if type(self.keep_alive) is not bool:
-            raise UsageError("keep_alive: must be true (on) or false (off)")
-        self._set("allow_networks", _networks(self.allow_networks))
-        if self.ca is not None:
-            _pem(self.ca)
-        if self.retryable is not None:
-            self._set("retryable", tuple(t.lower() for t in _texts("retryable", self.retryable)))
-            retryable_statuses.parse(self.retryable or ())
-        _choice("on_dead_letter", self.on_dead_letter, get_args(OnDeadLetter))
-        if self.backlog_count_max is not None:
-            _integer("backlog_max", self.backlog_count_max, COUNT_MAX)
-        if self.backlog_age_max_s is not None:
-            _number("backlog_age", self.backlog_age_max_s, AGE_S_MAX)
-        _number("disable_after", self.disable_after_s, AGE_S_MAX)
-        if self.checkpoint_every_s is not None:
-            _number("checkpoint_every", self.checkpoint_every_s, AGE_S_MAX)
-            if self.checkpoint_every_s < CHECKPOINT_EVERY_MIN_S:
-                raise UsageError(f"checkpoint_every: at least {CHECKPOINT_EVERY_MIN_S:g} s")
-        _integer("lanes", self.lanes, LANES_MAX)
 
     @property
     def retryable_statuses(self) -> frozenset[int]:
@@ -172,86 +328,15 @@ class EndpointSettings:
             retry = RetryPolicy.from_dict(retry)
         return cls(**{**values, "retry": retry})
 
-    def _set(self, name: str, value: Any) -> None:
-        """Store a normalized value in the frozen instance."""
-        object.__setattr__(self, name, value)
+
+def _table() -> dict[str, Setting]:
+    table = {}
+    for each in fields(EndpointSettings):
+        default = {} if each.default_factory is not MISSING else each.default
+        setting = Setting(each.name, **each.metadata, default=default)
+        table[setting.name] = setting
+    return table
 
 
-def _name(value: object) -> None:
-    text = _text("name", value)
-    if not text or text != text.strip() or not text.isprintable():
-        raise UsageError("name: must be printable text without spaces around it")
-    if len(text.encode()) > NAME_BYTES_MAX:
-        raise UsageError(f"name: longer than {NAME_BYTES_MAX} bytes")
-    if text == OTHERS:
-        raise UsageError(f'name: "{OTHERS}" is reserved for the other endpoints in metrics')
-
-
-def _pattern(text: str) -> None:
-    try:
-        pattern.parse(text)
-    except UsageError as error:
-        raise UsageError(f"types: {str(error).removeprefix('type pattern: ')}") from None
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{name}: must be a text, not {quoted(value)}")
-    return value
-
-
-def _texts(name: str, value: object) -> list[str]:
-    if not isinstance(value, list | tuple):
-        raise UsageError(f"{name}: must be a list of texts")
-    return [_text(name, each) for each in value]
-
-
-def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name}: must be one of {', '.join(choices)}, not {quoted(value)}")
-
-
-def _number(name: str, value: object, maximum: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # NaN fails the comparison.
-    if not (is_number and 0 < value <= maximum):  # type: ignore[operator]
-        raise UsageError(
-            f"{name}: must be longer than 0 s and at most {duration.exact(maximum)}, "
-            f"not {quoted(value)}"
-        )
-
-
-def _rate(value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and RATE_PER_S_MIN <= value <= RATE_PER_S_MAX):  # type: ignore[operator]
-        raise UsageError(
-            f"rate: must be a number of requests per second, from {RATE_PER_S_MIN:g} to "
-            f"{RATE_PER_S_MAX:,.0f}, not {value!r}"
-        )
-
-
-def _networks(value: object) -> tuple[str, ...]:
-    networks: dict[str, None] = {}
-    for text in _texts("allow_networks", value):
-        try:
-            networks[str(ip_network(text))] = None
-        except ValueError:
-            raise UsageError(
-                f'allow_networks: "{text[:80]}" is not a network such as 10.0.0.0/8'
-            ) from None
-    if len(networks) > NETWORKS_MAX:
-        raise UsageError(f"allow_networks: {len(networks)} networks, the limit is {NETWORKS_MAX}")
-    return tuple(networks)
-
-
-def _pem(value: object) -> None:
-    text = _text("ca", value)
-    if "-----BEGIN CERTIFICATE-----" not in text or "PRIVATE KEY" in text:
-        raise UsageError("ca: must be one or more certificates in PEM, and no private key")
-    if len(text.encode()) > CA_BYTES_MAX:
-        raise UsageError(f"ca: longer than {CA_BYTES_MAX} bytes")
-
-
-def _integer(name: str, value: object, maximum: int) -> None:
-    if type(value) is not int or not 1 <= value <= maximum:
-        raise UsageError(f"{name}: must be between 1 and {maximum}, not {quoted(value)}")
+SETTINGS = _table()
+"""All settings by public name, in display order."""

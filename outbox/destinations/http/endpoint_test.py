@@ -126,7 +126,7 @@ def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:
     else:
         prepared = prepare_batch([delivery], 0, lane_ends=True, endpoint_headers=endpoint.headers)
     recipient = recipient_of(endpoint)
-    recipient = replace(recipient, total_timeout_s=min(recipient.total_timeout_s, total_s_max))
+    recipient = replace(recipient, timeout_s=min(recipient.timeout_s, total_s_max))
     return signed_request(recipient, prepared, 1, int(now), endpoint.secrets_at(now))
 
 

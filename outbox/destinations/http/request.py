@@ -27,7 +27,7 @@ class RecipientSettings(Protocol):
     @property
     def connect_timeout_s(self) -> float: ...
     @property
-    def total_timeout_s(self) -> float: ...
+    def timeout_s(self) -> float: ...
     @property
     def networks(self) -> tuple[Network, ...]: ...
     @property
@@ -44,7 +44,7 @@ def recipient_of(
         endpoint.url,
         endpoint.method,
         endpoint.connect_timeout_s,
-        endpoint.total_timeout_s,
+        endpoint.timeout_s,
         endpoint.networks,
         Tls(endpoint.ca, endpoint.identity) if endpoint.ca or endpoint.identity else None,
         endpoint.id,

@@ -113,7 +113,7 @@ class Environment:
             lanes=lanes,
             retry=RETRY,
             connect_timeout_s=CONNECT_TIMEOUT_S,
-            total_timeout_s=timeout_s,
+            timeout_s=timeout_s,
         )
 
 

@@ -311,7 +311,7 @@ async def check_connection_reuse(context: DoctorContext) -> AsyncIterator[CheckR
             "and there are no delivery runs",
             "find the handler or proxy that responds twice or too early, and send again what is "
             f"missing (outbox replay --endpoint {name} --since …); if it cannot be repaired: "
-            f"outbox endpoint update {name} --keep-alive off",
+            f"outbox endpoint update {name} --no-keep-alive",
         )
     for result in report_remaining(rows, LIST):
         yield result

@@ -181,7 +181,7 @@ class EndpointSupervisor:
     async def _enforce_backlog_limits(self, owned: EndpointRuntime) -> None:
         """Enforce the backlog limits on lanes without progress; the oldest go first."""
         endpoint = owned.endpoint
-        if endpoint.backlog_age_max_s is None and endpoint.backlog_count_max is None:
+        if endpoint.backlog_age_s is None and endpoint.backlog_max is None:
             return
         stuck = owned.breaker.state in STUCK
         lanes = [
@@ -191,12 +191,12 @@ class EndpointSupervisor:
         ]
         if not lanes:
             return
-        if endpoint.backlog_age_max_s is not None:
-            through = await self._store.read_over_age(lanes, endpoint.backlog_age_max_s)
+        if endpoint.backlog_age_s is not None:
+            through = await self._store.read_over_age(lanes, endpoint.backlog_age_s)
             self._dispatcher.dead_letter_through(owned, through)
-        if endpoint.backlog_count_max is not None:
+        if endpoint.backlog_max is not None:
             pending = sum(lane.state.pending for lane in owned.lanes.values())
-            excess = min(pending - endpoint.backlog_count_max, DEAD_LETTER_MAX)
+            excess = min(pending - endpoint.backlog_max, DEAD_LETTER_MAX)
             if excess > 0:
                 through = await self._store.read_over_count(lanes, excess)
                 self._dispatcher.dead_letter_through(owned, through)

@@ -216,7 +216,7 @@ class CheckpointSender:
 def _recipient(endpoint: Endpoint) -> Recipient:
     """The recipient of an endpoint's checkpoints."""
     recipient = recipient_of(endpoint)
-    return replace(recipient, total_timeout_s=min(recipient.total_timeout_s, TIMEOUT_S))
+    return replace(recipient, timeout_s=min(recipient.timeout_s, TIMEOUT_S))
 
 
 def _is_deliverable(owned: EndpointRuntime) -> bool:

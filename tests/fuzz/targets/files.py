@@ -11,7 +11,7 @@ import orjson
 from outbox.cli.apply import _document
 from outbox.config import load
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint import SETTINGS, EndpointSettings
 from outbox.errors import UsageError
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, refused
@@ -104,7 +104,7 @@ TARGETS = (
             b'2[[endpoints]]\nname = "a"\nurl = "https://a.example/"\n[defaults]\ntimeout = 3.5\n',
             b"0&a [*a]", b"0endpoints: !!python/object:os.system [x]", b"0" + b"[" * 500,
         ),
-        words=(*endpoint_config.FIELDS, *endpoint_config.FLAGS, "endpoints:", "defaults:",
+        words=(*SETTINGS, "type", "header", "endpoints:", "defaults:",
                "- name: ", "&x ",
                "*x", "<<: ", "!!set", "!!binary ", "!!timestamp ", "2001-01-01", "0x", "1_000",
                ".inf",

@@ -42,7 +42,7 @@ _LOOP = MemoryLoop()
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _POLICY = EgressPolicy(["127.0.0.0/8"])
 _REQUEST = Request(
-    Recipient("http://127.0.0.1/hook", total_timeout_s=TIMEOUT_S),
+    Recipient("http://127.0.0.1/hook", timeout_s=TIMEOUT_S),
     lines="Content-Type: application/json\r\n",
     body=b"{}",
 )

@@ -52,8 +52,8 @@ async def update_endpoint(
             raise NotImplementedError("no endpoint of the simulation has a new name or a filter")
         if found.state == "removing":
             raise Conflict(f"endpoint {name} is being removed")
-        differences = tuple(endpoint_config.differences(old, new))
-        if differences:
+        changed = endpoint_config.differences(old, new)
+        if changed:
             change.journal("endpoint_updated", found.id, {"name": name}, batch_as="from_batch")
             change.write(endpoint_writes.update_endpoints, {found.id: new})
             if new.lanes != old.lanes:
@@ -61,7 +61,7 @@ async def update_endpoint(
                 change.write(endpoint_writes.add_lanes, [found.id])
             if found.subscribed and new.subscription != old.subscription:
                 endpoint_writes.replace_subscriptions(change, [found.id])
-        return Updated(found.id, name, differences)
+        return Updated(found.id, name, changed)
 
     return await make_change(connection, schema, actor, plan)
 

@@ -48,7 +48,7 @@ class Http1Client:
     async def send(
         self, destination: Destination, request: Request, following: Following | None
     ) -> AttemptResult:
-        started_at, deadline = monotonic(), self._loop.time() + request.recipient.total_timeout_s
+        started_at, deadline = monotonic(), self._loop.time() + request.recipient.timeout_s
         connection: Connection | None = None
         try:
             if request.keep_alive:
@@ -105,7 +105,7 @@ class Http1Client:
                     request.recipient.connect_timeout_s,
                 )
         except TimeoutError:
-            reason = timeout_detail(request.recipient.total_timeout_s)
+            reason = timeout_detail(request.recipient.timeout_s)
             raise NotConnected(Failure.TIMEOUT, reason) from None
         if self._closed:  # The client was closed meanwhile.
             connection.close()

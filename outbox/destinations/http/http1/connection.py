@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
             raise NotConnected(Failure.RESET, CONNECTION_CLOSED)
         assert self._waiting is None
         data = encode_request(destination, request)
-        self._started_at, self._timeout_s = started_at, request.recipient.total_timeout_s
+        self._started_at, self._timeout_s = started_at, request.recipient.timeout_s
         self._destination = destination
         self._following = following if request.keep_alive else None
         self.deadline = deadline
@@ -244,7 +244,7 @@ class Connection(asyncio.Protocol):
         data = encode_request(self._destination, request)
         self._reader.begin()
         self._started_at = monotonic()
-        self.deadline = self._loop.time() + request.recipient.total_timeout_s
+        self.deadline = self._loop.time() + request.recipient.timeout_s
         transport.write(data)
         following.sent()
         return True

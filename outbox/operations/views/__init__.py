@@ -1,1 +1,0 @@
-"""JSON forms, shared by `--json` and the HTTP API."""
