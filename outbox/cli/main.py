@@ -73,6 +73,7 @@ COMMANDS = (
     CommandEntry("erase", "Erase the payloads of a tenant's or a key's events.", _INSPECT),
     CommandEntry("prove", "Run relays under injected faults, and check the result.", _INSPECT),
     CommandEntry("verify", "Check the tables for lost, duplicate or misordered events.", _INSPECT),
+    CommandEntry("resequence", "Sequence committed events that were skipped.", _INSPECT),
 )
 
 
@@ -141,7 +142,6 @@ First steps:
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
     """Deliver events from PostgreSQL transactions as ordered, signed webhooks.
-
     Settings: flags, then OUTBOX_* variables, then outbox.toml.
     """
 

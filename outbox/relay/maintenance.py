@@ -63,7 +63,7 @@ def _step(name: str) -> Iterator[None]:
 async def _report_skipped_events(skipped_events: SkippedEventStore) -> None:
     if skipped := await skipped_events.find():
         log.error(
-            "committed events were not sequenced; run outbox verify --repair",
+            "committed events were not sequenced; run outbox resequence",
             events=skipped.events,
             first_ids=list(skipped.first_ids),
         )

@@ -50,9 +50,6 @@ PARENTS: Mapping[WindowKind, tuple[str, ...]] = {
 MAINTENANCE_LEASE_S = 120.0
 """Time after which another session maintains, if one hangs."""
 
-MAINTENANCE_IS_LEASED = """EXISTS (
-       SELECT FROM lock WHERE name = 'maintenance' AND expires_at > clock_timestamp())"""
-
 # Takes or renews the maintenance lease, by the database's clock; one row if this session has it.
 # One that expired is renewed if no other session has taken it.
 TAKE_LEASE = WriteStatement(

@@ -1,8 +1,8 @@
 """Committed events that the cursor skipped, because it had declared their ids dead.
 
 That cannot happen while only the sequence assigns ids, one by one.  It happens when the sequence
-was altered (CACHE, setval), or when an event is inserted with an explicit id.  `outbox verify
---repair` lets the next batches sequence such events.
+was altered (CACHE, setval), or when an event is inserted with an explicit id.  `outbox resequence`
+lets the next batches sequence such events.
 """
 
 from __future__ import annotations

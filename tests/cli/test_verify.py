@@ -1,4 +1,4 @@
-"""`outbox verify --repair`: prompts, repairs, reports, and checks again."""
+"""`outbox verify` and `outbox resequence`: what they print, and their exit codes."""
 
 from __future__ import annotations
 
@@ -16,90 +16,74 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
+SKIP_THE_SECOND = "UPDATE batch SET dead = '{[2,3)}' WHERE batch = 1"
+FORGET_ITS_DELIVERY = """
+DELETE FROM attempt WHERE seq = 3;
+DELETE FROM delivery WHERE seq = 3;
+UPDATE lane_counter SET last_seq = 2;
+UPDATE lane_progress SET acked_seq = 2;
+UPDATE batch SET dead = '{[3,4)}' WHERE batch = 1
+"""
+
 
 @pytest.fixture
-def damaged(database: Database) -> Database:
-    """Create three deliveries and a lane counter that is two too low."""
+def delivered(database: Database) -> Database:
+    """A database with three deliveries of one batch or several."""
 
-    async def query_database() -> None:
+    async def deliver() -> None:
         await add_endpoint(database)
         async with running(database, Network()):
             await publish(database, 1, 2, 3)
             await all_ended(database)
-        async with database.connection() as db:
-            await db.execute("UPDATE relay.lane_counter SET last_seq = 1")
 
     with capture_logs():
-        asyncio.run(query_database())
+        asyncio.run(deliver())
     return database
 
 
-def counter(database: Database) -> int:
-    last_seq: int = asyncio.run(fetchval(database, "SELECT last_seq FROM lane_counter"))
-    return last_seq
+def execute(database: Database, sql: str) -> None:
+    async def run() -> None:
+        async with database.connection(server_settings={"search_path": "relay"}) as db:
+            await db.execute(sql)
+
+    asyncio.run(run())
 
 
-def test_a_repair_is_reported_and_verified(here: Command, damaged: Database) -> None:
+def test_a_violation_is_listed_with_what_to_do(here: Command, delivered: Database) -> None:
+    whole = here("verify")
+    assert whole.code == 0
+    assert "no violations; checked 3 events" in whole.out
+    execute(delivered, "UPDATE lane_counter SET last_seq = 1")
     found = here("verify")
     assert found.code == 1
     assert "contiguous: lane 1: counter 1, 3 deliveries from 1 to 3\n" in found.out
-    assert "    → run outbox verify --repair; if a violation remains, deliveries are " in found.out
-    planned = here("verify", "--repair", "--dry-run")
-    assert (planned.code, counter(damaged)) == (1, 1)
-    assert planned.out.startswith(
-        "would repair:\n  lane 1: counter 1, highest sequence 3\n"
-        "    → set the counter to the highest sequence\n\n"
-    )
-    repaired = here("verify", "--repair", "--yes")
-    assert (repaired.code, counter(damaged)) == (0, 3)
-    assert repaired.out.startswith("repaired:\n  lane 1: counter 1, highest sequence 3\n")
-    assert "no violations; checked 3 events" in repaired.out
-    again = here("verify", "--repair", "--yes")
-    assert again.code == 0
-    assert again.out.startswith("nothing to repair\n")
+    assert "    → restore the tables delivery and lane_counter from the same backup" in found.out
+    report = here("verify", "--json").json
+    assert report["violations"] == 2
+    (check,) = [each for each in report["checks"] if each["name"] == "contiguous"]
+    assert check["examples"] == ["lane 1: counter 1, 3 deliveries from 1 to 3"]
+    assert {each["action"] for each in report["checks"] if not each["violations"]} == {None}
 
 
-def test_a_repair_as_json(here: Command, damaged: Database) -> None:
-    what = {
-        "repair": "counters",
-        "what": "lane 1: counter 1, highest sequence 3",
-        "action": "set the counter to the highest sequence",
-        "before": 1,
-        "after": 3,
-    }
-    planned = here("verify", "--repair", "--dry-run", "--json").json
-    assert planned["would_repair"] == [what]
-    assert planned["violations"] == 2
-    repaired = here("verify", "--repair", "--yes", "--json").json
-    assert (repaired["repaired"], repaired["violations"]) == ([what], 0)
-    assert counter(damaged) == 3
-    assert "repaired" not in here("verify", "--json").json
+def test_skipped_events_are_sequenced_on_request(here: Command, delivered: Database) -> None:
+    assert here("resequence").out == "no committed event was skipped\n"
+    execute(delivered, FORGET_ITS_DELIVERY)
+    assert "    → run: outbox resequence; the next batches" in here("verify").out
+    planned = here("resequence", "--dry-run")
+    assert planned.out == "1 skipped event would be sequenced: 3\n"
+    assert asyncio.run(fetchval(delivered, "SELECT count(*) FROM gap")) == 0
+    done = here("resequence")
+    assert done.out == "1 skipped event will be sequenced with the next batches: 3\n"
+    assert here("resequence", "--json").json == {
+        "dry_run": False, "events": 0, "batches": 0, "first_ids": [],
+    }  # fmt: skip
+    assert here("verify").code == 0
 
 
-def test_a_violation_without_a_repair_stays(here: Command, damaged: Database) -> None:
-    asyncio.run(fetchval(damaged, "DELETE FROM attempt WHERE seq = 2"))
-    repaired = here("verify", "--repair", "--yes", "--json")
-    assert repaired.code == 1
-    assert [r["repair"] for r in repaired.json["repaired"]] == ["counters"]
-    (left,) = [c for c in repaired.json["checks"] if c["violations"]]
-    assert left["name"] == "accounted"
-    assert "ask the receiver" in left["action"]
-
-
-def test_a_repair_requires_confirmation(
-    here: Command, damaged: Database, monkeypatch: pytest.MonkeyPatch
+def test_an_event_that_has_deliveries_is_not_sequenced_again(
+    here: Command, delivered: Database
 ) -> None:
-    unasked = here("verify", "--repair")
-    assert unasked.code == 2
-    assert "confirm with --yes, or preview with --dry-run" in unasked.error
-    alone = here("verify", "--yes")
-    assert (alone.code, alone.error) == (2, "--yes and --dry-run require --repair")
-    monkeypatch.setattr("outbox.cli.verify._can_confirm", lambda: True)
-    refused = here("verify", "--repair", stdin=b"n\n")
-    assert refused.code == 2
-    assert "repairs:\n  lane 1: counter 1" in refused.err
-    assert "apply 1 repair? [y/N]" in refused.err
-    assert "nothing was changed" in refused.err
-    assert counter(damaged) == 1
-    assert here("verify", "--repair", stdin=b"y\n").code == 0
-    assert counter(damaged) == 3
+    execute(delivered, SKIP_THE_SECOND)
+    done = here("resequence").out
+    assert done == "the skipped events have deliveries; there is nothing to sequence\n"
+    assert here("verify").code == 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.operations.verify.guarantees import run_checks
+from outbox.operations.verify.audit import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection import dsn

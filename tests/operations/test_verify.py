@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.operations.verify.guarantees import CHECKS, run_checks
+from outbox.operations.verify.audit import run_checks
+from outbox.operations.verify.guarantees import CHECKS
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -123,6 +124,34 @@ DAMAGE = {
         "DELETE FROM lane_counter",
         {"whole"},
     ),
+    "a lane has no checkpoint": ("DELETE FROM lane_progress", {"whole"}),
+    "a checkpoint is beyond its counter": ("UPDATE lane_progress SET acked_seq = 40", {"whole"}),
+    "an endpoint has no row in ownership": ("DELETE FROM ownership", {"whole"}),
+    "an endpoint has no circuit breaker": ("DELETE FROM endpoint_health", {"whole"}),
+    "a lane is blocked by a discarded dead letter": (
+        """WITH decided AS (UPDATE dead_letter SET state = 'discarded')
+           INSERT INTO lane_block (lane_id, seq) SELECT lane_id, 5 FROM dead_letter""",
+        {"whole"},
+    ),
+    "a lane is blocked by no dead letter": (
+        "INSERT INTO lane_block (lane_id, seq) SELECT lane_id, 2 FROM dead_letter",
+        {"whole"},
+    ),
+    "a removed endpoint has a secret, a subscription and a replay": (
+        """WITH job AS (
+           INSERT INTO replay_job (kind, requested_by) VALUES ('dead', 'x') RETURNING id),
+                asked AS (INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch,
+                                              to_seq)
+                          SELECT job.id, d.endpoint_id, d.id, 5, 1, 5 FROM job, dead_letter d)
+           UPDATE endpoint SET state = 'removed'""",
+        {"whole"},
+    ),
+    "an idempotency key was claimed without an event": (
+        """INSERT INTO idempotency_key (key, claimed_at, expires_at)
+           VALUES ('k', now() - interval '2 d', now() + interval '28 d')""",
+        {"whole"},
+    ),
+    "open gaps overlap": ("INSERT INTO gap VALUES (2, 3), (3, 4)", {"gaps"}),
     "an endpoint was removed unseen": (
         "UPDATE endpoint SET state = 'removed'",
         {"owned"},
@@ -182,7 +211,7 @@ async def test_the_audit_of_a_long_log_uses_bounded_temporary_space(database: Da
     }
     async with database.connection(server_settings=settings) as connection:
         await connection.execute(LONG_LOG)
-        found = {f.check.name: f.examples async for f in run_checks(connection)}
+        found = {f.name: f.examples async for f in run_checks(connection)}
     assert found["complete"] == ("event 100 has 0 deliveries for endpoint shop",)
     assert (found["lost"], found["real"], found["once"]) == ((), (), ())
 

@@ -10,7 +10,6 @@ import asyncpg
 import pytest
 
 import outbox
-from outbox.operations.verify.repair import plan_repairs
 from outbox.store.connection import migrate as module
 from outbox.store.connection.migrate import PURPOSES, migrate
 from outbox.store.connection.migration_files import Migration, migrations
@@ -49,16 +48,10 @@ async def test_a_role_with_connect_only_blocks_nothing(
                 await stranger.execute(f"SELECT 1; LOCK TABLE relay.{table}")
         deliver_at = datetime.now(UTC) + timedelta(seconds=30)
         await outbox.publish(owner, "a.b", 1, deliver_at=deliver_at)
-        await owner.execute("""
-            UPDATE future_event SET deliver_at = now();
-            CREATE TABLE outbox_77 (LIKE outbox)
-        """)
-        (found,) = await plan_repairs(owner, "relay")
-        assert "outbox_77" in found.what
+        await owner.execute("UPDATE future_event SET deliver_at = now()")
         assert await ScheduleRunStore(owner, 1).move_future_events() == 1
         async with PartitionStore(owner).maintenance_lease() as has_lease:
             assert has_lease
-            assert await plan_repairs(owner, "relay") == []
         monkeypatch.setattr(module, "migrations", lambda: known)
         async with asyncio.timeout(30):
             assert await migrate(owner, "relay") == [known[-1]]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
+from outbox.errors import CannotRun
+from outbox.operations import resequence as module
 from outbox.operations.doctor import Severity
-from outbox.operations.verify import repair
+from outbox.operations.resequence import Resequenced, resequence
 from outbox.relay import maintenance
-from outbox.store import skipped_events
+from outbox.store import change, skipped_events
 from outbox.store.skipped_events import SkippedEvents, SkippedEventStore
 from tests.support.doctor import findings_of, the_one
 from tests.support.plans import explain
@@ -70,7 +73,7 @@ async def journal(db: Connection[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.one_major
-async def test_a_running_relay_reports_skipped_events_and_sequences_them_after_the_repair(
+async def test_a_running_relay_reports_skipped_events_and_sequences_them_on_request(
     database: Database,
     db: Connection[Any],
     logs: list[dict[str, Any]],
@@ -92,12 +95,13 @@ async def test_a_running_relay_reports_skipped_events_and_sequences_them_after_t
         assert finding.severity is Severity.PROBLEM
         assert finding.message.startswith(f"2 committed events skipped, from id {ids[0]}, {ids[1]}")
         assert finding.action is not None
-        assert finding.action.startswith("outbox verify --repair")
+        assert finding.action.startswith("outbox resequence")
         assert set(await exceptions(database)) == {"lost", "complete"}
 
-        planned = await repair.plan_repairs(db, "relay")
-        assert await repair.apply_repairs(db, "relay", actor="ann") == planned
-        assert {m.repair for m in planned} == {"skipped events"}
+        planned = await resequence(db, "relay", actor="ann", dry_run=True)
+        assert planned == Resequenced(True, 2, 2, tuple(ids))
+        assert "lost" in await exceptions(database)
+        assert await resequence(db, "relay", actor="ann") == replace(planned, dry_run=False)
         await publish(database, 8)
         await all_ended(database)
         await until(lambda: _reaches(db, ids), what="the skipped events to be sequenced")
@@ -132,13 +136,67 @@ async def test_an_event_with_deliveries_is_not_sequenced_again(
         await publish(database, 1, 2)
         await all_ended(database)
         await db.execute("UPDATE batch SET dead = '{[2,3)}' WHERE batch = 1")
-        done = await repair.apply_repairs(db, "relay", actor="ann")
-        assert {m.repair for m in done} == {"skipped events"}
+        done = await resequence(db, "relay", actor="ann")
+        assert (done.events, done.batches) == (0, 1)
         await publish(database, 3)
         await all_ended(database)
     # A relay whose registration ended may send one again, under the same number.
     assert sorted({(s.seq, s.body["data"]) for s in network.accepted}) == [(1, 1), (2, 2), (3, 3)]
     assert await exceptions(database) == {}
+
+
+# Batches with one skipped event each.
+SKIPPED = """
+INSERT INTO batch (batch, high, dead)
+SELECT n, 10 * n, int8multirange(int8range(10 * n - 5, 10 * n - 4)) FROM generate_series(1, 5) n;
+INSERT INTO outbox (id, type, payload)
+OVERRIDING SYSTEM VALUE SELECT 10 * n - 5, 'a.b', '1' FROM generate_series(1, 5) n
+"""
+RESEQUENCED = "SELECT count(*) FROM journal WHERE kind = 'events_resequenced'"
+
+
+@pytest.mark.one_major
+async def test_many_batches_are_corrected_in_portions(
+    db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BATCHES_PER_MESSAGE", 2)
+    await db.execute(SKIPPED)
+    done = await resequence(db, "relay", actor="ann")
+    assert done == Resequenced(False, 5, 5, (5, 15, 25, 35, 45))
+    assert await db.fetchval("SELECT array_agg(lo ORDER BY lo) FROM gap") == [5, 15, 25, 35, 45]
+    assert await db.fetchval(RESEQUENCED) == 3
+    assert await resequence(db, "relay", actor="ann") == Resequenced(False, 0, 0, ())
+    assert await db.fetchval(RESEQUENCED) == 3
+
+
+@pytest.mark.one_major
+async def test_a_relay_that_cannot_be_fenced_prevents_the_change(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on with the open gaps that it has read."""
+    monkeypatch.setattr(change, "LOCK_TIMEOUT_S", 0.1)
+    await db.execute(SKIPPED)
+    await db.execute(
+        """INSERT INTO replica (name, version, label, lease_s, expires_at)
+           VALUES ('frozen', '1', 'outbox-relay:frozen', 5, now())"""
+    )
+    holder = await database.connect(**PATH)
+    await holder.execute("BEGIN; SELECT FROM replica FOR KEY SHARE")
+    with pytest.raises(CannotRun, match=r"holds a lock for over 0\.1 s; nothing was changed"):
+        await resequence(db, "relay", actor="test")
+    assert await db.fetchval("SELECT count(*) FROM gap") == 0
+
+
+@pytest.mark.one_major
+async def test_only_the_batches_found_are_read_under_the_locks(db: Connection[Any]) -> None:
+    await db.execute(SKIPPED)
+    await db.execute(
+        """INSERT INTO batch (batch, high, dead)
+           SELECT n, 10 * n, int8multirange(int8range(10 * n - 5, 10 * n))
+             FROM generate_series(6, 20000) n; ANALYZE batch, outbox"""
+    )
+    plan = await explain(db, module.FINGERPRINT, [1, 2, 3, 4, 5], generic=False)
+    assert sum(scan.rows for scan in plan.scans if scan.relation.startswith("batch")) <= 5
 
 
 @pytest.mark.one_major

@@ -16,7 +16,7 @@ from outbox.config import Settings
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_changes
-from outbox.operations.verify.guarantees import run_checks
+from outbox.operations.verify.audit import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
@@ -212,7 +212,7 @@ async def killed_at_the_end(
 async def exceptions(database: Database) -> dict[str, tuple[str, ...]]:
     """The exceptions that `outbox verify` would report."""
     async with database.at_hand() as connection:
-        return {f.check.name: f.examples async for f in run_checks(connection) if f.violations}
+        return {f.name: f.examples async for f in run_checks(connection) if f.violations}
 
 
 async def fetchval(database: Database, sql: str, *arguments: Any) -> Any:

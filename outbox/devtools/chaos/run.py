@@ -26,7 +26,7 @@ from outbox.devtools.chaos.facts import (
 from outbox.devtools.chaos.faults import FaultInjector
 from outbox.devtools.chaos.live_view import RunSnapshot, render
 from outbox.errors import CannotRun, DatabaseUnavailable
-from outbox.operations.verify.guarantees import run_checks
+from outbox.operations.verify.audit import run_checks
 from outbox.store.connection.connect import CONNECTION_ERRORS
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class _Run:
             await connection.execute("SET statement_timeout = 0")
             await queries.analyze(connection)
             found = [
-                (f.check.name, f.violations, f.examples)
+                (f.name, f.violations, f.examples)
                 async for f in run_checks(connection)
                 if f.violations
             ]

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.verify.guarantees import run_checks
+from outbox.operations.verify.audit import run_checks
 
 if TYPE_CHECKING:
     from asyncpg import Connection

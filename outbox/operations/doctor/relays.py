@@ -141,7 +141,7 @@ async def check_skipped_events(context: DoctorContext) -> AsyncIterator[CheckRes
     yield problem(
         f"{at_least}{format_count(row['events'], 'committed event')} skipped, from id {ids}: the "
         "sequence of outbox.id was altered, or they were inserted with explicit ids",
-        "outbox verify --repair, and the next batches sequence them",
+        "outbox resequence, and the next batches sequence them",
     )
 
 

@@ -1,1 +1,1 @@
-"""`outbox verify`: checks the invariants in the database, and repairs what can be derived."""
+"""`outbox verify`: checks the invariants in the database."""

@@ -1,4 +1,4 @@
-"""The result of `outbox verify`: all checks, and what they read."""
+"""`outbox verify`: all checks in one snapshot, so that relays can keep running."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.verify.guarantees import count_rows, run_checks
-from outbox.operations.verify.repair import ADVICE
+from outbox.operations.verify.guarantees import CHECKS
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from asyncpg import Connection
+
+EXAMPLES_MAX = 5
+
+COUNT_ROWS = """
+SELECT (SELECT count(*) FROM outbox) AS events,
+       (SELECT count(*) FROM delivery) AS deliveries,
+       (SELECT count(*) FROM attempt) AS attempts,
+       (SELECT count(*) FROM dead_letter) AS dead_letters,
+       (SELECT count(*) FROM lane) AS lanes
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,7 @@ class VerifiedCheck:
     violations: int
     examples: tuple[str, ...]
     action: str | None
-    """The action to take; None: there are no violations."""
+    """The action to take; null: there are no violations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +52,24 @@ async def run_audit(connection: Connection[Any], schema: str) -> VerifyReport:
     """Run all checks, and measure the time."""
     started = time.monotonic()
     with map_errors(schema):
-        counts = await count_rows(connection)
-        checks = [
-            VerifiedCheck(
-                found.check.name,
-                found.check.guarantee,
-                found.violations,
-                found.examples,
-                ADVICE[found.check.name] if found.violations else None,
-            )
-            async for found in run_checks(connection)
-        ]
+        counts = dict(await connection.fetchrow(COUNT_ROWS))
+        checks = [each async for each in run_checks(connection)]
     violations = sum(check.violations for check in checks)
     return VerifyReport(violations, checks, counts, round(time.monotonic() - started, 3))
+
+
+async def run_checks(connection: Connection[Any]) -> AsyncIterator[VerifiedCheck]:
+    """Run all checks in one snapshot; yields the result of each, in order."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        for check in CHECKS:
+            row = await connection.fetchrow(
+                f"SELECT count(*) AS n, (array_agg(what))[1:{EXAMPLES_MAX}] AS examples "  # noqa: S608
+                f"FROM ({check.query}) AS exceptions(what)"
+            )
+            yield VerifiedCheck(
+                check.name,
+                check.guarantee,
+                row["n"],
+                tuple(row["examples"] or ()),
+                check.action if row["n"] else None,
+            )

@@ -1,25 +1,16 @@
 """Invariant checks of `outbox verify`.
 
-Each check is one query that returns the violations of an invariant, as text.  All checks run
-in one snapshot, so relays can keep running.
+Each check is one query that returns the violations of an invariant, as text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.partition_window import WIDTH
-from outbox.operations.verify.repair_rules import INCONSISTENT_ROWS
+from outbox.operations.verify.inconsistent_rows import INCONSISTENT_ROWS
 from outbox.store.skipped_events import SKIPPED_EVENTS
 from outbox.store.type_match import FILTER_MET, MATCHES
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from asyncpg import Connection
-
-EXAMPLES_MAX = 5
 
 # A filter that could not be evaluated counts as matching, with a journal entry.  The journal is
 # read last, and only for events that do not match.
@@ -86,22 +77,16 @@ class AuditCheck:
 
     name: str
     guarantee: str
+    action: str
+    """What to do about a violation."""
     query: str
-
-
-@dataclass(frozen=True, slots=True)
-class AuditFinding:
-    """Result of one check."""
-
-    check: AuditCheck
-    violations: int
-    examples: tuple[str, ...]
 
 
 CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "lost",
         "no committed event was skipped as a rolled-back id",
+        "run: outbox resequence; the next batches sequence these events, after newer ones",
         f"""
         SELECT format('event %s was skipped by batch %s', id, batch)
           FROM ({SKIPPED_EVENTS.format(examined="batch")}) skipped
@@ -112,6 +97,8 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "complete",
         "each committed event has exactly one delivery per subscribed endpoint",
+        "see outbox trace ID; publish an event without a delivery again, or restore the table "
+        "delivery from a backup",
         f"""
         WITH {_SEQUENCED}, {_SUBSCRIBED}
         SELECT format('event %s has %s deliveries for endpoint %s', id, sum(actual),
@@ -134,6 +121,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "real",
         "each delivery refers to a committed event that its endpoint subscribed to",
+        "restore the tables outbox and delivery from the same backup; see outbox trace ID",
         f"""
         WITH {_KEPT}
         SELECT format('lane %s sequence %s: event %s', d.lane_id, d.seq, d.outbox_id)
@@ -152,6 +140,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "once",
         "no event was sequenced twice for one endpoint, except by replays and backfills",
+        "the receiver discards the duplicate by its X-Delivery; see outbox trace ID",
         """
         SELECT format('event %s was sequenced twice for endpoint %s: %s', d.outbox_id,
                       l.endpoint_id, string_agg(d.seq::text, ', '))
@@ -165,6 +154,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "replayed",
         "each replayed sequence has exactly one new delivery, of the same event, in order",
+        "see outbox dead show ID; replay missing deliveries: outbox dead replay ID",
         f"""
         WITH {_KEPT}
         SELECT format('replay %s: %s deliveries for %s sequences from %s', r.id, d.n,
@@ -202,6 +192,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "backfilled",
         "each backfill delivers every covered event exactly once, in order per lane",
+        "see outbox replay show JOB; start a new backfill: outbox replay",
         f"""
         WITH {_KEPT}
         SELECT format('backfill %s: %s deliveries instead of %s', p.job_id, d.n, p.taken)
@@ -233,6 +224,8 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "contiguous",
         "the sequence numbers of each lane are 1, 2, 3, ... without holes",
+        "restore the tables delivery and lane_counter from the same backup, or start new "
+        "lanes: outbox endpoint update NAME --lanes N",
         f"""
         WITH {_KEPT}
         SELECT format('lane %s: counter %s, %s deliveries from %s to %s', c.lane_id, c.last_seq,
@@ -250,6 +243,8 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "accounted",
         "each sequence at or below a checkpoint was either delivered or dead-lettered",
+        "restore the tables attempt and dead_letter from a backup; ask the receiver whether "
+        "it has the sequence",
         f"""
         WITH {_KEPT}
         SELECT format('lane %s sequence %s: %s successes, %s dead letters', d.lane_id, d.seq,
@@ -270,6 +265,8 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "in order",
         "acknowledged sequences after a checkpoint are contiguous",
+        "restore the tables attempt and lane_progress from the same backup, or start new "
+        "lanes: outbox endpoint update NAME --lanes N",
         """
         SELECT format('lane %s: acknowledged %s after checkpoint %s', t.lane_id, t.seq, t.acked_seq)
           FROM (SELECT p.lane_id, p.acked_seq, a.seq,
@@ -283,6 +280,8 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "gaps",
         "open gaps are below the cursor and do not overlap",
+        "the leader removes a gap that it has read; if the violation remains, restore the "
+        "tables gap and batch from the same backup",
         """
         WITH open AS (
             SELECT int8range(lo, hi, '[]') AS ids FROM gap
@@ -297,6 +296,8 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "owned",
         "the journal agrees with the tables about owners and endpoint states",
+        "restart the relays; set the endpoint's state again: outbox endpoint pause, resume, "
+        "enable, disable or remove",
         """
         SELECT format('endpoint %s: epoch %s, journal %s', o.endpoint_id, o.epoch, j.epoch)
           FROM ownership o
@@ -325,30 +326,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "whole",
         "no required row is missing, and no row is left of removed endpoints",
+        "restore the rows from a backup, or remove the endpoint and add it again",
         INCONSISTENT_ROWS,
     ),
 )
-
-COUNTS = """
-SELECT (SELECT count(*) FROM outbox) AS events,
-       (SELECT count(*) FROM delivery) AS deliveries,
-       (SELECT count(*) FROM attempt) AS attempts,
-       (SELECT count(*) FROM dead_letter) AS dead_letters,
-       (SELECT count(*) FROM lane) AS lanes
-"""
-
-
-async def run_checks(connection: Connection[Any]) -> AsyncIterator[AuditFinding]:
-    """Run all checks in one snapshot; yields the result of each, in order."""
-    async with connection.transaction(isolation="repeatable_read", readonly=True):
-        for check in CHECKS:
-            row = await connection.fetchrow(
-                f"SELECT count(*) AS n, (array_agg(what))[1:{EXAMPLES_MAX}] AS examples "  # noqa: S608
-                f"FROM ({check.query}) AS exceptions(what)"
-            )
-            yield AuditFinding(check, row["n"], tuple(row["examples"] or ()))
-
-
-async def count_rows(connection: Connection[Any]) -> dict[str, int]:
-    """Count the rows of the audited tables."""
-    return dict(await connection.fetchrow(COUNTS))

@@ -1,0 +1,55 @@
+"""`outbox resequence`: sequence committed events that were skipped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.output import count, emit_json
+from outbox.operations.resequence import resequence
+
+if TYPE_CHECKING:
+    from outbox.config import Settings
+    from outbox.operations.resequence import Resequenced
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  outbox resequence --dry-run
+  outbox resequence
+"""
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be sequenced; change nothing.")
+@json_option
+@settings_options
+def command(settings: Settings, dry_run: bool, as_json: bool) -> None:
+    """Sequence committed events that were skipped.
+
+    The relay skips an id that no transaction can still commit. An event with such an
+    id appears only if the sequence of outbox.id was altered, or if the event was
+    inserted with an explicit id; `outbox doctor` and the relay's log report it. The
+    next batches sequence these events, after newer ones. Relays may keep running; they
+    register again. An event that has deliveries is not sequenced again.
+    """
+
+    async def run() -> Resequenced:
+        async with database(settings, long=True) as connection:
+            return await resequence(
+                connection, settings.schema_name, actor=actor(), dry_run=dry_run
+            )
+
+    done = run_async(run())
+    if as_json:
+        emit_json(done)
+    elif not done.batches:
+        click.echo("no committed event was skipped")
+    elif not done.events:
+        click.echo("the skipped events have deliveries; there is nothing to sequence")
+    else:
+        verb = "would be sequenced" if dry_run else "will be sequenced with the next batches"
+        ids = ", ".join(map(str, done.first_ids))
+        more = ", …" if done.events > len(done.first_ids) else ""
+        click.echo(f"{count(done.events, 'skipped event')} {verb}: {ids}{more}")
