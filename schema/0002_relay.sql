@@ -73,6 +73,7 @@ CREATE TABLE endpoint (
     url             text        NOT NULL,
     method          text        NOT NULL DEFAULT 'POST' CHECK (method IN ('POST', 'PUT', 'PATCH')),
     headers         jsonb       NOT NULL DEFAULT '{}' CHECK (jsonb_typeof(headers) = 'object'),
+    header_prefix   text        NOT NULL DEFAULT 'X-', -- of X-Sequence and the like
     connect_timeout_s double precision NOT NULL DEFAULT 5,
     timeout_s       double precision NOT NULL DEFAULT 15,
     in_flight_max   integer     CHECK (in_flight_max > 0),            -- NULL: one per lane

@@ -165,14 +165,14 @@ class _Receivers:
         endpoints = await read_endpoints(connection, [fetcher.endpoint_id], self._vault)
         if not endpoints:
             raise NotFound("the endpoint is removed")
-        now = self._clock()
-        require_usable(endpoints[0])
-        keys = endpoints[0].secrets_at(now)
+        (endpoint,), now = endpoints, self._clock()
+        require_usable(endpoint)
+        keys = endpoint.secrets_at(now)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {
             # Earlier deliveries were removed by retention.
             "kept_from": found[0].sequence if found else last + 1,
-            "items": [_item(lane, each, int(now), keys) for each in found],
+            "items": [_item(lane, each, int(now), keys, endpoint.header_prefix) for each in found],
             "next": last if last < lane.acknowledged else None,
         }
 
@@ -213,7 +213,11 @@ def _lane(lane: LaneHistory) -> dict[str, object]:
 
 
 def _item(
-    lane: LaneHistory, fetched: FetchedDelivery, now: int, keys: Sequence[SigningKey]
+    lane: LaneHistory,
+    fetched: FetchedDelivery,
+    now: int,
+    keys: Sequence[SigningKey],
+    header_prefix: str,
 ) -> dict[str, object]:
     item: dict[str, object] = {"sequence": fetched.sequence}
     if fetched.dead_lettered is not None:
@@ -224,6 +228,7 @@ def _item(
         fetched.delivery,
         fetched.previous_sequence,
         lane_ends=lane.ended and fetched.sequence == lane.last,
+        header_prefix=header_prefix,
     )
     # Attempt 0: fetching is not a delivery attempt.
     headers = dict(parse_lines(prepared.attempt(0, now, keys)))

@@ -6,13 +6,15 @@ import base64
 import secrets as random_secrets
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from outbox.cli.common import json_option, require_http_url, run_async
 from outbox.cli.output import emit_json, style
 from outbox.config import load
+from outbox.core.model.headers import DEFAULT_PREFIX
+from outbox.core.model.setting_types import HeaderPrefix
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
 
@@ -49,6 +51,13 @@ forged, duplicate, missing and replayed ones. Exit code 1 means that a case fail
 )
 @click.option("--checkpoints", is_flag=True, help="Also test checkpoints.")
 @click.option("--batches", is_flag=True, help="Also test batches.")
+@click.option(
+    "--header-prefix",
+    default=DEFAULT_PREFIX,
+    metavar="PREFIX",
+    show_default=True,
+    help="That of the endpoint.",
+)
 @click.option("--vectors", is_flag=True, help="Print the cases as JSON, with fixed times.")
 @click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
 @json_option
@@ -58,6 +67,7 @@ def command(
     processed: str | None,
     checkpoints: bool,
     batches: bool,
+    header_prefix: str,
     vectors: bool,
     config: str | None,
     as_json: bool,
@@ -69,8 +79,10 @@ def command(
     """
     from outbox.testing.sender import SECRET
 
+    HeaderPrefix().validate("--header-prefix", header_prefix)
+    what = {"checkpoints": checkpoints, "batches": batches, "header_prefix": header_prefix}
     if vectors:
-        _print_vectors(secret or SECRET, checkpoints, batches)
+        _print_vectors(secret or SECRET, what)
         return
     if url is None:
         raise UsageError("URL: give the URL of the receiver, or --vectors")
@@ -82,7 +94,7 @@ def command(
         secret = settings.secret.get_secret_value()
     if secret is None:
         raise UsageError("--secret: give the signing secret of the receiver, or set OUTBOX_SECRET")
-    grades = run_async(_grade(url, secret, processed, checkpoints, batches, as_json))
+    grades = run_async(_grade(url, secret, processed, what, as_json))
     failed = sum(not grade.passed for grade in grades)
     if as_json:
         emit_json({"cases": len(grades), "failed": failed, "grades": grades})
@@ -97,7 +109,7 @@ def command(
 
 
 async def _grade(
-    url: str, secret: str, processed: str | None, checkpoints: bool, batches: bool, as_json: bool
+    url: str, secret: str, processed: str | None, what: dict[str, Any], as_json: bool
 ) -> list[CaseGrade]:
     from outbox.devtools.conformance.cases import cases
     from outbox.devtools.conformance.grading import grade
@@ -108,8 +120,7 @@ async def _grade(
         endpoint_id,
         time.time,
         other_secret=OTHER_SECRET,
-        checkpoints=checkpoints,
-        batches=batches,
+        **what,
     )
 
     def show(done: CaseGrade) -> None:
@@ -124,7 +135,7 @@ async def _grade(
     return await grade(url, test_cases, processed_url=processed, on_grade=show)
 
 
-def _print_vectors(secret: str, checkpoints: bool, batches: bool) -> None:
+def _print_vectors(secret: str, what: dict[str, Any]) -> None:
     from outbox.devtools.conformance.cases import cases, vectors
 
     test_cases = cases(
@@ -132,8 +143,7 @@ def _print_vectors(secret: str, checkpoints: bool, batches: bool) -> None:
         VECTORS_ENDPOINT,
         lambda: VECTORS_AT,
         other_secret=OTHER_SECRET,
-        checkpoints=checkpoints,
-        batches=batches,
+        **what,
     )
     # Omit the cases with very large bodies.
     small = tuple(

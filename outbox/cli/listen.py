@@ -15,6 +15,8 @@ from outbox.cli.common import json_option, require_http_url, run_async, warn
 from outbox.cli.output import count, emit_json, style
 from outbox.config import load
 from outbox.core.delivery.signature import parse_secret
+from outbox.core.model.headers import DEFAULT_PREFIX
+from outbox.core.model.setting_types import HeaderPrefix
 from outbox.core.model.text import safe
 from outbox.devtools.development_receiver import (
     DevelopmentReceiver,
@@ -66,6 +68,13 @@ out of order, or not signed.
     "shows flags.",
 )
 @click.option(
+    "--header-prefix",
+    default=DEFAULT_PREFIX,
+    metavar="PREFIX",
+    show_default=True,
+    help="That of the endpoint.",
+)
+@click.option(
     "--fail-rate", type=float, default=0.0, metavar="R", help="Share of requests to fail, 0 to 1."
 )
 @click.option(
@@ -86,6 +95,7 @@ def command(
     port: int,
     host: str,
     secrets: tuple[str, ...],
+    header_prefix: str,
     fail_rate: float,
     latency: float,
     forward_to: str | None,
@@ -107,7 +117,11 @@ def command(
     keys = [parse_secret(secret) for secret in secrets]
     if not keys:
         warn("signatures are not verified; set OUTBOX_SECRET to the endpoint's secret")
-    totals = run_async(_listen(host, port, keys, fail_rate, latency / 1000, forward_to, as_json))
+    HeaderPrefix().validate("--header-prefix", header_prefix)
+    options: dict[str, Any] = {
+        "fail_rate": fail_rate, "latency_s": latency / 1000, "header_prefix": header_prefix
+    }  # fmt: skip
+    totals = run_async(_listen(host, port, keys, options, forward_to, as_json))
     if not totals.good:
         raise click.exceptions.Exit(1)
 
@@ -116,8 +130,7 @@ async def _listen(
     host: str,
     port: int,
     keys: Sequence[bytes],
-    fail_rate: float,
-    latency_s: float,
+    options: dict[str, Any],
     forward_to: str | None,
     as_json: bool,
 ) -> DevelopmentTotals:
@@ -141,13 +154,7 @@ async def _listen(
         forward = None
         if forward_to is not None:
             forward = await stack.enter_async_context(open_proxy(forward_to, None))
-        receiver = DevelopmentReceiver(
-            keys,
-            fail_rate=fail_rate,
-            latency_s=latency_s,
-            forward=forward,
-            on_request=report,
-        )
+        receiver = DevelopmentReceiver(keys, forward=forward, on_request=report, **options)
         url = await stack.enter_async_context(receiver.serve(host, port))
         click.echo(f"listening on {url}", err=True)
         await stop.wait()

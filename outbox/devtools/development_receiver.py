@@ -31,6 +31,7 @@ from aiohttp import web
 from outbox.core.delivery import receiver_checkpoint
 from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.signature import SignatureError, verify
+from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.errors import UsageError
 from outbox.receiver.lane_order import Observation, OrderTotals, OrderTracker
 from outbox.receiver.message import Message, parse
@@ -143,6 +144,7 @@ class DevelopmentReceiver:
             unchanged, and only what upstream accepted is accepted here.
         from_start: all lanes begin after this receiver, so that numbers before the first
             one received are missing.
+        header_prefix: that of the endpoint.
         clock: returns epoch seconds.
         seen_max: `X-Delivery` values kept for deduplication.
 
@@ -162,6 +164,7 @@ class DevelopmentReceiver:
         on_request: Callable[[HandledRequest], None] | None = None,
         forward: Callable[[Mapping[str, str], bytes], Awaitable[ProxiedResponse]] | None = None,
         from_start: bool = False,
+        header_prefix: str = DEFAULT_PREFIX,
         clock: Callable[[], float] = time.time,
         seen_max: int = SEEN_MAX,
     ) -> None:
@@ -180,6 +183,7 @@ class DevelopmentReceiver:
         self.on_request = on_request
         self._forward = forward
         self._clock = clock
+        self._prefix = header_prefix
         self._seen_max = seen_max
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._order_tracker = OrderTracker(from_start=from_start)
@@ -227,7 +231,7 @@ class DevelopmentReceiver:
             if self.secrets:
                 verify(request.headers, body, self.secrets, self._clock())
             marks = receiver_checkpoint.parse(body)
-            messages = () if marks is not None else parse(request.headers, body)
+            messages = () if marks is not None else parse(request.headers, body, self._prefix)
         except SignatureError as error:
             return self._reject(401, str(error))
         except ValueError as error:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.receiver_checkpoint import TYPE as CHECKPOINT
 from outbox.core.delivery.signature import TOLERANCE_S, SignatureError
+from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.errors import OutboxError, UsageError
 from outbox.receiver.catch_up import FetchedOutcome
 from outbox.receiver.inbox.process import DeliveryOutcome
@@ -144,6 +145,7 @@ class ReceiverRules:
         secrets: str | Sequence[str],
         *,
         tolerance_s: float = TOLERANCE_S,
+        header_prefix: str = DEFAULT_PREFIX,
         body_bytes_max: int = BODY_BYTES_MAX,
         in_flight_max: int = IN_FLIGHT_MAX,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
@@ -153,7 +155,7 @@ class ReceiverRules:
             raise UsageError(f"body_bytes_max: must be 1 or more, not {body_bytes_max}")
         if in_flight_max < 1:
             raise UsageError(f"in_flight_max: must be 1 or more, not {in_flight_max}")
-        self.verifier = Verifier(secrets, tolerance_s=tolerance_s)
+        self.verifier = Verifier(secrets, tolerance_s=tolerance_s, header_prefix=header_prefix)
         self.body_bytes_max = body_bytes_max
         self.handlers = HandlerRegistry()
         self.foreign: Callable[..., Any] | None = None

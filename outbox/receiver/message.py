@@ -12,22 +12,11 @@ from uuid import UUID
 
 import orjson
 
-from outbox.core.delivery.batch import LAST_SEQUENCE
+from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-HEADERS = (
-    "X-Delivery",
-    "X-Event",
-    "X-Event-Id",
-    "X-Lane",
-    "X-Sequence",
-    "X-Previous-Sequence",
-)
-"""Headers of every delivery; a batch has X-Last-Sequence instead of those of an event."""
 
 
 class BadMessage(OutboxError, ValueError):
@@ -74,7 +63,9 @@ def is_delivery(body: bytes) -> bool:
 _NUMBERED = {"lane", "sequence", "previous_sequence"}
 
 
-def parse(headers: Mapping[str, str], body: bytes) -> tuple[Message, ...]:
+def parse(
+    headers: Mapping[str, str], body: bytes, header_prefix: str = DEFAULT_PREFIX
+) -> tuple[Message, ...]:
     """Parse the deliveries of a request and check that headers and body agree.
 
     Args:
@@ -91,14 +82,14 @@ def parse(headers: Mapping[str, str], body: bytes) -> tuple[Message, ...]:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadMessage(f"the body is not JSON: {error}") from None
-    request_id, attempt = _request_id(headers), _attempt(headers)
+    read = _DeliveryHeaders(headers, header_prefix)
+    request_id, attempt = read.request_id(), read.attempt()
     if isinstance(content, list):
         messages = _batch(content, attempt)
-        _require_matching_headers(headers, messages[0], (LAST_SEQUENCE, str(messages[-1].sequence)))
+        read.require_match(messages[0], ("Last-Sequence", str(messages[-1].sequence)))
         return messages
     message = _message(content, request_id, attempt)
-    event = ("X-Event", message.type), ("X-Event-Id", message.event_id)
-    _require_matching_headers(headers, message, *event)
+    read.require_match(message, ("Event", message.type), ("Event-Id", message.event_id))
     return (message,)
 
 
@@ -177,27 +168,32 @@ def _uuid(text: str, what: str) -> str:
     return text
 
 
-def _request_id(headers: Mapping[str, str]) -> str:
-    request_id = _uuid(headers.get("x-delivery", ""), "the header X-Delivery")
-    if headers.get("webhook-id", request_id) != request_id:
-        # Only webhook-id is signed.
-        raise BadMessage("the headers X-Delivery and webhook-id differ")
-    return request_id
+class _DeliveryHeaders:
+    """The headers that repeat fields of the body, under the endpoint's prefix."""
 
+    def __init__(self, headers: Mapping[str, str], prefix: str) -> None:
+        self._headers = headers
+        self._prefix = prefix
 
-def _attempt(headers: Mapping[str, str]) -> int | None:
-    text = headers.get("x-attempt", "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+    def request_id(self) -> str:
+        name = f"{self._prefix}Delivery"
+        request_id = _uuid(self._headers.get(name.lower(), ""), f"the header {name}")
+        if self._headers.get("webhook-id", request_id) != request_id:
+            # Only webhook-id is signed.
+            raise BadMessage(f"the headers {name} and webhook-id differ")
+        return request_id
 
+    def attempt(self) -> int | None:
+        text = self._headers.get(f"{self._prefix}Attempt".lower(), "")
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
-def _require_matching_headers(
-    headers: Mapping[str, str], first: Message, *more: tuple[str, str]
-) -> None:
-    for header, value in (
-        ("X-Lane", first.lane),
-        ("X-Sequence", str(first.sequence)),
-        ("X-Previous-Sequence", str(first.previous_sequence)),
-        *more,
-    ):
-        if headers.get(header.lower()) != value:
-            raise BadMessage(f"the header {header} differs from the body")
+    def require_match(self, first: Message, *more: tuple[str, str]) -> None:
+        for name, value in (
+            ("Lane", first.lane),
+            ("Sequence", str(first.sequence)),
+            ("Previous-Sequence", str(first.previous_sequence)),
+            *more,
+        ):
+            header = f"{self._prefix}{name}"
+            if self._headers.get(header.lower()) != value:
+                raise BadMessage(f"the header {header} differs from the body")

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery import receiver_checkpoint as checkpoint
-from outbox.core.delivery.batch import LAST_SEQUENCE
 from outbox.core.delivery.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
@@ -28,11 +27,12 @@ from outbox.core.delivery.signature import (
     parse_key,
 )
 from outbox.core.delivery.signature import verify as verify_signature
+from outbox.core.model.headers import DEFAULT_PREFIX, relay_headers
 from outbox.errors import UsageError
-from outbox.receiver.message import HEADERS, BadMessage, Message, is_delivery, parse
+from outbox.receiver.message import BadMessage, Message, is_delivery, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
@@ -40,10 +40,7 @@ if TYPE_CHECKING:
     Headers: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
     """Names in any case; pairs preserve repeated headers, which are refused."""
 
-_READ = {
-    ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER,
-    "x-attempt", LAST_SEQUENCE.lower(), *map(str.lower, HEADERS),
-}  # fmt: skip
+_SIGNED = {ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +66,7 @@ class Verifier:
     Args:
         secrets: one or more of `whsec_…` (HMAC secret) and `whpk_…` (ed25519 public key).
         tolerance_s: maximum difference between signature time and clock, in seconds.
+        header_prefix: that of the endpoint, if it is not `X-`.
         clock: returns epoch seconds.
 
     Raises:
@@ -80,6 +78,7 @@ class Verifier:
         secrets: str | Sequence[str],
         *,
         tolerance_s: float = TOLERANCE_S,
+        header_prefix: str = DEFAULT_PREFIX,
         clock: Callable[[], float] = time.time,
     ) -> None:
         texts = [secrets] if isinstance(secrets, str) else list(secrets or ())
@@ -88,6 +87,11 @@ class Verifier:
             raise UsageError("secret: at least one is required to verify signatures")
         self._tolerance_s = tolerance_s
         self._clock = clock
+        self._prefix = header_prefix
+        names = relay_headers(header_prefix)
+        self._names = _SIGNED | names
+        # A checkpoint has a number of the attempt, too.
+        self._delivery_headers = names - {f"{header_prefix}attempt".lower()}
 
     def verify(self, headers: Headers, body: bytes) -> Verified:
         """Verify one request.
@@ -100,13 +104,13 @@ class Verifier:
             SignatureError: no valid signature.
             BadMessage: signed, but headers and body differ.
         """
-        read = fold(headers)
+        read = fold(headers, self._names)
         signed = verify_signature(read, body, self._keys, self._clock(), self._tolerance_s)
-        has_delivery_headers = any(name.lower() in read for name in HEADERS)
+        has_delivery_headers = not self._delivery_headers.isdisjoint(read)
         # The headers are not signed: removing them must not turn a delivery into a
         # request of another sender.
         if has_delivery_headers or is_delivery(body):
-            return Verified(signed.message_id, signed.timestamp, parse(read, body))
+            return Verified(signed.message_id, signed.timestamp, parse(read, body, self._prefix))
         try:
             marks = checkpoint.parse(body)
         except ValueError as error:
@@ -120,6 +124,7 @@ def verify(
     secrets: str | Sequence[str],
     *,
     tolerance_s: float = TOLERANCE_S,
+    header_prefix: str = DEFAULT_PREFIX,
     now: float | None = None,
 ) -> Verified:
     """Verify the signature of a request and parse its deliveries.
@@ -130,6 +135,7 @@ def verify(
         secrets: one or more of `whsec_…` and `whpk_…`; both the old and the new one
             while a secret is being rotated.
         tolerance_s: maximum difference between signature time and `now`, in seconds.
+        header_prefix: that of the endpoint, if it is not `X-`.
         now: epoch seconds; None: the system clock.
 
     Raises:
@@ -138,11 +144,12 @@ def verify(
         UsageError: no secret, or an invalid one.
     """
     clock = time.time if now is None else lambda: now
-    return Verifier(secrets, tolerance_s=tolerance_s, clock=clock).verify(headers, body)
+    verifier = Verifier(secrets, tolerance_s=tolerance_s, header_prefix=header_prefix, clock=clock)
+    return verifier.verify(headers, body)
 
 
-def fold(headers: Headers) -> dict[str, str]:
-    """Return the relevant headers with lower-case names.
+def fold(headers: Headers, names: Collection[str]) -> dict[str, str]:
+    """Return the headers with these lower-case names.
 
     Raises:
         RepeatedHeader: one of them occurs more than once.
@@ -150,7 +157,7 @@ def fold(headers: Headers) -> dict[str, str]:
     folded: dict[str, str] = {}
     for name, value in pairs_of(headers):
         lower = name.lower()
-        if lower in _READ:
+        if lower in names:
             if lower in folded:
                 raise RepeatedHeader(lower)
             folded[lower] = value

@@ -16,6 +16,7 @@ from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
 from outbox.core.model.response import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
+from outbox.core.model.setting_types import HeaderPrefix
 from outbox.core.model.text import closest
 from outbox.errors import CannotRun, NotFound, UsageError
 from outbox.store.connection.connect import map_errors
@@ -43,6 +44,7 @@ TIMEOUT_S_MAX = 3600.0
 # Configuration, secrets and circuit-breaker state of endpoints.
 READ_ENDPOINTS = """
 SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS headers,
+       e.header_prefix,
        e.connect_timeout_s, e.timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
        e.backlog_max, e.backlog_age_s, e.disable_after_s, e.checkpoint_every_s,
@@ -77,6 +79,8 @@ class Endpoint:
     url: str
     method: str
     headers: Headers = field(repr=False)
+    header_prefix: str
+    """Begins the names of the headers that describe a delivery."""
     secrets: tuple[tuple[SigningKey, float | None], ...] = field(repr=False)
     """Signing keys with their expiry; None: no expiry."""
     connect_timeout_s: float
@@ -189,6 +193,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     failure: type[CannotRun] = CannotRun
     secrets: tuple[tuple[SigningKey, float | None], ...] = ()
     endpoint_id, own, identity = row["id"], {}, None
+    header_prefix = headers.DEFAULT_PREFIX
     timeouts = (row["connect_timeout_s"], row["timeout_s"])
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     try:
@@ -204,6 +209,8 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
             raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
         networks = tuple(map(ip_network, row["allow_networks"]))
+        # In a table that was edited by hand it may hold a line break.
+        header_prefix = HeaderPrefix().validate("header_prefix", row["header_prefix"])
         stored = orjson.loads(row["headers"])
         if not isinstance(stored, dict):
             raise UsageError("headers: must be an object of names and values")
@@ -223,6 +230,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         url=row["url"],
         method=row["method"],
         headers=headers.valid_headers(own),
+        header_prefix=header_prefix,
         secrets=secrets,
         connect_timeout_s=timeouts[0],
         timeout_s=timeouts[1],

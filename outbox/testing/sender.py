@@ -22,7 +22,7 @@ from outbox.core.delivery.signature import (
     sign_ed25519,
 )
 from outbox.core.delivery.signature import sign as sign_hmac
-from outbox.core.model.headers import parse_lines
+from outbox.core.model.headers import DEFAULT_PREFIX, parse_lines
 from outbox.core.model.ids import lane_name
 from outbox.receiver.fetch import CannotFetch, LanePage, LaneProgress, PageItem
 from outbox.receiver.requests import Request
@@ -69,6 +69,7 @@ class FakeSender:
         endpoint_id: lane names and `X-Delivery` derive from it; None: a random one.
         clock: returns epoch seconds, for signatures and times of publication.
         new_id: returns the id of a new event.
+        header_prefix: begins the names of the headers that describe a delivery.
 
     Raises:
         UsageError: the secret is invalid.
@@ -81,12 +82,14 @@ class FakeSender:
         endpoint_id: uuid.UUID | None = None,
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
+        header_prefix: str = DEFAULT_PREFIX,
     ) -> None:
         self.secret = secret
         self._key = parse_secret(secret)
         self._endpoint_id = endpoint_id or uuid.uuid4()
         self._clock = clock
         self._new_id = new_id
+        self._prefix = header_prefix
         self._lanes: dict[str, list[_SequencedDelivery]] = {}
         self._events = 0
 
@@ -158,7 +161,10 @@ class FakeSender:
         ]
         now = self._clock()
         prepared = checkpoint.prepare(
-            str(self._new_id()), datetime.fromtimestamp(now, tz=UTC), marks
+            str(self._new_id()),
+            datetime.fromtimestamp(now, tz=UTC),
+            marks,
+            header_prefix=self._prefix,
         )
         return _signed(prepared, 1, self._key, now)
 
@@ -209,7 +215,8 @@ class FakeSender:
     def _append(self, delivery: Delivery, *, lane_ends: bool = False) -> Request:
         numbers = self._lanes.setdefault(delivery.lane, [])
         previous = max((n.delivery.seq for n in numbers if not n.dead_lettered), default=0)
-        numbered = _SequencedDelivery(delivery._replace(seq=len(numbers) + 1), previous, lane_ends)
+        delivery = delivery._replace(seq=len(numbers) + 1)
+        numbered = _SequencedDelivery(delivery, previous, lane_ends, self._prefix)
         numbers.append(numbered)
         return numbered.request(1, self._key, self._clock())
 
@@ -218,6 +225,7 @@ class FakeSender:
             [each.delivery for each in numbers],
             numbers[0].previous,
             lane_ends=numbers[-1].lane_ends,
+            header_prefix=self._prefix,
         )
         return _signed(prepared, attempt, self._key, self._clock())
 
@@ -231,12 +239,16 @@ class FakeSender:
 class _SequencedDelivery:
     """A delivery with its sequence number."""
 
-    def __init__(self, delivery: Delivery, previous: int, lane_ends: bool) -> None:
+    def __init__(
+        self, delivery: Delivery, previous: int, lane_ends: bool, header_prefix: str
+    ) -> None:
         self.delivery = delivery
         self.dead_lettered = False
         self.previous = previous
         self.lane_ends = lane_ends
-        self._prepared = prepare(delivery, previous, lane_ends=lane_ends)
+        self._prepared = prepare(
+            delivery, previous, lane_ends=lane_ends, header_prefix=header_prefix
+        )
 
     def request(self, attempt: int, key: bytes, now: float) -> Request:
         return _signed(self._prepared, attempt, key, now)

@@ -35,6 +35,16 @@ async def test_a_receiver_is_graded_case_by_case(outbox: Command) -> None:
     assert response["cases"] == len(response["grades"]) > 40
 
 
+async def test_the_header_prefix_of_the_endpoint_is_used(outbox: Command) -> None:
+    prefix = "--header-prefix", "Acme-"
+    with listen(*prefix, OUTBOX_SECRET=TEXT) as receiver:
+        known = await asyncio.to_thread(outbox, "conform", receiver.url, *prefix, "--secret", TEXT)
+        unknown = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
+    assert (known.code, unknown.code) == (0, 1)
+    assert "  ok      a different Acme-Sequence\n" in known.out
+    assert "  failed  a delivery: " in unknown.out
+
+
 async def test_a_receiver_that_does_not_verify_signatures_fails(outbox: Command) -> None:
     with listen() as receiver:
         result = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
@@ -60,6 +70,7 @@ def test_exported_vectors_equal_the_cases(outbox: Command) -> None:
     [
         ([], 2, "give the URL of the receiver"),
         (["x"], 2, "does not start with http"),
+        (["http://127.0.0.1:9/", "--header-prefix", "X"], 2, "--header-prefix: 'X' must be"),
         (["http://127.0.0.1:9/"], 2, "--secret"),
         (["http://127.0.0.1:9/", "--secret", "x"], 2, "secret: must start with"),
         (["http://127.0.0.1:9/", "--secret", TEXT], 3, "http://127.0.0.1:9/ cannot be reached"),

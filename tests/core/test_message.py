@@ -144,6 +144,33 @@ def test_endpoint_headers_do_not_override_relay_headers() -> None:
     )
 
 
+def test_the_prefix_of_header_names_is_the_endpoints() -> None:
+    ours = dict(parse_lines(prepare(DELIVERY, 6).attempt(3, NOW, [SECRET])))
+    prepared = prepare(DELIVERY, 6, header_prefix="Acme-")
+    headers = dict(parse_lines(prepared.attempt(3, NOW, [SECRET])))
+    described = {
+        "Attempt",
+        "Delivery",
+        "Event",
+        "Event-Id",
+        "Lane",
+        "Previous-Sequence",
+        "Sequence",
+    }
+    for name in described:
+        assert headers.pop(f"Acme-{name}") == ours.pop(f"X-{name}")
+    assert headers == ours
+
+
+def test_an_events_header_does_not_take_the_place_of_a_prefixed_one() -> None:
+    forged = orjson.dumps({"acme_SEQUENCE": "9", "Acme-Lane": "x", "Acme-Other": "kept"})
+    prepared = prepare(DELIVERY._replace(headers=forged), 6, header_prefix="Acme-")
+    names = [name for name, _ in parse_lines(prepared.lines)]
+    assert [name for name in names if "SEQUENCE" in name] == []
+    assert names.count("Acme-Lane") == 1
+    assert names[-1] == "Acme-Other"
+
+
 def test_attempts_differ_in_number_time_and_signature_only() -> None:
     prepared = prepare(DELIVERY, 6)
     first = dict(parse_lines(prepared.attempt(1, NOW, [SECRET])))

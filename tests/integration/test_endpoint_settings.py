@@ -9,6 +9,8 @@ import pytest
 
 from outbox.core.delivery.signature import SignatureMismatch, parse_secret, verify
 from outbox.core.model.response import AttemptResult
+from outbox.receiver import BadMessage
+from outbox.receiver import verify as verify_request
 from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
 from tests.support.waiting import until
 
@@ -45,6 +47,25 @@ async def test_a_request_uses_the_method_headers_and_timeouts_of_its_endpoint(
     assert not {"content-length", "cookie"} & sent.headers.keys()
     names = [name.lower() for name, _ in request.headers]
     assert len(names) == len(set(names))
+
+
+async def test_the_headers_of_a_delivery_have_the_prefix_of_its_endpoint(
+    database: Database,
+) -> None:
+    made = await add_endpoint(database, header_prefix="Acme-")
+    network = Network()
+    async with running(database, network):
+        await publish(database, 1, headers='{"Acme-Sequence": "9", "Acme-Env": "test"}')
+        await all_ended(database)
+    (sent,) = network.sent
+    assert (sent.headers["acme-sequence"], sent.headers["acme-env"]) == ("1", "test")
+    assert not [name for name in sent.headers if name.startswith("x-")]
+    verified = verify_request(
+        sent.request.headers, sent.request.body, made.secret, header_prefix="Acme-"
+    )
+    assert [message.sequence for message in verified.messages] == [1]
+    with pytest.raises(BadMessage, match="X-Delivery"):
+        verify_request(sent.request.headers, sent.request.body, made.secret)
 
 
 async def test_an_endpoint_sets_its_own_retryable_status_codes(database: Database) -> None:

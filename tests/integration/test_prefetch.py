@@ -43,8 +43,9 @@ Event = Literal[
 def endpoint() -> Endpoint:
     return Endpoint(
         id=ENDPOINT, name="shop", tenant=None, state="active", url="http://shop.test/",
-        method="POST", headers=(), secrets=((SECRETS[0], None),), connect_timeout_s=5.0,
-        timeout_s=15.0, in_flight_max=None, rate_per_s=None, batch_max=None, networks=(),
+        method="POST", headers=(), header_prefix="X-", secrets=((SECRETS[0], None),),
+        connect_timeout_s=5.0, timeout_s=15.0,
+        in_flight_max=None, rate_per_s=None, batch_max=None, networks=(),
         ca=None, identity=None, retry=POLICY, retryable=RETRYABLE, blocks=False,
         backlog_max=None, backlog_age_s=None, disable_after_s=1e6,
         checkpoint_every_s=None, generation=1, resumes=0, applied_resumes=0, health=BreakerRecord(),

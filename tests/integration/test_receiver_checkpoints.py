@@ -248,6 +248,7 @@ def wanting(n: int, name: str, every_s: float, tenant: str | None = None) -> Any
         state="active",
         usable=True,
         checkpoint_every_s=every_s,
+        header_prefix="X-",
         connect_timeout_s=5.0,
         timeout_s=15.0,
         networks=(),

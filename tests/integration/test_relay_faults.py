@@ -155,6 +155,10 @@ UNUSABLE = {
         "UPDATE endpoint SET retry = '[1]' WHERE id = $1",
         "UPDATE endpoint SET retry = '{}' WHERE id = $1",
     ),
+    "a header prefix that injects a header": (
+        r"UPDATE endpoint SET header_prefix = E'A: b\r\nX-' WHERE id = $1",
+        "UPDATE endpoint SET header_prefix = 'X-' WHERE id = $1",
+    ),
     "a time-out that is no number": (
         "UPDATE endpoint SET timeout_s = 'NaN' WHERE id = $1",
         "UPDATE endpoint SET timeout_s = 1 WHERE id = $1",

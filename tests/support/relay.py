@@ -57,13 +57,14 @@ class Sent:
     @classmethod
     def from_request(cls, request: Request) -> Sent:
         h = {name.lower(): value for name, value in request.headers}
+        prefix = next(n for n in h if n.endswith("-delivery")).removesuffix("delivery")
         return cls(
             request.recipient.url,
-            h["x-lane"],
-            int(h["x-sequence"]),
-            int(h["x-previous-sequence"]),
-            int(h["x-attempt"]),
-            h["x-delivery"],
+            h[f"{prefix}lane"],
+            int(h[f"{prefix}sequence"]),
+            int(h[f"{prefix}previous-sequence"]),
+            int(h[f"{prefix}attempt"]),
+            h[f"{prefix}delivery"],
             orjson.loads(request.body),
             h,
             request,

@@ -42,7 +42,7 @@ import orjson
 from outbox.core.delivery.message import USER_AGENT, Prepared, body_of
 from outbox.core.delivery.signature import ID_HEADER
 from outbox.core.model.endpoint import BATCH_MAX
-from outbox.core.model.headers import format_lines, merge, normalize_name
+from outbox.core.model.headers import DEFAULT_PREFIX, format_lines, merge, normalize_name
 from outbox.core.model.response import AttemptOutcome, classify
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ BATCH_BYTES_MAX = 1_000_000
 GROWTH_WAIT_MAX = 1024
 """Maximum number of accepted batches before the limit after a failure is raised."""
 ACCEPTED_THROUGH = "X-Accepted-Through"
-LAST_SEQUENCE = "X-Last-Sequence"
 
 _DIGITS_MAX = 18
 # Upper bounds: an element's fixed part, and a character's JSON escape.
@@ -131,6 +130,7 @@ def prepare_batch(
     *,
     lane_ends: bool = False,
     endpoint_headers: Headers = (),
+    header_prefix: str = DEFAULT_PREFIX,
 ) -> Prepared:
     """Body and fixed headers of a request with consecutive deliveries of one lane.
 
@@ -138,7 +138,9 @@ def prepare_batch(
         previous_seq: the last delivered sequence of the lane before the batch, 0: none.
         lane_ends: no delivery follows the last one in its lane.
         endpoint_headers: the endpoint's own headers.
+        header_prefix: begins the names of the headers that describe the batch.
     """
+    prefix = header_prefix
     first, last = deliveries[0], deliveries[-1]
     first_id = message_id = first.message_id
     elements: list[bytes] = []
@@ -157,11 +159,12 @@ def prepare_batch(
         batch_id = _batch_id(first, first_id, last, message_id)
     lines = (
         f"Content-Type: application/json\r\nUser-Agent: {USER_AGENT}\r\n"
-        f"{ID_HEADER}: {batch_id}\r\nX-Delivery: {batch_id}\r\n"
-        f"X-Lane: {first.lane}\r\nX-Sequence: {first.seq}\r\n{LAST_SEQUENCE}: {last.seq}\r\n"
-        f"X-Previous-Sequence: {previous_seq}\r\n{format_lines(endpoint_headers)}"
+        f"{ID_HEADER}: {batch_id}\r\n{prefix}Delivery: {batch_id}\r\n"
+        f"{prefix}Lane: {first.lane}\r\n{prefix}Sequence: {first.seq}\r\n"
+        f"{prefix}Last-Sequence: {last.seq}\r\n{prefix}Previous-Sequence: {previous_seq}\r\n"
+        f"{format_lines(endpoint_headers)}"
     )
-    return Prepared(batch_id, lines, b"[%b]" % b",".join(elements))
+    return Prepared(batch_id, lines, b"[%b]" % b",".join(elements), prefix)
 
 
 def classify_batch(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import orjson
 
 from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
-from outbox.core.model.headers import format_lines, merge, parse_lines
+from outbox.core.model.headers import DEFAULT_PREFIX, format_lines, merge, parse_lines
 from outbox.core.model.ids import delivery_id, message_id
 
 if TYPE_CHECKING:
@@ -124,19 +124,20 @@ class Prepared(NamedTuple):
     lines: str
     """Header lines, as `headers.format_lines` returns them."""
     body: bytes
+    header_prefix: str = DEFAULT_PREFIX
 
     def attempt(self, number: int, timestamp: int, keys: Sequence[SigningKey]) -> str:
         """All header lines of attempt `number` (from 1), signed at `timestamp` (epoch seconds).
 
         There is one signature for each key: two during a key rotation.
         """
-        message_id, lines, body = self
+        message_id, lines, body, prefix = self
         if len(keys) == 1:
             signatures = sign_with(keys[0], message_id, timestamp, body)
         else:
             signatures = " ".join([sign_with(key, message_id, timestamp, body) for key in keys])
         return (
-            f"{lines}X-Attempt: {number}\r\n{TIMESTAMP_HEADER}: {timestamp}\r\n"
+            f"{lines}{prefix}Attempt: {number}\r\n{TIMESTAMP_HEADER}: {timestamp}\r\n"
             f"{SIGNATURE_HEADER}: {signatures}\r\n"
         )
 
@@ -147,6 +148,7 @@ def prepare(
     *,
     lane_ends: bool = False,
     endpoint_headers: Headers = (),
+    header_prefix: str = DEFAULT_PREFIX,
 ) -> Prepared:
     """Body and fixed headers of a delivery.
 
@@ -154,20 +156,23 @@ def prepare(
         previous_seq: the last delivered sequence of the lane, 0: none.
         lane_ends: no delivery follows in its lane.
         endpoint_headers: the endpoint's own headers.
+        header_prefix: begins the names of the headers that describe the delivery.
     """
+    prefix = header_prefix
     sent_id = message_id(
         delivery.endpoint_id, delivery.outbox_id, delivery.event_id, delivery.backfill_id
     )
     lines = (
         f"Content-Type: application/json\r\nUser-Agent: {USER_AGENT}\r\n"
-        f"{ID_HEADER}: {sent_id}\r\nX-Delivery: {sent_id}\r\n"
-        f"X-Event: {delivery.type}\r\nX-Event-Id: {delivery.event_id}\r\n"
-        f"X-Lane: {delivery.lane}\r\nX-Sequence: {delivery.seq}\r\n"
-        f"X-Previous-Sequence: {previous_seq}\r\n"
+        f"{ID_HEADER}: {sent_id}\r\n{prefix}Delivery: {sent_id}\r\n"
+        f"{prefix}Event: {delivery.type}\r\n{prefix}Event-Id: {delivery.event_id}\r\n"
+        f"{prefix}Lane: {delivery.lane}\r\n{prefix}Sequence: {delivery.seq}\r\n"
+        f"{prefix}Previous-Sequence: {previous_seq}\r\n"
     )
     if endpoint_headers or delivery.headers is not None:
-        lines += format_lines(merge(endpoint_headers, delivery.headers))
-    return Prepared(sent_id, lines, body_of(delivery, previous_seq, lane_ends=lane_ends))
+        lines += format_lines(merge(endpoint_headers, delivery.headers, prefix))
+    body = body_of(delivery, previous_seq, lane_ends=lane_ends)
+    return Prepared(sent_id, lines, body, prefix)
 
 
 def build(

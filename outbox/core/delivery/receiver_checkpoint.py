@@ -22,7 +22,7 @@ import orjson
 
 from outbox.core.delivery.message import USER_AGENT, Prepared, rfc3339
 from outbox.core.delivery.signature import ID_HEADER
-from outbox.core.model.headers import format_lines, merge
+from outbox.core.model.headers import DEFAULT_PREFIX, format_lines, merge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,12 +51,17 @@ class LaneMark:
 
 
 def prepare(
-    checkpoint_id: str, at: datetime, marks: Sequence[LaneMark], endpoint_headers: Headers = ()
+    checkpoint_id: str,
+    at: datetime,
+    marks: Sequence[LaneMark],
+    endpoint_headers: Headers = (),
+    header_prefix: str = DEFAULT_PREFIX,
 ) -> Prepared:
     """Body and fixed headers of a checkpoint.
 
     Args:
         checkpoint_id: a new UUID.
+        header_prefix: begins the name of the header with the attempt.
     """
     lanes = [_lane_json(each) for each in marks]
     content = {"id": checkpoint_id, "type": TYPE, "timestamp": rfc3339(at), "lanes": lanes}
@@ -71,6 +76,7 @@ def prepare(
             )
         ),
         body=orjson.dumps(content),
+        header_prefix=header_prefix,
     )
 
 

@@ -12,9 +12,11 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model import retryable_statuses, setting_types
+from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers
 from outbox.core.model.response import RETRYABLE
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
 from outbox.core.model.setting_types import EVERYTHING, SettingType
+from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -160,6 +162,15 @@ class EndpointSettings:
             "Headers to send, in place of an event's headers of the same names.",
         ),
     )
+    header_prefix: str = field(
+        default=DEFAULT_PREFIX,
+        metadata=_about(
+            setting_types.HeaderPrefix(),
+            _REQUESTS,
+            "Begins the names of the headers that describe a delivery: X-Acme-Sequence instead of "
+            "X-Sequence.",
+        ),
+    )
     connect_timeout_s: float = field(
         default=5.0,
         metadata=_about(
@@ -297,6 +308,9 @@ class EndpointSettings:
                 object.__setattr__(self, each.field, each.type.validate(each.name, value))
         if self.all_tenants and self.tenant is not None:
             raise UsageError("tenant: an endpoint is for one tenant or for all, not both")
+        for name in self.headers:
+            if normalize_name(name) in relay_headers(self.header_prefix):
+                raise UsageError(f"headers: {quoted(name)} is set by the relay")
 
     @property
     def retryable_statuses(self) -> frozenset[int]:

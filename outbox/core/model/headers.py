@@ -18,6 +18,7 @@ may require them; the event's headers beyond the limit are omitted.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import orjson
@@ -30,19 +31,38 @@ if TYPE_CHECKING:
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\x20-\x7e\t]*")
 
-_RESERVED = frozenset(
+DEFAULT_PREFIX = "X-"
+_RELAY_NAMES = (
+    "attempt",
+    "delivery",
+    "event",
+    "event-id",
+    "lane",
+    "last-sequence",
+    "previous-sequence",
+    "sequence",
+)
+
+
+@lru_cache(1024)
+def relay_headers(prefix: str) -> frozenset[str]:
+    """The headers that describe a delivery to an endpoint with this prefix, normalized."""
+    return frozenset(normalize_name(prefix + name) for name in _RELAY_NAMES)
+
+
+def normalize_name(name: str) -> str:
+    """Normalize a name, so that names which a receiver may confuse are equal.
+
+    Names are case-insensitive, and CGI and WSGI do not distinguish - from _.
+    """
+    return name.lower().replace("_", "-")
+
+
+_RESERVED = relay_headers(DEFAULT_PREFIX) | frozenset(
     {
         # Set by the relay.
         "content-type",
         "user-agent",
-        "x-attempt",
-        "x-delivery",
-        "x-event",
-        "x-event-id",
-        "x-lane",
-        "x-last-sequence",
-        "x-previous-sequence",
-        "x-sequence",
         # Framing and routing of the request or response.
         "accept-encoding",
         "content-encoding",
@@ -90,14 +110,6 @@ WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
 _RESERVED_PREFIX = "webhook-"
 
 
-def normalize_name(name: str) -> str:
-    """Normalize a name, so that names which a receiver may confuse are equal.
-
-    Names are case-insensitive, and CGI and WSGI do not distinguish - from _.
-    """
-    return name.lower().replace("_", "-")
-
-
 def header_problem(name: str, value: object) -> str | None:
     """Why a header of an endpoint or event is not allowed; None: it is allowed."""
     plain = normalize_name(name)
@@ -128,22 +140,26 @@ def valid_headers(headers: Mapping[str, object]) -> Headers:
     return tuple(_select(headers.items(), header_problem).values())
 
 
-def merge(endpoint: Headers, event: bytes | None) -> Headers:
+def merge(endpoint: Headers, event: bytes | None, header_prefix: str = DEFAULT_PREFIX) -> Headers:
     """The endpoint's headers, then the event's; the endpoint's take precedence.
 
-    Headers of the event beyond the size limit are omitted.
+    Headers of the event beyond the size limit are omitted, and those that the relay sets.
 
     Args:
         endpoint: as `valid_headers` returned them.
         event: JSON text of an object of strings.
+        header_prefix: of the endpoint.
     """
     if event is None:
         return endpoint
     merged = {normalize_name(name): (name, value) for name, value in endpoint}
     bytes_left = WIRE_BYTES_MAX - sum(map(_wire_bytes, endpoint))
+    set_by_relay = relay_headers(header_prefix)
     for plain, each in _select(orjson.loads(event).items(), event_header_problem).items():
         size = _wire_bytes(each)
-        if plain not in merged and size <= bytes_left and len(merged) < WIRE_COUNT_MAX:
+        if plain in merged or plain in set_by_relay:
+            continue
+        if size <= bytes_left and len(merged) < WIRE_COUNT_MAX:
             merged[plain] = each
             bytes_left -= size
     return tuple(merged.values())

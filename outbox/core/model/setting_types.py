@@ -6,6 +6,7 @@ public form is what a file and the API contain, "15s"; and the displayed form is
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from hashlib import sha256
 from ipaddress import ip_network
@@ -29,6 +30,9 @@ STATUSES_MAX = 500
 EVERYTHING = "**"
 OTHERS = "(other)"
 """The `endpoint` attribute of endpoints without their own series in metrics."""
+_PREFIX = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?-")
+_FOREIGN_PREFIXES = ("webhook-", "x-forwarded-", "proxy-", "sec-", "content-", "accept-")
+"""Prefixes with a meaning of their own."""
 _CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
 
@@ -264,6 +268,21 @@ class Statuses(TextList):
 
     def parse(self, name: str, given: Any) -> Any:
         return () if given in ("none", ["none"]) else super().parse(name, given)
+
+
+class HeaderPrefix(SettingType):
+    """The beginning of header names."""
+
+    metavar = "PREFIX"
+
+    def validate(self, name: str, value: Any) -> str:
+        text = _text(name, value)
+        if not _PREFIX.fullmatch(text) or text.lower().startswith(_FOREIGN_PREFIXES):
+            raise UsageError(
+                f"{name}: {quoted(text)} must be letters, digits and dashes, such as X-Acme-, "
+                f"and not begin with {', '.join(_FOREIGN_PREFIXES)}"
+            )
+        return text
 
 
 class Headers(SettingType):

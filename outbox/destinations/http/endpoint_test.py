@@ -76,6 +76,8 @@ class EndpointUnderTest(RecipientSettings, Protocol):
     @property
     def headers(self) -> Headers: ...
     @property
+    def header_prefix(self) -> str: ...
+    @property
     def batch_max(self) -> int | None: ...
     @property
     def retry(self) -> RetryPolicy: ...
@@ -121,10 +123,15 @@ def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:
         payload=orjson.dumps({"test": True, "endpoint": endpoint.name}),
         headers=None,
     )
+    headers, prefix = endpoint.headers, endpoint.header_prefix
     if endpoint.batch_max is None:
-        prepared = prepare(delivery, 0, lane_ends=True, endpoint_headers=endpoint.headers)
+        prepared = prepare(
+            delivery, 0, lane_ends=True, endpoint_headers=headers, header_prefix=prefix
+        )
     else:
-        prepared = prepare_batch([delivery], 0, lane_ends=True, endpoint_headers=endpoint.headers)
+        prepared = prepare_batch(
+            [delivery], 0, lane_ends=True, endpoint_headers=headers, header_prefix=prefix
+        )
     recipient = recipient_of(endpoint)
     recipient = replace(recipient, timeout_s=min(recipient.timeout_s, total_s_max))
     return signed_request(recipient, prepared, 1, int(now), endpoint.secrets_at(now))

@@ -31,6 +31,7 @@ from outbox.core.delivery.signature import (
     parse_secret,
     sign,
 )
+from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.testing.sender import FakeSender
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class _Suite:
     endpoint_id: UUID
     clock: Callable[[], float]
     ids: Iterator[UUID]
+    header_prefix: str
     lanes: int = 0
     cases: list[ConformanceCase] = field(default_factory=list)
 
@@ -97,6 +99,7 @@ class _Suite:
             endpoint_id=self.endpoint_id,
             clock=self.clock,
             new_id=lambda: next(self.ids),
+            header_prefix=self.header_prefix,
         )
         return _CaseBuilder(self, sender, sender.lane(self.lanes), name, reason)
 
@@ -153,6 +156,7 @@ def cases(
     other_secret: str,
     checkpoints: bool = False,
     batches: bool = False,
+    header_prefix: str = DEFAULT_PREFIX,
 ) -> tuple[ConformanceCase, ...]:
     """Build all cases for a receiver.
 
@@ -163,12 +167,13 @@ def cases(
         other_secret: a secret that the receiver does not have.
         checkpoints: include the cases for checkpoints.
         batches: include the cases for batches.
+        header_prefix: begins the names of the headers that describe a delivery.
 
     Raises:
         UsageError: a secret is invalid.
     """
     ids = (uuid5(endpoint_id, str(n)) for n in count())
-    suite = _Suite(secret, other_secret, endpoint_id, clock, ids)
+    suite = _Suite(secret, other_secret, endpoint_id, clock, ids, header_prefix)
     for add_cases in (_deliveries, _copies, _order, _signatures, _contradictions, _bodies):
         add_cases(suite)
     if checkpoints:
@@ -361,11 +366,8 @@ def _batches(suite: _Suite) -> None:
     spoiled("a batch with a hole", inconsistent, elements(lambda body: [body[0], body[2]]))
     spoiled("an empty batch", inconsistent, elements(lambda _: []))
     spoiled("a batch of numbers", inconsistent, elements(lambda _: [1, 2]))
-    spoiled(
-        "a different X-Last-Sequence",
-        inconsistent,
-        lambda r: _with_headers(r, {"X-Last-Sequence": "9"}),
-    )
+    last = f"{suite.header_prefix}Last-Sequence"
+    spoiled(f"a different {last}", inconsistent, lambda r: _with_headers(r, {last: "9"}))
 
 
 def _signatures(suite: _Suite) -> None:
@@ -421,14 +423,15 @@ def _signatures(suite: _Suite) -> None:
 
 def _contradictions(suite: _Suite) -> None:
     """Only the body is signed: a header that differs from it was changed in transit."""
-    for header, value in (
-        ("X-Sequence", "7"),
-        ("X-Previous-Sequence", "5"),
-        ("X-Lane", "another-1-0"),
-        ("X-Delivery", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
-        ("X-Event", "another.type"),
-        ("X-Event-Id", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
+    for name, value in (
+        ("Sequence", "7"),
+        ("Previous-Sequence", "5"),
+        ("Lane", "another-1-0"),
+        ("Delivery", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
+        ("Event", "another.type"),
+        ("Event-Id", "0d9ff25f-6f0b-4e0d-9d4b-000000000000"),
     ):
+        header = f"{suite.header_prefix}{name}"
         case = suite.case(
             f"a different {header}",
             "an intermediary can hide duplicates and gaps",

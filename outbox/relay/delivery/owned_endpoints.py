@@ -142,11 +142,15 @@ class LaneRuntime:
         self.prefetched = PreparedRequest(send, prepared, at_s, keys, request)
 
     def _prepare(self, send: Send) -> Prepared:
-        headers, ends = self.runtime.endpoint.headers, send.lane_ends
-        before = send.previous_seq
+        endpoint, before, ends = self.runtime.endpoint, send.previous_seq, send.lane_ends
+        headers, prefix = endpoint.headers, endpoint.header_prefix
         if send.batch:
-            return prepare_batch(send.batch, before, lane_ends=ends, endpoint_headers=headers)
-        return prepare(send.delivery, before, lane_ends=ends, endpoint_headers=headers)
+            return prepare_batch(
+                send.batch, before, lane_ends=ends, endpoint_headers=headers, header_prefix=prefix
+            )
+        return prepare(
+            send.delivery, before, lane_ends=ends, endpoint_headers=headers, header_prefix=prefix
+        )
 
     def clear_timer(self) -> None:
         if self.timer is not None:

@@ -208,7 +208,8 @@ class CheckpointSender:
     def _request(self, subscriber: _Subscriber) -> Request:
         endpoint, marks = subscriber.endpoint, subscriber.marks or ()
         now = self._now()
-        prepared = prepare(str(uuid4()), datetime.fromtimestamp(now, UTC), marks, endpoint.headers)
+        at = datetime.fromtimestamp(now, UTC)
+        prepared = prepare(str(uuid4()), at, marks, endpoint.headers, endpoint.header_prefix)
         keys = endpoint.secrets_at(now)
         return signed_request(subscriber.recipient, prepared, 1, int(now), keys)
 

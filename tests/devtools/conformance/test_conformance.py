@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 OTHER = "whsec_" + "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg=="
 
 
-def all_cases(*, batches: bool = False) -> tuple[ConformanceCase, ...]:
-    return cases(
-        SECRET, uuid.uuid4(), time.time, other_secret=OTHER, checkpoints=True, batches=batches
-    )
+def all_cases(**which: Any) -> tuple[ConformanceCase, ...]:
+    return cases(SECRET, uuid.uuid4(), time.time, other_secret=OTHER, checkpoints=True, **which)
 
 
 @contextlib.asynccontextmanager
@@ -52,9 +50,9 @@ async def shop(handler: Any, processed: list[str]) -> AsyncIterator[str]:
 
 
 async def grades_of(
-    handler: Any, processed: list[str], *, batches: bool = False, only: Container[str] | None = None
+    handler: Any, processed: list[str], *, only: Container[str] | None = None, **which: Any
 ) -> dict[str, str | None]:
-    selected = [case for case in all_cases(batches=batches) if only is None or case.name in only]
+    selected = [case for case in all_cases(**which) if only is None or case.name in only]
     async with shop(handler, processed) as url:
         grades = await grading.grade(
             f"{url}/hooks", selected, processed_url=f"{url}/processed", timeout_s=5
@@ -78,6 +76,19 @@ async def test_the_receivers_of_this_library_conform(gaps: Gaps) -> None:
     grades = await grades_of(handler(receiver), processed, batches=True)
     assert "a regrouped batch" in grades
     assert {k: v for k, v in grades.items() if v} == {}
+
+
+async def test_a_receiver_with_another_header_prefix_conforms() -> None:
+    processed: list[str] = []
+    receiver = AsyncReceiver(SECRET, MemoryDatabase(), header_prefix="Acme-")
+
+    @receiver.on("**")
+    def process_event(message: Message, _: Any) -> None:
+        processed.append(message.event_id)
+
+    grades = await grades_of(handler(receiver), processed, batches=True, header_prefix="Acme-")
+    assert {k: v for k, v in grades.items() if v} == {}
+    assert "a different Acme-Last-Sequence" in grades
 
 
 async def test_wrong_batch_deduplication_and_partial_acceptance_are_found() -> None:
