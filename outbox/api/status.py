@@ -1,4 +1,4 @@
-"""/v1/me, /v1/status, /v1/replicas, /v1/doctor, /v1/verify: status and diagnostics."""
+"""/v1/me, /v1/status, /v1/replicas, /v1/doctor, /v1/verify, /v1/resequence: diagnostics."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from outbox.api.route import (
 from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.operations import status
 from outbox.operations.doctor import DoctorContext, DoctorReport, examine
+from outbox.operations.resequence import Resequenced, resequence
 from outbox.operations.status import Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
 
@@ -37,6 +38,11 @@ DOCTOR_TIMEOUT_S = 70.0
 class StatusQuery(RequestModel):
     limit: int = Field(default=LIMIT, ge=1, le=LIMIT_MAX)
     """Maximum number of endpoints, those with the most pending deliveries first."""
+
+
+class ResequenceQuery(RequestModel):
+    dry_run: bool = False
+    """Return what would be sequenced, and change nothing."""
 
 
 class Me(ResponseModel):
@@ -102,6 +108,10 @@ async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
         ) from None
 
 
+async def _resequence(call: Call[ResequenceQuery, None]) -> Resequenced:
+    return await resequence(call.db, call.schema, actor=call.actor, dry_run=call.query.dry_run)
+
+
 ROUTES = (
     Route(
         method="GET",
@@ -149,5 +159,16 @@ ROUTES = (
         timeout_s=VERIFY_TIMEOUT_S + 5,
         long=True,
         responses={200: VerifyReport},
+    ),
+    Route(
+        method="POST",
+        path="/v1/resequence",
+        summary="Sequence committed events that were skipped",
+        handler=_resequence,
+        scope="operate",
+        query=ResequenceQuery,
+        timeout_s=VERIFY_TIMEOUT_S,
+        long=True,
+        responses={200: Resequenced},
     ),
 )

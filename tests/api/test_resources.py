@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.api import status
-from outbox.operations.verify import guarantees
+from outbox.operations.verify import audit
 from tests.support.api import make_token, serving
 from tests.support.relay import (
     OK,
@@ -255,7 +255,7 @@ async def test_an_audit_that_takes_too_long_is_cancelled(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "VERIFY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(guarantees, "COUNTS", "SELECT pg_sleep(60)")
+    monkeypatch.setattr(audit, "COUNT_ROWS", "SELECT pg_sleep(60)")
     response = await api.post("/v1/verify")
     assert response.status == 503
     assert "run: outbox verify" in response.detail

@@ -33,7 +33,7 @@ UPDATE relay.subscription SET to_batch = from_batch + 1
 """
 # An event whose id was declared dead.
 SKIPPED_EVENT = """
-UPDATE relay.batch SET dead = int8multirange(int8range(high, NULL)) WHERE batch = (
+UPDATE relay.batch SET dead = int8multirange(int8range(high, high + 1)) WHERE batch = (
     SELECT max(batch) FROM relay.batch)
 """
 
