@@ -5,17 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
+from outbox.api import route
 from outbox.api.auth import require_scope
 from outbox.api.problem import Problem, ProblemKind
-from outbox.api.request_parsing import NoQuery, Paging, Seconds
+from outbox.api.request_parsing import Paging, Seconds
 from outbox.api.route import (
     Call,
+    NoQuery,
     Page,
-    PageOf,
-    Reply,
     RequestModel,
     ResponseModel,
-    Route,
     at_most,
     id_cursor,
     page_of_rows,
@@ -48,7 +47,8 @@ class RevokedToken(ResponseModel):
     revoked: str
 
 
-async def _list(call: Call[TokensQuery, None]) -> Page:
+@route.get("/v1/tokens", "List tokens, oldest first, without their secrets", scope="operate")
+async def _list(call: Call[TokensQuery, None]) -> Page[TokenRow]:
     query = call.query
     rows = await api_tokens.list_tokens(
         call.db,
@@ -60,7 +60,13 @@ async def _list(call: Call[TokensQuery, None]) -> Page:
     return page_of_rows(rows, query.limit, lambda row: row.id)
 
 
-async def _add(call: Call[NoQuery, TokenBody]) -> Reply:
+@route.post(
+    "/v1/tokens",
+    "Create a token; the response contains its secret, once",
+    scope="operate",
+    status=201,
+)
+async def _add(call: Call[NoQuery, TokenBody]) -> NewToken:
     body = call.body
     scopes: Any = body.scopes
     settings = TokenSettings(
@@ -79,40 +85,16 @@ async def _add(call: Call[NoQuery, TokenBody]) -> Reply:
                 "expires: a new token cannot outlive the token that creates it; "
                 f"at most {left_s:.0f}s",
             )
-    return Reply(await api_tokens.add_token(call.db, call.schema, settings, actor=call.actor), 201)
+    return await api_tokens.add_token(call.db, call.schema, settings, actor=call.actor)
 
 
+@route.delete(
+    "/v1/tokens/{name}",
+    "Revoke a token; every relay rejects it within two seconds",
+    scope="operate",
+    responses={200: RevokedToken},
+)
 async def _revoke(call: Call[NoQuery, None]) -> dict[str, Any]:
     name = call.path["name"]
     await api_tokens.revoke_token(call.db, call.schema, name, actor=call.actor)
     return {"revoked": name}
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/tokens",
-        summary="List tokens, oldest first, without their secrets",
-        handler=_list,
-        scope="operate",
-        query=TokensQuery,
-        responses={200: PageOf(TokenRow)},
-    ),
-    Route(
-        method="POST",
-        path="/v1/tokens",
-        summary="Create a token; the response contains its secret, once",
-        handler=_add,
-        scope="operate",
-        body=TokenBody,
-        responses={201: NewToken},
-    ),
-    Route(
-        method="DELETE",
-        path="/v1/tokens/{name}",
-        summary="Revoke a token; every relay rejects it within two seconds",
-        handler=_revoke,
-        scope="operate",
-        responses={200: RevokedToken},
-    ),
-)

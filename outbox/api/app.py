@@ -26,9 +26,9 @@ from outbox.api.middleware import log_unexpected, problem_middleware
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.rate_limit import RateLimiter
 from outbox.api.request_body import BodyReader, body_bytes
-from outbox.api.request_parsing import NoQuery, read_query, require_storable_text
+from outbox.api.request_parsing import read_query, require_storable_text
 from outbox.api.request_slots import RequestSlots
-from outbox.api.route import Call, DeferredReply, Page, Reply
+from outbox.api.route import Call, DeferredReply, NoQuery, Page, Reply
 from outbox.api.routes import ROUTES
 from outbox.destinations.http.endpoint_tester import EndpointTester
 from outbox.destinations.http.endpoint_validation import policy_of
@@ -177,7 +177,7 @@ class _RouteHandlers:
             raise
         if isinstance(response, DeferredReply):
             response = await response.produce()
-        return _response(response)
+        return _response(response, route.status)
 
     @asynccontextmanager
     async def _connection(self, route: Route) -> AsyncIterator[Connection[Any]]:
@@ -216,8 +216,7 @@ def _is_not_found(error: Exception) -> bool:
     return mapped is not None and mapped.kind is ProblemKind.NOT_FOUND
 
 
-def _response(response: Any) -> web.Response:
-    status = 200
+def _response(response: Any, status: int) -> web.Response:
     if isinstance(response, Reply):
         response, status = response.value, response.status
     if isinstance(response, Page):

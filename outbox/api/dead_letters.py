@@ -6,17 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from outbox.api import tenancy
+from outbox.api import route, tenancy
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import NoQuery, Paging, TimeOrAge, absolute_time
+from outbox.api.request_parsing import Paging, TimeOrAge, absolute_time
 from outbox.api.route import (
     ID_MAX,
     Call,
     Comment,
+    NoQuery,
     Page,
-    PageOf,
     RequestModel,
-    Route,
     TenantAccess,
     TypePatterns,
     at_most,
@@ -79,7 +78,13 @@ class DiscardBody(DeadLetterSelectionBody):
     """Recorded in the journal."""
 
 
-async def _list(call: Call[DeadLettersQuery, None]) -> Page:
+@route.get(
+    "/v1/dead-letters",
+    "List dead letters, oldest first",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+)
+async def _list(call: Call[DeadLettersQuery, None]) -> Page[DeadLetterRow]:
     query = call.query
     states = dead_letters.STATES if query.state == "all" else (query.state,)
     rows = await dead_letters.list_dead_letters(
@@ -93,17 +98,35 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page:
     return page_of_rows(rows, query.limit, lambda row: row.id)
 
 
+@route.get(
+    "/v1/dead-letters/counts",
+    "Count dead letters by endpoint, reason and state",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+)
 async def _counts(call: Call[DeadLetterFilterFields, None]) -> DeadLetterCounts:
     only = tenancy.restrict_filter(call.tenant, await _filter(call, call.query))
     return await dead_letters.count_by_state(call.db, call.schema, only=only)
 
 
+@route.get(
+    "/v1/dead-letters/{id}",
+    "Show a dead letter with its event and last response",
+    scope="read",
+    tenants=TenantAccess.DEAD_LETTER,
+)
 async def _show(call: Call[NoQuery, None]) -> DeadLetter:
     dead_id = tenancy.parse_id(call.path["id"])
     found = await dead_letters.get_dead_letter(call.db, call.schema, dead_id)
     return (await redactor_for(call)).redact_dead_letter(found)
 
 
+@route.post(
+    "/v1/dead-letters/replay",
+    "Replay dead letters at the end of their lanes",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+)
 async def _replay(call: Call[NoQuery, ReplayBody]) -> ReplayReport:
     body = call.body
     return await replays.start_replay(
@@ -116,6 +139,12 @@ async def _replay(call: Call[NoQuery, ReplayBody]) -> ReplayReport:
     )
 
 
+@route.post(
+    "/v1/dead-letters/discard",
+    "Discard dead letters permanently",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+)
 async def _discard(call: Call[NoQuery, DiscardBody]) -> DiscardReport:
     body = call.body
     return await discard.discard_dead_letters(
@@ -141,56 +170,3 @@ async def _selection(call: Call[Any, Any]) -> DeadLetterSelection:
     selection = DeadLetterSelection(tuple(body.ids), await _filter(call, body), body.all)
     await tenancy.require_dead_letters(call.db, call.tenant, selection.ids)
     return tenancy.restrict_selection(call.tenant, selection)
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/dead-letters",
-        summary="List dead letters, oldest first",
-        handler=_list,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=DeadLettersQuery,
-        responses={200: PageOf(DeadLetterRow)},
-    ),
-    Route(
-        method="GET",
-        path="/v1/dead-letters/counts",
-        summary="Count dead letters by endpoint, reason and state",
-        handler=_counts,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=DeadLetterFilterFields,
-        responses={200: DeadLetterCounts},
-    ),
-    Route(
-        method="POST",
-        path="/v1/dead-letters/replay",
-        summary="Replay dead letters at the end of their lanes",
-        handler=_replay,
-        scope="operate",
-        tenants=TenantAccess.NARROWED,
-        body=ReplayBody,
-        responses={200: ReplayReport},
-    ),
-    Route(
-        method="POST",
-        path="/v1/dead-letters/discard",
-        summary="Discard dead letters permanently",
-        handler=_discard,
-        scope="operate",
-        tenants=TenantAccess.NARROWED,
-        body=DiscardBody,
-        responses={200: DiscardReport},
-    ),
-    Route(
-        method="GET",
-        path="/v1/dead-letters/{id}",
-        summary="Show a dead letter with its event and last response",
-        handler=_show,
-        scope="read",
-        tenants=TenantAccess.DEAD_LETTER,
-        responses={200: DeadLetter},
-    ),
-)

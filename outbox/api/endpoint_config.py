@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+from outbox.api import route
 from outbox.api.request_parsing import Paging
 from outbox.api.route import (
     Call,
     Page,
-    PageOf,
     RequestModel,
-    Route,
     at_most,
 )
 from outbox.core.model import endpoint_config
@@ -49,7 +48,12 @@ class DeclarationBody(RequestModel):
     endpoints: Annotated[tuple[dict[str, Any], ...], at_most(ENDPOINTS_MAX)]
 
 
-async def _export(call: Call[Paging, None]) -> Page:
+@route.get(
+    "/v1/declaration",
+    "Export all endpoints as a declaration, without header values",
+    scope="operate",
+)
+async def _export(call: Call[Paging, None]) -> Page[dict[str, Any]]:
     after = call.query.after
     limit = await endpoints.read_endpoints_limit(
         call.db, call.schema, limit=call.query.limit, after=after, settings=True
@@ -67,6 +71,13 @@ def _parse(body: DeclarationBody, policy: EgressPolicy) -> list[DeclaredEndpoint
     return declared
 
 
+@route.put(
+    "/v1/declaration",
+    "Apply a declaration in one transaction",
+    scope="operate",
+    body_bytes_max=BODY_BYTES_MAX,
+    body_values_max=BODY_VALUES_MAX,
+)
 async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> ApplyReport:
     query = call.query
     if query.dead_letter and not query.prune:
@@ -82,28 +93,3 @@ async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> ApplyReport:
         dry_run=query.dry_run,
         vault=Vault.from_settings(call.settings),
     )
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/declaration",
-        summary="Export all endpoints as a declaration, without header values",
-        handler=_export,
-        scope="operate",
-        query=Paging,
-        responses={200: PageOf(dict[str, Any])},
-    ),
-    Route(
-        method="PUT",
-        path="/v1/declaration",
-        summary="Apply a declaration in one transaction",
-        handler=_apply,
-        scope="operate",
-        query=ApplyQuery,
-        body=DeclarationBody,
-        body_bytes_max=BODY_BYTES_MAX,
-        body_values_max=BODY_VALUES_MAX,
-        responses={200: ApplyReport},
-    ),
-)

@@ -9,17 +9,17 @@ from uuid import UUID
 from pydantic import Field, create_model
 from yarl import URL
 
-from outbox.api import tenancy
+from outbox.api import route, tenancy
 from outbox.api.rate_limit import too_many_requests
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import NoQuery, Paging, Seconds
+from outbox.api.request_parsing import Paging, Seconds
 from outbox.api.route import (
     Call,
     Comment,
     DeferredReply,
     Headers,
+    NoQuery,
     Page,
-    PageOf,
     Reply,
     RequestModel,
     ResponseModel,
@@ -163,7 +163,8 @@ class TestResponse(ResponseModel):
     body: str | None = None
 
 
-async def _list(call: Call[Paging, None]) -> Page:
+@route.get("/v1/endpoints", "List endpoints by name", scope="read", tenants=TenantAccess.NARROWED)
+async def _list(call: Call[Paging, None]) -> Page[EndpointRow]:
     tenant, after = call.tenant, call.query.after
     limit = await endpoints.read_endpoints_limit(
         call.db, call.schema, tenant=tenant, limit=call.query.limit, after=after
@@ -177,7 +178,15 @@ async def _list(call: Call[Paging, None]) -> Page:
     )
 
 
-async def _add(call: Call[NoQuery, SettingsBody]) -> Reply:
+@route.post(
+    "/v1/endpoints",
+    "Create an endpoint; the response contains its signing secret, once",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+    body=NewEndpointBody,
+    status=201,
+)
+async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
     fields = call.body.given_fields()
     fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields.get("tenant"))
     for name in ("name", "url"):
@@ -193,14 +202,24 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> Reply:
     made = await endpoint_changes.add_endpoint(
         call.db, call.schema, settings, actor=call.actor, vault=_vault(call), ed25519=ed25519
     )
-    return Reply(made if call.tenant is None else replace(made, waiting=None), 201)
+    return made if call.tenant is None else replace(made, waiting=None)
 
 
+@route.get(
+    NAME, "Show an endpoint with its health and lanes", scope="read", tenants=TenantAccess.ENDPOINT
+)
 async def _show(call: Call[NoQuery, None]) -> EndpointDetail:
     found = await endpoints.get_endpoint(call.db, call.schema, call.path["name"])
     return (await redactor_for(call)).redact_endpoint_detail(found)
 
 
+@route.patch(
+    NAME,
+    "Change an endpoint; omitted settings are kept, null resets one to its default",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body=EndpointBody,
+)
 async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
     fields = call.body.given_fields()
     for name in ("name", "url"):
@@ -232,6 +251,13 @@ async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
     )
 
 
+@route.delete(
+    NAME,
+    "Remove an endpoint; 409 if deliveries are pending, without drain or dead_letter",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    responses={200: Removal, 202: DrainingEndpoint},
+)
 async def _remove(call: Call[RemovalQuery, None]) -> Any:
     name, query = call.path["name"], call.query
     if query.drain and query.dead_letter:
@@ -257,6 +283,13 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
         raise Conflict(f"{still} (use drain or dead_letter)") from None
 
 
+@route.post(
+    f"{NAME}/pause",
+    "Pause deliveries",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
 async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
     (change,) = await endpoint_states.pause_endpoints(
         call.db,
@@ -269,6 +302,13 @@ async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
     return change
 
 
+@route.post(
+    f"{NAME}/resume",
+    "Resume deliveries, retry immediately, and unblock lanes",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
 async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
     (change,) = await endpoint_states.resume_endpoints(
         call.db,
@@ -281,6 +321,13 @@ async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
     return change
 
 
+@route.post(
+    f"{NAME}/enable",
+    "Re-enable a disabled endpoint for new events",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
 async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
     return await endpoint_states.enable_endpoint(
         call.db,
@@ -292,6 +339,13 @@ async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
     )
 
 
+@route.post(
+    f"{NAME}/rotate-secret",
+    "Rotate the signing secret; the response contains it, once",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
 async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
     return await endpoint_secrets.rotate_secret(
         call.db,
@@ -305,6 +359,12 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
     )
 
 
+@route.put(
+    f"{NAME}/certificate",
+    "Set the client certificate (mutual TLS)",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+)
 async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> CertificateChange:
     about = asdict(await run_in_thread(check_identity, call.body.pem))
     return await set_identity(
@@ -319,6 +379,12 @@ async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> CertificateC
     )
 
 
+@route.delete(
+    f"{NAME}/certificate",
+    "Remove the client certificate",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+)
 async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
     return await set_identity(
         call.db,
@@ -331,6 +397,14 @@ async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
     )
 
 
+@route.post(
+    f"{NAME}/test",
+    "Send one signed test delivery from this relay",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    timeout_s=TEST_TIMEOUT_S,
+    responses={200: TestResponse},
+)
 async def _test(call: Call[NoQuery, None]) -> DeferredReply:
     endpoint = await find_endpoint(call.db, call.schema, call.path["name"], _vault(call))
     redactor = await redactor_for(call)
@@ -400,97 +474,3 @@ def _action(name: str, summary: str, handler: Any, response: Any, body: Any = Ch
         body_required=False,
         responses={200: response},
     )
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/endpoints",
-        summary="List endpoints by name",
-        handler=_list,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=Paging,
-        responses={200: PageOf(EndpointRow)},
-    ),
-    Route(
-        method="POST",
-        path="/v1/endpoints",
-        summary="Create an endpoint; the response contains its signing secret, once",
-        handler=_add,
-        scope="operate",
-        tenants=TenantAccess.NARROWED,
-        body=NewEndpointBody,
-        responses={201: NewEndpoint},
-    ),
-    Route(
-        method="GET",
-        path=NAME,
-        summary="Show an endpoint with its health and lanes",
-        handler=_show,
-        scope="read",
-        tenants=TenantAccess.ENDPOINT,
-        responses={200: EndpointDetail},
-    ),
-    Route(
-        method="PATCH",
-        path=NAME,
-        summary="Change an endpoint; omitted settings are kept, null resets one to its default",
-        handler=_update,
-        scope="operate",
-        tenants=TenantAccess.ENDPOINT,
-        body=EndpointBody,
-        responses={200: Updated},
-    ),
-    Route(
-        method="DELETE",
-        path=NAME,
-        summary="Remove an endpoint; 409 if deliveries are pending, without drain or dead_letter",
-        handler=_remove,
-        scope="operate",
-        tenants=TenantAccess.ENDPOINT,
-        query=RemovalQuery,
-        responses={200: Removal, 202: DrainingEndpoint},
-    ),
-    _action("pause", "Pause deliveries", _pause, StateChange),
-    _action(
-        "resume", "Resume deliveries, retry immediately, and unblock lanes", _resume, StateChange
-    ),
-    _action("enable", "Re-enable a disabled endpoint for new events", _enable, StateChange),
-    _action(
-        "rotate-secret",
-        "Rotate the signing secret; the response contains it, once",
-        _rotate,
-        Rotation,
-        RotationBody,
-    ),
-    Route(
-        method="PUT",
-        path=f"{NAME}/certificate",
-        summary="Set the client certificate (mutual TLS)",
-        handler=_set_certificate,
-        scope="operate",
-        tenants=TenantAccess.ENDPOINT,
-        body=CertificateBody,
-        responses={200: CertificateChange},
-    ),
-    Route(
-        method="DELETE",
-        path=f"{NAME}/certificate",
-        summary="Remove the client certificate",
-        handler=_remove_certificate,
-        scope="operate",
-        tenants=TenantAccess.ENDPOINT,
-        responses={200: CertificateChange},
-    ),
-    Route(
-        method="POST",
-        path=f"{NAME}/test",
-        summary="Send one signed test delivery from this relay",
-        handler=_test,
-        scope="operate",
-        tenants=TenantAccess.ENDPOINT,
-        timeout_s=TEST_TIMEOUT_S,
-        responses={200: TestResponse},
-    ),
-)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from outbox.api import tenancy
+from outbox.api import route, tenancy
 from outbox.api.route import (
     SMALL_BYTES_MAX,
     Call,
+    NoQuery,
     RequestModel,
-    Route,
     TenantAccess,
 )
 from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureReport, ErasureTarget
-
-if TYPE_CHECKING:
-    from outbox.api.request_parsing import NoQuery
 
 TIMEOUT_S = 600.0
 """Erasure runs in committed steps; after a timeout, repeat the request to continue."""
@@ -32,6 +27,15 @@ class EraseBody(RequestModel):
     """Count only."""
 
 
+@route.post(
+    "/v1/erase",
+    "Erase payloads, headers and responses of a tenant's or a key's events permanently",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+    body_bytes_max=SMALL_BYTES_MAX,
+    timeout_s=TIMEOUT_S,
+    long=True,
+)
 async def _erase(call: Call[NoQuery, EraseBody]) -> ErasureReport:
     body = call.body
     if call.tenant is not None and body.key is not None:
@@ -42,21 +46,3 @@ async def _erase(call: Call[NoQuery, EraseBody]) -> ErasureReport:
     if body.dry_run:
         return await erase.count_erasable(call.db, call.schema, target)
     return await erase.erase_events(call.db, call.schema, target, actor=call.actor)
-
-
-ROUTES = (
-    Route(
-        method="POST",
-        path="/v1/erase",
-        summary="Erase payloads, headers and responses of a tenant's or a key's events permanently",
-        handler=_erase,
-        scope="operate",
-        tenants=TenantAccess.NARROWED,
-        body=EraseBody,
-        # A larger one would occupy the memory of large bodies for as long as the erasure lasts.
-        body_bytes_max=SMALL_BYTES_MAX,
-        timeout_s=TIMEOUT_S,
-        long=True,
-        responses={200: ErasureReport},
-    ),
-)

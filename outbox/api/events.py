@@ -12,7 +12,7 @@ from uuid import UUID
 import orjson
 from pydantic import AwareDatetime, Field, model_validator
 
-from outbox.api import tenancy
+from outbox.api import route, tenancy
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import Paging, Seconds, TimeOrAge, absolute_time
@@ -21,12 +21,12 @@ from outbox.api.route import (
     PAYLOAD_BODY_BYTES_MAX,
     Call,
     Headers,
+    NoQuery,
     Page,
     PageOf,
     Reply,
     RequestModel,
     ResponseModel,
-    Route,
     TenantAccess,
     TypePatterns,
     at_most,
@@ -121,7 +121,21 @@ class ManyPublished(ResponseModel):
     events: list[Published]
 
 
-async def _publish(call: Call[Any, NewEvents]) -> Reply:
+@route.post(
+    "/v1/events",
+    "Publish one event, or up to 1,000 in one transaction",
+    scope="publish",
+    tenants=TenantAccess.NARROWED,
+    body_bytes_max=PAYLOAD_BODY_BYTES_MAX,
+    headers={
+        IDEMPOTENCY_KEY: "Idempotency key of a single event: at most one event is published "
+        "with it until the key is reset or expires. "
+        "201: the event was published. 200: the key was used for the same body; `id` is the "
+        "earlier event. 422: the key was used for another body; nothing is published.",
+    },
+    responses={201: Published | ManyPublished, 200: Published | ManyPublished},
+)
+async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
     body = call.body
     key = call.headers.get(IDEMPOTENCY_KEY)
     if body.events is not None and key is not None:
@@ -162,7 +176,7 @@ async def _publish(call: Call[Any, NewEvents]) -> Reply:
 
 
 def _encode(
-    call: Call[Any, NewEvents], key: str | None
+    call: Call[NoQuery, NewEvents], key: str | None
 ) -> tuple[list[Event], EncodedEvents, bytes | None]:
     """Encode the events of a request, and the digest of one with an Idempotency-Key."""
     body = call.body
@@ -246,7 +260,14 @@ class SearchExtent(ResponseModel):
     scanned_back_to: datetime | None
 
 
-async def _list(call: Call[EventsQuery, None]) -> Page:
+@route.get(
+    "/v1/events",
+    "Search events, newest first",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+    responses={200: PageOf(EventRow, SearchExtent)},
+)
+async def _list(call: Call[EventsQuery, None]) -> Page[Any]:
     query = call.query
     now = await dead_letter_filter.read_now(call.db)
     found = await events.find_events(
@@ -279,6 +300,12 @@ class TraceQuery(RequestModel):
     """Include payloads."""
 
 
+@route.get(
+    "/v1/trace/{id}",
+    "Trace an event by id, ordering key, idempotency key or X-Delivery",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+)
 async def _trace(call: Call[TraceQuery, None]) -> TraceReport:
     query = call.query
     found = await _find(call, call.path["id"])
@@ -313,44 +340,3 @@ async def _find(call: Call[TraceQuery, None], text: str) -> find_event.EventMatc
             raise
     own = tenancy.stored_key(tenant, text)
     return await find_event.find_events(call.db, call.schema, own, tenant=tenant)
-
-
-ROUTES = (
-    Route(
-        method="POST",
-        path="/v1/events",
-        summary="Publish one event, or up to 1,000 in one transaction",
-        handler=_publish,
-        scope="publish",
-        tenants=TenantAccess.NARROWED,
-        body=NewEvents,
-        body_bytes_max=PAYLOAD_BODY_BYTES_MAX,
-        headers={
-            IDEMPOTENCY_KEY: "Idempotency key of a single event: at most one event is published "
-            "with it until the key is reset or expires. "
-            "201: the event was published. 200: the key was used for the same body; `id` is the "
-            "earlier event. 422: the key was used for another body; nothing is published.",
-        },
-        responses={201: Published | ManyPublished, 200: Published | ManyPublished},
-    ),
-    Route(
-        method="GET",
-        path="/v1/events",
-        summary="Search events, newest first",
-        handler=_list,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=EventsQuery,
-        responses={200: PageOf(EventRow, SearchExtent)},
-    ),
-    Route(
-        method="GET",
-        path="/v1/trace/{id}",
-        summary="Trace an event by id, ordering key, idempotency key or X-Delivery",
-        handler=_trace,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=TraceQuery,
-        responses={200: TraceReport},
-    ),
-)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from outbox.api import tenancy
-from outbox.api.request_parsing import NoQuery, Paging, TimeOrAge, absolute_time
-from outbox.api.route import Call, Page, PageOf, ResponseModel, Route, TenantAccess, page_of_rows
+from outbox.api import route, tenancy
+from outbox.api.request_parsing import Paging, TimeOrAge, absolute_time
+from outbox.api.route import (
+    Call,
+    NoQuery,
+    Page,
+    ResponseModel,
+    TenantAccess,
+    page_of_rows,
+)
 from outbox.operations import dead_letter_filter, idempotency_keys
 from outbox.operations.idempotency_keys import (
     IdempotencyKey,
@@ -34,7 +41,8 @@ class ResetKey(ResponseModel):
     """False: it was free already."""
 
 
-async def _list(call: Call[OnceQuery, None]) -> Page:
+@route.get("/v1/once", "List idempotency keys by key", scope="read", tenants=TenantAccess.NARROWED)
+async def _list(call: Call[OnceQuery, None]) -> Page[IdempotencyKeyRow]:
     query, tenant = call.query, call.tenant
     now = await dead_letter_filter.read_now(call.db)
     rows = await idempotency_keys.list_keys(
@@ -51,6 +59,12 @@ async def _list(call: Call[OnceQuery, None]) -> Page:
     return page_of_rows(items, query.limit, lambda row: row.key)
 
 
+@route.get(
+    "/v1/once/{key}",
+    "Show the event and the expiry of an idempotency key",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+)
 async def _show(call: Call[NoQuery, None]) -> IdempotencyKey:
     key = call.path["key"]
     found = await idempotency_keys.get_key(
@@ -59,6 +73,13 @@ async def _show(call: Call[NoQuery, None]) -> IdempotencyKey:
     return replace(found, key=key)
 
 
+@route.post(
+    "/v1/once/{key}/reset",
+    "Reset an idempotency key, so that it can be used again",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+    responses={200: ResetKey},
+)
 async def _reset(call: Call[NoQuery, None]) -> dict[str, Any]:
     key = call.path["key"]
     own = tenancy.stored_key(call.tenant, key)
@@ -66,35 +87,3 @@ async def _reset(call: Call[NoQuery, None]) -> dict[str, Any]:
         "key": key,
         "reset": await idempotency_keys.reset_key(call.db, call.schema, own, actor=call.actor),
     }
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/once",
-        summary="List idempotency keys by key",
-        handler=_list,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=OnceQuery,
-        responses={200: PageOf(IdempotencyKeyRow)},
-    ),
-    Route(
-        method="GET",
-        path="/v1/once/{key}",
-        summary="Show the event and the expiry of an idempotency key",
-        handler=_show,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        responses={200: IdempotencyKey},
-    ),
-    Route(
-        method="POST",
-        path="/v1/once/{key}/reset",
-        summary="Reset an idempotency key, so that it can be used again",
-        handler=_reset,
-        scope="operate",
-        tenants=TenantAccess.NARROWED,
-        responses={200: ResetKey},
-    ),
-)

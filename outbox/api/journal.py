@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from outbox.api import route
 from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import Paging
 from outbox.api.route import (
     ID_MAX,
     Call,
     Page,
-    PageOf,
-    Route,
     TenantAccess,
     id_cursor,
 )
@@ -23,7 +22,13 @@ class JournalQuery(Paging):
     """Entries of this endpoint only."""
 
 
-async def _list(call: Call[JournalQuery, None]) -> Page:
+@route.get(
+    "/v1/journal",
+    "List journal entries, newest first; a tenant sees those of its endpoints",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+)
+async def _list(call: Call[JournalQuery, None]) -> Page[JournalRow]:
     query = call.query
     found = await journal.list_journal(
         call.db,
@@ -36,17 +41,3 @@ async def _list(call: Call[JournalQuery, None]) -> Page:
     redactor = await redactor_for(call)
     items = [redactor.redact_journal_row(row) for row in found.entries]
     return Page(items, str(items[-1].id) if found.more else None)
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/journal",
-        summary="List journal entries, newest first; a tenant sees those of its endpoints",
-        handler=_list,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=JournalQuery,
-        responses={200: PageOf(JournalRow)},
-    ),
-)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import AwareDatetime, Field
 
-from outbox.api.route import Call, RequestModel, ResponseModel, Route, TenantAccess
+from outbox.api import route
+from outbox.api.route import Call, RequestModel, ResponseModel, TenantAccess
 from outbox.operations import live_status
 from outbox.operations.live_status import EndpointView, LiveStatus, LiveTotals
 from outbox.operations.status import compute_rates
@@ -158,6 +159,13 @@ class Live(ResponseModel):
     endpoints: list[EndpointView]
 
 
+@route.get(
+    "/v1/live",
+    "Current totals, rates and lanes, for polling",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+    responses={200: Live},
+)
 async def _live(call: Call[LiveQuery, None]) -> dict[str, Any]:
     snapshot, samples = await call.live.snapshot(
         call.db, call.schema, call.tenant, call.query.endpoints
@@ -169,17 +177,3 @@ async def _live(call: Call[LiveQuery, None]) -> dict[str, Any]:
         "samples": [each for each in samples if since is None or each.at > since],
         "endpoints": snapshot.endpoints,
     }
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/live",
-        summary="Current totals, rates and lanes, for polling",
-        handler=_live,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=LiveQuery,
-        responses={200: Live},
-    ),
-)

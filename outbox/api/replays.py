@@ -6,16 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from outbox.api import tenancy
+from outbox.api import route, tenancy
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import NoQuery, Paging, TimeOrAge, absolute_time
+from outbox.api.request_parsing import Paging, TimeOrAge, absolute_time
 from outbox.api.route import (
     Call,
+    NoQuery,
     Page,
-    PageOf,
     Reply,
     RequestModel,
-    Route,
     TenantAccess,
     TypePatterns,
     id_cursor,
@@ -46,7 +45,10 @@ class BackfillBody(RequestModel):
     """Count only."""
 
 
-async def _list(call: Call[ReplaysQuery, None]) -> Page:
+@route.get(
+    "/v1/replays", "List replay jobs, oldest first", scope="read", tenants=TenantAccess.NARROWED
+)
+async def _list(call: Call[ReplaysQuery, None]) -> Page[ReplayJob]:
     query = call.query
     states = replay_jobs.STATES if query.state == "all" else (query.state,)
     tenant, after = call.tenant, id_cursor(query.after, 0)
@@ -60,11 +62,21 @@ async def _list(call: Call[ReplaysQuery, None]) -> Page:
     return page_of_rows([redactor.redact_job(row) for row in rows], limit, lambda job: job.id)
 
 
+@route.get(
+    "/v1/replays/{id}", "Show the progress of a replay job", scope="read", tenants=TenantAccess.JOB
+)
 async def _show(call: Call[NoQuery, None]) -> ReplayJob:
     job = await replay_jobs.get_job(call.db, call.schema, tenancy.parse_id(call.path["id"]))
     return (await redactor_for(call)).redact_job(job)
 
 
+@route.post(
+    "/v1/replays",
+    "Start a backfill: send an endpoint its history",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+    responses={201: ReplayJob, 200: BackfillPlan},
+)
 async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     body = call.body
     await tenancy.require_endpoint(call.db, call.tenant, body.endpoint)
@@ -81,51 +93,15 @@ async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     return Reply(redactor.redact_job(await replay_jobs.get_job(call.db, call.schema, job)), 201)
 
 
+@route.post(
+    "/v1/replays/{id}/abort",
+    "Abort a replay job; deliveries already queued are still sent",
+    scope="operate",
+    tenants=TenantAccess.JOB,
+)
 async def _abort(call: Call[NoQuery, None]) -> ReplayJob:
     job_id = tenancy.parse_id(call.path["id"])
     redactor = await redactor_for(call)
     return redactor.redact_job(
         await replay_jobs.abort_job(call.db, call.schema, job_id, actor=call.actor)
     )
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/replays",
-        summary="List replay jobs, oldest first",
-        handler=_list,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=ReplaysQuery,
-        responses={200: PageOf(ReplayJob)},
-    ),
-    Route(
-        method="POST",
-        path="/v1/replays",
-        summary="Start a backfill: send an endpoint its history",
-        handler=_start_backfill,
-        scope="operate",
-        tenants=TenantAccess.NARROWED,
-        body=BackfillBody,
-        responses={201: ReplayJob, 200: BackfillPlan},
-    ),
-    Route(
-        method="GET",
-        path="/v1/replays/{id}",
-        summary="Show the progress of a replay job",
-        handler=_show,
-        scope="read",
-        tenants=TenantAccess.JOB,
-        responses={200: ReplayJob},
-    ),
-    Route(
-        method="POST",
-        path="/v1/replays/{id}/abort",
-        summary="Abort a replay job; deliveries already queued are still sent",
-        handler=_abort,
-        scope="operate",
-        tenants=TenantAccess.JOB,
-        responses={200: ReplayJob},
-    ),
-)

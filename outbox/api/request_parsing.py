@@ -80,10 +80,6 @@ class Paging(RequestModel):
     """Cursor: `next` of the previous page."""
 
 
-class NoQuery(RequestModel):
-    """Query without parameters."""
-
-
 def read_query(given: MultiMapping[str], model: type[RequestModel]) -> RequestModel:
     """Parse and validate a query string.
 

@@ -1,14 +1,31 @@
-"""Declarative routes: scope, tenant access, query, body and responses in one row.
+"""Routes: a decorated handler, whose types are those of the request and of the response.
 
-The table (`outbox.api.routes`) drives authorization, request parsing and the OpenAPI
-document.  Tenant tokens cannot call a route that does not declare tenant access.
+    @route.get("/v1/endpoints/{name}", "Show an endpoint", scope="read", tenants=ENDPOINT)
+    async def _show(call: Call[NoQuery, None]) -> EndpointDetail: ...
+
+The table of all routes (`outbox.api.routes`) drives authorization, request parsing and the
+OpenAPI document.  Tenant tokens cannot call a route that does not declare tenant access.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Required,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -69,6 +86,10 @@ class RequestModel(BaseModel):
         return values
 
 
+class NoQuery(RequestModel):
+    """Query without parameters."""
+
+
 def at_most(items: int, *, at_least: int = 0) -> Any:
     """Limit the items of a tuple in a request; validation stops at the first error."""
     return Field(min_length=at_least or None, max_length=items, fail_fast=True)
@@ -102,6 +123,7 @@ class ResponseModel(BaseModel):
 
 Q = TypeVar("Q")
 B = TypeVar("B")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +174,7 @@ class Call(Generic[Q, B]):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A result with a status other than 200."""
+    """A result with a status other than that of its route."""
 
     value: Any
     status: int = 200
@@ -166,13 +188,16 @@ class DeferredReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Page(Generic[Item]):
     """One page of items and the cursor of the next page."""
 
-    items: list[Any]
+    items: list[Item]
     next: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Additional fields of the response."""
+
+
+Handler: TypeAlias = "Callable[[Call[Any, Any]], Awaitable[Any]]"
 
 
 class TenantAccess(Enum):
@@ -198,11 +223,13 @@ class Route:
     method: str
     path: str
     summary: str
-    handler: Callable[[Call[Any, Any]], Awaitable[Any]]
+    handler: Handler
     scope: Scope | None
     """None: any token."""
     responses: Mapping[int, Any]
     """Response model by success status; `PageOf` for a page."""
+    status: int = 200
+    """The status of a result that is not a `Reply`."""
     tenants: TenantAccess = TenantAccess.SYSTEM
     query: type[RequestModel] | None = None
     body: type[RequestModel] | None = None
@@ -237,7 +264,72 @@ class PageOf:
     extra: type[ResponseModel] | None = None
 
 
-def page_of_rows(rows: list[Any], limit: int, cursor: Callable[[Any], object]) -> Page:
+class RouteOptions(TypedDict, total=False):
+    """What a route declares besides the types of its handler; see `Route`."""
+
+    scope: Required[Scope | None]
+    tenants: TenantAccess
+    status: int
+    responses: Mapping[int, Any]
+    """Instead of the handler's result."""
+    body: type[RequestModel]
+    """Instead of the type in `Call`, of which it is a subclass."""
+    body_required: bool
+    body_bytes_max: int
+    body_values_max: int
+    headers: Mapping[str, str]
+    timeout_s: float
+    long: bool
+    needs_connection: bool
+
+
+def get(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
+    """Make a handler the route of GET requests for a path."""
+    return _decorator("GET", path, summary, options)
+
+
+def post(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
+    """Like `get`, for POST."""
+    return _decorator("POST", path, summary, options)
+
+
+def put(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
+    """Like `get`, for PUT."""
+    return _decorator("PUT", path, summary, options)
+
+
+def patch(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
+    """Like `get`, for PATCH."""
+    return _decorator("PATCH", path, summary, options)
+
+
+def delete(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
+    """Like `get`, for DELETE."""
+    return _decorator("DELETE", path, summary, options)
+
+
+def _decorator(
+    method: str, path: str, summary: str, options: RouteOptions
+) -> Callable[[Handler], Route]:
+    def decorate(handler: Handler) -> Route:
+        types = get_type_hints(handler)
+        query, body = get_args(types["call"])
+        declared: dict[str, Any] = {
+            "query": None if query is NoQuery else query,
+            "body": None if body is type(None) else body,
+            "responses": {options.get("status", 200): _response_model(types["return"])},
+            **options,
+        }
+        return Route(method=method, path=path, summary=summary, handler=handler, **declared)
+
+    return decorate
+
+
+def _response_model(result: Any) -> Any:
+    return PageOf(*get_args(result)) if get_origin(result) is Page else result
+
+
+def page_of_rows(rows: list[Item], limit: int, cursor: Callable[[Item], object]) -> Page[Item]:
     """Build a page from up to `limit + 1` rows; the extra row shows that there is a next page."""
     more = len(rows) > limit
     rows = rows[:limit]

@@ -1,8 +1,6 @@
-"""The table of routes: everything that the API can do."""
+"""The table of routes: everything that the API can do, module by module."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from outbox.api import (
     api_tokens,
@@ -18,21 +16,22 @@ from outbox.api import (
     schedules,
     status,
 )
+from outbox.api.route import Route
 
-if TYPE_CHECKING:
-    from outbox.api.route import Route
-
-ROUTES: tuple[Route, ...] = (
-    *status.ROUTES,
-    *live.ROUTES,
-    *endpoints.ROUTES,
-    *endpoint_config.ROUTES,
-    *events.ROUTES,
-    *dead_letters.ROUTES,
-    *replays.ROUTES,
-    *schedules.ROUTES,
-    *idempotency_keys.ROUTES,
-    *erase.ROUTES,
-    *journal.ROUTES,
-    *api_tokens.ROUTES,
+_MODULES = (
+    status,
+    live,
+    endpoints,
+    endpoint_config,
+    events,
+    dead_letters,
+    replays,
+    schedules,
+    idempotency_keys,
+    erase,
+    journal,
+    api_tokens,
+)
+ROUTES: tuple[Route, ...] = tuple(
+    each for module in _MODULES for each in vars(module).values() if isinstance(each, Route)
 )

@@ -7,20 +7,19 @@ from uuid import UUID
 
 from pydantic import Field
 
-from outbox.api import tenancy
+from outbox.api import route, tenancy
 from outbox.api.endpoints import ChangeBody
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import NoQuery, Paging, Seconds
+from outbox.api.request_parsing import Paging, Seconds
 from outbox.api.route import (
     PAYLOAD_BODY_BYTES_MAX,
     Call,
     Headers,
+    NoQuery,
     Page,
     PageOf,
-    Reply,
     RequestModel,
     ResponseModel,
-    Route,
     TenantAccess,
     page_of_rows,
 )
@@ -72,7 +71,14 @@ class RemovedSchedule(ResponseModel):
     removed: str
 
 
-async def _list(call: Call[Paging, None]) -> Page:
+@route.get(
+    "/v1/schedules",
+    "List schedules by name, and count future events",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+    responses={200: PageOf(ListedSchedule, SchedulesExtra)},
+)
+async def _list(call: Call[Paging, None]) -> Page[Any]:
     after, tenant = call.query.after, call.tenant
     limit = await schedules.read_schedules_limit(
         call.db, call.schema, tenant=tenant, limit=call.query.limit, after=after
@@ -89,7 +95,15 @@ async def _list(call: Call[Paging, None]) -> Page:
     return Page(items, page.next, {"future_events": future})
 
 
-async def _add(call: Call[NoQuery, ScheduleBody]) -> Reply:
+@route.post(
+    "/v1/schedules",
+    "Add a schedule, or replace one",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+    body_bytes_max=PAYLOAD_BODY_BYTES_MAX,
+    status=201,
+)
+async def _add(call: Call[NoQuery, ScheduleBody]) -> Schedule:
     fields = call.body.model_dump()
     replace, grace_s = fields.pop("replace"), fields.pop("grace")
     fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields["tenant"])
@@ -102,19 +116,32 @@ async def _add(call: Call[NoQuery, ScheduleBody]) -> Reply:
     added = await schedule_changes.add_schedule(
         call.db, call.schema, wanted, actor=call.actor, replace=replace
     )
-    return Reply(await _redacted(call, added), 201)
+    return await _redacted(call, added)
 
 
 async def _redacted(call: Call[Any, Any], found: Schedule) -> Schedule:
     return (await redactor_for(call)).redact_schedule(found)
 
 
+@route.get(
+    NAME,
+    "Show a schedule with its event and next runs",
+    scope="read",
+    tenants=TenantAccess.SCHEDULE,
+)
 async def _show(call: Call[NoQuery, None]) -> Schedule:
     return await _redacted(
         call, await schedules.get_schedule(call.db, call.schema, call.path["name"])
     )
 
 
+@route.post(
+    f"{NAME}/pause",
+    "Pause a schedule",
+    scope="operate",
+    tenants=TenantAccess.SCHEDULE,
+    body_required=False,
+)
 async def _pause(call: Call[NoQuery, ChangeBody]) -> Schedule:
     (paused,) = await schedule_changes.pause_schedules(
         call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
@@ -122,6 +149,13 @@ async def _pause(call: Call[NoQuery, ChangeBody]) -> Schedule:
     return await _redacted(call, paused)
 
 
+@route.post(
+    f"{NAME}/resume",
+    "Resume a schedule with its next run",
+    scope="operate",
+    tenants=TenantAccess.SCHEDULE,
+    body_required=False,
+)
 async def _resume(call: Call[NoQuery, ChangeBody]) -> Schedule:
     (resumed,) = await schedule_changes.resume_schedules(
         call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
@@ -129,88 +163,29 @@ async def _resume(call: Call[NoQuery, ChangeBody]) -> Schedule:
     return await _redacted(call, resumed)
 
 
-async def _run_now(call: Call[NoQuery, None]) -> Reply:
+@route.post(
+    f"{NAME}/run-now",
+    "Publish its event now, even if the schedule is paused",
+    scope="operate",
+    tenants=TenantAccess.SCHEDULE,
+    status=201,
+    responses={201: ScheduleRun},
+)
+async def _run_now(call: Call[NoQuery, None]) -> dict[str, Any]:
     event_id = await schedule_changes.run_schedule_now(
         call.db, call.schema, call.path["name"], actor=call.actor
     )
-    return Reply({"id": event_id}, 201)
+    return {"id": event_id}
 
 
+@route.delete(
+    NAME,
+    "Remove a schedule; events already published are delivered",
+    scope="operate",
+    tenants=TenantAccess.SCHEDULE,
+    responses={200: RemovedSchedule},
+)
 async def _remove(call: Call[NoQuery, None]) -> dict[str, Any]:
     name = call.path["name"]
     await schedule_changes.remove_schedules(call.db, call.schema, [name], actor=call.actor)
     return {"removed": name}
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/schedules",
-        summary="List schedules by name, and count future events",
-        handler=_list,
-        scope="read",
-        tenants=TenantAccess.NARROWED,
-        query=Paging,
-        responses={200: PageOf(ListedSchedule, SchedulesExtra)},
-    ),
-    Route(
-        method="POST",
-        path="/v1/schedules",
-        summary="Add a schedule, or replace one",
-        handler=_add,
-        scope="operate",
-        tenants=TenantAccess.NARROWED,
-        body=ScheduleBody,
-        body_bytes_max=PAYLOAD_BODY_BYTES_MAX,
-        responses={201: Schedule},
-    ),
-    Route(
-        method="GET",
-        path=NAME,
-        summary="Show a schedule with its event and next runs",
-        handler=_show,
-        scope="read",
-        tenants=TenantAccess.SCHEDULE,
-        responses={200: Schedule},
-    ),
-    Route(
-        method="DELETE",
-        path=NAME,
-        summary="Remove a schedule; events already published are delivered",
-        handler=_remove,
-        scope="operate",
-        tenants=TenantAccess.SCHEDULE,
-        responses={200: RemovedSchedule},
-    ),
-    Route(
-        method="POST",
-        path=f"{NAME}/pause",
-        summary="Pause a schedule",
-        handler=_pause,
-        scope="operate",
-        tenants=TenantAccess.SCHEDULE,
-        body=ChangeBody,
-        body_required=False,
-        responses={200: Schedule},
-    ),
-    Route(
-        method="POST",
-        path=f"{NAME}/resume",
-        summary="Resume a schedule with its next run",
-        handler=_resume,
-        scope="operate",
-        tenants=TenantAccess.SCHEDULE,
-        body=ChangeBody,
-        body_required=False,
-        responses={200: Schedule},
-    ),
-    Route(
-        method="POST",
-        path=f"{NAME}/run-now",
-        summary="Publish its event now, even if the schedule is paused",
-        handler=_run_now,
-        scope="operate",
-        tenants=TenantAccess.SCHEDULE,
-        responses={201: ScheduleRun},
-    ),
-)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
+from outbox.api import route
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.redaction import redactor_for
 from outbox.api.route import (
     LIMIT,
     LIMIT_MAX,
     Call,
+    NoQuery,
     RequestModel,
     ResponseModel,
-    Route,
     TenantAccess,
 )
 from outbox.destinations.http.endpoint_validation import policy_of
@@ -25,9 +26,6 @@ from outbox.operations.doctor import DoctorContext, DoctorReport, examine
 from outbox.operations.resequence import Resequenced, resequence
 from outbox.operations.status import Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
-
-if TYPE_CHECKING:
-    from outbox.api.request_parsing import NoQuery
 
 VERIFY_TIMEOUT_S = 60.0
 """An audit reads all retained rows; run `outbox verify` if it takes longer."""
@@ -62,6 +60,14 @@ class Replicas(ResponseModel):
     items: tuple[ReplicaStatus, ...]
 
 
+@route.get(
+    "/v1/me",
+    "Show the scopes and the tenant of this token",
+    needs_connection=False,
+    scope=None,
+    tenants=TenantAccess.ALL_CALLERS,
+    responses={200: Me},
+)
 async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
     caller = call.caller
     return {
@@ -73,15 +79,24 @@ async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
     }
 
 
+@route.get("/v1/status", "Show backlog, failures, dead letters and relays", scope="read")
 async def _status(call: Call[StatusQuery, None]) -> Overview:
     seen = await status.read_overview(call.db, call.schema, limit=call.query.limit)
     return (await redactor_for(call)).redact_overview(seen)
 
 
+@route.get("/v1/replicas", "List registered relays", scope="read", responses={200: Replicas})
 async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:
     return {"items": await status.list_replicas(call.db, call.schema)}
 
 
+@route.get(
+    "/v1/doctor",
+    "Check preconditions and health, read-only (without the probe)",
+    scope="read",
+    timeout_s=DOCTOR_TIMEOUT_S,
+    long=True,
+)
 async def _doctor(call: Call[NoQuery, None]) -> DoctorReport:
     settings = call.settings
     policy = policy_of(settings)
@@ -97,6 +112,13 @@ async def _doctor(call: Call[NoQuery, None]) -> DoctorReport:
     return await examine(context)
 
 
+@route.post(
+    "/v1/verify",
+    f"Audit the tables, read-only, for at most {VERIFY_TIMEOUT_S:.0f} s",
+    scope="operate",
+    timeout_s=VERIFY_TIMEOUT_S + 5,
+    long=True,
+)
 async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
     try:
         async with asyncio.timeout(VERIFY_TIMEOUT_S):
@@ -108,67 +130,12 @@ async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
         ) from None
 
 
+@route.post(
+    "/v1/resequence",
+    "Sequence committed events that were skipped",
+    scope="operate",
+    timeout_s=VERIFY_TIMEOUT_S,
+    long=True,
+)
 async def _resequence(call: Call[ResequenceQuery, None]) -> Resequenced:
     return await resequence(call.db, call.schema, actor=call.actor, dry_run=call.query.dry_run)
-
-
-ROUTES = (
-    Route(
-        method="GET",
-        path="/v1/me",
-        summary="Show the scopes and the tenant of this token",
-        handler=_me,
-        needs_connection=False,
-        scope=None,
-        tenants=TenantAccess.ALL_CALLERS,
-        responses={200: Me},
-    ),
-    Route(
-        method="GET",
-        path="/v1/status",
-        summary="Show backlog, failures, dead letters and relays",
-        handler=_status,
-        scope="read",
-        query=StatusQuery,
-        responses={200: Overview},
-    ),
-    Route(
-        method="GET",
-        path="/v1/replicas",
-        summary="List registered relays",
-        handler=_replicas,
-        scope="read",
-        responses={200: Replicas},
-    ),
-    Route(
-        method="GET",
-        path="/v1/doctor",
-        summary="Check preconditions and health, read-only (without the probe)",
-        handler=_doctor,
-        scope="read",
-        timeout_s=DOCTOR_TIMEOUT_S,
-        long=True,
-        responses={200: DoctorReport},
-    ),
-    Route(
-        method="POST",
-        path="/v1/verify",
-        summary=f"Audit the tables, read-only, for at most {VERIFY_TIMEOUT_S:.0f} s",
-        handler=_verify,
-        scope="operate",
-        timeout_s=VERIFY_TIMEOUT_S + 5,
-        long=True,
-        responses={200: VerifyReport},
-    ),
-    Route(
-        method="POST",
-        path="/v1/resequence",
-        summary="Sequence committed events that were skipped",
-        handler=_resequence,
-        scope="operate",
-        query=ResequenceQuery,
-        timeout_s=VERIFY_TIMEOUT_S,
-        long=True,
-        responses={200: Resequenced},
-    ),
-)
