@@ -142,7 +142,7 @@ CONTESTANTS = (
     Contestant(
         "graphile-worker",
         "graphile_worker.cjs",
-        jobs=40_000,
+        jobs=100_000,
         # size: 65, 500; delays: 0.
         draining=_graphile_worker(queued=1000),
         # size: 65, and none; delays: 0; maxPoolSize: 25.
