@@ -71,7 +71,8 @@ async def listening(database: Database) -> AsyncIterator[Calls]:
     )
     task = asyncio.create_task(working.run())
     try:
-        await until(lambda: calls.changes, SOON_S, "it to listen")
+        # Set when it listens to producers, too, which is after it listens to owners.
+        await until(lambda: calls.producers.count, SOON_S, "it to listen")
         yield calls
     finally:
         task.cancel()
@@ -107,7 +108,8 @@ async def test_the_wait_after_a_flood_doubles_while_floods_continue(
     monkeypatch.setattr(listener, "FLOOD_POLL_S", 0.01)
     async with listening(database) as calls:
         for floods in range(1, 4):
-            await fetchval(database, FLOOD, "relay", 2 * FLOOD_PER_S)
+            # It listens to owners before it reports a change, and to producers only then.
+            await fetchval(database, FLOOD, "relay:owners", 2 * FLOOD_PER_S)
             await until(lambda n=floods: calls.changes == n + 1, SOON_S, "it to listen again")
     assert [each["retry_s"] for each in logs if "retry_s" in each] == [0.05, 0.1, 0.2]
 
