@@ -78,7 +78,6 @@ FULL = (
     "tests/fuzz/test_fuzz.py",
     "tests/integration/test_filters.py::test_many_filters_near_the_limit_do_not_delay_others",
     "tests/models/",
-    "tests/operations/test_repair.py",
     "tests/page/test_blocked.py",
     "tests/page/test_honesty.py",
     "tests/page/test_page.py::test_an_invalid_token_cannot_sign_in_and_a_revoked_one_is_signed_out",

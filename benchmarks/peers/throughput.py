@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MANY = 64
 DELIVERIES = {1: 10_000, MANY: 100_000}
-"""By the concurrency of the relay and of the bare client.  So many that a start of half a second
-does not count."""
+"""By the concurrency of the relay and of the bare client; enough that half a second of start-up is
+negligible."""
 OURS = {1: "outbox, 1 lane", MANY: "outbox, 64 lanes"}
 BARE = {1: "bare aiohttp client, one at a time", MANY: "bare aiohttp client, 64 at a time"}
 OWN_CLIENT = {

@@ -28,9 +28,9 @@ from outbox.api.route import (
     at_most,
     page_of_rows,
 )
-from outbox.core.model import endpoint_config, setting_types
+from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint import SETTINGS, Setting
-from outbox.core.model.setting_types import TextList
+from outbox.core.model.setting_types import HeaderMap, TextList
 from outbox.destinations.http.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.http.endpoint_validation import (
     check_reachable,
@@ -69,14 +69,25 @@ class SettingsBody(RequestModel):
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
+_API_NOTES = {
+    "name": "With a tenant token it must begin with the tenant's prefix: acme.shop.",
+    "headers": "Null keeps the value of a header.",
+    "allow_networks": "Not for tenant tokens.",
+    "retry": 'A policy may also be an object: {"preset": "stepped", "attempts": 8}.',
+}
+"""What the description of a setting has in the API only."""
+
+
 def _field(setting: Setting) -> Any:
     """The type and the description of a setting in a body."""
     form: Any = setting.type.public_type
     text = setting.help
     if isinstance(setting.type, TextList):
         form = Annotated[tuple[form, ...], at_most(setting.type.items_max)]
-    elif isinstance(setting.type, setting_types.Headers):
-        form, text = Headers[str | None], f"{text}  Null keeps the value of a header."
+    elif isinstance(setting.type, HeaderMap):
+        form = Headers[str | None]
+    if setting.name in _API_NOTES:
+        text += f"  {_API_NOTES[setting.name]}"
     if setting.default is not MISSING:
         text += f"  Default: {setting.default_text}."
     return form | None, Field(default=None, description=text)

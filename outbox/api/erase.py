@@ -32,6 +32,7 @@ class EraseBody(RequestModel):
     "Erase payloads, headers and responses of a tenant's or a key's events permanently",
     scope="operate",
     tenants=TenantAccess.NARROWED,
+    # A larger one would occupy the memory of large bodies for as long as the erasure lasts.
     body_bytes_max=SMALL_BYTES_MAX,
     timeout_s=TIMEOUT_S,
     long=True,

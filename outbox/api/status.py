@@ -29,6 +29,8 @@ from outbox.operations.verify.audit import VerifyReport, run_audit
 
 VERIFY_TIMEOUT_S = 60.0
 """An audit reads all retained rows; run `outbox verify` if it takes longer."""
+RESEQUENCE_TIMEOUT_S = 600.0
+"""It is done in committed portions; after a time-out, repeat the request."""
 DOCTOR_TIMEOUT_S = 70.0
 """Backstop; the checks have their own, shorter bound."""
 
@@ -132,9 +134,9 @@ async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
 
 @route.post(
     "/v1/resequence",
-    "Sequence committed events that were skipped",
+    "Sequence committed events that were skipped; relays register again",
     scope="operate",
-    timeout_s=VERIFY_TIMEOUT_S,
+    timeout_s=RESEQUENCE_TIMEOUT_S,
     long=True,
 )
 async def _resequence(call: Call[ResequenceQuery, None]) -> Resequenced:

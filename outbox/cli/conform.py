@@ -56,7 +56,7 @@ forged, duplicate, missing and replayed ones. Exit code 1 means that a case fail
     default=DEFAULT_PREFIX,
     metavar="PREFIX",
     show_default=True,
-    help="That of the endpoint.",
+    help="Prefix of the endpoint's header names (its setting header_prefix).",
 )
 @click.option("--vectors", is_flag=True, help="Print the cases as JSON, with fixed times.")
 @click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
@@ -80,9 +80,9 @@ def command(
     from outbox.testing.sender import SECRET
 
     HeaderPrefix().validate("--header-prefix", header_prefix)
-    what = {"checkpoints": checkpoints, "batches": batches, "header_prefix": header_prefix}
+    case_options = {"checkpoints": checkpoints, "batches": batches, "header_prefix": header_prefix}
     if vectors:
-        _print_vectors(secret or SECRET, what)
+        _print_vectors(secret or SECRET, case_options)
         return
     if url is None:
         raise UsageError("URL: give the URL of the receiver, or --vectors")
@@ -94,7 +94,7 @@ def command(
         secret = settings.secret.get_secret_value()
     if secret is None:
         raise UsageError("--secret: give the signing secret of the receiver, or set OUTBOX_SECRET")
-    grades = run_async(_grade(url, secret, processed, what, as_json))
+    grades = run_async(_grade(url, secret, processed, case_options, as_json))
     failed = sum(not grade.passed for grade in grades)
     if as_json:
         emit_json({"cases": len(grades), "failed": failed, "grades": grades})
@@ -109,7 +109,7 @@ def command(
 
 
 async def _grade(
-    url: str, secret: str, processed: str | None, what: dict[str, Any], as_json: bool
+    url: str, secret: str, processed: str | None, case_options: dict[str, Any], as_json: bool
 ) -> list[CaseGrade]:
     from outbox.devtools.conformance.cases import cases
     from outbox.devtools.conformance.grading import grade
@@ -120,7 +120,7 @@ async def _grade(
         endpoint_id,
         time.time,
         other_secret=OTHER_SECRET,
-        **what,
+        **case_options,
     )
 
     def show(done: CaseGrade) -> None:
@@ -135,7 +135,7 @@ async def _grade(
     return await grade(url, test_cases, processed_url=processed, on_grade=show)
 
 
-def _print_vectors(secret: str, what: dict[str, Any]) -> None:
+def _print_vectors(secret: str, case_options: dict[str, Any]) -> None:
     from outbox.devtools.conformance.cases import cases, vectors
 
     test_cases = cases(
@@ -143,7 +143,7 @@ def _print_vectors(secret: str, what: dict[str, Any]) -> None:
         VECTORS_ENDPOINT,
         lambda: VECTORS_AT,
         other_secret=OTHER_SECRET,
-        **what,
+        **case_options,
     )
     # Omit the cases with very large bodies.
     small = tuple(

@@ -72,7 +72,7 @@ out of order, or not signed.
     default=DEFAULT_PREFIX,
     metavar="PREFIX",
     show_default=True,
-    help="That of the endpoint.",
+    help="Prefix of the endpoint's header names (its setting header_prefix).",
 )
 @click.option(
     "--fail-rate", type=float, default=0.0, metavar="R", help="Share of requests to fail, 0 to 1."

@@ -141,7 +141,8 @@ First steps:
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Deliver events from PostgreSQL transactions as ordered, signed webhooks.
+    """\b
+    Deliver events from PostgreSQL transactions as ordered, signed webhooks.
     Settings: flags, then OUTBOX_* variables, then outbox.toml.
     """
 

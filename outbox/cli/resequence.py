@@ -47,7 +47,9 @@ def command(settings: Settings, dry_run: bool, as_json: bool) -> None:
     elif not done.batches:
         click.echo("no committed event was skipped")
     elif not done.events:
-        click.echo("the skipped events have deliveries; there is nothing to sequence")
+        does = "would be corrected" if dry_run else "corrected"
+        batches = f"{done.batches} batch{'es' * (done.batches > 1)}"
+        click.echo(f"{batches} {does}: the skipped events have deliveries already")
     else:
         verb = "would be sequenced" if dry_run else "will be sequenced with the next batches"
         ids = ", ".join(map(str, done.first_ids))

@@ -144,7 +144,7 @@ class DevelopmentReceiver:
             unchanged, and only what upstream accepted is accepted here.
         from_start: all lanes begin after this receiver, so that numbers before the first
             one received are missing.
-        header_prefix: that of the endpoint.
+        header_prefix: prefix of the endpoint's header names.
         clock: returns epoch seconds.
         seen_max: `X-Delivery` values kept for deduplication.
 

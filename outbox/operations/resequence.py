@@ -83,12 +83,13 @@ REQUIRE_NO_REPLICAS = WriteStatement(
 
 @dataclass(frozen=True, slots=True)
 class Resequenced:
-    """Skipped events that the next batches sequence, or would after a dry run."""
+    """Skipped events that the next batches sequence, or would without a dry run."""
 
     dry_run: bool
     events: int
+    """Their number, without those that have deliveries already."""
     batches: int
-    """Number of batches that skipped them."""
+    """Number of batches that skipped events."""
     first_ids: tuple[int, ...]
     """The lowest of their ids, at most `IDS_MAX`."""
 
@@ -117,18 +118,23 @@ async def _plan(batches: list[int], dry_run: bool, change: Change) -> list[Any]:
     rows = list(await change.db.fetch(READ_SKIPPED, batches))
     if dry_run or not rows:
         return rows
-    replicas = [(row["id"], None, None) for row in await change.db.fetch(READ_REPLICAS)]
+    missing = any(row["missing_count"] for row in rows)
+    # Without missing events no gap is opened, and relays cache nothing that changes.
+    replicas = await change.db.fetch(READ_REPLICAS) if missing else []
+    expirables = [(row["id"], None, None) for row in replicas]
     # Locked first: relays that write wait, and are fenced off then.
-    for each in replicas:
+    for each in expirables:
         change.write(LOCK_REPLICA, *each)
-    change.write(LOCK_EPOCHS)
+    if missing:
+        change.write(LOCK_EPOCHS)
     change.write(REQUIRE_SKIPPED, batches, fingerprint)
     change.write(OPEN_GAPS, *([row[name] for row in rows] for name in ("batch", "ids", "missing")))
-    for each in replicas:
+    for each in expirables:
         change.write(RELEASE_ALL, *each, change.actor, "events resequenced")
         change.write(REMOVE_REPLICA, *each)
-    change.write(REQUIRE_NO_REPLICAS)
-    change.write(END_LEADERSHIP)
+    if missing:
+        change.write(REQUIRE_NO_REPLICAS)
+        change.write(END_LEADERSHIP)
     done = _result(rows, dry_run=False)
     data = {"events": done.events, "batches": done.batches, "first_ids": done.first_ids}
     change.journal("events_resequenced", None, data)

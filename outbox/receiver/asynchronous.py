@@ -77,7 +77,8 @@ class AsyncReceiver(ReceiverBase):
         held_max: requests held at once; more get 503.
         log_requests: insert each signed request into the inbox's `request` table.
         tolerance_s: maximum age of a signature, in seconds.
-        header_prefix: that of the endpoint, if it is not `X-`.
+        header_prefix: prefix of the endpoint's header names, if it is not `X-`; several while
+            the endpoint's prefix is being changed.
         body_bytes_max: larger bodies get 413.
         in_flight_max: requests processed at once; more get 503.
         on_delivery: called after the commit with each `Message` and its `DeliveryResult`.

@@ -145,7 +145,7 @@ class ReceiverRules:
         secrets: str | Sequence[str],
         *,
         tolerance_s: float = TOLERANCE_S,
-        header_prefix: str = DEFAULT_PREFIX,
+        header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
         body_bytes_max: int = BODY_BYTES_MAX,
         in_flight_max: int = IN_FLIGHT_MAX,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
@@ -225,7 +225,8 @@ class ReceiverRules:
             return rejected(400, str(error))
         is_known = verified.messages or verified.checkpoint is not None
         if not is_known and self.foreign is None:
-            return rejected(400, "the headers X-Lane and X-Sequence are missing")
+            prefix = self.verifier.header_prefixes[0]
+            return rejected(400, f"the headers {prefix}Lane and {prefix}Sequence are missing")
         return verified
 
     def delivery_committed(self, message: Message | None, taken: DeliveryResult) -> Response:

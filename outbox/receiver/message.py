@@ -44,7 +44,7 @@ class Message:
     lane_ends: bool
     """This is the last delivery of its lane."""
     attempt: int | None
-    """From X-Attempt, which is not signed: for information only."""
+    """From the header X-Attempt, which is not signed: for information only."""
     data: Any
 
 
@@ -71,6 +71,7 @@ def parse(
     Args:
         headers: lower-case names, or a case-insensitive mapping.
         body: the request body.
+        header_prefix: begins the names of the headers that repeat fields of the body.
 
     Returns:
         One message, or those of a batch in order.

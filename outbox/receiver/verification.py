@@ -28,6 +28,7 @@ from outbox.core.delivery.signature import (
 )
 from outbox.core.delivery.signature import verify as verify_signature
 from outbox.core.model.headers import DEFAULT_PREFIX, relay_headers
+from outbox.core.model.setting_types import HeaderPrefix
 from outbox.errors import UsageError
 from outbox.receiver.message import BadMessage, Message, is_delivery, parse
 
@@ -66,7 +67,8 @@ class Verifier:
     Args:
         secrets: one or more of `whsec_…` (HMAC secret) and `whpk_…` (ed25519 public key).
         tolerance_s: maximum difference between signature time and clock, in seconds.
-        header_prefix: that of the endpoint, if it is not `X-`.
+        header_prefix: prefix of the endpoint's header names, if it is not `X-`; several while
+            the endpoint's prefix is being changed.
         clock: returns epoch seconds.
 
     Raises:
@@ -78,7 +80,7 @@ class Verifier:
         secrets: str | Sequence[str],
         *,
         tolerance_s: float = TOLERANCE_S,
-        header_prefix: str = DEFAULT_PREFIX,
+        header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
         clock: Callable[[], float] = time.time,
     ) -> None:
         texts = [secrets] if isinstance(secrets, str) else list(secrets or ())
@@ -87,11 +89,16 @@ class Verifier:
             raise UsageError("secret: at least one is required to verify signatures")
         self._tolerance_s = tolerance_s
         self._clock = clock
-        self._prefix = header_prefix
-        names = relay_headers(header_prefix)
-        self._names = _SIGNED | names
+        given = [header_prefix] if isinstance(header_prefix, str) else list(header_prefix or ())
+        self.header_prefixes = tuple(HeaderPrefix().validate("header_prefix", p) for p in given)
+        if not self.header_prefixes:
+            raise UsageError("header_prefix: at least one is required")
+        self._names = _SIGNED.union(*map(relay_headers, self.header_prefixes))
         # A checkpoint has a number of the attempt, too.
-        self._delivery_headers = names - {f"{header_prefix}attempt".lower()}
+        self._delivery_headers = {
+            p: relay_headers(p) - {f"{p}{name}".lower() for name in ("attempt", "last-sequence")}
+            for p in self.header_prefixes
+        }
 
     def verify(self, headers: Headers, body: bytes) -> Verified:
         """Verify one request.
@@ -106,11 +113,12 @@ class Verifier:
         """
         read = fold(headers, self._names)
         signed = verify_signature(read, body, self._keys, self._clock(), self._tolerance_s)
-        has_delivery_headers = not self._delivery_headers.isdisjoint(read)
+        found = [p for p in self.header_prefixes if not self._delivery_headers[p].isdisjoint(read)]
         # The headers are not signed: removing them must not turn a delivery into a
         # request of another sender.
-        if has_delivery_headers or is_delivery(body):
-            return Verified(signed.message_id, signed.timestamp, parse(read, body, self._prefix))
+        if found or is_delivery(body):
+            prefix = (found or self.header_prefixes)[0]
+            return Verified(signed.message_id, signed.timestamp, parse(read, body, prefix))
         try:
             marks = checkpoint.parse(body)
         except ValueError as error:
@@ -124,7 +132,7 @@ def verify(
     secrets: str | Sequence[str],
     *,
     tolerance_s: float = TOLERANCE_S,
-    header_prefix: str = DEFAULT_PREFIX,
+    header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
     now: float | None = None,
 ) -> Verified:
     """Verify the signature of a request and parse its deliveries.
@@ -135,7 +143,7 @@ def verify(
         secrets: one or more of `whsec_…` and `whpk_…`; both the old and the new one
             while a secret is being rotated.
         tolerance_s: maximum difference between signature time and `now`, in seconds.
-        header_prefix: that of the endpoint, if it is not `X-`.
+        header_prefix: as of `Verifier`.
         now: epoch seconds; None: the system clock.
 
     Raises:

@@ -229,7 +229,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         state=row["state"],
         url=row["url"],
         method=row["method"],
-        headers=headers.valid_headers(own),
+        headers=headers.valid_headers(own, header_prefix),
         header_prefix=header_prefix,
         secrets=secrets,
         connect_timeout_s=timeouts[0],

@@ -24,6 +24,7 @@ from outbox.core.delivery.signature import (
 from outbox.core.delivery.signature import sign as sign_hmac
 from outbox.core.model.headers import DEFAULT_PREFIX, parse_lines
 from outbox.core.model.ids import lane_name
+from outbox.core.model.setting_types import HeaderPrefix
 from outbox.receiver.fetch import CannotFetch, LanePage, LaneProgress, PageItem
 from outbox.receiver.requests import Request
 
@@ -89,7 +90,7 @@ class FakeSender:
         self._endpoint_id = endpoint_id or uuid.uuid4()
         self._clock = clock
         self._new_id = new_id
-        self._prefix = header_prefix
+        self._prefix = HeaderPrefix().validate("header_prefix", header_prefix)
         self._lanes: dict[str, list[_SequencedDelivery]] = {}
         self._events = 0
 

@@ -261,8 +261,9 @@ async def test_a_drain_is_polled_until_its_deliveries_are_done(
 
 
 async def test_a_test_delivery_returns_the_response(database: Database, api: Api) -> None:
-    secret = (await add_endpoint(database, "shop")).secret
-    async with DevelopmentReceiver(secrets=(parse_secret(secret),)).serve() as url:
+    secret = (await add_endpoint(database, "shop", header_prefix="Acme-")).secret
+    receiver = DevelopmentReceiver(secrets=(parse_secret(secret),), header_prefix="Acme-")
+    async with receiver.serve() as url:
         await api.request("PATCH", "/v1/endpoints/shop", {"url": url})
         reported = (await api.post("/v1/endpoints/shop/test")).json
     assert (reported["outcome"], reported["url"]) == ("delivered", url)

@@ -251,6 +251,22 @@ async def test_an_audit_reports_violations(database: Database, api: Api) -> None
     assert [c["action"] for c in reported["checks"] if c["violations"]]
 
 
+async def test_skipped_events_are_sequenced_on_request(database: Database, api: Api) -> None:
+    await fetchval(
+        database,
+        """WITH skipped AS (INSERT INTO batch (batch, high, dead) VALUES (1, 5, '{[3,4)}'))
+           INSERT INTO outbox (id, type, payload) OVERRIDING SYSTEM VALUE
+           VALUES (3, 'a.b', '1') RETURNING id""",
+    )
+    expected = {"events": 1, "batches": 1, "first_ids": [3]}
+    gaps = "SELECT count(*) FROM gap"
+    planned = await api.request("POST", "/v1/resequence", dry_run="true")
+    assert planned.json == {"dry_run": True, **expected}
+    assert await fetchval(database, gaps) == 0
+    assert (await api.post("/v1/resequence")).json == {"dry_run": False, **expected}
+    assert await fetchval(database, gaps) == 1
+
+
 async def test_an_audit_that_takes_too_long_is_cancelled(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

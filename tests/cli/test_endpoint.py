@@ -238,9 +238,10 @@ def test_update_merges_headers_and_replaces_lists(here: Command, database: Datab
          "--reset", "retryable")  # fmt: skip
     assert stored() == {"X-C": "4"}
     assert settings()["retryable"] is None
-    here("endpoint", "update", "a", "--retryable", "none", "--reset", "backlog_max",
+    here("endpoint", "update", "a", "--retryable", "none", "--reset", "backlog-max",
          "--backlog-age", "1d")  # fmt: skip
     assert settings()["retryable"] == []
+    assert "retryable         none" in here("endpoint", "show", "a").out.splitlines()
     assert (settings()["backlog_max"], settings()["backlog_age"]) == (None, "24h")
 
 
@@ -261,7 +262,8 @@ WRONG = [
         ["--filter", "@.a == 1", "--reset", "filter"],
         "--reset filter and --filter exclude each other",
     ),
-    (["--reset", "policy"], "'policy' is not one of 'types', "),
+    (["--reset", "policy"], '--reset: there is no setting "policy"; there are types, filter, '),
+    (["--reset", "keep-alife"], 'did you mean "keep_alive"?'),
     (["--name", " "], "name: must be printable text"),
     (["--url", "http://10.0.0.1/"], "url: 10.0.0.1 is a private network"),
 ]
@@ -649,4 +651,7 @@ def test_the_number_of_trusted_authorities_is_shown(here: Command, tmp_path: Pat
     authorities = tmp_path / "ca.pem"
     authorities.write_text(Authority("one").pem + Authority("two").pem)
     assert here("endpoint", "update", "a", "--ca", str(authorities)).code == 0
-    assert "ca                2 of its own, SHA-256 " in here("endpoint", "show", "a").out
+    assert (
+        "ca                2 certificates, SHA-256 of the text "
+        in here("endpoint", "show", "a").out
+    )

@@ -31,10 +31,12 @@ DISABLE = """
 UPDATE relay.endpoint SET state = 'disabled' WHERE name = 'shop2';
 UPDATE relay.subscription SET to_batch = from_batch + 1
 """
-# An event whose id was declared dead.
+# An event whose id was declared dead, and a relay that has to be fenced.
 SKIPPED_EVENT = """
-UPDATE relay.batch SET dead = int8multirange(int8range(high, high + 1)) WHERE batch = (
-    SELECT max(batch) FROM relay.batch)
+UPDATE relay.batch SET dead = int8multirange(int8range(high, high + 1)) WHERE batch = 1;
+DELETE FROM relay.delivery WHERE outbox_id = (SELECT high FROM relay.batch WHERE batch = 1);
+INSERT INTO relay.replica (name, version, label, lease_s, expires_at)
+VALUES ('frozen', '1', 'outbox-relay:frozen', 5, now())
 """
 
 
@@ -100,7 +102,7 @@ async def test_no_command_holds_locks_while_it_waits_for_its_client(
         await run("rekey", OUTBOX_KEY=key)
         async with database.connection() as db:
             await db.execute(SKIPPED_EVENT)
-        await run("resequence")
+        assert "1 skipped event will be sequenced" in await run("resequence")
         only_kept = tmp_path / "kept.yaml"
         only_kept.write_text("endpoints: [{name: two, url: https://example.com/2}]")
         await run("apply", "-f", str(only_kept), "--prune", "--dead-letter", OUTBOX_KEY=key)

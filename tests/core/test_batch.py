@@ -29,6 +29,13 @@ from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
 NOW = EPOCH_S
 
 
+def test_an_events_header_with_the_prefix_of_the_endpoint_is_in_no_element() -> None:
+    forged = orjson.dumps({"Acme-Sequence": "9", "Acme-Env": "a"})
+    prepared = prepare_batch([delivery(1)._replace(headers=forged)], 0, header_prefix="Acme-")
+    assert orjson.loads(prepared.body)[0]["headers"] == {"Acme-Env": "a"}
+    assert "Acme-Last-Sequence: 1\r\n" in prepared.lines
+
+
 def test_the_body_is_an_array_of_the_bodies_and_each_has_its_x_delivery() -> None:
     batch = [delivery(n) for n in (5, 6, 7)]
     prepared = prepare_batch(batch, 3)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -197,4 +198,9 @@ def test_differences_are_text_without_header_values() -> None:
     assert changes["timeout"] == ("15s", "30s")
     assert changes["headers"] == ("Authorization", "Authorization (values not shown)")
     assert "Bearer" not in str(changes)
+    assert differences(old, replace(old, retryable=())) == {
+        "retryable": ("408 425 429 5xx", "none")
+    }
+    close = replace(old, rate_per_s=12345.67), replace(old, rate_per_s=12345.68)
+    assert differences(*close) == {"rate": ("12345.67", "12345.68")}
     assert differences(new, new) == {}

@@ -53,6 +53,12 @@ def test_relay_headers_cannot_be_overridden(name: str) -> None:
     assert merge({name: "1"}, {name: "2"}) == ()
 
 
+@pytest.mark.parametrize("name", ["Acme-Lane", "acme_sequence", "ACME-Attempt"])
+def test_headers_with_the_prefix_of_the_endpoint_cannot_be_overridden(name: str) -> None:
+    assert valid_headers({name: "1"}, "Acme-") == ()
+    assert merge_json((), orjson.dumps({name: "2"}), "Acme-") == ()
+
+
 @pytest.mark.parametrize(
     "name",
     ["Authorization", "cookie", "Forwarded", "X_Forwarded_For", "True-Client-IP",

@@ -128,14 +128,19 @@ async def test_a_restored_backup_catches_up_without_loss_or_duplicates(
     assert restored.receiver.totals.gaps == 0
 
 
-async def test_lost_deliveries_are_fetched_before_the_next_delivery(database: Database) -> None:
+@pytest.mark.parametrize("prefix", ["X-", "Acme-"])
+async def test_lost_deliveries_are_fetched_before_the_next_delivery(
+    database: Database, prefix: str
+) -> None:
     """Sequence numbers were acknowledged that this receiver never processed."""
-    made = await add_endpoint(database)
+    made = await add_endpoint(database, header_prefix=prefix)
     async with (
         fetchable(database) as fetch,
         asyncpg.create_pool(database.dsn, min_size=1, max_size=4) as pool,
     ):
-        receiver = AsyncReceiver(made.secret, pool, fetch=fetch, gaps=Gaps.CATCH_UP)
+        receiver = AsyncReceiver(
+            made.secret, pool, fetch=fetch, gaps=Gaps.CATCH_UP, header_prefix=prefix
+        )
         received: list[int] = []
 
         @receiver.on("a.b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,23 +50,28 @@ async def test_a_request_uses_the_method_headers_and_timeouts_of_its_endpoint(
     assert len(names) == len(set(names))
 
 
+@pytest.mark.parametrize("batch_max", [None, 5])
 async def test_the_headers_of_a_delivery_have_the_prefix_of_its_endpoint(
-    database: Database,
+    database: Database, batch_max: int | None
 ) -> None:
-    made = await add_endpoint(database, header_prefix="Acme-")
+    made = await add_endpoint(database, header_prefix="Acme-", batch_max=batch_max)
     network = Network()
     async with running(database, network):
         await publish(database, 1, headers='{"Acme-Sequence": "9", "Acme-Env": "test"}')
         await all_ended(database)
     (sent,) = network.sent
-    assert (sent.headers["acme-sequence"], sent.headers["acme-env"]) == ("1", "test")
+    assert sent.headers["acme-sequence"] == "1"
+    assert sent.headers.get("acme-env") == ("test" if batch_max is None else None)
     assert not [name for name in sent.headers if name.startswith("x-")]
     verified = verify_request(
         sent.request.headers, sent.request.body, made.secret, header_prefix="Acme-"
     )
     assert [message.sequence for message in verified.messages] == [1]
-    with pytest.raises(BadMessage, match="X-Delivery"):
-        verify_request(sent.request.headers, sent.request.body, made.secret)
+    for prefixes, known in ((["X-", "Acme-"], True), (["X-"], False), (["Other-", "X-"], False)):
+        with nullcontext() if known else pytest.raises(BadMessage, match="Delivery is not"):
+            verify_request(
+                sent.request.headers, sent.request.body, made.secret, header_prefix=prefixes
+            )
 
 
 async def test_an_endpoint_sets_its_own_retryable_status_codes(database: Database) -> None:

@@ -285,10 +285,12 @@ async def test_a_rejected_checkpoint_is_logged_once_and_affects_no_delivery(
 async def test_a_checkpoint_reveals_a_lost_tail_and_can_trigger_a_fetch(
     database: Database, gaps: Gaps, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = await add_endpoint(database, checkpoint_every_s=1.0)
+    made = await add_endpoint(database, checkpoint_every_s=1.0, header_prefix="Acme-")
     received: list[int] = []
     async with fetchable(database) as fetch:
-        receiver = AsyncReceiver(made.secret, MemoryDatabase(), fetch=fetch, gaps=gaps)
+        receiver = AsyncReceiver(
+            made.secret, MemoryDatabase(), fetch=fetch, gaps=gaps, header_prefix="Acme-"
+        )
 
         @receiver.on("a.b")
         def receive(message: Any, _: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint import SETTINGS, EndpointSettings
 from outbox.core.model.retry_policy import PRESETS
 from outbox.errors import NotFound, UsageError
 from outbox.operations import (
@@ -93,10 +93,12 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "filter": "@.a == 1",
         "method": "PUT",
         "headers": {"Authorization": "Bearer hunter2"},
+        "header_prefix": "Acme-",
         "connect_timeout_s": 1.0,
         "timeout_s": 2.0,
         "in_flight_max": 4,
         "rate_per_s": 0.5,
+        "batch_max": 7,
         "keep_alive": False,
         "allow_networks": ("10.1.0.0/16",),
         "ca": "-----BEGIN CERTIFICATE-----",
@@ -112,6 +114,8 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
     done = await update(db, **values)
     found = await endpoints.get_endpoint(db, "relay", "store")
     assert (done.id, found.endpoint.id) == (made.id, made.id)
+    unset = {"all_tenants"}  # Excluded by the tenant.
+    assert values.keys() | unset == {each.field for each in SETTINGS.values()}
     ((_, stored),) = await endpoints.list_settings(db, "relay", limit=10)
     assert stored == EndpointSettings(**values)
     assert found.settings == endpoint_config.public_settings(stored)

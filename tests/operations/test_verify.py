@@ -131,11 +131,11 @@ DAMAGE = {
     "a lane is blocked by a discarded dead letter": (
         """WITH decided AS (UPDATE dead_letter SET state = 'discarded')
            INSERT INTO lane_block (lane_id, seq) SELECT lane_id, 5 FROM dead_letter""",
-        {"whole"},
+        {"decided"},
     ),
     "a lane is blocked by no dead letter": (
         "INSERT INTO lane_block (lane_id, seq) SELECT lane_id, 2 FROM dead_letter",
-        {"whole"},
+        {"decided"},
     ),
     "a removed endpoint has a secret, a subscription and a replay": (
         """WITH job AS (
@@ -144,12 +144,12 @@ DAMAGE = {
                                               to_seq)
                           SELECT job.id, d.endpoint_id, d.id, 5, 1, 5 FROM job, dead_letter d)
            UPDATE endpoint SET state = 'removed'""",
-        {"whole"},
+        {"cleared"},
     ),
     "an idempotency key was claimed without an event": (
         """INSERT INTO idempotency_key (key, claimed_at, expires_at)
            VALUES ('k', now() - interval '2 d', now() + interval '28 d')""",
-        {"whole"},
+        {"claimed"},
     ),
     "open gaps overlap": ("INSERT INTO gap VALUES (2, 3), (3, 4)", {"gaps"}),
     "an endpoint was removed unseen": (

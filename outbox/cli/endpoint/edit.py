@@ -126,8 +126,8 @@ def update(
     """Change an endpoint; omitted settings stay.
 
     Subscription changes apply to new events; pending deliveries are still sent. All
-    other settings apply from the next attempt. --type and --retryable replace the
-    list, --header replaces one header.
+    other settings apply from the next attempt. --type, --allow-network and
+    --retryable replace the list, --header replaces one header.
     """
     policy, vault = policy_of(settings), Vault.from_settings(settings)
     opened: list[str] = []

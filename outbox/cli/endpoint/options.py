@@ -15,12 +15,15 @@ from outbox.core.model import duration
 from outbox.core.model.endpoint import SETTINGS, Section
 from outbox.core.model.setting_types import (
     Certificates,
+    Choice,
     Count,
-    Headers,
+    HeaderMap,
     Rate,
+    StatusList,
     Switch,
     TextList,
 )
+from outbox.core.model.text import closest, truncate
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ T = TypeVar("T")
 _PREFIX = "set_"
 """Parameters of settings have this prefix and the name of the field."""
 _HEADERS_FILE = "set_headers_file"
+_NONE = "none"
+"""With --retryable: no status is retried."""
 
 
 def overlap_s(text: str) -> float:
@@ -52,7 +57,7 @@ def overlap_s(text: str) -> float:
 def _flag(setting: Setting) -> str:
     """The flag of a setting; one that is repeated is in the singular."""
     name = setting.name.replace("_", "-")
-    repeated = isinstance(setting.type, TextList | Headers)
+    repeated = isinstance(setting.type, TextList | HeaderMap)
     return f"--{name.removesuffix('s') if repeated else name}"
 
 
@@ -62,11 +67,16 @@ def _option(setting: Setting) -> Any:
     match setting.type:
         case Switch():
             flag, kind = f"{flag}/--no-{flag.removeprefix('--')}", {"default": None}
-        case TextList() | Headers():
+        case TextList() | HeaderMap():
             kind["multiple"] = True
             text += "  Repeatable."
+            if isinstance(setting.type, StatusList):
+                text += f"  {_NONE}: no status."
+        case Choice(choices):
+            kind["metavar"] = "|".join(choices)
         case Certificates():
             kind["type"] = click.File()
+            text += "  - reads stdin."
         case Count():
             kind["type"] = int
         case Rate():
@@ -87,7 +97,6 @@ _FROM_FILE = click.option(
 _RESET = click.option(
     "--reset",
     multiple=True,
-    type=click.Choice([name for name, each in SETTINGS.items() if each.default is not MISSING]),
     metavar="SETTING",
     help="Reset a setting to its default, by its name in `outbox endpoint show`; repeatable.  "
     "Headers are reset before --header is applied.",
@@ -163,10 +172,12 @@ def _fields(options: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for each in SETTINGS.values():
         value = options.get(_PREFIX + each.field)
-        if value is None or value == () or isinstance(each.type, Headers):
+        if value is None or value == () or isinstance(each.type, HeaderMap):
             continue
         if isinstance(each.type, Certificates):
             value = read_text(value, _flag(each))
+        if isinstance(each.type, StatusList) and value == (_NONE,):
+            value = ()
         given[each.field] = each.type.parse(
             each.name, list(value) if isinstance(value, tuple) else value
         )
@@ -187,7 +198,7 @@ def _edited(
     """Apply the given options to settings, after settings were reset."""
     values: dict[str, Any] = {}
     headers = {} if "headers" in reset else dict(settings.headers)
-    for each in map(SETTINGS.__getitem__, reset):
+    for each in map(_resettable, reset):
         if each.field in given and each.name != "headers":
             raise UsageError(f"--reset {each.name} and {_flag(each)} exclude each other")
         values[each.field] = each.default
@@ -198,6 +209,18 @@ def _edited(
     for name, value in given.get("headers", {}).items():
         headers = {k: v for k, v in headers.items() if k.lower() != name.lower()} | {name: value}
     return replace(settings, **{**values, **given, "headers": headers})
+
+
+def _resettable(name: str) -> Setting:
+    """The setting of a --reset, by its name or its flag."""
+    optional = {n: each for n, each in SETTINGS.items() if each.default is not MISSING}
+    by_word = optional | {_flag(each)[2:].replace("-", "_"): each for each in optional.values()}
+    found = by_word.get(name.replace("-", "_"))
+    if found is None:
+        near = closest(name, optional)
+        hint = f'did you mean "{near}"?' if near else f"there are {', '.join(optional)}"
+        raise UsageError(f'--reset: there is no setting "{truncate(name)}"; {hint}')
+    return found
 
 
 def _header(text: str, place: str) -> tuple[str, str]:

@@ -259,7 +259,7 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
 
 
 def _setting_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
-    """All settings by name, as `outbox apply` and the flags have them."""
+    """All settings by name, as text."""
     pairs = {name: each.display(detail.settings[name]) for name, each in SETTINGS.items()}
     values = retry_policy.format_values(retry_policy.parse(detail.settings["retry"]))
     if pairs["retry"] != values:

@@ -150,7 +150,7 @@ def prepare_batch(
             message_id = delivery.message_id
         members = f'"delivery":"{message_id}",'
         if delivery.headers is not None:
-            members += _own_headers(delivery.headers, endpoint_headers)
+            members += _own_headers(delivery.headers, endpoint_headers, prefix)
         ends = lane_ends and delivery is last
         elements.append(body_of(delivery, before, lane_ends=ends, first=members))
         before = delivery.seq
@@ -226,12 +226,12 @@ def _batch_id(first: Delivery, first_id: str, last: Delivery, last_id: str) -> s
     return str(UUID(int=free | 8 << 76 | 2 << 62))
 
 
-def _own_headers(event: bytes, endpoint: Headers) -> str:
+def _own_headers(event: bytes, endpoint: Headers, header_prefix: str) -> str:
     """The "headers" member of an element: the event's headers that the endpoint does not set."""
     set_by_endpoint = {normalize_name(name) for name, _ in endpoint}
     own = {
         name: value
-        for name, value in merge((), event)
+        for name, value in merge((), event, header_prefix)
         if normalize_name(name) not in set_by_endpoint
     }
     return f'"headers":{orjson.dumps(own).decode()},' if own else ""

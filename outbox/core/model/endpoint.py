@@ -1,4 +1,4 @@
-"""Endpoint settings: the one table of what can be set for an endpoint.
+"""Endpoint settings: one table with everything that can be set for an endpoint.
 
 Each field of `EndpointSettings` declares everything about one setting: its type and limits, its
 default, and how it is described.  Storage (`outbox.operations.endpoints`), files
@@ -50,7 +50,7 @@ class Setting:
     section: Section
     help: str
     none: str
-    """What null, or an empty value, means."""
+    """What null means."""
     default: Any
     """MISSING: it is required."""
 
@@ -78,11 +78,10 @@ class Setting:
 
     def display(self, public: Any) -> str:
         """The public form of the value as one line of text."""
-        empty = public is None or public == [] or public == {}
-        return self.none if empty else self.type.display(public)
+        return self.none if public is None else self.type.display(public)
 
 
-def _about(
+def _metadata(
     type_: SettingType, section: Section, help_: str, none: str = "none"
 ) -> Mapping[str, Any]:
     """The entry of a field in the table."""
@@ -98,17 +97,21 @@ class EndpointSettings:
     """
 
     name: str = field(
-        metadata=_about(setting_types.Name(), _SUBSCRIPTION, "Unique name of the endpoint.")
+        metadata=_metadata(
+            setting_types.Name(),
+            _SUBSCRIPTION,
+            "Unique name of the endpoint; its id stays when the name changes.",
+        )
     )
     url: str = field(
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Url(), _REQUESTS, "URL of the receiver, also for pending deliveries."
         )
     )
     types: tuple[str, ...] = field(
         default=(EVERYTHING,),
-        metadata=_about(
-            setting_types.TypePatterns(setting_types.TYPES_MAX),
+        metadata=_metadata(
+            setting_types.PatternList(setting_types.TYPES_MAX),
             _SUBSCRIPTION,
             'Types of the events to receive.  "*" matches one segment, a last "**" the rest; "**" '
             "alone is every type except outbox.*.",
@@ -116,7 +119,7 @@ class EndpointSettings:
     )
     filter: str | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Filter(),
             _SUBSCRIPTION,
             "Condition on the payload, in SQL/JSON path: '@.total > 100 && @.currency == \"EUR\"'.",
@@ -124,7 +127,7 @@ class EndpointSettings:
     )
     tenant: str | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Tenant(),
             _SUBSCRIPTION,
             "Receive the events of this tenant only.  Without one, those without a tenant.",
@@ -132,7 +135,7 @@ class EndpointSettings:
     )
     all_tenants: bool = field(
         default=False,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Switch(),
             _SUBSCRIPTION,
             "Receive the events of all tenants, and events without one.",
@@ -140,7 +143,7 @@ class EndpointSettings:
     )
     lanes: int = field(
         default=1,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Count(LANES_MAX),
             _SUBSCRIPTION,
             f"Number of lanes, 1 to {LANES_MAX}.  A lane sends one request at a time; events with "
@@ -150,21 +153,21 @@ class EndpointSettings:
 
     method: Method = field(
         default="POST",
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Choice(get_args(Method)), _REQUESTS, "HTTP method: POST, PUT or PATCH."
         ),
     )
     headers: Mapping[str, str] = field(
         default_factory=dict,
-        metadata=_about(
-            setting_types.Headers(),
+        metadata=_metadata(
+            setting_types.HeaderMap(),
             _REQUESTS,
             "Headers to send, in place of an event's headers of the same names.",
         ),
     )
     header_prefix: str = field(
         default=DEFAULT_PREFIX,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.HeaderPrefix(),
             _REQUESTS,
             "Begins the names of the headers that describe a delivery: X-Acme-Sequence instead of "
@@ -173,19 +176,19 @@ class EndpointSettings:
     )
     connect_timeout_s: float = field(
         default=5.0,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Time(TIMEOUT_S_MAX), _REQUESTS, "Connect time-out, including DNS and TLS."
         ),
     )
     timeout_s: float = field(
         default=15.0,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Time(TIMEOUT_S_MAX), _REQUESTS, "Time-out of the whole request."
         ),
     )
     in_flight_max: int | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Count(IN_FLIGHT_MAX),
             _REQUESTS,
             "Maximum concurrent requests, over all lanes.",
@@ -194,7 +197,7 @@ class EndpointSettings:
     )
     rate_per_s: float | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Rate(),
             _REQUESTS,
             "Maximum requests per second of one relay; 0.5 is one every two seconds.",
@@ -203,7 +206,7 @@ class EndpointSettings:
     )
     batch_max: int | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Count(BATCH_MAX),
             _REQUESTS,
             f"Maximum deliveries of a lane in one request, sent as a JSON array, 1 to {BATCH_MAX}.",
@@ -212,7 +215,7 @@ class EndpointSettings:
     )
     keep_alive: bool = field(
         default=True,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Switch(),
             _REQUESTS,
             "Reuse connections; otherwise each request has a connection of its own.",
@@ -220,8 +223,8 @@ class EndpointSettings:
     )
     allow_networks: tuple[str, ...] = field(
         default=(),
-        metadata=_about(
-            setting_types.Networks(setting_types.NETWORKS_MAX),
+        metadata=_metadata(
+            setting_types.NetworkList(setting_types.NETWORKS_MAX),
             _REQUESTS,
             "Private networks that the endpoint may be in, also with plain http and any port, such "
             "as 10.1.2.0/24, besides OUTBOX_ALLOW_NETWORKS.",
@@ -229,7 +232,7 @@ class EndpointSettings:
     )
     ca: str | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Certificates(),
             _REQUESTS,
             "CA certificates (PEM) to trust instead of the system's.",
@@ -238,7 +241,7 @@ class EndpointSettings:
     )
     checkpoint_every_s: float | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Time(AGE_S_MAX, CHECKPOINT_EVERY_MIN_S),
             _REQUESTS,
             "Interval for sending each lane's last sequence number, so that the receiver detects "
@@ -249,7 +252,7 @@ class EndpointSettings:
 
     retry: RetryPolicy = field(
         default=STANDARD,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Retry(),
             _FAILURES,
             f"Retry policy: {', '.join(PRESETS)}, values such as base=5s,factor=2,cap=1h, or both: "
@@ -258,8 +261,8 @@ class EndpointSettings:
     )
     retryable: tuple[str, ...] | None = field(
         default=None,
-        metadata=_about(
-            setting_types.Statuses(setting_types.STATUSES_MAX),
+        metadata=_metadata(
+            setting_types.StatusList(setting_types.STATUSES_MAX),
             _FAILURES,
             "Statuses to retry, such as 429, 5xx or 500-504.",
             none="408 425 429 5xx",
@@ -267,7 +270,7 @@ class EndpointSettings:
     )
     on_dead_letter: OnDeadLetter = field(
         default="continue",
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Choice(get_args(OnDeadLetter)),
             _FAILURES,
             "After a dead letter: continue with the next delivery, or block the lane until it is "
@@ -276,7 +279,7 @@ class EndpointSettings:
     )
     backlog_max: int | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Count(COUNT_MAX),
             _FAILURES,
             "Maximum pending deliveries; older ones are dead-lettered.",
@@ -285,7 +288,7 @@ class EndpointSettings:
     )
     backlog_age_s: float | None = field(
         default=None,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Time(AGE_S_MAX),
             _FAILURES,
             "Maximum age of pending deliveries; older ones are dead-lettered.",
@@ -294,7 +297,7 @@ class EndpointSettings:
     )
     disable_after_s: float = field(
         default=3 * 86400.0,
-        metadata=_about(
+        metadata=_metadata(
             setting_types.Time(AGE_S_MAX),
             _FAILURES,
             "Disable the endpoint after this time without a success.",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox.core.model.endpoint import SETTINGS, EndpointSettings
+from outbox.core.model.setting_types import HeaderMap
 from outbox.core.model.text import closest, quoted, truncate
 from outbox.errors import UsageError
 
@@ -125,10 +126,10 @@ def differences(old: EndpointSettings, new: EndpointSettings) -> dict[str, tuple
     changed = {}
     for name, each in SETTINGS.items():
         if getattr(old, each.field) != getattr(new, each.field):
-            before, after = (each.display(each.public(its)) for its in (old, new))
-            if before == after:
-                after += " (values not shown)"
-            changed[name] = before, after
+            before = each.display(each.public(old))
+            after = each.display(each.public(new))
+            hidden = before == after and isinstance(each.type, HeaderMap)
+            changed[name] = before, f"{after} (values not shown)" if hidden else after
     return changed
 
 

@@ -135,9 +135,10 @@ def event_header_problem(name: str, value: object) -> str | None:
     return header_problem(name, value)
 
 
-def valid_headers(headers: Mapping[str, object]) -> Headers:
-    """The allowed headers of an endpoint, the first of each name."""
-    return tuple(_select(headers.items(), header_problem).values())
+def valid_headers(headers: Mapping[str, object], header_prefix: str = DEFAULT_PREFIX) -> Headers:
+    """The allowed headers of an endpoint with this prefix, the first of each name."""
+    found = _select(headers.items(), header_problem)
+    return tuple(found[plain] for plain in found if plain not in relay_headers(header_prefix))
 
 
 def merge(endpoint: Headers, event: bytes | None, header_prefix: str = DEFAULT_PREFIX) -> Headers:

@@ -30,7 +30,7 @@ STATUSES_MAX = 500
 EVERYTHING = "**"
 OTHERS = "(other)"
 """The `endpoint` attribute of endpoints without their own series in metrics."""
-_PREFIX = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?-")
+_HEADER_PREFIX = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?-")
 _FOREIGN_PREFIXES = ("webhook-", "x-forwarded-", "proxy-", "sec-", "content-", "accept-")
 """Prefixes with a meaning of their own."""
 _CERTIFICATE = "-----BEGIN CERTIFICATE-----"
@@ -66,7 +66,7 @@ class SettingType:
         return value
 
     def display(self, public: Any) -> str:
-        """Display a public form that is neither null nor empty."""
+        """Display a public form that is not null."""
         return str(public)
 
 
@@ -115,7 +115,6 @@ class Filter(SettingType):
 @dataclass(frozen=True, slots=True)
 class Choice(SettingType):
     choices: tuple[str, ...]
-    metavar = "CHOICE"
 
     def validate(self, name: str, value: Any) -> Any:
         if value not in self.choices:
@@ -163,7 +162,7 @@ class Rate(SettingType):
         return float(value)
 
     def display(self, public: float) -> str:
-        return f"{public:g}"
+        return repr(public).removesuffix(".0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +218,10 @@ class TextList(SettingType):
         return list(value)
 
     def display(self, public: list[str]) -> str:
-        return " ".join(public)
+        return " ".join(public) or "none"
 
 
-class TypePatterns(TextList):
+class PatternList(TextList):
     metavar = "PATTERN"
 
     def validate(self, name: str, value: Any) -> tuple[str, ...]:
@@ -238,7 +237,7 @@ class TypePatterns(TextList):
         return patterns
 
 
-class Networks(TextList):
+class NetworkList(TextList):
     metavar = "RANGE"
 
     def validate(self, name: str, value: Any) -> tuple[str, ...]:
@@ -255,8 +254,8 @@ class Networks(TextList):
         return tuple(networks)
 
 
-class Statuses(TextList):
-    """HTTP statuses, classes and ranges; "none" stands for an empty list."""
+class StatusList(TextList):
+    """HTTP statuses, classes and ranges."""
 
     metavar = "STATUS"
     public_type = str | int
@@ -266,9 +265,6 @@ class Statuses(TextList):
         retryable_statuses.parse(statuses)
         return statuses
 
-    def parse(self, name: str, given: Any) -> Any:
-        return () if given in ("none", ["none"]) else super().parse(name, given)
-
 
 class HeaderPrefix(SettingType):
     """The beginning of header names."""
@@ -277,7 +273,7 @@ class HeaderPrefix(SettingType):
 
     def validate(self, name: str, value: Any) -> str:
         text = _text(name, value)
-        if not _PREFIX.fullmatch(text) or text.lower().startswith(_FOREIGN_PREFIXES):
+        if not _HEADER_PREFIX.fullmatch(text) or text.lower().startswith(_FOREIGN_PREFIXES):
             raise UsageError(
                 f"{name}: {quoted(text)} must be letters, digits and dashes, such as X-Acme-, "
                 f"and not begin with {', '.join(_FOREIGN_PREFIXES)}"
@@ -285,7 +281,7 @@ class HeaderPrefix(SettingType):
         return text
 
 
-class Headers(SettingType):
+class HeaderMap(SettingType):
     """Header names and values.
 
     A header may be a credential: in the public form each value is null, which keeps the current
@@ -299,13 +295,13 @@ class Headers(SettingType):
         if not isinstance(value, dict):
             raise UsageError(f"{name}: must be a mapping of names to values")
         encode_headers(value, header_problem)
-        return value
+        return dict(value)
 
     def public(self, value: dict[str, str]) -> dict[str, None]:
         return dict.fromkeys(value)
 
     def display(self, public: dict[str, None]) -> str:
-        return " ".join(sorted(public))
+        return " ".join(sorted(public)) or "none"
 
 
 class Certificates(SettingType):
@@ -323,7 +319,8 @@ class Certificates(SettingType):
 
     def display(self, public: str) -> str:
         fingerprint = sha256(public.encode()).hexdigest()[:12]
-        return f"{public.count(_CERTIFICATE)} of its own, SHA-256 {fingerprint}"
+        count = public.count(_CERTIFICATE)
+        return f"{count} certificate{'s' * (count > 1)}, SHA-256 of the text {fingerprint}"
 
 
 class Retry(SettingType):

@@ -198,9 +198,10 @@ def _partial_success_error(request: Request, response: aiohttp.ClientResponse) -
 
 
 def _sequences(body: bytes) -> list[int]:
-    """The sequence numbers of a batch; empty: the body is none, or is malformed on purpose."""
+    """The sequence numbers of a batch; empty: the body is not a batch, or is malformed."""
     try:
-        return [each["sequence"] for each in orjson.loads(body)]
+        content = orjson.loads(body)
+        return [each["sequence"] for each in content] if isinstance(content, list) else []
     except (ValueError, KeyError, TypeError):
         return []
 

@@ -71,6 +71,7 @@ function read(headers, delivery) {
     !(0 <= previous && previous < sequence)
   )
     throw new Refused(400, "not a delivery");
+  // An endpoint with another header_prefix has it in place of "x-".
   const expected = {
     "x-event": type,
     "x-event-id": id,

@@ -8,7 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outbox.core.sequencing.partition_window import WIDTH
-from outbox.operations.verify.inconsistent_rows import INCONSISTENT_ROWS
+from outbox.operations.verify.inconsistent_rows import (
+    ABANDONED_CLAIMS,
+    DECIDED_BLOCKS,
+    MISSING_ROWS,
+    ROWS_OF_REMOVED_ENDPOINTS,
+)
 from outbox.store.skipped_events import SKIPPED_EVENTS
 from outbox.store.type_match import FILTER_MET, MATCHES
 
@@ -325,8 +330,26 @@ CHECKS: tuple[AuditCheck, ...] = (
     ),
     AuditCheck(
         "whole",
-        "no required row is missing, and no row is left of removed endpoints",
+        "no row that an endpoint or a lane requires is missing",
         "restore the rows from a backup, or remove the endpoint and add it again",
-        INCONSISTENT_ROWS,
+        MISSING_ROWS,
+    ),
+    AuditCheck(
+        "decided",
+        "a lane is blocked only by a dead letter that is not decided",
+        "outbox endpoint resume NAME",
+        DECIDED_BLOCKS,
+    ),
+    AuditCheck(
+        "cleared",
+        "no secret, subscription or replay is left of removed endpoints",
+        "delete these rows in the database, as its owner: nothing uses them",
+        ROWS_OF_REMOVED_ENDPOINTS,
+    ),
+    AuditCheck(
+        "claimed",
+        "no idempotency key has been claimed for over a day without an event",
+        "outbox once reset KEY",
+        ABANDONED_CLAIMS,
     ),
 )

@@ -1,6 +1,6 @@
-"""Damage that no other check of `outbox verify` finds: missing rows, and left ones.
+"""Rows that are missing, or left, after a partial restore or an edit by hand.
 
-It results from a partial restore, from tables edited by hand, or from interrupted maintenance.
+For the checks of `outbox verify`: each statement returns the violations as text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ UNUSED_CLAIM_S = 86400
 
 # Listings and the sequencer join these tables, so a lane or endpoint with a missing row is
 # skipped silently; and a lane whose checkpoint is beyond its counter sends nothing.
-_MISSING = """
+MISSING_ROWS = """
 SELECT format('lane %s of endpoint %s has no counter or no checkpoint', l.id, e.name) AS what
   FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
  WHERE NOT EXISTS (SELECT FROM lane_counter WHERE lane_id = l.id)
@@ -28,7 +28,7 @@ SELECT format('endpoint %s: no row in endpoint_health', e.name)
  WHERE e.state <> 'removed' AND NOT EXISTS (SELECT FROM endpoint_health WHERE endpoint_id = e.id)
 """
 
-_DECIDED_BLOCKS = """
+DECIDED_BLOCKS = """
 SELECT format('lane %s is blocked by sequence %s, which %s', b.lane_id, b.seq,
               coalesce('is ' || x.state, 'is not a dead letter'))
   FROM lane_block b
@@ -39,7 +39,7 @@ SELECT format('lane %s is blocked by sequence %s, which %s', b.lane_id, b.seq,
  WHERE x.state IS DISTINCT FROM 'dead'
 """
 
-_LEFT_BY_REMOVED_ENDPOINTS = """
+ROWS_OF_REMOVED_ENDPOINTS = """
 SELECT format('replay %s is for endpoint %s, which is removed', r.id, e.name)
   FROM replay r JOIN endpoint e ON e.id = r.endpoint_id AND e.state = 'removed'
  WHERE r.next_seq <= r.to_seq
@@ -52,14 +52,9 @@ SELECT format('endpoint %s is removed, but its subscription is current', e.name)
  WHERE s.to_batch IS NULL
 """
 
-_ABANDONED_CLAIMS = f"""
+ABANDONED_CLAIMS = f"""
 SELECT format('once key "%s" is claimed without an event', key)
   FROM idempotency_key
  WHERE event_id IS NULL AND expires_at > now()
    AND claimed_at < now() - interval '{UNUSED_CLAIM_S} s'
 """  # noqa: S608 (constants only)
-
-INCONSISTENT_ROWS = " UNION ALL ".join(
-    (_MISSING, _DECIDED_BLOCKS, _LEFT_BY_REMOVED_ENDPOINTS, _ABANDONED_CLAIMS)
-)
-"""All of it, as text."""
