@@ -35,8 +35,9 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
 # at most `numbers_max` numbers per part.  Each delivery is appended to the lane to which its key
 # is assigned today.
 #   requested: the replays of each part with their dead letters, and the sequence numbers before
-#     each.  MATERIALIZED: evaluated once.  LIMIT 1 keeps x an index lookup per replay, and
-#     OFFSET 0 keeps the inner query to pending replays, whatever the planner estimates.
+#     each.  MATERIALIZED: evaluated once.  LIMIT 1 keeps x an index lookup per replay, as it
+#     keeps l one per delivery, and OFFSET 0 keeps the inner query to pending replays, whatever
+#     the planner estimates.
 #   chunk: how many numbers each replay may take.  Sequence numbers have no gaps, so this is
 #     known beforehand: no more of a range is read than is taken, from where the last batch
 #     ended.
@@ -82,9 +83,12 @@ SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id 
          LEFT JOIN LATERAL (
               SELECT key FROM dead_letter WHERE id = n.copy_id LIMIT 1) c ON true
         WHERE n.seq < t.next_seq + t.numbers) d ON true
-  LEFT JOIN lane l ON l.endpoint_id = t.endpoint_id AND l.generation = t.generation
-   AND l.slot = (CASE WHEN d.key IS NULL THEN d.outbox_id
-                      ELSE hashtextextended(d.key, 0) & 9223372036854775807 END) % t.lanes
+  LEFT JOIN LATERAL (
+       SELECT id FROM lane
+        WHERE endpoint_id = t.endpoint_id AND generation = t.generation
+          AND slot = (CASE WHEN d.key IS NULL THEN d.outbox_id
+                           ELSE hashtextextended(d.key, 0) & 9223372036854775807 END) % t.lanes
+        LIMIT 1) l ON true
  ORDER BY t.job_id, t.endpoint_id, t.id, d.seq
 """
 

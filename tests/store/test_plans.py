@@ -238,8 +238,8 @@ async def _replay_of_a_range(log: LongLog) -> Case:
         VALUES (1000, {endpoint}, 1000000, {middle}, {batch}, {ACKED})"""
     async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
         endpoint_id = await connection.fetchval(f"SELECT {endpoint}")
-    # The event of each delivery and the lanes of its endpoint.
-    rows, pages = 10 * (SLOTS + 2) + 10, 10 * (2 * FOUR + SLOTS) + 40
+    # Each delivery, its event and its new lane.
+    rows, pages = 10 * 3 + 10, 10 * 3 * FOUR + 40
     arguments = ([1000], [endpoint_id], [10])
     return Case(routing.READ_REPLAYS, arguments, rows, pages, before=(requested,))
 
