@@ -358,6 +358,8 @@ _BATCH = b'[{"delivery":"%b",%b]' % (str(_ID).encode(), GOOD_BODY[1:])
 _ITEM = {"sequence": 7, "headers": dict(GOOD_HEADERS), "body": GOOD_BODY.decode()}
 _LANE = {"lane": "0198c0de0000-1-0", "generation": 1, "acknowledged": 9, "last": 9, "ended": False}
 _SIGNED = dict(GOOD_HEADERS)
+# The position of the time stamp, as `Data.number` reads it.
+_TIME_AT = chr(ord("0") + list(_SIGNED).index("webhook-timestamp"))
 _FORGED = "v1," + base64.b64encode(hmac.digest(b"guess", GOOD_BODY, "sha256")).decode()
 
 TARGETS = (
@@ -369,8 +371,8 @@ TARGETS = (
             fields("0120", _SIGNED["webhook-id"], "0"), fields("0122", _FORGED, "0"),
             fields("1120", _SIGNED["webhook-id"]) + fields("\x1f121", str(NOW)) + fields("\x1f122",
             "v1,x"),
-            fields("01399" + "1", "10"), fields("0130", "1", "0"),
-            fields("0149", "WEBHOOK-ID", "0"),
+            fields(f"013{_TIME_AT}91", "10"), fields("0130", "1", "0"),
+            fields(f"014{_TIME_AT}", "WEBHOOK-ID", "0"),
         ),
         words=(*_NAMES, "v1,", "v1a,", " ", ".", str(NOW), "+", "=", "webhook-id", "é", "\r\n",
                _SIGNED["webhook-signature"], _FORGED, "v1," * SIGNATURES_MAX, b"\xff"),
