@@ -35,8 +35,9 @@ SELECT current_setting('fsync') AS fsync,
        current_user AS role
 """
 
-# All roles may read numbackends, and the role and name of a session, unlike most of
-# pg_stat_activity.  Reserved connections are for superusers, and from version 16 on for
+# All roles may read the database, the role and the name of a session, unlike most of
+# pg_stat_activity.  Workers of autovacuum have no role, replication has no database, and no limit
+# counts them.  Reserved connections are for superusers, and from version 16 on for
 # pg_use_reserved_connections.  A database and a role may have their own limit.
 CONNECTIONS = f"""
 SELECT *,
@@ -44,15 +45,18 @@ SELECT *,
          WHERE datname = current_database()
            AND application_name LIKE '{SESSION_NAME.removesuffix(":")}%') AS of_relays
   FROM (SELECT 'this server' AS of, 'raise max_connections, or close some' AS do,
-               (SELECT coalesce(sum(numbackends), 0) FROM pg_stat_database)::integer AS used,
+               (SELECT count(*) FROM pg_stat_activity
+                 WHERE datid IS NOT NULL AND usesysid IS NOT NULL)::integer AS used,
                current_setting('max_connections')::integer
                - current_setting('superuser_reserved_connections')::integer
                - coalesce(current_setting('reserved_connections', true)::integer, 0) AS usable
          UNION ALL
         SELECT format('database "%s"', datname),
                format('ALTER DATABASE %I CONNECTION LIMIT -1, or close some', datname),
-               pg_stat_get_db_numbackends(oid), datconnlimit
-          FROM pg_database WHERE datname = current_database() AND datconnlimit >= 0
+               (SELECT count(*) FROM pg_stat_activity a
+                 WHERE a.datid = d.oid AND a.usesysid IS NOT NULL)::integer,
+               datconnlimit
+          FROM pg_database d WHERE datname = current_database() AND datconnlimit >= 0
          UNION ALL
         SELECT format('role "%s"', rolname),
                format('ALTER ROLE %I CONNECTION LIMIT -1, or close some', rolname),
