@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -81,15 +81,11 @@ _API_NOTES = {
 def _field(setting: Setting) -> Any:
     """The type and the description of a setting in a body."""
     form: Any = setting.type.public_type
-    text = setting.help
     if isinstance(setting.type, TextList):
         form = Annotated[tuple[form, ...], at_most(setting.type.items_max)]
     elif isinstance(setting.type, HeaderMap):
         form = Headers[str | None]
-    if setting.name in _API_NOTES:
-        text += f"  {_API_NOTES[setting.name]}"
-    if setting.default is not MISSING:
-        text += f"  Default: {setting.default_text}."
+    text = setting.describe(_API_NOTES.get(setting.name, ""))
     return form | None, Field(default=None, description=text)
 
 

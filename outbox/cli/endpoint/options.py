@@ -6,7 +6,7 @@ An omitted option sets nothing: `add` uses the default, and `update` keeps the c
 from __future__ import annotations
 
 import functools
-from dataclasses import MISSING, replace
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
@@ -62,28 +62,26 @@ def _flag(setting: Setting) -> str:
 
 
 def _option(setting: Setting) -> Any:
-    flag, text = _flag(setting), setting.help
+    flag, note = _flag(setting), ""
     kind: dict[str, Any] = {"metavar": setting.type.metavar}
     match setting.type:
         case Switch():
             flag, kind = f"{flag}/--no-{flag.removeprefix('--')}", {"default": None}
         case TextList() | HeaderMap():
             kind["multiple"] = True
-            text += "  Repeatable."
+            note = "Repeatable."
             if isinstance(setting.type, StatusList):
-                text += f"  {_NONE}: no status."
+                note += f"  {_NONE}: no status."
         case Choice(choices):
             kind["metavar"] = "|".join(choices)
         case Certificates():
             kind["type"] = click.File()
-            text += "  - reads stdin."
+            note = "- reads stdin."
         case Count():
             kind["type"] = int
         case Rate():
             kind["type"] = float
-    if setting.default is not MISSING:
-        text += f"  Default: {setting.default_text}."
-    return click.option(flag, _PREFIX + setting.field, help=text, **kind)
+    return click.option(flag, _PREFIX + setting.field, help=setting.describe(note), **kind)
 
 
 _FROM_FILE = click.option(
@@ -141,7 +139,7 @@ def file_name(file: IO[str]) -> str:
 
 def new_options(command: Callable[..., T]) -> Callable[..., T]:
     """Options of a new endpoint; the command receives its settings as `given`."""
-    optional = [each for each in SETTINGS.values() if each.default is not MISSING]
+    optional = [each for each in SETTINGS.values() if not each.is_required]
     return _collected(command, [*map(_option, optional), _FROM_FILE])
 
 
@@ -213,7 +211,7 @@ def _edited(
 
 def _resettable(name: str) -> Setting:
     """The setting of a --reset, by its name or its flag."""
-    optional = {n: each for n, each in SETTINGS.items() if each.default is not MISSING}
+    optional = {n: each for n, each in SETTINGS.items() if not each.is_required}
     by_word = optional | {_flag(each)[2:].replace("-", "_"): each for each in optional.values()}
     found = by_word.get(name.replace("-", "_"))
     if found is None:

@@ -60,14 +60,19 @@ class Setting:
         return self.field.removesuffix("_s").removesuffix("_per")
 
     @property
-    def optional(self) -> bool:
-        """Whether its value may be None."""
-        return self.default is None
+    def is_required(self) -> bool:
+        return self.default is MISSING
 
     @property
-    def default_text(self) -> str:
-        """The default as one line of text."""
-        return self.display(self._public(self.default))
+    def is_nullable(self) -> bool:
+        return self.default is None
+
+    def describe(self, note: str = "") -> str:
+        """The help, a note and the default."""
+        sentences = [self.help, note] if note else [self.help]
+        if not self.is_required:
+            sentences.append(f"Default: {self.display(self._public(self.default))}.")
+        return "  ".join(sentences)
 
     def public(self, settings: EndpointSettings) -> Any:
         """The value as in files and in the API."""
@@ -307,7 +312,7 @@ class EndpointSettings:
     def __post_init__(self) -> None:
         for each in SETTINGS.values():
             value = getattr(self, each.field)
-            if value is not None or not each.optional:
+            if value is not None or not each.is_nullable:
                 object.__setattr__(self, each.field, each.type.validate(each.name, value))
         if self.all_tenants and self.tenant is not None:
             raise UsageError("tenant: an endpoint is for one tenant or for all, not both")
