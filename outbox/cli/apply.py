@@ -13,9 +13,8 @@ import yaml
 
 from outbox.cli.common import (
     actor,
-    database,
     json_option,
-    run_async,
+    run_operation,
     settings_options,
     warn_about_networks,
 )
@@ -94,21 +93,17 @@ def command(
 
     vault = Vault.from_settings(settings)
 
-    async def apply_declarations() -> ApplyReport:
-        async with database(settings) as connection:
-            return await apply_file(
-                connection,
-                settings.schema_name,
-                declared,
-                actor=actor(),
-                prune=prune,
-                dead_letter=dead_letter,
-                dry_run=dry_run,
-                vault=vault,
-            )
-
     try:
-        report = run_async(apply_declarations())
+        report = run_operation(
+            settings,
+            apply_file,
+            declared,
+            actor=actor(),
+            prune=prune,
+            dead_letter=dead_letter,
+            dry_run=dry_run,
+            vault=vault,
+        )
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     opened = {

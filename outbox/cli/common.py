@@ -9,7 +9,7 @@ import shlex
 import signal
 import socket
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import click
 
@@ -23,13 +23,14 @@ from outbox.store.connection.migrate import require_current
 from outbox.store.connection.operator import connect_operator
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
     from ipaddress import IPv4Network, IPv6Network
 
     from asyncpg import Connection
 
     Network = IPv4Network | IPv6Network
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 APPLICATION_NAME = "outbox-cli"
@@ -101,6 +102,50 @@ async def database(
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(main)
+
+
+def run_connected(
+    settings: Settings,
+    work: Callable[[Connection[Any]], Awaitable[T]],
+    *,
+    current: bool = True,
+    long: bool = False,
+) -> T:
+    """Run work on a database connection of its own, and return its result.
+
+    Args:
+        current, long: as in `database`.
+
+    Raises:
+        OutboxError: as in `database`; and any error of the work.
+    """
+
+    async def run() -> T:
+        async with database(settings, current=current, long=long) as connection:
+            return await work(connection)
+
+    return run_async(run())
+
+
+def run_operation(
+    settings: Settings,
+    operation: Callable[Concatenate[Connection[Any], str, P], Awaitable[T]],
+    /,
+    *args: P.args,
+    **options: P.kwargs,
+) -> T:
+    """Run one operation on a database connection of its own, and return its result.
+
+    Args:
+        operation: called with the connection, the schema's name, `args` and `options`.
+
+    Raises:
+        OutboxError: as in `database`; and any error of the operation.
+    """
+    return run_connected(
+        settings,
+        lambda connection: operation(connection, settings.schema_name, *args, **options),
+    )
 
 
 async def run_until_signal(work: Coroutine[Any, Any, T]) -> T:

@@ -9,11 +9,11 @@ import click
 from outbox.cli import filter_options, progress
 from outbox.cli.common import (
     actor,
-    database,
     json_option,
     limit_option,
     print_next_page,
-    run_async,
+    run_connected,
+    run_operation,
     settings_options,
 )
 from outbox.cli.main import Group
@@ -25,6 +25,8 @@ from outbox.operations.dead_letter_filter import DeadLetterSelection
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asyncpg import Connection
+
     from outbox.config import Settings
     from outbox.operations.dead_letters import (
         DeadLetter,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
         DeadLetterRow,
         ReplayRow,
     )
+    from outbox.operations.discard import DiscardReport
+    from outbox.operations.replay_jobs import ReplayJob
     from outbox.operations.replays import ReplayReport
 
 
@@ -115,33 +119,30 @@ def list_(
         else tuple(s for s in dead_letters.STATES if s == state)
     )
 
-    async def print_page() -> None:
-        async with database(settings) as connection:
-            rows = await dead_letters.list_dead_letters(
-                connection,
-                settings.schema_name,
-                only=filter_options.build_filter(
-                    await dead_letter_filter.read_now(connection), chosen
-                ),
-                states=states,
-                limit=limit + 1,
-                after=after,
-            )
-        rows, more = rows[:limit], len(rows) > limit
-        if more:
-            print_next_page(rows[-1].id)
-        if as_json:
-            emit_json(rows)
-            return
-        # Omit the state column when all rows have the same state.
-        columns = [c for c in _COLUMNS if state in ("all", "dead_again") or c[0] != "state"]
-        emit_table(
-            [name for name, _ in columns],
-            [[value(row) for _, value in columns] for row in rows],
-            "no dead letters",
+    async def read_page(connection: Connection[Any]) -> list[DeadLetterRow]:
+        return await dead_letters.list_dead_letters(
+            connection,
+            settings.schema_name,
+            only=filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen),
+            states=states,
+            limit=limit + 1,
+            after=after,
         )
 
-    run_async(print_page())
+    rows = run_connected(settings, read_page)
+    rows, more = rows[:limit], len(rows) > limit
+    if more:
+        print_next_page(rows[-1].id)
+    if as_json:
+        emit_json(rows)
+        return
+    # Omit the state column when all rows have the same state.
+    columns = [c for c in _COLUMNS if state in ("all", "dead_again") or c[0] != "state"]
+    emit_table(
+        [name for name, _ in columns],
+        [[value(row) for _, value in columns] for row in rows],
+        "no dead letters",
+    )
 
 
 @command.command(
@@ -158,14 +159,11 @@ Examples:
 def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
     """Count dead letters by endpoint, reason and state."""
 
-    async def read_counts() -> DeadLetterCounts:
-        async with database(settings) as connection:
-            only = filter_options.build_filter(
-                await dead_letter_filter.read_now(connection), chosen
-            )
-            return await dead_letters.count_by_state(connection, settings.schema_name, only=only)
+    async def read_counts(connection: Connection[Any]) -> DeadLetterCounts:
+        only = filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen)
+        return await dead_letters.count_by_state(connection, settings.schema_name, only=only)
 
-    report = run_async(read_counts())
+    report = run_connected(settings, read_counts)
     if as_json:
         emit_json(report)
         return
@@ -193,16 +191,11 @@ Example:
 @settings_options
 def show(settings: Settings, dead_id: int, as_json: bool) -> None:
     """Show a dead letter with its event and the last response of the receiver."""
-
-    async def print_details() -> None:
-        async with database(settings) as connection:
-            letter = await dead_letters.get_dead_letter(connection, settings.schema_name, dead_id)
-        if as_json:
-            emit_json(letter)
-        else:
-            _show(letter)
-
-    run_async(print_details())
+    letter = run_operation(settings, dead_letters.get_dead_letter, dead_id)
+    if as_json:
+        emit_json(letter)
+    else:
+        _show(letter)
 
 
 @command.command(
@@ -239,31 +232,30 @@ def replay(
     """
     filter_options.require_selection(ids, everything, chosen)
 
-    async def replay_dead_letters() -> None:
+    async def replay_dead_letters(
+        connection: Connection[Any],
+    ) -> tuple[ReplayReport, ReplayJob | None]:
         schema = settings.schema_name
-        async with database(settings) as connection:
-            only = filter_options.build_filter(
-                await dead_letter_filter.read_now(connection), chosen
-            )
-            which = DeadLetterSelection(ids, only, everything)
-            report = await replays.start_replay(
-                connection, schema, which, actor=actor(), rate_per_s=rate_per_s, dry_run=dry_run
-            )
-            if not as_json:
-                _print_replay(report)
-            job = None
-            if report.job is not None:
-                # Dead letters selected by ID are few, so do not wait by default.
-                follow_job = False if wait is None and ids else wait
-                job = await progress.follow(
-                    connection, schema, report.job, wait=follow_job, as_json=as_json
-                )
-            if job is not None:
-                progress.print_result(job, as_json=as_json)
-            elif as_json:
-                emit_json(report)
+        only = filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen)
+        which = DeadLetterSelection(ids, only, everything)
+        report = await replays.start_replay(
+            connection, schema, which, actor=actor(), rate_per_s=rate_per_s, dry_run=dry_run
+        )
+        if not as_json:
+            _print_replay(report)
+        if report.job is None:
+            return report, None
+        # Dead letters selected by ID are few, so do not wait by default.
+        follow_job = False if wait is None and ids else wait
+        return report, await progress.follow(
+            connection, schema, report.job, wait=follow_job, as_json=as_json
+        )
 
-    run_async(replay_dead_letters())
+    report, job = run_connected(settings, replay_dead_letters)
+    if job is not None:
+        progress.print_result(job, as_json=as_json)
+    elif as_json:
+        emit_json(report)
 
 
 @command.command(
@@ -290,25 +282,25 @@ def discard(
     """Discard dead letters permanently."""
     filter_options.require_selection(ids, everything, chosen)
 
-    async def discard_dead_letters() -> None:
-        schema = settings.schema_name
-        async with database(settings) as connection:
-            which = DeadLetterSelection(
-                ids,
-                filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen),
-                everything,
-            )
-            report = await discards.discard_dead_letters(
-                connection, schema, which, actor=actor(), comment=comment, dry_run=dry_run
-            )
-        if as_json:
-            emit_json(report)
-        elif dry_run:
-            _print_plan("discard", report.discarded)
-        else:
-            click.echo(f"discarded {count(report.discarded, 'dead letter')}")
+    async def discard_dead_letters(connection: Connection[Any]) -> DiscardReport:
+        only = filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen)
+        which = DeadLetterSelection(ids, only, everything)
+        return await discards.discard_dead_letters(
+            connection,
+            settings.schema_name,
+            which,
+            actor=actor(),
+            comment=comment,
+            dry_run=dry_run,
+        )
 
-    run_async(discard_dead_letters())
+    report = run_connected(settings, discard_dead_letters)
+    if as_json:
+        emit_json(report)
+    elif dry_run:
+        _print_plan("discard", report.discarded)
+    else:
+        click.echo(f"discarded {count(report.discarded, 'dead letter')}")
 
 
 def _print_plan(verb: str, dead_letters: int) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import database, json_option, run_async, settings_options
+from outbox.cli.common import json_option, run_connected, settings_options
 from outbox.cli.output import count, emit_json, fold, style
 from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.operations.doctor import DoctorContext, DoctorFinding, DoctorReport, Severity, examine
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
+    from asyncpg import Connection
+
     from outbox.config import Settings
 
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
@@ -48,22 +50,21 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
 
     policy = policy_of(settings)
 
-    async def run_checks() -> DoctorReport:
-        async with database(settings, current=False) as connection:
-            context = DoctorContext(
-                connection,
-                settings.schema_name,
-                listening=settings.notify and not settings.pooled,
-                pooled=settings.pooled,
-                probing=probing,
-                explain_url_rejection=policy.refusal_of_url,
-                allow_networks=settings.allow_networks,
-                vault=Vault.from_settings(settings),
-                keep=settings.keep,
-            )
-            return await examine(context)
+    async def run_checks(connection: Connection[Any]) -> DoctorReport:
+        context = DoctorContext(
+            connection,
+            settings.schema_name,
+            listening=settings.notify and not settings.pooled,
+            pooled=settings.pooled,
+            probing=probing,
+            explain_url_rejection=policy.refusal_of_url,
+            allow_networks=settings.allow_networks,
+            vault=Vault.from_settings(settings),
+            keep=settings.keep,
+        )
+        return await examine(context)
 
-    report = run_async(run_checks())
+    report = run_connected(settings, run_checks, current=False)
     if as_json:
         emit_json(report)
     else:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import (
-    actor,
-    database,
-    json_option,
-    run_async,
-    settings_options,
-    warn,
-)
+from outbox.cli.common import actor, json_option, run_connected, settings_options, warn
 from outbox.cli.output import count, emit_json
 from outbox.errors import UsageError
 from outbox.operations import erase
@@ -23,6 +16,8 @@ from outbox.operations.erase import ErasureTarget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from asyncpg import Connection
 
     from outbox.config import Settings
     from outbox.operations.erase import ErasureReport, OnProgress
@@ -57,26 +52,22 @@ def command(
     """
     target = ErasureTarget(tenant, key)
 
-    async def erase_events() -> ErasureReport:
-        async with database(settings) as connection:
-            schema = settings.schema_name
+    async def erase_events(connection: Connection[Any]) -> ErasureReport:
+        schema = settings.schema_name
+        if not (dry_run or yes):
+            _require_terminal()
+        if dry_run or not yes:
+            with _progress("counting") as show:
+                erasable = await erase.count_erasable(connection, schema, target, on_progress=show)
+            if dry_run:
+                return erasable
+            _confirm(erasable)
+        with _progress("erasing") as show:
+            return await erase.erase_events(
+                connection, schema, target, actor=actor(), on_progress=show
+            )
 
-            if not (dry_run or yes):
-                _require_terminal()
-            if dry_run or not yes:
-                with _progress("counting") as show:
-                    erasable = await erase.count_erasable(
-                        connection, schema, target, on_progress=show
-                    )
-                if dry_run:
-                    return erasable
-                _confirm(erasable)
-            with _progress("erasing") as show:
-                return await erase.erase_events(
-                    connection, schema, target, actor=actor(), on_progress=show
-                )
-
-    done = run_async(erase_events())
+    done = run_connected(settings, erase_events)
     for name in done.schedules:
         warn(f'the schedule "{name}" still publishes such events; see: outbox schedule')
     if as_json:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import click
 
-from outbox.cli.common import database, json_option, run_async, settings_options, warn
+from outbox.cli.common import database, json_option, run_connected, settings_options, warn
 from outbox.cli.output import emit_json
 from outbox.core.model.schema_name import migrate_command
 from outbox.errors import UsageError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
+    from outbox.store.connection.migration_files import Migration
 
 _MAY = {
     "producer": "may publish",
@@ -122,14 +123,17 @@ def command(
     elif from_version:
         raise UsageError("--from requires --sql")
     elif check:
-        run_async(_check(settings, as_json))
+        _check(settings, as_json)
     else:
-        run_async(_migrate(settings, roles, revoke, payload_bytes_max, as_json))
+        _migrate(settings, roles, revoke, payload_bytes_max, as_json)
 
 
-async def _check(settings: Settings, as_json: bool) -> None:
-    async with database(settings, current=False) as connection:
-        status = await migrate.status(connection, settings.schema_name)
+def _check(settings: Settings, as_json: bool) -> None:
+    status = run_connected(
+        settings,
+        lambda connection: migrate.status(connection, settings.schema_name),
+        current=False,
+    )
     pending = [str(migration) for migration in status.pending]
     if as_json:
         emit_json({"schema": status.schema, "version": status.version, "pending": pending})
@@ -144,7 +148,7 @@ async def _check(settings: Settings, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-async def _migrate(
+def _migrate(
     settings: Settings,
     roles: Sequence[tuple[str, str]],
     revoked: Sequence[str],
@@ -152,7 +156,8 @@ async def _migrate(
     as_json: bool,
 ) -> None:
     schema = settings.schema_name
-    async with database(settings, current=False, long=True) as connection:
+
+    async def apply(connection: Connection[Any]) -> tuple[list[Migration], int, int]:
         done = await migrate.migrate(
             connection,
             schema,
@@ -162,7 +167,9 @@ async def _migrate(
             open_observer=lambda: database(settings, current=False),
         )
         dropped = await _drop_partitions(connection)
-        version = (await migrate.status(connection, schema)).version
+        return done, dropped, (await migrate.status(connection, schema)).version
+
+    done, dropped, version = run_connected(settings, apply, current=False, long=True)
     applied = [str(migration) for migration in done]
     if as_json:
         emit_json(

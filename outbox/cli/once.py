@@ -9,11 +9,10 @@ import click
 
 from outbox.cli.common import (
     actor,
-    database,
     json_option,
     limit_option,
     print_next_page,
-    run_async,
+    run_operation,
     settings_options,
 )
 from outbox.cli.main import Group
@@ -98,31 +97,27 @@ def list_(
     for name, text in (("--prefix", prefix), ("--after", after)):
         _require_text(name, text)
 
-    async def print_page() -> None:
-        async with database(settings) as connection:
-            rows = await idempotency_keys.list_keys(
-                connection,
-                settings.schema_name,
-                prefix=prefix,
-                since=since,
-                until=until,
-                state=cast("idempotency_keys.IdempotencyKeyState | None", state),
-                limit=limit + 1,
-                after=after,
-            )
-        rows, more = rows[:limit], len(rows) > limit
-        if more:
-            print_next_page(rows[-1].key)
-        if as_json:
-            emit_json(rows)
-            return
-        emit_table(
-            ["key", "state", "event", "claimed", "expires", "resets"],
-            [(r.key, r.state, r.event_id, r.claimed_at, r.expires_at, r.resets) for r in rows],
-            "no idempotency keys",
-        )
-
-    run_async(print_page())
+    rows = run_operation(
+        settings,
+        idempotency_keys.list_keys,
+        prefix=prefix,
+        since=since,
+        until=until,
+        state=cast("idempotency_keys.IdempotencyKeyState | None", state),
+        limit=limit + 1,
+        after=after,
+    )
+    rows, more = rows[:limit], len(rows) > limit
+    if more:
+        print_next_page(rows[-1].key)
+    if as_json:
+        emit_json(rows)
+        return
+    emit_table(
+        ["key", "state", "event", "claimed", "expires", "resets"],
+        [(r.key, r.state, r.event_id, r.claimed_at, r.expires_at, r.resets) for r in rows],
+        "no idempotency keys",
+    )
 
 
 @command.command(
@@ -136,30 +131,25 @@ Example:
 @settings_options
 def show(settings: Settings, key: str, as_json: bool) -> None:
     """Show the event and the expiry of an idempotency key."""
-
-    async def print_details() -> None:
-        async with database(settings) as connection:
-            found = await idempotency_keys.get_key(connection, settings.schema_name, key)
-        if as_json:
-            emit_json(found)
-            return
-        emit_pairs(
-            [
-                ("key", found.key),
-                ("state", found.state),
-                ("claimed", found.claimed_at),
-                ("expires", found.expires_at),
-                ("resets", found.resets),
-                ("event", found.event_id or "not published"),
-                (
-                    "type",
-                    found.type or (found.event_id and "unknown: the event is no longer retained"),
-                ),
-                ("see", found.event_id and found.type and f"outbox trace {found.event_id}"),
-            ]
-        )
-
-    run_async(print_details())
+    found = run_operation(settings, idempotency_keys.get_key, key)
+    if as_json:
+        emit_json(found)
+        return
+    emit_pairs(
+        [
+            ("key", found.key),
+            ("state", found.state),
+            ("claimed", found.claimed_at),
+            ("expires", found.expires_at),
+            ("resets", found.resets),
+            ("event", found.event_id or "not published"),
+            (
+                "type",
+                found.type or (found.event_id and "unknown: the event is no longer retained"),
+            ),
+            ("see", found.event_id and found.type and f"outbox trace {found.event_id}"),
+        ]
+    )
 
 
 @command.command(
@@ -173,20 +163,13 @@ Example:
 @settings_options
 def reset(settings: Settings, key: str, as_json: bool) -> None:
     """Release an idempotency key, so that its next event is published."""
-
-    async def reset_key() -> None:
-        async with database(settings) as connection:
-            was_held = await idempotency_keys.reset_key(
-                connection, settings.schema_name, key, actor=actor()
-            )
-        if as_json:
-            emit_json({"key": key, "reset": was_held})
-        elif was_held:
-            click.echo(f'reset "{key}": its next event will be published')
-        else:
-            click.echo(f'"{key}" was not taken')
-
-    run_async(reset_key())
+    was_held = run_operation(settings, idempotency_keys.reset_key, key, actor=actor())
+    if as_json:
+        emit_json({"key": key, "reset": was_held})
+    elif was_held:
+        click.echo(f'reset "{key}": its next event will be published')
+    else:
+        click.echo(f'"{key}" was not taken')
 
 
 def _require_text(name: str, text: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import database, duration_s, json_option, run_async, settings_options
+from outbox.cli.common import duration_s, json_option, run_connected, settings_options
 from outbox.cli.output import cell, emit_json
 from outbox.errors import UsageError
 from outbox.producers.publish import publish
@@ -98,32 +98,32 @@ def command(
     """Publish one event of TYPE, in a transaction of its own."""
     raw = read_payload(payload)
 
-    async def publish_event() -> None:
-        async with database(settings, current=False) as connection:
-            event_id = await publish(
-                connection,
-                type_,
-                raw,
-                key=key,
-                tenant=tenant,
-                once=once,
-                once_for=once_for,
-                expires_in=expires_in,
-                deliver_at=deliver_at,
-                headers=parse_headers(headers),
-                schema=settings.schema_name,
-            )
-        if as_json:
-            extra = {} if deliver_at is None else {"deliver_at": deliver_at}
-            emit_json({"id": event_id, "already": event_id is None, **extra})
-        elif event_id is None:
-            click.echo(f'not published: the idempotency key "{once}" was already taken')
-        elif deliver_at is not None:
-            click.echo(f"published {event_id}, due {cell(deliver_at)}")
-        else:
-            click.echo(f"published {event_id}")
-
-    run_async(publish_event())
+    event_id = run_connected(
+        settings,
+        lambda connection: publish(
+            connection,
+            type_,
+            raw,
+            key=key,
+            tenant=tenant,
+            once=once,
+            once_for=once_for,
+            expires_in=expires_in,
+            deliver_at=deliver_at,
+            headers=parse_headers(headers),
+            schema=settings.schema_name,
+        ),
+        current=False,
+    )
+    if as_json:
+        extra = {} if deliver_at is None else {"deliver_at": deliver_at}
+        emit_json({"id": event_id, "already": event_id is None, **extra})
+    elif event_id is None:
+        click.echo(f'not published: the idempotency key "{once}" was already taken')
+    elif deliver_at is not None:
+        click.echo(f"published {event_id}, due {cell(deliver_at)}")
+    else:
+        click.echo(f"published {event_id}")
 
 
 def read_payload(payload: str) -> bytes:

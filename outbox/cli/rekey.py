@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.common import actor, json_option, run_operation, settings_options
 from outbox.cli.output import count, emit_json
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
@@ -17,6 +17,8 @@ from outbox.store.connection.secrets import SETTING, Vault, new_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from asyncpg import Connection
 
     from outbox.config import Settings
     from outbox.operations.rotate_key import RekeyProgress, SecretCount
@@ -80,9 +82,9 @@ def command(
             _confirm_decryption()
         vault = vault.in_clear()
     if check:
-        kept = run_async(_survey(settings))
+        kept = run_operation(settings, rotate_key.count_secrets)
         ctx.exit(EXIT_NOT_ALL if _print_encryption(kept, vault, as_json=as_json) else 0)
-    kept, done = run_async(_rekey(settings, vault, force=force))
+    kept, done = run_operation(settings, _rekey, vault, force=force)
     if as_json:
         emit_json(done)
     else:
@@ -106,26 +108,15 @@ def command(
         ctx.exit(EXIT_NOT_ALL)
 
 
-async def _survey(settings: Settings) -> list[SecretCount]:
-    async with database(settings) as connection:
-        return await rotate_key.count_secrets(connection, settings.schema_name)
-
-
 async def _rekey(
-    settings: Settings, vault: Vault, *, force: bool
+    connection: Connection[Any], schema: str, vault: Vault, *, force: bool
 ) -> tuple[list[SecretCount], RekeyProgress]:
     """Rewrite the secrets; returns their encryption before, and the result."""
-    async with database(settings) as connection:
-        kept = await rotate_key.count_secrets(connection, settings.schema_name)
-        with _progress() as show:
-            return kept, await rotate_key.rotate_key(
-                connection,
-                settings.schema_name,
-                vault,
-                actor=actor(),
-                force=force,
-                on_progress=show,
-            )
+    kept = await rotate_key.count_secrets(connection, schema)
+    with _progress() as show:
+        return kept, await rotate_key.rotate_key(
+            connection, schema, vault, actor=actor(), force=force, on_progress=show
+        )
 
 
 def _print_encryption(kept: list[SecretCount], vault: Vault, *, as_json: bool) -> bool:

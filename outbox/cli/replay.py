@@ -9,11 +9,11 @@ import click
 from outbox.cli import moments, progress
 from outbox.cli.common import (
     actor,
-    database,
     json_option,
     limit_option,
     print_next_page,
-    run_async,
+    run_connected,
+    run_operation,
     settings_options,
 )
 from outbox.cli.main import Group
@@ -22,6 +22,8 @@ from outbox.operations import backfill, dead_letter_filter, replay_jobs
 from outbox.operations.backfill import Backfill
 
 if TYPE_CHECKING:
+    from asyncpg import Connection
+
     from outbox.cli.moments import When
     from outbox.config import Settings
     from outbox.operations.replay_jobs import ReplayJob
@@ -86,33 +88,32 @@ def command(
             "give --endpoint NAME and --since TIME, or a command: list, show or abort", ctx
         )
 
-    async def start_replay() -> None:
+    async def start_replay(connection: Connection[Any]) -> None:
         schema = settings.schema_name
-        async with database(settings) as connection:
-            now = await dead_letter_filter.read_now(connection)
-            first = moments.moment(since, now)
-            assert first is not None
-            backfill_request = Backfill(endpoint, first, moments.moment(until, now), types)
-            if dry_run:
-                plan = await backfill.plan_backfill(connection, schema, backfill_request)
-                if as_json:
-                    emit_json(plan)
-                else:
-                    deliveries = count(plan.deliveries, "delivery")
-                    click.echo(f"would create {deliveries}; nothing was changed")
-                return
-            job_id = await backfill.request_backfill(
-                connection, schema, backfill_request, actor=actor(), rate_per_s=rate_per_s
-            )
-            if not as_json:
-                click.echo(f"replay job {job_id} started; see: outbox replay show {job_id}")
-            job = await progress.follow(connection, schema, job_id, wait=wait, as_json=as_json)
-            if job is not None:
-                progress.print_result(job, as_json=as_json)
-            elif as_json:
-                emit_json({"job": job_id})
+        now = await dead_letter_filter.read_now(connection)
+        first = moments.moment(since, now)
+        assert first is not None
+        backfill_request = Backfill(endpoint, first, moments.moment(until, now), types)
+        if dry_run:
+            plan = await backfill.plan_backfill(connection, schema, backfill_request)
+            if as_json:
+                emit_json(plan)
+            else:
+                deliveries = count(plan.deliveries, "delivery")
+                click.echo(f"would create {deliveries}; nothing was changed")
+            return
+        job_id = await backfill.request_backfill(
+            connection, schema, backfill_request, actor=actor(), rate_per_s=rate_per_s
+        )
+        if not as_json:
+            click.echo(f"replay job {job_id} started; see: outbox replay show {job_id}")
+        job = await progress.follow(connection, schema, job_id, wait=wait, as_json=as_json)
+        if job is not None:
+            progress.print_result(job, as_json=as_json)
+        elif as_json:
+            emit_json({"job": job_id})
 
-    run_async(start_replay())
+    run_connected(settings, start_replay)
 
 
 @command.command(
@@ -142,36 +143,32 @@ def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool)
         replay_jobs.STATES if state == "all" else tuple(s for s in replay_jobs.STATES if s == state)
     )
 
-    async def print_page() -> None:
-        async with database(settings) as connection:
-            rows = await replay_jobs.list_jobs(
-                connection, settings.schema_name, states=states, limit=limit + 1, after=after
-            )
-        rows, more = rows[:limit], len(rows) > limit
-        if more:
-            print_next_page(rows[-1].id)
-        if as_json:
-            emit_json(rows)
-            return
-        emit_table(
-            ["job", "kind", "state", "selection", "deliveries", "done", "requested at", "by"],
+    rows = run_operation(
+        settings, replay_jobs.list_jobs, states=states, limit=limit + 1, after=after
+    )
+    rows, more = rows[:limit], len(rows) > limit
+    if more:
+        print_next_page(rows[-1].id)
+    if as_json:
+        emit_json(rows)
+        return
+    emit_table(
+        ["job", "kind", "state", "selection", "deliveries", "done", "requested at", "by"],
+        [
             [
-                [
-                    j.id,
-                    j.kind,
-                    j.state,
-                    _selection(j),
-                    j.taken,
-                    _share(j),
-                    j.requested_at,
-                    j.requested_by,
-                ]
-                for j in rows
-            ],
-            "no replay jobs",
-        )
-
-    run_async(print_page())
+                j.id,
+                j.kind,
+                j.state,
+                _selection(j),
+                j.taken,
+                _share(j),
+                j.requested_at,
+                j.requested_by,
+            ]
+            for j in rows
+        ],
+        "no replay jobs",
+    )
 
 
 @command.command(
@@ -185,12 +182,7 @@ Example:
 @settings_options
 def show(settings: Settings, job_id: int, as_json: bool) -> None:
     """Show the progress of a replay job."""
-
-    async def read_details() -> ReplayJob:
-        async with database(settings) as connection:
-            return await replay_jobs.get_job(connection, settings.schema_name, job_id)
-
-    job = run_async(read_details())
+    job = run_operation(settings, replay_jobs.get_job, job_id)
     if as_json:
         emit_json(job)
     else:
@@ -212,14 +204,7 @@ def abort(settings: Settings, job_id: int, as_json: bool) -> None:
     The few deliveries that are already in their lanes are still sent. The other dead
     letters stay dead letters.
     """
-
-    async def abort_replay_job() -> ReplayJob:
-        async with database(settings) as connection:
-            return await replay_jobs.abort_job(
-                connection, settings.schema_name, job_id, actor=actor()
-            )
-
-    job = run_async(abort_replay_job())
+    job = run_operation(settings, replay_jobs.abort_job, job_id, actor=actor())
     if as_json:
         emit_json(job)
     else:

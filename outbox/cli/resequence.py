@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.common import actor, json_option, run_connected, settings_options
 from outbox.cli.output import count, emit_json
 from outbox.operations.resequence import resequence
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.resequence import Resequenced
 
 
 @click.command(
@@ -34,14 +33,13 @@ def command(settings: Settings, dry_run: bool, as_json: bool) -> None:
     next batches sequence these events, after newer ones. Relays may keep running; they
     register again. An event that has deliveries is not sequenced again.
     """
-
-    async def run() -> Resequenced:
-        async with database(settings, long=True) as connection:
-            return await resequence(
-                connection, settings.schema_name, actor=actor(), dry_run=dry_run
-            )
-
-    done = run_async(run())
+    done = run_connected(
+        settings,
+        lambda connection: resequence(
+            connection, settings.schema_name, actor=actor(), dry_run=dry_run
+        ),
+        long=True,
+    )
     if as_json:
         emit_json(done)
     elif not done.batches:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli import summary as view
-from outbox.cli.common import database, json_option, limit_option, run_async, settings_options
+from outbox.cli.common import json_option, limit_option, run_async, run_operation, settings_options
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table, fold
 from outbox.operations import status
 
@@ -54,11 +54,7 @@ def command(
         run_async(watch_status(settings, limit, interval_s or INTERVAL_S, as_json=as_json))
         return
 
-    async def read_overview() -> Overview:
-        async with database(settings) as connection:
-            return await status.read_overview(connection, settings.schema_name, limit=limit)
-
-    overview = run_async(read_overview())
+    overview = run_operation(settings, status.read_overview, limit=limit)
     if as_json:
         emit_json(overview)
     else:

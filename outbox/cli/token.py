@@ -8,12 +8,11 @@ import click
 
 from outbox.cli.common import (
     actor,
-    database,
     duration_s,
     json_option,
     limit_option,
     print_next_page,
-    run_async,
+    run_operation,
     settings_options,
 )
 from outbox.cli.main import Group
@@ -87,26 +86,20 @@ def add(
         name=name, scopes=scopes, tenant=tenant, expires_in_s=expires_in_s
     )
 
-    async def add_token() -> None:
-        async with database(settings) as connection:
-            token = await api_tokens.add_token(
-                connection, settings.schema_name, token_settings, actor=actor()
-            )
-        if as_json:
-            emit_json(token)
-            return
-        emit_pairs(
-            [
-                ("name", token.name),
-                ("scopes", token.scopes),
-                ("tenant", token.tenant),
-                ("expires", token.expires_at),
-                ("secret", token.secret),
-            ]
-        )
-        click.echo("Save the secret now; it is not shown again.", err=True)
-
-    run_async(add_token())
+    token = run_operation(settings, api_tokens.add_token, token_settings, actor=actor())
+    if as_json:
+        emit_json(token)
+        return
+    emit_pairs(
+        [
+            ("name", token.name),
+            ("scopes", token.scopes),
+            ("tenant", token.tenant),
+            ("expires", token.expires_at),
+            ("secret", token.secret),
+        ]
+    )
+    click.echo("Save the secret now; it is not shown again.", err=True)
 
 
 @command.command(
@@ -126,38 +119,33 @@ Examples:
 @settings_options
 def list_(settings: Settings, revoked: bool, limit: int, after: int, as_json: bool) -> None:
     """List tokens, oldest first; their secrets are not stored."""
-
-    async def print_page() -> None:
-        async with database(settings) as connection:
-            rows = await api_tokens.list_tokens(
-                connection, settings.schema_name, revoked=revoked, limit=limit + 1, after=after
+    rows = run_operation(
+        settings, api_tokens.list_tokens, revoked=revoked, limit=limit + 1, after=after
+    )
+    rows, more = rows[:limit], len(rows) > limit
+    if more:
+        print_next_page(rows[-1].id)
+    if as_json:
+        emit_json(rows)
+        return
+    emit_table(
+        ["id", "name", "state", "scopes", "tenant", "added", "by", "expires", "last used"],
+        [
+            (
+                r.id,
+                r.name,
+                r.state,
+                r.scopes,
+                r.tenant,
+                r.created_at,
+                r.created_by,
+                r.expires_at,
+                r.last_used_at,
             )
-        rows, more = rows[:limit], len(rows) > limit
-        if more:
-            print_next_page(rows[-1].id)
-        if as_json:
-            emit_json(rows)
-            return
-        emit_table(
-            ["id", "name", "state", "scopes", "tenant", "added", "by", "expires", "last used"],
-            [
-                (
-                    r.id,
-                    r.name,
-                    r.state,
-                    r.scopes,
-                    r.tenant,
-                    r.created_at,
-                    r.created_by,
-                    r.expires_at,
-                    r.last_used_at,
-                )
-                for r in rows
-            ],
-            "no tokens; add one with: outbox token add NAME --scope read",
-        )
-
-    run_async(print_page())
+            for r in rows
+        ],
+        "no tokens; add one with: outbox token add NAME --scope read",
+    )
 
 
 @command.command(
@@ -171,13 +159,8 @@ Example:
 @settings_options
 def revoke(settings: Settings, name: str, as_json: bool) -> None:
     """Revoke a token; every relay rejects it within two seconds."""
-
-    async def revoke_token() -> None:
-        async with database(settings) as connection:
-            await api_tokens.revoke_token(connection, settings.schema_name, name, actor=actor())
-        if as_json:
-            emit_json({"revoked": name})
-        else:
-            click.echo(f'revoked token "{name}"')
-
-    run_async(revoke_token())
+    run_operation(settings, api_tokens.revoke_token, name, actor=actor())
+    if as_json:
+        emit_json({"revoked": name})
+    else:
+        click.echo(f'revoked token "{name}"')

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import (
-    database,
-    json_option,
-    run_async,
-    settings_options,
-    warn,
-)
+from outbox.cli.common import json_option, run_connected, settings_options, warn
 from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, style
 from outbox.core.model.text import safe
 from outbox.operations import event_trace as event_traces
@@ -23,6 +17,8 @@ from outbox.operations.event_trace import TraceReport
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
+
+    from asyncpg import Connection
 
     from outbox.config import Settings
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery, UnsentGroup
@@ -80,19 +76,20 @@ def command(
     helps; for an event that was never sent, which filter excluded it.
     """
 
-    async def read_traces() -> tuple[find_event.EventMatch, list[EventTrace]]:
+    async def read_traces(
+        connection: Connection[Any],
+    ) -> tuple[find_event.EventMatch, list[EventTrace]]:
         schema = settings.schema_name
-        async with database(settings) as connection:
-            only = await find_endpoint_ids(connection, endpoint)
-            match = await find_event.find_events(connection, schema, id, limit=limit, below=before)
-            return match, [
-                await trace.read_trace(
-                    connection, schema, outbox_id, endpoint_ids=only, payload=payload
-                )
-                for outbox_id in match.outbox_ids
-            ]
+        only = await find_endpoint_ids(connection, endpoint)
+        match = await find_event.find_events(connection, schema, id, limit=limit, below=before)
+        return match, [
+            await trace.read_trace(
+                connection, schema, outbox_id, endpoint_ids=only, payload=payload
+            )
+            for outbox_id in match.outbox_ids
+        ]
 
-    match, traces = run_async(read_traces())
+    match, traces = run_connected(settings, read_traces)
     if match.more:
         warn(f"older events exist; next page: --before {match.outbox_ids[-1]}")
     if as_json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import database, json_option, run_async, settings_options
+from outbox.cli.common import json_option, run_connected, settings_options
 from outbox.cli.output import count, emit_json, emit_table
 from outbox.core.model.text import safe
 from outbox.operations.verify.audit import run_audit
@@ -36,12 +36,10 @@ one snapshot; relays and producers may keep running.
 def command(settings: Settings, as_json: bool) -> None:
     """Check the tables for lost, duplicate and misordered events."""
 
-    async def audit() -> VerifyReport:
-        async with database(settings, long=True) as connection:
-            return await run_audit(connection, settings.schema_name)
-
     with _spinner(as_json):
-        report = run_async(audit())
+        report = run_connected(
+            settings, lambda connection: run_audit(connection, settings.schema_name), long=True
+        )
     if as_json:
         emit_json(report)
     else:

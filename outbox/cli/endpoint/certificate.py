@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.common import actor, json_option, run_operation, settings_options
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import file_name, read_text
 from outbox.cli.output import emit_json
@@ -57,22 +57,18 @@ def certificate(
             reason = str(error).removeprefix("identity: ")
             raise UsageError(f"FILE: {file_name(file)}: {reason}") from None
 
-    async def set_certificate() -> None:
-        async with database(settings) as connection:
-            done = await set_identity(
-                connection,
-                settings.schema_name,
-                name,
-                pem,
-                None if about is None else asdict(about),
-                actor=actor(),
-                vault=vault,
-            )
-        if as_json:
-            emit_json(done)
-        elif about is None:
-            click.echo(f'removed the client certificate of endpoint "{name}"')
-        else:
-            click.echo(safe(f'set the client certificate of endpoint "{name}": {about}'))
-
-    run_async(set_certificate())
+    done = run_operation(
+        settings,
+        set_identity,
+        name,
+        pem,
+        None if about is None else asdict(about),
+        actor=actor(),
+        vault=vault,
+    )
+    if as_json:
+        emit_json(done)
+    elif about is None:
+        click.echo(f'removed the client certificate of endpoint "{name}"')
+    else:
+        click.echo(safe(f'set the client certificate of endpoint "{name}": {about}'))

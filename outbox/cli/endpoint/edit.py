@@ -8,9 +8,8 @@ import click
 
 from outbox.cli.common import (
     actor,
-    database,
     json_option,
-    run_async,
+    run_operation,
     settings_options,
     warn,
     warn_about_networks,
@@ -67,40 +66,36 @@ def add(
     check_settings(endpoint_settings, policy_of(settings))
     vault = Vault.from_settings(settings)
 
-    async def add_endpoint() -> None:
-        async with database(settings) as connection:
-            added = await endpoint_changes.add_endpoint(
-                connection,
-                settings.schema_name,
-                endpoint_settings,
-                actor=actor(),
-                vault=vault,
-                ed25519=ed25519,
-            )
-        warn_about_networks("--allow-network", endpoint_settings.allow_networks)
-        if added.waiting:
-            verb = "is" if added.waiting == 1 else "are"
-            warn(
-                f"{count(added.waiting, 'event')} {verb} not sequenced yet; "
-                "this endpoint also receives those that match"
-            )
-        if as_json:
-            emit_json(added)
-            return
-        emit_pairs(
-            [
-                ("id", added.id),
-                ("name", added.name),
-                ("url", added.url),
-                ("types", added.types),
-                ("lanes", added.lanes),
-                ("public key" if ed25519 else "secret", added.secret),
-            ]
+    added = run_operation(
+        settings,
+        endpoint_changes.add_endpoint,
+        endpoint_settings,
+        actor=actor(),
+        vault=vault,
+        ed25519=ed25519,
+    )
+    warn_about_networks("--allow-network", endpoint_settings.allow_networks)
+    if added.waiting:
+        verb = "is" if added.waiting == 1 else "are"
+        warn(
+            f"{count(added.waiting, 'event')} {verb} not sequenced yet; "
+            "this endpoint also receives those that match"
         )
-        if not ed25519:
-            click.echo("Save the secret now; it is not shown again.", err=True)
-
-    run_async(add_endpoint())
+    if as_json:
+        emit_json(added)
+        return
+    emit_pairs(
+        [
+            ("id", added.id),
+            ("name", added.name),
+            ("url", added.url),
+            ("types", added.types),
+            ("lanes", added.lanes),
+            ("public key" if ed25519 else "secret", added.secret),
+        ]
+    )
+    if not ed25519:
+        click.echo("Save the secret now; it is not shown again.", err=True)
 
 
 @command.command(
@@ -138,18 +133,14 @@ def update(
         opened[:] = [each for each in changed.allow_networks if each not in current.allow_networks]
         return changed
 
-    async def update_endpoint() -> None:
-        async with database(settings) as connection:
-            done = await endpoint_changes.update_endpoint(
-                connection, settings.schema_name, name, edited, actor=actor(), vault=vault
-            )
-        warn_about_networks("--allow-network", opened)
-        if as_json:
-            emit_json(done)
-        elif not done.changed:
-            click.echo(f'endpoint "{name}" already has these settings; nothing was changed')
-        else:
-            click.echo(f'updated endpoint "{name}"')
-            print_changed(done.changed, indent=2)
-
-    run_async(update_endpoint())
+    done = run_operation(
+        settings, endpoint_changes.update_endpoint, name, edited, actor=actor(), vault=vault
+    )
+    warn_about_networks("--allow-network", opened)
+    if as_json:
+        emit_json(done)
+    elif not done.changed:
+        click.echo(f'endpoint "{name}" already has these settings; nothing was changed')
+    else:
+        click.echo(f'updated endpoint "{name}"')
+        print_changed(done.changed, indent=2)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.common import actor, json_option, run_operation, settings_options
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_s
 from outbox.cli.output import cell, count, emit_json, emit_pairs
@@ -44,30 +44,19 @@ def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_js
     """
     kept_s = overlap_s(overlap)
 
-    async def revoke_tokens() -> None:
-        async with database(settings) as connection:
-            ended = await fetch_tokens.revoke_fetch_tokens(
-                connection, settings.schema_name, name, actor=actor()
-            )
+    if revoke:
+        ended = run_operation(settings, fetch_tokens.revoke_fetch_tokens, name, actor=actor())
         if as_json:
             emit_json({"name": name, "revoked": ended})
         else:
             click.echo(f'revoked {count(ended, "fetch token")} of endpoint "{name}"')
-
-    async def create_token() -> None:
-        async with database(settings) as connection:
-            fetch_token = await fetch_tokens.add_fetch_token(
-                connection, settings.schema_name, name, actor=actor(), overlap_s=kept_s
-            )
-        if as_json:
-            emit_json(fetch_token)
-            return
-        old = (
-            "revoked"
-            if fetch_token.old_until is None
-            else f"valid until {cell(fetch_token.old_until)}"
-        )
-        emit_pairs([("name", fetch_token.name), ("token", fetch_token.token), ("old tokens", old)])
-        click.echo("Save the token now; it is not shown again.", err=True)
-
-    run_async(revoke_tokens() if revoke else create_token())
+        return
+    added = run_operation(
+        settings, fetch_tokens.add_fetch_token, name, actor=actor(), overlap_s=kept_s
+    )
+    if as_json:
+        emit_json(added)
+        return
+    old = "revoked" if added.old_until is None else f"valid until {cell(added.old_until)}"
+    emit_pairs([("name", added.name), ("token", added.token), ("old tokens", old)])
+    click.echo("Save the token now; it is not shown again.", err=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.common import actor, json_option, run_operation, settings_options
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_s
 from outbox.cli.output import cell, count, emit_json, emit_pairs
@@ -39,20 +39,15 @@ def pause(settings: Settings, names: tuple[str, ...], comment: str | None, as_js
     New events are still sequenced, and are sent in order after the resume. An
     endpoint that is paused for longer than its --disable-after is disabled.
     """
-
-    async def pause_endpoints() -> None:
-        async with database(settings) as connection:
-            changes = await endpoint_states.pause_endpoints(
-                connection, settings.schema_name, names, actor=actor(), comment=comment
-            )
-        if as_json:
-            emit_json(changes)
-            return
-        for each in changes:
-            done = f'paused endpoint "{each.name}"'
-            click.echo(done if each.changed else f'endpoint "{each.name}" is already paused')
-
-    run_async(pause_endpoints())
+    changes = run_operation(
+        settings, endpoint_states.pause_endpoints, names, actor=actor(), comment=comment
+    )
+    if as_json:
+        emit_json(changes)
+        return
+    for each in changes:
+        done = f'paused endpoint "{each.name}"'
+        click.echo(done if each.changed else f'endpoint "{each.name}" is already paused')
 
 
 @command.command(
@@ -72,24 +67,19 @@ def resume(settings: Settings, names: tuple[str, ...], comment: str | None, as_j
     Resuming also ends a hold-off of the circuit breaker or of Retry-After, and
     unblocks lanes that a dead letter blocked (--on-dead-letter block).
     """
-
-    async def resume_endpoints() -> None:
-        async with database(settings) as connection:
-            changes = await endpoint_states.resume_endpoints(
-                connection, settings.schema_name, names, actor=actor(), comment=comment
-            )
-        if as_json:
-            emit_json(changes)
-            return
-        for each in changes:
-            text = f'resumed endpoint "{each.name}"'
-            if not each.changed:
-                text = f'endpoint "{each.name}" was not paused; it is retried at once'
-            if each.unblocked:
-                text += f"; {count(each.unblocked, 'lane')} unblocked"
-            click.echo(text)
-
-    run_async(resume_endpoints())
+    changes = run_operation(
+        settings, endpoint_states.resume_endpoints, names, actor=actor(), comment=comment
+    )
+    if as_json:
+        emit_json(changes)
+        return
+    for each in changes:
+        text = f'resumed endpoint "{each.name}"'
+        if not each.changed:
+            text = f'endpoint "{each.name}" was not paused; it is retried at once'
+        if each.unblocked:
+            text += f"; {count(each.unblocked, 'lane')} unblocked"
+        click.echo(text)
 
 
 @command.command(
@@ -108,20 +98,13 @@ def enable(settings: Settings, name: str, comment: str | None, as_json: bool) ->
     Deliveries that were pending when it was disabled are in its dead letters. Events
     that were published while it was disabled are not delivered; see outbox replay.
     """
-
-    async def enable_endpoint() -> None:
-        async with database(settings) as connection:
-            change = await endpoint_states.enable_endpoint(
-                connection, settings.schema_name, name, actor=actor(), comment=comment
-            )
-        if as_json:
-            emit_json(change)
-        else:
-            click.echo(
-                f'enabled endpoint "{name}"; it receives events that are sequenced from now on'
-            )
-
-    run_async(enable_endpoint())
+    change = run_operation(
+        settings, endpoint_states.enable_endpoint, name, actor=actor(), comment=comment
+    )
+    if as_json:
+        emit_json(change)
+    else:
+        click.echo(f'enabled endpoint "{name}"; it receives events that are sequenced from now on')
 
 
 @command.command(
@@ -159,29 +142,23 @@ def rotate_secret(
     """
     kept_s, vault = overlap_s(overlap), Vault.from_settings(settings)
 
-    async def rotate() -> None:
-        async with database(settings) as connection:
-            rotated = await endpoint_secrets.rotate_secret(
-                connection,
-                settings.schema_name,
-                name,
-                actor=actor(),
-                overlap_s=kept_s,
-                vault=vault,
-                ed25519=ed25519,
-            )
-        if as_json:
-            emit_json(rotated)
-            return
-        old = (
-            "no longer signs"
-            if rotated.old_until is None
-            else f"signs until {cell(rotated.old_until)}"
-        )
-        is_public = rotated.secret.startswith(PUBLIC_PREFIX)
-        what = "public key" if is_public else "secret"
-        emit_pairs([("name", rotated.name), (what, rotated.secret), ("old secret", old)])
-        if not is_public:
-            click.echo("Save the secret now; it is not shown again.", err=True)
-
-    run_async(rotate())
+    rotated = run_operation(
+        settings,
+        endpoint_secrets.rotate_secret,
+        name,
+        actor=actor(),
+        overlap_s=kept_s,
+        vault=vault,
+        ed25519=ed25519,
+    )
+    if as_json:
+        emit_json(rotated)
+        return
+    old = (
+        "no longer signs" if rotated.old_until is None else f"signs until {cell(rotated.old_until)}"
+    )
+    is_public = rotated.secret.startswith(PUBLIC_PREFIX)
+    what = "public key" if is_public else "secret"
+    emit_pairs([("name", rotated.name), (what, rotated.secret), ("old secret", old)])
+    if not is_public:
+        click.echo("Save the secret now; it is not shown again.", err=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.common import actor, json_option, run_connected, settings_options
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import count, emit_json
 from outbox.errors import UsageError
@@ -47,25 +47,14 @@ def remove(settings: Settings, name: str, dead_letter: bool, wait: bool, as_json
     if dead_letter and wait:
         raise UsageError("--dead-letter and --wait exclude each other")
 
-    async def remove_endpoint() -> None:
-        async with database(settings) as connection:
-            if wait:
-                await _wait_until_delivered(connection, settings.schema_name, name, quiet=as_json)
-            removal = await _remove_or_confirm(
-                connection, settings.schema_name, name, dead_letter=dead_letter
-            )
-        if as_json:
-            emit_json(removal)
-        elif removal.state == "removed":
-            click.echo(f'removed endpoint "{removal.name}"')
-        else:
-            click.echo(
-                f'removing endpoint "{removal.name}": the relay dead-letters its '
-                f"{count(removal.pending, 'delivery')}; if no relay is running, the next one will"
-            )
+    async def remove_endpoint(connection: Connection[Any]) -> Removal:
+        schema = settings.schema_name
+        if wait:
+            await _wait_until_delivered(connection, schema, name, quiet=as_json)
+        return await _remove_or_confirm(connection, schema, name, dead_letter=dead_letter)
 
     try:
-        run_async(remove_endpoint())
+        removal = run_connected(settings, remove_endpoint)
     except KeyboardInterrupt:
         if wait:
             click.echo(
@@ -74,6 +63,15 @@ def remove(settings: Settings, name: str, dead_letter: bool, wait: bool, as_json
                 err=True,
             )
         raise
+    if as_json:
+        emit_json(removal)
+    elif removal.state == "removed":
+        click.echo(f'removed endpoint "{removal.name}"')
+    else:
+        click.echo(
+            f'removing endpoint "{removal.name}": the relay dead-letters its '
+            f"{count(removal.pending, 'delivery')}; if no relay is running, the next one will"
+        )
 
 
 async def _remove_or_confirm(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import (
-    database,
     json_option,
     limit_option,
     print_next_page,
-    run_async,
+    run_connected,
+    run_operation,
     settings_options,
 )
 from outbox.cli.endpoint.group import command
@@ -27,6 +27,8 @@ from outbox.core.model.endpoint_condition import HEALTHY
 from outbox.operations import endpoints
 
 if TYPE_CHECKING:
+    from asyncpg import Connection
+
     from outbox.config import Settings
     from outbox.operations.endpoints import EndpointDetail, EndpointRow, LaneRow
 
@@ -47,37 +49,30 @@ Examples:
 @settings_options
 def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> None:
     """List endpoints by name."""
-
-    async def print_page() -> None:
-        async with database(settings) as connection:
-            rows = await endpoints.list_endpoints(
-                connection, settings.schema_name, limit=limit + 1, after=after
+    rows = run_operation(settings, endpoints.list_endpoints, limit=limit + 1, after=after)
+    rows, more = rows[:limit], len(rows) > limit
+    if more:
+        print_next_page(rows[-1].name)
+    if as_json:
+        emit_json(rows)
+        return
+    emit_table(
+        ["name", "url", "types", "tenant", "lanes", "state", "pending", "dead letters"],
+        [
+            (
+                r.name,
+                r.url,
+                r.types,
+                _tenant(r),
+                r.lanes,
+                r.condition,
+                r.pending,
+                r.dead_letters,
             )
-        rows, more = rows[:limit], len(rows) > limit
-        if more:
-            print_next_page(rows[-1].name)
-        if as_json:
-            emit_json(rows)
-            return
-        emit_table(
-            ["name", "url", "types", "tenant", "lanes", "state", "pending", "dead letters"],
-            [
-                (
-                    r.name,
-                    r.url,
-                    r.types,
-                    _tenant(r),
-                    r.lanes,
-                    r.condition,
-                    r.pending,
-                    r.dead_letters,
-                )
-                for r in rows
-            ],
-            "no endpoints; add one with: outbox endpoint add NAME URL",
-        )
-
-    run_async(print_page())
+            for r in rows
+        ],
+        "no endpoints; add one with: outbox endpoint add NAME URL",
+    )
 
 
 @command.command(
@@ -91,55 +86,50 @@ Example:
 @settings_options
 def show(settings: Settings, name: str, as_json: bool) -> None:
     """Show an endpoint with its health, its lanes and its ownership history."""
-
-    async def print_details() -> None:
-        async with database(settings) as connection:
-            detail = await endpoints.get_endpoint(connection, settings.schema_name, name)
-        if as_json:
-            emit_json(detail)
-            return
-        emit_pairs(_state_pairs(detail), _setting_pairs(detail))
+    detail = run_operation(settings, endpoints.get_endpoint, name)
+    if as_json:
+        emit_json(detail)
+        return
+    emit_pairs(_state_pairs(detail), _setting_pairs(detail))
+    click.echo()
+    emit_table(
+        [
+            "lane",
+            "sequence",
+            "done",
+            "pending",
+            "attempts",
+            "next attempt",
+            "last response",
+            "blocked",
+        ],
+        [
+            (
+                lane.name,
+                lane.last_seq,
+                lane.acked_seq,
+                lane.pending,
+                _attempts(lane),
+                _next_attempt(detail, lane),
+                lane.last_response,
+                None if lane.blocked_seq is None else f"by sequence {lane.blocked_seq}",
+            )
+            for lane in detail.lanes
+            # Omit drained lanes of earlier generations.
+            if lane.generation == detail.endpoint.generation or lane.pending or lane.blocked_seq
+        ],
+        "no lanes",
+    )
+    if detail.ownership_history:
         click.echo()
         emit_table(
+            ["at", "relay", "change", "epoch", "by", "reason"],
             [
-                "lane",
-                "sequence",
-                "done",
-                "pending",
-                "attempts",
-                "next attempt",
-                "last response",
-                "blocked",
+                (h.at, h.relay, "claimed" if h.claimed else "freed", h.epoch, h.actor, h.reason)
+                for h in detail.ownership_history
             ],
-            [
-                (
-                    lane.name,
-                    lane.last_seq,
-                    lane.acked_seq,
-                    lane.pending,
-                    _attempts(lane),
-                    _next_attempt(detail, lane),
-                    lane.last_response,
-                    None if lane.blocked_seq is None else f"by sequence {lane.blocked_seq}",
-                )
-                for lane in detail.lanes
-                # Omit drained lanes of earlier generations.
-                if lane.generation == detail.endpoint.generation or lane.pending or lane.blocked_seq
-            ],
-            "no lanes",
+            "",
         )
-        if detail.ownership_history:
-            click.echo()
-            emit_table(
-                ["at", "relay", "change", "epoch", "by", "reason"],
-                [
-                    (h.at, h.relay, "claimed" if h.claimed else "freed", h.epoch, h.actor, h.reason)
-                    for h in detail.ownership_history
-                ],
-                "",
-            )
-
-    run_async(print_details())
 
 
 @command.command(
@@ -159,26 +149,25 @@ def export(settings: Settings, as_json: bool) -> None:
     """
     import yaml
 
-    async def export_endpoints() -> None:
+    async def read_all(connection: Connection[Any]) -> list[dict[str, Any]]:
         declared: list[dict[str, Any]] = []
-        async with database(settings) as connection:
-            after = None
-            while rows := await endpoints.list_settings(
-                connection, settings.schema_name, limit=PAGE, after=after
-            ):
-                declared += [
-                    {"id": str(id_), **endpoint_config.to_file_values(each)} for id_, each in rows
-                ]
-                after = rows[-1][1].name
-        document = {"endpoints": declared}
-        if as_json:
-            emit_json(document)
-        else:
-            click.echo(
-                yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100), nl=False
-            )
+        after = None
+        while rows := await endpoints.list_settings(
+            connection, settings.schema_name, limit=PAGE, after=after
+        ):
+            declared += [
+                {"id": str(id_), **endpoint_config.to_file_values(each)} for id_, each in rows
+            ]
+            after = rows[-1][1].name
+        return declared
 
-    run_async(export_endpoints())
+    document = {"endpoints": run_connected(settings, read_all)}
+    if as_json:
+        emit_json(document)
+    else:
+        click.echo(
+            yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100), nl=False
+        )
 
 
 @command.command(

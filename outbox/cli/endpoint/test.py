@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import database, json_option, run_async, settings_options
+from outbox.cli.common import json_option, run_async, run_operation, settings_options
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import emit_json, emit_pairs
 from outbox.destinations.http.endpoint_validation import policy_of
@@ -38,24 +38,9 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
     deliveries. Prints the response, and how the relay would treat it. Exit code 1
     unless the response is 2xx.
     """
-
     vault = Vault.from_settings(settings)
-
-    async def send_test() -> EndpointTestResult:
-        # Imported here, because no other endpoint command needs an HTTP client.
-        from outbox.destinations.http.endpoint_test import send_test_delivery
-        from outbox.destinations.http.transport import HttpTransport
-
-        async with database(settings) as connection:
-            endpoint = await endpoints.find_endpoint(connection, settings.schema_name, name, vault)
-        policy = policy_of(settings)
-        transport = HttpTransport(policy, proxy=settings.outbound_proxy)
-        try:
-            return await send_test_delivery(transport, endpoint)
-        finally:
-            await transport.aclose()
-
-    result = run_async(send_test())
+    endpoint = run_operation(settings, endpoints.find_endpoint, name, vault)
+    result = run_async(_send(settings, endpoint))
     if as_json:
         emit_json(result.as_json())
     else:
@@ -73,3 +58,15 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
         )
     if result.response.status is None or not 200 <= result.response.status <= 299:
         ctx.exit(EXIT_NOT_ACCEPTED)
+
+
+async def _send(settings: Settings, endpoint: endpoints.Endpoint) -> EndpointTestResult:
+    # Imported here, because no other endpoint command needs an HTTP client.
+    from outbox.destinations.http.endpoint_test import send_test_delivery
+    from outbox.destinations.http.transport import HttpTransport
+
+    transport = HttpTransport(policy_of(settings), proxy=settings.outbound_proxy)
+    try:
+        return await send_test_delivery(transport, endpoint)
+    finally:
+        await transport.aclose()

@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import (
-    actor,
-    database,
-    duration_s,
-    json_option,
-    run_async,
-    settings_options,
-)
+from outbox.cli.common import actor, duration_s, json_option, run_operation, settings_options
 from outbox.cli.output import clock_time, emit_json
 from outbox.cli.publish import parse_headers, read_payload
 from outbox.cli.schedule.group import command
@@ -127,21 +120,17 @@ def add(
         overlap=overlap,
     )
 
-    async def add_schedule() -> None:
-        async with database(settings) as connection:
-            added = await schedule_changes.add_schedule(
-                connection, settings.schema_name, schedule_settings, actor=actor(), replace=replace
-            )
-        if as_json:
-            emit_json(added)
-            return
-        runs = added.next_runs
-        if not runs:
-            click.echo(
-                f'schedule "{name}" is still paused; resume it with: outbox schedule resume {name}'
-            )
-            return
-        first, *later = map(clock_time, runs)
-        click.echo(f'schedule "{name}" runs at {first}, then at {", ".join(later)}')
-
-    run_async(add_schedule())
+    added = run_operation(
+        settings, schedule_changes.add_schedule, schedule_settings, actor=actor(), replace=replace
+    )
+    if as_json:
+        emit_json(added)
+        return
+    runs = added.next_runs
+    if not runs:
+        click.echo(
+            f'schedule "{name}" is still paused; resume it with: outbox schedule resume {name}'
+        )
+        return
+    first, *later = map(clock_time, runs)
+    click.echo(f'schedule "{name}" runs at {first}, then at {", ".join(later)}')

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import (
-    actor,
-    database,
-    json_option,
-    run_async,
-    settings_options,
-)
+from outbox.cli.common import actor, json_option, run_operation, settings_options
 from outbox.cli.output import clock_time, emit_json
 from outbox.cli.schedule.group import command
 from outbox.operations import schedule_changes
@@ -37,19 +31,14 @@ Example:
 @settings_options
 def pause(settings: Settings, names: tuple[str, ...], comment: str | None, as_json: bool) -> None:
     """Pause schedules; runs that are due while paused are skipped."""
-
-    async def pause_schedules() -> None:
-        async with database(settings) as connection:
-            paused = await schedule_changes.pause_schedules(
-                connection, settings.schema_name, names, actor=actor(), comment=comment
-            )
-        if as_json:
-            emit_json(paused)
-            return
-        for each in paused:
-            click.echo(f'schedule "{each.name}" is paused')
-
-    run_async(pause_schedules())
+    paused = run_operation(
+        settings, schedule_changes.pause_schedules, names, actor=actor(), comment=comment
+    )
+    if as_json:
+        emit_json(paused)
+        return
+    for each in paused:
+        click.echo(f'schedule "{each.name}" is paused')
 
 
 @command.command(
@@ -64,21 +53,14 @@ Example:
 @settings_options
 def resume(settings: Settings, names: tuple[str, ...], comment: str | None, as_json: bool) -> None:
     """Resume schedules with their next run."""
-
-    async def resume_schedules() -> None:
-        async with database(settings) as connection:
-            resumed = await schedule_changes.resume_schedules(
-                connection, settings.schema_name, names, actor=actor(), comment=comment
-            )
-        if as_json:
-            emit_json(resumed)
-            return
-        for each in resumed:
-            click.echo(
-                f'resumed schedule "{each.name}"; next run at {clock_time(each.next_runs[0])}'
-            )
-
-    run_async(resume_schedules())
+    resumed = run_operation(
+        settings, schedule_changes.resume_schedules, names, actor=actor(), comment=comment
+    )
+    if as_json:
+        emit_json(resumed)
+        return
+    for each in resumed:
+        click.echo(f'resumed schedule "{each.name}"; next run at {clock_time(each.next_runs[0])}')
 
 
 @command.command(
@@ -92,19 +74,12 @@ Example:
 @settings_options
 def remove(settings: Settings, names: tuple[str, ...], as_json: bool) -> None:
     """Remove schedules; events that are already published are still delivered."""
-
-    async def remove_schedules() -> None:
-        async with database(settings) as connection:
-            await schedule_changes.remove_schedules(
-                connection, settings.schema_name, names, actor=actor()
-            )
-        if as_json:
-            emit_json({"removed": list(dict.fromkeys(names))})
-            return
-        for name in dict.fromkeys(names):
-            click.echo(f'removed schedule "{name}"')
-
-    run_async(remove_schedules())
+    run_operation(settings, schedule_changes.remove_schedules, names, actor=actor())
+    if as_json:
+        emit_json({"removed": list(dict.fromkeys(names))})
+        return
+    for name in dict.fromkeys(names):
+        click.echo(f'removed schedule "{name}"')
 
 
 @command.command(
@@ -122,15 +97,8 @@ def run_now(settings: Settings, name: str, as_json: bool) -> None:
 
     Its regular runs do not change. Receivers get the header X-Schedule-Run: by-hand.
     """
-
-    async def publish_run() -> None:
-        async with database(settings) as connection:
-            event_id = await schedule_changes.run_schedule_now(
-                connection, settings.schema_name, name, actor=actor()
-            )
-        if as_json:
-            emit_json({"id": event_id})
-        else:
-            click.echo(f"published {event_id}")
-
-    run_async(publish_run())
+    event_id = run_operation(settings, schedule_changes.run_schedule_now, name, actor=actor())
+    if as_json:
+        emit_json({"id": event_id})
+    else:
+        click.echo(f"published {event_id}")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import (
-    database,
     json_option,
     limit_option,
     print_next_page,
-    run_async,
+    run_connected,
+    run_operation,
     settings_options,
 )
 from outbox.cli.output import age, clock_time, count, emit_json, emit_pairs, emit_table
@@ -20,6 +20,8 @@ from outbox.core.model import duration
 from outbox.operations import schedules
 
 if TYPE_CHECKING:
+    from asyncpg import Connection
+
     from outbox.config import Settings
     from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
 
@@ -44,26 +46,24 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
     Delayed events are published with outbox publish --at.
     """
 
-    async def print_page() -> None:
-        async with database(settings) as connection:
-            rows = await schedules.list_schedules(
-                connection, settings.schema_name, limit=limit + 1, after=after
-            )
-            future = await schedules.count_future_events(connection, settings.schema_name)
-        rows, more = rows[:limit], len(rows) > limit
-        if more:
-            print_next_page(rows[-1].name)
-        if as_json:
-            emit_json({"schedules": rows, "future_events": future})
-            return
-        emit_table(
-            _COLUMNS,
-            [_row(row) for row in rows],
-            "no schedules; add one with: outbox schedule add NAME CRON --type TYPE",
-        )
-        click.echo(_waiting(future))
+    async def read_page(connection: Connection[Any]) -> tuple[list[ListedSchedule], FutureEvents]:
+        schema = settings.schema_name
+        rows = await schedules.list_schedules(connection, schema, limit=limit + 1, after=after)
+        return rows, await schedules.count_future_events(connection, schema)
 
-    run_async(print_page())
+    rows, future = run_connected(settings, read_page)
+    rows, more = rows[:limit], len(rows) > limit
+    if more:
+        print_next_page(rows[-1].name)
+    if as_json:
+        emit_json({"schedules": rows, "future_events": future})
+        return
+    emit_table(
+        _COLUMNS,
+        [_row(row) for row in rows],
+        "no schedules; add one with: outbox schedule add NAME CRON --type TYPE",
+    )
+    click.echo(_waiting(future))
 
 
 @command.command(
@@ -77,38 +77,33 @@ Example:
 @settings_options
 def show(settings: Settings, name: str, as_json: bool) -> None:
     """Show a schedule with its event and its next runs."""
-
-    async def print_details() -> None:
-        async with database(settings) as connection:
-            schedule = await schedules.get_schedule(connection, settings.schema_name, name)
-        if as_json:
-            emit_json(schedule)
-            return
-        paused = None if schedule.state == "active" else schedule
-        emit_pairs(
-            [
-                ("name", schedule.name),
-                ("cron", f"{schedule.cron} in {schedule.timezone}"),
-                ("state", schedule.state),
-                ("since", paused and paused.state_at),
-                ("by", paused and paused.state_by),
-                ("comment", paused and paused.state_comment),
-                ("next runs", _next_runs(schedule)),
-                ("last due", schedule.last_at),
-                ("last run", schedule.last_run_at),
-                ("last event", schedule.last_event),
-                ("missed runs", _misfire(schedule)),
-                ("overlap", schedule.overlap),
-                ("type", schedule.type),
-                ("key", schedule.key),
-                ("tenant", schedule.tenant),
-                ("headers", schedule.headers),
-                ("payload", schedule.payload),
-                ("added", schedule.created_at),
-            ]
-        )
-
-    run_async(print_details())
+    schedule = run_operation(settings, schedules.get_schedule, name)
+    if as_json:
+        emit_json(schedule)
+        return
+    paused = None if schedule.state == "active" else schedule
+    emit_pairs(
+        [
+            ("name", schedule.name),
+            ("cron", f"{schedule.cron} in {schedule.timezone}"),
+            ("state", schedule.state),
+            ("since", paused and paused.state_at),
+            ("by", paused and paused.state_by),
+            ("comment", paused and paused.state_comment),
+            ("next runs", _next_runs(schedule)),
+            ("last due", schedule.last_at),
+            ("last run", schedule.last_run_at),
+            ("last event", schedule.last_event),
+            ("missed runs", _misfire(schedule)),
+            ("overlap", schedule.overlap),
+            ("type", schedule.type),
+            ("key", schedule.key),
+            ("tenant", schedule.tenant),
+            ("headers", schedule.headers),
+            ("payload", schedule.payload),
+            ("added", schedule.created_at),
+        ]
+    )
 
 
 def _row(schedule: ListedSchedule) -> tuple[Any, ...]:
