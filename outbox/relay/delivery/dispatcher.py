@@ -14,24 +14,13 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.batch import classify_batch
-from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import Fetch, Record, Send, Wait
-from outbox.core.delivery.delivery_run import DeliveryRun
-from outbox.core.delivery.operational_events import is_operational
-from outbox.core.model.response import (
-    AttemptOutcome,
-    classify,
-    disables_endpoint,
-    retry_after_s,
-    stored_response,
-)
 from outbox.relay.delivery.admission import AdmissionQueue
+from outbox.relay.delivery.attempt import AttemptSender
 from outbox.relay.delivery.fetcher import DeliveryFetcher
-from outbox.relay.delivery.lane_run import LaneRun
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime, call_later
+from outbox.relay.delivery.settle import settle
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
-from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -41,16 +30,12 @@ if TYPE_CHECKING:
     from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.core.delivery.lane import Lane
     from outbox.core.delivery.message import Delivery
-    from outbox.core.model.response import AttemptResult
-    from outbox.destinations.interface import Request, Transport
+    from outbox.destinations.interface import Transport
+    from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.recorder import Recorder
+    from outbox.relay.delivery.settle import BreakerEffect
     from outbox.store.endpoints import Endpoint
     from outbox.store.lanes import LaneStore, LoadedLane
-    from outbox.telemetry.tracing import AttemptSpan
-
-
-# By name: Python 3.11 takes far longer to find the members of an enumeration.
-_DELIVERED, _HEALTHY = AttemptOutcome.DELIVERED, BreakerState.HEALTHY
 
 
 class Dispatcher:
@@ -82,14 +67,14 @@ class Dispatcher:
     ) -> None:
         self._fetcher = DeliveryFetcher(store, self._activate)
         self._recorder = recorder
-        self._transport = transport
-        self._lease_left_s = lease_left_s
         self._admission = AdmissionQueue(scheduler)
-        self._loop = asyncio.get_running_loop()
+        self._telemetry = telemetry or DeliveryTelemetry()
+        self._attempts = AttemptSender(
+            transport, self._admission, self._fetcher, recorder, self._telemetry, lease_left_s, now
+        )
         self._on_idle = on_idle
         self._on_breaker_change = on_breaker_change
         self._now = now
-        self._telemetry = telemetry or DeliveryTelemetry()
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._owned: dict[UUID, EndpointRuntime] = {}
         self._lanes: dict[int, LaneRuntime] = {}
@@ -276,8 +261,8 @@ class Dispatcher:
             if inline_deliveries and lane_id in inline_deliveries:
                 lane.state.append(inline_deliveries[lane_id])
                 self._activate(lane)
-            if lane.runtime.endpoint.usable and (fetch := lane.state.fetch()) is not None:
-                self._fetcher.request(lane, fetch)
+            if lane.runtime.endpoint.usable:
+                self._fetcher.refill(lane)
 
     def _owned_among(self, endpoint_ids: Iterable[UUID]) -> list[EndpointRuntime]:
         return [self._owned[each] for each in endpoint_ids if each in self._owned]
@@ -342,8 +327,8 @@ class Dispatcher:
             while runtime.endpoint.usable:
                 match lane_state.next(now, lane.gate(now)):
                     case Send() as send:
-                        runtime.breaker.started(lane.loaded.id)
-                        now = await self._send(lane, send, now)
+                        attempt = await self._attempts.send(lane, send, now)
+                        now = self._now() if attempt is None else await self._finish(lane, attempt)
                     case Record() as record:
                         await self._recorder.write(lane_state, runtime.epoch, record)
                         now = self._now()
@@ -375,143 +360,37 @@ class Dispatcher:
         if runtime.stopped:
             self._on_idle()
 
-    async def _send(self, lane: LaneRuntime, send: Send, started_at: float) -> float:
-        """Make one attempt and record its result; return when it completed.
-
-        Args:
-            started_at: epoch seconds; replaced if the attempt waits for a slot.
-        """
-        runtime, lane_state = lane.runtime, lane.state
-        if (more := lane_state.fetch()) is not None:
-            self._fetcher.request(lane, more)
-        state, admission = runtime.breaker.state, self._admission
-        started = at_once = admission.begin(lane.slot)
-        if not at_once:
-            started = await admission.wait(lane.slot)
-            started_at = self._now()
-        responded = False
-        try:
-            if self._lease_left_s() <= 0:
-                raise Fenced
-            if not at_once:
-                is_sent = (
-                    started
-                    and not runtime.stopped
-                    and runtime.breaker.state is state
-                    and not runtime.breaker.blocks_all(started_at)
-                )
-                left = lane_state.revalidate(send, started_at) if is_sent else None
-                if left is None:
-                    # The wait changed the decision: nothing is sent.
-                    runtime.breaker.released(lane.loaded.id)
-                    lane_state.cancel_send()
-                    return started_at
-                send = left
-            # Of this request: settings may change while it is in flight.
-            redactor = runtime.redactor
-            request, span = self._telemetry.attempt_started(
-                lane, send, lane.request(send, started_at), started_at
-            )
-            if send.attempt == 1 and state is _HEALTHY:
-                # During the request, so that building the next one adds no latency.
-                self._loop.call_soon(lane.prefetch_next, started_at)
-            run = self._begin_run(lane, send, request, span, started_at)
-            try:
-                response = await admission.send(lane.slot, self._transport.send(request, run))
-            except BaseException:
-                span = span if run is None else run.span
-                self._telemetry.attempt_abandoned(span, self._now())
-                raise
-            finally:
-                if run is not None and run.results:
-                    self._recorder.add_run(lane_state, runtime.epoch, run.results)
-                    self._telemetry.run_completed(lane, run.results)
-            responded = admission.has_response(lane.slot, response)
-        finally:
-            if started:
-                admission.end(lane.slot, responded=responded)
-        if run is not None:
-            # The request that the response is for.
-            send, span, started_at = run.send, run.span, run.started_at
-        if redactor is not None:
-            response = redactor.redact(response)
-        now = self._now()
-        outcome, record = self._record_result(
-            lane, send, response, span, started_at, now, preempted=not responded
-        )
+    async def _finish(self, lane: LaneRuntime, attempt: Attempt) -> float:
+        """Settle a completed attempt and write its records; return when the lane may go on."""
+        runtime, recorder, now = lane.runtime, self._recorder, self._now()
+        settlement = settle(lane, attempt, now, self._rng, self._telemetry)
+        self._follow_breaker(runtime, settlement.breaker)
+        *earlier, record = settlement.records
+        for each in earlier:
+            recorder.add(lane.state, runtime.epoch, each)
         if not record.urgent:
-            self._recorder.add(lane_state, runtime.epoch, record)
-            if not self._recorder.full:
+            recorder.add(lane.state, runtime.epoch, record)
+            if not recorder.full:
                 return now
-            await self._recorder.flush()
+            await recorder.flush()
             return self._now()
-        await self._recorder.write(lane_state, runtime.epoch, record)
+        await recorder.write(lane.state, runtime.epoch, record)
         if record.dead is None:
-            self._telemetry.attempt_failed(lane, send, outcome, response, record, now)
+            self._telemetry.attempt_failed(lane, attempt, settlement.outcome, record, now)
         else:
             self._telemetry.dead_lettered(lane, record, now)
         return self._now()
 
-    def _begin_run(
-        self,
-        lane: LaneRuntime,
-        send: Send,
-        request: Request,
-        span: AttemptSpan | None,
-        started_at: float,
-    ) -> LaneRun | None:
-        """The delivery run that may follow a request; None: none may."""
-        if not request.keep_alive or not lane.state.may_run(send):
-            return None
-        run = DeliveryRun(
-            lane.state,
-            lane.runtime.breaker,
-            lane.runtime.may_reuse,
-            partial(self._admission.scheduler.continue_run, lane.slot, self._loop.time()),
-            send,
-            started_at,
-        )
-        return LaneRun(
-            lane, run, span, self._fetcher, self._telemetry,
-            self._lease_left_s, self._loop.time, self._now,
-        )  # fmt: skip
-
-    def _record_result(
-        self,
-        lane: LaneRuntime,
-        send: Send,
-        response: AttemptResult,
-        span: AttemptSpan | None,
-        started_at: float,
-        now: float,
-        *,
-        preempted: bool,
-    ) -> tuple[AttemptOutcome, Record]:
-        """Classify a response, update breaker and lane, and report the attempt.
-
-        Returns:
-            The outcome, and the record to write; of a batch, the last delivery's record.
-        """
-        runtime, lane_state = lane.runtime, lane.state
-        outcome, accepted_seq = _classify(runtime.endpoint, send, response)
-        outcome = self._apply_to_breaker(runtime, send, outcome, response, now)
-        policy, u = runtime.endpoint.retry, self._rng.random()
-        if len(send.batch) > 1:
-            records = lane_state.record_batch_result(
-                send.batch, accepted_seq, outcome, response, policy,
-                started_at=started_at, now=now, u=u,
-            )  # fmt: skip
-            self._telemetry.batch_completed(lane, send, response, records, span)
-            for each in records[:-1]:
-                self._recorder.add(lane_state, runtime.epoch, each)
-            return outcome, records[-1]
-        record = lane_state.record_result(
-            outcome, response, policy,
-            started_at=started_at, now=now, u=u,
-            blocks=runtime.endpoint.blocks, preempted=preempted,
-        )  # fmt: skip
-        self._telemetry.attempt_completed(lane, send.delivery, response, record, span)
-        return outcome, record
+    def _follow_breaker(self, runtime: EndpointRuntime, effect: BreakerEffect) -> None:
+        """Act on what a result changed about the endpoint's circuit breaker."""
+        if effect.must_be_stored:
+            self._mark_changed(runtime)
+        if effect.state_changed:
+            self._requeue(runtime)
+            # Lanes that sleep until a retry time may be admitted sooner.
+            self._activate_all(runtime)
+        if effect.probes_changed:
+            self._schedule_probes(runtime)
 
     def _requeue(self, runtime: EndpointRuntime) -> None:
         """Cancel the endpoint's waiting requests, so that each lane decides again."""
@@ -521,54 +400,6 @@ class Dispatcher:
     def wait_reason(self, runtime: EndpointRuntime) -> WaitReason | None:
         """Why the sendable lanes of an endpoint wait for a slot; None: none waits."""
         return self._admission.wait_reason(runtime.queue)
-
-    def _apply_to_breaker(
-        self,
-        runtime: EndpointRuntime,
-        send: Send,
-        outcome: AttemptOutcome,
-        response: AttemptResult,
-        now: float,
-    ) -> AttemptOutcome:
-        """Apply a result to the circuit breaker; return the outcome for the delivery."""
-        health = runtime.breaker
-        before = health.state
-        asked_s = None
-        if outcome is _DELIVERED:
-            health.record_result(outcome, now, 0.0)
-        else:
-            asked_s = (
-                retry_after_s(response.headers, now) if outcome is AttemptOutcome.RETRY else None
-            )
-            outcome = health.record_result(
-                outcome,
-                now,
-                self._rng.random(),
-                gone=disables_endpoint(response),
-                retry_after_s=asked_s or 0.0,
-                last_response=stored_response(response),
-            )
-            ordinary = not is_operational(send.delivery.type)
-            reported = runtime.reported.record_failure(health.state, now, ordinary=ordinary)
-            if reported != runtime.reported:
-                runtime.reported = reported
-                self._mark_changed(runtime)
-        if health.state is not before:
-            self._telemetry.breaker_changed(runtime, now)
-            runtime.reported = runtime.reported.record_state(health.state)
-            self._mark_changed(runtime)
-            if health.state in PROBED_STATES:
-                for lane in runtime.lanes.values():
-                    lane.state.reset_batch_size()
-            self._requeue(runtime)
-            # Lanes that sleep until a retry time may be admitted sooner.
-            self._activate_all(runtime)
-            self._schedule_probes(runtime)
-        elif health.state is not _HEALTHY:
-            self._schedule_probes(runtime)
-            if asked_s:
-                self._mark_changed(runtime)  # The next owner must respect the hold-off, too.
-        return outcome
 
     def _record_unsolicited(self, endpoint_id: UUID) -> None:
         """Record that the endpoint's receiver sent data that belongs to no request."""
@@ -589,14 +420,3 @@ class Dispatcher:
         """Mark the endpoint's state as changed; the supervisor stores it."""
         self._changed.add(runtime.endpoint.id)
         self._on_breaker_change()
-
-
-def _classify(
-    endpoint: Endpoint, send: Send, response: AttemptResult
-) -> tuple[AttemptOutcome, int]:
-    """Classify a response; of a success, also the last delivered sequence number."""
-    before, retryable = send.maybe_sent_before, endpoint.retryable
-    if send.batch:
-        return classify_batch(send.batch, response, maybe_sent_before=before, retryable=retryable)
-    outcome = classify(response, maybe_sent_before=before, retryable=retryable)
-    return outcome, send.delivery.seq

@@ -48,6 +48,11 @@ class DeliveryFetcher:
         self._requests: RoundRobin[tuple[LaneRuntime, Fetch]] = RoundRobin()
         self._requested = asyncio.Event()
 
+    def refill(self, lane: LaneRuntime) -> None:
+        """Queue a read if the lane's delivery buffer needs one."""
+        if (fetch := lane.state.fetch()) is not None:
+            self.request(lane, fetch)
+
     def request(self, lane: LaneRuntime, fetch: Fetch) -> None:
         """Queue a read for the lane."""
         endpoint = lane.runtime.endpoint

@@ -111,7 +111,5 @@ class LaneRun:
 
     def sent(self) -> None:
         """See `Following.sent`."""
-        lane = self._lane
-        if (more := lane.state.fetch()) is not None:
-            self._fetcher.request(lane, more)
-        lane.prefetch_next(self.run.started_at)
+        self._fetcher.refill(self._lane)
+        self._lane.prefetch_next(self.run.started_at)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.lane import Lane
     from outbox.core.model.response import AttemptOutcome, AttemptResult
     from outbox.destinations.interface import Request
+    from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.store.endpoints import Endpoint
     from outbox.telemetry.sampling import TraceOrigin
@@ -151,13 +152,13 @@ class DeliveryTelemetry:
     def attempt_failed(
         self,
         lane: LaneRuntime,
-        send: Send,
+        attempt: Attempt,
         outcome: AttemptOutcome,
-        response: AttemptResult,
         record: Record,
         now: float,
     ) -> None:
         """Report a failed attempt that will be retried."""
+        send, response = attempt.send, attempt.response
         progress, row = record.progress, record.attempt
         assert row is not None
         # Of a batch, the first delivery that is still pending.

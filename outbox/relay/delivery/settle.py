@@ -1,0 +1,139 @@
+"""Settling an attempt: what its response means for the delivery, its lane and its endpoint.
+
+Nothing here waits: the dispatcher acts on the settlement, and the recorder writes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from outbox.core.delivery.batch import classify_batch
+from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
+from outbox.core.delivery.operational_events import is_operational
+from outbox.core.model.response import (
+    AttemptOutcome,
+    classify,
+    disables_endpoint,
+    retry_after_s,
+    stored_response,
+)
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from outbox.core.delivery.commands import Record
+    from outbox.relay.delivery.attempt import Attempt
+    from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
+    from outbox.relay.delivery.telemetry import DeliveryTelemetry
+
+# By name: Python 3.11 takes far longer to find the members of an enumeration.
+_DELIVERED, _RETRY, _HEALTHY = AttemptOutcome.DELIVERED, AttemptOutcome.RETRY, BreakerState.HEALTHY
+
+
+class BreakerEffect(NamedTuple):
+    """What a result changed about an endpoint's circuit breaker."""
+
+    state_changed: bool = False
+    """All lanes of the endpoint decide again."""
+    probes_changed: bool = False
+    """The time of the next probe may have changed."""
+    must_be_stored: bool = False
+    """The endpoint's next owner must know of it."""
+
+
+class Settlement(NamedTuple):
+    """The consequences of an attempt."""
+
+    outcome: AttemptOutcome
+    """Of the delivery, or of a batch's last one."""
+    records: list[Record]
+    """To write, in this order; of a batch, one for each delivery that it settled."""
+    breaker: BreakerEffect
+
+
+_NO_EFFECT = BreakerEffect()
+
+
+def settle(
+    lane: LaneRuntime, attempt: Attempt, now: float, rng: Random, telemetry: DeliveryTelemetry
+) -> Settlement:
+    """Apply a completed attempt to its lane and its endpoint's circuit breaker, and report it.
+
+    Args:
+        now: when it completed, in epoch seconds.
+        rng: for the jitter of retries and probes.
+    """
+    endpoint, send, response = lane.runtime.endpoint, attempt.send, attempt.response
+    before, retryable = send.maybe_sent_before, endpoint.retryable
+    if send.batch:
+        outcome, accepted_seq = classify_batch(
+            send.batch, response, maybe_sent_before=before, retryable=retryable
+        )
+    else:
+        outcome = classify(response, maybe_sent_before=before, retryable=retryable)
+        accepted_seq = send.delivery.seq
+    outcome, effect = _apply_to_breaker(lane.runtime, attempt, outcome, now, rng, telemetry)
+    policy, u = endpoint.retry, rng.random()
+    if len(send.batch) > 1:
+        records = lane.state.record_batch_result(
+            send.batch, accepted_seq, outcome, response, policy,
+            started_at=attempt.started_at, now=now, u=u,
+        )  # fmt: skip
+        telemetry.batch_completed(lane, send, response, records, attempt.span)
+        return Settlement(outcome, records, effect)
+    record = lane.state.record_result(
+        outcome, response, policy,
+        started_at=attempt.started_at, now=now, u=u,
+        blocks=endpoint.blocks, preempted=attempt.preempted,
+    )  # fmt: skip
+    telemetry.attempt_completed(lane, send.delivery, response, record, attempt.span)
+    return Settlement(outcome, [record], effect)
+
+
+def _apply_to_breaker(
+    runtime: EndpointRuntime,
+    attempt: Attempt,
+    outcome: AttemptOutcome,
+    now: float,
+    rng: Random,
+    telemetry: DeliveryTelemetry,
+) -> tuple[AttemptOutcome, BreakerEffect]:
+    """Apply a result to the circuit breaker.
+
+    Returns:
+        The outcome for the delivery, which the breaker may change; and the effect.
+    """
+    breaker, response = runtime.breaker, attempt.response
+    before = breaker.state
+    if outcome is _DELIVERED:
+        breaker.record_result(outcome, now, 0.0)
+        if before is _HEALTHY and breaker.state is _HEALTHY:
+            return outcome, _NO_EFFECT
+    retry_after = retry_after_s(response.headers, now) if outcome is _RETRY else None
+    must_be_stored = False
+    if outcome is not _DELIVERED:
+        outcome = breaker.record_result(
+            outcome,
+            now,
+            rng.random(),
+            gone=disables_endpoint(response),
+            retry_after_s=retry_after or 0.0,
+            last_response=stored_response(response),
+        )
+        ordinary = not is_operational(attempt.send.delivery.type)
+        reported = runtime.reported.record_failure(breaker.state, now, ordinary=ordinary)
+        must_be_stored = reported != runtime.reported
+        runtime.reported = reported
+    if breaker.state is before:
+        probes = before is not _HEALTHY
+        # The next owner must respect the hold-off, too.
+        held_off = probes and bool(retry_after)
+        return outcome, BreakerEffect(
+            probes_changed=probes, must_be_stored=must_be_stored or held_off
+        )
+    telemetry.breaker_changed(runtime, now)
+    runtime.reported = runtime.reported.record_state(breaker.state)
+    if breaker.state in PROBED_STATES:
+        for lane in runtime.lanes.values():
+            lane.state.reset_batch_size()
+    return outcome, BreakerEffect(state_changed=True, probes_changed=True, must_be_stored=True)
