@@ -146,7 +146,7 @@ async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) ->
 async def test_a_connection_that_hangs_at_session_start_does_not_block_the_session(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.session.REGISTER_S", 2.0)
+    monkeypatch.setattr("outbox.relay.registration.REGISTER_S", 2.0)
 
     async def hang(which: str, database: Database, _: Logs) -> None:
         opened = OPENED.index(which)
@@ -280,7 +280,7 @@ async def test_a_slow_response_is_not_taken_for_a_hanging_connection(
 async def test_a_failed_registration_is_retried(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.session.REGISTER_S", 2.0)
+    monkeypatch.setattr("outbox.relay.registration.REGISTER_S", 2.0)
     await add_endpoint(database)
     network = Network()
     with capture_logs() as logs:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_changes, endpoint_states
+from outbox.relay.delivery.attempt import AttemptSender
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.store.lanes import LaneStore
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.circuit_breaker import BreakerRecord
     from outbox.core.delivery.commands import Send
+    from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.store.endpoints import Endpoint
     from tests.support.postgres import Database
@@ -124,13 +126,15 @@ async def test_a_delivery_waiting_for_a_slot_obeys_a_retry_after(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: set[int] = set()
-    send = Dispatcher._send
+    send = AttemptSender.send
 
-    async def seen(self: Dispatcher, lane: LaneRuntime, what: Send, started_at: float) -> float:
+    async def seen(
+        self: AttemptSender, lane: LaneRuntime, what: Send, started_at: float
+    ) -> Attempt | None:
         waiting.add(lane.loaded.id)
         return await send(self, lane, what, started_at)
 
-    monkeypatch.setattr(Dispatcher, "_send", seen)
+    monkeypatch.setattr(AttemptSender, "send", seen)
     await add_endpoint(database, lanes=32, types=["a.b"])
     await add_endpoint(database, "other", types=["other"])
     response_first = asyncio.Event()

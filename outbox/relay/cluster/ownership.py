@@ -1,8 +1,6 @@
 """Ownership: claims and releases endpoints, and expires dead replicas.
 
-Only this module decides what the dispatcher owns.  It also forwards notifications
-of batches that other replicas sequenced, because claims and notifications must stay
-in order: a lane's counter is read either by its claim or by a later notification.
+Only this module decides what the dispatcher owns.
 """
 
 from __future__ import annotations
@@ -13,23 +11,18 @@ from typing import TYPE_CHECKING
 import structlog
 
 from outbox.core.cluster.lease import ClaimBatchSize, PeerWatch, preferred_replica
-from outbox.core.sequencing.batch_notifications import (
-    NOTIFY_EVERY_S,
-    BatchNotification,
-    NotificationThrottle,
-)
-from outbox.relay.wake_event import WakeEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Iterable
     from uuid import UUID
 
     from outbox.core.cluster.lease import Lease, Peer
+    from outbox.relay.delivery.batch_feed import BatchFeed
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime
     from outbox.relay.delivery.recorder import Recorder
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
-    from outbox.relay.sequencing.cursor import SequencedBatch
+    from outbox.relay.wake_event import WakeEvent
     from outbox.store.endpoints import Endpoint
     from outbox.store.lanes import LaneStore
     from outbox.store.replicas import ReplicaStore
@@ -44,11 +37,11 @@ ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 500, 4_000
 
 
 class Ownership:
-    """Claims and releases endpoints, and notifies the dispatcher, until cancelled.
+    """Claims and releases endpoints, and lets the batch feed work in between.
 
     Args:
+        wake: set when a stopped endpoint became idle, or the batch feed is due earlier.
         wake_replicas: wakes the other replicas after endpoints were released.
-        notify_batches: notifies them of new batches.
         journal_altered_secrets: journals endpoints with an altered secret, at a routing version.
         poll_s: polling interval of changes and of other replicas' batches.
         clock: seconds of the steady clock.
@@ -60,10 +53,11 @@ class Ownership:
         lanes: LaneStore,
         dispatcher: Dispatcher,
         recorder: Recorder,
+        feed: BatchFeed,
+        wake: WakeEvent,
         replica_id: int,
         lease: Lease,
         wake_replicas: Callable[[], Awaitable[object]],
-        notify_batches: Callable[[], Awaitable[object]],
         journal_altered_secrets: Callable[[list[Endpoint], int], Awaitable[object]],
         poll_s: float,
         clock: Callable[[], float],
@@ -74,17 +68,17 @@ class Ownership:
         self._lanes = lanes
         self._dispatcher = dispatcher
         self._recorder = recorder
+        self._feed = feed
+        self._wake_event = wake
         self._me = replica_id
         self._actor = f"replica {replica_id}"
         self._lease = lease
-        self._wake_event = WakeEvent()
         self._wake_replicas = wake_replicas
-        self._notify_batches = notify_batches
         self._journal_altered_secrets = journal_altered_secrets
         self._poll_s = poll_s
         self._clock = clock
         self._watch = PeerWatch()
-        # When to poll the cluster again; batch notifications are handled in between.
+        # When to poll the cluster again.
         self._poll_at = 0.0
         self._version = 0
         self._erasures = 0
@@ -93,23 +87,16 @@ class Ownership:
         self._stopped: set[UUID] = set()
         # The replicas for which the assignment of endpoints was last computed.
         self._assigned_among: set[int] = set()
-        # The newest batch of which the dispatcher knows all lanes.
-        self._known_batch = 0
-        # When to read other replicas' batches (infinite: no sign of any), and the last read.
-        self._read_at, self._last_read_at = 0.0, -inf
         # When to search for sessions that hang.
         self._search_at = 0.0
-        # The backends of other replicas that sequenced at the last poll.
-        self._leaders: set[int | None] = set()
-        self._throttle = NotificationThrottle()
 
     async def run(self) -> None:
         """Poll the cluster until stopped; asyncpg's errors end it."""
-        self._known_batch = await self._lanes.last_batch()
+        await self._feed.start()
         # Replicas that have endpoints for this new one release them without waiting for a poll.
         await self._wake_replicas()
         while not self._stopping:
-            if self._clock() >= self._poll_at:
+            if self._clock() >= self._poll_at or self._dispatcher.drained_endpoints(self._stopped):
                 # A `poll_now` from here on causes another poll.
                 self._poll_at = inf
                 next_poll_at = self._clock() + self._poll_s
@@ -117,14 +104,8 @@ class Ownership:
                 self._poll_at = min(
                     self._poll_at, next_poll_at, self._watch.next_expiry_at(self._me)
                 )
-                self._read_at = 0.0
-            if self._clock() >= self._read_at:
-                self._read_at, self._last_read_at = inf, self._clock()
-                await self._read_new_batches()
-            if self._clock() >= self._throttle.flush_at():
-                self._throttle.mark_sent(self._clock())
-                await self._notify_batches()
-            wake_at = min(self._poll_at, self._read_at, self._throttle.flush_at())
+            await self._feed.work()
+            wake_at = min(self._poll_at, self._feed.due_at())
             await self._wake_event.wait(max(wake_at - self._clock(), 0.0))
 
     def stop(self) -> None:
@@ -133,42 +114,9 @@ class Ownership:
         self._wake_event.set()
 
     def poll_now(self) -> None:
-        """Poll as soon as possible: endpoints were changed or released."""
+        """Poll as soon as possible: endpoints were changed."""
         self._poll_at = 0.0
         self._wake_event.set()
-
-    def receive_notification(self, text: str, pid: int) -> None:
-        """Process a notification of another session.
-
-        Any session may send one, so the payload is trusted only from a replica's backend.
-        If it does not continue the known batches, they are read, at most every `NOTIFY_EVERY_S`.
-        """
-        notification = BatchNotification.parse(text) if pid in self._leaders else None
-        if notification is None or notification.first > self._known_batch + 1:
-            if self._read_at == inf:
-                self._read_at = self._last_read_at + NOTIFY_EVERY_S
-                self._wake_event.set()
-        elif notification.last > self._known_batch:
-            self._known_batch = notification.last
-            self._dispatcher.notify_new_deliveries(notification.last_seqs)
-
-    def notification_payload(self, batch: int, last_seqs: Mapping[int, int]) -> str | None:
-        """The payload of the NOTIFY of a batch that is about to be written; None: no NOTIFY."""
-        return self._throttle.next_payload(batch, last_seqs, self._clock())
-
-    def batch_written(self, sequenced: SequencedBatch) -> None:
-        """Process a batch that this replica committed, without reading it."""
-        if sequenced.batch == self._known_batch + 1:
-            self._known_batch = sequenced.batch
-        self._telemetry.meters.events += sequenced.events
-        last_seqs = sequenced.deliveries.counters
-        flush_at = self._throttle.flush_at()
-        self._throttle.batch_written(
-            sequenced.batch, last_seqs, self._clock(), notified=sequenced.notified
-        )
-        if self._throttle.flush_at() < flush_at:
-            self._wake_event.set()
-        self._dispatcher.notify_new_deliveries(last_seqs, sequenced.inline_deliveries)
 
     async def drain(self) -> None:
         """Stop all endpoints and wait until no request is in flight."""
@@ -183,8 +131,7 @@ class Ownership:
         await self._terminate_stuck_sessions()
         alive, dead = self._watch.observe(cluster.peers, self._clock())
         alive.add(self._me)
-        self._leaders = cluster.sequencer_pids
-        self._throttle.alone = alive == {self._me}
+        self._feed.cluster_polled(cluster.sequencer_pids, alone=alive == {self._me})
         if await self._expire_replicas(
             peer for peer in cluster.peers if peer.id in dead - {self._me}
         ):
@@ -348,11 +295,3 @@ class Ownership:
             # If an operator changed something meanwhile, the next poll reads them again.
             await self._journal_altered_secrets(altered, self._version)
         return endpoints
-
-    async def _read_new_batches(self) -> None:
-        """Notify the dispatcher of batches that other replicas sequenced."""
-        more = True
-        while more and (batches := await self._lanes.new_batches(self._known_batch)) is not None:
-            self._dispatcher.notify_new_deliveries(batches.last_seqs)
-            self._known_batch = max(self._known_batch, batches.batch)
-            more = batches.more

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery import batch, lane
 from outbox.core.model.endpoint import BATCH_MAX
-from outbox.relay.delivery import dispatcher
+from outbox.relay.delivery import settle
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def whole_batch_acknowledged_after_partial_success(sim: Simulation) -> None:
         outcome, through = batch.classify_batch(*args, **rest)
         return outcome, args[0][-1].seq if through >= args[0][0].seq else through
 
-    swap(dispatcher, "classify_batch", patched)
+    swap(settle, "classify_batch", patched)
 
 
 @mutant

@@ -1,0 +1,226 @@
+"""Registering a replica: its connections, and its row.
+
+Whatever hangs from the first connection on can be found and terminated: all sessions of a replica
+carry its label, and the process's next replica ends those of its former ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outbox.relay.cluster.watchdog import response_deadline
+from outbox.store.records import Fenced
+from outbox.store.sessions import WORKERS, session_label
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from outbox.config import Settings
+    from outbox.relay.cluster.connections import Connections
+    from outbox.store.connection.secrets import Vault
+    from outbox.store.connection.worker import Worker
+    from outbox.store.replicas import ReplicaStore
+
+REGISTER_S = 30.0
+"""Limit for the steps before registration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """A session's connections, each with one user."""
+
+    control: Worker
+    """For ownership and batches."""
+    cursor: Worker
+    renewal: Worker
+    """For the lease alone."""
+    reader: Worker
+    records: Worker
+    endpoint_state: Worker
+    schedules: Worker
+    maintenance: Worker
+    """The last one: DETACH waits for the longest transaction in the database."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A newly registered replica."""
+
+    replica_id: int
+    label: str
+    """The application_name of its sessions."""
+    workers: Workers
+    timeline: int | None
+    """The server's timeline; None: unknown."""
+    started_at: float
+    """The replica's steady clock before the registration was sent."""
+    server_time: float
+    """The database's clock after the registration, in epoch seconds."""
+    asked_at: float
+    """The replica's steady clock before that time was asked for."""
+
+
+class SessionConnections:
+    """The connections of one session, which live and end together."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._open: list[Worker] = []
+        # Set when any connection was closed.
+        self._closed = asyncio.Event()
+
+    async def connect(self, label: str, *, long: bool = False) -> Worker:
+        """Open a connection, as `Connections.worker` does."""
+        connection = await self._connections.worker(label, long=long)
+        self._open.append(connection)
+        connection.add_termination_listener(lambda _: self._closed.set())
+        return connection
+
+    def terminate(self) -> None:
+        """Terminate every connection; a graceful close could wait for ever."""
+        for connection in self._open:
+            connection.terminate()
+
+    async def terminate_at_end(self) -> None:
+        """Terminate all connections as soon as the task group of this task ends.
+
+        A task that is cancelled inside a transaction waits for the response to its
+        rollback, which an unreachable server never sends.
+        """
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.terminate()
+
+    async def watch(self) -> None:
+        """End the session when one of its connections was closed.
+
+        Otherwise an idle connection's loss is noticed only by its next statement: after
+        a delivery that can then not be recorded.
+
+        Raises:
+            ConnectionResetError: a connection was closed.
+        """
+        await self._closed.wait()
+        raise ConnectionResetError("a connection to the database was closed")
+
+
+class Registration:
+    """Registers replicas of one process.
+
+    Args:
+        former: labels of this process's earlier replicas, which may still be registered; their
+            endpoints are released at once.  The new replica's label is added.
+        clock: seconds of the steady clock, for the lease.
+        rng: for the label.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        connections: Connections,
+        opened: SessionConnections,
+        vault: Vault,
+        name: str,
+        version: str,
+        former: list[str],
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._settings = settings
+        self._stores = connections.stores
+        self._opened = opened
+        self._vault = vault
+        self._name = name
+        self._version = version
+        self._former = former
+        self._clock = clock
+        self._rng = rng
+
+    async def register_unless(self, stop: asyncio.Event) -> Registered | None:
+        """Connect and register; None if `stop` is set first.
+
+        Raises:
+            ExceptionGroup: of asyncpg's errors, OSError, Fenced or OutboxError.
+        """
+
+        async def cancel_on_stop() -> None:
+            await stop.wait()
+            self._opened.terminate()
+            raise _RegistrationCancelled
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                cancelling = tasks.create_task(cancel_on_stop())
+                registered = await self._register()
+                cancelling.cancel()
+        except ExceptionGroup:
+            # Any error of a registration that was cancelled by `stop`.
+            if not stop.is_set():
+                raise
+            return None
+        return registered
+
+    async def _register(self) -> Registered:
+        settings, clock, stores = self._settings, self._clock, self._stores
+        # Before the first connection: whatever hangs from now on can be found and terminated.
+        label = session_label(self._rng.getrandbits(32))
+        control = await self._opened.connect(label)
+        with response_deadline(control, REGISTER_S, "register a replica"):
+            await stores.require_current(control, settings.schema_name, "relay")
+            await stores.require_relay_privileges(control, settings.schema_name)
+            # An earlier session may have ended because the queue was full.
+            await stores.trim_notification_queue(control)
+            # Before the first write: if a proxy switches to another server after this,
+            # the fence rejects the write.
+            timeline = await stores.read_timeline(control)
+        others = [
+            await self._opened.connect(label, long=n == WORKERS - 1) for n in range(1, WORKERS)
+        ]
+        workers = Workers(*[control, *others])
+        # A proxy shares its backends.
+        sequencer_pid = None if settings.pooled else workers.cursor.get_server_pid()
+        replicas = stores.replicas(control, timeline)
+        with response_deadline(control, settings.lease_s, "register a replica"):
+            # Only the registered ones: while no replica can be registered, for hours on a standby,
+            # each attempt adds a label.
+            self._former[:] = await replicas.terminate_former_sessions(self._former)
+            self._former.append(label)
+            # Last, so that all connections for renewing the lease are open.
+            started_at = clock()
+            replica_id = await replicas.register(
+                label,
+                self._name,
+                self._version,
+                settings.lease_s,
+                sequencer_pid,
+                self._vault.key_ids,
+            )
+            # An incompatible migration may have ended the leases before this one began.
+            await stores.require_current(control, settings.schema_name, "relay")
+        with response_deadline(control, settings.lease_s, "expire a replica"):
+            if self._former != [label]:
+                await self._expire_former(replicas, label)
+                started_at = clock()
+                if not await replicas.renew(replica_id):
+                    raise Fenced
+            asked_at = clock()
+            clock_s = await replicas.read_clock()
+        return Registered(replica_id, label, workers, timeline, started_at, clock_s, asked_at)
+
+    async def _expire_former(self, replicas: ReplicaStore, label: str) -> None:
+        """Release the endpoints of this process's former replicas, whose sessions have ended."""
+        lock_timeout_s = self._settings.lease_s / 2
+        # The newest first: it may have hung while it expired the older ones.
+        for former in reversed([former for former in self._former if former != label]):
+            if not await replicas.expire_former(former, lock_timeout_s):
+                # One of its sessions may have held a lock, and has been terminated.
+                await replicas.expire_former(former, lock_timeout_s)
+        self._former[:] = [label]
+
+
+class _RegistrationCancelled(Exception):
+    """Cancels a registration in progress."""

@@ -1,0 +1,227 @@
+"""The parts of a session, built in the order in which they depend on each other.
+
+clock, lease ─ recorder ─ dispatcher ─ batch feed ─ ownership ─ sequencer ─ listener
+                                 └──── supervisor, checkpoints
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+import structlog
+
+from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
+from outbox.core.cluster.database_clock import DatabaseClock
+from outbox.core.cluster.lease import Lease
+from outbox.core.sequencing.batch_notifications import READ_BATCHES
+from outbox.relay.cluster.lease_renewal import keep_lease
+from outbox.relay.cluster.listener import Listener
+from outbox.relay.cluster.ownership import Ownership
+from outbox.relay.cluster.watchdog import Watchdog
+from outbox.relay.delivery.batch_feed import BatchFeed
+from outbox.relay.delivery.dispatcher import Dispatcher
+from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
+from outbox.relay.delivery.loop_lag import sample_loop_lag
+from outbox.relay.delivery.receiver_checkpoints import CheckpointSender
+from outbox.relay.delivery.recorder import Recorder
+from outbox.relay.maintenance import maintain
+from outbox.relay.sequencing.schedule_runner import ScheduleRunner
+from outbox.relay.sequencing.sequencer import Sequencer
+from outbox.relay.session_state import RunningSession
+from outbox.relay.wake_event import WakeEvent
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from outbox.config import Settings
+    from outbox.destinations.interface import Transport
+    from outbox.relay.cluster.connections import Connections
+    from outbox.relay.delivery.telemetry import DeliveryTelemetry
+    from outbox.relay.registration import Registered
+    from outbox.store.connection.secrets import Vault
+    from outbox.store.replicas import ReplicaStore
+
+log = structlog.get_logger("outbox.relay")
+
+CLOCK_JUMP_S = 1.0
+"""Smaller moves of the database's clock are ignored; timers are late by at most that."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionParts:
+    """The parts that a session starts and stops."""
+
+    replicas: ReplicaStore
+    recorder: Recorder
+    dispatcher: Dispatcher
+    ownership: Ownership
+    sequencer: Sequencer
+    running: RunningSession
+    background: list[Coroutine[Any, Any, None]]
+    """What else runs until the end: lease, recorder, listener, supervision, maintenance."""
+
+
+def build_session(
+    settings: Settings,
+    registered: Registered,
+    connections: Connections,
+    transport: Transport,
+    vault: Vault,
+    telemetry: DeliveryTelemetry,
+    clock: Callable[[], float],
+    rng: random.Random,
+) -> SessionParts:
+    """Wire the parts of a registered replica.
+
+    Args:
+        clock: seconds of the steady clock; wall-clock time comes from the database.
+        rng: for the jitter of retries and probes.
+    """
+    me, here, workers = registered.replica_id, registered.timeline, registered.workers
+    stores, actor = connections.stores, f"replica {registered.replica_id}"
+    listening = settings.notify and not settings.pooled
+    lease = Lease(settings.lease_s)
+    lease.renewed(registered.started_at)
+    time = DatabaseClock(registered.server_time, registered.asked_at, clock())
+
+    def lease_left_s() -> float:
+        return lease.left_s(clock())
+
+    def now() -> float:
+        return time.now(clock())
+
+    published, wake_ownership, wake_supervisor = WakeEvent(), WakeEvent(), WakeEvent()
+    recorder = Recorder(
+        stores.records(workers.records, me, here), settings.ack_group_ms / 1000, lease_left_s
+    )
+    scheduler = AdaptiveRequestScheduler(
+        settings.in_flight_max, settings.tenant_in_flight_max, settings.tenant_rate_per_s
+    )
+    dispatcher = Dispatcher(
+        stores.lanes(workers.reader, vault),
+        recorder,
+        transport,
+        lease_left_s,
+        scheduler,
+        on_idle=wake_ownership.set,
+        on_breaker_change=wake_supervisor.set,
+        now=now,
+        rng=rng,
+        telemetry=telemetry,
+    )
+    replicas, lanes = stores.replicas(workers.control, here), stores.lanes(workers.control, vault)
+    feed = BatchFeed(
+        lanes,
+        dispatcher,
+        lambda: stores.wake_owners(workers.control, READ_BATCHES),
+        wake_ownership,
+        clock,
+        telemetry.meters,
+    )
+    ownership = Ownership(
+        replicas,
+        lanes,
+        dispatcher,
+        recorder,
+        feed,
+        wake_ownership,
+        me,
+        lease,
+        wake_replicas=lambda: stores.wake_all(workers.control),
+        journal_altered_secrets=lambda endpoints, version: stores.journal_altered_secrets(
+            workers.control, endpoints, actor, version
+        ),
+        # Without notifications nothing else finds changes and other replicas' batches.
+        poll_s=min(lease.renew_every_s, inf if listening else settings.poll_s),
+        clock=clock,
+        telemetry=telemetry,
+    )
+    schedule_runner = ScheduleRunner(stores.schedule_runs(workers.schedules, me), settings.poll_s)
+
+    def lead(leads: bool) -> None:
+        listener.listen_to_producers(wanted=leads)
+        schedule_runner.set_leader(leads)
+
+    sequencer = Sequencer(
+        stores.sequencing(workers.cursor, here),
+        me,
+        settings,
+        published,
+        feed.batch_written,
+        notified=listening,
+        needs_inline_payloads=dispatcher.needs_inline_payloads,
+        notification_payload=feed.notification_payload,
+        on_lead=lead,
+    )
+
+    def poll_changes() -> None:
+        ownership.poll_now()
+        sequencer.wake_standby()
+
+    listener = Listener(
+        lambda: connections.listener(registered.label),
+        settings.schema_name,
+        published,
+        poll_changes,
+        feed.receive_notification,
+        [workers.cursor.get_server_pid(), workers.control.get_server_pid()],
+        settings.poll_s,
+        settings.lease_s,
+    )
+    watchdog = Watchdog(
+        {
+            "ownership": workers.control,
+            "sequencing": workers.cursor,
+            "reading": workers.reader,
+            "recording": workers.records,
+            "supervision": workers.endpoint_state,
+            "schedules": workers.schedules,
+            "maintenance": workers.maintenance,
+        },
+        connections.find_busy_backends,
+        settings.lease_s,
+    )
+    checkpoints = CheckpointSender(stores.checkpoints(workers.endpoint_state), transport, now)
+    supervisor = EndpointSupervisor(
+        stores.endpoint_state(workers.endpoint_state, settings.schema_name, me, here),
+        dispatcher,
+        wake_supervisor,
+        now,
+        lambda: sequencer.cursor.leads,
+        checkpoints,
+    )
+
+    def adjust_clock(database_now: float, requested_at: float, responded_at: float) -> None:
+        moved_s = time.adjust(database_now, requested_at, responded_at)
+        if abs(moved_s) >= CLOCK_JUMP_S:
+            log.warning("database clock jumped", by_s=round(moved_s, 3))
+            dispatcher.clock_jumped()
+
+    background = [
+        watchdog.run(),
+        sample_loop_lag(scheduler),
+        keep_lease(stores.replicas(workers.renewal, here), me, lease, clock, adjust_clock),
+        recorder.run(),
+        supervisor.run(),
+        checkpoints.run(),
+        schedule_runner.run(),
+        maintain(
+            stores.partitions(workers.maintenance),
+            stores.retention(workers.maintenance, settings.keep),
+            stores.skipped_events(workers.maintenance, actor),
+        ),
+        *([listener.run()] if listening else []),
+    ]
+    return SessionParts(
+        replicas,
+        recorder,
+        dispatcher,
+        ownership,
+        sequencer,
+        RunningSession(settings, dispatcher, sequencer, supervisor, watchdog, lease_left_s, now),
+        background,
+    )
