@@ -6,6 +6,7 @@ histories that the breaker passes, so these tests prove that the model detects v
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,9 +14,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from outbox.core.delivery.circuit_breaker import FAILURES_MAX, BreakerState, CircuitBreaker
+from outbox.core.delivery.circuit_breaker import (
+    FAILURES_MAX,
+    PROBE_SHARE,
+    BreakerState,
+    CircuitBreaker,
+)
 from outbox.core.delivery.commands import Gate
 from outbox.core.model.response import AttemptOutcome
+from tests.core import circuit_breaker_model
 from tests.core.circuit_breaker_model import Endpoint
 from tests.core.invariants import Violation
 from tests.core.random_walk import hunt_health
@@ -134,6 +141,51 @@ def test_unhealthy_since_is_reset_by_health_or_resume() -> None:
     assert taken_over.unhealthy_since == 25.0
 
 
+OUTAGE_S = 65.0
+
+
+@pytest.fixture
+def _far_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deliveries' own retries may be an hour away; only probes find the end of an outage."""
+    monkeypatch.setattr(circuit_breaker_model, "RETRY_MAX_S", 3600.0)
+
+
+def recovery_s(
+    lanes: int, resumed_after_s: float, health: type[CircuitBreaker] = CircuitBreaker
+) -> float:
+    """Time from the end of an outage until all lanes are drained, in seconds.
+
+    Args:
+        resumed_after_s: when an operator pauses and resumes the endpoint.
+    """
+    endpoint = Endpoint(lanes, health)
+    ends_at, resumes_at = endpoint.now + OUTAGE_S, endpoint.now + resumed_after_s
+    for i in range(lanes):
+        endpoint.offer(i, 3)
+    while any(lane.pending for lane in endpoint.lanes):
+        if endpoint.now >= resumes_at:
+            resumes_at = inf
+            endpoint.pause()
+            endpoint.resume()
+        if endpoint.tasks:
+            endpoint.work(0)
+        elif endpoint.in_flight:
+            is_down = endpoint.now < ends_at
+            endpoint.response(0, AttemptOutcome.RETRY if is_down else AttemptOutcome.DELIVERED)
+        else:
+            assert endpoint.jump(), "no timer is left"
+    return endpoint.now - ends_at
+
+
+@pytest.mark.usefixtures("_far_retries")
+@pytest.mark.parametrize("lanes", [1, 2, 8])
+@pytest.mark.parametrize("resumed_after_s", [inf, 5.0, 20.0, 64.0])
+def test_a_resume_during_an_outage_does_not_delay_its_end(
+    lanes: int, resumed_after_s: float
+) -> None:
+    assert recovery_s(lanes, resumed_after_s) <= PROBE_SHARE * OUTAGE_S
+
+
 def test_random_histories(seed: int) -> None:
     hunt_health(2 * settings().max_examples, first_seed=seed)
 
@@ -245,6 +297,14 @@ class ForgetsRetryAfterOnTakeover(CircuitBreaker):
         self._held_until = 0.0
 
 
+class TrustsResume(CircuitBreaker):
+    """Leaves probing to the lanes' own retries after a resume."""
+
+    def resume(self, now: float) -> None:
+        super().resume(now)
+        self._unproven = False
+
+
 class NeverCloses(CircuitBreaker):
     """Never leaves the recovering state."""
 
@@ -276,3 +336,8 @@ def test_a_breaker_without_this_rule_violates_the_model(
 ) -> None:
     with pytest.raises(Violation, match=violation):
         hunt_health(300, health)
+
+
+@pytest.mark.usefixtures("_far_retries")
+def test_a_breaker_that_trusts_a_resume_delays_the_end_of_an_outage() -> None:
+    assert recovery_s(1, 20.0, TrustsResume) > PROBE_SHARE * OUTAGE_S

@@ -8,7 +8,8 @@
     rejecting    as failing; a refusal does not         success ▶ recovering
                  dead-letter its delivery
     recovering   `width` at once, doubled by each       round without waiting lanes ▶ healthy
-                 round in which most succeed            consecutive failures, Retry-After ▶ failing
+                 round in which most succeed            consecutive failures, Retry-After, a failure
+                                                        before the first success ▶ failing
                                                         consecutive refusals ▶ rejecting
     paused       none; set by an operator               operator ▶ recovering
     disabled     none; 410, or too long without a       operator; starts with a new state
@@ -22,6 +23,10 @@ Probes before a delivery's own retry time cost no attempt (see `outbox.core.deli
 every delivery.  The first consecutive refusals dead-letter their deliveries.  From the
 refusal that reaches `REFUSALS_MAX` on, refusals are retried like failures until a request
 succeeds.
+
+**A recovery needs a success.**  An operator resumes an endpoint, or a new owner finds it
+recovering, without knowing whether its receiver responds.  If the first attempt fails, probing
+goes on at once: the lanes' own retries may be hours away.
 
 **Retry-After applies to the endpoint**, not to the delivery that received it.  No lane sends
 until it has elapsed, even if earlier requests succeed in the meantime.  Recovery then starts
@@ -101,6 +106,7 @@ class CircuitBreaker:
         "_since",
         "_state",
         "_tried_lanes",
+        "_unproven",
         "_waiting",
         "_width",
         "unhealthy_since",
@@ -126,6 +132,8 @@ class CircuitBreaker:
         self._width = 1
         self._round_results = self._round_failures = 0
         self._tried_lanes: set[int] = set()
+        # No response has shown yet that the receiver works again.
+        self._unproven = record.state is BreakerState.RECOVERING
         # Requests in flight, lanes that were admitted and have not sent, and waiting lanes (FIFO).
         self._in_flight = 0
         self._admitted: set[int] = set()
@@ -259,6 +267,7 @@ class CircuitBreaker:
 
     def _record_success(self, now: float) -> None:
         self._failures = self._refusals = 0
+        self._unproven = False
         if now < self._held_until:
             return  # The request was sent before the hold-off began.
         # Clear it: a clock that is set back would start the hold-off again.
@@ -274,6 +283,7 @@ class CircuitBreaker:
         self, now: float, u: float, last_response: dict[str, Any] | None
     ) -> AttemptOutcome:
         self._failures = 0
+        self._unproven = False
         self._refusals += 1
         if self._state is BreakerState.REJECTING:
             self._schedule_probe(now, u)
@@ -293,7 +303,7 @@ class CircuitBreaker:
             self._held_until = max(self._held_until, now + retry_after_s)
         if self._state in (BreakerState.FAILING, BreakerState.REJECTING):
             self._schedule_probe(now, u)
-        elif self._failures >= FAILURES_MAX or retry_after_s:
+        elif self._failures >= FAILURES_MAX or retry_after_s or self._unproven:
             self._trip(BreakerState.FAILING, now, u, last_response)
         elif self._state is BreakerState.RECOVERING:
             self._record_recovery(now, failed=True)
@@ -310,6 +320,7 @@ class CircuitBreaker:
         self._failures = self._refusals = 0
         self._held_until = 0.0
         self._recover(now)
+        self._unproven = True
         self.unhealthy_since = now
 
     def clamp_times(self, now: float) -> None:
