@@ -13,7 +13,7 @@ from benchmarks.figures import Rounds, Row, Target, percentile
 from benchmarks.latency import NS_PER_MS, WARM_UP, produce
 from benchmarks.stage import add_endpoint, search
 from outbox.operations import replay_jobs, replays
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import DeadLetterSelection
 from tests.support.postgres import SCHEMA
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from outbox.api import route, tenancy
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import Paging, TimeOrAge, absolute_time
+from outbox.api.request_parsing import Paging, TimeOrAge
 from outbox.api.route import (
     ID_MAX,
     Call,
@@ -22,8 +22,8 @@ from outbox.api.route import (
     id_cursor,
     page_of_rows,
 )
-from outbox.operations import dead_letter_filter, dead_letters, discard, replays
-from outbox.operations.dead_letter_filter import IDS_MAX, DeadLetterFilter, DeadLetterSelection
+from outbox.operations import dead_letters, discard, replays
+from outbox.operations.criteria import IDS_MAX, Criteria, DeadLetterSelection
 from outbox.operations.dead_letters import (
     DeadLetter,
     DeadLetterCounts,
@@ -49,6 +49,10 @@ class DeadLetterFilterFields(RequestModel):
     """Dead-lettered at this time or later."""
     until: TimeOrAge | None = None
     """Dead-lettered before this time."""
+
+    @property
+    def criteria(self) -> Criteria:
+        return Criteria(self.endpoint, self.type, self.tenant, self.reason, self.since, self.until)
 
 
 class DeadLettersQuery(DeadLetterFilterFields, Paging):
@@ -90,7 +94,7 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page[DeadLetterRow]:
     rows = await dead_letters.list_dead_letters(
         call.db,
         call.schema,
-        only=tenancy.restrict_filter(call.tenant, await _filter(call, query)),
+        only=tenancy.restrict_criteria(call.tenant, query.criteria),
         states=states,
         limit=query.limit + 1,
         after=id_cursor(query.after, 0),
@@ -105,7 +109,7 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page[DeadLetterRow]:
     tenants=TenantAccess.NARROWED,
 )
 async def _counts(call: Call[DeadLetterFilterFields, None]) -> DeadLetterCounts:
-    only = tenancy.restrict_filter(call.tenant, await _filter(call, call.query))
+    only = tenancy.restrict_criteria(call.tenant, call.query.criteria)
     return await dead_letters.count_by_state(call.db, call.schema, only=only)
 
 
@@ -157,16 +161,8 @@ async def _discard(call: Call[NoQuery, DiscardBody]) -> DiscardReport:
     )
 
 
-async def _filter(call: Call[Any, Any], chosen: DeadLetterFilterFields) -> DeadLetterFilter:
-    now = await dead_letter_filter.read_now(call.db)
-    since, until = absolute_time(chosen.since, now), absolute_time(chosen.until, now)
-    return DeadLetterFilter(
-        chosen.endpoint, tuple(chosen.type), chosen.tenant, chosen.reason, since, until
-    )
-
-
 async def _selection(call: Call[Any, Any]) -> DeadLetterSelection:
     body: DeadLetterSelectionBody = call.body
-    selection = DeadLetterSelection(tuple(body.ids), await _filter(call, body), body.all)
+    selection = DeadLetterSelection(body.ids, body.criteria, body.all)
     await tenancy.require_dead_letters(call.db, call.tenant, selection.ids)
     return tenancy.restrict_selection(call.tenant, selection)

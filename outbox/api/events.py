@@ -15,7 +15,7 @@ from pydantic import AwareDatetime, Field, model_validator
 from outbox.api import route, tenancy
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import Paging, Seconds, TimeOrAge, absolute_time
+from outbox.api.request_parsing import Paging, Seconds, TimeOrAge
 from outbox.api.route import (
     ID_MAX,
     PAYLOAD_BODY_BYTES_MAX,
@@ -35,18 +35,11 @@ from outbox.api.route import (
 from outbox.core.model.event import deliver_at
 from outbox.destinations.http.endpoint_validation import run_in_thread
 from outbox.errors import InvalidEvent, NotFound, UsageError
-from outbox.operations import (
-    dead_letter_filter,
-    events,
-    find_event,
-    trace,
-)
-from outbox.operations import (
-    idempotency_keys as once,
-)
-from outbox.operations.dead_letter_filter import find_endpoint_ids
+from outbox.operations import events, trace
+from outbox.operations import idempotency_keys as once
+from outbox.operations.criteria import Criteria, find_endpoint_ids
 from outbox.operations.event_trace import EventTrace, TraceReport
-from outbox.operations.events import EventFilter, EventRow
+from outbox.operations.events import EventRow
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
 from outbox.producers.publish import Event, encode_events, publish_encoded
 from outbox.producers.tracing import traced
@@ -269,16 +262,15 @@ class SearchExtent(ResponseModel):
 )
 async def _list(call: Call[EventsQuery, None]) -> Page[Any]:
     query = call.query
-    now = await dead_letter_filter.read_now(call.db)
-    found = await events.find_events(
+    found = await events.search_events(
         call.db,
         call.schema,
-        EventFilter(
-            query.key,
-            query.type,
-            tenancy.resolve_tenant(call.tenant, query.tenant),
-            absolute_time(query.since, now),
-            absolute_time(query.until, now),
+        Criteria(
+            types=query.type,
+            tenant=tenancy.resolve_tenant(call.tenant, query.tenant),
+            since=query.since,
+            until=query.until,
+            key=query.key,
         ),
         limit=query.limit,
         below=id_cursor(query.after, ID_MAX),
@@ -328,15 +320,15 @@ async def _trace(call: Call[TraceQuery, None]) -> TraceReport:
     return TraceReport(found.by, more, [redactor.redact_trace(each) for each in traces])
 
 
-async def _find(call: Call[TraceQuery, None], text: str) -> find_event.EventMatch:
+async def _find(call: Call[TraceQuery, None], text: str) -> events.EventMatch:
     """Find events by id or key; for a tenant, also by its own idempotency keys."""
     query, tenant = call.query, call.tenant
     try:
-        return await find_event.find_events(
+        return await events.find_events(
             call.db, call.schema, text, limit=query.limit, below=query.before, tenant=tenant
         )
     except NotFound:
         if tenant is None:
             raise
     own = tenancy.stored_key(tenant, text)
-    return await find_event.find_events(call.db, call.schema, own, tenant=tenant)
+    return await events.find_events(call.db, call.schema, own, tenant=tenant)

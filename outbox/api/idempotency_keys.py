@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from outbox.api import route, tenancy
-from outbox.api.request_parsing import Paging, TimeOrAge, absolute_time
+from outbox.api.request_parsing import Paging, TimeOrAge
 from outbox.api.route import (
     Call,
     NoQuery,
@@ -15,7 +15,8 @@ from outbox.api.route import (
     TenantAccess,
     page_of_rows,
 )
-from outbox.operations import dead_letter_filter, idempotency_keys
+from outbox.operations import idempotency_keys
+from outbox.operations.criteria import absolute_time, read_now
 from outbox.operations.idempotency_keys import (
     IdempotencyKey,
     IdempotencyKeyRow,
@@ -44,7 +45,7 @@ class ResetKey(ResponseModel):
 @route.get("/v1/once", "List idempotency keys by key", scope="read", tenants=TenantAccess.NARROWED)
 async def _list(call: Call[OnceQuery, None]) -> Page[IdempotencyKeyRow]:
     query, tenant = call.query, call.tenant
-    now = await dead_letter_filter.read_now(call.db)
+    now = await read_now(call.db)
     rows = await idempotency_keys.list_keys(
         call.db,
         call.schema,

@@ -13,7 +13,7 @@ from outbox.api.route import (
     id_cursor,
 )
 from outbox.operations import journal
-from outbox.operations.dead_letter_filter import find_endpoint_ids
+from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.journal import JournalRow
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from outbox.api import route, tenancy
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import Paging, TimeOrAge, absolute_time
+from outbox.api.request_parsing import Paging, TimeOrAge
 from outbox.api.route import (
     Call,
     NoQuery,
@@ -20,8 +20,9 @@ from outbox.api.route import (
     id_cursor,
     page_of_rows,
 )
-from outbox.operations import backfill, dead_letter_filter, replay_jobs
-from outbox.operations.backfill import Backfill, BackfillPlan
+from outbox.operations import backfill, replay_jobs
+from outbox.operations.backfill import BackfillPlan
+from outbox.operations.criteria import Criteria
 from outbox.operations.replay_jobs import JobState, ReplayJob
 
 
@@ -80,14 +81,11 @@ async def _show(call: Call[NoQuery, None]) -> ReplayJob:
 async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     body = call.body
     await tenancy.require_endpoint(call.db, call.tenant, body.endpoint)
-    now = await dead_letter_filter.read_now(call.db)
-    since = absolute_time(body.since, now)
-    assert since is not None
-    request = Backfill(body.endpoint, since, absolute_time(body.until, now), tuple(body.type))
+    history = Criteria(body.endpoint, body.type, since=body.since, until=body.until)
     if body.dry_run:
-        return await backfill.plan_backfill(call.db, call.schema, request)
+        return await backfill.plan_backfill(call.db, call.schema, history)
     job = await backfill.request_backfill(
-        call.db, call.schema, request, actor=call.actor, rate_per_s=body.rate
+        call.db, call.schema, history, actor=call.actor, rate_per_s=body.rate
     )
     redactor = await redactor_for(call)
     return Reply(redactor.redact_job(await replay_jobs.get_job(call.db, call.schema, job)), 201)

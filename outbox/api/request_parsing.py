@@ -66,11 +66,6 @@ Seconds = Annotated[
 ]
 
 
-def absolute_time(when: datetime | timedelta | None, now: datetime) -> datetime | None:
-    """Convert an age to a time, by the database clock."""
-    return now - when if isinstance(when, timedelta) else when
-
-
 class Paging(RequestModel):
     """Query of all paginated listings."""
 

@@ -33,7 +33,7 @@ from outbox.api.problem import Problem, ProblemKind
 from outbox.api.route import ID_MAX, TenantAccess
 from outbox.errors import NotFound, UsageError
 from outbox.operations import tenancy
-from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -134,8 +134,8 @@ def require_name(tenant: str | None, name: str) -> None:
     raise UsageError(f'name: must begin with "{prefix}", for example "{prefix}{name}"')
 
 
-def restrict_filter(tenant: str | None, base: DeadLetterFilter) -> DeadLetterFilter:
-    """Restrict a filter to dead letters that the tenant may read."""
+def restrict_criteria(tenant: str | None, base: Criteria) -> Criteria:
+    """Restrict criteria to dead letters that the tenant may read."""
     return base if tenant is None else replace(base, owner=tenant)
 
 
@@ -143,8 +143,8 @@ def restrict_selection(tenant: str | None, which: DeadLetterSelection) -> DeadLe
     """Restrict a bulk selection to the tenant; ranges have no tenant and are selected by id."""
     if tenant is None or which.ids:
         return which
-    own = replace(which.filter, tenant=resolve_tenant(tenant, which.filter.tenant), owner=tenant)
-    return DeadLetterSelection(filter=own)
+    requested = resolve_tenant(tenant, which.criteria.tenant)
+    return DeadLetterSelection(criteria=replace(which.criteria, tenant=requested, owner=tenant))
 
 
 def stored_key(tenant: str | None, key: str) -> str:

@@ -170,9 +170,12 @@ def warn_about_networks(name: str, networks: Iterable[str | Network]) -> None:
         warn(f"{name}: {reason}; open narrower ranges")
 
 
-def print_next_page(last: object) -> None:
-    """Print on stderr how to get the next page, after --limit cut the list."""
-    click.echo(f"more rows exist; next page: --after {shlex.quote(str(last))}", err=True)
+def first_page(rows: list[T], limit: int, cursor: Callable[[T], object]) -> list[T]:
+    """The first `limit` rows; if there are more, print on stderr how to get the next page."""
+    if len(rows) > limit:
+        after = shlex.quote(str(cursor(rows[limit - 1])))
+        click.echo(f"more rows exist; next page: --after {after}", err=True)
+    return rows[:limit]
 
 
 def actor() -> str:

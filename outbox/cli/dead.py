@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli import filter_options, progress
+from outbox.cli import progress
 from outbox.cli.common import (
     actor,
+    first_page,
     json_option,
     limit_option,
-    print_next_page,
-    run_connected,
     run_operation,
     settings_options,
 )
+from outbox.cli.filter_options import ID_MAX, dead_id, filter_options, selection_options
 from outbox.cli.main import Group
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
-from outbox.operations import dead_letter_filter, dead_letters, replays
+from outbox.operations import dead_letters, replays
 from outbox.operations import discard as discards
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,14 +28,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.dead_letters import (
-        DeadLetter,
-        DeadLetterCounts,
-        DeadLetterRow,
-        ReplayRow,
-    )
-    from outbox.operations.discard import DiscardReport
-    from outbox.operations.replay_jobs import ReplayJob
+    from outbox.operations.dead_letters import DeadLetter, DeadLetterRow, ReplayRow
     from outbox.operations.replays import ReplayReport
 
 
@@ -43,8 +36,6 @@ _SKIPPED = {
     "erased": "erased",
     "disabled": "of disabled endpoints",
     "removed": "of removed endpoints",
-    "replaying": "already being replayed",
-    "discarded": "discarded",
 }
 
 
@@ -92,7 +83,7 @@ Examples:
   outbox dead list --limit 10 --after 42 --json
 """,
 )
-@filter_options.filter_options()
+@filter_options
 @click.option(
     "--state",
     type=click.Choice([*dead_letters.STATES, "all"]),
@@ -103,7 +94,7 @@ Examples:
 @limit_option
 @click.option(
     "--after",
-    type=click.IntRange(0, filter_options.ID_MAX),
+    type=click.IntRange(0, ID_MAX),
     default=0,
     help="Only IDs above this (paging).",
 )
@@ -113,26 +104,15 @@ def list_(
     settings: Settings, state: str, limit: int, after: int, as_json: bool, **chosen: Any
 ) -> None:
     """List dead letters, oldest first."""
-    states = (
-        dead_letters.STATES
-        if state == "all"
-        else tuple(s for s in dead_letters.STATES if s == state)
+    rows = run_operation(
+        settings,
+        dead_letters.list_dead_letters,
+        only=Criteria(**chosen),
+        states=[each for each in dead_letters.STATES if state in (each, "all")],
+        limit=limit + 1,
+        after=after,
     )
-
-    async def read_page(connection: Connection[Any]) -> list[DeadLetterRow]:
-        return await dead_letters.list_dead_letters(
-            connection,
-            settings.schema_name,
-            only=filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen),
-            states=states,
-            limit=limit + 1,
-            after=after,
-        )
-
-    rows = run_connected(settings, read_page)
-    rows, more = rows[:limit], len(rows) > limit
-    if more:
-        print_next_page(rows[-1].id)
+    rows = first_page(rows, limit, lambda row: row.id)
     if as_json:
         emit_json(rows)
         return
@@ -153,17 +133,12 @@ Examples:
   outbox dead count --since 1d --json
 """,
 )
-@filter_options.filter_options()
+@filter_options
 @json_option
 @settings_options
 def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
     """Count dead letters by endpoint, reason and state."""
-
-    async def read_counts(connection: Connection[Any]) -> DeadLetterCounts:
-        only = filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen)
-        return await dead_letters.count_by_state(connection, settings.schema_name, only=only)
-
-    report = run_connected(settings, read_counts)
+    report = run_operation(settings, dead_letters.count_by_state, only=Criteria(**chosen))
     if as_json:
         emit_json(report)
         return
@@ -186,7 +161,7 @@ Example:
   outbox dead show 42 --json
 """
 )
-@click.argument("dead_id", metavar="ID", type=filter_options.dead_id)
+@click.argument("dead_id", metavar="ID", type=dead_id)
 @json_option
 @settings_options
 def show(settings: Settings, dead_id: int, as_json: bool) -> None:
@@ -208,8 +183,8 @@ Examples:
 To follow or abort the replay: outbox replay list | show | abort
 """
 )
-@filter_options.filter_options()
-@filter_options.selection_options
+@filter_options
+@selection_options
 @progress.rate_option
 @progress.wait_option
 @json_option
@@ -230,32 +205,22 @@ def replay(
     X-Delivery, and its attempts start again; a range becomes one delivery per
     sequence number. Live events have priority over replays.
     """
-    filter_options.require_selection(ids, everything, chosen)
+    which = DeadLetterSelection(ids, Criteria(**chosen), everything)
 
-    async def replay_dead_letters(
-        connection: Connection[Any],
-    ) -> tuple[ReplayReport, ReplayJob | None]:
-        schema = settings.schema_name
-        only = filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen)
-        which = DeadLetterSelection(ids, only, everything)
+    async def start(connection: Connection[Any]) -> tuple[ReplayReport, int | None]:
         report = await replays.start_replay(
-            connection, schema, which, actor=actor(), rate_per_s=rate_per_s, dry_run=dry_run
+            connection,
+            settings.schema_name,
+            which,
+            actor=actor(),
+            rate_per_s=rate_per_s,
+            dry_run=dry_run,
         )
-        if not as_json:
-            _print_replay(report)
-        if report.job is None:
-            return report, None
-        # Dead letters selected by ID are few, so do not wait by default.
-        follow_job = False if wait is None and ids else wait
-        return report, await progress.follow(
-            connection, schema, report.job, wait=follow_job, as_json=as_json
-        )
+        return report, report.job
 
-    report, job = run_connected(settings, replay_dead_letters)
-    if job is not None:
-        progress.print_result(job, as_json=as_json)
-    elif as_json:
-        emit_json(report)
+    # Dead letters selected by ID are few, so do not wait by default.
+    wait = False if wait is None and ids else wait
+    progress.run_replay(settings, start, _print_replay, wait=wait, as_json=as_json)
 
 
 @command.command(
@@ -265,8 +230,8 @@ Examples:
   outbox dead discard --type "cart.*" --until 30d --dry-run
 """
 )
-@filter_options.filter_options()
-@filter_options.selection_options
+@filter_options
+@selection_options
 @click.option("--comment", metavar="TEXT", help="Reason, recorded in the journal with the actor.")
 @json_option
 @settings_options
@@ -280,21 +245,14 @@ def discard(
     **chosen: Any,
 ) -> None:
     """Discard dead letters permanently."""
-    filter_options.require_selection(ids, everything, chosen)
-
-    async def discard_dead_letters(connection: Connection[Any]) -> DiscardReport:
-        only = filter_options.build_filter(await dead_letter_filter.read_now(connection), chosen)
-        which = DeadLetterSelection(ids, only, everything)
-        return await discards.discard_dead_letters(
-            connection,
-            settings.schema_name,
-            which,
-            actor=actor(),
-            comment=comment,
-            dry_run=dry_run,
-        )
-
-    report = run_connected(settings, discard_dead_letters)
+    report = run_operation(
+        settings,
+        discards.discard_dead_letters,
+        DeadLetterSelection(ids, Criteria(**chosen), everything),
+        actor=actor(),
+        comment=comment,
+        dry_run=dry_run,
+    )
     if as_json:
         emit_json(report)
     elif dry_run:

@@ -1,19 +1,23 @@
-"""Options that select dead letters."""
+"""Options that select events and dead letters."""
 
 from __future__ import annotations
 
 import re
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli import moments
-from outbox.operations import dead_letter_filter
-from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
+from outbox.core.model import duration
+from outbox.errors import UsageError
+from outbox.operations.criteria import REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime
+
+    from outbox.operations.criteria import When
+
+    Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 ID_MAX = 2**63 - 1
 
@@ -29,62 +33,72 @@ def dead_id(text: str) -> int:
     return int(text)
 
 
-def filter_options() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Options that filter dead letters; the command receives them as `chosen`."""
-    reasons = ", ".join(dead_letter_filter.REASONS)
+def parse_when(_: click.Context, __: click.Parameter, text: str | None) -> When | None:
+    """Parse an ISO 8601 time (local time unless it has an offset) or an age such as `2h`.
 
+    Raises:
+        click.BadParameter: the text is neither.
+    """
+    if text is None:
+        return None
+    try:
+        return timedelta(seconds=duration.parse(text))
+    except UsageError:
+        pass
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        raise click.BadParameter(
+            f'"{text[:40]}" is neither a time such as 2026-01-31T12:00Z nor an age such as 2h or 3d'
+        ) from None
+
+
+def time_options(what: str) -> Decorator:
+    """The options `--since` and `--until`.
+
+    Args:
+        what: the participle for the help text, such as "published".
+    """
+    since = f"Only those {what} at or after this time: 2h (ago), 3d, 2026-01-31T12:00Z."
+    until = f"Only those {what} before this time."
+    return _all_of(
+        click.option("--since", metavar="TIME", callback=parse_when, help=since),
+        click.option("--until", metavar="TIME", callback=parse_when, help=until),
+    )
+
+
+def _all_of(*options: Decorator) -> Decorator:
     def add(callback: Callable[..., Any]) -> Callable[..., Any]:
-        for option in (
-            moments.options("dead-lettered"),
-            click.option(
-                "--reason",
-                metavar="REASON",
-                type=click.Choice(dead_letter_filter.REASONS),
-                help=f"Only dead letters with this reason: {reasons}.",
-            ),
-            click.option("--tenant", metavar="NAME", help="Only dead letters of this tenant."),
-            click.option(
-                "--type",
-                "types",
-                metavar="PATTERN",
-                multiple=True,
-                help='Only events of this type, such as "order.*"; repeatable.',
-            ),
-            click.option("--endpoint", metavar="NAME", help="Only dead letters of this endpoint."),
-        ):
+        for option in reversed(options):
             callback = option(callback)
         return callback
 
     return add
 
 
-def selection_options(callback: Callable[..., Any]) -> Callable[..., Any]:
-    """Select dead letters by ID, or all of them; and --dry-run."""
-    for option in (
-        click.option("--dry-run", is_flag=True, help="Only count them; change nothing."),
-        click.option("--all", "everything", is_flag=True, help="Select all dead letters."),
-        click.argument("ids", metavar="[ID]...", type=dead_id, nargs=-1),
-    ):
-        callback = option(callback)
-    return callback
+filter_options = _all_of(
+    click.option("--endpoint", metavar="NAME", help="Only dead letters of this endpoint."),
+    click.option(
+        "--type",
+        "types",
+        metavar="PATTERN",
+        multiple=True,
+        help='Only events of this type, such as "order.*"; repeatable.',
+    ),
+    click.option("--tenant", metavar="NAME", help="Only dead letters of this tenant."),
+    click.option(
+        "--reason",
+        metavar="REASON",
+        type=click.Choice(REASONS),
+        help=f"Only dead letters with this reason: {', '.join(REASONS)}.",
+    ),
+    time_options("dead-lettered"),
+)
+"""Filter dead letters; the command receives fields of `Criteria`."""
 
-
-def build_filter(now: datetime, chosen: dict[str, Any]) -> DeadLetterFilter:
-    """The filter that the options describe, with relative times resolved against `now`."""
-    return DeadLetterFilter(
-        chosen["endpoint"],
-        chosen["types"],
-        chosen["tenant"],
-        chosen["reason"],
-        moments.moment(chosen["since"], now),
-        moments.moment(chosen["until"], now),
-    )
-
-
-def require_selection(ids: tuple[int, ...], everything: bool, chosen: dict[str, Any]) -> None:
-    """Reject a command without IDs, filter or --all, before connecting to the database."""
-    DeadLetterSelection(
-        ids,
-        DeadLetterFilter(endpoint="any") if any(chosen.values()) else DeadLetterFilter(),
-        everything,
-    )
+selection_options = _all_of(
+    click.argument("ids", metavar="[ID]...", type=dead_id, nargs=-1),
+    click.option("--all", "everything", is_flag=True, help="Select all dead letters."),
+    click.option("--dry-run", is_flag=True, help="Only count them; change nothing."),
+)
+"""Select dead letters by ID, or all of them; and --dry-run."""

@@ -9,9 +9,9 @@ import click
 
 from outbox.cli.common import (
     actor,
+    first_page,
     json_option,
     limit_option,
-    print_next_page,
     run_operation,
     settings_options,
 )
@@ -107,9 +107,7 @@ def list_(
         limit=limit + 1,
         after=after,
     )
-    rows, more = rows[:limit], len(rows) > limit
-    if more:
-        print_next_page(rows[-1].key)
+    rows = first_page(rows, limit, lambda row: row.key)
     if as_json:
         emit_json(rows)
         return

@@ -1,23 +1,27 @@
-"""Options and progress display of replay jobs."""
+"""Running a replay: its options, the progress of its job, and the result."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from outbox.cli.common import warn
+from outbox.cli.common import run_connected, warn
 from outbox.cli.output import count, emit_json
 from outbox.operations import replay_jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from asyncpg import Connection
 
+    from outbox.config import Settings
     from outbox.operations.replay_jobs import ReplayJob
+
+T = TypeVar("T")
 
 POLL_INTERVAL_S = 0.5
 
@@ -35,7 +39,39 @@ rate_option = click.option(
 )
 
 
-async def follow(
+def run_replay(
+    settings: Settings,
+    start: Callable[[Connection[Any]], Awaitable[tuple[T, int | None]]],
+    show: Callable[[T], None],
+    *,
+    wait: bool | None,
+    as_json: bool,
+) -> None:
+    """Start a replay, wait for its job if wanted, and print the result.
+
+    Args:
+        start: returns its report, and the job; None: there is none.
+        show: prints the report; with `as_json` it is printed unless the command waits.
+        wait: None: on a terminal.
+    """
+
+    async def start_and_follow(connection: Connection[Any]) -> tuple[T, ReplayJob | None]:
+        report, job_id = await start(connection)
+        if not as_json:
+            show(report)
+        if job_id is None:
+            return report, None
+        schema = settings.schema_name
+        return report, await _follow(connection, schema, job_id, wait=wait, as_json=as_json)
+
+    report, job = run_connected(settings, start_and_follow)
+    if job is not None:
+        _print_result(job, as_json=as_json)
+    elif as_json:
+        emit_json(report)
+
+
+async def _follow(
     connection: Connection[Any], schema: str, job_id: int, *, wait: bool | None, as_json: bool
 ) -> ReplayJob | None:
     """Wait until a job has ended, and return it; None if the command does not wait.
@@ -49,26 +85,21 @@ async def follow(
         warn("no relay is running: the replay starts when one does")
         return None
     try:
-        if terminal:
-            return await _with_a_bar(connection, schema, job_id)
-        return await _ended(connection, schema, job_id, lambda _: None)
+        with _progress_bar(job_id) if terminal else nullcontext(lambda _: None) as show:
+            while True:
+                job = await replay_jobs.get_job(connection, schema, job_id)
+                show(job)
+                if job.state != "running":
+                    return job
+                await asyncio.sleep(POLL_INTERVAL_S)
     except asyncio.CancelledError:
         warn(f"replay job {job_id} continues; to abort it: outbox replay abort {job_id}")
         raise
 
 
-async def _ended(
-    connection: Connection[Any], schema: str, job_id: int, show: Callable[[ReplayJob], None]
-) -> ReplayJob:
-    while True:
-        job = await replay_jobs.get_job(connection, schema, job_id)
-        show(job)
-        if job.state != "running":
-            return job
-        await asyncio.sleep(POLL_INTERVAL_S)
-
-
-async def _with_a_bar(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:
+@contextmanager
+def _progress_bar(job_id: int) -> Iterator[Callable[[ReplayJob], None]]:
+    """Show a progress bar; yields the function that updates it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = (
@@ -79,14 +110,10 @@ async def _with_a_bar(connection: Connection[Any], schema: str, job_id: int) -> 
     )
     with Progress(*columns, transient=True) as bar:
         task = bar.add_task(f"replay job {job_id}", total=1.0, taken=0)
-
-        def show(job: ReplayJob) -> None:
-            bar.update(task, completed=job.share, taken=job.taken)
-
-        return await _ended(connection, schema, job_id, show)
+        yield lambda job: bar.update(task, completed=job.share, taken=job.taken)
 
 
-def print_result(job: ReplayJob, *, as_json: bool) -> None:
+def _print_result(job: ReplayJob, *, as_json: bool) -> None:
     """Print the result of a job; exit with 1 if it was aborted or incomplete."""
     if as_json:
         emit_json(job)

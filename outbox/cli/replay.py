@@ -6,29 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli import moments, progress
+from outbox.cli import progress
 from outbox.cli.common import (
     actor,
+    first_page,
     json_option,
     limit_option,
-    print_next_page,
-    run_connected,
     run_operation,
     settings_options,
 )
+from outbox.cli.filter_options import ID_MAX, time_options
 from outbox.cli.main import Group
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table
-from outbox.operations import backfill, dead_letter_filter, replay_jobs
-from outbox.operations.backfill import Backfill
+from outbox.operations import backfill, replay_jobs
+from outbox.operations.criteria import Criteria
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.cli.moments import When
     from outbox.config import Settings
+    from outbox.operations.criteria import When
     from outbox.operations.replay_jobs import ReplayJob
-
-ID_MAX = 2**63 - 1
 
 job_argument = click.argument("job_id", metavar="JOB", type=click.IntRange(1, ID_MAX))
 
@@ -48,7 +46,7 @@ To replay dead letters: outbox dead replay
 """,
 )
 @click.option("--endpoint", metavar="NAME", help="The endpoint that receives the events.")
-@moments.options("published")
+@time_options("published")
 @click.option(
     "--type",
     "types",
@@ -88,32 +86,27 @@ def command(
             "give --endpoint NAME and --since TIME, or a command: list, show or abort", ctx
         )
 
-    async def start_replay(connection: Connection[Any]) -> None:
-        schema = settings.schema_name
-        now = await dead_letter_filter.read_now(connection)
-        first = moments.moment(since, now)
-        assert first is not None
-        backfill_request = Backfill(endpoint, first, moments.moment(until, now), types)
-        if dry_run:
-            plan = await backfill.plan_backfill(connection, schema, backfill_request)
-            if as_json:
-                emit_json(plan)
-            else:
-                deliveries = count(plan.deliveries, "delivery")
-                click.echo(f"would create {deliveries}; nothing was changed")
-            return
-        job_id = await backfill.request_backfill(
-            connection, schema, backfill_request, actor=actor(), rate_per_s=rate_per_s
-        )
-        if not as_json:
-            click.echo(f"replay job {job_id} started; see: outbox replay show {job_id}")
-        job = await progress.follow(connection, schema, job_id, wait=wait, as_json=as_json)
-        if job is not None:
-            progress.print_result(job, as_json=as_json)
-        elif as_json:
-            emit_json({"job": job_id})
+    history = Criteria(endpoint, types, since=since, until=until)
+    if dry_run:
+        plan = run_operation(settings, backfill.plan_backfill, history)
+        if as_json:
+            emit_json(plan)
+        else:
+            deliveries = count(plan.deliveries, "delivery")
+            click.echo(f"would create {deliveries}; nothing was changed")
+        return
 
-    run_connected(settings, start_replay)
+    async def start(connection: Connection[Any]) -> tuple[dict[str, int], int]:
+        job_id = await backfill.request_backfill(
+            connection, settings.schema_name, history, actor=actor(), rate_per_s=rate_per_s
+        )
+        return {"job": job_id}, job_id
+
+    def show_started(report: dict[str, int]) -> None:
+        job_id = report["job"]
+        click.echo(f"replay job {job_id} started; see: outbox replay show {job_id}")
+
+    progress.run_replay(settings, start, show_started, wait=wait, as_json=as_json)
 
 
 @command.command(
@@ -139,16 +132,11 @@ Examples:
 @settings_options
 def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool) -> None:
     """List replay jobs (of dead letters, past events and lanes), oldest first."""
-    states = (
-        replay_jobs.STATES if state == "all" else tuple(s for s in replay_jobs.STATES if s == state)
-    )
-
+    states = [each for each in replay_jobs.STATES if state in (each, "all")]
     rows = run_operation(
         settings, replay_jobs.list_jobs, states=states, limit=limit + 1, after=after
     )
-    rows, more = rows[:limit], len(rows) > limit
-    if more:
-        print_next_page(rows[-1].id)
+    rows = first_page(rows, limit, lambda row: row.id)
     if as_json:
         emit_json(rows)
         return

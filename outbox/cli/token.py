@@ -9,9 +9,9 @@ import click
 from outbox.cli.common import (
     actor,
     duration_s,
+    first_page,
     json_option,
     limit_option,
-    print_next_page,
     run_operation,
     settings_options,
 )
@@ -122,9 +122,7 @@ def list_(settings: Settings, revoked: bool, limit: int, after: int, as_json: bo
     rows = run_operation(
         settings, api_tokens.list_tokens, revoked=revoked, limit=limit + 1, after=after
     )
-    rows, more = rows[:limit], len(rows) > limit
-    if more:
-        print_next_page(rows[-1].id)
+    rows = first_page(rows, limit, lambda row: row.id)
     if as_json:
         emit_json(rows)
         return

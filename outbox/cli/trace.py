@@ -10,8 +10,8 @@ from outbox.cli.common import json_option, run_connected, settings_options, warn
 from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, style
 from outbox.core.model.text import safe
 from outbox.operations import event_trace as event_traces
-from outbox.operations import find_event, trace
-from outbox.operations.dead_letter_filter import find_endpoint_ids
+from outbox.operations import events, trace
+from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.event_trace import TraceReport
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ key (the newest events are shown), or an outbox id as printed by verify and doct
 @click.option(
     "--before",
     metavar="OUTBOX_ID",
-    type=click.IntRange(1, find_event.ID_MAX),
-    default=find_event.ID_MAX,
+    type=click.IntRange(1, events.ID_MAX),
+    default=events.ID_MAX,
     show_default=False,
     help="With a key: only events before this one (paging).",
 )
@@ -78,10 +78,10 @@ def command(
 
     async def read_traces(
         connection: Connection[Any],
-    ) -> tuple[find_event.EventMatch, list[EventTrace]]:
+    ) -> tuple[events.EventMatch, list[EventTrace]]:
         schema = settings.schema_name
         only = await find_endpoint_ids(connection, endpoint)
-        match = await find_event.find_events(connection, schema, id, limit=limit, below=before)
+        match = await events.find_events(connection, schema, id, limit=limit, below=before)
         return match, [
             await trace.read_trace(
                 connection, schema, outbox_id, endpoint_ids=only, payload=payload

@@ -7,27 +7,25 @@ delivered live.  It uses the current subscription of the endpoint.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.message import rfc3339
-from outbox.core.model import pattern
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
-from outbox.operations.dead_letter_filter import require_time_order
-from outbox.operations.new_replay_job import JobPart, add_job, read_new_job
+from outbox.operations.criteria import criteria_parameters
+from outbox.operations.replay_jobs import JobPart, add_job, read_new_job
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
 from outbox.store.endpoints import endpoint_not_found
-from outbox.store.type_match import FILTER_MET, MATCHES, TYPE_MATCHES
+from outbox.store.type_match import FILTER_MET, MATCHES, matches_criteria
 
 if TYPE_CHECKING:
     from datetime import datetime
-    from uuid import UUID
 
     from asyncpg import Connection
 
+    from outbox.operations.criteria import Criteria
     from outbox.store.change import Change
 
 FIND_ENDPOINT = """
@@ -69,44 +67,10 @@ COUNT_HISTORY = f"""
 SELECT count(*)
   FROM outbox o
   JOIN subscription s ON s.endpoint_id = $1 AND s.to_batch IS NULL,
-       (SELECT $7::text[] AS types) j
+       (SELECT {criteria_parameters(5)}) j
  WHERE o.id BETWEEN $2 AND $3 AND NOT $4::int8multirange @> o.id
-   AND o.created_at >= $5 AND ($6::timestamptz IS NULL OR o.created_at < $6)
-   AND (j.types IS NULL OR {TYPE_MATCHES.replace("s.types", "j.types")})
-   AND {MATCHES} AND {FILTER_MET} IS NOT FALSE
+   AND {matches_criteria("o", "created_at", "j")} AND {MATCHES} AND {FILTER_MET} IS NOT FALSE
 """  # noqa: S608 (constants only)
-
-
-@dataclass(frozen=True, slots=True)
-class Backfill:
-    """A request for a backfill.
-
-    Raises:
-        UsageError: a type is not a valid pattern, or until <= since.
-    """
-
-    endpoint: str
-    since: datetime
-    until: datetime | None = None
-    """Published at or after `since`, and before `until`."""
-    types: tuple[str, ...] = ()
-    """Type patterns that restrict the subscription further."""
-
-    def __post_init__(self) -> None:
-        for text in self.types:
-            pattern.parse(text)
-        require_time_order(self.since, self.until)
-
-
-@dataclass(frozen=True, slots=True)
-class BackfillRange:
-    """The outbox ids that a backfill covers."""
-
-    endpoint_id: UUID
-    first_id: int
-    last_id: int
-    gaps: Any
-    """Open gaps in the range, which are delivered live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +87,7 @@ class BackfillPlan:
 
 
 async def plan_backfill(
-    connection: Connection[Any], schema: str, backfill: Backfill
+    connection: Connection[Any], schema: str, criteria: Criteria
 ) -> BackfillPlan:
     """Count the deliveries that the backfill would create now, without a change.
 
@@ -131,25 +95,17 @@ async def plan_backfill(
         NotFound, UsageError: as in `request_backfill`.
     """
     with map_errors(schema):
-        covered = await _find_range(connection, backfill)
-        deliveries: int = await connection.fetchval(
-            COUNT_HISTORY,
-            covered.endpoint_id,
-            covered.first_id,
-            covered.last_id,
-            covered.gaps,
-            backfill.since,
-            backfill.until,
-            list(backfill.types) or None,
-        )
-    since, until, types = backfill.since, backfill.until, backfill.types
-    return BackfillPlan(True, backfill.endpoint, since, until, types, deliveries)
+        only: Any = await criteria.resolve(connection)  # With an endpoint and absolute times.
+        part, gaps = await _find_range(connection, only)
+        covered = part.endpoint_id, part.first_id, part.last_id, gaps
+        deliveries: int = await connection.fetchval(COUNT_HISTORY, *covered, *only.arguments)
+    return BackfillPlan(True, only.endpoint, only.since, only.until, only.types, deliveries)
 
 
 async def request_backfill(
     connection: Connection[Any],
     schema: str,
-    backfill: Backfill,
+    criteria: Criteria,
     *,
     actor: str,
     rate_per_s: float | None = None,
@@ -157,6 +113,7 @@ async def request_backfill(
     """Start a backfill, in order and behind live events.
 
     Args:
+        criteria: with the endpoint and `since`; its types restrict the subscription further.
         rate_per_s: maximum rate in deliveries per second; None: no limit.
 
     Returns:
@@ -166,41 +123,27 @@ async def request_backfill(
         NotFound: there is no such endpoint.
         Conflict: the endpoint is disabled, being removed, or without a subscription.
     """
-    types = list(backfill.types) or None
 
     async def plan(change: Change) -> None:
-        covered = await _find_range(change.db, backfill)
-        first_id = max(covered.first_id, await _require_oldest(change) * WIDTH)
-        row = {
-            "kind": "history",
-            "endpoint": backfill.endpoint,
-            "types": types,
-            "since": backfill.since,
-            "until": backfill.until,
-            "rate_per_s": rate_per_s,
-        }
-        part = JobPart(covered.endpoint_id, first_id, covered.last_id, from_id=first_id)
-        add_job(change, row, [part], covered.gaps)
-        data: dict[str, Any] = {"since": rfc3339(backfill.since)}
-        if backfill.until is not None:
-            data["until"] = rfc3339(backfill.until)
-        if types is not None:
-            data["types"] = types
-        data |= {"from_id": first_id, "to_id": covered.last_id}
-        change.journal("backfill_requested", covered.endpoint_id, data, with_job=True)
+        only = await criteria.resolve(change.db)
+        part, gaps = await _find_range(change.db, only)
+        # This period must not be dropped before the job is added.
+        oldest = await change.db.fetchval(READ_OLDEST)
+        change.write(REQUIRE_OLDEST, oldest)
+        first_id = max(part.first_id, oldest * WIDTH)
+        part = replace(part, first_id=first_id, from_id=first_id)
+        add_job(change, "history", only, [part], rate_per_s=rate_per_s, gaps=gaps)
+        data = only.journal_data | {"from_id": first_id, "to_id": part.last_id}
+        del data["endpoint"]
+        change.journal("backfill_requested", part.endpoint_id, data, with_job=True)
 
     return await make_change_and_read(connection, schema, actor, plan, read_new_job)
 
 
-async def _require_oldest(change: Change) -> int:
-    """The oldest period of events, which must not be dropped before the job is added."""
-    number: int = await change.db.fetchval(READ_OLDEST)
-    change.write(REQUIRE_OLDEST, number)
-    return number
-
-
-async def _find_range(connection: Connection[Any], backfill: Backfill) -> BackfillRange:
-    name = backfill.endpoint
+async def _find_range(connection: Connection[Any], only: Criteria) -> tuple[JobPart, list[Any]]:
+    """The ids that a backfill covers, and the open gaps among them, which are delivered live."""
+    name = only.endpoint
+    assert name is not None
     endpoint = await connection.fetchrow(FIND_ENDPOINT, name)
     if endpoint is None:
         raise await endpoint_not_found(connection, name)
@@ -212,11 +155,11 @@ async def _find_range(connection: Connection[Any], backfill: Backfill) -> Backfi
     if endpoint["state"] == "removing" or not endpoint["subscribed"]:
         raise Conflict(f'endpoint "{name}" is being removed, and receives no new events')
     at = await connection.fetchrow(READ_CURSOR)
-    first = await connection.fetchval(FIND_FIRST, backfill.since, at["high"])
-    last = first and await connection.fetchval(FIND_LAST, first, at["high"], backfill.until)
+    first = await connection.fetchval(FIND_FIRST, only.since, at["high"])
+    last = first and await connection.fetchval(FIND_LAST, first, at["high"], only.until)
     if not last:
         # An empty range: its job ends at once.
-        return BackfillRange(endpoint["id"], 1, 0, [])
+        return JobPart(endpoint["id"], 1, 0), []
     # Only overlapping gaps: there can be many, and each event is compared with them.
     gaps = [gap for gap in at["gaps"] if gap.upper > first and gap.lower <= last]
-    return BackfillRange(endpoint["id"], first, last, gaps)
+    return JobPart(endpoint["id"], first, last), gaps

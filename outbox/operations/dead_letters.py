@@ -11,15 +11,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import orjson
-
-from outbox.core.model.ids import lane_name
 from outbox.errors import NotFound
-from outbox.operations.dead_letter_filter import (
-    DeadLetterFilter,
-    filter_parameters,
-    find_endpoint_ids,
-)
+from outbox.operations.criteria import Criteria, criteria_parameters, find_endpoint_ids
+from outbox.operations.rows import from_row
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
 from outbox.store.replay_feed import MATCHES_SELECTION
@@ -98,43 +92,45 @@ def _owned(n: int) -> str:
     return f"(${n}::text IS NULL OR d.tenant = ${n} OR {OWNS_RANGE.format(tenant=f'${n}')})"
 
 
-# Filter by the stored state first, to use the partial index of state `dead`.
-LIST_DEAD = f"""
-SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.to_seq,
-       d.event_id, d.type, d.reason, (d.last_response ->> 'status')::integer AS status,
-       d.attempts, d.at, coalesce(t.state, d.state) AS state, t.again
+_COLUMNS = """
+       d.id, e.name AS endpoint, lane_name(l.endpoint_id, l.generation, l.slot) AS lane,
+       d.seq AS sequence, d.to_seq AS to_sequence, d.event_id AS event, d.type, d.reason,
+       (d.last_response ->> 'status')::integer AS status, d.attempts, d.at,
+       coalesce(t.state, d.state) AS state, t.again
+"""
+_FROM = f"""
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id
   JOIN lane l ON l.id = d.lane_id
 {LAST_REPLAY}
- CROSS JOIN (SELECT {filter_parameters(6)}) s
+"""
+
+# Filter by the stored state first, to use the partial index of state `dead`.
+LIST_DEAD = f"""
+SELECT {_COLUMNS} {_FROM}
+ CROSS JOIN (SELECT {criteria_parameters(6)}) s
  WHERE d.id > $1 AND d.state = ANY ($2) AND coalesce(t.state, d.state) = ANY ($5)
    AND ($3::uuid[] IS NULL OR d.endpoint_id = ANY ($3)) AND {MATCHES_SELECTION}
    AND {_owned(11)}
  ORDER BY d.id LIMIT $4
-"""  # noqa: S608
+"""
 
 GET_DEAD = f"""
-SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.to_seq,
-       d.event_id, d.type, d.reason, (d.last_response ->> 'status')::integer AS status,
-       d.attempts, d.at, coalesce(t.state, d.state) AS state, t.again,
-       d.tenant, d.key, d.payload::text AS payload, d.headers::text AS headers,
+SELECT {_COLUMNS}, d.tenant, d.key, d.payload::text AS payload, d.headers::text AS headers,
        d.published_at, d.expires_at, d.last_response::text AS last_response
-  FROM dead_letter d
-  JOIN endpoint e ON e.id = d.endpoint_id
-  JOIN lane l ON l.id = d.lane_id
-{LAST_REPLAY}
+{_FROM}
  WHERE d.id = $1
-"""  # noqa: S608
+"""
 
 # Replays of a dead letter: request time, progress, and the new delivery (only of a single
 # delivery; those of a range may be in several lanes).
 GET_REPLAYS = f"""
-SELECT r.requested_at, r.next_seq - d.seq AS taken, d.outbox_id IS NULL AS is_range,
-       l.endpoint_id, l.generation, l.slot, r.seq, r.state, r.again
+SELECT r.requested_at, r.next_seq - d.seq AS taken,
+       lane_name(l.endpoint_id, l.generation, l.slot) AS lane,
+       CASE WHEN d.outbox_id IS NOT NULL THEN r.seq END AS sequence, r.state, r.again
   FROM ({_REPLAYS}) r
   JOIN dead_letter d ON d.id = r.dead_id
-  LEFT JOIN lane l ON l.id = r.lane_id
+  LEFT JOIN lane l ON l.id = r.lane_id AND d.outbox_id IS NOT NULL
  WHERE r.dead_id = $1 ORDER BY r.id
 """  # noqa: S608
 
@@ -171,7 +167,7 @@ SELECT e.name AS endpoint, n.reason, n.state, sum(n.dead_letters)::bigint AS dea
                (SELECT s.state FROM ({_REPLAYS}) s
                  WHERE s.dead_id = d.id AND d.state = 'replaying' AND d.outbox_id IS NULL
                  ORDER BY s.id DESC LIMIT 1)) t ON true
-         CROSS JOIN (SELECT {filter_parameters(2)}) s
+         CROSS JOIN (SELECT {criteria_parameters(2)}) s
          WHERE ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {MATCHES_SELECTION}
            AND {_owned(7)}
          GROUP BY d.endpoint_id, d.reason, coalesce(t.state, d.state)) n
@@ -185,7 +181,7 @@ PLAN_COUNT = (
     "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL jit = off"
 )
 
-ANY = DeadLetterFilter()
+ANY = Criteria()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +258,7 @@ async def list_dead_letters(
     connection: Connection[Any],
     schema: str,
     *,
-    only: DeadLetterFilter = ANY,
+    only: Criteria = ANY,
     states: Sequence[DeadLetterState] = ("dead",),
     limit: int = 100,
     after: int = 0,
@@ -272,23 +268,19 @@ async def list_dead_letters(
     Raises:
         NotFound: no endpoint ever had this name.
     """
+    sent_again = ("replayed", "dead_again")
+    stored = sorted({"replaying" if state in sent_again else state for state in states})
     with map_errors(schema):
+        only = await only.resolve(connection)
         ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
         rows = await connection.fetch(
-            LIST_DEAD,
-            after,
-            _stored_states(states),
-            ids,
-            limit,
-            list(states),
-            *only.arguments,
-            only.owner,
+            LIST_DEAD, after, stored, ids, limit, states, *only.arguments, only.owner
         )
-    return [DeadLetterRow(**_row_fields(row)) for row in rows]
+    return [from_row(DeadLetterRow, row) for row in rows]
 
 
 async def count_by_state(
-    connection: Connection[Any], schema: str, *, only: DeadLetterFilter = ANY
+    connection: Connection[Any], schema: str, *, only: Criteria = ANY
 ) -> DeadLetterCounts:
     """Count dead letters by endpoint, reason and state.
 
@@ -298,6 +290,7 @@ async def count_by_state(
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             await connection.execute(PLAN_COUNT)
+            only = await only.resolve(connection)
             ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
             rows = await connection.fetch(COUNT_DEAD, ids, *only.arguments, only.owner)
     counts: list[DeadLetterCount] = []
@@ -320,65 +313,14 @@ async def get_dead_letter(connection: Connection[Any], schema: str, dead_id: int
         row = await connection.fetchrow(GET_DEAD, dead_id)
         if row is None:
             raise dead_letter_not_found(dead_id)
-        replays = await list_replays(connection, dead_id)
-    return DeadLetter(
-        **_row_fields(row),
-        tenant=row["tenant"],
-        key=row["key"],
-        payload=_json(row["payload"]),
-        headers=_json(row["headers"]),
-        published_at=row["published_at"],
-        expires_at=row["expires_at"],
-        last_response=_json(row["last_response"]),
-        replays=tuple(replays),
-    )
+        replays = tuple(await list_replays(connection, dead_id))
+    parse = ("payload", "headers", "last_response")
+    return from_row(DeadLetter, row, parse=parse, replays=replays)
 
 
 async def list_replays(connection: Connection[Any], dead_id: int) -> list[ReplayRow]:
     """List the replays of a dead letter, oldest first."""
-    return [
-        ReplayRow(
-            requested_at=r["requested_at"],
-            taken=r["taken"],
-            lane=None if r["is_range"] or r["seq"] is None else _lane(r),
-            sequence=None if r["is_range"] else r["seq"],
-            state=r["state"],
-            again=r["again"],
-        )
-        for r in await connection.fetch(GET_REPLAYS, dead_id)
-    ]
-
-
-def _stored_states(states: Sequence[DeadLetterState]) -> list[str]:
-    """Map states to the states that the table stores."""
-    sent_again = ("replayed", "dead_again")
-    return sorted({"replaying" if state in sent_again else state for state in states})
-
-
-def _row_fields(row: Any) -> dict[str, Any]:
-    return {
-        "id": row["id"],
-        "endpoint": row["endpoint"],
-        "lane": _lane(row),
-        "sequence": row["seq"],
-        "to_sequence": row["to_seq"],
-        "event": row["event_id"],
-        "type": row["type"],
-        "reason": row["reason"],
-        "status": row["status"],
-        "attempts": row["attempts"],
-        "at": row["at"],
-        "state": row["state"],
-        "again": row["again"],
-    }
-
-
-def _lane(row: Any) -> str:
-    return lane_name(row["endpoint_id"], row["generation"], row["slot"])
-
-
-def _json(text: str | None) -> Any:
-    return None if text is None else orjson.loads(text)
+    return [from_row(ReplayRow, row) for row in await connection.fetch(GET_REPLAYS, dead_id)]
 
 
 def dead_letter_not_found(dead_id: int) -> NotFound:

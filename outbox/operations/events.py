@@ -1,47 +1,52 @@
-"""Event search, newest first, in pages.
+"""Finding events: by criteria, or by one of their ids or keys.
 
-Types, tenants and times have no index, because each would slow down every producer.  Keys have
-a bloom-filter index.  Other searches scan a limited number of events, from the newest down, and
-return how far they scanned, so a client can continue from there.
+Types, tenants and times have no index, because each would slow down every producer.  Searches
+for these scan a limited number of events, from the newest down, and return how far they scanned,
+so a client can continue from there.
+
+Event ids and keys are found through a bloom-filter (BRIN) index, idempotency keys in their
+table.  An X-Delivery encodes the outbox id, given the endpoint.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
-from outbox.core.model import pattern
-from outbox.operations.dead_letter_filter import require_time_order
-from outbox.operations.find_event import PLAN_BY_ID
+from outbox.core.model.ids import delivery_id, outbox_id_of
+from outbox.errors import NotFound
+from outbox.operations.criteria import criteria_parameters
+from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import PLAN_BY_INDEX
-from outbox.store.type_match import TYPE_MATCHES
+from outbox.store.type_match import matches_criteria
 
 if TYPE_CHECKING:
     from datetime import datetime
-    from uuid import UUID
 
     from asyncpg import Connection
+
+    from outbox.operations.criteria import Criteria
 
 ID_MAX = 2**63 - 1
 SCANNED_MAX = 20_000
 """Maximum of events that one search scans."""
 
-_MATCHES = f"""
-       (s.types IS NULL OR {TYPE_MATCHES})
-   AND (s.tenant IS NULL OR o.tenant = s.tenant)
-   AND (s.since IS NULL OR o.created_at >= s.since)
-   AND (s.until IS NULL OR o.created_at < s.until)
+# Walk the ordered key, instead of a bitmap scan of everything followed by a sort.
+PLAN_BY_ID = f"{PLAN_BY_INDEX.strip()}; SET LOCAL enable_bitmapscan = off"
+
+_COLUMNS = """
+       o.id AS outbox_id, o.event_id AS id, o.type, o.tenant, o.key, o.created_at AS published_at,
+       o.expires_at, o.erased_at
 """
-_GIVEN = """
-SELECT $3::text[] AS types, $4::text AS tenant, $5::timestamptz AS since,
-       $6::timestamptz AS until
-"""
+_GIVEN = f"(SELECT {criteria_parameters(3)}) s"
+_MATCHES = matches_criteria("o", "created_at")
 
 # OFFSET 0: use the index of keys, not a walk from the newest id down.
 FIND_BY_KEY = f"""
-SELECT o.id, o.event_id, o.type, o.tenant, o.key, o.created_at, o.expires_at, o.erased_at
-  FROM (SELECT * FROM outbox WHERE key = $7 OFFSET 0) o, ({_GIVEN}) s
+SELECT {_COLUMNS}
+  FROM (SELECT * FROM outbox WHERE key = $8 OFFSET 0) o, {_GIVEN}
  WHERE o.id < $1 AND {_MATCHES}
  ORDER BY o.id DESC LIMIT $2
 """  # noqa: S608 (constants only)
@@ -52,39 +57,49 @@ FIND = f"""
 WITH scanned AS MATERIALIZED (
     SELECT id, type, tenant, created_at FROM outbox
      WHERE id < $1
-       AND id > coalesce((SELECT high FROM batch WHERE at < $5::timestamptz
+       AND id > coalesce((SELECT high FROM batch WHERE at < $6::timestamptz
                            ORDER BY at DESC LIMIT 1), 0)
-     ORDER BY id DESC LIMIT $7),
+     ORDER BY id DESC LIMIT $8),
 found AS MATERIALIZED (
-    SELECT o.id FROM scanned o, ({_GIVEN}) s WHERE {_MATCHES} ORDER BY o.id DESC LIMIT $2)
-SELECT l.events, l.lowest, l.oldest_at, o.id, o.event_id, o.type, o.tenant, o.key, o.created_at,
-       o.expires_at, o.erased_at
+    SELECT o.id FROM scanned o, {_GIVEN} WHERE {_MATCHES} ORDER BY o.id DESC LIMIT $2)
+SELECT l.events, l.lowest, l.oldest_at, {_COLUMNS}
   FROM (SELECT count(*) AS events, min(id) AS lowest, min(created_at) AS oldest_at FROM scanned) l
   LEFT JOIN (found f JOIN outbox o ON o.id = f.id) ON true
  ORDER BY o.id DESC
 """  # noqa: S608
 
+# The events, and copies in dead letters of those that retention dropped.
+_KNOWN = """
+SELECT known.id, known.event_id
+  FROM (SELECT id, event_id, tenant FROM outbox
+         UNION
+        SELECT outbox_id, event_id, tenant FROM dead_letter
+         WHERE outbox_id IS NOT NULL AND event_id IS NOT NULL) known
+ WHERE ($2::text IS NULL OR known.tenant = $2)
+"""
+FIND_BY_EVENT_ID = f"{_KNOWN} AND known.event_id = $1 ORDER BY known.id DESC"
+FIND_BY_OUTBOX_ID = f"{_KNOWN} AND known.id = ANY ($1)"
 
-@dataclass(frozen=True, slots=True)
-class EventFilter:
-    """Conditions of an event search, combined with AND.
+FIND_BY_IDEMPOTENCY_KEY = """
+SELECT event_id FROM idempotency_key WHERE key = ANY ($1) AND event_id IS NOT NULL
+"""
 
-    Raises:
-        UsageError: a type is not a valid pattern, or until <= since.
-    """
+# A future event: published, but not due yet.
+FIND_FUTURE = """
+SELECT deliver_at FROM future_event WHERE event_id = $1 AND ($2::text IS NULL OR tenant = $2)
+"""
 
-    key: str | None = None
-    types: tuple[str, ...] = ()
-    """Type patterns, combined with OR."""
-    tenant: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
-    """Published at or after `since`, and before `until`."""
-
-    def __post_init__(self) -> None:
-        for text in self.types:
-            pattern.parse(text)
-        require_time_order(self.since, self.until)
+# Candidates for the endpoint of an X-Delivery.
+READ_ENDPOINT_IDS = "SELECT id FROM endpoint"
+LAST_ID = """
+SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0)
+"""
+# Backfills of the candidate events: each backfill has its own X-Deliveries.
+READ_BACKFILLS = """
+SELECT DISTINCT outbox_id, backfill_id FROM delivery
+ WHERE outbox_id = ANY ($1) AND backfill_id IS NOT NULL
+   AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +129,22 @@ class EventPage:
     """Publish time of the oldest scanned event."""
 
 
-async def find_events(
+@dataclass(frozen=True, slots=True)
+class EventMatch:
+    """The events that a search text identifies."""
+
+    by: str
+    """Kind of the match: event id, X-Delivery, once key, key or outbox id."""
+    outbox_ids: tuple[int, ...]
+    """Newest first."""
+    more: bool = False
+    """Older events match, too."""
+
+
+async def search_events(
     connection: Connection[Any],
     schema: str,
-    criteria: EventFilter,
+    criteria: Criteria,
     *,
     limit: int = 100,
     below: int = ID_MAX,
@@ -127,35 +154,123 @@ async def find_events(
 
     A page can have fewer than `limit` events, or none, although the search continues.
     """
-    conditions = (list(criteria.types) or None, criteria.tenant, criteria.since, criteria.until)
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
-            if criteria.key is not None:
+            only = await criteria.resolve(connection)
+            arguments = (below, limit + 1, *only.arguments)
+            if only.key is not None:
                 await connection.execute(PLAN_BY_INDEX)
-                rows = await connection.fetch(
-                    FIND_BY_KEY, below, limit + 1, *conditions, criteria.key
-                )
-                events = [_event(row) for row in rows[:limit]]
-                after = events[-1].outbox_id if len(rows) > limit else None
-                return EventPage(events, after, None, None)
-            await connection.execute(PLAN_BY_ID)
-            rows = await connection.fetch(FIND, below, limit + 1, *conditions, scanned_max)
-    events = [_event(row) for row in rows[:limit] if row["id"] is not None]
+                rows = await connection.fetch(FIND_BY_KEY, *arguments, only.key)
+            else:
+                await connection.execute(PLAN_BY_ID)
+                rows = await connection.fetch(FIND, *arguments, scanned_max)
+    events = [from_row(EventRow, row) for row in rows[:limit] if row["id"] is not None]
+    after = events[-1].outbox_id if len(rows) > limit else None
+    if only.key is not None:
+        return EventPage(events, after, None, None)
     extent = rows[0]
-    if len(rows) > limit:
-        return EventPage(events, events[-1].outbox_id, extent["events"], extent["oldest_at"])
-    after = extent["lowest"] if extent["events"] == scanned_max else None
+    if after is None and extent["events"] == scanned_max:
+        after = extent["lowest"]
     return EventPage(events, after, extent["events"], extent["oldest_at"])
 
 
-def _event(row: Any) -> EventRow:
-    return EventRow(
-        outbox_id=row["id"],
-        id=row["event_id"],
-        type=row["type"],
-        tenant=row["tenant"],
-        key=row["key"],
-        published_at=row["created_at"],
-        expires_at=row["expires_at"],
-        erased_at=row["erased_at"],
+async def find_events(
+    connection: Connection[Any],
+    schema: str,
+    text: str,
+    *,
+    limit: int = 5,
+    below: int = ID_MAX,
+    tenant: str | None = None,
+    once_key: str | None = None,
+) -> EventMatch:
+    """Find the events for an event id, X-Delivery, once key, key or outbox id.
+
+    Args:
+        limit: maximum number of events of a key, newest first.
+        below: for a key, only events with a lower outbox id.
+        tenant: only events of this tenant; None: all.
+        once_key: the text as an idempotency key of the tenant.
+
+    Raises:
+        NotFound: no event matches, or it is a future event.
+    """
+    unknown = NotFound(
+        f'no event found for "{text}": no event id, key, X-Delivery or once key matches; events '
+        "older than the retention are deleted"
     )
+    if "\0" in text:  # Not allowed in a PostgreSQL text.
+        raise unknown
+    with map_errors(schema):
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            await connection.execute(PLAN_BY_INDEX)
+            uuid = _parse_uuid(text)
+            if uuid is not None:
+                if ids := await _find_by_event_id(connection, uuid, tenant):
+                    return EventMatch("event id", ids)
+                if ids := await _find_by_delivery_id(connection, uuid, tenant):
+                    return EventMatch("X-Delivery", ids)
+            keys = [text, once_key or text]
+            for row in await connection.fetch(FIND_BY_IDEMPOTENCY_KEY, keys):
+                if ids := await _find_by_event_id(connection, row["event_id"], tenant):
+                    return EventMatch("once key", ids)
+            given = None, tenant, None, None, None
+            rows = await connection.fetch(FIND_BY_KEY, below, limit + 1, *given, text)
+            if rows:
+                ids = tuple(row["outbox_id"] for row in rows)
+                return EventMatch("key", ids[:limit], more=len(ids) > limit)
+            if text.isascii() and text.isdigit() and 0 < int(text) <= ID_MAX:
+                outbox_id = int(text)
+                if await connection.fetch(FIND_BY_OUTBOX_ID, [outbox_id], tenant):
+                    return EventMatch("outbox id", (outbox_id,))
+    raise unknown
+
+
+async def _find_by_event_id(
+    connection: Connection[Any], event_id: UUID, tenant: str | None
+) -> tuple[int, ...]:
+    """Find by event id.
+
+    Raises:
+        NotFound: it is a future event, which is not in the outbox yet.
+    """
+    if rows := await connection.fetch(FIND_BY_EVENT_ID, event_id, tenant):
+        return tuple(row["id"] for row in rows)
+    deliver_at = await connection.fetchval(FIND_FUTURE, event_id, tenant)
+    if deliver_at is not None:
+        raise NotFound(
+            f"event {event_id} is scheduled for {deliver_at.isoformat(sep=' ')}; it has no "
+            "deliveries yet"
+        )
+    return ()
+
+
+async def _find_by_delivery_id(
+    connection: Connection[Any], x_delivery: UUID, tenant: str | None
+) -> tuple[int, ...]:
+    """Decode an X-Delivery with every endpoint: it encodes the outbox id, given the endpoint."""
+    last_id: int = await connection.fetchval(LAST_ID)
+    candidates: dict[int, list[UUID]] = {}
+    for row in await connection.fetch(READ_ENDPOINT_IDS):
+        outbox_id = outbox_id_of(x_delivery, row["id"])
+        if outbox_id is not None and outbox_id <= last_id:
+            candidates.setdefault(outbox_id, []).append(row["id"])
+    backfills: dict[int, list[int | None]] = {}
+    for row in await connection.fetch(READ_BACKFILLS, list(candidates)):
+        backfills.setdefault(row["outbox_id"], [None]).append(row["backfill_id"])
+    return tuple(
+        row["id"]
+        for row in await connection.fetch(FIND_BY_OUTBOX_ID, list(candidates), tenant)
+        if any(
+            delivery_id(endpoint_id, row["id"], row["event_id"], backfill_id) == x_delivery
+            for endpoint_id in candidates[row["id"]]
+            for backfill_id in backfills.get(row["id"], [None])
+        )
+    )
+
+
+def _parse_uuid(text: str) -> UUID | None:
+    try:
+        return UUID(text)
+    except ValueError:
+        return None

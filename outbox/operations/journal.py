@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from outbox.operations.find_event import PLAN_BY_ID
+from outbox.operations.events import PLAN_BY_ID
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
+from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
@@ -102,11 +101,5 @@ async def list_journal(
                 only = (endpoint_ids, ownership_changes)
             limit = await read_page_limit(connection, count, limit, before, limit, *only)
             rows = await connection.fetch(select, before, limit + 1, *only)
-    entries = [
-        JournalRow(
-            **{name: row[name] for name in JournalRow.__slots__ if name != "data"},
-            data=orjson.loads(row["data"]),
-        )
-        for row in rows[:limit]
-    ]
+    entries = [from_row(JournalRow, row, parse=("data",)) for row in rows[:limit]]
     return JournalPage(entries, len(rows) > limit)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.ids import lane_name
 from outbox.errors import NotFound
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
+from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.lanes import READ_DELIVERIES, build_delivery
 
@@ -30,7 +31,7 @@ SEQUENCE_MAX = 2**62
 # OFFSET 0 forces an index scan per lane.
 READ_LANES = """
 SELECT l.id, l.endpoint_id, l.generation, l.slot, l.generation < e.generation AS ended,
-       c.last_seq, p.acked_seq, t.tail
+       c.last_seq AS last, p.acked_seq, t.tail
   FROM endpoint e
   JOIN lane l ON l.endpoint_id = e.id
   JOIN lane_progress p ON p.lane_id = l.id
@@ -206,15 +207,7 @@ def _lane(row: Any) -> LaneHistory:
     tail = set(row["tail"] or ())
     while acknowledged + 1 in tail:
         acknowledged += 1
-    return LaneHistory(
-        row["id"],
-        row["endpoint_id"],
-        row["generation"],
-        row["slot"],
-        acknowledged,
-        row["last_seq"],
-        row["ended"],
-    )
+    return from_row(LaneHistory, row, acknowledged=acknowledged)
 
 
 def _is_number(text: str) -> bool:

@@ -1,4 +1,8 @@
-"""Replay jobs: listing, progress and abort."""
+"""Replay jobs: adding, listing, progress and abort.
+
+A job replays dead letters, or the history of an endpoint (a backfill).  It has a part for each
+endpoint, a range of ids, which the leader processes in chunks.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import Conflict, NotFound
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
+from outbox.operations.rows import from_row
 from outbox.operations.tenancy import JOB_IS_OWN
-from outbox.store.change import make_change_and_read
+from outbox.store.change import NEW_JOB, document, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
 from outbox.store.replay_feed import CANCEL_REPLAYS
@@ -20,10 +25,38 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.operations.criteria import Criteria
     from outbox.store.change import Change
 
+JobKind = Literal["dead", "history"]
 JobState = Literal["running", "done", "aborted"]
 STATES: tuple[JobState, ...] = get_args(JobState)
+STOP_REASONS = ("disabled", "removed", "unsubscribed")
+"""Reasons why a job ends early at an endpoint."""
+
+# $1: the columns as a JSON object; $2: gaps of a backfill.
+ADD_JOB = WriteStatement(
+    "add_replay_job",
+    """
+INSERT INTO replay_job (kind, endpoint, types, tenant, reason, since, until, rate_per_s,
+                        requested_by, gaps)
+SELECT kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, $2
+  FROM jsonb_populate_record(NULL::replay_job, $1::text::jsonb)
+""",
+)
+
+ADD_PARTS = WriteStatement(
+    "add_replay_parts",
+    f"""
+INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, last_id, expected, from_id)
+SELECT {NEW_JOB}, p.endpoint_id, p.first_id, p.first_id, p.last_id, p.expected, p.from_id
+  FROM unnest($1::uuid[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[])
+       AS p(endpoint_id, first_id, last_id, expected, from_id)
+""",  # noqa: S608 (constants only)
+)
+
+# The replay job of a change, by its request id.
+READ_NEW_JOB = "SELECT (data ->> 'job')::bigint FROM journal WHERE request = $1"
 
 # Progress of jobs: of a backfill in outbox ids passed, because the number of matching events is
 # not known in advance; of dead letters in deliveries.
@@ -76,11 +109,24 @@ FIND_RELAY = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timest
 
 
 @dataclass(frozen=True, slots=True)
+class JobPart:
+    """The range of a new job for one endpoint: ids of dead letters or events."""
+
+    endpoint_id: UUID
+    first_id: int
+    last_id: int
+    expected: int | None = None
+    """Number of items; None: not counted."""
+    from_id: int | None = None
+    """The lowest event id that a backfill may read."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayJob:
     """A replay job with its progress."""
 
     id: int
-    kind: Literal["dead", "history"]
+    kind: JobKind
     state: JobState
     endpoint: str | None
     types: tuple[str, ...] | None
@@ -112,6 +158,34 @@ class ReplayJob:
         if self.state == "done":
             return 1.0
         return min(self.done / self.all, 1.0) if self.all else 0.0
+
+
+def add_job(
+    change: Change,
+    kind: JobKind,
+    criteria: Criteria,
+    parts: Sequence[JobPart],
+    *,
+    rate_per_s: float | None,
+    gaps: Sequence[Any] = (),
+) -> None:
+    """Add a replay job; its id is that of NEW_JOB in the statements after it.
+
+    It is written before the cursor row is locked, because it may have very many parts.
+
+    Args:
+        gaps: of a backfill: ranges of ids that it excludes.
+    """
+    row = {"kind": kind, "rate_per_s": rate_per_s, "requested_by": change.actor}
+    change.write_early(ADD_JOB, document(row | criteria.journal_data), list(gaps))
+    columns = ([getattr(part, name) for part in parts] for name in JobPart.__slots__)
+    change.write_early(ADD_PARTS, *columns)
+
+
+async def read_new_job(db: Any, request: UUID, _: object) -> int:
+    """The replay job that a change has added."""
+    job: int = await db.fetchval(READ_NEW_JOB, request)
+    return job
 
 
 async def list_jobs(
@@ -158,7 +232,7 @@ async def get_job(connection: Connection[Any], schema: str, job_id: int) -> Repl
     with map_errors(schema):
         row = await connection.fetchrow(READ_JOB, job_id)
     if row is None:
-        raise _job_not_found(job_id)
+        raise NotFound(f"there is no replay job {job_id}; see: outbox replay list")
     return _job(row)
 
 
@@ -193,17 +267,6 @@ async def abort_job(
 
 
 def _job(row: Any) -> ReplayJob:
-    values = dict(row)
-    types = values["types"]
-    stopped = {reason: values.pop(reason) for reason in ("disabled", "removed", "unsubscribed")}
-    others = ("stopped", "types")
-    names = {name: values[name] for name in ReplayJob.__slots__ if name not in others}
-    return ReplayJob(
-        **names,
-        types=None if types is None else tuple(types),
-        stopped={reason: n for reason, n in stopped.items() if n},
-    )
-
-
-def _job_not_found(job_id: int) -> NotFound:
-    return NotFound(f"there is no replay job {job_id}; see: outbox replay list")
+    types = None if row["types"] is None else tuple(row["types"])
+    stopped = {reason: row[reason] for reason in STOP_REASONS if row[reason]}
+    return from_row(ReplayJob, row, types=types, stopped=stopped)

@@ -1,7 +1,7 @@
 """Replay of dead letters.
 
-Dead letters selected by id are replayed at once, and each can be rejected individually.  A
-filter creates a replay job in constant time, independent of the number of dead letters; the
+Dead letters selected by id are replayed at once, and each can be rejected individually.  Criteria
+create a replay job in constant time, independent of the number of dead letters; the
 leader processes it in chunks, at a rate that leaves capacity to live events.
 """
 
@@ -10,17 +10,17 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from outbox.core.delivery.message import rfc3339
 from outbox.errors import Conflict
-from outbox.operations.dead_letter_filter import filter_parameters, find_endpoint_ids
+from outbox.operations.criteria import criteria_parameters, find_endpoint_ids
 from outbox.operations.dead_letters import dead_letter_not_found, list_replays
-from outbox.operations.new_replay_job import READ_NEW_JOB, JobPart, add_job
+from outbox.operations.replay_jobs import JobPart, add_job, read_new_job
+from outbox.operations.rows import from_row
 from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.replay_feed import MATCHES_SELECTION
+from outbox.store.replay_feed import IS_ERASED, MATCHES_SELECTION, WHY_ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.dead_letter_filter import DeadLetterSelection
+    from outbox.operations.criteria import DeadLetterSelection
     from outbox.store.change import Change
 
-READ_DEAD = """
-SELECT d.id, d.state, d.outbox_id IS NOT NULL AND d.payload IS NULL AS is_erased,
-       e.state AS endpoint_state, e.name AS endpoint, d.endpoint_id, d.seq, d.to_seq
+T = TypeVar("T")
+
+READ_DEAD = f"""
+SELECT d.id, d.state, e.name AS endpoint, {WHY_ENDED} AS why_ended, {IS_ERASED} AS is_erased
   FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id
  WHERE d.id = ANY ($1) ORDER BY d.id
-"""
+"""  # noqa: S608 (constants only)
 
 # Locks dead letters, and aborts if one has another state than `dead`.  In the order of ids, like
 # all statements that lock several, to prevent deadlocks.
@@ -50,19 +51,20 @@ SELECT abort_unless(
 """,
 )
 
-# Dead letters that match a filter, by endpoint.
-COUNT_DEAD = f"""
-SELECT d.endpoint_id, e.name AS endpoint, e.state,
-       count(*) AS dead_letters, sum(d.to_seq - d.seq + 1)::bigint AS numbers,
-       count(*) FILTER (WHERE d.outbox_id IS NOT NULL AND d.payload IS NULL) AS erased,
+# Dead letters that a selection includes, by endpoint.
+COUNT_SELECTED = f"""
+SELECT e.id AS endpoint_id, e.name AS endpoint, count(*) AS dead_letters,
+       sum(d.to_seq - d.seq + 1)::bigint AS numbers,
+       count(*) FILTER (WHERE {WHY_ENDED} IS NOT NULL OR {IS_ERASED}) AS skipped,
+       coalesce({WHY_ENDED}, CASE WHEN bool_or({IS_ERASED}) THEN 'erased' END) AS reason,
        min(d.id) AS first_id, max(d.id) AS last_id
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id,
-       (SELECT {filter_parameters(2)}) s
- WHERE d.state = 'dead' AND ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {MATCHES_SELECTION}
- GROUP BY d.endpoint_id, e.name, e.state
- ORDER BY e.name
-"""  # noqa: S608 (constants only)
+       (SELECT {criteria_parameters(3)}) s
+ WHERE d.state = 'dead' AND ($1::bigint[] IS NULL OR d.id = ANY ($1))
+   AND ($2::uuid[] IS NULL OR d.endpoint_id = ANY ($2)) AND {MATCHES_SELECTION}
+ GROUP BY e.id ORDER BY e.name
+"""  # noqa: S608
 
 # The next batches create the deliveries.
 ADD_REPLAYS = WriteStatement(
@@ -71,7 +73,7 @@ ADD_REPLAYS = WriteStatement(
 INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
 SELECT {NEW_JOB}, endpoint_id, id, seq, batch, to_seq
   FROM dead_letter WHERE id = ANY ($1) ORDER BY id
-""",  # noqa: S608 (constants only)
+""",  # noqa: S608
 )
 
 SET_STATE = WriteStatement(
@@ -90,7 +92,7 @@ DELETE FROM lane_block b USING dead_letter d
 
 @dataclass(frozen=True, slots=True)
 class ReplayCandidates:
-    """Dead letters of one endpoint that a replay selects."""
+    """Dead letters of one endpoint that a selection includes."""
 
     endpoint_id: UUID
     endpoint: str
@@ -102,6 +104,10 @@ class ReplayCandidates:
     reason: str | None
     first_id: int
     last_id: int
+
+    @property
+    def replayable(self) -> int:
+        return self.dead_letters - self.skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,7 @@ async def start_replay(
     """Replay dead letters: add new deliveries at the end of their lanes, behind live events.
 
     Each delivery of a range is replayed, in order, interleaved with other events.  A dead letter
-    selected by id must be replayable; a filter skips those that are not.
+    selected by id must be replayable; criteria skip those that are not.
 
     Args:
         rate_per_s: maximum rate in deliveries per second; None: no limit.
@@ -145,27 +151,58 @@ async def start_replay(
     if dry_run or not selection.ids:
         # Not planned again if routing changes: this may read many dead letters.
         with map_errors(schema, None if dry_run else "operator"):
-            candidates = await _find_candidates(connection, selection)
-        if dry_run or not any(each.dead_letters > each.skipped for each in candidates):
+            selection = await selection.resolve(connection)
+            candidates = await find_candidates(connection, selection, to_replay=True)
+        if dry_run or not any(each.replayable for each in candidates):
             return _report(candidates, None, dry_run=dry_run)
 
     async def plan(change: Change) -> list[ReplayCandidates]:
-        if selection.ids:
-            return await _plan_named(change, selection, rate_per_s)
-        some = [each for each in candidates if each.dead_letters > each.skipped]
-        parts = [JobPart(e.endpoint_id, e.first_id, e.last_id, e.numbers) for e in some]
-        _add_selection_job(change, selection, parts, rate_per_s)
-        criteria = {
-            name: to_journal_value(value) for name, value in selection.filter.criteria.items()
-        }
-        data = {"selection": criteria, "dead_letters": _report(candidates, None).replaying}
-        change.journal("dead_replayed", _single_endpoint(some), data, with_job=True)
-        return candidates
+        ids, criteria = sorted(set(selection.ids)), selection.criteria
+        found = candidates or await find_candidates(change.db, selection, to_replay=True)
+        some = [each for each in found if each.replayable]
+        # Those selected by id are replayed already, so their part has an empty id range.
+        parts = [
+            JobPart(e.endpoint_id, *((1, 0) if ids else (e.first_id, e.last_id)), e.numbers)
+            for e in some
+        ]
+        add_job(change, "dead", criteria, parts, rate_per_s=rate_per_s)
+        data: dict[str, Any] = {"dead": ids}
+        if ids:
+            write_dead_letter_state(change, ids, "replaying")
+            change.write(ADD_REPLAYS, ids)
+        else:
+            dead_letters = sum(each.replayable for each in some)
+            data = {"selection": criteria.journal_data, "dead_letters": dead_letters}
+        endpoint = single([each.endpoint_id for each in some])
+        change.journal("dead_replayed", endpoint, data, with_job=True)
+        return found
 
     async def read_back(db: Any, request: UUID, replayed: list[ReplayCandidates]) -> ReplayReport:
-        return _report(replayed, await db.fetchval(READ_NEW_JOB, request))
+        return _report(replayed, await read_new_job(db, request, replayed))
 
     return await make_change_and_read(connection, schema, actor, plan, read_back)
+
+
+async def find_candidates(
+    connection: Connection[Any], selection: DeadLetterSelection, *, to_replay: bool
+) -> list[ReplayCandidates]:
+    """Count the dead letters that a selection includes, by endpoint.
+
+    Args:
+        to_replay: those selected by id must not only be `dead`, but replayable.
+
+    Raises:
+        NotFound: an id or endpoint does not exist.
+        Conflict: a dead letter selected by id has another state, or is not replayable.
+    """
+    if selection.ids:
+        await _require_dead(connection, selection.ids, to_replay=to_replay)
+    only = selection.criteria
+    endpoint_ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
+    rows = await connection.fetch(
+        COUNT_SELECTED, selection.ids or None, endpoint_ids, *only.arguments
+    )
+    return [from_row(ReplayCandidates, row) for row in rows]
 
 
 def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> None:
@@ -175,93 +212,9 @@ def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> N
     change.write(UNBLOCK, ids)
 
 
-async def _plan_named(
-    change: Change, selection: DeadLetterSelection, rate_per_s: float | None
-) -> list[ReplayCandidates]:
-    """Plan the replay of dead letters selected by id."""
-    rows = await _read_named(change.db, selection.ids, again=True)
-    found, ids = _by_endpoint(rows), [row["id"] for row in rows]
-    # They are replayed already, so their part has an empty id range.
-    parts = [JobPart(each.endpoint_id, 1, 0, each.numbers) for each in found]
-    _add_selection_job(change, selection, parts, rate_per_s)
-    write_dead_letter_state(change, ids, "replaying")
-    change.write(ADD_REPLAYS, ids)
-    change.journal("dead_replayed", _single_endpoint(found), {"dead": ids}, with_job=True)
-    return found
-
-
-def _add_selection_job(
-    change: Change,
-    selection: DeadLetterSelection,
-    parts: Sequence[JobPart],
-    rate_per_s: float | None,
-) -> None:
-    dead_letter_filter = selection.filter
-    names = ("types", "tenant", "reason", "since", "until")
-    criteria = dict(zip(names, dead_letter_filter.arguments, strict=True))
-    row = {
-        "kind": "dead",
-        "endpoint": dead_letter_filter.endpoint,
-        **criteria,
-        "rate_per_s": rate_per_s,
-    }
-    add_job(change, row, parts)
-
-
-async def _find_candidates(
-    connection: Connection[Any], selection: DeadLetterSelection
-) -> list[ReplayCandidates]:
-    if selection.ids:
-        return _by_endpoint(await _read_named(connection, selection.ids, again=True))
-    dead_letter_filter = selection.filter
-    rows = await connection.fetch(
-        COUNT_DEAD,
-        await find_endpoint_ids(connection, dead_letter_filter.endpoint, dead_letter_filter.owner),
-        *dead_letter_filter.arguments,
-    )
-    candidates = []
-    for row in rows:
-        reason = _UNAVAILABLE.get(row["state"], "erased" if row["erased"] else None)
-        candidates.append(
-            ReplayCandidates(
-                row["endpoint_id"],
-                row["endpoint"],
-                row["dead_letters"],
-                row["numbers"],
-                row["dead_letters"] if row["state"] in _UNAVAILABLE else row["erased"],
-                reason,
-                row["first_id"],
-                row["last_id"],
-            )
-        )
-    return candidates
-
-
-_UNAVAILABLE = {
-    "removing": "removed",
-    "removed": "removed",
-    "disabling": "disabled",
-    "disabled": "disabled",
-}
-
-
-def _by_endpoint(rows: Sequence[Any]) -> list[ReplayCandidates]:
-    """Group dead letters selected by id by endpoint."""
-    candidates: dict[UUID, ReplayCandidates] = {}
-    for row in rows:
-        previous = candidates.get(row["endpoint_id"])
-        count, numbers = (previous.dead_letters, previous.numbers) if previous else (0, 0)
-        candidates[row["endpoint_id"]] = ReplayCandidates(
-            row["endpoint_id"],
-            row["endpoint"],
-            count + 1,
-            numbers + row["to_seq"] - row["seq"] + 1,
-            0,
-            None,
-            1,
-            0,
-        )
-    return list(candidates.values())
+def single(values: Sequence[T]) -> T | None:
+    """The value, when there is exactly one."""
+    return values[0] if len(values) == 1 else None
 
 
 def _report(
@@ -271,50 +224,24 @@ def _report(
     for each in candidates:
         if each.reason is not None:
             skipped[each.reason] += each.skipped
-    todo = {
-        e.endpoint: e.dead_letters - e.skipped for e in candidates if e.dead_letters > e.skipped
-    }
+    todo = {each.endpoint: each.replayable for each in candidates if each.replayable}
     return ReplayReport(dry_run, sum(todo.values()), todo, dict(skipped), job)
 
 
-def _single_endpoint(candidates: Sequence[ReplayCandidates]) -> UUID | None:
-    """The endpoint, when there is exactly one."""
-    return candidates[0].endpoint_id if len(candidates) == 1 else None
-
-
-def to_journal_value(value: Any) -> Any:
-    """Convert a filter value to its journal form."""
-    return rfc3339(value) if hasattr(value, "astimezone") else value
-
-
-async def _read_named(connection: Connection[Any], ids: Sequence[int], *, again: bool) -> list[Any]:
-    """The dead letters with these ids, which must all be `dead`.
-
-    Args:
-        again: they must be replayable, too.
-    """
-    rows: list[Any] = await connection.fetch(READ_DEAD, sorted(set(ids)))
-    missing = set(ids) - {row["id"] for row in rows}
-    if missing:
+async def _require_dead(
+    connection: Connection[Any], ids: Sequence[int], *, to_replay: bool
+) -> None:
+    rows = await connection.fetch(READ_DEAD, sorted(set(ids)))
+    if missing := set(ids) - {row["id"] for row in rows}:
         raise dead_letter_not_found(min(missing))
     for row in rows:
-        explanation = explain_not_replayable(row) if again else explain_not_dead(row)
-        if explanation is None:
-            continue
         if row["state"] == "replaying":
             raise await _replay_conflict(connection, row["id"])
-        raise Conflict(f"dead letter {row['id']} {explanation}")
-    return rows
-
-
-async def read_dead_letters(connection: Connection[Any], ids: Sequence[int]) -> list[Any]:
-    """The dead letters with these ids, which must have the state `dead`.
-
-    Raises:
-        NotFound: an id does not exist.
-        Conflict: a dead letter has another state.
-    """
-    return await _read_named(connection, ids, again=False)
+        reason = "was discarded" if row["state"] == "discarded" else None
+        if reason is None and to_replay:
+            reason = _explain_not_replayable(row)
+        if reason is not None:
+            raise Conflict(f"dead letter {row['id']} {reason}")
 
 
 async def _replay_conflict(connection: Connection[Any], dead_id: int) -> Conflict:
@@ -330,22 +257,10 @@ async def _replay_conflict(connection: Connection[Any], dead_id: int) -> Conflic
     return Conflict(f"dead letter {dead_id} {text}; see: outbox dead show {shown}")
 
 
-def explain_not_dead(row: Any) -> str | None:
-    """Reason why a dead letter cannot be decided; None: it can."""
-    match row["state"]:
-        case "replaying":
-            return "is being replayed already"
-        case "discarded":
-            return "was discarded"
-    return None
-
-
-def explain_not_replayable(row: Any) -> str | None:
-    """Reason why a dead letter cannot be replayed; None: it can."""
-    if row["state"] != "dead":
-        return explain_not_dead(row)
+def _explain_not_replayable(row: Any) -> str | None:
+    """Why a dead letter of the state `dead` cannot be replayed; None: it can."""
     name = row["endpoint"]
-    match _UNAVAILABLE.get(row["endpoint_state"]):
+    match row["why_ended"]:
         case "removed":
             return f'belongs to the endpoint "{name}", which was removed'
         case "disabled":

@@ -24,7 +24,7 @@ from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.message import WriteStatement
 from outbox.store.leadership import REQUIRE_LEADER
 from outbox.store.routing_change import BEGIN_CHANGE
-from outbox.store.type_match import TYPE_MATCHES
+from outbox.store.type_match import matches_criteria
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,11 +37,16 @@ if TYPE_CHECKING:
 # Whether a selection `s` includes a dead letter `d`; the endpoint is checked separately.  A
 # range has neither type nor tenant.
 MATCHES_SELECTION = f"""
-    (s.types IS NULL OR {TYPE_MATCHES.replace("o.type", "d.type")})
-    AND (s.tenant IS NULL OR d.tenant = s.tenant)
-    AND (s.reason IS NULL OR d.reason = s.reason)
-    AND (s.since IS NULL OR d.at >= s.since)
-    AND (s.until IS NULL OR d.at < s.until)
+    {matches_criteria("d", "at")} AND (s.reason IS NULL OR d.reason = s.reason)
+"""
+
+# Whether the event of a dead letter `d` was erased.
+IS_ERASED = "(d.outbox_id IS NOT NULL AND d.payload IS NULL)"
+
+# Why nothing is replayed at an endpoint `e`; NULL: it is.
+WHY_ENDED = """
+    CASE WHEN e.state IN ('removing', 'removed') THEN 'removed'
+         WHEN e.state IN ('disabling', 'disabled') THEN 'disabled' END
 """
 
 # Cancels replays of endpoints or of a job: what no batch has taken yet.
@@ -69,21 +74,19 @@ UPDATE dead_letter d SET state = 'dead' FROM letters WHERE d.id = letters.id
 )
 
 # Parts of jobs that have not ended; `end_reason` if no more of them may be taken.
-READ_PARTS = """
+READ_PARTS = f"""
 SELECT p.job_id, p.endpoint_id, j.kind, j.rate_per_s, e.lanes,
-       CASE WHEN j.state = 'aborted' THEN 'aborted'
-            WHEN e.state IN ('removing', 'removed') THEN 'removed'
-            WHEN e.state IN ('disabling', 'disabled') THEN 'disabled'
-            WHEN j.kind = 'history' AND NOT EXISTS (
-                 SELECT FROM subscription s
-                  WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) THEN 'unsubscribed'
-            END AS end_reason
+       coalesce(CASE j.state WHEN 'aborted' THEN 'aborted' END, {WHY_ENDED},
+                CASE WHEN j.kind = 'history' AND NOT EXISTS (
+                          SELECT FROM subscription s
+                           WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)
+                     THEN 'unsubscribed' END) AS end_reason
   FROM replay_job_endpoint p
   JOIN replay_job j ON j.id = p.job_id
   JOIN endpoint e ON e.id = p.endpoint_id
  WHERE p.ended_at IS NULL
  ORDER BY p.job_id, p.endpoint_id
-"""
+"""  # noqa: S608 (constants only)
 
 # The progress of the last chunks of endpoints, read from the last delivery of each lane in the
 # batches that contain them.  Lanes of older generations count, too, because the lanes may have
@@ -136,7 +139,7 @@ SELECT p.job_id, p.endpoint_id, p.next_id, d.id, d.is_erased, d.is_selected, d.b
                        WHERE r.job_id = p.job_id AND r.endpoint_id = p.endpoint_id
                          AND r.next_seq <= r.to_seq) AS has_replay OFFSET 0) pending
   LEFT JOIN LATERAL (
-       SELECT d.id, d.outbox_id IS NOT NULL AND d.payload IS NULL AS is_erased,
+       SELECT d.id, {IS_ERASED} AS is_erased,
               {MATCHES_SELECTION} AS is_selected,
               EXISTS (SELECT FROM lane_block
                        WHERE lane_id = d.lane_id AND seq = d.seq) AS blocks
@@ -199,8 +202,7 @@ READ_HISTORY = f"""
 SELECT p.last_id, o.id, o.tenant, o.type,
        CASE WHEN o.key IS NULL THEN o.id
             ELSE hashtextextended(o.key, 0) & 9223372036854775807 END AS key_hash,
-       o.created_at >= s.since AND (s.until IS NULL OR o.created_at < s.until)
-           AND NOT s.gaps @> o.id AND (s.types IS NULL OR {TYPE_MATCHES}) AS is_selected
+       {matches_criteria("o", "created_at")} AND NOT s.gaps @> o.id AS is_selected
   FROM (SELECT * FROM replay_job_endpoint WHERE job_id = $1 AND endpoint_id = $2 LIMIT 1) p
   JOIN replay_job s ON s.id = p.job_id AND s.state = 'running'
   LEFT JOIN LATERAL (
@@ -306,19 +308,12 @@ class ReplayFeedStore:
         """
         chosen = [(part[0], i) for part, each in chunks.items() for i in each.chosen]
         unblocks = any(chunk.blocks for chunk in chunks.values())
-        passed = chunks.values()
+        passed = [(*key, c.old_id, c.next_id, c.erased) for key, c in chunks.items()]
         calls: list[WriteCall] = [(REQUIRE_LEADER, leader, version, self._timeline)]
         if unblocks:
             calls.append((BEGIN_CHANGE,))
         calls += [
-            (
-                PASS_DEAD_LETTERS,
-                [job_id for job_id, _ in chunks],
-                [endpoint_id for _, endpoint_id in chunks],
-                [chunk.old_id for chunk in passed],
-                [chunk.next_id for chunk in passed],
-                [chunk.erased for chunk in passed],
-            ),
+            (PASS_DEAD_LETTERS, *zip(*passed, strict=True)),
             (CLAIM_DEAD_LETTERS, [job_id for job_id, _ in chosen], [i for _, i in chosen]),
         ]
         if unblocks:

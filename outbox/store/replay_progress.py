@@ -114,12 +114,8 @@ def write_progress(batch: int, replays: ReplayBatch, actor: str) -> list[WriteCa
     """The statements that store what a batch has taken of replay jobs, and end them."""
     calls: list[WriteCall] = []
     if chunks := replays.chunks:
-        places = (
-            [c.id for c in chunks],
-            [c.next_seq for c in chunks],
-            [c.next_batch for c in chunks],
-        )
-        calls.append((ADVANCE_REPLAYS, *places))
+        places = [(c.id, c.next_seq, c.next_batch) for c in chunks]
+        calls.append((ADVANCE_REPLAYS, *zip(*places, strict=True)))
     if moves := replays.moves:
         keys = [m.share.part.job_id for m in moves], [m.share.part.endpoint_id for m in moves]
         positions = [m.next_id for m in moves], [m.taken for m in moves], [m.from_id for m in moves]

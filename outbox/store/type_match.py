@@ -28,3 +28,18 @@ FILTER_MET = (
 )
 """NULL: unknown, because the filter cannot be evaluated (which the relay treats as a match),
 or because the payload was erased."""
+
+
+def matches_criteria(row: str, at: str, criteria: str = "s") -> str:
+    """Whether criteria include the row of an event or a dead letter.
+
+    Args:
+        at: its column with the time to which `since` and `until` apply.
+    """
+    types = TYPE_MATCHES.replace("s.types", f"{criteria}.types").replace("o.type", f"{row}.type")
+    return f"""
+    ({criteria}.types IS NULL OR {types})
+    AND ({criteria}.tenant IS NULL OR {row}.tenant = {criteria}.tenant)
+    AND ({criteria}.since IS NULL OR {row}.{at} >= {criteria}.since)
+    AND ({criteria}.until IS NULL OR {row}.{at} < {criteria}.until)
+"""

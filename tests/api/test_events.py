@@ -314,8 +314,8 @@ async def test_pages_are_complete_while_events_are_added(database: Database, api
 async def test_a_search_is_bounded_and_returns_its_position(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events.find_events, "__kwdefaults__", {
-        **(events.find_events.__kwdefaults__ or {}), "scanned_max": 10,
+    monkeypatch.setattr(events.search_events, "__kwdefaults__", {
+        **(events.search_events.__kwdefaults__ or {}), "scanned_max": 10,
     })  # fmt: skip
     await publish(database, 1, type="rare.one")
     await publish(database, *range(24))
@@ -347,7 +347,7 @@ async def test_a_search_reads_no_more_rows_than_its_bound(
         async with db.transaction():
             await db.execute(events.PLAN_BY_ID)
             plan = await explain(
-                db, events.FIND, events.ID_MAX, 101, ["a.*"], None, None, None, 1000,
+                db, events.FIND, events.ID_MAX, 101, ["a.*"], *[None] * 4, 1000,
                 generic=generic,
             )  # fmt: skip
         assert plan.rows <= 1000 + 2 * 101 + 50, plan

@@ -15,13 +15,12 @@ from outbox.operations import (
     dead_letters,
     endpoint_removal,
     endpoint_states,
-    find_event,
+    events,
     replay_jobs,
     replays,
     trace,
 )
-from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.relay.sequencing.cursor import BatchResult
 from tests.support import ranges
 from tests.support.relay import (
@@ -67,7 +66,7 @@ def unpaced() -> Iterator[None]:
 
 async def request_backfill(db: Connection[Any], endpoint: str = "shop", **options: Any) -> int:
     return await backfill.request_backfill(
-        db, "relay", Backfill(endpoint, **({"since": LONG_AGO} | options)), actor="ann@desk"
+        db, "relay", Criteria(endpoint, **({"since": LONG_AGO} | options)), actor="ann@desk"
     )
 
 
@@ -84,7 +83,7 @@ async def test_a_backfill_sends_events_before_the_endpoint_and_events_already_de
         await publish(database, *range(5), key="k")
         await all_ended(database)
         added = await add_endpoint(database, "shop", url="http://shop.test/")
-        request = Backfill("shop", LONG_AGO)
+        request = Criteria("shop", since=LONG_AGO)
         assert (await backfill.plan_backfill(db, "relay", request)).deliveries == 5
         assert await db.fetchval("SELECT count(*) FROM replay_job") == 0
         job = await request_backfill(db)
@@ -110,7 +109,7 @@ async def test_a_backfill_sends_events_before_the_endpoint_and_events_already_de
         ("old", None), ("old", again), ("shop", job),
     ]  # fmt: skip
     for delivery in event_trace.deliveries:
-        found = await find_event.find_events(db, "relay", str(delivery.delivery_id))
+        found = await events.find_events(db, "relay", str(delivery.delivery_id))
         assert (found.by, found.outbox_ids) == ("X-Delivery", (1,))
     assert await exceptions(database) == {}
 
@@ -134,7 +133,7 @@ async def test_a_backfill_selects_events(database: Database, db: Connection[Any]
         ({"since": first + timedelta(days=9)}, None),
     ):
         request: dict[str, Any] = {"since": LONG_AGO, **options}
-        planned = await backfill.plan_backfill(db, "relay", Backfill("shop", **request))
+        planned = await backfill.plan_backfill(db, "relay", Criteria("shop", **request))
         job = await request_backfill(db, **request)
         await ranges.sequence_all(database)
         assert await db.fetchval(BACKFILLED, job) == expected, options

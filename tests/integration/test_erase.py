@@ -12,8 +12,7 @@ from outbox.core.model.response import AttemptResult
 from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import UsageError
 from outbox.operations import backfill, erase, replays, trace
-from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.erase import ErasureTarget
 from outbox.store.retention import RetentionStore
 from tests.integration.test_retention import Maintainer, checkpointed
@@ -98,7 +97,9 @@ async def test_erasure_removes_event_data_and_keeps_delivery_history(
         await until(lambda: fetchval(database, "SELECT count(*) = 6 FROM dead_letter"), 10)
         await until(lambda: fetchval(database, "SELECT count(*) >= 13 FROM attempt"), 10)
         # One more delivery to one of them, which another response echoes.
-        job = await backfill.request_backfill(db, "relay", Backfill("good", LONG_AGO), actor="test")
+        job = await backfill.request_backfill(
+            db, "relay", Criteria("good", since=LONG_AGO), actor="test"
+        )
         await until(lambda: len(network.accepted) == 12, 10, "the backfill")
         ended = "SELECT ended_at IS NOT NULL FROM replay_job_endpoint WHERE job_id = $1"
         await until(lambda: fetchval(database, ended, job), 10, "its end")

@@ -23,8 +23,7 @@ from outbox.operations import (
     replay_jobs,
     replays,
 )
-from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.erase import ErasureTarget
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.store_connection import StoreConnection
@@ -141,14 +140,14 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
         ids = [row["id"] for row in await db.fetch(f"{by_endpoint} WHERE e.name = 'ids'")]
         await replays.start_replay(db, "relay", DeadLetterSelection(tuple(ids[:5])), actor="test")
         for name in ("ids", "filter", "removed"):
-            selection = DeadLetterSelection(filter=DeadLetterFilter(endpoint=name))
+            selection = DeadLetterSelection(criteria=Criteria(endpoint=name))
             await replays.start_replay(db, "relay", selection, actor="test")
         await endpoint_removal.remove_endpoint(
             db, "relay", "removed", actor="test", dead_letter=True
         )
         since = datetime(2020, 1, 1, tzinfo=UTC)
         for name in ("shop", "broken"):
-            await backfill.request_backfill(db, "relay", Backfill(name, since), actor="test")
+            await backfill.request_backfill(db, "relay", Criteria(name, since=since), actor="test")
         async with (
             in_lockstep(database) as (seen, dsn),
             running(database, network, dsn=dsn, lease_s=LEASE_S, pooled=pooled),

@@ -10,7 +10,7 @@ import pytest
 from outbox.core.cluster.lease import preferred_replica
 from outbox.core.model.response import AttemptResult
 from outbox.operations import replays
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import DeadLetterSelection
 from tests.support.ranges import dead_letter_pending, sequence_all
 from tests.support.relay import (
     Network,

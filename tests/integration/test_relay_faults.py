@@ -16,7 +16,7 @@ from outbox.core.delivery.commands import AttemptRow, Progress, Record
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.operations import endpoint_changes, endpoint_removal, replays
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import DeadLetterSelection
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.recorder import Recorder
 from outbox.store.lanes import LaneStore

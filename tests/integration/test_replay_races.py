@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.operations import backfill, discard, replay_jobs, replays
-from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from tests.integration.test_backfill import LONG_AGO
 from tests.support import ranges
 from tests.support.relay import (
@@ -106,7 +105,7 @@ async def test_a_dead_letter_that_is_discarded_before_its_claim_is_not_replayed(
     job = (await replays.start_replay(db, "relay", ALL, actor="test")).job
     async with database.connection(server_settings={"search_path": "relay"}) as other:
         # By a filter, which takes no lock on the cursor row.
-        selection = DeadLetterSelection(filter=DeadLetterFilter(until=await _at(db, 3)))
+        selection = DeadLetterSelection(criteria=Criteria(until=await _at(db, 3)))
         before(
             store.replay_feed,
             "claim_dead_letters",
@@ -151,7 +150,7 @@ async def test_replays_of_a_rejected_batch_are_planned_again(
     if kind == "dead":
         job = (await replays.start_replay(db, "relay", ALL, actor="test")).job
     else:
-        past = Backfill("shop", LONG_AGO)
+        past = Criteria("shop", since=LONG_AGO)
         job = await backfill.request_backfill(db, "relay", past, actor="test")
     before(store, "write", lambda: db.execute("UPDATE cursor SET version = version + 1"))
     await end_jobs(worker)

@@ -26,8 +26,7 @@ from outbox.operations import (
     replays,
     trace,
 )
-from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.relay import maintenance
 from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder
@@ -717,7 +716,7 @@ async def test_a_range_of_backfilled_events_keeps_them(
     keeper.retention = RetentionStore(keeper.db, Retention(0, 0, 3600), period_s=0)
     await add_endpoint(database, name="late", lanes=1)
     since = datetime(2020, 1, 1, tzinfo=UTC)
-    await backfill.request_backfill(keeper.db, "relay", Backfill("late", since), actor="test")
+    await backfill.request_backfill(keeper.db, "relay", Criteria("late", since=since), actor="test")
     await ranges.sequence_all(database)
     await ranges.dead_letter_pending(keeper.db)
     await keeper.db.execute("UPDATE replay_job_endpoint SET ended_at = now(), from_id = NULL")

@@ -22,7 +22,7 @@ from outbox.operations import (
     replay_jobs,
     tenancy,
 )
-from outbox.operations.find_event import PLAN_BY_ID
+from outbox.operations.events import PLAN_BY_ID
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from tests.support.plans import explain

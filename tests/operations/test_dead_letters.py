@@ -11,7 +11,7 @@ import pytest
 
 from outbox.errors import NotFound, UsageError
 from outbox.operations import dead_letters, discard, endpoint_removal, replays
-from outbox.operations.dead_letter_filter import DeadLetterFilter, DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from tests.support import ranges
 from tests.support.relay import (
     OK,
@@ -172,8 +172,8 @@ async def test_the_result_of_a_replay_is_shown(
     "several",
     [
         {"ids": (1,), "everything": True},
-        {"ids": (1,), "filter": DeadLetterFilter(endpoint="a")},
-        {"filter": DeadLetterFilter(tenant="t"), "everything": True},
+        {"ids": (1,), "criteria": Criteria(endpoint="a")},
+        {"criteria": Criteria(tenant="t"), "everything": True},
     ],
 )
 async def test_a_selection_is_exactly_one_of_ids_filter_and_all(several: dict[str, Any]) -> None:
@@ -193,9 +193,9 @@ async def test_dead_letters_are_paged_and_filtered(database: Database, db: Conne
     assert len(everything) == 4
     assert await ids(db, limit=2) == everything[:2]
     assert await ids(db, limit=2, after=everything[1]) == everything[2:]
-    assert await ids(db, only=DeadLetterFilter(endpoint="two")) == everything[3:]
+    assert await ids(db, only=Criteria(endpoint="two")) == everything[3:]
     with pytest.raises(NotFound, match='there is no endpoint "tow"; did you mean "two"'):
-        await ids(db, only=DeadLetterFilter(endpoint="tow"))
+        await ids(db, only=Criteria(endpoint="tow"))
     await discard.discard_dead_letters(
         db, "relay", DeadLetterSelection(ids=(everything[0],)), actor="test"
     )
@@ -251,27 +251,27 @@ async def test_a_selection_by_filter(database: Database, db: Connection[Any]) ->
     )
     at = datetime(2026, 1, 1, tzinfo=UTC)
     for only, expected in (
-        (DeadLetterFilter(endpoint="one"), [1, 2, 3, 4]),
-        (DeadLetterFilter(types=("a.*",)), [1, 2, 4, 5]),
-        (DeadLetterFilter(types=("**",)), [1, 2, 4, 5]),
-        (DeadLetterFilter(types=("a.c", "outbox.*")), [2, 3]),
-        (DeadLetterFilter(tenant="t"), [3]),
-        (DeadLetterFilter(reason="expired"), [4]),
-        (DeadLetterFilter(since=at, until=at + timedelta(seconds=1)), [1, 5]),
-        (DeadLetterFilter(until=at), []),
-        (DeadLetterFilter(since=at + timedelta(seconds=1)), [2, 3, 4, 6]),
-        (DeadLetterFilter(endpoint="two", types=("a.b",)), [5]),
+        (Criteria(endpoint="one"), [1, 2, 3, 4]),
+        (Criteria(types=("a.*",)), [1, 2, 4, 5]),
+        (Criteria(types=("**",)), [1, 2, 4, 5]),
+        (Criteria(types=("a.c", "outbox.*")), [2, 3]),
+        (Criteria(tenant="t"), [3]),
+        (Criteria(reason="expired"), [4]),
+        (Criteria(since=at, until=at + timedelta(seconds=1)), [1, 5]),
+        (Criteria(until=at), []),
+        (Criteria(since=at + timedelta(seconds=1)), [2, 3, 4, 6]),
+        (Criteria(endpoint="two", types=("a.b",)), [5]),
     ):
         assert await ids(db, only=only) == expected, only
-        which = DeadLetterSelection(filter=only)
+        which = DeadLetterSelection(criteria=only)
         replayed = await replays.start_replay(db, "relay", which, actor="test", dry_run=True)
         discarded = await discard.discard_dead_letters(
             db, "relay", which, actor="test", dry_run=True
         )
         assert replayed.replaying == discarded.discarded == len(expected)
-    only = DeadLetterFilter(types=("a.c", "outbox.*"), reason="refused")
+    only = Criteria(types=("a.c", "outbox.*"), reason="refused")
     outcome = await replays.start_replay(
-        db, "relay", DeadLetterSelection(filter=only), actor="ann@desk"
+        db, "relay", DeadLetterSelection(criteria=only), actor="ann@desk"
     )
     await ranges.sequence_all(database)
     assert outcome.replaying == 2
@@ -279,9 +279,9 @@ async def test_a_selection_by_filter(database: Database, db: Connection[Any]) ->
     reported = orjson.loads(await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'"))
     assert reported["selection"] == {"types": ["a.c", "outbox.*"], "reason": "refused"}
     with pytest.raises(UsageError, match='"tired" is not a reason; choose one of: refused, '):
-        DeadLetterFilter(reason="tired")
+        Criteria(reason="tired")
     with pytest.raises(UsageError, match="until must be later than since"):
-        DeadLetterFilter(since=at, until=at)
+        Criteria(since=at, until=at)
 
 
 async def test_dead_letters_are_counted_by_state(database: Database, db: Connection[Any]) -> None:
@@ -294,7 +294,7 @@ async def test_dead_letters_are_counted_by_state(database: Database, db: Connect
     await replays.start_replay(db, "relay", DeadLetterSelection(ids=(2, 3, 4)), actor="test")
 
     async def counted(**only: Any) -> list[tuple[Any, ...]]:
-        found = await dead_letters.count_by_state(db, "relay", only=DeadLetterFilter(**only))
+        found = await dead_letters.count_by_state(db, "relay", only=Criteria(**only))
         return [(c.endpoint, c.reason, c.state, c.dead_letters, c.numbers) for c in found.counts]
 
     other = [("two", "refused", "dead", 2, 6)]

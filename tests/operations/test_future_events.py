@@ -11,7 +11,7 @@ import pytest
 import outbox
 from outbox import Event, InvalidEvent
 from outbox.errors import NotFound
-from outbox.operations import find_event
+from outbox.operations import events
 from outbox.store.connection.migrate import migrate
 from outbox.store.schedule_runs import ScheduleRunStore
 
@@ -132,12 +132,12 @@ async def test_a_trace_shows_a_scheduled_event_as_waiting(
     event_id = await outbox.publish(app, "a", 1, once="k", deliver_at=LATER)
     for text in (str(event_id), "k"):
         with pytest.raises(NotFound) as caught:
-            await find_event.find_events(owner, "relay", text)
+            await events.find_events(owner, "relay", text)
         assert str(caught.value) == (
             f"event {event_id} is scheduled for 2100-01-01 09:00:00+00:00; it has no deliveries yet"
         )
     await let_it_come(owner)
-    assert (await find_event.find_events(owner, "relay", str(event_id))).by == "event id"
+    assert (await events.find_events(owner, "relay", str(event_id))).by == "event id"
 
 
 async def test_an_idempotency_key_applies_to_scheduled_events(

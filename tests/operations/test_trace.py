@@ -12,15 +12,15 @@ import outbox
 from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound
 from outbox.operations import (
-    dead_letter_filter,
+    criteria,
     endpoint_changes,
     endpoint_removal,
     endpoint_states,
-    find_event,
+    events,
     replays,
     trace,
 )
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import DeadLetterSelection
 from outbox.store import erasure
 from tests.support.plans import explain
 from tests.support.relay import (
@@ -55,13 +55,13 @@ async def db(database: Database) -> Connection[Any]:
 
 async def trace_of(db: Connection[Any], text: str, **options: Any) -> EventTrace:
     """The trace of the only event with this identifier."""
-    found = await find_event.find_events(db, "relay", text)
+    found = await events.find_events(db, "relay", text)
     (outbox_id,) = found.outbox_ids
     return await trace.read_trace(db, "relay", outbox_id, **options)
 
 
 async def by(db: Connection[Any], text: str) -> tuple[str, tuple[int, ...]]:
-    found = await find_event.find_events(db, "relay", text)
+    found = await events.find_events(db, "relay", text)
     return found.by, found.outbox_ids
 
 
@@ -136,7 +136,7 @@ async def test_an_unknown_event_is_not_found(
     for text in UNKNOWN:
         with subtests.test(text=text):
             with pytest.raises(NotFound, match="no event found for"):
-                await find_event.find_events(db, "relay", text)
+                await events.find_events(db, "relay", text)
             with pytest.raises(NotFound, match="there is no event"):
                 await trace.read_trace(db, "relay", 99)
 
@@ -146,9 +146,9 @@ async def test_events_of_a_key_are_paged_newest_first(
 ) -> None:
     await publish(database, *range(5), key="order-1")
     await publish(database, 9, key="order-2")
-    first = await find_event.find_events(db, "relay", "order-1", limit=2)
+    first = await events.find_events(db, "relay", "order-1", limit=2)
     assert (first.outbox_ids, first.more) == ((5, 4), True)
-    rest = await find_event.find_events(db, "relay", "order-1", limit=10, below=4)
+    rest = await events.find_events(db, "relay", "order-1", limit=10, below=4)
     assert (rest.outbox_ids, rest.more) == ((3, 2, 1), False)
 
 
@@ -163,8 +163,8 @@ async def test_a_key_is_found_among_many_without_reading_them(db: Connection[Any
     async with db.transaction():
         await db.execute(erasure.PLAN_BY_INDEX)
         for sql, arguments in (
-            (find_event.FIND_BY_KEY, ("order-12345", 1 << 40, 5, None)),
-            (find_event.FIND_BY_EVENT_ID, (event_id,)),
+            (events.FIND_BY_KEY, (1 << 40, 5, *[None] * 5, "order-12345")),
+            (events.FIND_BY_EVENT_ID, (event_id, None)),
         ):
             plan = await explain(db, sql, *arguments, generic=False)
             assert plan.rows < 2000, plan
@@ -409,7 +409,7 @@ async def test_endpoints_without_a_delivery_are_listed_with_the_rule(
     }
     assert event_trace.diagnosis == ()
     # Asked about one of them.
-    ids = await dead_letter_filter.find_endpoint_ids(db, "filter")
+    ids = await criteria.find_endpoint_ids(db, "filter")
     event_trace = await trace_of(db, "k", endpoint_ids=ids)
     assert event_trace.diagnosis == (
         "no endpoint received it: 1 with a filter that excludes its payload (filter)",

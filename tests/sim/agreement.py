@@ -28,8 +28,7 @@ from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import Retention
 from outbox.core.sequencing.router import Deliveries
 from outbox.errors import OutboxError
-from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.endpoint_state import EndpointState
 from outbox.store.filters import MATCH_ALL, FilterStopReason, StoppedFilter
@@ -592,7 +591,7 @@ class Script:
         elif u < 0.94:
             since = datetime.fromtimestamp(0, UTC)
             return await stores.backfill.request_backfill(
-                db, SCHEMA, Backfill(name, since), actor="test"
+                db, SCHEMA, Criteria(name, since=since), actor="test"
             )
         elif u < 0.98:
             return (

@@ -11,8 +11,7 @@ import asyncpg
 
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
-from outbox.operations.backfill import Backfill
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.endpoint_states import require_state
 from tests.sim.database.connection import Connection
 from tests.sim.database.tables import SCHEMA
@@ -70,7 +69,7 @@ class Operator:
         await asyncio.sleep(rng.choice((0.1, 1.0)) * rng.random())
         name = rng.choice(list(db.endpoint.rows.values()))["name"]
         rate_per_s = rng.choice((None, 20.0, 0.5))
-        wanted = Backfill(name, db.later(-60.0))
+        wanted = Criteria(name, since=db.later(-60.0))
         await self._try(backfill.request_backfill, wanted, rate_per_s=rate_per_s)
 
     def pause_soon(self, _: str) -> None:
@@ -146,7 +145,9 @@ class Operator:
         else:
             # The whole history would take longer than the run.
             since = self._sim.database.later(-rng.choice((0.1, 10.0, 60.0, 600.0)))
-            await self._try(backfill.request_backfill, Backfill(name, since), rate_per_s=rate_per_s)
+            await self._try(
+                backfill.request_backfill, Criteria(name, since=since), rate_per_s=rate_per_s
+            )
         if rng.random() < 0.3:
             await asyncio.sleep(rng.choice((0.01, 0.1, 1.0)) * rng.random())
             await self._abort()

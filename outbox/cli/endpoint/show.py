@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import (
+    first_page,
     json_option,
     limit_option,
-    print_next_page,
     run_connected,
     run_operation,
     settings_options,
@@ -50,9 +50,7 @@ Examples:
 def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> None:
     """List endpoints by name."""
     rows = run_operation(settings, endpoints.list_endpoints, limit=limit + 1, after=after)
-    rows, more = rows[:limit], len(rows) > limit
-    if more:
-        print_next_page(rows[-1].name)
+    rows = first_page(rows, limit, lambda row: row.name)
     if as_json:
         emit_json(rows)
         return

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import (
+    first_page,
     json_option,
     limit_option,
-    print_next_page,
     run_connected,
     run_operation,
     settings_options,
@@ -52,9 +52,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
         return rows, await schedules.count_future_events(connection, schema)
 
     rows, future = run_connected(settings, read_page)
-    rows, more = rows[:limit], len(rows) > limit
-    if more:
-        print_next_page(rows[-1].name)
+    rows = first_page(rows, limit, lambda row: row.name)
     if as_json:
         emit_json({"schedules": rows, "future_events": future})
         return

@@ -105,7 +105,7 @@ class Share:
 @dataclass(slots=True)
 class _Endpoint:
     parts: deque[JobPart]
-    ticket: int
+    ticket: int = 0
     """The ticket of its queue entry; entries with other tickets are stale."""
     numbers: int | None = None
     polled_at: float = 0.0
@@ -140,8 +140,7 @@ class ReplayThrottle:
         self._notice_ms = notice_s * 1000
         self._endpoints: dict[UUID, _Endpoint] = {}
         self._buckets: dict[int, _Bucket] = {}
-        # Endpoints not polled yet, and those ready for a chunk: first come, first served.
-        self._unpolled: deque[tuple[int, UUID]] = deque()
+        # Endpoints that are ready for a chunk: first come, first served.
         self._waiting: deque[tuple[int, UUID]] = deque()
         # Scheduled polls, by time.
         self._polls: list[tuple[float, int, UUID]] = []
@@ -163,11 +162,10 @@ class ReplayThrottle:
         for endpoint_id, its in of_endpoint.items():
             endpoint = known.get(endpoint_id)
             if endpoint is None:
-                self._endpoints[endpoint_id] = endpoint = _Endpoint(its, self._next_ticket())
-                self._unpolled.append((endpoint.ticket, endpoint_id))
-            else:
-                self._endpoints[endpoint_id] = endpoint
-                endpoint.parts = its
+                endpoint = _Endpoint(its)
+                self._schedule_poll(endpoint_id, endpoint, now)
+            self._endpoints[endpoint_id] = endpoint
+            endpoint.parts = its
         self._in_flight = {e: at for e, at in self._in_flight.items() if e in self._endpoints}
         self._buckets = {
             job_id: self._buckets.get(job_id) or _Bucket(rate, 1.0, now)
@@ -179,7 +177,7 @@ class ReplayThrottle:
         """When a poll or a chunk may be due; None: there is no job."""
         if not self._endpoints:
             return None
-        if self._unpolled or self.ready:
+        if self.ready:
             return self._next_at
         times = [self._polls[0][0]] if self._polls else []
         if self._waiting:
@@ -202,10 +200,6 @@ class ReplayThrottle:
         due: list[UUID] = []
         while self._polls and self._polls[0][0] <= now and len(due) < POLLED_ENDPOINTS_MAX:
             _, ticket, endpoint_id = heapq.heappop(self._polls)
-            if self._current(ticket, endpoint_id) is not None:
-                due.append(endpoint_id)
-        while self._unpolled and len(due) < POLLED_ENDPOINTS_MAX:
-            ticket, endpoint_id = self._unpolled.popleft()
             if self._current(ticket, endpoint_id) is not None:
                 due.append(endpoint_id)
         return due

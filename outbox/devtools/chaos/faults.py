@@ -14,7 +14,7 @@ from outbox.devtools.chaos.facts import Incident
 from outbox.devtools.chaos.receivers import REJECTS
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.operations import endpoint_changes, endpoint_states, replays
-from outbox.operations.dead_letter_filter import DeadLetterSelection
+from outbox.operations.criteria import DeadLetterSelection
 from outbox.store.connection.connect import CONNECTION_ERRORS
 
 if TYPE_CHECKING:

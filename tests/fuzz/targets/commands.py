@@ -85,7 +85,7 @@ TARGETS = (
         name="commands",
         short_run_modules=(
             "outbox.cli.main", "outbox.cli.common", "outbox.cli.endpoint", "outbox.cli.replay",
-            "outbox.cli.moments",
+            "outbox.cli.filter_options",
         ),
         one=commands,
         prepare=_prepare,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from outbox.core.sequencing import partition_window
 from outbox.errors import Conflict, NotFound
-from outbox.operations.new_replay_job import JobPart
+from outbox.operations.replay_jobs import JobPart
 from tests.sim.database.engine import abort_unless
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.replay_feed import is_subscribed
@@ -14,11 +15,10 @@ from tests.sim.stores.replays import add_job, read_new_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
     from uuid import UUID
 
     from outbox.core.sequencing.gaps import Range
-    from outbox.operations.backfill import Backfill
+    from outbox.operations.criteria import Criteria
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
@@ -28,20 +28,19 @@ if TYPE_CHECKING:
 async def request_backfill(
     connection: Connection,
     schema: str,
-    backfill: Backfill,
+    criteria: Criteria,
     *,
     actor: str,
     rate_per_s: float | None = None,
 ) -> int:
-    if backfill.until is not None or backfill.types:
+    if criteria.until is not None or criteria.types:
         raise NotImplementedError("a backfill of the simulation is of all types, up to now")
 
     async def plan(change: Change) -> None:
-        endpoint_id, first, last, gaps = await _find_range(change.db, backfill)
+        endpoint_id, first, last, gaps = await _find_range(change.db, criteria)
         first_id = max(first, await _require_oldest(change) * partition_window.WIDTH)
         part = JobPart(endpoint_id, first_id, last, from_id=first_id)
-        columns = {"kind": "history", "endpoint": backfill.endpoint, "since": backfill.since}
-        add_job(change, {**columns, "rate_per_s": rate_per_s}, [part], gaps)
+        add_job(change, "history", criteria, [part], rate_per_s=rate_per_s, gaps=gaps)
         data = {"from_id": first_id, "to_id": last}
         change.journal("backfill_requested", endpoint_id, data, with_job=True)
 
@@ -55,10 +54,12 @@ async def _require_oldest(change: Change) -> int:
 
 
 async def _find_range(
-    connection: Connection, backfill: Backfill
+    connection: Connection, criteria: Criteria
 ) -> tuple[UUID, int, int, Sequence[Range]]:
     """The endpoint, the first and the last id, and the gaps between them, which are sent live."""
-    name = backfill.endpoint
+    name = criteria.endpoint
+    assert name is not None
+    assert isinstance(criteria.since, datetime)
     found = await connection.call(find_endpoint, name)
     if found is None:
         raise NotFound(f"there is no endpoint {name}")
@@ -66,7 +67,7 @@ async def _find_range(
     if state in ("disabling", "disabled", "removing") or not subscribed:
         raise Conflict(f"endpoint {name} is {state}")
     high, gaps = await connection.call(read_cursor)
-    first = await connection.call(find_first, backfill.since, high)
+    first = await connection.call(find_first, criteria.since, high)
     last = first and await connection.call(find_last, first, high)
     if first is None or last is None:
         return endpoint_id, 1, 0, ()

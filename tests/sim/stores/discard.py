@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.operations.dead_letter_filter import DeadLetterFilter
 from outbox.operations.discard import BATCH_SIZE, DiscardReport
 from tests.sim.stores.change import make_change
-from tests.sim.stores.replays import is_blocking, read_dead_letters, write_dead_letter_state
+from tests.sim.stores.replays import find_candidates, is_blocking, write_dead_letter_state
 
 if TYPE_CHECKING:
-    from outbox.operations.dead_letter_filter import DeadLetterSelection
+    from outbox.operations.criteria import DeadLetterSelection
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
@@ -29,15 +28,15 @@ async def discard_dead_letters(
     assert not dry_run
 
     async def plan_named(change: Change) -> int:
-        rows = await read_dead_letters(change.db, selection.ids)
-        ids = [row["id"] for row in rows]
+        await find_candidates(change.db, selection, to_replay=False)
+        ids = sorted(set(selection.ids))
         write_dead_letter_state(change, ids, "discarded")
         change.journal("dead_discarded", None, {"dead": ids})
         return len(ids)
 
     if selection.ids:
         return DiscardReport(False, await make_change(connection, schema, actor, plan_named))
-    if selection.filter != DeadLetterFilter():
+    if selection.criteria:
         raise NotImplementedError("a sweep of the simulation is of all dead letters")
     after = done = 0
 

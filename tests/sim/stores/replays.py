@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outbox.errors import Conflict, NotFound
-from outbox.operations.dead_letter_filter import DeadLetterFilter
-from outbox.operations.new_replay_job import JobPart
+from outbox.operations.replay_jobs import JobPart
 from outbox.operations.replays import ReplayCandidates, ReplayReport
 from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read, new_job
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from uuid import UUID
 
     from outbox.core.sequencing.gaps import Range
-    from outbox.operations.dead_letter_filter import DeadLetterSelection
+    from outbox.operations.criteria import Criteria, DeadLetterSelection
+    from outbox.operations.replay_jobs import JobKind
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
@@ -46,21 +46,28 @@ async def start_replay(
     assert not dry_run
     found: list[ReplayCandidates] = []
     if not selection.ids:
-        if selection.filter != DeadLetterFilter():
+        if selection.criteria:
             raise NotImplementedError("a sweep of the simulation is of all dead letters")
         with map_errors(schema, "operator"):
-            found = await connection.call(count_dead)
+            found = await find_candidates(connection, selection, to_replay=True)
         if all(each.reason is not None for each in found):
             return _report(found, None)
 
     async def plan(change: Change) -> list[ReplayCandidates]:
-        if selection.ids:
-            return await _plan_named(change, selection, rate_per_s)
-        some = [each for each in found if each.reason is None]
-        parts = [JobPart(e.endpoint_id, e.first_id, e.last_id, e.numbers) for e in some]
-        _add_selection_job(change, selection, parts, rate_per_s)
-        change.journal("dead_replayed", None, {}, with_job=True)
-        return found
+        ids = sorted(set(selection.ids))
+        candidates = found or await find_candidates(change.db, selection, to_replay=True)
+        some = [each for each in candidates if each.reason is None]
+        # Those with ids have their replays already.
+        parts = [
+            JobPart(e.endpoint_id, *((1, 0) if ids else (e.first_id, e.last_id)), e.numbers)
+            for e in some
+        ]
+        add_job(change, "dead", selection.criteria, parts, rate_per_s=rate_per_s)
+        if ids:
+            write_dead_letter_state(change, ids, "replaying")
+            change.write(add_replays, ids)
+        change.journal("dead_replayed", None, {"dead": ids}, with_job=True)
+        return candidates
 
     async def read_back(
         db: Connection, request: UUID, replayed: list[ReplayCandidates]
@@ -70,17 +77,21 @@ async def start_replay(
     return await make_change_and_read(connection, schema, actor, plan, read_back)
 
 
-async def read_new_job(db: Connection, request: UUID, _: None) -> int:
+async def read_new_job(db: Connection, request: UUID, _: object) -> int:
     return await db.call(find_new_job, request)
 
 
 def add_job(
     change: Change,
-    columns: Mapping[str, Any],
+    kind: JobKind,
+    criteria: Criteria,
     parts: Sequence[JobPart],
+    *,
+    rate_per_s: float | None,
     gaps: Sequence[Range] = (),
 ) -> None:
-    row = {**columns, "requested_by": change.actor, "gaps": gaps}
+    row: Row = {"kind": kind, "endpoint": criteria.endpoint, "since": criteria.since}
+    row |= {"rate_per_s": rate_per_s, "requested_by": change.actor, "gaps": gaps}
     change.write_early(add_replay_job, row)
     change.write_early(add_replay_parts, parts)
 
@@ -91,40 +102,15 @@ def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> N
     change.write(unblock, ids)
 
 
-async def read_dead_letters(connection: Connection, ids: Sequence[int]) -> list[Row]:
-    return await _read_named(connection, ids, again=False)
-
-
-async def _plan_named(
-    change: Change, selection: DeadLetterSelection, rate_per_s: float | None
+async def find_candidates(
+    connection: Connection, selection: DeadLetterSelection, *, to_replay: bool
 ) -> list[ReplayCandidates]:
-    rows = await _read_named(change.db, selection.ids, again=True)
-    found, ids = _by_endpoint(rows), [row["id"] for row in rows]
-    # They have their replays already.
-    parts = [JobPart(each.endpoint_id, 1, 0, each.numbers) for each in found]
-    _add_selection_job(change, selection, parts, rate_per_s)
-    write_dead_letter_state(change, ids, "replaying")
-    change.write(add_replays, ids)
-    change.journal("dead_replayed", None, {"dead": ids}, with_job=True)
-    return found
+    if selection.ids:
+        await _require_dead(connection, selection.ids, to_replay=to_replay)
+    return await connection.call(count_selected, selection.ids)
 
 
-def _add_selection_job(
-    change: Change,
-    selection: DeadLetterSelection,
-    parts: Sequence[JobPart],
-    rate_per_s: float | None,
-) -> None:
-    columns = {"kind": "dead", "endpoint": selection.filter.endpoint, "rate_per_s": rate_per_s}
-    add_job(change, columns, parts)
-
-
-async def _read_named(connection: Connection, ids: Sequence[int], *, again: bool) -> list[Row]:
-    """The dead letters with these ids, which must all be `dead`.
-
-    Args:
-        again: their endpoints must accept replays.
-    """
+async def _require_dead(connection: Connection, ids: Sequence[int], *, to_replay: bool) -> None:
     rows = await connection.call(read_dead, sorted(set(ids)))
     if missing := set(ids) - {row["id"] for row in rows}:
         raise NotFound(f"there is no dead letter {min(missing)}")
@@ -133,20 +119,8 @@ async def _read_named(connection: Connection, ids: Sequence[int], *, again: bool
             await connection.call(read_last_replay)
         if row["state"] != "dead":
             raise Conflict(f"dead letter {row['id']} is {row['state']}")
-        if again and row["endpoint_state"] in UNAVAILABLE:
+        if to_replay and row["endpoint_state"] in UNAVAILABLE:
             raise Conflict(f"the endpoint of dead letter {row['id']} is {row['endpoint_state']}")
-    return rows
-
-
-def _by_endpoint(rows: Sequence[Row]) -> list[ReplayCandidates]:
-    found: dict[UUID, ReplayCandidates] = {}
-    for row in rows:
-        i = row["endpoint_id"]
-        previous = found.get(i)
-        count, numbers = (previous.dead_letters, previous.numbers) if previous else (0, 0)
-        numbers += row["to_seq"] - row["seq"] + 1
-        found[i] = ReplayCandidates(i, row["endpoint"], count + 1, numbers, 0, None, 1, 0)
-    return list(found.values())
 
 
 def _report(found: Sequence[ReplayCandidates], job: int | None) -> ReplayReport:
@@ -161,10 +135,10 @@ def _report(found: Sequence[ReplayCandidates], job: int | None) -> ReplayReport:
 # --------------------------------------------------------------------- its jobs
 
 
-def count_dead(db: Database, tx: Transaction) -> list[ReplayCandidates]:
+def count_selected(db: Database, tx: Transaction, ids: Sequence[int]) -> list[ReplayCandidates]:
     found: dict[UUID, list[Row]] = {}
     for d in tx.rows(db.dead_letter):
-        if d["state"] == "dead":
+        if d["state"] == "dead" and (not ids or d["id"] in ids):
             found.setdefault(d["endpoint_id"], []).append(d)
     rows = []
     for endpoint_id, dead_letters in found.items():
@@ -187,9 +161,8 @@ def find_new_job(db: Database, tx: Transaction, request: UUID) -> int:
 
 
 def add_replay_job(db: Database, tx: Transaction, columns: Row) -> None:
-    new, unset = db.serial(db.replay_job), ("since", "rate_per_s", "ended_at")
-    row = {**dict.fromkeys(unset), **columns, "id": new, "state": "running"}
-    tx.put(db.replay_job, new, row)
+    new = db.serial(db.replay_job)
+    tx.put(db.replay_job, new, {**columns, "id": new, "state": "running", "ended_at": None})
 
 
 def add_replay_parts(db: Database, tx: Transaction, parts: Sequence[JobPart]) -> None:

@@ -1,10 +1,12 @@
-"""Selection of dead letters: by id, by filter, or all."""
+"""Selection of events and dead letters: by criteria, by id, or all."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, get_args
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
+from outbox.core.delivery.message import rfc3339
 from outbox.core.model import pattern
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.errors import UsageError
@@ -12,12 +14,15 @@ from outbox.store.endpoints import endpoint_not_found
 from outbox.store.routing_change import READ_NOW
 
 if TYPE_CHECKING:
-    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
 
 REASONS: tuple[str, ...] = get_args(DeadLetterReason)
+IDS_MAX = 1000
+
+When: TypeAlias = datetime | timedelta
+"""An absolute time, or an age relative to the database's clock."""
 
 # Several endpoints may have had the name, one after the other.  Dead letters outlive their
 # endpoint, so all of them match.
@@ -28,20 +33,25 @@ FIND_OWN_ENDPOINTS = """
 SELECT id FROM endpoint WHERE tenant = $2 AND ($1::text IS NULL OR name = $1)
 """
 
+_COLUMNS = {
+    "types": "text[]",
+    "tenant": "text",
+    "reason": "text",
+    "since": "timestamptz",
+    "until": "timestamptz",
+}
 
-def filter_parameters(first: int) -> str:
-    """SQL select list for a filter `s` from five parameters: `Filter.arguments`."""
-    columns = ("types text[]", "tenant text", "reason text", "since timestamptz",
-               "until timestamptz")  # fmt: skip
+
+def criteria_parameters(first: int) -> str:
+    """SQL select list for the criteria `s` from five parameters: `Criteria.arguments`."""
     return ", ".join(
-        f"${first + n}::{kind} AS {name}"
-        for n, (name, kind) in enumerate(column.split() for column in columns)
+        f"${n}::{kind} AS {name}" for n, (name, kind) in enumerate(_COLUMNS.items(), first)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetterFilter:
-    """Conditions on dead letters, combined with AND.
+class Criteria:
+    """Conditions on events or dead letters, combined with AND.
 
     Raises:
         UsageError: a type is not a valid pattern, the reason is unknown, or until <= since.
@@ -52,9 +62,12 @@ class DeadLetterFilter:
     """Type patterns, combined with OR."""
     tenant: str | None = None
     reason: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
-    """Dead-lettered at or after `since`, and before `until`."""
+    """Of dead letters."""
+    since: When | None = None
+    until: When | None = None
+    """Published or dead-lettered at or after `since`, and before `until`."""
+    key: str | None = None
+    """Of events."""
     owner: str | None = None
     """Only endpoints of this tenant alone: the tenant of the caller's token."""
 
@@ -65,59 +78,63 @@ class DeadLetterFilter:
             raise UsageError(
                 f'"{self.reason}" is not a reason; choose one of: {", ".join(REASONS)}'
             )
-        require_time_order(self.since, self.until)
+        since, until = self.since, self.until
+        if isinstance(since, datetime) and isinstance(until, datetime) and until <= since:
+            raise UsageError("until must be later than since")
 
     def __bool__(self) -> bool:
-        return replace(self, owner=None) != DeadLetterFilter()
+        return replace(self, owner=None) != Criteria()
+
+    async def resolve(self, connection: Connection[Any]) -> Criteria:
+        """These criteria with absolute times, by the clock that timestamps the rows."""
+        if not (isinstance(self.since, timedelta) or isinstance(self.until, timedelta)):
+            return self
+        now = await read_now(connection)
+        since, until = absolute_time(self.since, now), absolute_time(self.until, now)
+        return replace(self, since=since, until=until)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """For `given`."""
-        types = list(self.types) or None
-        return types, self.tenant, self.reason, self.since, self.until
+        """For `criteria_parameters`."""
+        return self.types or None, self.tenant, self.reason, self.since, self.until
 
     @property
-    def criteria(self) -> dict[str, Any]:
-        """The conditions that are set, for the journal."""
-        values = {name: getattr(self, name) for name in self.__slots__ if name != "owner"}
-        return {name: value for name, value in values.items() if value}
+    def journal_data(self) -> dict[str, Any]:
+        """The conditions that are set."""
+        values = {name: getattr(self, name) for name in ("endpoint", *_COLUMNS)}
+        return {
+            name: rfc3339(value) if isinstance(value, datetime) else value
+            for name, value in values.items()
+            if value
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterSelection:
-    """Dead letters by ids, by filter, or all of them, which must be requested explicitly.
+    """Dead letters by ids, by criteria, or all of them, which must be requested explicitly.
 
     Raises:
         UsageError: no selection, or more than one kind of selection.
     """
 
     ids: tuple[int, ...] = ()
-    filter: DeadLetterFilter = field(default_factory=DeadLetterFilter)
+    criteria: Criteria = field(default_factory=Criteria)
     everything: bool = False
 
     def __post_init__(self) -> None:
-        if not (self.ids or self.filter or self.everything):
+        if not (self.ids or self.criteria or self.everything):
             raise UsageError(
                 "select dead letters: by ids, all, or by endpoint, type, tenant, reason, since, "
                 "until"
             )
-        if bool(self.ids) + bool(self.filter) + self.everything > 1:
+        if bool(self.ids) + bool(self.criteria) + self.everything > 1:
             raise UsageError("combine neither ids nor all with a filter")
         if len(self.ids) > IDS_MAX:
             raise UsageError(f"at most {IDS_MAX} ids; use a filter for more")
 
-
-IDS_MAX = 1000
-
-
-def require_time_order(since: datetime | None, until: datetime | None) -> None:
-    """Require until > since.
-
-    Raises:
-        UsageError: until is not later than since.
-    """
-    if since is not None and until is not None and until <= since:
-        raise UsageError("until must be later than since")
+    async def resolve(self, connection: Connection[Any]) -> DeadLetterSelection:
+        """This selection with absolute times."""
+        return replace(self, criteria=await self.criteria.resolve(connection))
 
 
 async def find_endpoint_ids(
@@ -146,3 +163,8 @@ async def read_now(connection: Connection[Any]) -> datetime:
     """Read the database's clock, which timestamps events and dead letters."""
     at: datetime = await connection.fetchval(READ_NOW)
     return at
+
+
+def absolute_time(when: When | None, now: datetime) -> datetime | None:
+    """Convert an age to a time."""
+    return now - when if isinstance(when, timedelta) else when

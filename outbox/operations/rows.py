@@ -1,0 +1,30 @@
+"""Rows of queries as dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def from_row(kind: type[T], row: Any, *, parse: Collection[str] = (), **values: Any) -> T:
+    """Build a dataclass from the columns that have the names of its fields.
+
+    Args:
+        parse: columns of JSON text.
+        values: fields that are not columns.
+    """
+    for each in fields(kind):
+        name = each.name
+        if each.init and name not in values:
+            is_json = name in parse and row[name] is not None
+            values[name] = orjson.loads(row[name]) if is_json else row[name]
+    return kind(**values)
