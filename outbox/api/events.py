@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -34,11 +34,11 @@ from outbox.api.route import (
 )
 from outbox.core.model.event import deliver_at
 from outbox.destinations.http.endpoint_validation import run_in_thread
-from outbox.errors import InvalidEvent, NotFound, UsageError
+from outbox.errors import InvalidEvent, UsageError
 from outbox.operations import events, trace
 from outbox.operations import idempotency_keys as once
-from outbox.operations.criteria import Criteria, find_endpoint_ids
-from outbox.operations.event_trace import EventTrace, TraceReport
+from outbox.operations.criteria import Criteria
+from outbox.operations.event_trace import TraceReport
 from outbox.operations.events import EventRow
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
 from outbox.producers.publish import Event, encode_events, publish_encoded
@@ -300,35 +300,18 @@ class TraceQuery(RequestModel):
 )
 async def _trace(call: Call[TraceQuery, None]) -> TraceReport:
     query = call.query
-    found = await _find(call, call.path["id"])
-    only = await find_endpoint_ids(call.db, query.endpoint, call.tenant)
-    traces: list[EventTrace] = []
-    traced_bytes, more = 0, found.more
-    for outbox_id in found.outbox_ids:
-        # Payloads may take 25 times as much memory when they are parsed.
-        if traced_bytes >= PAGE_BYTES_MAX:
-            more = True
-            break
-        traced_event = await trace.read_trace(
-            call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload
-        )
-        traces.append(traced_event)
-        traced_bytes += len(orjson.dumps(traced_event.deliveries, default=str))
-        if query.payload:
-            traced_bytes += traced_event.event.payload_bytes or 0
+    text = call.path["id"]
+    report = await trace.trace_events(
+        call.db,
+        call.schema,
+        text,
+        endpoint=query.endpoint,
+        limit=query.limit,
+        below=query.before,
+        payload=query.payload,
+        tenant=call.tenant,
+        once_key=tenancy.stored_key(call.tenant, text),
+        bytes_max=PAGE_BYTES_MAX,
+    )
     redactor = await redactor_for(call)
-    return TraceReport(found.by, more, [redactor.redact_trace(each) for each in traces])
-
-
-async def _find(call: Call[TraceQuery, None], text: str) -> events.EventMatch:
-    """Find events by id or key; for a tenant, also by its own idempotency keys."""
-    query, tenant = call.query, call.tenant
-    try:
-        return await events.find_events(
-            call.db, call.schema, text, limit=query.limit, below=query.before, tenant=tenant
-        )
-    except NotFound:
-        if tenant is None:
-            raise
-    own = tenancy.stored_key(tenant, text)
-    return await events.find_events(call.db, call.schema, own, tenant=tenant)
+    return replace(report, events=[redactor.redact_trace(each) for each in report.events])

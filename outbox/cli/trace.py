@@ -6,22 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import json_option, run_connected, settings_options, warn
+from outbox.cli.common import json_option, run_operation, settings_options, warn
 from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, style
 from outbox.core.model.text import safe
-from outbox.operations import event_trace as event_traces
 from outbox.operations import events, trace
-from outbox.operations.criteria import find_endpoint_ids
-from outbox.operations.event_trace import TraceReport
+from outbox.operations.event_trace import describe_unsent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
-    from asyncpg import Connection
-
     from outbox.config import Settings
-    from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery, UnsentGroup
+    from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
 
 EVENTS_MAX = 100
 HEADERS_SHOWN = ("x-request-id", "request-id", "x-correlation-id", "retry-after", "server")
@@ -75,34 +71,31 @@ def command(
     replays. For a pending delivery it explains what blocks it and which command
     helps; for an event that was never sent, which filter excluded it.
     """
-
-    async def read_traces(
-        connection: Connection[Any],
-    ) -> tuple[events.EventMatch, list[EventTrace]]:
-        schema = settings.schema_name
-        only = await find_endpoint_ids(connection, endpoint)
-        match = await events.find_events(connection, schema, id, limit=limit, below=before)
-        return match, [
-            await trace.read_trace(
-                connection, schema, outbox_id, endpoint_ids=only, payload=payload
-            )
-            for outbox_id in match.outbox_ids
-        ]
-
-    match, traces = run_connected(settings, read_traces)
-    if match.more:
-        warn(f"older events exist; next page: --before {match.outbox_ids[-1]}")
+    report = run_operation(
+        settings,
+        trace.trace_events,
+        id,
+        endpoint=endpoint,
+        limit=limit,
+        below=before,
+        payload=payload,
+    )
+    traces = report.events
+    if report.more:
+        warn(f"older events exist; next page: --before {traces[-1].event.outbox_id}")
     if as_json:
-        emit_json(TraceReport(match.by, match.more, traces))
+        emit_json(report)
         return
     for n, event_trace in enumerate(traces):
         if n:
             click.echo()
-        _show(event_trace, match.by if len(traces) == 1 else None)
+        _show(event_trace, report.found_by if len(traces) == 1 else None)
 
 
 def _show(event_trace: EventTrace, found_by: str | None) -> None:
     event = event_trace.event
+    # Without deliveries the diagnosis contains it.
+    missed = event_trace.missed if event_trace.deliveries_total else ()
     emit_pairs(
         [
             ("event", event.event_id),
@@ -117,10 +110,7 @@ def _show(event_trace: EventTrace, found_by: str | None) -> None:
             ("erased", event.erased_at),
             ("payload", _payload(event_trace)),
             ("sequenced", _sequenced(event_trace)),
-            (
-                "not sent to",
-                "; ".join(map(event_traces.describe_unsent, _unsent(event_trace))) or None,
-            ),
+            ("not sent to", "; ".join(map(describe_unsent, missed)) or None),
         ]
     )
     for delivery in event_trace.deliveries:
@@ -152,11 +142,6 @@ def _sequenced(event_trace: EventTrace) -> str:
     return (
         f"{_after(event_trace.event.published_at, sequenced.at)} in batch {sequenced.batch}{late}"
     )
-
-
-def _unsent(event_trace: EventTrace) -> tuple[UnsentGroup, ...]:
-    # Without deliveries the diagnosis contains it.
-    return event_trace.missed if event_trace.deliveries_total else ()
 
 
 _COLOURS = {"delivered": "green", "replayed": "green", "pending": "yellow", "replaying": "yellow"}

@@ -236,8 +236,9 @@ def _diagnose(trace: EventTrace) -> Iterator[str]:
             if delivery.dead_letter.state not in ("replayed", "dead_again"):
                 yield f"{where} {_describe_dead_letter(delivery.dead_letter)}"
         elif delivery.lane_state is not None:
-            for reason in _explain_pending(delivery, delivery.lane_state, trace.at):
-                yield f"{where} {reason}"
+            obstacles = list(_find_obstacles(delivery, delivery.lane_state, trace.at))
+            for obstacle in obstacles or ["is about to be sent"]:
+                yield f"{where} {obstacle}"
 
 
 def _explain_unsequenced(sequencing: SequencingProgress, outbox_id: int) -> str:
@@ -293,28 +294,24 @@ def _describe_dead_letter(letter: TracedDeadLetter) -> str:
     return f"was dead-lettered because {reason}; it is dead letter {letter.id}{again}"
 
 
-def _explain_pending(
+def _find_obstacles(
     delivery: TracedDelivery, lane: PendingLaneState, now: datetime
 ) -> Iterator[str]:
     """Everything that blocks a pending delivery: the endpoint first, then the lane."""
     name = shlex.quote(delivery.endpoint)
-    explained = False
 
     def lasted(at: datetime) -> str:
         return f"for {_format_age((now - at).total_seconds())}"
 
     if lane.state != "active":
-        explained = True
         by = f" by {lane.state_by}" if lane.state_by else ""
         reason = f" ({lane.state_comment})" if lane.state_comment else ""
         undo = {"paused": "resume", "disabled": "enable", "disabling": "enable"}
         then = f"; outbox endpoint {undo[lane.state]} {name}" if lane.state in undo else ""
         yield f"waits: its endpoint has been {lane.state}{by} {lasted(lane.state_at)}{reason}{then}"
     elif lane.relay is None:
-        explained = True
         yield "waits: no live relay owns its endpoint; see outbox status"
     if lane.blocked_since is not None:
-        explained = True
         letter = lane.blocked_by
         by = f"dead letter {letter}" if letter else "a dead letter"
         act = f"outbox dead replay {letter}, outbox dead discard {letter} or " if letter else ""
@@ -323,32 +320,25 @@ def _explain_pending(
             f"{act}outbox endpoint resume {name}"
         )
     if lane.older_pending:
-        explained = True
         yield (
             f"waits for {lane.older_pending} pending in lanes of an older generation, which are "
             "delivered first"
         )
     if lane.held_until is not None and lane.held_until > now:
-        explained = True
         left_s = (lane.held_until - now).total_seconds()
         yield f"waits {_format_age(left_s)} more: its receiver sent Retry-After"
     elif lane.health in PROBED_STATES:
-        explained = True
         tried = f"; {PROBING_TEXT}" if lane.state == "active" and lane.relay else ""
         yield f"waits: its endpoint has been {lane.health} {lasted(lane.health_since)}{tried}"
     head = lane.head
     if head.sequence < delivery.sequence:
-        explained = True
         ahead = delivery.sequence - head.sequence
         first = f" (event {head.event_id})" if head.event_id else ""
         yield f"waits behind {ahead} of its lane, the first is sequence {head.sequence}{first}" + (
             f", which {_describe_failure(lane, now)}" if head.attempts else ""
         )
     elif head.attempts:
-        explained = True
         yield _describe_failure(lane, now)
-    if not explained:
-        yield "is about to be sent"
 
 
 def _describe_failure(lane: PendingLaneState, now: datetime) -> str:

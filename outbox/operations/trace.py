@@ -6,13 +6,13 @@ batches, its deliveries through the lanes named by its batch, its attempts by ke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import orjson
-
-from outbox.core.model.ids import delivery_id, lane_name
+from outbox.core.model.ids import delivery_id
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import NotFound
+from outbox.operations import events
+from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters import LAST_REPLAY
 from outbox.operations.endpoints import LANE_STATE
 from outbox.operations.event_trace import (
@@ -25,24 +25,26 @@ from outbox.operations.event_trace import (
     TracedDeadLetter,
     TracedDelivery,
     TracedEvent,
+    TraceReport,
     UnsentGroup,
 )
 from outbox.operations.page_bytes import shorten_responses
+from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
 from outbox.store.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Sequence
     from uuid import UUID
 
     from asyncpg import Connection
 
 # The event, or its copy in a dead letter after retention dropped it.
 READ_EVENT = """
-SELECT id, event_id, type, tenant, key, created_at AS published_at, expires_at, erased_at,
-       headers::text AS headers, octet_length(payload::text) AS payload_bytes,
+SELECT id AS outbox_id, event_id, type, tenant, key, created_at AS published_at, expires_at,
+       erased_at, headers::text AS headers, octet_length(payload::text) AS payload_bytes,
        CASE WHEN $2 THEN payload::text END AS payload
   FROM outbox WHERE id = $1
  UNION ALL
@@ -93,9 +95,9 @@ WITH given AS MATERIALIZED (
      UNION ALL
     SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id FROM delivery
      WHERE outbox_id = $1 AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
-SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS sequenced_at,
-       was.endpoint_id AS was_endpoint_id, was.generation AS was_generation,
-       was.slot AS was_slot
+SELECT g.lane_id, g.batch, g.seq AS sequence, g.replay_seq, g.backfill_id AS backfill,
+       lane_name(l.endpoint_id, l.generation, l.slot) AS lane, l.endpoint_id, e.name AS endpoint,
+       b.at AS sequenced_at, lane_name(was.endpoint_id, was.generation, was.slot) AS was_lane
   FROM given g
   JOIN lane l ON l.id = g.lane_id
   JOIN endpoint e ON e.id = l.endpoint_id AND ($3::uuid[] IS NULL OR e.id = ANY ($3))
@@ -125,7 +127,7 @@ SELECT lane_id, seq, attempt, replica_id, outcome, status, error, started_at, el
 # Only the nearest dead letter at or below a sequence number can contain it.
 READ_DEAD_LETTERS = f"""
 SELECT n.lane_id, n.seq AS wanted_seq, d.id, d.reason, coalesce(t.state, d.state) AS state, d.at,
-       d.attempts, d.seq, d.to_seq
+       d.attempts, d.seq AS sequence, d.to_seq AS to_sequence
   FROM unnest($1::bigint[], $2::bigint[]) AS n(lane_id, seq)
  CROSS JOIN LATERAL (
        SELECT * FROM dead_letter
@@ -136,7 +138,8 @@ SELECT n.lane_id, n.seq AS wanted_seq, d.id, d.reason, coalesce(t.state, d.state
 
 # State of the lanes that may have pending deliveries.
 READ_LANE_STATES = f"""
-SELECT s.*, {shorten_responses("s.last_response", "s.lane_id")} AS response,
+SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_at,
+       {shorten_responses("s.last_response", "s.lane_id")} AS last_response,
        e.state, e.state_at, e.state_by, e.state_comment,
        coalesce(h.state, 'healthy') AS health, coalesce(h.since, e.created_at) AS health_since,
        h.held_until, b.at AS blocked_since,
@@ -150,7 +153,7 @@ SELECT s.*, {shorten_responses("s.last_response", "s.lane_id")} AS response,
          WHERE old.endpoint_id = e.id AND old.generation < s.generation) AS older_pending,
        (SELECT o.event_id FROM delivery d JOIN outbox o ON o.id = d.outbox_id
          WHERE d.lane_id = s.lane_id AND d.batch >= s.floor_batch AND d.seq = s.acked_seq + 1
-         ORDER BY d.batch LIMIT 1) AS head_event
+         ORDER BY d.batch LIMIT 1) AS event_id
   FROM ({LANE_STATE} WHERE l.id = ANY ($1)) s
   JOIN endpoint e ON e.id = s.endpoint_id
   LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
@@ -182,7 +185,68 @@ SELECT reason, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C")
 EXAMPLES_MAX = 3
 ATTEMPTS_MAX = 1000
 """Attempts in the trace of an event, of all its deliveries."""
+DELIVERY_BYTES, ATTEMPT_BYTES = 600, 300
+"""Approximate size of their JSON, without responses."""
 NO_BATCH = -1
+
+Place: TypeAlias = tuple[int, int]
+"""The id of a lane, and a sequence number."""
+
+
+async def trace_events(
+    connection: Connection[Any],
+    schema: str,
+    text: str,
+    *,
+    endpoint: str | None = None,
+    limit: int = 5,
+    below: int = events.ID_MAX,
+    payload: bool = False,
+    tenant: str | None = None,
+    once_key: str | None = None,
+    bytes_max: int | None = None,
+) -> TraceReport:
+    """Trace the events for an event id, X-Delivery, once key, key or outbox id.
+
+    Args:
+        endpoint: only deliveries to the endpoints that ever had this name; None: to all.
+        limit, below, tenant, once_key: as in `outbox.operations.events.find_events`.
+        payload: include the payloads.
+        bytes_max: approximate size of the report, which ends with the event that exceeds it.
+
+    Raises:
+        NotFound: no event matches, or no endpoint ever had this name.
+    """
+    endpoint_ids = await find_endpoint_ids(connection, endpoint, tenant)
+    match = await events.find_events(
+        connection, schema, text, limit=limit, below=below, tenant=tenant, once_key=once_key
+    )
+    traces: list[EventTrace] = []
+    traced_bytes = 0
+    for outbox_id in match.outbox_ids:
+        if bytes_max is not None and traced_bytes >= bytes_max:
+            return TraceReport(match.by, True, traces)
+        trace = await read_trace(
+            connection, schema, outbox_id, endpoint_ids=endpoint_ids, payload=payload
+        )
+        traces.append(trace)
+        traced_bytes += _approximate_bytes(trace)
+    return TraceReport(match.by, match.more, traces)
+
+
+def _approximate_bytes(trace: EventTrace) -> int:
+    """Size of the deliveries and the payload as JSON; shorter than encoding them to measure it."""
+    attempts = [attempt for delivery in trace.deliveries for attempt in delivery.attempts]
+    responses = [attempt.response for attempt in attempts if attempt.response is not None]
+    # Payloads may take 25 times as much memory when they are parsed.
+    payload_bytes = 0 if trace.event.payload is None else trace.event.payload_bytes or 0
+    return (
+        payload_bytes
+        + DELIVERY_BYTES * len(trace.deliveries)
+        + ATTEMPT_BYTES * len(attempts)
+        + sum(len(each.get("body", "")) for each in responses)
+        + sum(len(n) + len(v) for each in responses for n, v in each.get("headers", {}).items())
+    )
 
 
 async def read_trace(
@@ -211,25 +275,23 @@ async def read_trace(
             row = await connection.fetchrow(READ_EVENT, outbox_id, payload)
             if row is None:
                 raise NotFound(f"there is no event with the outbox id {outbox_id}")
-            event = _event(row)
+            event = from_row(TracedEvent, row, parse=("headers", "payload"))
             row = await connection.fetchrow(READ_SEQUENCED, outbox_id)
             if row is None:
                 progress = await connection.fetchrow(READ_SEQUENCING, outbox_id)
-                sequencing = SequencingProgress(**dict(progress))
                 if progress["in_gap"] or outbox_id > progress["high"]:
+                    sequencing = from_row(SequencingProgress, progress)
                     return EventTrace(at, event, None, sequencing, False, (), 0, ())
-            sequenced = None if row is None else SequencedBatch(**dict(row))
+            sequenced = None if row is None else from_row(SequencedBatch, row)
             batch = NO_BATCH if sequenced is None else sequenced.batch
             rows = await connection.fetch(READ_DELIVERIES, outbox_id, batch, endpoint_ids)
-            deliveries = await _deliveries(connection, event, rows[:limit])
-            recipients = {row["endpoint_id"] for row in rows}
-            missed = (
-                []
-                if sequenced is None
-                else await connection.fetch(
+            deliveries = await _read_deliveries(connection, event, rows[:limit])
+            missed = []
+            if sequenced is not None:
+                recipients = {row["endpoint_id"] for row in rows}
+                missed = await connection.fetch(
                     READ_UNSENT, outbox_id, batch, list(recipients), EXAMPLES_MAX, endpoint_ids
                 )
-            )
     return EventTrace(
         at=at,
         event=event,
@@ -238,146 +300,63 @@ async def read_trace(
         log_dropped=sequenced is None,
         deliveries=deliveries,
         deliveries_total=len(rows),
-        missed=tuple(
-            UnsentGroup(m["reason"], m["endpoints"], tuple(m["examples"])) for m in missed
-        ),
+        missed=tuple(from_row(UnsentGroup, row, examples=tuple(row["examples"])) for row in missed),
     )
 
 
-async def _deliveries(
+async def _read_deliveries(
     connection: Connection[Any], event: TracedEvent, rows: Sequence[Any]
 ) -> tuple[TracedDelivery, ...]:
     lanes = [row["lane_id"] for row in rows]
-    sequences = [row["seq"] for row in rows]
-    attempts: dict[tuple[int, int], list[TracedAttempt]] = {}
-    for row in await connection.fetch(
-        READ_ATTEMPTS, lanes, [row["batch"] for row in rows], sequences, ATTEMPTS_MAX
-    ):
-        attempts.setdefault((row["lane_id"], row["seq"]), []).append(_attempt(row))
+    batches = [row["batch"] for row in rows]
+    sequences = [row["sequence"] for row in rows]
+    places = list(zip(lanes, sequences, strict=True))
+    attempts: dict[Place, list[TracedAttempt]] = {place: [] for place in places}
+    for row in await connection.fetch(READ_ATTEMPTS, lanes, batches, sequences, ATTEMPTS_MAX):
+        attempt = from_row(TracedAttempt, row, parse=("response",))
+        attempts[row["lane_id"], row["seq"]].append(attempt)
     dead_letters = {
-        (row["lane_id"], row["wanted_seq"]): _dead_letter(row)
+        (row["lane_id"], row["wanted_seq"]): from_row(TracedDeadLetter, row)
         for row in await connection.fetch(READ_DEAD_LETTERS, lanes, sequences)
     }
-    lane_states = await _read_lane_states(connection, rows, attempts, dead_letters)
-    return tuple(
-        TracedDelivery(
-            endpoint=row["endpoint"],
-            endpoint_id=row["endpoint_id"],
-            lane=_lane(row),
-            sequence=row["seq"],
-            delivery_id=delivery_id(
-                row["endpoint_id"], event.outbox_id, event.event_id, row["backfill_id"]
-            ),
-            sequenced_at=row["sequenced_at"],
-            replay_of=_replay_of(row),
-            backfill=row["backfill_id"],
-            attempts=tuple(attempts.get((row["lane_id"], row["seq"]), ())),
-            dead_letter=dead_letters.get((row["lane_id"], row["seq"])),
-            lane_state=lane_states.get((row["lane_id"], row["seq"])),
-        )
-        for row in rows
-    )
-
-
-async def _read_lane_states(
-    connection: Connection[Any],
-    rows: Iterable[Any],
-    attempts: Mapping[tuple[int, int], Collection[TracedAttempt]],
-    dead_letters: Collection[tuple[int, int]],
-) -> dict[tuple[int, int], PendingLaneState]:
-    """Lane states of the deliveries that are neither delivered nor dead-lettered, by place."""
-    pending = [
-        (row["lane_id"], row["seq"])
-        for row in rows
-        if (place := (row["lane_id"], row["seq"])) not in dead_letters
-        and not any(a.outcome == "delivered" for a in attempts.get(place, ()))
-    ]
-    lanes = sorted({lane_id for lane_id, _ in pending})
-    states = {row["lane_id"]: row for row in await connection.fetch(READ_LANE_STATES, lanes)}
-    return {
-        (lane_id, seq): _lane_state(states[lane_id])
-        for lane_id, seq in pending
-        if seq > states[lane_id]["acked_seq"]
+    pending = {
+        place
+        for place, made in attempts.items()
+        if place not in dead_letters and not any(each.outcome == "delivered" for each in made)
     }
+    states = await connection.fetch(READ_LANE_STATES, sorted({lane_id for lane_id, _ in pending}))
+    lane_states = {
+        place: _lane_state(row)
+        for row in states
+        for place in pending
+        if place[0] == row["lane_id"] and place[1] > row["acked_seq"]
+    }
+    return tuple(
+        from_row(
+            TracedDelivery,
+            row,
+            delivery_id=delivery_id(
+                row["endpoint_id"], event.outbox_id, event.event_id, row["backfill"]
+            ),
+            replay_of=None if row["was_lane"] is None else (row["was_lane"], row["replay_seq"]),
+            attempts=tuple(attempts[place]),
+            dead_letter=dead_letters.get(place),
+            lane_state=lane_states.get(place),
+        )
+        for row, place in zip(rows, places, strict=True)
+    )
 
 
 def _lane_state(row: Any) -> PendingLaneState:
     sequence = row["acked_seq"] + 1
-    failing = row["retry_seq"] == sequence
-    return PendingLaneState(
-        state=row["state"],
-        state_at=row["state_at"],
-        state_by=row["state_by"],
-        state_comment=row["state_comment"],
-        health=row["health"],
-        health_since=row["health_since"],
-        held_until=row["held_until"],
-        relay=row["relay"],
-        head=LaneHead(
+    if row["retry_seq"] == sequence:
+        head = from_row(
+            LaneHead,
+            row,
             sequence=sequence,
-            event_id=row["head_event"],
-            attempts=row["attempts"] if failing else 0,
-            probes=row["attempts"] - row["spent"] if failing else 0,
-            next_attempt_at=row["next_attempt_at"] if failing else None,
-            last_response=_json(row["response"]) if failing else None,
-        ),
-        blocked_since=row["blocked_since"],
-        blocked_by=row["blocked_by"],
-        older_pending=row["older_pending"],
-    )
-
-
-def _event(row: Any) -> TracedEvent:
-    return TracedEvent(
-        outbox_id=row["id"],
-        event_id=row["event_id"],
-        type=row["type"],
-        tenant=row["tenant"],
-        key=row["key"],
-        published_at=row["published_at"],
-        expires_at=row["expires_at"],
-        headers=_json(row["headers"]),
-        payload_bytes=row["payload_bytes"],
-        erased_at=row["erased_at"],
-        payload=_json(row["payload"]),
-    )
-
-
-def _attempt(row: Any) -> TracedAttempt:
-    return TracedAttempt(
-        attempt=row["attempt"],
-        replica_id=row["replica_id"],
-        outcome=row["outcome"],
-        status=row["status"],
-        error=row["error"],
-        started_at=row["started_at"],
-        elapsed_ms=row["elapsed_ms"],
-        response=_json(row["response"]),
-    )
-
-
-def _dead_letter(row: Any) -> TracedDeadLetter:
-    return TracedDeadLetter(
-        id=row["id"],
-        reason=row["reason"],
-        state=row["state"],
-        at=row["at"],
-        attempts=row["attempts"],
-        sequence=row["seq"],
-        to_sequence=row["to_seq"],
-    )
-
-
-def _lane(row: Any) -> str:
-    return lane_name(row["endpoint_id"], row["generation"], row["slot"])
-
-
-def _replay_of(row: Any) -> tuple[str, int] | None:
-    if row["was_slot"] is None:
-        return None
-    was = lane_name(row["was_endpoint_id"], row["was_generation"], row["was_slot"])
-    return was, row["replay_seq"]
-
-
-def _json(text: str | None) -> Any:
-    return None if text is None else orjson.loads(text)
+            probes=row["attempts"] - row["spent"],
+            parse=("last_response",),
+        )
+    else:
+        head = LaneHead(sequence, row["event_id"], 0, 0, None, None)
+    return from_row(PendingLaneState, row, head=head)
