@@ -13,7 +13,7 @@ from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_states import UNBLOCK_LANES
 from outbox.operations.endpoint_writes import END_SUBSCRIPTIONS, SET_STATES
-from outbox.operations.endpoints import LANE_STATE
+from outbox.operations.lanes import PENDING, SUBSCRIBED
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
@@ -28,15 +28,10 @@ if TYPE_CHECKING:
     from outbox.operations.endpoint_changes import FoundEndpoint
     from outbox.store.change import Change
 
-_PENDING = f"""
-SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint FROM ({LANE_STATE}) s
- WHERE s.endpoint_id = e.id
-"""  # noqa: S608 (constants only)
-
 # Pending deliveries of endpoints, and the number of all their deliveries, by which
 # REQUIRE_NO_DELIVERY recognizes new ones.
 COUNT_PENDING = f"""
-SELECT e.id, ({_PENDING}) AS pending, (
+SELECT e.id, {PENDING} AS pending, (
            SELECT coalesce(sum(c.last_seq), 0)::bigint
              FROM lane l JOIN lane_counter c ON c.lane_id = l.id
             WHERE l.endpoint_id = e.id) AS deliveries
@@ -60,15 +55,14 @@ DELETE_SECRETS = WriteStatement(
 
 
 WAITING = f"""
-SELECT e.state, ({_PENDING}) AS pending,
+SELECT e.state, {PENDING} AS pending,
        (SELECT coalesce(sum(r.to_seq - r.next_seq + 1), 0)::bigint
           FROM replay r
          WHERE r.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS replays,
        (SELECT count(*) FROM lane_block b JOIN lane l ON l.id = b.lane_id
          WHERE l.endpoint_id = e.id) AS blocked,
        EXISTS (SELECT FROM replica r WHERE r.expires_at > clock_timestamp()) AS relay,
-       EXISTS (SELECT FROM subscription s
-                WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
+       {SUBSCRIBED} AS subscribed
   FROM endpoint e WHERE e.id = $1
 """  # noqa: S608
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint import SETTINGS, EndpointSettings
-from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.core.model.ids import lane_name
+from outbox.operations.lanes import (
+    BLOCKED,
+    DEAD_LETTERS,
+    LANE_STATE,
+    PENDING,
+    SUBSCRIBED,
+    condition_of,
+    parse_json,
+    retry_state,
+    same_named,
+)
 from outbox.operations.page_bytes import (
     count_rows_within,
     read_page_limit,
@@ -28,22 +36,6 @@ if TYPE_CHECKING:
 
     from outbox.store.connection.secrets import Vault
 
-# Progress of each lane: its checkpoint, or a later acknowledgement.  ORDER BY ... LIMIT 1 reads
-# the newest acknowledgement from the end of the index; max() would not, where the statistics
-# are from a time with few lanes.
-LANE_STATE = """
-SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor_batch,
-       p.retry_seq, p.attempts, p.spent, p.next_attempt_at, p.last_response,
-       greatest(p.acked_seq, (
-           SELECT a.seq FROM attempt a
-            WHERE a.lane_id = l.id AND a.batch >= p.floor_batch AND a.seq > p.acked_seq
-              AND a.outcome = 'delivered'
-            ORDER BY a.batch DESC, a.seq DESC LIMIT 1)) AS acked_seq
-  FROM lane l
-  JOIN lane_counter c ON c.lane_id = l.id
-  JOIN lane_progress p ON p.lane_id = l.id
-"""
-
 # Each setting is a column of the same name.  JSON is read as text, and headers apart, because
 # they may be credentials.
 _PLAIN_SETTINGS = ", ".join(
@@ -56,12 +48,6 @@ _HEADERS = "e.headers::text"
 # The columns of EndpointSettings.
 SETTING_COLUMNS = f"{_PLAIN_SETTINGS}, {_HEADERS} AS headers"
 
-# Whether an endpoint `e` has a current subscription, and whether one of its lanes is blocked.
-SUBSCRIBED = """EXISTS (
-           SELECT FROM subscription s WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)"""
-BLOCKED = """EXISTS (
-           SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
-
 
 def _select_endpoints(columns: str) -> str:
     """Select all endpoints, with these columns besides those of a listing."""
@@ -69,10 +55,7 @@ def _select_endpoints(columns: str) -> str:
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.created_at,
        h.state AS health, {columns},
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
-       (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0) FROM ({LANE_STATE}) s
-         WHERE s.endpoint_id = e.id)::bigint AS pending,
-       (SELECT count(*) FROM dead_letter d
-         WHERE d.endpoint_id = e.id AND d.state = 'dead') AS dead_letters
+       {PENDING} AS pending, {DEAD_LETTERS} AS dead_letters
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
 """  # noqa: S608 (constants only)
 
@@ -334,11 +317,11 @@ async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> E
             row["health"],
             row["since"],
             row["held_until"],
-            _json(row["last_response"]),
+            parse_json(row["last_response"]),
             row["unsolicited_at"],
         ),
         secrets=tuple(SecretRow(**s) for s in secrets),
-        certificate=_json(row["identity_about"]),
+        certificate=parse_json(row["identity_about"]),
         lanes=tuple(_lane(lane) for lane in lanes),
         ownership_history=tuple(OwnershipRecord(**record) for record in history),
     )
@@ -350,52 +333,26 @@ def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
     Headers that the vault cannot decrypt have `LockedText` as their value.
     """
     values = {field: row[field] for field in EndpointSettings.__dataclass_fields__}
-    values["retry"] = _json(row["retry"])
-    values["headers"] = vault.open_headers(_json(row["headers"]), row["id"])
+    values["retry"] = parse_json(row["retry"])
+    values["headers"] = vault.open_headers(parse_json(row["headers"]), row["id"])
     return EndpointSettings.from_dict(values)
 
 
 def _endpoint(row: Any) -> EndpointRow:
     return EndpointRow(
-        id=row["id"],
-        name=row["name"],
-        url=row["url"],
-        state=row["state"],
-        state_at=row["state_at"],
-        state_by=row["state_by"],
-        state_comment=row["state_comment"],
-        condition=endpoint_condition(
-            row["state"], row["health"], blocked=row["blocked"], subscribed=row["subscribed"]
-        ),
-        health=row["health"],
-        subscribed=row["subscribed"],
-        tenant=row["tenant"],
-        all_tenants=row["all_tenants"],
-        lanes=row["lanes"],
-        generation=row["generation"],
+        **same_named(row, EndpointRow, "condition", "types"),
+        condition=condition_of(row),
         types=tuple(row["types"]),
-        pending=row["pending"],
-        dead_letters=row["dead_letters"],
-        created_at=row["created_at"],
     )
 
 
 def _lane(row: Any) -> LaneRow:
-    # Retry state carries its sequence number; the state of an earlier delivery is stale.
-    failing = row["retry_seq"] == row["acked_seq"] + 1
     return LaneRow(
         name=lane_name(row["endpoint_id"], row["generation"], row["slot"]),
         generation=row["generation"],
         last_seq=row["last_seq"],
         acked_seq=row["acked_seq"],
-        attempts=row["attempts"] if failing else 0,
-        probes=row["attempts"] - row["spent"] if failing else 0,
-        next_attempt_at=row["next_attempt_at"] if failing else None,
-        last_response=_json(row["last_response"]) if failing else None,
         blocked_seq=row["blocked_seq"],
         blocked_at=row["blocked_at"],
+        **retry_state(row, failing=row["retry_seq"] == row["acked_seq"] + 1),
     )
-
-
-def _json(text: str | None) -> Any:
-    return None if text is None else orjson.loads(text)

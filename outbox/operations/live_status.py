@@ -10,8 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.endpoint_condition import endpoint_condition
-from outbox.operations.endpoints import BLOCKED, SUBSCRIBED
+from outbox.operations import lanes
 from outbox.operations.status import COUNT_EVENTS
 from outbox.store.connection.connect import map_errors
 
@@ -26,57 +25,35 @@ DEAD_LETTERS_MAX = 1000
 LANES_MAX = 64
 """Lanes shown per endpoint."""
 
-# Lanes with the checkpoints that their owners last wrote.
-_LANES = """
-SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.acked_seq,
-       greatest(c.last_seq - p.acked_seq, 0) AS pending, p.floor_batch,
-       p.attempts > 0 AND p.retry_seq = p.acked_seq + 1 AS failing
-  FROM lane l
-  JOIN lane_counter c ON c.lane_id = l.id
-  JOIN lane_progress p ON p.lane_id = l.id
-"""
-
 # One scan of the lanes of a tenant's endpoints, or of all ($1 is NULL): totals, and the $2
 # endpoints with the most pending deliveries, with their lanes and the age of the first pending
 # event of each lane.
 READ_LIVE_STATUS = f"""
-WITH lanes AS MATERIALIZED (
-    {_LANES}
-      JOIN endpoint e ON e.id = l.endpoint_id
-     WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)),
-totals AS (
+{lanes.rank_endpoints(lanes.LANE_CHECKPOINT, "$1", "$2")},
+sums AS (
     SELECT clock_timestamp() AS at,
            (SELECT max(batch) FROM batch) AS batch,
-           coalesce(sum(last_seq), 0)::bigint AS sequenced,
+           coalesce(sum(sequenced), 0)::bigint AS sequenced,
            coalesce(sum(pending), 0)::bigint AS pending_total,
-           count(*) FILTER (WHERE failing) AS failing_lanes,
+           coalesce(sum(failing_lanes), 0)::bigint AS failing_lanes,
            (SELECT count(*) FROM lane_block b JOIN lanes USING (lane_id)) AS blocked_lanes,
-           count(*) AS lanes_of_all
-      FROM lanes),
-shown AS (
-    SELECT l.endpoint_id, sum(l.pending)::bigint AS pending, count(*) AS lanes
-      FROM lanes l JOIN endpoint e ON e.id = l.endpoint_id
-     GROUP BY l.endpoint_id, e.name
-     ORDER BY pending DESC, e.name COLLATE "C" LIMIT $2),
+           coalesce(sum(lanes_total), 0)::bigint AS lanes_of_all
+      FROM totals),
 near AS (
-    SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until, s.pending, s.lanes,
-           {BLOCKED} AS has_blocked_lane, {SUBSCRIBED} AS subscribed,
-           n.generation, n.slot, n.pending AS lane_pending, n.failing, n.blocked, n.oldest_s
-      FROM shown s
-      JOIN endpoint e ON e.id = s.endpoint_id
+    SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until,
+           t.pending, t.lanes_total, {lanes.BLOCKED} AS blocked, {lanes.SUBSCRIBED} AS subscribed,
+           n.*
+      FROM shown t
+      JOIN endpoint e ON e.id = t.endpoint_id
       JOIN endpoint_health h ON h.endpoint_id = e.id
      CROSS JOIN LATERAL (
-           SELECT l.generation, l.slot, l.pending, l.failing,
-                  EXISTS (SELECT FROM lane_block b WHERE b.lane_id = l.lane_id) AS blocked,
-                  CASE WHEN l.pending > 0 THEN (
-                      SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
-                        FROM delivery d JOIN outbox o ON o.id = d.outbox_id
-                       WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch
-                         AND d.seq > l.acked_seq
-                       ORDER BY d.batch, d.seq LIMIT 1) END AS oldest_s
-             FROM ({_LANES}) l WHERE l.endpoint_id = s.endpoint_id
+           SELECT l.generation, l.slot, l.last_seq - l.acked_seq AS lane_pending,
+                  {lanes.FAILING} AS lane_failing,
+                  EXISTS (SELECT FROM lane_block b WHERE b.lane_id = l.lane_id) AS lane_blocked,
+                  CASE WHEN l.last_seq > l.acked_seq THEN {lanes.OLDEST_S} END AS lane_oldest_s
+             FROM ({lanes.LANE_CHECKPOINT}) l WHERE l.endpoint_id = t.endpoint_id
             ORDER BY l.generation DESC, l.slot LIMIT {LANES_MAX}) n)
-SELECT * FROM totals LEFT JOIN near ON true
+SELECT * FROM sums LEFT JOIN near ON true
  ORDER BY pending DESC, name COLLATE "C", generation DESC, slot
 """  # noqa: S608 (constants only)
 
@@ -192,10 +169,7 @@ async def read_live_status(
             events = await connection.fetchval(COUNT_EVENTS, since_batch, rows[0]["batch"])
     conditions: Counter[str] = Counter()
     for each in states:
-        condition = endpoint_condition(
-            each["state"], each["health"], blocked=each["blocked"], subscribed=each["subscribed"]
-        )
-        conditions[condition] += each["endpoints"]
+        conditions[lanes.condition_of(each)] += each["endpoints"]
     first = rows[0]
     totals = LiveTotals(
         at=first["at"],
@@ -214,29 +188,20 @@ async def read_live_status(
 
 def _endpoints(rows: list[Record]) -> list[EndpointView]:
     """Group rows, one per lane, by endpoint."""
-    lanes: defaultdict[UUID, list[LaneView]] = defaultdict(list)
-    ages: defaultdict[UUID, list[float]] = defaultdict(list)
+    found: defaultdict[UUID, list[Record]] = defaultdict(list)
     for row in rows:
-        lanes[row["id"]].append(LaneView(row["lane_pending"], row["failing"], row["blocked"]))
-        if row["oldest_s"] is not None:
-            ages[row["id"]].append(row["oldest_s"])
+        found[row["id"]].append(row)
     return [
         EndpointView(
-            row["name"],
-            row["state"],
-            endpoint_condition(
-                row["state"],
-                row["health"],
-                blocked=row["has_blocked_lane"],
-                subscribed=row["subscribed"],
+            **lanes.same_named(each[0], EndpointView, "condition", "oldest_s", "lanes"),
+            condition=lanes.condition_of(each[0]),
+            oldest_s=max(
+                (s for row in each if (s := row["lane_oldest_s"]) is not None), default=None
             ),
-            row["health"],
-            row["since"],
-            row["held_until"],
-            row["pending"],
-            max(ages[row["id"]], default=None),
-            row["lanes"],
-            tuple(lanes[row["id"]]),
+            lanes=tuple(
+                LaneView(row["lane_pending"], row["lane_failing"], row["lane_blocked"])
+                for row in each
+            ),
         )
-        for row in {row["id"]: row for row in rows}.values()
+        for each in found.values()
     ]

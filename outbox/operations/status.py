@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
-from outbox.operations.endpoints import LANE_STATE, SUBSCRIBED
+from outbox.operations import lanes
 from outbox.operations.page_bytes import shorten_responses
 from outbox.store.connection.connect import map_errors
 from outbox.store.stalls import Blocker, read_cursor_blocker
@@ -19,6 +16,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from asyncpg import Connection
+
+    from outbox.operations.live_status import LiveTotals
 
 BLOCKED_AFTER_S = 2.0
 """Events wait at least this long if a session blocks their sequencing; a batch takes less."""
@@ -50,49 +49,29 @@ SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() A
 # Endpoints, those with the most pending deliveries first.  Retry state and age are of the lane
 # that has been failing or pending longest.  Details are read only for the endpoints shown.
 ENDPOINTS = f"""
-WITH lanes AS MATERIALIZED (
-    SELECT s.*, s.generation < e.generation AND s.last_seq > s.acked_seq AS old,
-           s.attempts > 0 AND s.retry_seq = s.acked_seq + 1 AS failing
-      FROM ({LANE_STATE}) s JOIN endpoint e ON e.id = s.endpoint_id
-     WHERE e.state <> 'removed'),
-totals AS MATERIALIZED (
-    SELECT endpoint_id, sum(last_seq - acked_seq)::bigint AS pending,
-           count(*) FILTER (WHERE failing) AS failing_lanes,
-           count(*) FILTER (WHERE old) AS old_lanes,
-           coalesce(sum(last_seq - acked_seq) FILTER (WHERE old), 0)::bigint AS old_pending
-      FROM lanes GROUP BY endpoint_id),
-shown AS MATERIALIZED (
-    SELECT e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_comment, e.lanes, t.*
-      FROM endpoint e JOIN totals t ON t.endpoint_id = e.id
-     ORDER BY t.pending DESC, e.name COLLATE "C" LIMIT $1),
+{lanes.rank_endpoints(lanes.LANE_STATE, "NULL", "$1")},
 near AS MATERIALIZED (
-    SELECT l.* FROM lanes l WHERE l.endpoint_id IN (SELECT id FROM shown)),
+    SELECT l.* FROM lanes l WHERE l.endpoint_id IN (SELECT endpoint_id FROM shown)),
 blocks AS MATERIALIZED (
-    SELECT l.endpoint_id, l.generation, l.slot, b.seq, b.at,
-           count(*) OVER endpoints AS lanes, row_number() OVER (endpoints ORDER BY b.at) AS nth,
-           (SELECT d.id FROM dead_letter d
-             WHERE d.lane_id = b.lane_id AND d.seq <= b.seq AND d.to_seq >= b.seq
-             ORDER BY d.seq DESC LIMIT 1) AS dead_id
+    SELECT l.endpoint_id, l.generation, l.slot, b.seq, b.at, {lanes.BLOCKED_BY} AS dead_id,
+           count(*) OVER endpoints AS lanes, row_number() OVER (endpoints ORDER BY b.at) AS nth
       FROM lane_block b JOIN near l ON l.lane_id = b.lane_id
     WINDOW endpoints AS (PARTITION BY l.endpoint_id))
-SELECT e.*, (SELECT sum(pending) FROM totals)::bigint AS pending_total, r.name AS replica,
-       (SELECT count(*) FROM dead_letter d WHERE d.endpoint_id = e.id AND d.state = 'dead')
-           AS dead_letters,
-       h.state AS health, h.since AS health_since, h.held_until, {SUBSCRIBED} AS subscribed,
+SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_comment, e.lanes,
+       (SELECT sum(pending) FROM totals)::bigint AS pending_total,
+       (SELECT count(*) FROM totals) AS endpoints_total, r.name AS replica,
+       {lanes.DEAD_LETTERS} AS dead_letters,
+       h.state AS health, h.since AS health_since, h.held_until,
+       {lanes.SUBSCRIBED} AS subscribed, k.lanes IS NOT NULL AS blocked,
        coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
        f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at,
-       {shorten_responses("f.last_response", 'e.pending DESC, e.name COLLATE "C"')}
+       {shorten_responses("p.last_response", 't.pending DESC, e.name COLLATE "C"')}
            AS last_response,
-       CASE WHEN e.pending > 0 THEN (
-           SELECT extract(epoch FROM clock_timestamp() - min(oldest.created_at))::float8
-             FROM near l CROSS JOIN LATERAL (
-                  SELECT o.created_at FROM delivery d JOIN outbox o ON o.id = d.outbox_id
-                   WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch
-                     AND d.seq > l.acked_seq
-                   ORDER BY d.batch, d.seq LIMIT 1) oldest
-            WHERE l.endpoint_id = e.id AND l.last_seq > l.acked_seq) END AS oldest_s
-  FROM shown e
+       (SELECT max({lanes.OLDEST_S}) FROM near l
+         WHERE l.endpoint_id = e.id AND l.last_seq > l.acked_seq) AS oldest_s
+  FROM shown t
+  JOIN endpoint e ON e.id = t.endpoint_id
   LEFT JOIN ownership w ON w.endpoint_id = e.id
   LEFT JOIN replica r ON r.id = w.replica_id
   LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
@@ -101,10 +80,9 @@ SELECT e.*, (SELECT sum(pending) FROM totals)::bigint AS pending_total, r.name A
        SELECT * FROM near l
         WHERE l.endpoint_id = e.id AND l.failing
         ORDER BY l.attempts DESC, l.lane_id LIMIT 1) f ON true
- ORDER BY e.pending DESC, e.name COLLATE "C"
+  LEFT JOIN lane_progress p ON p.lane_id = f.lane_id
+ ORDER BY t.pending DESC, e.name COLLATE "C"
 """  # noqa: S608 (constants only)
-
-COUNT_ENDPOINTS = "SELECT count(*) FROM endpoint WHERE state <> 'removed'"
 
 DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
 
@@ -267,7 +245,6 @@ async def read_overview(
             gaps = await connection.fetchval(GAPS)
             replicas = await connection.fetch(REPLICAS)
             endpoints = await connection.fetch(ENDPOINTS, limit)
-            endpoints_total: int = await connection.fetchval(COUNT_ENDPOINTS)
             dead = await connection.fetch(DEAD_LETTERS)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
             batch = cursor["batch"] if since is None else since.cursor.batch
@@ -286,14 +263,12 @@ async def read_overview(
         open_gaps=gaps,
         replicas=tuple(ReplicaStatus(**dict(row)) for row in replicas),
         endpoints=tuple(_endpoint(row) for row in endpoints),
-        endpoints_total=endpoints_total,
+        endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},
     )
-    return (
-        overview
-        if since is None
-        else replace(overview, rates=compute_rates(since, overview, events))
-    )
+    if since is None:
+        return overview
+    return replace(overview, rates=compute_rates(since, overview, events))
 
 
 async def list_replicas(connection: Connection[Any], schema: str) -> list[ReplicaStatus]:
@@ -302,18 +277,9 @@ async def list_replicas(connection: Connection[Any], schema: str) -> list[Replic
         return [ReplicaStatus(**dict(row)) for row in await connection.fetch(REPLICAS)]
 
 
-class LaneTotals(Protocol):
-    """Totals over all lanes at one time."""
-
-    @property
-    def at(self) -> datetime: ...
-    @property
-    def sequenced(self) -> int: ...
-    @property
-    def pending(self) -> int: ...
-
-
-def compute_rates(before: LaneTotals, now: LaneTotals, events: int) -> Rates | None:
+def compute_rates(
+    before: Overview | LiveTotals, now: Overview | LiveTotals, events: int
+) -> Rates | None:
     """Compute rates between two totals; None when no time has passed.
 
     Args:
@@ -332,12 +298,9 @@ def _endpoint(row: Any) -> EndpointStatus:
     failing = health = block = None
     if row["retry_seq"] is not None:
         failing = FailingDelivery(
-            lane=lane_name(row["id"], row["generation"], row["slot"]),
-            sequence=row["retry_seq"],
-            attempts=row["attempts"],
-            probes=row["attempts"] - row["spent"],
-            next_attempt_at=row["next_attempt_at"],
-            last_response=orjson.loads(row["last_response"]) if row["last_response"] else None,
+            lane_name(row["id"], row["generation"], row["slot"]),
+            row["retry_seq"],
+            **lanes.retry_state(row, failing=True),
         )
     if row["health"] is not None:
         health = HealthStatus(row["health"], row["health_since"], row["held_until"])
@@ -348,13 +311,10 @@ def _endpoint(row: Any) -> EndpointStatus:
             since=row["block_at"],
             dead_letter=row["dead_id"],
         )
-    same = {
-        name: row[name]
-        for name in EndpointStatus.__slots__
-        if name not in ("condition", "health", "failing", "block")
-    }
-    condition = endpoint_condition(
-        row["state"], row["health"],
-        blocked=row["blocked_lanes"] > 0, subscribed=row["subscribed"],
-    )  # fmt: skip
-    return EndpointStatus(**same, condition=condition, health=health, failing=failing, block=block)
+    return EndpointStatus(
+        **lanes.same_named(row, EndpointStatus, "condition", "health", "failing", "block"),
+        condition=lanes.condition_of(row),
+        health=health,
+        failing=failing,
+        block=block,
+    )

@@ -14,7 +14,6 @@ from outbox.errors import NotFound
 from outbox.operations import events
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters import LAST_REPLAY
-from outbox.operations.endpoints import LANE_STATE
 from outbox.operations.event_trace import (
     EventTrace,
     LaneHead,
@@ -28,6 +27,7 @@ from outbox.operations.event_trace import (
     TraceReport,
     UnsentGroup,
 )
+from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
@@ -142,10 +142,7 @@ SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_
        {shorten_responses("s.last_response", "s.lane_id")} AS last_response,
        e.state, e.state_at, e.state_by, e.state_comment,
        coalesce(h.state, 'healthy') AS health, coalesce(h.since, e.created_at) AS health_since,
-       h.held_until, b.at AS blocked_since,
-       (SELECT x.id FROM dead_letter x
-         WHERE x.lane_id = s.lane_id AND x.seq <= b.seq AND x.to_seq >= b.seq
-         ORDER BY x.seq DESC LIMIT 1) AS blocked_by,
+       h.held_until, b.at AS blocked_since, {BLOCKED_BY} AS blocked_by,
        (SELECT r.name FROM ownership o JOIN replica r ON r.id = o.replica_id
          WHERE o.endpoint_id = e.id AND r.expires_at > clock_timestamp()) AS relay,
        (SELECT coalesce(sum(old.last_seq - old.acked_seq), 0)::bigint
@@ -349,14 +346,6 @@ async def _read_deliveries(
 
 def _lane_state(row: Any) -> PendingLaneState:
     sequence = row["acked_seq"] + 1
-    if row["retry_seq"] == sequence:
-        head = from_row(
-            LaneHead,
-            row,
-            sequence=sequence,
-            probes=row["attempts"] - row["spent"],
-            parse=("last_response",),
-        )
-    else:
-        head = LaneHead(sequence, row["event_id"], 0, 0, None, None)
+    retry = retry_state(row, failing=row["retry_seq"] == sequence)
+    head = LaneHead(sequence, row["event_id"], **retry)
     return from_row(PendingLaneState, row, head=head)

@@ -17,7 +17,7 @@ from outbox.operations.doctor.finding import (
     report_remaining,
     warning,
 )
-from outbox.operations.endpoints import LANE_STATE
+from outbox.operations.lanes import LANE_STATE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,0 +1,117 @@
+"""SQL of lanes: pending deliveries, retry state, blocks, and the condition of their endpoint.
+
+The status, the page, listings of endpoints, traces and the doctor select from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from outbox.core.model.endpoint_condition import endpoint_condition
+
+
+def _select_lanes(acked_seq: str) -> str:
+    return f"""
+SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor_batch,
+       p.retry_seq, p.attempts, p.spent, p.next_attempt_at, p.last_response,
+       {acked_seq} AS acked_seq
+  FROM lane l
+  JOIN lane_counter c ON c.lane_id = l.id
+  JOIN lane_progress p ON p.lane_id = l.id
+"""  # noqa: S608 (constants only)
+
+
+LANE_CHECKPOINT = _select_lanes("p.acked_seq")
+"""Progress of each lane as its owner last stored it, which is at most a second old."""
+LANE_STATE = _select_lanes("""greatest(p.acked_seq, (
+           SELECT a.seq FROM attempt a
+            WHERE a.lane_id = l.id AND a.batch >= p.floor_batch AND a.seq > p.acked_seq
+              AND a.outcome = 'delivered'
+            ORDER BY a.batch DESC, a.seq DESC LIMIT 1))""")
+"""Progress of each lane: its checkpoint, or a later acknowledgement.  ORDER BY ... LIMIT 1 reads
+the newest acknowledgement from the end of the index; max() would not, where the statistics are from
+a time with few lanes."""
+
+PENDING = f"""
+       (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint FROM ({LANE_STATE}) s
+         WHERE s.endpoint_id = e.id)"""  # noqa: S608
+"""Pending deliveries of an endpoint `e`."""
+DEAD_LETTERS = """
+       (SELECT count(*) FROM dead_letter d WHERE d.endpoint_id = e.id AND d.state = 'dead')"""
+"""Dead letters of an endpoint `e`."""
+SUBSCRIBED = """EXISTS (
+           SELECT FROM subscription s WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)"""
+"""Whether an endpoint `e` has a current subscription."""
+BLOCKED = """EXISTS (
+           SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
+"""Whether a lane of an endpoint `e` is blocked."""
+BLOCKED_BY = """
+       (SELECT d.id FROM dead_letter d
+         WHERE d.lane_id = b.lane_id AND d.seq <= b.seq AND d.to_seq >= b.seq
+         ORDER BY d.seq DESC LIMIT 1)"""
+"""The dead letter of a block `b`, which may be a range that includes its sequence number."""
+FAILING = "l.attempts > 0 AND l.retry_seq = l.acked_seq + 1"
+"""Whether the first pending delivery of a lane `l` has failed at least once."""
+OLDEST_S = """(
+           SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
+             FROM delivery d JOIN outbox o ON o.id = d.outbox_id
+            WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch AND d.seq > l.acked_seq
+            ORDER BY d.batch, d.seq LIMIT 1)"""
+"""Age of the first pending event of a lane `l`, in seconds; costly without a pending delivery."""
+
+
+def rank_endpoints(lanes: str, tenant: str, limit: str) -> str:
+    """The CTEs of the endpoints with the most pending deliveries.
+
+    `lanes` has all lanes, `totals` one row per endpoint, and `shown` the first `limit` of them.
+
+    Args:
+        lanes: LANE_STATE or LANE_CHECKPOINT.
+        tenant: only the endpoints of this tenant; NULL: all.
+    """
+    # Without the responses, which may be large.
+    return f"""
+WITH lanes AS MATERIALIZED (
+    SELECT l.endpoint_id, l.lane_id, l.generation, l.slot, l.last_seq, l.acked_seq, l.floor_batch,
+           l.retry_seq, l.attempts, l.spent, l.next_attempt_at, {FAILING} AS failing,
+           l.generation < e.generation AND l.last_seq > l.acked_seq AS old
+      FROM ({lanes}) l JOIN endpoint e ON e.id = l.endpoint_id
+     WHERE e.state <> 'removed' AND ({tenant}::text IS NULL OR e.tenant = {tenant})),
+totals AS MATERIALIZED (
+    SELECT endpoint_id, count(*) AS lanes_total, sum(last_seq) AS sequenced,
+           sum(last_seq - acked_seq)::bigint AS pending,
+           count(*) FILTER (WHERE failing) AS failing_lanes,
+           count(*) FILTER (WHERE old) AS old_lanes,
+           coalesce(sum(last_seq - acked_seq) FILTER (WHERE old), 0)::bigint AS old_pending
+      FROM lanes GROUP BY endpoint_id),
+shown AS MATERIALIZED (
+    SELECT t.* FROM totals t JOIN endpoint e ON e.id = t.endpoint_id
+     ORDER BY t.pending DESC, e.name COLLATE "C" LIMIT {limit})"""  # noqa: S608
+
+
+def condition_of(row: Any) -> str:
+    """The condition of an endpoint: a row with its state, health, `blocked` and `subscribed`."""
+    return endpoint_condition(
+        row["state"], row["health"], blocked=row["blocked"], subscribed=row["subscribed"]
+    )
+
+
+def retry_state(row: Any, *, failing: bool) -> dict[str, Any]:
+    """The retry state of a lane's next delivery; what is stored of an earlier one is stale."""
+    return {
+        "attempts": row["attempts"] if failing else 0,
+        "probes": row["attempts"] - row["spent"] if failing else 0,
+        "next_attempt_at": row["next_attempt_at"] if failing else None,
+        "last_response": parse_json(row["last_response"]) if failing else None,
+    }
+
+
+def same_named(row: Any, form: type[Any], *others: str) -> dict[str, Any]:
+    """The fields of a dataclass with slots that are columns of a row, without `others`."""
+    return {name: row[name] for name in form.__slots__ if name not in others}
+
+
+def parse_json(text: str | None) -> Any:
+    return None if text is None else orjson.loads(text)
