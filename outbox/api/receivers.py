@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from outbox.api.login_failures import FailedLogins
     from outbox.config import Settings
     from outbox.core.delivery.signature import SigningKey
+    from outbox.core.model.headers import EndpointHeaders
     from outbox.operations.fetch_tokens import Fetcher
     from outbox.operations.lane_history import FetchedDelivery, LaneHistory
     from outbox.web.address import Address
@@ -168,11 +169,13 @@ class _Receivers:
         (endpoint,), now = endpoints, self._clock()
         require_usable(endpoint)
         keys = endpoint.secrets_at(now)
+        # Its own headers may be credentials.
+        headers = endpoint.headers._replace(own=())
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {
             # Earlier deliveries were removed by retention.
             "kept_from": found[0].sequence if found else last + 1,
-            "items": [_item(lane, each, int(now), keys, endpoint.header_prefix) for each in found],
+            "items": [_item(lane, each, int(now), keys, headers) for each in found],
             "next": last if last < lane.acknowledged else None,
         }
 
@@ -217,7 +220,7 @@ def _item(
     fetched: FetchedDelivery,
     now: int,
     keys: Sequence[SigningKey],
-    header_prefix: str,
+    headers: EndpointHeaders,
 ) -> dict[str, object]:
     item: dict[str, object] = {"sequence": fetched.sequence}
     if fetched.dead_lettered is not None:
@@ -228,11 +231,11 @@ def _item(
         fetched.delivery,
         fetched.previous_sequence,
         lane_ends=lane.ended and fetched.sequence == lane.last,
-        header_prefix=header_prefix,
+        headers=headers,
     )
     # Attempt 0: fetching is not a delivery attempt.
-    headers = dict(parse_lines(prepared.attempt(0, now, keys)))
-    return item | {"headers": headers, "body": prepared.body.decode()}
+    lines = prepared.attempt(0, now, keys)
+    return item | {"headers": dict(parse_lines(lines)), "body": prepared.body.decode()}
 
 
 def _parse_number(request: web.Request, name: str, default: int, maximum: int) -> int:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.delivery.signature import SigningKey
-    from outbox.core.model.response import Headers
+    from outbox.core.model.headers import EndpointHeaders
     from outbox.store.connection.secrets import Vault
 
 TIMEOUT_S_MAX = 3600.0
@@ -78,9 +78,7 @@ class Endpoint:
     """State set by the operator: `active`, `paused`, `disabling`, `removing`, …"""
     url: str
     method: str
-    headers: Headers = field(repr=False)
-    header_prefix: str
-    """Begins the names of the headers that describe a delivery."""
+    headers: EndpointHeaders = field(repr=False)
     secrets: tuple[tuple[SigningKey, float | None], ...] = field(repr=False)
     """Signing keys with their expiry; None: no expiry."""
     connect_timeout_s: float
@@ -138,10 +136,10 @@ class Endpoint:
     @property
     def credentials(self) -> tuple[str, ...]:
         """The credentials in its headers, which must not be stored or logged."""
-        if not self.headers:
+        if not self.headers.own:
             return ()
         # Also without the scheme ("Bearer"), because receivers may echo only the token.
-        values = [value for _, value in self.headers]
+        values = [value for _, value in self.headers.own]
         return (*values, *(value.rpartition(" ")[2] for value in values if " " in value))
 
     def secrets_at(self, now: float) -> list[SigningKey]:
@@ -230,7 +228,6 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         url=row["url"],
         method=row["method"],
         headers=headers.valid_headers(own, header_prefix),
-        header_prefix=header_prefix,
         secrets=secrets,
         connect_timeout_s=timeouts[0],
         timeout_s=timeouts[1],

@@ -22,7 +22,7 @@ from outbox.core.delivery.signature import (
     sign_ed25519,
 )
 from outbox.core.delivery.signature import sign as sign_hmac
-from outbox.core.model.headers import DEFAULT_PREFIX, parse_lines
+from outbox.core.model.headers import DEFAULT_PREFIX, EndpointHeaders, parse_lines
 from outbox.core.model.ids import lane_name
 from outbox.core.model.setting_types import HeaderPrefix
 from outbox.receiver.fetch import CannotFetch, LanePage, LaneProgress, PageItem
@@ -90,7 +90,8 @@ class FakeSender:
         self._endpoint_id = endpoint_id or uuid.uuid4()
         self._clock = clock
         self._new_id = new_id
-        self._prefix = HeaderPrefix().validate("header_prefix", header_prefix)
+        prefix = HeaderPrefix().validate("header_prefix", header_prefix)
+        self._headers = EndpointHeaders(prefix=prefix)
         self._lanes: dict[str, list[_SequencedDelivery]] = {}
         self._events = 0
 
@@ -165,7 +166,7 @@ class FakeSender:
             str(self._new_id()),
             datetime.fromtimestamp(now, tz=UTC),
             marks,
-            header_prefix=self._prefix,
+            self._headers,
         )
         return _signed(prepared, 1, self._key, now)
 
@@ -217,7 +218,7 @@ class FakeSender:
         numbers = self._lanes.setdefault(delivery.lane, [])
         previous = max((n.delivery.seq for n in numbers if not n.dead_lettered), default=0)
         delivery = delivery._replace(seq=len(numbers) + 1)
-        numbered = _SequencedDelivery(delivery, previous, lane_ends, self._prefix)
+        numbered = _SequencedDelivery(delivery, previous, lane_ends, self._headers)
         numbers.append(numbered)
         return numbered.request(1, self._key, self._clock())
 
@@ -226,7 +227,7 @@ class FakeSender:
             [each.delivery for each in numbers],
             numbers[0].previous,
             lane_ends=numbers[-1].lane_ends,
-            header_prefix=self._prefix,
+            headers=self._headers,
         )
         return _signed(prepared, attempt, self._key, self._clock())
 
@@ -241,15 +242,13 @@ class _SequencedDelivery:
     """A delivery with its sequence number."""
 
     def __init__(
-        self, delivery: Delivery, previous: int, lane_ends: bool, header_prefix: str
+        self, delivery: Delivery, previous: int, lane_ends: bool, headers: EndpointHeaders
     ) -> None:
         self.delivery = delivery
         self.dead_lettered = False
         self.previous = previous
         self.lane_ends = lane_ends
-        self._prepared = prepare(
-            delivery, previous, lane_ends=lane_ends, header_prefix=header_prefix
-        )
+        self._prepared = prepare(delivery, previous, lane_ends=lane_ends, headers=headers)
 
     def request(self, attempt: int, key: bytes, now: float) -> Request:
         return _signed(self._prepared, attempt, key, now)

@@ -20,7 +20,7 @@ from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Send
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.message import body_of, prepare
 from outbox.core.model.endpoint import BATCH_MAX
-from outbox.core.model.headers import parse_lines
+from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult, Failure
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_steps import BUSY
@@ -31,7 +31,9 @@ NOW = EPOCH_S
 
 def test_an_events_header_with_the_prefix_of_the_endpoint_is_in_no_element() -> None:
     forged = orjson.dumps({"Acme-Sequence": "9", "Acme-Env": "a"})
-    prepared = prepare_batch([delivery(1)._replace(headers=forged)], 0, header_prefix="Acme-")
+    prepared = prepare_batch(
+        [delivery(1)._replace(headers=forged)], 0, headers=EndpointHeaders(prefix="Acme-")
+    )
     assert orjson.loads(prepared.body)[0]["headers"] == {"Acme-Env": "a"}
     assert "Acme-Last-Sequence: 1\r\n" in prepared.lines
 
@@ -65,7 +67,7 @@ def test_a_batch_of_one_is_an_array_with_the_id_of_its_delivery() -> None:
 def test_event_headers_are_in_their_array_element_unless_the_endpoint_sets_them() -> None:
     own = orjson.dumps({"traceparent": "00-1", "x-key": "theirs", "Host": "evil"})
     batch = [delivery(1)._replace(headers=own), delivery(2)]
-    prepared = prepare_batch(batch, 0, endpoint_headers=(("X-Key", "ours"),))
+    prepared = prepare_batch(batch, 0, headers=EndpointHeaders((("X-Key", "ours"),)))
     first, second = orjson.loads(prepared.body)
     assert first["headers"] == {"traceparent": "00-1"}
     assert "headers" not in second

@@ -8,6 +8,7 @@ import pytest
 from outbox.core.model.headers import (
     WIRE_BYTES_MAX,
     WIRE_COUNT_MAX,
+    EndpointHeaders,
     event_header_problem,
     header_problem,
     valid_headers,
@@ -55,8 +56,8 @@ def test_relay_headers_cannot_be_overridden(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Acme-Lane", "acme_sequence", "ACME-Attempt"])
 def test_headers_with_the_prefix_of_the_endpoint_cannot_be_overridden(name: str) -> None:
-    assert valid_headers({name: "1"}, "Acme-") == ()
-    assert merge_json((), orjson.dumps({name: "2"}), "Acme-") == ()
+    assert valid_headers({name: "1"}, "Acme-").own == ()
+    assert merge_json(EndpointHeaders(prefix="Acme-"), orjson.dumps({name: "2"})) == ()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from standardwebhooks import Webhook
 
 from outbox.core.delivery.message import Delivery, build, prepare, rfc3339
 from outbox.core.delivery.signature import format_secret, verify
-from outbox.core.model.headers import parse_lines
+from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.headers import valid_headers as carried
 from outbox.core.model.ids import delivery_id, lane_name
 
@@ -138,7 +138,7 @@ def test_the_lane_end_is_marked_in_the_signed_body() -> None:
 
 def test_endpoint_headers_do_not_override_relay_headers() -> None:
     ours = dict(parse_lines(prepare(DELIVERY._replace(headers=None), 6).lines))
-    prepared = prepare(DELIVERY, 6, endpoint_headers=carried({"X-Env": "a", "Host": "else"}))
+    prepared = prepare(DELIVERY, 6, headers=carried({"X-Env": "a", "Host": "else"}))
     assert dict(parse_lines(prepared.lines)) == ours | {"X-Env": "a"} | orjson.loads(
         DELIVERY.headers or ""
     )
@@ -146,7 +146,7 @@ def test_endpoint_headers_do_not_override_relay_headers() -> None:
 
 def test_the_prefix_of_header_names_is_the_endpoints() -> None:
     ours = dict(parse_lines(prepare(DELIVERY, 6).attempt(3, NOW, [SECRET])))
-    prepared = prepare(DELIVERY, 6, header_prefix="Acme-")
+    prepared = prepare(DELIVERY, 6, headers=EndpointHeaders(prefix="Acme-"))
     headers = dict(parse_lines(prepared.attempt(3, NOW, [SECRET])))
     described = {
         "Attempt",
@@ -164,7 +164,9 @@ def test_the_prefix_of_header_names_is_the_endpoints() -> None:
 
 def test_an_events_header_does_not_take_the_place_of_a_prefixed_one() -> None:
     forged = orjson.dumps({"acme_SEQUENCE": "9", "Acme-Lane": "x", "Acme-Other": "kept"})
-    prepared = prepare(DELIVERY._replace(headers=forged), 6, header_prefix="Acme-")
+    prepared = prepare(
+        DELIVERY._replace(headers=forged), 6, headers=EndpointHeaders(prefix="Acme-")
+    )
     names = [name for name, _ in parse_lines(prepared.lines)]
     assert [name for name in names if "SEQUENCE" in name] == []
     assert names.count("Acme-Lane") == 1

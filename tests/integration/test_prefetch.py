@@ -16,6 +16,7 @@ from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_secret
+from outbox.core.model.headers import NO_HEADERS, EndpointHeaders
 from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.destinations.http.request import signed_request
@@ -43,7 +44,7 @@ Event = Literal[
 def endpoint() -> Endpoint:
     return Endpoint(
         id=ENDPOINT, name="shop", tenant=None, state="active", url="http://shop.test/",
-        method="POST", headers=(), header_prefix="X-", secrets=((SECRETS[0], None),),
+        method="POST", headers=NO_HEADERS, secrets=((SECRETS[0], None),),
         connect_timeout_s=5.0, timeout_s=15.0,
         in_flight_max=None, rate_per_s=None, batch_max=None, networks=(),
         ca=None, identity=None, retry=POLICY, retryable=RETRYABLE, blocks=False,
@@ -93,7 +94,7 @@ class Owner:
         """The request equals one that is built without prefetching."""
         to, ahead = self.home.endpoint, self.lane.prefetched
         fresh = prepare(
-            send.delivery, send.previous_seq, lane_ends=send.lane_ends, endpoint_headers=to.headers
+            send.delivery, send.previous_seq, lane_ends=send.lane_ends, headers=to.headers
         )
         keys = to.secrets_at(self.now)
         built: Request = self.lane.request(send, self.now)
@@ -110,7 +111,8 @@ class Owner:
             case "second":
                 self.now += 1
             case "header":
-                self._change(replace(home.endpoint, headers=(("X-Count", str(n)),)))
+                headers = EndpointHeaders((("X-Count", str(n)),))
+                self._change(replace(home.endpoint, headers=headers))
             case "secret":
                 (old, _), *_ = home.endpoint.secrets
                 new = SECRETS[n % len(SECRETS)]
@@ -209,7 +211,9 @@ def test_responses_are_redacted_by_the_current_header_values() -> None:
 
     def apply(name: str, *values: str) -> SecretRedactor | None:
         headers = tuple((f"X-{n}", value) for n, value in enumerate(values))
-        runtime.apply_settings(replace(endpoint(), name=name, headers=headers), EPOCH_S)
+        runtime.apply_settings(
+            replace(endpoint(), name=name, headers=EndpointHeaders(headers)), EPOCH_S
+        )
         return runtime.redactor
 
     def redacted(value: str) -> bytes:

@@ -16,6 +16,7 @@ import pytest
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.receiver_checkpoint import LANES_MAX, LaneMark, parse
+from outbox.core.model.headers import NO_HEADERS
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.operations import endpoint_changes, endpoint_states
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Request, verify
@@ -244,11 +245,10 @@ def wanting(n: int, name: str, every_s: float, tenant: str | None = None) -> Any
         tenant=tenant,
         url=f"https://{name}.example/",
         method="POST",
-        headers=(),
+        headers=NO_HEADERS,
         state="active",
         usable=True,
         checkpoint_every_s=every_s,
-        header_prefix="X-",
         connect_timeout_s=5.0,
         timeout_s=15.0,
         networks=(),

@@ -42,14 +42,15 @@ import orjson
 from outbox.core.delivery.message import USER_AGENT, Prepared, body_of
 from outbox.core.delivery.signature import ID_HEADER
 from outbox.core.model.endpoint import BATCH_MAX
-from outbox.core.model.headers import DEFAULT_PREFIX, format_lines, merge, normalize_name
+from outbox.core.model.headers import NO_HEADERS, format_lines, merge, normalize_name
 from outbox.core.model.response import AttemptOutcome, classify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outbox.core.delivery.message import Delivery
-    from outbox.core.model.response import AttemptResult, Headers
+    from outbox.core.model.headers import EndpointHeaders
+    from outbox.core.model.response import AttemptResult
 
 BATCH_BYTES_MAX = 1_000_000
 """Maximum body of a batch with more than one delivery; servers often limit bodies to 1 MiB."""
@@ -129,18 +130,16 @@ def prepare_batch(
     previous_seq: int,
     *,
     lane_ends: bool = False,
-    endpoint_headers: Headers = (),
-    header_prefix: str = DEFAULT_PREFIX,
+    headers: EndpointHeaders = NO_HEADERS,
 ) -> Prepared:
     """Body and fixed headers of a request with consecutive deliveries of one lane.
 
     Args:
         previous_seq: the last delivered sequence of the lane before the batch, 0: none.
         lane_ends: no delivery follows the last one in its lane.
-        endpoint_headers: the endpoint's own headers.
-        header_prefix: begins the names of the headers that describe the batch.
+        headers: of the endpoint.
     """
-    prefix = header_prefix
+    prefix = headers.prefix
     first, last = deliveries[0], deliveries[-1]
     first_id = message_id = first.message_id
     elements: list[bytes] = []
@@ -150,7 +149,7 @@ def prepare_batch(
             message_id = delivery.message_id
         members = f'"delivery":"{message_id}",'
         if delivery.headers is not None:
-            members += _own_headers(delivery.headers, endpoint_headers, prefix)
+            members += _own_headers(delivery.headers, headers)
         ends = lane_ends and delivery is last
         elements.append(body_of(delivery, before, lane_ends=ends, first=members))
         before = delivery.seq
@@ -162,7 +161,7 @@ def prepare_batch(
         f"{ID_HEADER}: {batch_id}\r\n{prefix}Delivery: {batch_id}\r\n"
         f"{prefix}Lane: {first.lane}\r\n{prefix}Sequence: {first.seq}\r\n"
         f"{prefix}Last-Sequence: {last.seq}\r\n{prefix}Previous-Sequence: {previous_seq}\r\n"
-        f"{format_lines(endpoint_headers)}"
+        f"{format_lines(headers.own)}"
     )
     return Prepared(batch_id, lines, b"[%b]" % b",".join(elements), prefix)
 
@@ -226,12 +225,12 @@ def _batch_id(first: Delivery, first_id: str, last: Delivery, last_id: str) -> s
     return str(UUID(int=free | 8 << 76 | 2 << 62))
 
 
-def _own_headers(event: bytes, endpoint: Headers, header_prefix: str) -> str:
+def _own_headers(event: bytes, endpoint: EndpointHeaders) -> str:
     """The "headers" member of an element: the event's headers that the endpoint does not set."""
-    set_by_endpoint = {normalize_name(name) for name, _ in endpoint}
+    set_by_endpoint = {normalize_name(name) for name, _ in endpoint.own}
     own = {
         name: value
-        for name, value in merge((), event, header_prefix)
+        for name, value in merge(endpoint._replace(own=()), event)
         if normalize_name(name) not in set_by_endpoint
     }
     return f'"headers":{orjson.dumps(own).decode()},' if own else ""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import orjson
 
 from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
-from outbox.core.model.headers import DEFAULT_PREFIX, format_lines, merge, parse_lines
+from outbox.core.model.headers import NO_HEADERS, format_lines, merge, parse_lines
 from outbox.core.model.ids import delivery_id, message_id
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.delivery.signature import SigningKey
+    from outbox.core.model.headers import EndpointHeaders
     from outbox.core.model.response import Headers
 
 USER_AGENT = "outbox-relay"
@@ -124,7 +125,7 @@ class Prepared(NamedTuple):
     lines: str
     """Header lines, as `headers.format_lines` returns them."""
     body: bytes
-    header_prefix: str = DEFAULT_PREFIX
+    header_prefix: str
 
     def attempt(self, number: int, timestamp: int, keys: Sequence[SigningKey]) -> str:
         """All header lines of attempt `number` (from 1), signed at `timestamp` (epoch seconds).
@@ -147,18 +148,16 @@ def prepare(
     previous_seq: int,
     *,
     lane_ends: bool = False,
-    endpoint_headers: Headers = (),
-    header_prefix: str = DEFAULT_PREFIX,
+    headers: EndpointHeaders = NO_HEADERS,
 ) -> Prepared:
     """Body and fixed headers of a delivery.
 
     Args:
         previous_seq: the last delivered sequence of the lane, 0: none.
         lane_ends: no delivery follows in its lane.
-        endpoint_headers: the endpoint's own headers.
-        header_prefix: begins the names of the headers that describe the delivery.
+        headers: of the endpoint.
     """
-    prefix = header_prefix
+    prefix = headers.prefix
     sent_id = message_id(
         delivery.endpoint_id, delivery.outbox_id, delivery.event_id, delivery.backfill_id
     )
@@ -169,8 +168,8 @@ def prepare(
         f"{prefix}Lane: {delivery.lane}\r\n{prefix}Sequence: {delivery.seq}\r\n"
         f"{prefix}Previous-Sequence: {previous_seq}\r\n"
     )
-    if endpoint_headers or delivery.headers is not None:
-        lines += format_lines(merge(endpoint_headers, delivery.headers, prefix))
+    if headers.own or delivery.headers is not None:
+        lines += format_lines(merge(headers, delivery.headers))
     body = body_of(delivery, previous_seq, lane_ends=lane_ends)
     return Prepared(sent_id, lines, body, prefix)
 

@@ -22,14 +22,14 @@ import orjson
 
 from outbox.core.delivery.message import USER_AGENT, Prepared, rfc3339
 from outbox.core.delivery.signature import ID_HEADER
-from outbox.core.model.headers import DEFAULT_PREFIX, format_lines, merge
+from outbox.core.model.headers import NO_HEADERS, format_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
+    from outbox.core.model.headers import EndpointHeaders
     from outbox.core.model.int_ranges import Range
-    from outbox.core.model.response import Headers
 
 TYPE = "outbox.checkpoint"
 LANES_MAX = 2000
@@ -54,14 +54,13 @@ def prepare(
     checkpoint_id: str,
     at: datetime,
     marks: Sequence[LaneMark],
-    endpoint_headers: Headers = (),
-    header_prefix: str = DEFAULT_PREFIX,
+    headers: EndpointHeaders = NO_HEADERS,
 ) -> Prepared:
     """Body and fixed headers of a checkpoint.
 
     Args:
         checkpoint_id: a new UUID.
-        header_prefix: begins the name of the header with the attempt.
+        headers: of the endpoint.
     """
     lanes = [_lane_json(each) for each in marks]
     content = {"id": checkpoint_id, "type": TYPE, "timestamp": rfc3339(at), "lanes": lanes}
@@ -72,11 +71,11 @@ def prepare(
                 ("Content-Type", "application/json"),
                 ("User-Agent", USER_AGENT),
                 (ID_HEADER, checkpoint_id),
-                *merge(endpoint_headers, None),
+                *headers.own,
             )
         ),
         body=orjson.dumps(content),
-        header_prefix=header_prefix,
+        header_prefix=headers.prefix,
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
@@ -135,13 +135,26 @@ def event_header_problem(name: str, value: object) -> str | None:
     return header_problem(name, value)
 
 
-def valid_headers(headers: Mapping[str, object], header_prefix: str = DEFAULT_PREFIX) -> Headers:
+class EndpointHeaders(NamedTuple):
+    """What an endpoint's settings say about the headers of its requests."""
+
+    own: Headers = ()
+    """Sent with each request."""
+    prefix: str = DEFAULT_PREFIX
+    """Begins the names of the headers that describe a delivery."""
+
+
+NO_HEADERS = EndpointHeaders()
+
+
+def valid_headers(headers: Mapping[str, object], prefix: str = DEFAULT_PREFIX) -> EndpointHeaders:
     """The allowed headers of an endpoint with this prefix, the first of each name."""
     found = _select(headers.items(), header_problem)
-    return tuple(found[plain] for plain in found if plain not in relay_headers(header_prefix))
+    own = tuple(found[plain] for plain in found if plain not in relay_headers(prefix))
+    return EndpointHeaders(own, prefix)
 
 
-def merge(endpoint: Headers, event: bytes | None, header_prefix: str = DEFAULT_PREFIX) -> Headers:
+def merge(endpoint: EndpointHeaders, event: bytes | None) -> Headers:
     """The endpoint's headers, then the event's; the endpoint's take precedence.
 
     Headers of the event beyond the size limit are omitted, and those that the relay sets.
@@ -149,13 +162,13 @@ def merge(endpoint: Headers, event: bytes | None, header_prefix: str = DEFAULT_P
     Args:
         endpoint: as `valid_headers` returned them.
         event: JSON text of an object of strings.
-        header_prefix: of the endpoint.
     """
+    own, prefix = endpoint
     if event is None:
-        return endpoint
-    merged = {normalize_name(name): (name, value) for name, value in endpoint}
-    bytes_left = WIRE_BYTES_MAX - sum(map(_wire_bytes, endpoint))
-    set_by_relay = relay_headers(header_prefix)
+        return own
+    merged = {normalize_name(name): (name, value) for name, value in own}
+    bytes_left = WIRE_BYTES_MAX - sum(map(_wire_bytes, own))
+    set_by_relay = relay_headers(prefix)
     for plain, each in _select(orjson.loads(event).items(), event_header_problem).items():
         size = _wire_bytes(each)
         if plain in merged or plain in set_by_relay:

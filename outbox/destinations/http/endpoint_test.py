@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.delivery.signature import SigningKey
-    from outbox.core.model.response import AttemptResult, Headers
+    from outbox.core.model.headers import EndpointHeaders
+    from outbox.core.model.response import AttemptResult
     from outbox.core.model.retry_policy import RetryPolicy
     from outbox.destinations.interface import Request, Transport
 
@@ -74,9 +75,7 @@ class EndpointUnderTest(RecipientSettings, Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def headers(self) -> Headers: ...
-    @property
-    def header_prefix(self) -> str: ...
+    def headers(self) -> EndpointHeaders: ...
     @property
     def batch_max(self) -> int | None: ...
     @property
@@ -123,15 +122,10 @@ def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:
         payload=orjson.dumps({"test": True, "endpoint": endpoint.name}),
         headers=None,
     )
-    headers, prefix = endpoint.headers, endpoint.header_prefix
     if endpoint.batch_max is None:
-        prepared = prepare(
-            delivery, 0, lane_ends=True, endpoint_headers=headers, header_prefix=prefix
-        )
+        prepared = prepare(delivery, 0, lane_ends=True, headers=endpoint.headers)
     else:
-        prepared = prepare_batch(
-            [delivery], 0, lane_ends=True, endpoint_headers=headers, header_prefix=prefix
-        )
+        prepared = prepare_batch([delivery], 0, lane_ends=True, headers=endpoint.headers)
     recipient = recipient_of(endpoint)
     recipient = replace(recipient, timeout_s=min(recipient.timeout_s, total_s_max))
     return signed_request(recipient, prepared, 1, int(now), endpoint.secrets_at(now))

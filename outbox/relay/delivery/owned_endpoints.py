@@ -142,15 +142,10 @@ class LaneRuntime:
         self.prefetched = PreparedRequest(send, prepared, at_s, keys, request)
 
     def _prepare(self, send: Send) -> Prepared:
-        endpoint, before, ends = self.runtime.endpoint, send.previous_seq, send.lane_ends
-        headers, prefix = endpoint.headers, endpoint.header_prefix
+        before, ends, headers = send.previous_seq, send.lane_ends, self.runtime.endpoint.headers
         if send.batch:
-            return prepare_batch(
-                send.batch, before, lane_ends=ends, endpoint_headers=headers, header_prefix=prefix
-            )
-        return prepare(
-            send.delivery, before, lane_ends=ends, endpoint_headers=headers, header_prefix=prefix
-        )
+            return prepare_batch(send.batch, before, lane_ends=ends, headers=headers)
+        return prepare(send.delivery, before, lane_ends=ends, headers=headers)
 
     def clear_timer(self) -> None:
         if self.timer is not None:
@@ -276,4 +271,4 @@ class EndpointRuntime:
 
 def _redactor_of(endpoint: Endpoint) -> SecretRedactor | None:
     """The redactor of responses; None if the endpoint sends no headers of its own."""
-    return SecretRedactor(endpoint.credentials) if endpoint.headers else None
+    return SecretRedactor(endpoint.credentials) if endpoint.headers.own else None

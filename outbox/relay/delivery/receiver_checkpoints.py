@@ -209,7 +209,7 @@ class CheckpointSender:
         endpoint, marks = subscriber.endpoint, subscriber.marks or ()
         now = self._now()
         at = datetime.fromtimestamp(now, UTC)
-        prepared = prepare(str(uuid4()), at, marks, endpoint.headers, endpoint.header_prefix)
+        prepared = prepare(str(uuid4()), at, marks, endpoint.headers)
         keys = endpoint.secrets_at(now)
         return signed_request(subscriber.recipient, prepared, 1, int(now), keys)
 

@@ -75,7 +75,7 @@ def requests(raw: bytes) -> None:
         expires_at=None, payload=data.rest() or b"{}",
         headers=None if events is None else events.encode(),
     )  # fmt: skip
-    prepared = prepare(delivery, 6, endpoint_headers=valid_headers(mine))
+    prepared = prepare(delivery, 6, headers=valid_headers(mine))
     lines = prepared.attempt(2, 1_780_000_000, [bytes(32)])
     wires: list[Wire] = []
     result = _send(Request(Recipient(url, method), lines, prepared.body), wires)

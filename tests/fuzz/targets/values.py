@@ -17,7 +17,7 @@ from outbox.core.model import duration, pattern, retry_policy, retryable_statuse
 from outbox.core.model.api_token import TokenSettings, is_fetch_token, is_token
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.event import check_text, check_type, encode_headers, encode_payload
-from outbox.core.model.headers import merge
+from outbox.core.model.headers import NO_HEADERS, merge
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name
 from outbox.core.schedules.cron import NICKNAMES, Cron
 from outbox.errors import InvalidEvent, UsageError
@@ -146,9 +146,12 @@ def texts(raw: bytes) -> None:
     except InvalidEvent as error:
         refused(error, "headers")
         text = orjson.dumps({header: value}) if is_text(header + value) else b"{}"
-        hold(not merge((), text) or len(value) > 8000, f"{header!r} is refused, and goes along")
+        hold(
+            not merge(NO_HEADERS, text) or len(value) > 8000,
+            f"{header!r} is refused, and goes along",
+        )
     else:
-        carried = merge((), encoded.encode() if encoded else None)
+        carried = merge(NO_HEADERS, encoded.encode() if encoded else None)
         (name_of, value_of) = carried[0]
         hold(name_of == header and value_of == value.strip(" \t"), f"{header!r} becomes {carried}")
         f"{name_of}: {value_of}".encode("ascii")

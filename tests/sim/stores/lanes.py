@@ -13,6 +13,7 @@ from outbox.core.delivery.message import Delivery, EventContent
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import retryable_statuses
+from outbox.core.model.headers import EndpointHeaders
 from outbox.core.model.ids import lane_name
 from outbox.core.model.response import RETRYABLE
 from outbox.store import lanes as real
@@ -90,7 +91,7 @@ def read_endpoints(db: Database, tx: Transaction, endpoint_ids: list[UUID]) -> l
 def _endpoint(e: Row, h: Row) -> Endpoint:
     settings = e["settings"]
     kept = ("connect_timeout_s", "timeout_s", "in_flight_max", "rate_per_s", "batch_max",
-            "ca", "header_prefix", "retry", "backlog_max", "backlog_age_s", "disable_after_s",
+            "ca", "retry", "backlog_max", "backlog_age_s", "disable_after_s",
             "checkpoint_every_s")  # fmt: skip
     retryable = settings.retryable
     return Endpoint(
@@ -100,7 +101,7 @@ def _endpoint(e: Row, h: Row) -> Endpoint:
         state=e["state"],
         url=settings.url,
         method=settings.method,
-        headers=(),
+        headers=EndpointHeaders(prefix=settings.header_prefix),
         secrets=((parse_signing_key(SECRET), None),),
         networks=(),
         identity=None,
