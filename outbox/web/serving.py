@@ -28,7 +28,7 @@ from aiohttp.web_protocol import RequestHandler
 from outbox.core.admission.token_bucket import address_key
 from outbox.errors import CannotRun
 from outbox.web.address import Address
-from outbox.web.turns import Turns
+from outbox.web.turns import RECEIVE_BYTES, Turns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -50,10 +50,6 @@ resets it, and the client might not see the response."""
 CONNECTIONS_MAX = 512
 READ_BYTES = 16 * 1024
 """Bytes of a body after which a connection waits for its handler to take them."""
-RECEIVE_BYTES = 32 * 1024
-"""Bytes that the kernel holds for a connection, about.  All connections with data are read in one
-iteration of the loop, so this bounds its duration.  The kernel doubles it: with less than a segment
-of the loopback interface (64 KiB), a sender there waits 0.2 s again and again."""
 
 HEADERS = {
     "Cache-Control": "no-store",
