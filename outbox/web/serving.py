@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from outbox.core.admission.token_bucket import address_key
 from outbox.errors import CannotRun
@@ -73,22 +72,18 @@ async def serving(application: web.Application, address: Address) -> AsyncIterat
     Raises:
         CannotRun: the address is in use, or does not belong to this host.
     """
-    runner = _Runner(
-        application,
-        access_log=None,
-        auto_decompress=False,
-        handler_cancellation=True,
-        keepalive_timeout=REQUEST_HEAD_TIMEOUT_S,
-        lingering_time=0,  # See `_discard_body`.
-        read_bufsize=READ_BYTES,
-        shutdown_timeout=SHUTDOWN_S,
-    )
+    # The application's own server has no connections: it cannot be made to limit them.
+    runner = web.AppRunner(application)
     await runner.setup()
-    assert isinstance(runner.server, _Server)
+    assert runner.server is not None
+    server = _Server(runner.server.request_handler, request_factory=runner.server.request_factory)
+    connections = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
+    await connections.setup()
     try:
-        async with _accepting(runner.server, address) as listening:
+        async with _accepting(server, address) as listening:
             yield listening
     finally:
+        await connections.cleanup()
         await runner.cleanup()
 
 
@@ -125,17 +120,6 @@ def _as_cannot_listen(address: Address) -> Iterator[None]:
         raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
 
 
-class _Runner(web.AppRunner):
-    async def _make_server(self) -> web.Server:
-        server = await super()._make_server()
-        return _Server(
-            server.request_handler,
-            request_factory=server.request_factory,
-            handler_cancellation=server.handler_cancellation,
-            **server._kwargs,
-        )
-
-
 class Awaited(Enum):
     """What the server waits for from the client of a connection."""
 
@@ -151,19 +135,20 @@ class _Server(web.Server):
     """An aiohttp server with at most `CONNECTIONS_MAX` connections."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, handler_cancellation=True, **options)
         self._waiting: dict[tuple[str, Awaited], dict[_Connection, None]] = {}
         """The connections of each group, the longest waiting first."""
-        self.turns = Turns(self._loop)
+        self.turns = Turns(asyncio.get_running_loop())
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
+        loop = asyncio.get_running_loop()
         while True:
             connection: socket.socket | None = None
             try:
-                connection, _ = await self._loop.sock_accept(listener)
+                connection, _ = await loop.sock_accept(listener)
                 await self.turns.wait()
-                await self._loop.connect_accepted_socket(self, connection)
+                await loop.connect_accepted_socket(self, connection)
             except Exception as error:  # One connection must not end the listener.
                 if connection is not None:
                     connection.close()
@@ -176,27 +161,8 @@ class _Server(web.Server):
                 )
                 await asyncio.sleep(ACCEPT_RETRY_S)
 
-    def __call__(self) -> RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
-
-    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        assert isinstance(handler, _Connection)
-        handler.opened = transport
-        transport.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES
-        )
-        peer = transport.get_extra_info("peername")
-        handler.address = address_key(peer[0]) if peer else ""
-        self.wait(handler, Awaited.FIRST_REQUEST)
-        if len(self._connections) > CONNECTIONS_MAX:
-            largest = max(self._waiting.values(), key=len)
-            next(iter(largest)).abort()
-
-    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
-        assert isinstance(handler, _Connection)
-        self.stop_waiting(handler)
-        super().connection_lost(handler, exc)
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self)
 
     def wait(self, connection: _Connection, awaited: Awaited) -> None:
         """Begin to wait for a client."""
@@ -215,45 +181,73 @@ class _Server(web.Server):
         if not self._waiting[group]:
             del self._waiting[group]
 
+    def enforce_limit(self) -> None:
+        """Close a connection of the largest group if there are too many."""
+        if len(self.connections) > CONNECTIONS_MAX:
+            largest = max(self._waiting.values(), key=len)
+            next(iter(largest)).abort()
 
-class _Connection(RequestHandler):
-    __slots__ = ("address", "awaited", "opened")
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+class _Connection(web.RequestHandler):
+    """A connection, which reports to its server what it waits for.
+
+    The states of a request have no documented hooks.  Of the methods that are overridden, only
+    `_handle_request` is private to aiohttp: it also covers the responses to malformed requests,
+    which no handler sees.
+    """
+
+    __slots__ = ("address", "awaited", "opened", "server")
+
+    def __init__(self, server: _Server) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # None: off.
+            auto_decompress=False,
+            keepalive_timeout=REQUEST_HEAD_TIMEOUT_S,
+            lingering_time=0,  # See `_discard_body`.
+            read_bufsize=READ_BYTES,
+        )
+        self.server = server
         self.address = ""
         self.awaited: Awaited | None = None
         self.opened: asyncio.Transport | None = None
         """The transport, also after aiohttp has closed it: it stays open until the client has read
         the rest."""
 
-    def _wait(self, awaited: Awaited) -> None:
-        if isinstance(self._manager, _Server):  # None: the connection is lost.
-            self._manager.wait(self, awaited)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.opened = self.transport
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES
+        )
+        peer = transport.get_extra_info("peername")
+        self.address = address_key(peer[0]) if peer else ""
+        self.server.wait(self, Awaited.FIRST_REQUEST)
+        self.server.enforce_limit()
 
-    def _stop_waiting(self) -> None:
-        if isinstance(self._manager, _Server):
-            self._manager.stop_waiting(self)
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.server.stop_waiting(self)
+        super().connection_lost(exc)
 
     async def _handle_request(
         self, request: web.BaseRequest, start_time: float | None, request_handler: Any
     ) -> tuple[web.StreamResponse, bool]:
         def body_received() -> None:
-            if self.awaited is Awaited.BODY and self._current_request is request:
-                self._stop_waiting()
+            if self.awaited is Awaited.BODY:
+                self.server.stop_waiting(self)
 
         if request.content.is_eof():
-            self._stop_waiting()
+            self.server.stop_waiting(self)
         else:
-            self._wait(Awaited.BODY)
+            self.server.wait(self, Awaited.BODY)
             request.content.on_eof(body_received)
         try:
-            if isinstance(self._manager, _Server):
-                await self._manager.turns.wait()
+            await self.server.turns.wait()
             return await super()._handle_request(request, start_time, request_handler)
         finally:
             is_complete = request.content.is_eof()
-            self._wait(Awaited.NEXT_REQUEST if is_complete else Awaited.BODY)
+            self.server.wait(self, Awaited.NEXT_REQUEST if is_complete else Awaited.BODY)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -262,7 +256,7 @@ class _Connection(RequestHandler):
         if not resp.prepared:
             for name, value in HEADERS.items():
                 resp.headers.setdefault(name, value)
-        self._wait(Awaited.READING)
+        self.server.wait(self, Awaited.READING)
         try:
             async with asyncio.timeout(RESPONSE_TIMEOUT_S):
                 finished = await super().finish_response(request, resp, start_time)
@@ -275,16 +269,16 @@ class _Connection(RequestHandler):
 
     async def _discard_body(self, content: StreamReader) -> None:
         """Read the rest of a body that no handler wants, one part per turn."""
-        self._wait(Awaited.BODY)
+        self.server.wait(self, Awaited.BODY)
         with suppress(Exception):  # It is late, broken, or the client is gone.
             async with asyncio.timeout(LINGER_S):
-                while not content.is_eof() and isinstance(self._manager, _Server):
-                    await self._manager.turns.wait()
+                while not content.is_eof() and self.transport is not None:
+                    await self.server.turns.wait()
                     await content.readany()
 
     def abort(self) -> None:
         """Close the connection without flushing data that the client does not read."""
-        self._stop_waiting()
+        self.server.stop_waiting(self)
         self.force_close()
         if self.opened is not None:
             self.opened.abort()

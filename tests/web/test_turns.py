@@ -95,6 +95,27 @@ async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
     assert len(set(discarded)) == len(discarded) >= COUNT
 
 
+async def test_malformed_requests_are_refused_in_separate_iterations(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No handler sees them, but each is logged with its traceback."""
+    refused: list[int] = []
+    handle_error = web.RequestHandler.handle_error
+
+    def counted(*arguments: Any) -> web.StreamResponse:
+        refused.append(iterations.count)
+        return handle_error(*arguments)
+
+    monkeypatch.setattr(serving._Connection, "handle_error", counted)
+    async with Iterations() as iterations, listening() as at, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(at)) for _ in range(COUNT)]
+        for client in clients:
+            client.send("NOT HTTP AT ALL\r\n\r\n")
+        for client in clients:
+            assert " 400 " in await client.response()
+    assert len(set(refused)) == len(refused) == COUNT
+
+
 async def test_connections_are_accepted_again_after_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
