@@ -15,15 +15,14 @@ from outbox.operations.lanes import (
     PENDING,
     SUBSCRIBED,
     condition_of,
-    parse_json,
     retry_state,
-    same_named,
 )
 from outbox.operations.page_bytes import (
     count_rows_within,
     read_page_limit,
     shorten_responses,
 )
+from outbox.operations.rows import from_row, parse_json
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.endpoints import endpoint_not_found
@@ -339,11 +338,7 @@ def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
 
 
 def _endpoint(row: Any) -> EndpointRow:
-    return EndpointRow(
-        **same_named(row, EndpointRow, "condition", "types"),
-        condition=condition_of(row),
-        types=tuple(row["types"]),
-    )
+    return from_row(EndpointRow, row, condition=condition_of(row), types=tuple(row["types"]))
 
 
 def _lane(row: Any) -> LaneRow:

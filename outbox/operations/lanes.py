@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
 from outbox.core.model.endpoint_condition import endpoint_condition
+from outbox.operations.rows import parse_json
 
 
 def _select_lanes(acked_seq: str) -> str:
@@ -106,12 +105,3 @@ def retry_state(row: Any, *, failing: bool) -> dict[str, Any]:
         "next_attempt_at": row["next_attempt_at"] if failing else None,
         "last_response": parse_json(row["last_response"]) if failing else None,
     }
-
-
-def same_named(row: Any, form: type[Any], *others: str) -> dict[str, Any]:
-    """The fields of a dataclass with slots that are columns of a row, without `others`."""
-    return {name: row[name] for name in form.__slots__ if name not in others}
-
-
-def parse_json(text: str | None) -> Any:
-    return None if text is None else orjson.loads(text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.operations import lanes
+from outbox.operations.rows import from_row
 from outbox.operations.status import COUNT_EVENTS
 from outbox.store.connection.connect import map_errors
 
@@ -192,8 +193,9 @@ def _endpoints(rows: list[Record]) -> list[EndpointView]:
     for row in rows:
         found[row["id"]].append(row)
     return [
-        EndpointView(
-            **lanes.same_named(each[0], EndpointView, "condition", "oldest_s", "lanes"),
+        from_row(
+            EndpointView,
+            each[0],
             condition=lanes.condition_of(each[0]),
             oldest_s=max(
                 (s for row in each if (s := row["lane_oldest_s"]) is not None), default=None

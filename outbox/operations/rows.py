@@ -25,6 +25,10 @@ def from_row(kind: type[T], row: Any, *, parse: Collection[str] = (), **values: 
     for each in fields(kind):
         name = each.name
         if each.init and name not in values:
-            is_json = name in parse and row[name] is not None
-            values[name] = orjson.loads(row[name]) if is_json else row[name]
+            values[name] = parse_json(row[name]) if name in parse else row[name]
     return kind(**values)
+
+
+def parse_json(text: str | None) -> Any:
+    """The value of a column of JSON text; None for SQL's NULL."""
+    return None if text is None else orjson.loads(text)

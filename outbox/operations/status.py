@@ -9,6 +9,7 @@ from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
 from outbox.operations.page_bytes import shorten_responses
+from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.stalls import Blocker, read_cursor_blocker
 
@@ -311,8 +312,9 @@ def _endpoint(row: Any) -> EndpointStatus:
             since=row["block_at"],
             dead_letter=row["dead_id"],
         )
-    return EndpointStatus(
-        **lanes.same_named(row, EndpointStatus, "condition", "health", "failing", "block"),
+    return from_row(
+        EndpointStatus,
+        row,
         condition=lanes.condition_of(row),
         health=health,
         failing=failing,
