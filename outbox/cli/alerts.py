@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 import click
 
-from outbox.telemetry import alerts
+FILES = {"rules": "alerts.yml", "dashboard": "dashboard.json"}
+"""Files of `outbox.telemetry`, on the metrics of `outbox.telemetry.catalogue`."""
 
 
 @click.command(
@@ -33,10 +36,10 @@ Adjust the thresholds as needed. Each alert's annotation "runbook" names the com
 shows the details.
 """
 )
-@click.argument("which", type=click.Choice(list(alerts.FILES)))
+@click.argument("which", type=click.Choice(list(FILES)))
 def command(which: str) -> None:
     """Print Prometheus alert rules or a Grafana dashboard for the relay's metrics.
 
     Needs no database.
     """
-    click.echo(alerts.read(which), nl=False)
+    click.echo(files("outbox.telemetry").joinpath(FILES[which]).read_bytes(), nl=False)

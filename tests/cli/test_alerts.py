@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from outbox.telemetry import alerts
 from tests.support.promtool import run_promtool
+from tests.telemetry.alerts.names import TELEMETRY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def test_alert_files_are_printed_unchanged(outbox: Command) -> None:
-    for which in ("rules", "dashboard"):
+    for which, file in (("rules", "alerts.yml"), ("dashboard", "dashboard.json")):
         result = outbox("alerts", which)
         assert result.code == 0
-        assert result.out.encode() == alerts.read(which)
+        assert result.out.encode() == (TELEMETRY / file).read_bytes()
     assert yaml.safe_load(outbox("alerts", "rules").out)["groups"]
     assert json.loads(outbox("alerts", "dashboard").out)["panels"]
 

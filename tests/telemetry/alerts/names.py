@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outbox import telemetry
 from outbox.telemetry.catalogue import CATALOGUE, MetricKind
 from tests.support.promql import used
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+TELEMETRY = Path(telemetry.__file__).parent
+"""The folder of the shipped files."""
 
 TARGET = frozenset({"job", "instance"})
 """The labels that every scraped series has."""

@@ -11,21 +11,20 @@ import pytest
 import yaml
 
 from outbox.cli.main import cli
-from outbox.telemetry import alerts
 from outbox.telemetry.catalogue import CATALOGUE
 from tests.support.promql import used
 from tests.support.promtool import check_expressions, run_promtool
-from tests.telemetry.alerts.names import exported, wrong
+from tests.telemetry.alerts.names import TELEMETRY, exported, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HERE = Path(__file__).parent
-RULES = Path(alerts.__file__).with_name("rules.yml")
+RULES = TELEMETRY / "alerts.yml"
 CASES = [HERE / "rules_test.yml", HERE / "rules_day_test.yml"]
 
 ALL: list[dict[str, Any]] = [
-    rule for group in yaml.safe_load(alerts.read("rules"))["groups"] for rule in group["rules"]
+    rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
 ]
 RECORDED = {rule["record"]: rule for rule in ALL if "record" in rule}
 ALERTS = {(r["alert"], r["labels"]["severity"]): r for r in ALL if "alert" in r}
