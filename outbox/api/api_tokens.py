@@ -50,9 +50,8 @@ class RevokedToken(ResponseModel):
 @route.get("/v1/tokens", "List tokens, oldest first, without their secrets", scope="operate")
 async def _list(call: Call[TokensQuery, None]) -> Page[TokenRow]:
     query = call.query
-    rows = await api_tokens.list_tokens(
-        call.db,
-        call.schema,
+    rows = await call.run(
+        api_tokens.list_tokens,
         revoked=query.revoked,
         limit=query.limit + 1,
         after=id_cursor(query.after, 0),
@@ -85,7 +84,7 @@ async def _add(call: Call[NoQuery, TokenBody]) -> NewToken:
                 "expires: a new token cannot outlive the token that creates it; "
                 f"at most {left_s:.0f}s",
             )
-    return await api_tokens.add_token(call.db, call.schema, settings, actor=call.actor)
+    return await call.run(api_tokens.add_token, settings, actor=call.actor)
 
 
 @route.delete(
@@ -96,5 +95,5 @@ async def _add(call: Call[NoQuery, TokenBody]) -> NewToken:
 )
 async def _revoke(call: Call[NoQuery, None]) -> dict[str, Any]:
     name = call.path["name"]
-    await api_tokens.revoke_token(call.db, call.schema, name, actor=call.actor)
+    await call.run(api_tokens.revoke_token, name, actor=call.actor)
     return {"revoked": name}

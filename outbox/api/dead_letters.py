@@ -91,9 +91,8 @@ class DiscardBody(DeadLetterSelectionBody):
 async def _list(call: Call[DeadLettersQuery, None]) -> Page[DeadLetterRow]:
     query = call.query
     states = dead_letters.STATES if query.state == "all" else (query.state,)
-    rows = await dead_letters.list_dead_letters(
-        call.db,
-        call.schema,
+    rows = await call.run(
+        dead_letters.list_dead_letters,
         only=tenancy.restrict_criteria(call.tenant, query.criteria),
         states=states,
         limit=query.limit + 1,
@@ -110,7 +109,7 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page[DeadLetterRow]:
 )
 async def _counts(call: Call[DeadLetterFilterFields, None]) -> DeadLetterCounts:
     only = tenancy.restrict_criteria(call.tenant, call.query.criteria)
-    return await dead_letters.count_by_state(call.db, call.schema, only=only)
+    return await call.run(dead_letters.count_by_state, only=only)
 
 
 @route.get(
@@ -121,7 +120,7 @@ async def _counts(call: Call[DeadLetterFilterFields, None]) -> DeadLetterCounts:
 )
 async def _show(call: Call[NoQuery, None]) -> DeadLetter:
     dead_id = tenancy.parse_id(call.path["id"])
-    found = await dead_letters.get_dead_letter(call.db, call.schema, dead_id)
+    found = await call.run(dead_letters.get_dead_letter, dead_id)
     return (await redactor_for(call)).redact_dead_letter(found)
 
 
@@ -133,9 +132,8 @@ async def _show(call: Call[NoQuery, None]) -> DeadLetter:
 )
 async def _replay(call: Call[NoQuery, ReplayBody]) -> ReplayReport:
     body = call.body
-    return await replays.start_replay(
-        call.db,
-        call.schema,
+    return await call.run(
+        replays.start_replay,
         await _selection(call),
         actor=call.actor,
         rate_per_s=body.rate,
@@ -151,9 +149,8 @@ async def _replay(call: Call[NoQuery, ReplayBody]) -> ReplayReport:
 )
 async def _discard(call: Call[NoQuery, DiscardBody]) -> DiscardReport:
     body = call.body
-    return await discard.discard_dead_letters(
-        call.db,
-        call.schema,
+    return await call.run(
+        discard.discard_dead_letters,
         await _selection(call),
         actor=call.actor,
         comment=body.comment,

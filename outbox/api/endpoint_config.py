@@ -55,10 +55,10 @@ class DeclarationBody(RequestModel):
 )
 async def _export(call: Call[Paging, None]) -> Page[dict[str, Any]]:
     after = call.query.after
-    limit = await endpoints.read_endpoints_limit(
-        call.db, call.schema, limit=call.query.limit, after=after, settings=True
+    limit = await call.run(
+        endpoints.read_endpoints_limit, limit=call.query.limit, after=after, settings=True
     )
-    rows = await endpoints.list_settings(call.db, call.schema, limit=limit + 1, after=after)
+    rows = await call.run(endpoints.list_settings, limit=limit + 1, after=after)
     items = [{"id": id_, **endpoint_config.to_file_values(each)} for id_, each in rows[:limit]]
     more = len(rows) > limit
     return Page(items, rows[limit - 1][1].name if more else None)
@@ -83,9 +83,8 @@ async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> ApplyReport:
     if query.dead_letter and not query.prune:
         raise UsageError("dead_letter: needs prune as well")
     declared = await run_in_thread(_parse, call.body, policy_of(call.settings))
-    return await apply_file(
-        call.db,
-        call.schema,
+    return await call.run(
+        apply_file,
         declared,
         actor=call.actor,
         prune=query.prune,

@@ -23,7 +23,6 @@ from outbox.api.route import (
     Reply,
     RequestModel,
     ResponseModel,
-    Route,
     TenantAccess,
     at_most,
     page_of_rows,
@@ -173,12 +172,10 @@ class TestResponse(ResponseModel):
 @route.get("/v1/endpoints", "List endpoints by name", scope="read", tenants=TenantAccess.NARROWED)
 async def _list(call: Call[Paging, None]) -> Page[EndpointRow]:
     tenant, after = call.tenant, call.query.after
-    limit = await endpoints.read_endpoints_limit(
-        call.db, call.schema, tenant=tenant, limit=call.query.limit, after=after
+    limit = await call.run(
+        endpoints.read_endpoints_limit, tenant=tenant, limit=call.query.limit, after=after
     )
-    rows = await endpoints.list_endpoints(
-        call.db, call.schema, tenant=tenant, limit=limit + 1, after=after
-    )
+    rows = await call.run(endpoints.list_endpoints, tenant=tenant, limit=limit + 1, after=after)
     redactor = await redactor_for(call)
     return page_of_rows(
         [redactor.redact_endpoint(row) for row in rows], limit, lambda row: row.name
@@ -206,8 +203,12 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
     check_reachable(settings, policy_of(call.settings))
     if (ca_error := await run_in_thread(trust_error, settings.ca)) is not None:
         raise ca_error
-    made = await endpoint_changes.add_endpoint(
-        call.db, call.schema, settings, actor=call.actor, vault=_vault(call), ed25519=ed25519
+    made = await call.run(
+        endpoint_changes.add_endpoint,
+        settings,
+        actor=call.actor,
+        vault=_vault(call),
+        ed25519=ed25519,
     )
     return made if call.tenant is None else replace(made, waiting=None)
 
@@ -216,7 +217,7 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
     NAME, "Show an endpoint with its health and lanes", scope="read", tenants=TenantAccess.ENDPOINT
 )
 async def _show(call: Call[NoQuery, None]) -> EndpointDetail:
-    found = await endpoints.get_endpoint(call.db, call.schema, call.path["name"])
+    found = await call.run(endpoints.get_endpoint, call.path["name"])
     return (await redactor_for(call)).redact_endpoint_detail(found)
 
 
@@ -247,9 +248,8 @@ async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
             tenancy.require_name(call.tenant, settings.name)
         return settings
 
-    return await endpoint_changes.update_endpoint(
-        call.db,
-        call.schema,
+    return await call.run(
+        endpoint_changes.update_endpoint,
         call.path["name"],
         edit,
         actor=call.actor,
@@ -270,17 +270,16 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
     if query.drain and query.dead_letter:
         raise UsageError("dead_letter, drain: are mutually exclusive")
     if query.drain:
-        endpoint_id = await endpoint_removal.drain_endpoint(
-            call.db, call.schema, name, actor=call.actor, owner=call.tenant
+        endpoint_id = await call.run(
+            endpoint_removal.drain_endpoint, name, actor=call.actor, owner=call.tenant
         )
-        left = await endpoint_removal.read_drain_status(call.db, call.schema, endpoint_id)
+        left = await call.run(endpoint_removal.read_drain_status, endpoint_id)
         if left.pending and left.state != "removing":
             endpoint = {"id": endpoint_id, "name": name, "state": left.state}
             return Reply({**endpoint, "pending": left.pending, "blocked": left.blocked}, 202)
     try:
-        return await endpoint_removal.remove_endpoint(
-            call.db,
-            call.schema,
+        return await call.run(
+            endpoint_removal.remove_endpoint,
             name,
             actor=call.actor,
             owner=call.tenant,
@@ -298,9 +297,8 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
     body_required=False,
 )
 async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    (change,) = await endpoint_states.pause_endpoints(
-        call.db,
-        call.schema,
+    (change,) = await call.run(
+        endpoint_states.pause_endpoints,
         [call.path["name"]],
         actor=call.actor,
         owner=call.tenant,
@@ -317,9 +315,8 @@ async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
     body_required=False,
 )
 async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    (change,) = await endpoint_states.resume_endpoints(
-        call.db,
-        call.schema,
+    (change,) = await call.run(
+        endpoint_states.resume_endpoints,
         [call.path["name"]],
         actor=call.actor,
         owner=call.tenant,
@@ -336,9 +333,8 @@ async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
     body_required=False,
 )
 async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    return await endpoint_states.enable_endpoint(
-        call.db,
-        call.schema,
+    return await call.run(
+        endpoint_states.enable_endpoint,
         call.path["name"],
         actor=call.actor,
         owner=call.tenant,
@@ -354,9 +350,8 @@ async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
     body_required=False,
 )
 async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
-    return await endpoint_secrets.rotate_secret(
-        call.db,
-        call.schema,
+    return await call.run(
+        endpoint_secrets.rotate_secret,
         call.path["name"],
         actor=call.actor,
         owner=call.tenant,
@@ -374,9 +369,8 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
 )
 async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> CertificateChange:
     about = asdict(await run_in_thread(check_identity, call.body.pem))
-    return await set_identity(
-        call.db,
-        call.schema,
+    return await call.run(
+        set_identity,
         call.path["name"],
         call.body.pem,
         about,
@@ -393,14 +387,8 @@ async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> CertificateC
     tenants=TenantAccess.ENDPOINT,
 )
 async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
-    return await set_identity(
-        call.db,
-        call.schema,
-        call.path["name"],
-        None,
-        None,
-        actor=call.actor,
-        owner=call.tenant,
+    return await call.run(
+        set_identity, call.path["name"], None, None, actor=call.actor, owner=call.tenant
     )
 
 
@@ -413,7 +401,7 @@ async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
     responses={200: TestResponse},
 )
 async def _test(call: Call[NoQuery, None]) -> DeferredReply:
-    endpoint = await find_endpoint(call.db, call.schema, call.path["name"], _vault(call))
+    endpoint = await call.run(find_endpoint, call.path["name"], _vault(call))
     redactor = await redactor_for(call)
 
     async def send_test() -> dict[str, Any]:
@@ -467,17 +455,3 @@ def _check_tenant_rules(call: Call[Any, Any], settings: Any, current: Any = None
         raise UsageError(
             "url: a private network is open for the current URL only; ask an operator to change it"
         )
-
-
-def _action(name: str, summary: str, handler: Any, response: Any, body: Any = ChangeBody) -> Route:
-    return Route(
-        method="POST",
-        path=f"{NAME}/{name}",
-        summary=summary,
-        handler=handler,
-        scope="operate",
-        tenants=TenantAccess.ENDPOINT,
-        body=body,
-        body_required=False,
-        responses={200: response},
-    )

@@ -45,5 +45,5 @@ async def _erase(call: Call[NoQuery, EraseBody]) -> ErasureReport:
         )
     target = ErasureTarget(tenancy.resolve_tenant(call.tenant, body.tenant), body.key)
     if body.dry_run:
-        return await erase.count_erasable(call.db, call.schema, target)
-    return await erase.erase_events(call.db, call.schema, target, actor=call.actor)
+        return await call.run(erase.count_erasable, target)
+    return await call.run(erase.erase_events, target, actor=call.actor)

@@ -204,7 +204,7 @@ async def _require_same_body(call: Call[Any, Any], key: str | None, digest: byte
     Raises:
         Problem: the key was claimed by another request.
     """
-    stored = await once.read_request_digest(call.db, call.schema, key or "")
+    stored = await call.run(once.read_request_digest, key or "")
     if stored not in (None, digest):
         raise Problem(
             ProblemKind.KEY_REUSED,
@@ -229,7 +229,7 @@ def _event(call: Call[Any, Any], new: NewEvent, once_key: str | None) -> Event:
 
 async def _find_used(call: Call[Any, Any], keys: Sequence[str | None]) -> dict[str, UUID]:
     """Find the earlier events of used idempotency keys."""
-    return await once.find_events(call.db, call.schema, [key for key in keys if key is not None])
+    return await call.run(once.find_events, [key for key in keys if key is not None])
 
 
 # ---------------------------------------------------------------- queries
@@ -262,9 +262,8 @@ class SearchExtent(ResponseModel):
 )
 async def _list(call: Call[EventsQuery, None]) -> Page[Any]:
     query = call.query
-    found = await events.search_events(
-        call.db,
-        call.schema,
+    found = await call.run(
+        events.search_events,
         Criteria(
             types=query.type,
             tenant=tenancy.resolve_tenant(call.tenant, query.tenant),
@@ -301,9 +300,8 @@ class TraceQuery(RequestModel):
 async def _trace(call: Call[TraceQuery, None]) -> TraceReport:
     query = call.query
     text = call.path["id"]
-    report = await trace.trace_events(
-        call.db,
-        call.schema,
+    report = await call.run(
+        trace.trace_events,
         text,
         endpoint=query.endpoint,
         limit=query.limit,

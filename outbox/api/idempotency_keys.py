@@ -46,9 +46,8 @@ class ResetKey(ResponseModel):
 async def _list(call: Call[OnceQuery, None]) -> Page[IdempotencyKeyRow]:
     query, tenant = call.query, call.tenant
     now = await read_now(call.db)
-    rows = await idempotency_keys.list_keys(
-        call.db,
-        call.schema,
+    rows = await call.run(
+        idempotency_keys.list_keys,
         prefix=tenancy.stored_key(tenant, query.prefix),
         since=absolute_time(query.since, now),
         until=absolute_time(query.until, now),
@@ -68,9 +67,7 @@ async def _list(call: Call[OnceQuery, None]) -> Page[IdempotencyKeyRow]:
 )
 async def _show(call: Call[NoQuery, None]) -> IdempotencyKey:
     key = call.path["key"]
-    found = await idempotency_keys.get_key(
-        call.db, call.schema, tenancy.stored_key(call.tenant, key)
-    )
+    found = await call.run(idempotency_keys.get_key, tenancy.stored_key(call.tenant, key))
     return replace(found, key=key)
 
 
@@ -86,5 +83,5 @@ async def _reset(call: Call[NoQuery, None]) -> dict[str, Any]:
     own = tenancy.stored_key(call.tenant, key)
     return {
         "key": key,
-        "reset": await idempotency_keys.reset_key(call.db, call.schema, own, actor=call.actor),
+        "reset": await call.run(idempotency_keys.reset_key, own, actor=call.actor),
     }

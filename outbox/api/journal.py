@@ -30,9 +30,8 @@ class JournalQuery(Paging):
 )
 async def _list(call: Call[JournalQuery, None]) -> Page[JournalRow]:
     query = call.query
-    found = await journal.list_journal(
-        call.db,
-        call.schema,
+    found = await call.run(
+        journal.list_journal,
         endpoint_ids=await find_endpoint_ids(call.db, query.endpoint, call.tenant),
         ownership_changes=call.tenant is None,
         limit=query.limit,

@@ -167,9 +167,7 @@ class Live(ResponseModel):
     responses={200: Live},
 )
 async def _live(call: Call[LiveQuery, None]) -> dict[str, Any]:
-    snapshot, samples = await call.live.snapshot(
-        call.db, call.schema, call.tenant, call.query.endpoints
-    )
+    snapshot, samples = await call.run(call.live.snapshot, call.tenant, call.query.endpoints)
     since = call.query.since
     totals = snapshot.totals if call.tenant is None else replace(snapshot.totals, batch=None)
     return {

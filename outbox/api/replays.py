@@ -53,11 +53,11 @@ async def _list(call: Call[ReplaysQuery, None]) -> Page[ReplayJob]:
     query = call.query
     states = replay_jobs.STATES if query.state == "all" else (query.state,)
     tenant, after = call.tenant, id_cursor(query.after, 0)
-    limit = await replay_jobs.read_jobs_limit(
-        call.db, call.schema, states=states, tenant=tenant, limit=query.limit, after=after
+    limit = await call.run(
+        replay_jobs.read_jobs_limit, states=states, tenant=tenant, limit=query.limit, after=after
     )
-    rows = await replay_jobs.list_jobs(
-        call.db, call.schema, states=states, tenant=tenant, limit=limit + 1, after=after
+    rows = await call.run(
+        replay_jobs.list_jobs, states=states, tenant=tenant, limit=limit + 1, after=after
     )
     redactor = await redactor_for(call)
     return page_of_rows([redactor.redact_job(row) for row in rows], limit, lambda job: job.id)
@@ -67,7 +67,7 @@ async def _list(call: Call[ReplaysQuery, None]) -> Page[ReplayJob]:
     "/v1/replays/{id}", "Show the progress of a replay job", scope="read", tenants=TenantAccess.JOB
 )
 async def _show(call: Call[NoQuery, None]) -> ReplayJob:
-    job = await replay_jobs.get_job(call.db, call.schema, tenancy.parse_id(call.path["id"]))
+    job = await call.run(replay_jobs.get_job, tenancy.parse_id(call.path["id"]))
     return (await redactor_for(call)).redact_job(job)
 
 
@@ -83,12 +83,10 @@ async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
     await tenancy.require_endpoint(call.db, call.tenant, body.endpoint)
     history = Criteria(body.endpoint, body.type, since=body.since, until=body.until)
     if body.dry_run:
-        return await backfill.plan_backfill(call.db, call.schema, history)
-    job = await backfill.request_backfill(
-        call.db, call.schema, history, actor=call.actor, rate_per_s=body.rate
-    )
+        return await call.run(backfill.plan_backfill, history)
+    job = await call.run(backfill.request_backfill, history, actor=call.actor, rate_per_s=body.rate)
     redactor = await redactor_for(call)
-    return Reply(redactor.redact_job(await replay_jobs.get_job(call.db, call.schema, job)), 201)
+    return Reply(redactor.redact_job(await call.run(replay_jobs.get_job, job)), 201)
 
 
 @route.post(
@@ -100,6 +98,4 @@ async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
 async def _abort(call: Call[NoQuery, None]) -> ReplayJob:
     job_id = tenancy.parse_id(call.path["id"])
     redactor = await redactor_for(call)
-    return redactor.redact_job(
-        await replay_jobs.abort_job(call.db, call.schema, job_id, actor=call.actor)
-    )
+    return redactor.redact_job(await call.run(replay_jobs.abort_job, job_id, actor=call.actor))

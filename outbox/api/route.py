@@ -16,7 +16,9 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
+    Concatenate,
     Generic,
+    ParamSpec,
     Required,
     TypeAlias,
     TypedDict,
@@ -121,6 +123,8 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(defer_build=True, use_attribute_docstrings=True)
 
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
 Q = TypeVar("Q")
 B = TypeVar("B")
 Item = TypeVar("Item")
@@ -170,6 +174,16 @@ class Call(Generic[Q, B]):
     @property
     def actor(self) -> str:
         return self.caller.actor
+
+    async def run(
+        self,
+        operation: Callable[Concatenate[Connection[Any], str, P], Awaitable[Result]],
+        /,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> Result:
+        """Run an operation on the request's connection, with the schema's name."""
+        return await operation(self.db, self.schema, *args, **options)
 
 
 @dataclass(frozen=True, slots=True)

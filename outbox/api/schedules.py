@@ -80,16 +80,14 @@ class RemovedSchedule(ResponseModel):
 )
 async def _list(call: Call[Paging, None]) -> Page[Any]:
     after, tenant = call.query.after, call.tenant
-    limit = await schedules.read_schedules_limit(
-        call.db, call.schema, tenant=tenant, limit=call.query.limit, after=after
+    limit = await call.run(
+        schedules.read_schedules_limit, tenant=tenant, limit=call.query.limit, after=after
     )
-    rows = await schedules.list_schedules(
-        call.db, call.schema, tenant=tenant, limit=limit + 1, after=after
-    )
+    rows = await call.run(schedules.list_schedules, tenant=tenant, limit=limit + 1, after=after)
     page = page_of_rows(rows, limit, lambda row: row.name)
     future = None
     if call.tenant is None:
-        future = await schedules.count_future_events(call.db, call.schema)
+        future = await call.run(schedules.count_future_events)
     redactor = await redactor_for(call)
     items = [redactor.redact_schedule(row) for row in page.items]
     return Page(items, page.next, {"future_events": future})
@@ -113,9 +111,7 @@ async def _add(call: Call[NoQuery, ScheduleBody]) -> Schedule:
         replace = replace and await owns_schedule(call.db, call.tenant, wanted.name)
         if not replace:
             tenancy.require_name(call.tenant, wanted.name)
-    added = await schedule_changes.add_schedule(
-        call.db, call.schema, wanted, actor=call.actor, replace=replace
-    )
+    added = await call.run(schedule_changes.add_schedule, wanted, actor=call.actor, replace=replace)
     return await _redacted(call, added)
 
 
@@ -130,9 +126,7 @@ async def _redacted(call: Call[Any, Any], found: Schedule) -> Schedule:
     tenants=TenantAccess.SCHEDULE,
 )
 async def _show(call: Call[NoQuery, None]) -> Schedule:
-    return await _redacted(
-        call, await schedules.get_schedule(call.db, call.schema, call.path["name"])
-    )
+    return await _redacted(call, await call.run(schedules.get_schedule, call.path["name"]))
 
 
 @route.post(
@@ -143,8 +137,11 @@ async def _show(call: Call[NoQuery, None]) -> Schedule:
     body_required=False,
 )
 async def _pause(call: Call[NoQuery, ChangeBody]) -> Schedule:
-    (paused,) = await schedule_changes.pause_schedules(
-        call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
+    (paused,) = await call.run(
+        schedule_changes.pause_schedules,
+        [call.path["name"]],
+        actor=call.actor,
+        comment=call.body.comment,
     )
     return await _redacted(call, paused)
 
@@ -157,8 +154,11 @@ async def _pause(call: Call[NoQuery, ChangeBody]) -> Schedule:
     body_required=False,
 )
 async def _resume(call: Call[NoQuery, ChangeBody]) -> Schedule:
-    (resumed,) = await schedule_changes.resume_schedules(
-        call.db, call.schema, [call.path["name"]], actor=call.actor, comment=call.body.comment
+    (resumed,) = await call.run(
+        schedule_changes.resume_schedules,
+        [call.path["name"]],
+        actor=call.actor,
+        comment=call.body.comment,
     )
     return await _redacted(call, resumed)
 
@@ -172,8 +172,8 @@ async def _resume(call: Call[NoQuery, ChangeBody]) -> Schedule:
     responses={201: ScheduleRun},
 )
 async def _run_now(call: Call[NoQuery, None]) -> dict[str, Any]:
-    event_id = await schedule_changes.run_schedule_now(
-        call.db, call.schema, call.path["name"], actor=call.actor
+    event_id = await call.run(
+        schedule_changes.run_schedule_now, call.path["name"], actor=call.actor
     )
     return {"id": event_id}
 
@@ -187,5 +187,5 @@ async def _run_now(call: Call[NoQuery, None]) -> dict[str, Any]:
 )
 async def _remove(call: Call[NoQuery, None]) -> dict[str, Any]:
     name = call.path["name"]
-    await schedule_changes.remove_schedules(call.db, call.schema, [name], actor=call.actor)
+    await call.run(schedule_changes.remove_schedules, [name], actor=call.actor)
     return {"removed": name}

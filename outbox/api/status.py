@@ -83,13 +83,13 @@ async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
 
 @route.get("/v1/status", "Show backlog, failures, dead letters and relays", scope="read")
 async def _status(call: Call[StatusQuery, None]) -> Overview:
-    seen = await status.read_overview(call.db, call.schema, limit=call.query.limit)
+    seen = await call.run(status.read_overview, limit=call.query.limit)
     return (await redactor_for(call)).redact_overview(seen)
 
 
 @route.get("/v1/replicas", "List registered relays", scope="read", responses={200: Replicas})
 async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:
-    return {"items": await status.list_replicas(call.db, call.schema)}
+    return {"items": await call.run(status.list_replicas)}
 
 
 @route.get(
@@ -124,7 +124,7 @@ async def _doctor(call: Call[NoQuery, None]) -> DoctorReport:
 async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
     try:
         async with asyncio.timeout(VERIFY_TIMEOUT_S):
-            return await run_audit(call.db, call.schema)
+            return await call.run(run_audit)
     except TimeoutError:
         raise Problem(
             ProblemKind.UNAVAILABLE,
@@ -140,4 +140,4 @@ async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
     long=True,
 )
 async def _resequence(call: Call[ResequenceQuery, None]) -> Resequenced:
-    return await resequence(call.db, call.schema, actor=call.actor, dry_run=call.query.dry_run)
+    return await call.run(resequence, actor=call.actor, dry_run=call.query.dry_run)
