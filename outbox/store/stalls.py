@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
     from outbox.store.connection.store_connection import StoreConnection
 
-_COLUMNS = """
+# A session by its lock `l`.  A prepared transaction has no process; the lock on its transaction id
+# leads to its name.
+SESSION_COLUMNS = """
 SELECT l.pid, x.gid AS prepared_transaction, coalesce(a.usename, x.owner)::text AS role,
        nullif(a.application_name, '') AS application, a.state,
        round(extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, x.prepared)), 1)::float8
            AS since_s"""
-_SESSION = """
+SESSION_JOINS = """
   LEFT JOIN pg_stat_activity a ON a.pid = l.pid
   LEFT JOIN LATERAL (
        SELECT p.* FROM pg_locks t JOIN pg_prepared_xacts p ON p.transaction = t.transactionid
@@ -36,8 +38,8 @@ _SESSION = """
 
 # The session that locks the whole cursor table, so that the relay's statements wait.  It does not
 # read the table, and so waits for nothing.
-READ_TABLE_BLOCKER = f"""{_COLUMNS}
-  FROM pg_locks l {_SESSION}
+READ_TABLE_BLOCKER = f"""{SESSION_COLUMNS}
+  FROM pg_locks l {SESSION_JOINS}
  WHERE l.locktype = 'relation' AND l.granted AND l.relation = 'cursor'::regclass
    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
    AND l.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
@@ -64,22 +66,22 @@ WITH holders AS (
                     WHERE t.virtualtransaction = u.virtualtransaction
                       AND t.locktype = 'transactionid' AND t.mode = 'ExclusiveLock')
        AND NOT EXISTS (SELECT FROM pg_locks w WHERE w.pid = u.pid AND NOT w.granted))
-{_COLUMNS} FROM holders l {_SESSION}
+{SESSION_COLUMNS} FROM holders l {SESSION_JOINS}
  WHERE l.pid IS DISTINCT FROM pg_backend_pid()
  ORDER BY choice, since_s DESC NULLS LAST LIMIT 1
 """  # noqa: S608 (constants only)
 
 
 # The session for which a session waits.
-READ_WAITS_FOR = f"""{_COLUMNS}
+READ_WAITS_FOR = f"""{SESSION_COLUMNS}
   FROM (SELECT b.pid, NULL::text AS virtualtransaction
           FROM unnest(pg_blocking_pids($1)) AS b(pid)
-         WHERE b.pid > 0 AND b.pid <> pg_backend_pid() LIMIT 1) l {_SESSION}
+         WHERE b.pid > 0 AND b.pid <> pg_backend_pid() LIMIT 1) l {SESSION_JOINS}
 """  # noqa: S608 (constants only)
 
 # The session for which ordinary statements on a table of the outbox wait, such as VACUUM FULL,
 # or a dump behind which it waits.
-READ_LOCK_BLOCKER = f"""{_COLUMNS}
+READ_LOCK_BLOCKER = f"""{SESSION_COLUMNS}
   FROM (SELECT b.pid, NULL::text AS virtualtransaction
           FROM pg_locks w CROSS JOIN LATERAL unnest(pg_blocking_pids(w.pid)) AS b(pid)
          WHERE w.locktype = 'relation' AND NOT w.granted
@@ -91,7 +93,7 @@ READ_LOCK_BLOCKER = f"""{_COLUMNS}
                 WHERE relnamespace = (SELECT relnamespace FROM pg_class
                                        WHERE oid = 'cursor'::regclass))
            AND b.pid > 0 AND b.pid <> pg_backend_pid()
-         ORDER BY w.waitstart LIMIT 1) l {_SESSION}
+         ORDER BY w.waitstart LIMIT 1) l {SESSION_JOINS}
 """  # noqa: S608 (constants only)
 BLOCKER_AGE_MIN_S = 1.0
 CHAIN_MAX = 10

@@ -478,6 +478,21 @@ async def test_paused_and_disabled_endpoints_are_reported(
 
 
 @pytest.mark.one_major
+async def test_at_most_ten_findings_of_a_kind_are_listed_the_oldest_first(
+    database: Database, db: Connection[Any]
+) -> None:
+    for n in range(12):
+        await add_endpoint(database, f"e{n}")
+    await db.execute(
+        "UPDATE endpoint SET state = 'paused',"
+        " state_at = now() - make_interval(hours => 3 + substr(name, 2)::int)"
+    )
+    *listed, others = await reported_findings(db, "endpoints")
+    assert [f.message.split('"')[1] for f in listed] == [f"e{n}" for n in range(11, 1, -1)]
+    assert (others.message, others.action) == ("and 2 more of this kind", "outbox status")
+
+
+@pytest.mark.one_major
 async def test_stopped_filters_are_reported(database: Database, db: Connection[Any]) -> None:
     for name in ("slow", "tried again", "good"):
         await add_endpoint(database, name, filter="@.total > 100")
@@ -703,7 +718,7 @@ async def test_missing_privileges_of_the_role_are_reported(
 async def test_a_check_that_takes_too_long_is_skipped(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "STATEMENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(doctor.check, "STATEMENT_TIMEOUT_S", 0.2)
     other = await database.connect(**PATH)
     await other.execute("BEGIN; LOCK TABLE lane_block")
     found = await findings(db)

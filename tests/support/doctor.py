@@ -21,8 +21,8 @@ async def findings(db: Connection[Any], **options: Any) -> list[DoctorFinding]:
 async def findings_of(db: Connection[Any], check: str, **options: Any) -> list[DoctorFinding]:
     """The findings of one check. The others, about a hundred statements, are not run."""
     only: dict[str, Any] = {
-        table: tuple(each for each in getattr(doctor, table) if each[0] == check)
-        for table in ("_PRECONDITIONS", "_LIVE")
+        table: tuple(each for each in getattr(doctor, table) if each.name == check)
+        for table in ("PRECONDITIONS", "LIVE")
     }
     with patch.multiple(doctor, **only):
         return [f for f in await findings(db, **options) if f.check == check]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -16,20 +17,19 @@ import asyncpg
 from outbox.errors import CannotRun, DatabaseUnavailable
 from outbox.operations.doctor import (
     endpoints,
-    horizon,
     lanes,
     probe,
     relays,
     retention,
     roles,
-    schedules,
     schema,
     server,
+    sessions,
     tables,
-    transactions,
 )
-from outbox.operations.doctor.finding import (
+from outbox.operations.doctor.check import (
     STATEMENT_TIMEOUT_S,
+    Check,
     CheckResult,
     DoctorContext,
     DoctorFinding,
@@ -37,6 +37,7 @@ from outbox.operations.doctor.finding import (
     DoctorReport,
     Severity,
     Subject,
+    ok,
     problem,
     warning,
 )
@@ -44,8 +45,6 @@ from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from outbox.operations.doctor.finding import Check
 
 __all__ = [
     "DoctorContext",
@@ -60,60 +59,54 @@ __all__ = [
 TIMEOUT_S = 60.0
 """For all checks together."""
 
-_FIRST: tuple[tuple[str, Check], ...] = (
-    ("server", server.check_version),
-    ("schema", schema.check_version),
-    ("locks", transactions.check_locks),
-    ("rows", schema.check_initial_rows),
-)
+FIRST = (server.version, schema.version, sessions.locks, schema.initial_rows)
 """After a problem in one of these, the other checks are skipped: they would repeat it."""
 
-_PRECONDITIONS: tuple[tuple[str, Check], ...] = (
-    ("durability", server.check_durability),
-    ("timeline", server.check_timeline),
-    ("connections", server.check_connections),
-    ("clock", server.check_clock),
-    ("sequence", schema.check_sequence),
-    ("trigger", schema.check_trigger),
-    ("wake-up flag", schema.check_flag),
-    ("partitions", schema.check_partitions),
-    ("roles", roles.check_roles),
-    ("autovacuum", tables.check_autovacuum),
-    ("secrets", endpoints.check_secrets),
-    ("altered secrets", endpoints.check_altered_secrets),
-    ("networks", endpoints.check_networks),
-    ("certificates", endpoints.check_certificates),
+PRECONDITIONS = (
+    server.durability,
+    server.timeline,
+    server.connections,
+    server.clock,
+    schema.sequence,
+    schema.trigger,
+    schema.wakeup_flag,
+    schema.partitions,
+    roles.privileges,
+    tables.autovacuum,
+    endpoints.secrets,
+    endpoints.altered_secrets,
+    endpoints.networks,
+    endpoints.certificates,
 )
 
-_LIVE: tuple[tuple[str, Check], ...] = (
-    ("standbys", server.check_synchronous_standby),
-    ("relays", relays.check_replicas),
-    ("listeners", relays.check_listeners),
-    ("sequencing", relays.check_lag),
-    ("skipped events", relays.check_skipped_events),
-    ("schedules", schedules.check_overdue),
-    ("owners", relays.check_owners),
-    ("endpoints", endpoints.check_states),
-    ("health", endpoints.check_health),
-    ("keep-alive", endpoints.check_connection_reuse),
-    ("filters", endpoints.check_filters),
-    ("blocked lanes", lanes.check_blocked),
-    ("failing lanes", lanes.check_failing),
-    ("old lanes", lanes.check_generations),
-    ("dead letters", lanes.check_dead_letters),
-    ("gaps", transactions.check_gaps),
-    ("publishing", transactions.check_in_flight),
-    ("horizon", horizon.check_horizon),
-    ("dead rows", tables.check_dead_rows),
-    ("wraparound", tables.check_wraparound),
-    ("size", tables.check_size),
-    ("retention", retention.check_retention),
-    ("old periods", roles.check_empty_partitions),
-    ("notify queue", transactions.check_queue),
+LIVE = (
+    server.synchronous_standbys,
+    relays.replicas,
+    relays.listeners,
+    relays.lag,
+    relays.skipped_events,
+    relays.schedules,
+    relays.owners,
+    endpoints.states,
+    endpoints.health,
+    endpoints.connection_reuse,
+    endpoints.filters,
+    lanes.blocked,
+    lanes.failing,
+    lanes.older_generations,
+    lanes.dead_letters,
+    sessions.gaps,
+    sessions.publishing,
+    sessions.horizon,
+    tables.dead_rows,
+    tables.wraparound,
+    tables.size,
+    retention.periods,
+    retention.empty_partitions,
+    sessions.notification_queue,
 )
 
-_PROBE: tuple[tuple[str, Check], ...] = (("probe", probe.check_probe),)
-"""The probe writes, so it manages its own transactions."""
+PROBE = (probe.sequenced_event,)
 
 
 async def examine(context: DoctorContext) -> DoctorReport:
@@ -124,7 +117,14 @@ async def examine(context: DoctorContext) -> DoctorReport:
         CannotRun: the schema is not an outbox schema, or cannot be read.
         SchemaTooNew: a later version of this package migrated it.
     """
-    findings = [finding async for finding in _run_checks(context)]
+    try:
+        with map_errors(context.schema):
+            async with asyncio.timeout(TIMEOUT_S):
+                findings = [finding async for finding in _run_checks(context)]
+    except TimeoutError:
+        raise DatabaseUnavailable(
+            f"the database did not respond within {TIMEOUT_S:.0f} s; run it again"
+        ) from None
     severities = Counter(finding.severity for finding in findings)
     return DoctorReport(
         context.schema, severities[Severity.PROBLEM], severities[Severity.WARNING], findings
@@ -132,84 +132,62 @@ async def examine(context: DoctorContext) -> DoctorReport:
 
 
 async def _run_checks(context: DoctorContext) -> AsyncIterator[DoctorFinding]:
-    deadline = asyncio.get_running_loop().time() + TIMEOUT_S
     for subject, checks in (
-        (Subject.PRECONDITIONS, _FIRST),
-        (Subject.PRECONDITIONS, _PRECONDITIONS),
-        (Subject.LIVE, _LIVE),
-        (Subject.LIVE, _PROBE if context.probing else ()),
+        (Subject.PRECONDITIONS, FIRST),
+        (Subject.PRECONDITIONS, PRECONDITIONS),
+        (Subject.LIVE, LIVE),
+        (Subject.LIVE, PROBE if context.probing else ()),
     ):
-        for name, check in checks:
-            results = await _run_check(check, context, deadline)
+        for check in checks:
+            results = await _run_check(check, context)
             for result in results:
-                yield DoctorFinding(subject, name, result.severity, result.message, result.action)
-            if checks is _FIRST and any(result.severity is Severity.PROBLEM for result in results):
+                yield DoctorFinding(subject, check.name, *result)
+            if checks is FIRST and any(result.severity is Severity.PROBLEM for result in results):
                 return
 
 
-async def _run_check(check: Check, context: DoctorContext, deadline: float) -> list[CheckResult]:
-    """Run one check within the total time-out."""
-    try:
-        with map_errors(context.schema):
-            async with asyncio.timeout_at(deadline):
-                return await _collect_results(check, context)
-    except TimeoutError:
-        raise DatabaseUnavailable(
-            f"the database did not respond within {TIMEOUT_S:.0f} s; run it again"
-        ) from None
-
-
-async def _collect_results(check: Check, context: DoctorContext) -> list[CheckResult]:
-    results: list[CheckResult] = []
-    try:
-        if check is probe.check_probe:
-            results += [each async for each in check(context)]
-        else:
-            await _run_read_only(check, context, results)
-    except asyncpg.QueryCanceledError:
-        results.append(
-            warning(
-                f"skipped: a query took over {STATEMENT_TIMEOUT_S:.0f} s",
-                "run it again when the server is less busy",
-            )
-        )
-    except asyncpg.InsufficientPrivilegeError as error:
-        results.append(await _privilege_result(context, str(error).partition("\n")[0]))
-    except CannotRun as error:
-        if isinstance(error.__cause__, asyncpg.InsufficientPrivilegeError):
-            raise await _access_error(context, str(error.__cause__).partition("\n")[0]) from error
-        raise
-    except (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError) as error:
-        results.append(
-            problem(
-                f"a schema object is missing: {str(error).partition(chr(10))[0]}",
-                "restore it from a backup, or create it as in outbox migrate --sql",
-            )
-        )
-    return results
-
-
-async def _run_read_only(check: Check, context: DoctorContext, results: list[CheckResult]) -> None:
+@asynccontextmanager
+async def _read_only(context: DoctorContext) -> AsyncIterator[None]:
     # READ COMMITTED: some checks compare the snapshots of two consecutive statements.
     async with context.db.transaction(isolation="read_committed", readonly=True):
-        # SET LOCAL: behind a pooling proxy, a session setting would leak to other clients.
-        limit_ms = int(STATEMENT_TIMEOUT_S * 1000)
-        await context.db.execute(f"SET LOCAL statement_timeout = {limit_ms}")
-        results += [each async for each in check(context)]
+        await context.limit_statements()
+        yield
 
 
-async def _access_error(context: DoctorContext, reason: str) -> CannotRun:
-    """The error for a role that cannot read the migrations."""
-    return CannotRun(f"{reason}; {await _suggest_grant(context)}")
-
-
-async def _privilege_result(context: DoctorContext, reason: str) -> CheckResult:
-    """The result of a check that this role has no rights for."""
-    if any(thing in reason for thing in (" table ", " sequence ", " function ")):
-        action = await _suggest_grant(context)
-    else:
+async def _run_check(check: Check, context: DoctorContext) -> list[CheckResult]:
+    """Run one check; most errors of the database are a result of it, too."""
+    try:
+        # The probe writes, in transactions of its own.
+        async with nullcontext() if check in PROBE else _read_only(context):
+            results = [result async for result in check.results(context)]
+            return results or [ok(check.passed)]
+    except asyncpg.QueryCanceledError:
+        skipped = warning(
+            f"skipped: a query took over {STATEMENT_TIMEOUT_S:.0f} s",
+            "run it again when the server is less busy",
+        )
+    except asyncpg.InsufficientPrivilegeError as error:
+        reason = _first_line(error)
         action = "connect as the role that ran outbox migrate"
-    return warning(f"this check needs more rights: {reason}", action)
+        if any(thing in reason for thing in (" table ", " sequence ", " function ")):
+            action = await _suggest_grant(context)
+        skipped = warning(f"this check needs more rights: {reason}", action)
+    except CannotRun as error:
+        if isinstance(error.__cause__, asyncpg.InsufficientPrivilegeError):
+            # This role cannot read the migrations.
+            reason = _first_line(error.__cause__)
+            raise CannotRun(f"{reason}; {await _suggest_grant(context)}") from error
+        raise
+    except (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError) as error:
+        skipped = problem(
+            f"a schema object is missing: {_first_line(error)}",
+            "restore it from a backup, or create it as in outbox migrate --sql",
+        )
+    return [skipped]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 async def _suggest_grant(context: DoctorContext) -> str:
@@ -217,7 +195,5 @@ async def _suggest_grant(context: DoctorContext) -> str:
     if about["purposes"] == ["producer"]:
         # A producer role should not get the rights of a reader.
         return "this role is a producer; run it as a reader or an operator"
-    return (
-        "as the role that ran outbox migrate: "
-        f"{roles.grant_command(context, 'reader', about['role'])}"
-    )
+    command = context.grant_command("reader", about["role"])
+    return f"as the role that ran outbox migrate: {command}"

@@ -1,11 +1,11 @@
-"""Doctor checks of endpoints: secrets, networks, certificates, states, health and filters."""
+"""Checks of endpoints: secrets, networks, certificates, states, health and filters."""
 
 from __future__ import annotations
 
 import shlex
 from ipaddress import ip_network
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import asyncpg
 import orjson
@@ -14,34 +14,24 @@ from outbox.core.delivery.connection_reuse import DISTRUST_S
 from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
 from outbox.core.model.response import describe_response, outcome_fields
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
-from outbox.operations.doctor.finding import (
+from outbox.operations.doctor.check import (
     ROWS_MAX,
+    CheckResult,
+    DoctorContext,
+    Results,
+    are,
+    check,
+    check_rows,
     format_age,
     format_count,
     join_names,
     ok,
     problem,
-    report_remaining,
     warning,
 )
 from outbox.operations.rotate_key import COUNT_SECRETS
 from outbox.store.altered_secrets import read_altered_secrets
 from outbox.store.endpoints import read_endpoints
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from outbox.operations.doctor.finding import CheckResult, DoctorContext
-
-LIST = "outbox status"
-ENDPOINTS_AT_ONCE = 500
-
-READ_IDS = "SELECT id FROM endpoint WHERE state <> 'removed' ORDER BY id"
-
-
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
-
 
 # Live relays that lack one of the keys that secrets are encrypted with.
 RELAYS_WITHOUT_KEYS = """
@@ -49,72 +39,20 @@ SELECT name FROM replica
  WHERE expires_at > clock_timestamp() AND NOT keys @> $1::text[] ORDER BY name
 """
 
-URLS = """
-SELECT name, url, allow_networks FROM endpoint WHERE state <> 'removed' ORDER BY name COLLATE "C"
-"""
 
-CERTIFICATES = """
-SELECT name, extract(epoch FROM (identity_about ->> 'not_after')::timestamptz
-                                - clock_timestamp())::float8 AS left_s
-  FROM endpoint WHERE identity_about IS NOT NULL AND state <> 'removed' ORDER BY 2
-"""
-
-STATES = """
-SELECT e.name, e.state, e.state_by, e.state_comment,
-       extract(epoch FROM clock_timestamp() - e.state_at)::float8 AS since_s,
-       count(*) OVER () AS total
-  FROM endpoint e WHERE e.state NOT IN ('active', 'removed')
- ORDER BY e.state_at LIMIT $1
-"""
-
-HEALTH = """
-SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 AS since_s,
-       extract(epoch FROM h.held_until - clock_timestamp())::float8 AS held_s,
-       h.last_response::text AS last_response, count(*) OVER () AS total
-  FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
- WHERE e.state = 'active' AND (h.state <> 'healthy' OR h.held_until > clock_timestamp())
- ORDER BY h.since LIMIT $1
-"""
-
-# Endpoints without connection reuse because of unsolicited data.
-UNSOLICITED = """
-SELECT e.name, extract(epoch FROM clock_timestamp() - h.unsolicited_at)::float8 AS since_s,
-       count(*) OVER () AS total
-  FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
- WHERE e.keep_alive AND e.state IN ('active', 'paused')
-   AND h.unsolicited_at > clock_timestamp() - make_interval(secs => $2)
- ORDER BY h.unsolicited_at LIMIT $1
-"""
-
-# Filters that the sequencer has stopped evaluating.
-FILTERS = """
-SELECT e.name, s.filter_stopped_reason AS reason,
-       extract(epoch FROM clock_timestamp() - s.filter_stopped_at)::float8 AS since_s,
-       count(*) OVER () AS total
-  FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
- WHERE s.to_batch IS NULL AND s.filter_stopped_at > clock_timestamp() - make_interval(secs => $2)
-   AND e.state IN ('active', 'paused')
- ORDER BY s.filter_stopped_at LIMIT $1
-"""
-
-
-async def check_secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("secrets")
+async def secrets(context: DoctorContext) -> Results:
     """Secrets are encrypted, with one key that all relays have."""
     kept = {row["key"]: row["count"] for row in await context.db.fetch(COUNT_SECRETS)}
     in_clear = kept.pop(None, 0)
     keys = sorted(kept)
+    stored = f"{format_count(in_clear, 'secret')} of endpoints {are(in_clear)} stored in clear"
     if keys and in_clear:
-        yield warning(
-            f"{format_count(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear, "
-            "others are "
-            "encrypted",
-            "outbox rekey",
-        )
+        yield warning(f"{stored}, others are encrypted", "outbox rekey")
     elif in_clear:
         yield warning(
-            f"{format_count(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear: a "
-            "reader "
-            f"of {context.qualify('endpoint_secret')}, or of a backup, can forge signatures",
+            f"{stored}: a reader of {context.qualify('endpoint_secret')}, or of a backup, can "
+            "forge signatures",
             "set OUTBOX_KEY for relays and operators (create one: outbox rekey --generate), then "
             "run outbox rekey",
         )
@@ -126,19 +64,22 @@ async def check_secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
             "all of them",
             "outbox rekey",
         )
-    blind = (
-        [row["name"] for row in await context.db.fetch(RELAYS_WITHOUT_KEYS, keys)] if keys else []
-    )
-    if blind:
+    rows = await context.db.fetch(RELAYS_WITHOUT_KEYS, keys) if keys else []
+    if rows:
         yield problem(
-            f"{join_names(blind)} cannot decrypt the secrets of some endpoints, "
-            "whose deliveries wait",
-            f"start {'it' if len(blind) == 1 else 'them'} with an OUTBOX_KEY that has the "
+            f"{join_names([row['name'] for row in rows])} cannot decrypt the secrets of some "
+            "endpoints, whose deliveries wait",
+            f"start {'it' if len(rows) == 1 else 'them'} with an OUTBOX_KEY that has the "
             f"{'key whose id is' if len(keys) == 1 else 'keys whose ids are'} {', '.join(keys)}",
         )
 
 
-async def check_altered_secrets(context: DoctorContext) -> AsyncIterator[CheckResult]:
+READ_IDS = "SELECT id FROM endpoint WHERE state <> 'removed' ORDER BY id"
+ENDPOINTS_AT_ONCE = 500
+
+
+@check("altered secrets", passed="no secret was altered")
+async def altered_secrets(context: DoctorContext) -> Results:
     """No stored secret was changed outside of the commands and the API."""
     found = {row.name: row.reason for row in await read_altered_secrets(context.db)}
     if context.vault.key_ids:
@@ -153,8 +94,6 @@ async def check_altered_secrets(context: DoctorContext) -> AsyncIterator[CheckRe
         yield problem(
             f"secrets of {len(found) - ROWS_MAX} more endpoints were altered", "outbox status"
         )
-    if not found:
-        yield ok("no secret was altered")
 
 
 async def _find_altered_secrets(context: DoctorContext) -> dict[str, str]:
@@ -162,10 +101,9 @@ async def _find_altered_secrets(context: DoctorContext) -> dict[str, str]:
     found: dict[str, str] = {}
     ids = [row["id"] for row in await context.db.fetch(READ_IDS)]
     for first in range(0, len(ids), ENDPOINTS_AT_ONCE):
+        some = ids[first : first + ENDPOINTS_AT_ONCE]
         try:
-            endpoints = await read_endpoints(
-                context.db, ids[first : first + ENDPOINTS_AT_ONCE], context.vault
-            )
+            endpoints = await read_endpoints(context.db, some, context.vault)
         except asyncpg.InsufficientPrivilegeError:
             # A reader sees what relays have journalled.
             return {}
@@ -173,76 +111,87 @@ async def _find_altered_secrets(context: DoctorContext) -> dict[str, str]:
     return found
 
 
-async def check_networks(context: DoctorContext) -> AsyncIterator[CheckResult]:
+URLS = """
+SELECT name, url, allow_networks FROM endpoint WHERE state <> 'removed' ORDER BY name COLLATE "C"
+"""
+
+
+@check("networks", passed="these settings allow the URLs of all endpoints")
+async def networks(context: DoctorContext) -> Results:
     """Egress rules allow every URL, and no network is opened too widely."""
     refused: dict[str, list[str]] = {}
     exposed: dict[str, list[str]] = {}
     for row in await context.db.fetch(URLS):
-        networks = tuple(map(ip_network, row["allow_networks"]))
-        for leads in exposed_metadata_warnings(networks):
-            exposed.setdefault(leads, []).append(row["name"])
-        if (reason := context.explain_url_rejection(row["url"], networks)) is not None:
-            refused.setdefault(reason, []).append(row["name"])
+        allowed = tuple(map(ip_network, row["allow_networks"]))
+        for reason in exposed_metadata_warnings(allowed):
+            exposed.setdefault(reason, []).append(row["name"])
+        if (refusal := context.explain_url_rejection(row["url"], allowed)) is not None:
+            refused.setdefault(refusal, []).append(row["name"])
     for reason, names in islice(refused.items(), ROWS_MAX):
         yield warning(
             f"these settings reject the URL of {join_names(names)}: {reason}",
             "set OUTBOX_ALLOW_NETWORKS to the same value as for the relays, or change the URL",
         )
-    everywhere = exposed_metadata_warnings(context.allow_networks)
-    for reason in everywhere:
+    narrow = "outbox endpoint update NAME --allow-network RANGE"
+    for reason in exposed_metadata_warnings(context.allow_networks):
         yield warning(
             f"OUTBOX_ALLOW_NETWORKS opens this for every endpoint: {reason}",
-            "allow narrower ranges, or allow them for one endpoint: outbox endpoint update NAME "
-            "--allow-network RANGE",
+            f"allow narrower ranges, or allow them for one endpoint: {narrow}",
         )
     for reason, names in islice(exposed.items(), ROWS_MAX):
         yield warning(
-            f"allowed for {join_names(names)}: {reason}",
-            "allow narrower ranges: outbox endpoint update NAME --allow-network RANGE",
+            f"allowed for {join_names(names)}: {reason}", f"allow narrower ranges: {narrow}"
         )
-    if not refused and not exposed and not everywhere:
-        yield ok("these settings allow the URLs of all endpoints")
 
 
-async def check_certificates(context: DoctorContext) -> AsyncIterator[CheckResult]:
+CERTIFICATES = """
+SELECT name, extract(epoch FROM (identity_about ->> 'not_after')::timestamptz
+                                - clock_timestamp())::float8 AS left_s
+  FROM endpoint WHERE identity_about IS NOT NULL AND state <> 'removed' ORDER BY 2
+"""
+
+
+@check("certificates")
+async def certificates(context: DoctorContext) -> Results:
     """Client certificates for mutual TLS do not expire soon."""
     rows = await context.db.fetch(CERTIFICATES)
-    for row in rows:
-        if row["left_s"] < context.limits.certificate_s:
-            name = shlex.quote(row["name"])
-            expiry = (
-                "has expired" if row["left_s"] <= 0 else f"expires in {format_age(row['left_s'])}"
-            )
-            severity = problem if row["left_s"] <= 0 else warning
-            yield severity(
-                f'the client certificate for "{row["name"]}" {expiry}',
-                f"renew it: outbox endpoint certificate {name} FILE",
-            )
+    expiring = [row for row in rows if row["left_s"] < context.limits.certificate_s]
+    for row in expiring:
+        expired = row["left_s"] <= 0
+        expiry = "has expired" if expired else f"expires in {format_age(row['left_s'])}"
+        make_result = problem if expired else warning
+        yield make_result(
+            f'the client certificate for "{row["name"]}" {expiry}',
+            f"renew it: outbox endpoint certificate {shlex.quote(row['name'])} FILE",
+        )
     if not rows:
         yield ok("no endpoint has a client certificate")
-    elif all(row["left_s"] >= context.limits.certificate_s for row in rows):
+    elif not expiring:
         yield ok(f"{format_count(len(rows), 'client certificate')}, none of them expires soon")
 
 
-async def check_states(context: DoctorContext) -> AsyncIterator[CheckResult]:
+STATES = """
+SELECT name, state, state_by, state_comment,
+       extract(epoch FROM clock_timestamp() - state_at)::float8 AS since_s,
+       clock_timestamp() - state_at > make_interval(secs => $1) AS overdue
+  FROM endpoint WHERE state NOT IN ('active', 'removed')
+ ORDER BY state_at
+"""
+
+
+@check_rows(
+    "endpoints",
+    STATES,
+    "no endpoint is paused or disabled",
+    limit=lambda limits: limits.unfinished_s,
+)
+def states(row: Any) -> CheckResult:
     """Endpoints that are paused, disabled or being removed."""
-    rows = await context.db.fetch(STATES, ROWS_MAX)
-    for row in rows:
-        yield _state(row, context)
-    for result in report_remaining(rows, LIST):
-        yield result
-    if not rows:
-        yield ok("no endpoint is paused or disabled")
-
-
-def _state(row: Any, context: DoctorContext) -> CheckResult:
     by = f" by {row['state_by']}" if row["state_by"] else ""
     reason = f" ({row['state_comment']})" if row["state_comment"] else ""
+    since = format_age(row["since_s"])
+    message = f'endpoint "{row["name"]}" has been {row["state"]}{by} for {since}{reason}'
     name = shlex.quote(row["name"])
-    message = (
-        f'endpoint "{row["name"]}" has been {row["state"]}{by} for '
-        f"{format_age(row['since_s'])}{reason}"
-    )
     match row["state"]:
         case "paused":
             return warning(
@@ -254,7 +203,7 @@ def _state(row: Any, context: DoctorContext) -> CheckResult:
                 f"enable it: outbox endpoint enable {name}; then outbox dead replay "
                 f"--endpoint {name}",
             )
-        case _ if row["since_s"] > context.limits.unfinished_s:
+        case _ if row["overdue"]:
             return problem(
                 f"{message}: no relay has completed this",
                 "start a relay: outbox relay; if one runs, see its log",
@@ -263,18 +212,19 @@ def _state(row: Any, context: DoctorContext) -> CheckResult:
             return ok(message)
 
 
-async def check_health(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """Circuit breakers of active endpoints are closed."""
-    rows = await context.db.fetch(HEALTH, ROWS_MAX)
-    for row in rows:
-        yield _health(row)
-    for result in report_remaining(rows, LIST):
-        yield result
-    if not rows:
-        yield ok("no endpoint is failing")
+HEALTH = """
+SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 AS since_s,
+       extract(epoch FROM h.held_until - clock_timestamp())::float8 AS held_s,
+       h.last_response::text AS last_response
+  FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
+ WHERE e.state = 'active' AND (h.state <> 'healthy' OR h.held_until > clock_timestamp())
+ ORDER BY h.since
+"""
 
 
-def _health(row: Any) -> CheckResult:
+@check_rows("health", HEALTH, "no endpoint is failing")
+def health(row: Any) -> CheckResult:
+    """The circuit breaker of an active endpoint is not closed, or its receiver sent Retry-After."""
     who = f'endpoint "{row["name"]}"'
     response = orjson.loads(row["last_response"]) if row["last_response"] else {}
     last = f" ({describe_response(outcome_fields(response))})" if response else ""
@@ -299,40 +249,50 @@ def _health(row: Any) -> CheckResult:
             return ok(f"{who} has been {row['state']} for {since}")
 
 
-async def check_connection_reuse(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """Connections are reused: no receiver has sent unsolicited data lately."""
-    rows = await context.db.fetch(UNSOLICITED, ROWS_MAX, DISTRUST_S)
-    for row in rows:
-        name = shlex.quote(row["name"])
-        yield warning(
-            f'the receiver of endpoint "{row["name"]}" sent data that belongs to no request, '
-            f"{format_age(row['since_s'])} ago: deliveries until then may be acknowledged although "
-            "it did not process them; until a day after it, each connection carries one request, "
-            "and there are no delivery runs",
-            "find the handler or proxy that responds twice or too early, and send again what is "
-            f"missing (outbox replay --endpoint {name} --since …); if it cannot be repaired: "
-            f"outbox endpoint update {name} --no-keep-alive",
-        )
-    for result in report_remaining(rows, LIST):
-        yield result
-    if not rows:
-        yield ok("no receiver has sent unsolicited data")
+# Endpoints without connection reuse because of unsolicited data.
+UNSOLICITED = f"""
+SELECT e.name, extract(epoch FROM clock_timestamp() - h.unsolicited_at)::float8 AS since_s
+  FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
+ WHERE e.keep_alive AND e.state IN ('active', 'paused')
+   AND h.unsolicited_at > clock_timestamp() - make_interval(secs => {DISTRUST_S})
+ ORDER BY h.unsolicited_at
+"""  # noqa: S608 (a constant only)
 
 
-async def check_filters(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """The sequencer evaluates every filter."""
-    rows = await context.db.fetch(FILTERS, ROWS_MAX, AGAIN_AFTER_S)
-    for row in rows:
-        name = shlex.quote(row["name"])
-        yield warning(
-            f'the filter of endpoint "{row["name"]}" has not been evaluated for '
-            f"{format_age(row['since_s'])} "
-            f"({row['reason']}): the endpoint receives events that it should not",
-            f"simplify it: outbox endpoint update {name} --filter …; otherwise it is evaluated "
-            "again "
-            "after a day",
-        )
-    for result in report_remaining(rows, LIST):
-        yield result
-    if not rows:
-        yield ok("every filter is evaluated")
+@check_rows("keep-alive", UNSOLICITED, "no receiver has sent unsolicited data")
+def connection_reuse(row: Any) -> CheckResult:
+    """A receiver has sent unsolicited data, so its connections are not reused."""
+    name = shlex.quote(row["name"])
+    return warning(
+        f'the receiver of endpoint "{row["name"]}" sent data that belongs to no request, '
+        f"{format_age(row['since_s'])} ago: deliveries until then may be acknowledged although "
+        "it did not process them; until a day after it, each connection carries one request, "
+        "and there are no delivery runs",
+        "find the handler or proxy that responds twice or too early, and send again what is "
+        f"missing (outbox replay --endpoint {name} --since …); if it cannot be repaired: "
+        f"outbox endpoint update {name} --no-keep-alive",
+    )
+
+
+# Filters that the sequencer has stopped evaluating.
+FILTERS = f"""
+SELECT e.name, s.filter_stopped_reason AS reason,
+       extract(epoch FROM clock_timestamp() - s.filter_stopped_at)::float8 AS since_s
+  FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
+ WHERE s.to_batch IS NULL
+   AND s.filter_stopped_at > clock_timestamp() - make_interval(secs => {AGAIN_AFTER_S})
+   AND e.state IN ('active', 'paused')
+ ORDER BY s.filter_stopped_at
+"""  # noqa: S608 (a constant only)
+
+
+@check_rows("filters", FILTERS, "every filter is evaluated")
+def filters(row: Any) -> CheckResult:
+    """The sequencer does not evaluate a filter."""
+    return warning(
+        f'the filter of endpoint "{row["name"]}" has not been evaluated for '
+        f"{format_age(row['since_s'])} ({row['reason']}): the endpoint receives events that it "
+        "should not",
+        f"simplify it: outbox endpoint update {shlex.quote(row['name'])} --filter …; otherwise it "
+        "is evaluated again after a day",
+    )

@@ -9,18 +9,22 @@ to itself, and leaves nothing behind.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import asyncpg
 
 from outbox.core.model.pattern import PROBE as TYPE
-from outbox.operations.doctor.finding import STATEMENT_TIMEOUT_S, ok, problem, warning
+from outbox.operations.doctor.check import (
+    CheckResult,
+    DoctorContext,
+    Results,
+    check,
+    ok,
+    problem,
+    warning,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from outbox.operations.doctor.finding import CheckResult, DoctorContext
+STEPS = ("insert", "commit", "notification", "sequenced")
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
 """Poll interval for the cursor."""
@@ -49,74 +53,55 @@ SELECT b.high >= $1 AND NOT b.young @> $1::bigint
 """
 
 
-@dataclass(slots=True)
-class Timing:
-    """Durations of a probe in milliseconds; None: not measured, or not completed."""
-
-    outbox_id: int | None = None
-    insert_ms: float | None = None
-    commit_ms: float | None = None
-    notify_ms: float | None = None
-    sequenced_ms: float | None = None
-
-    def __str__(self) -> str:
-        parts = (
-            ("insert", self.insert_ms),
-            ("commit", self.commit_ms),
-            ("notification", self.notify_ms),
-            ("sequenced", self.sequenced_ms),
-        )
-        return ", ".join(f"{name} {ms:.1f} ms" for name, ms in parts if ms is not None)
-
-
-async def check_probe(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("probe")
+async def sequenced_event(context: DoctorContext) -> Results:
     """An event is committed, notified and sequenced quickly."""
+    limits = context.limits
     about = await context.db.fetchrow(ABOUT)
-    error = None
     try:
-        timing = await _run_probe(context, about["channel"], event=about["relay"])
+        outbox_id, durations_ms = await _run_probe(context, about["channel"], event=about["relay"])
     except TimeoutError:
         yield problem(
-            f"a commit was not confirmed within {context.limits.probe_s:.0f} s",
+            f"a commit was not confirmed within {limits.probe_s:.0f} s",
             "see what sessions wait for: wait_event in pg_stat_activity",
         )
         return
-    except (asyncpg.InsufficientPrivilegeError, asyncpg.ReadOnlySQLTransactionError) as caught:
-        error = caught
-        try:
-            timing = await _run_probe(context, about["channel"], event=False)
-        except asyncpg.ReadOnlySQLTransactionError:
-            timing = None
-    if error is not None:
-        timed = f"; without an event: {timing}" if timing else ""
-        yield _rejection_result(context, error, timed)
+    except (asyncpg.InsufficientPrivilegeError, asyncpg.ReadOnlySQLTransactionError) as error:
+        yield await _measure_without_event(context, about["channel"], error)
         return
-    assert timing is not None
-    limits = context.limits
-    if about["relay"] and timing.sequenced_ms is None:
+    timing = _format_steps(durations_ms)
+    if about["relay"] and "sequenced" not in durations_ms:
         yield warning(
-            f"event {timing.outbox_id} of type {TYPE} was not sequenced within "
+            f"event {outbox_id} of type {TYPE} was not sequenced within "
             f"{limits.probe_s:.0f} s ({timing})",
-            f"see sequencing and publishing above, and outbox trace {timing.outbox_id}",
+            f"see sequencing and publishing above, and outbox trace {outbox_id}",
         )
-    elif context.listening and timing.notify_ms is None:
+    elif context.listening and "notification" not in durations_ms:
         yield warning(
             f"a notification did not arrive within {limits.probe_s:.0f} s ({timing}): relays do "
             "not receive notifications of producers, and poll every OUTBOX_POLL_S",
             "behind a pooling proxy, set OUTBOX_POOLED=true; otherwise see notify queue",
         )
-    elif max(_parts(timing)) > limits.probe_slow_ms:
+    elif max(durations_ms.values()) > limits.probe_slow_ms:
         yield warning(
             f"the database is slow to process an event: {timing}",
             "see what sessions wait for: wait_event in pg_stat_activity",
         )
     elif about["relay"]:
-        yield ok(f"event {timing.outbox_id} of type {TYPE}: {timing}")
+        yield ok(f"event {outbox_id} of type {TYPE}: {timing}")
     else:
         yield ok(f"no relay runs, so nothing was published: {timing}")
 
 
-def _rejection_result(context: DoctorContext, error: Exception, timed: str) -> CheckResult:
+async def _measure_without_event(
+    context: DoctorContext, channel: str, error: Exception
+) -> CheckResult:
+    """This role may not publish; measure a commit only."""
+    try:
+        _, durations_ms = await _run_probe(context, channel, event=False)
+        timed = f"; without an event: {_format_steps(durations_ms)}"
+    except asyncpg.ReadOnlySQLTransactionError:
+        timed = ""
     if isinstance(error, asyncpg.ReadOnlySQLTransactionError):
         return warning(
             f"could not publish a probe: transactions of this role are read-only{timed}",
@@ -129,13 +114,19 @@ def _rejection_result(context: DoctorContext, error: Exception, timed: str) -> C
     )
 
 
-def _parts(timing: Timing) -> list[float]:
-    parts = (timing.insert_ms, timing.commit_ms, timing.notify_ms, timing.sequenced_ms)
-    return [ms for ms in parts if ms is not None]
+def _format_steps(durations_ms: dict[str, float]) -> str:
+    return ", ".join(
+        f"{step} {durations_ms[step]:.1f} ms" for step in STEPS if step in durations_ms
+    )
 
 
-async def _run_probe(context: DoctorContext, channel: str, *, event: bool) -> Timing:
-    """Commit an event or a WAL message, and wait for its notification and sequencing."""
+async def _run_probe(
+    context: DoctorContext, channel: str, *, event: bool
+) -> tuple[int | None, dict[str, float]]:
+    """Commit an event or a WAL message, and wait for its notification and sequencing.
+
+    Returns the event's id, and the durations of the completed steps in milliseconds.
+    """
     clock = asyncio.get_running_loop().time
     notified: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
@@ -143,20 +134,19 @@ async def _run_probe(context: DoctorContext, channel: str, *, event: bool) -> Ti
         if not notified.done():
             notified.set_result(clock())
 
-    timing = Timing()
+    outbox_id: int | None = None
+    durations_ms: dict[str, float] = {}
     if context.listening:
         await context.db.add_listener(channel, on_notify)
     try:
         transaction = context.db.transaction(isolation="read_committed")
         await transaction.start()
         try:
-            await context.db.execute(
-                f"SET LOCAL statement_timeout = {int(STATEMENT_TIMEOUT_S * 1000)}"
-            )
+            await context.limit_statements()
             begun_at = clock()
             if event:
-                timing.outbox_id = await context.db.fetchval(PUBLISH)
-                timing.insert_ms = (clock() - begun_at) * 1000
+                outbox_id = await context.db.fetchval(PUBLISH)
+                durations_ms["insert"] = (clock() - begun_at) * 1000
             else:
                 await context.db.execute(WRITE)
             if context.listening:
@@ -169,31 +159,29 @@ async def _run_probe(context: DoctorContext, channel: str, *, event: bool) -> Ti
         async with asyncio.timeout(context.limits.probe_s):
             await transaction.commit()
         committed_at = clock()
-        timing.commit_ms = (committed_at - committing_at) * 1000
-        if event and await _sequenced(context, timing.outbox_id, committed_at):
-            timing.sequenced_ms = (clock() - committed_at) * 1000
-        if context.listening and await _wait_for(
-            notified, committed_at + context.limits.probe_s - clock()
-        ):
-            timing.notify_ms = max(notified.result() - committing_at, 0.0) * 1000
+        ends_at = committed_at + context.limits.probe_s
+        durations_ms["commit"] = (committed_at - committing_at) * 1000
+        if event and await _wait_until_sequenced(context, outbox_id, ends_at):
+            durations_ms["sequenced"] = (clock() - committed_at) * 1000
+        if context.listening:
+            done, _ = await asyncio.wait([notified], timeout=max(ends_at - clock(), 0.1))
+            if done:
+                durations_ms["notification"] = max(notified.result() - committing_at, 0.0) * 1000
     finally:
         if context.listening:
             await context.db.remove_listener(channel, on_notify)
-    return timing
+    return outbox_id, durations_ms
 
 
-async def _sequenced(context: DoctorContext, outbox_id: int | None, committed_at: float) -> bool:
+async def _wait_until_sequenced(
+    context: DoctorContext, outbox_id: int | None, ends_at: float
+) -> bool:
     """Whether a relay sequences the event within the time limit."""
     clock = asyncio.get_running_loop().time
     wait_s = POLL_MIN_S
     while not await context.db.fetchval(SEQUENCED, outbox_id):
-        if clock() - committed_at > context.limits.probe_s:
+        if clock() > ends_at:
             return False
         await asyncio.sleep(wait_s)
         wait_s = min(wait_s * 1.5, POLL_MAX_S)
     return True
-
-
-async def _wait_for(notified: asyncio.Future[float], within_s: float) -> bool:
-    done, _ = await asyncio.wait([notified], timeout=max(within_s, 0.1))
-    return bool(done)

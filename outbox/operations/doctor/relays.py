@@ -1,29 +1,30 @@
-"""Doctor checks of relays: leases, LISTEN connections, sequencing lag and ownership."""
+"""Checks of relays: leases, LISTEN connections, sequencing, schedules and ownership."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-from outbox.operations.doctor.finding import (
-    ROWS_MAX,
+from outbox.operations.doctor.check import (
+    CheckResult,
+    DoctorContext,
+    Results,
+    check,
     format_age,
     format_count,
     join_names,
     ok,
     problem,
-    report_remaining,
+    report_rows,
     warning,
 )
 from outbox.store.sessions import LISTENER_SUFFIX
 from outbox.store.skipped_events import BATCHES_PER_SEARCH, EVENTS_MAX, FIND_SKIPPED_EVENTS
 from outbox.store.stalls import read_cursor_blocker
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from outbox.operations.doctor.finding import CheckResult, DoctorContext
-
 START = "start one: outbox relay"
+START_FOR_SCHEDULES = (
+    'start a relay: outbox relay; if one runs, its log has the error ("scheduled runs failed")'
+)
 
 REPLICAS = """
 SELECT r.id, r.name, extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS left_s,
@@ -34,42 +35,9 @@ SELECT r.id, r.name, extract(epoch FROM r.expires_at - clock_timestamp())::float
 
 HAS_ENDPOINTS = "SELECT EXISTS (SELECT FROM endpoint WHERE state <> 'removed')"
 
-# By application_name, which all roles may read.
-NOT_LISTENING = f"""
-SELECT r.id, r.name, count(*) OVER () AS total
-  FROM replica r
- WHERE r.expires_at > clock_timestamp()
-   AND r.started_at < clock_timestamp() - make_interval(secs => $1)
-   AND NOT EXISTS (SELECT FROM pg_stat_activity a
-                    WHERE a.datname = current_database()
-                      AND a.application_name = r.label || '{LISTENER_SUFFIX}')
- ORDER BY r.id LIMIT $2
-"""  # noqa: S608 (constants only)
 
-COUNT_MAX = 10_000
-
-WAITING = """
-SELECT (SELECT count(*) FROM (SELECT FROM outbox o WHERE o.id > b.high LIMIT $1) w) AS events,
-       (SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
-          FROM outbox o WHERE o.id > b.high ORDER BY o.id LIMIT 1) AS oldest_s,
-       EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp()) AS relay,
-       b.high
-  FROM batch b ORDER BY b.batch DESC LIMIT 1
-"""
-
-# Empty unless a relay is running: without one, the check of replicas reports the cause.
-OWNERLESS = """
-SELECT e.name, o.replica_id, count(*) OVER () AS total
-  FROM endpoint e
-  LEFT JOIN ownership o ON o.endpoint_id = e.id
-  LEFT JOIN replica r ON r.id = o.replica_id AND r.expires_at > clock_timestamp()
- WHERE e.state <> 'removed' AND r.id IS NULL
-   AND EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())
- ORDER BY e.name COLLATE "C" LIMIT $1
-"""
-
-
-async def check_replicas(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("relays")
+async def replicas(context: DoctorContext) -> Results:
     """At least one relay renews its lease."""
     rows = await context.db.fetch(REPLICAS)
     if not any(row["left_s"] > 0 for row in rows):
@@ -89,27 +57,55 @@ async def check_replicas(context: DoctorContext) -> AsyncIterator[CheckResult]:
             )
 
 
-async def check_listeners(context: DoctorContext) -> AsyncIterator[CheckResult]:
+# By application_name, which all roles may read.
+NOT_LISTENING = f"""
+SELECT r.id, r.name
+  FROM replica r
+ WHERE r.expires_at > clock_timestamp()
+   AND r.started_at < clock_timestamp() - make_interval(secs => $1)
+   AND NOT EXISTS (SELECT FROM pg_stat_activity a
+                    WHERE a.datname = current_database()
+                      AND a.application_name = r.label || '{LISTENER_SUFFIX}')
+ ORDER BY r.id
+"""  # noqa: S608 (constants only)
+
+
+@check("listeners", passed="every running relay listens")
+async def listeners(context: DoctorContext) -> Results:
     """Every relay has a LISTEN connection."""
     if not context.listening:
         yield ok("relays with these settings do not listen; they poll every OUTBOX_POLL_S")
         return
-    rows = await context.db.fetch(NOT_LISTENING, context.limits.listener_s, ROWS_MAX)
-    for row in rows:
-        yield warning(
-            f"{row['name']} (replica {row['id']}) has no LISTEN connection, and polls every "
-            "OUTBOX_POLL_S",
-            "see its log for the cause; expected with OUTBOX_POOLED or OUTBOX_NOTIFY=false",
-        )
-    for result in report_remaining(rows, "see their logs"):
+    for result in await report_rows(
+        context, _missing_listener, "see their logs", NOT_LISTENING, context.limits.listener_s
+    ):
         yield result
-    if not rows:
-        yield ok("every running relay listens")
 
 
-async def check_lag(context: DoctorContext) -> AsyncIterator[CheckResult]:
+def _missing_listener(row: Any) -> CheckResult:
+    return warning(
+        f"{row['name']} (replica {row['id']}) has no LISTEN connection, and polls every "
+        "OUTBOX_POLL_S",
+        "see its log for the cause; expected with OUTBOX_POOLED or OUTBOX_NOTIFY=false",
+    )
+
+
+COUNT_MAX = 10_000
+
+UNSEQUENCED = """
+SELECT (SELECT count(*) FROM (SELECT FROM outbox o WHERE o.id > b.high LIMIT $1) w) AS events,
+       (SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
+          FROM outbox o WHERE o.id > b.high ORDER BY o.id LIMIT 1) AS oldest_s,
+       EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp()) AS relay,
+       b.high
+  FROM batch b ORDER BY b.batch DESC LIMIT 1
+"""
+
+
+@check("sequencing")
+async def lag(context: DoctorContext) -> Results:
     """Committed events are sequenced without delay."""
-    row = await context.db.fetchrow(WAITING, COUNT_MAX + 1)
+    row = await context.db.fetchrow(UNSEQUENCED, COUNT_MAX + 1)
     if not row["events"]:
         yield ok(f"all events up to id {row['high']} are sequenced")
         return
@@ -130,29 +126,93 @@ async def check_lag(context: DoctorContext) -> AsyncIterator[CheckResult]:
     yield make_result(message, action)
 
 
-async def check_skipped_events(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("skipped events", passed="no committed event was skipped")
+async def skipped_events(context: DoctorContext) -> Results:
     """No committed event was skipped as rolled back; of older batches, outbox verify knows."""
     row = await context.db.fetchrow(FIND_SKIPPED_EVENTS, BATCHES_PER_SEARCH, None)
-    if not row["events"]:
-        yield ok("no committed event was skipped")
-        return
-    ids = ", ".join(map(str, row["first_ids"]))
-    at_least = "at least " if row["events"] == EVENTS_MAX else ""
-    yield problem(
-        f"{at_least}{format_count(row['events'], 'committed event')} skipped, from id {ids}: the "
-        "sequence of outbox.id was altered, or they were inserted with explicit ids",
-        "outbox resequence, and the next batches sequence them",
+    if row["events"]:
+        ids = ", ".join(map(str, row["first_ids"]))
+        at_least = "at least " if row["events"] == EVENTS_MAX else ""
+        yield problem(
+            f"{at_least}{format_count(row['events'], 'committed event')} skipped, from id {ids}: "
+            "the sequence of outbox.id was altered, or they were inserted with explicit ids",
+            "outbox resequence, and the next batches sequence them",
+        )
+
+
+# A schedule that waits for its last run is polled later than it is due.
+OVERDUE = """
+SELECT name, cron, extract(epoch FROM clock_timestamp() - due_at)::float8 AS since_s
+  FROM schedule
+ WHERE state = 'active' AND due_at < clock_timestamp() - make_interval(secs => $1)
+ ORDER BY due_at, id
+"""
+
+# Schedules that wait for their last run, which is pending for some endpoint.
+WAITING = """
+SELECT name, cron, extract(epoch FROM clock_timestamp() - next_at)::float8 AS since_s,
+       last_event_id
+  FROM schedule
+ WHERE state = 'active' AND overlap = 'wait' AND last_outbox_id IS NOT NULL
+   AND due_at > greatest(next_at, clock_timestamp())
+   AND next_at < clock_timestamp() - make_interval(secs => $1)
+ ORDER BY next_at, id
+"""
+
+FUTURE = """
+SELECT extract(epoch FROM clock_timestamp() - deliver_at)::float8 AS since_s
+  FROM future_event ORDER BY deliver_at, id LIMIT 1
+"""
+
+
+@check("schedules", passed="no schedule and no future event is overdue")
+async def schedules(context: DoctorContext) -> Results:
+    """Schedules and future events are published on time."""
+    late_s = context.limits.overdue_s
+    for query, describe in ((OVERDUE, _overdue_schedule), (WAITING, _waiting_schedule)):
+        for result in await report_rows(context, describe, "outbox schedule list", query, late_s):
+            yield result
+    since_s = await context.db.fetchval(FUTURE)
+    if since_s is not None and since_s > late_s:
+        yield problem(
+            f"a future event has been overdue for {format_age(since_s)}", START_FOR_SCHEDULES
+        )
+
+
+def _overdue_schedule(row: Any) -> CheckResult:
+    return problem(
+        f'schedule "{row["name"]}" ({row["cron"]}) has been overdue for '
+        f"{format_age(row['since_s'])}",
+        START_FOR_SCHEDULES,
     )
 
 
-async def check_owners(context: DoctorContext) -> AsyncIterator[CheckResult]:
+def _waiting_schedule(row: Any) -> CheckResult:
+    return warning(
+        f'schedule "{row["name"]}" ({row["cron"]}) has been due for '
+        f"{format_age(row['since_s'])}, and waits until its last run is delivered",
+        f"see what blocks that run: outbox trace {row['last_event_id']}",
+    )
+
+
+# Empty unless a relay is running: without one, the check of replicas reports the cause.
+OWNERLESS = """
+SELECT e.name, o.replica_id
+  FROM endpoint e
+  LEFT JOIN ownership o ON o.endpoint_id = e.id
+  LEFT JOIN replica r ON r.id = o.replica_id AND r.expires_at > clock_timestamp()
+ WHERE e.state <> 'removed' AND r.id IS NULL
+   AND EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())
+ ORDER BY e.name COLLATE "C"
+"""
+
+
+@check("owners", passed="every endpoint is owned by a running relay")
+async def owners(context: DoctorContext) -> Results:
     """Every endpoint is owned by a running relay."""
-    rows = await context.db.fetch(OWNERLESS, ROWS_MAX)
-    if not rows:
-        yield ok("every endpoint is owned by a running relay")
-        return
-    names = join_names([row["name"] for row in rows], rows[0]["total"])
-    yield warning(
-        f"no relay owns {names}",
-        "a running relay acquires them within its lease; if this persists, see its log",
-    )
+    rows = await context.fetch_first(OWNERLESS)
+    if rows:
+        yield warning(
+            f"no relay owns {join_names([row['name'] for row in rows], rows[0]['total'])}",
+            "a running relay acquires them within its lease; if this persists, see its log",
+        )

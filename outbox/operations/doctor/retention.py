@@ -1,12 +1,14 @@
-"""Doctor check of retention: old periods, and what keeps them from being dropped."""
+"""Checks of retention: old periods, what keeps them, and partitions that are left of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from outbox.core.sequencing.partition_window import PartitionWindow
-from outbox.operations.doctor.finding import (
-    ROWS_MAX,
+from outbox.core.model.schema_name import migrate_command
+from outbox.core.sequencing.partition_window import PartitionWindow, WindowKind
+from outbox.operations.doctor.check import (
+    DoctorContext,
+    Results,
+    are,
+    check,
     format_age,
     format_count,
     join_names,
@@ -15,24 +17,20 @@ from outbox.operations.doctor.finding import (
 )
 from outbox.store.retention import PINNED_BY_RANGES, PINNED_BY_REPLAYS, READ_PERIODS
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from outbox.core.sequencing.partition_window import WindowKind
-    from outbox.operations.doctor.finding import CheckResult, DoctorContext
-
 GRACE_S = 3600.0
 """A relay drops a period within minutes of its due time, unless it is pinned."""
 
+CONTENTS: dict[WindowKind, str] = {"events": "events", "log": "deliveries and attempts"}
+
 # Endpoints with pending deliveries in batches up to $1, and their total.
-PENDING_ENDPOINTS = f"""
-SELECT e.name, count(*) OVER () AS total
+PENDING_ENDPOINTS = """
+SELECT e.name
   FROM lane_progress p
   JOIN lane_counter c ON c.lane_id = p.lane_id
   JOIN endpoint e ON e.id = p.endpoint_id
  WHERE c.last_seq > p.acked_seq AND p.floor_batch <= $1
- GROUP BY e.id, e.name ORDER BY min(p.floor_batch), e.name LIMIT {ROWS_MAX}
-"""  # noqa: S608 (a constant only)
+ GROUP BY e.id, e.name ORDER BY min(p.floor_batch), e.name
+"""
 
 RANGES = """
 SELECT count(*) FROM dead_letter
@@ -40,32 +38,25 @@ SELECT count(*) FROM dead_letter
    AND endpoint_id NOT IN (SELECT id FROM endpoint WHERE state = 'removed')
 """
 
-_CONTENTS: dict[WindowKind, str] = {"events": "events", "log": "deliveries and attempts"}
 
-
-async def check_retention(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("retention")
+async def periods(context: DoctorContext) -> Results:
     """Periods older than the retention are dropped."""
-    periods = [PartitionWindow(**dict(row)) for row in await context.db.fetch(READ_PERIODS)]
-    kinds: tuple[WindowKind, ...] = ("events", "log")
-    for kind in kinds:
-        ours = sorted((p for p in periods if p.kind == kind), key=lambda p: p.number)
-        keep_s, what, oldest = context.keep.retention_s(kind), _CONTENTS[kind], ours[0]
-        periods_kept = format_count(len(ours), "period")
-        kept = f"{what} are kept for {format_age(oldest.age_s)}, in {periods_kept}"
+    all_periods = [PartitionWindow(**dict(row)) for row in await context.db.fetch(READ_PERIODS)]
+    for kind, what in CONTENTS.items():
+        of_kind = [period for period in all_periods if period.kind == kind]
+        oldest = min(of_kind, key=lambda period: period.number)
+        keep_s = context.keep.retention_s(kind)
+        age = format_age(oldest.age_s)
+        kept = f"{what} are kept for {age}, in {format_count(len(of_kind), 'period')}"
         if keep_s is None:
             yield ok(f"{kept}, without a limit")
-            continue
-        overdue_s = (oldest.ended_s or 0.0) - keep_s
-        if overdue_s < GRACE_S:
+        elif (overdue_s := (oldest.ended_s or 0.0) - keep_s) < GRACE_S:
             yield ok(kept)
-            continue
-        reason, action = await _find_blocker(context, oldest)
-        yield warning(
-            f"{what} from {format_age(oldest.age_s)} ago were due to be dropped "
-            f"{format_age(overdue_s)} ago: "
-            f"{reason}",
-            action,
-        )
+        else:
+            reason, action = await _find_blocker(context, oldest)
+            due = f"{what} from {age} ago were due to be dropped {format_age(overdue_s)} ago"
+            yield warning(f"{due}: {reason}", action)
 
 
 async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tuple[str, str]:
@@ -73,7 +64,7 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
     if period.kind == "events" and period.last_batch is None:
         return "an open transaction may add to them", "end the transactions under publishing"
     last = period.last_batch if period.kind == "events" else period.end - 1
-    endpoints: list[Any] = await context.db.fetch(PENDING_ENDPOINTS, last)
+    endpoints = await context.fetch_first(PENDING_ENDPOINTS, last)
     if endpoints:
         names = join_names([row["name"] for row in endpoints], endpoints[0]["total"])
         return (
@@ -94,3 +85,32 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
             "see outbox replay list and outbox dead list",
         )
     return "no relay has dropped them", "run outbox relay; its log has the error"
+
+
+# Partitions still attached a day after their period was dropped.
+EMPTY_PARTITIONS = """
+SELECT count(*)
+  FROM period p
+  JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
+   AND c.relname = ANY (CASE p.kind WHEN 'events' THEN ARRAY['outbox_' || p.number]
+                        ELSE ARRAY['attempt_' || p.number, 'batch_' || p.number,
+                                   'delivery_' || p.number] END)
+ WHERE p.dropped_at < clock_timestamp() - interval '1 day'
+"""
+
+
+@check("old periods", passed="no partition of a dropped period is left")
+async def empty_partitions(context: DoctorContext) -> Results:
+    """Partitions that relays emptied, but do not own, are dropped by the owner."""
+    count = await context.db.fetchval(EMPTY_PARTITIONS)
+    message = (
+        f"{format_count(count, 'partition')} of dropped periods {are(count)} empty and still "
+        "attached, because the relays do not own them"
+    )
+    if count > context.limits.empty_partitions_max:
+        yield warning(
+            f"{message}: this slows down planning",
+            f"as their owner: {migrate_command(context.schema)}",
+        )
+    elif count:
+        yield ok(message)

@@ -1,20 +1,65 @@
-"""Doctor checks of the schema: version, id sequence, trigger, wake-up flag, partitions."""
+"""Checks of the schema: version, initial rows, id sequence, trigger, wake-up flag, partitions."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
-from outbox.operations.doctor.finding import format_age, ok, problem, warning
+from outbox.operations.doctor.check import (
+    CheckResult,
+    DoctorContext,
+    Results,
+    check,
+    format_age,
+    ok,
+    problem,
+    warning,
+)
 from outbox.store.connection import migrate
 from outbox.store.partitions import PARENTS, PartitionStore
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
-    from outbox.operations.doctor.finding import CheckResult, DoctorContext
+@check("schema")
+async def version(context: DoctorContext) -> Results:
+    """The migrations of this version are applied."""
+    status = await migrate.status(context.db, context.schema)
+    run = f"run: {migrate_command(context.schema)}"
+    is_at = f"is at version {status.version}"
+    if not status.applied:
+        yield problem(f'schema "{context.schema}" does not exist', run)
+    elif status.pending:
+        needed = status.pending[-1].version
+        yield problem(f'schema "{context.schema}" {is_at}, this program needs {needed}', run)
+    elif status.version > (known := status.applied[-1].version):
+        newer = f"newer than version {known} of this program, and compatible"
+        yield ok(f'"{context.schema}" {is_at}, {newer}')
+    else:
+        yield ok(f'"{context.schema}" {is_at}')
+
+
+# The tables that have a row from their migration on, and are empty.
+EMPTIED = """
+SELECT array_agg(name ORDER BY name)
+  FROM (VALUES ('batch', EXISTS (SELECT FROM batch)), ('cursor', EXISTS (SELECT FROM cursor)),
+               ('lag_report', EXISTS (SELECT FROM lag_report)),
+               ('lock', EXISTS (SELECT FROM lock)), ('period', EXISTS (SELECT FROM period)))
+       AS initial(name, is_there)
+ WHERE NOT is_there
+"""
+
+
+@check("rows", passed="the rows that the migrations wrote exist")
+async def initial_rows(context: DoctorContext) -> Results:
+    """No table has lost the row that a migration wrote."""
+    emptied = await context.db.fetchval(EMPTIED)
+    if emptied:
+        yield problem(
+            f"emptied, although each always has a row: {', '.join(map(context.qualify, emptied))}",
+            "restore the schema from a backup, or begin anew, without its endpoints and events: "
+            f"DROP SCHEMA {quote_ident(context.schema)} CASCADE; then run: "
+            f"{migrate_command(context.schema)}",
+        )
+
 
 # Properties of the sequence behind outbox.id that the sequencer relies on.
 SEQUENCE = """
@@ -34,79 +79,9 @@ LAST_GIVEN = """
 SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0)
 """
 
-# The newest period of each kind is the current one.
-WRITTEN_PERIODS = "SELECT kind, max(number) FROM period GROUP BY kind"
 
-# The tables that have a row from their migration on, and are empty.
-EMPTIED = """
-SELECT array_agg(name ORDER BY name)
-  FROM (VALUES ('batch', EXISTS (SELECT FROM batch)), ('cursor', EXISTS (SELECT FROM cursor)),
-               ('lag_report', EXISTS (SELECT FROM lag_report)),
-               ('lock', EXISTS (SELECT FROM lock)), ('period', EXISTS (SELECT FROM period)))
-       AS initial(name, is_there)
- WHERE NOT is_there
-"""
-
-# Whether another table has the name of a partition.
-TABLE_EXISTS = "SELECT to_regclass($1) IS NOT NULL"
-
-TRIGGER = """
-SELECT tgenabled::text FROM pg_trigger
- WHERE tgrelid = 'outbox'::regclass AND tgname = 'notify_relay'
-"""
-
-FLAG = """
-SELECT pg_sequence_last_value('wakeup'::regclass) AS value,
-       extract(epoch FROM clock_timestamp())::float8 AS now,
-       has_sequence_privilege('wakeup', 'SELECT') OR has_sequence_privilege('wakeup', 'USAGE')
-           AS seen,
-       has_sequence_privilege('public', 'wakeup', 'SELECT') AS granted
-"""
-
-_DISABLED_EFFECT = {
-    "D": "is disabled: producers cannot wake a sleeping relay",
-    "R": "is enabled for replicas only: producers cannot wake a sleeping relay",
-    "O": "does not fire when session_replication_role is replica",
-}
-
-
-async def check_version(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """The migrations of this version are applied."""
-    status = await migrate.status(context.db, context.schema)
-    run = f"run: {migrate_command(context.schema)}"
-    if not status.applied:
-        yield problem(f'schema "{context.schema}" does not exist', run)
-    elif status.pending:
-        yield problem(
-            f'schema "{context.schema}" is at version {status.version}, this program needs '
-            f"{status.pending[-1].version}",
-            run,
-        )
-    elif status.version > status.applied[-1].version:
-        yield ok(
-            f'"{context.schema}" is at version {status.version}, newer than version '
-            f"{status.applied[-1].version} of this program, and compatible"
-        )
-    else:
-        yield ok(f'"{context.schema}" is at version {status.version}')
-
-
-async def check_initial_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """The rows that the migrations wrote exist."""
-    emptied = await context.db.fetchval(EMPTIED)
-    if emptied:
-        names = ", ".join(map(context.qualify, emptied))
-        yield problem(
-            f"emptied, although each always has a row: {names}",
-            "restore the schema from a backup, or begin anew, without its endpoints and events: "
-            f"DROP SCHEMA {quote_ident(context.schema)} CASCADE; then run: "
-            f"{migrate_command(context.schema)}",
-        )
-    else:
-        yield ok("the rows that the migrations wrote exist")
-
-
-async def check_sequence(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("sequence")
+async def sequence(context: DoctorContext) -> Results:
     """The id sequence is consecutive, and all ids come from it."""
     row = await context.db.fetchrow(SEQUENCE)
     if row is None:
@@ -116,18 +91,17 @@ async def check_sequence(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
         return
     name = row["name"]
-    wrong = [
-        (f"CACHE is {row['cache']}", "CACHE 1", row["cache"] != 1),
-        (f"INCREMENT is {row['increment']}", "INCREMENT BY 1", row["increment"] != 1),
-        ("it may CYCLE", "NO CYCLE", row["cycle"]),
-        ("it is not LOGGED", "SET LOGGED", not row["logged"]),
-    ]
-    bad = [(message, do) for message, do, is_wrong in wrong if is_wrong]
+    wrong = {
+        f"CACHE is {row['cache']}": "CACHE 1" if row["cache"] != 1 else "",
+        f"INCREMENT is {row['increment']}": "INCREMENT BY 1" if row["increment"] != 1 else "",
+        "it may CYCLE": "NO CYCLE" if row["cycle"] else "",
+        "it is not LOGGED": "" if row["logged"] else "SET LOGGED",
+    }
+    bad = {message: do for message, do in wrong.items() if do}
     if bad:
         yield problem(
-            f"sequence {name}: {', '.join(message for message, _ in bad)}; events could be lost, "
-            "so sequencing stops",
-            "; ".join(f"ALTER SEQUENCE {name} {do}" for _, do in bad),
+            f"sequence {name}: {', '.join(bad)}; events could be lost, so sequencing stops",
+            "; ".join(f"ALTER SEQUENCE {name} {do}" for do in bad.values()),
         )
     if not row["seen"]:
         yield warning(f"this role may not read {name}", f"GRANT SELECT ON SEQUENCE {name}")
@@ -152,7 +126,20 @@ async def check_sequence(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield ok(f"ids are consecutive; the last one is {given}")
 
 
-async def check_trigger(context: DoctorContext) -> AsyncIterator[CheckResult]:
+TRIGGER = """
+SELECT tgenabled::text FROM pg_trigger
+ WHERE tgrelid = 'outbox'::regclass AND tgname = 'notify_relay'
+"""
+
+_DISABLED_EFFECT = {
+    "D": "is disabled: producers cannot wake a sleeping relay",
+    "R": "is enabled for replicas only: producers cannot wake a sleeping relay",
+    "O": "does not fire when session_replication_role is replica",
+}
+
+
+@check("trigger", passed="notify_relay is enabled always")
+async def trigger(context: DoctorContext) -> Results:
     """Producers wake a sleeping relay."""
     enabled = await context.db.fetchval(TRIGGER)
     table = context.qualify("outbox")
@@ -162,9 +149,7 @@ async def check_trigger(context: DoctorContext) -> AsyncIterator[CheckResult]:
             "relay",
             "create it as in outbox migrate --sql, with ENABLE ALWAYS",
         )
-    elif enabled == "A":
-        yield ok("notify_relay is enabled always")
-    else:
+    elif enabled != "A":
         make_result = warning if enabled == "O" else problem
         yield make_result(
             f"the trigger notify_relay of {table} {_DISABLED_EFFECT[enabled]}",
@@ -172,7 +157,17 @@ async def check_trigger(context: DoctorContext) -> AsyncIterator[CheckResult]:
         )
 
 
-async def check_flag(context: DoctorContext) -> AsyncIterator[CheckResult]:
+FLAG = """
+SELECT pg_sequence_last_value('wakeup'::regclass) AS value,
+       extract(epoch FROM clock_timestamp())::float8 AS now,
+       has_sequence_privilege('wakeup', 'SELECT') OR has_sequence_privilege('wakeup', 'USAGE')
+           AS seen,
+       has_sequence_privilege('public', 'wakeup', 'SELECT') AS granted
+"""
+
+
+@check("wake-up flag")
+async def wakeup_flag(context: DoctorContext) -> Results:
     """Producers can read the wake-up flag, and its value is plausible."""
     row = await context.db.fetchrow(FLAG)
     name = context.qualify("wakeup")
@@ -186,44 +181,46 @@ async def check_flag(context: DoctorContext) -> AsyncIterator[CheckResult]:
     elif (ahead_s := (row["value"] or 0) - row["now"]) > context.limits.sleep_flag_max_s:
         yield warning(
             f"the wake-up flag is stuck {format_age(ahead_s)} in the future, and relays set it "
-            "for a "
-            "minute at most; every producer commit sends a NOTIFY",
+            "for a minute at most; every producer commit sends a NOTIFY",
             f"SELECT setval('{name}', 1)",
         )
     elif row["granted"]:
         yield ok("a relay may be sleeping" if ahead_s > 0 else "no relay is sleeping")
 
 
-async def check_partitions(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """The partitions for the current and the next period exist."""
+# The newest period of each kind is the current one.
+WRITTEN_PERIODS = "SELECT kind, max(number) FROM period GROUP BY kind"
+
+# Whether another table has the name of a partition.
+TABLE_EXISTS = "SELECT to_regclass($1) IS NOT NULL"
+
+
+@check("partitions", passed="the partitions of the current and the next period exist")
+async def partitions(context: DoctorContext) -> Results:
+    """Events, deliveries and attempts can be inserted now and in the next period."""
     written = dict(await context.db.fetch(WRITTEN_PERIODS))
     store = PartitionStore(context.db)
-    wrong = False
     for kind, parents in PARENTS.items():
         for parent in parents:
             # A partition that is being detached accepts no rows.
             numbers = {p.lo // WIDTH for p in await store.partitions(parent) if not p.detaching}
-            for number in (written[kind], written[kind] + 1):
-                if number not in numbers:
-                    wrong = True
-                    taken = await context.db.fetchval(TABLE_EXISTS, f"{parent}_{number}")
-                    now = number == written[kind]
-                    yield _missing(context, parent, number, now=now, taken=taken)
-                    break
-    if not wrong:
-        yield ok("the partitions of the current and the next period exist")
+            current = written[kind]
+            if current not in numbers:
+                yield await _missing_partition(context, parent, current, now=True)
+            elif current + 1 not in numbers:
+                yield await _missing_partition(context, parent, current + 1, now=False)
 
 
-def _missing(
-    context: DoctorContext, parent: str, number: int, *, now: bool, taken: bool
+async def _missing_partition(
+    context: DoctorContext, parent: str, number: int, *, now: bool
 ) -> CheckResult:
-    name = context.qualify(parent)
+    name, partition = context.qualify(parent), f"{parent}_{number}"
     action = f"SELECT {context.qualify('add_partition')}('{name}', {number})"
+    taken = await context.db.fetchval(TABLE_EXISTS, partition)
     if taken:
-        other = context.qualify(f"{parent}_{number}")
         action = (
-            f"ALTER TABLE {other} RENAME TO {parent}_{number}_other; then: {action} (that table "
-            f"is no partition of {name}, but has the name of one)"
+            f"ALTER TABLE {context.qualify(partition)} RENAME TO {partition}_other; then: {action} "
+            f"(that table is no partition of {name}, but has the name of one)"
         )
     if now:
         return problem(

@@ -1,24 +1,21 @@
-"""Doctor checks of the server: version, durability, timeline, connections and clock."""
+"""Checks of the server: version, durability, timeline, connections, clock and standbys."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from outbox.operations.doctor.finding import (
+from outbox.operations.doctor.check import (
+    DoctorContext,
+    Results,
+    check,
     format_age,
     format_count,
     missing_privilege,
     ok,
     problem,
+    settings_off,
     warning,
 )
 from outbox.store.connection.connect import SERVER_VERSION_MIN
 from outbox.store.sessions import SESSION_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
 SERVER_VERSION_TESTED = 18
 
@@ -28,12 +25,94 @@ SELECT split_part(current_setting('server_version'), ' ', 1) AS version,
        pg_is_in_recovery() AS standby
 """
 
+
+@check("server")
+async def version(context: DoctorContext) -> Results:
+    """The server is a primary of a tested version."""
+    row = await context.db.fetchrow(VERSION)
+    message = f"PostgreSQL {row['version']}"
+    if row["standby"]:
+        yield problem(
+            f"{message}, a standby: it accepts no writes",
+            "connect to the primary, or list all hosts with target_session_attrs=primary",
+        )
+    elif row["major"] > SERVER_VERSION_TESTED:
+        yield warning(
+            f"{message}; this program is tested on {SERVER_VERSION_MIN} to {SERVER_VERSION_TESTED}",
+            "upgrade outbox-relay",
+        )
+    else:
+        yield ok(f"{message}, a primary")
+
+
 DURABILITY = """
-SELECT current_setting('fsync') AS fsync,
-       current_setting('full_page_writes') AS full_page_writes,
-       current_setting('synchronous_commit') AS synchronous_commit,
-       current_user AS role
+SELECT current_setting('fsync')::boolean AS fsync,
+       current_setting('full_page_writes')::boolean AS full_page_writes
 """
+
+COMMITS = "SELECT current_setting('synchronous_commit') AS synchronous_commit, current_user AS role"
+
+
+@check("durability", passed="commits reach the disk before anything is sent")
+async def durability(context: DoctorContext) -> Results:
+    """Committed data survives a crash."""
+    lost = ": a machine crash can lose events that were already delivered"
+    for result in settings_off(await context.db.fetchrow(DURABILITY), lost):
+        yield result
+    commits = await context.db.fetchrow(COMMITS)
+    # Without a proxy, the relay sets it for its session.
+    if context.pooled and commits["synchronous_commit"] == "off":
+        yield problem(
+            "synchronous_commit is off, and behind a pooling proxy the relay cannot set it: events "
+            "may be sent whose commit is lost in a crash",
+            f'ALTER ROLE "{commits["role"]}" SET synchronous_commit = on',
+        )
+
+
+TIMELINE = """
+SELECT server_timeline() AS server, timeline AS known, current_user AS role,
+       coalesce(identity <> server_identity(), false) AS copied,
+       extract(epoch FROM clock_timestamp() - timeline_at)::float8 AS since_s,
+       CASE WHEN timeline_at IS NOT NULL THEN (
+           SELECT data ? 'restored' FROM journal
+            WHERE endpoint_id IS NULL AND kind = 'timeline_changed'
+            ORDER BY id DESC LIMIT 1) END AS restored
+  FROM cursor
+"""
+
+
+@check("timeline")
+async def timeline(context: DoctorContext) -> Results:
+    """A failover is detected, and starts new lanes, because commits may have been lost."""
+    row = await context.db.fetchrow(TIMELINE)
+    new_lanes = "a running relay starts new lanes automatically; if none runs: outbox relay"
+    if row["server"] is None:
+        yield warning(
+            "the server does not report its timeline: after a failover that loses commits, "
+            "sequence numbers that receivers have seen may be used again for other events",
+            "GRANT EXECUTE ON FUNCTION pg_current_wal_insert_lsn(), pg_walfile_name(pg_lsn) TO "
+            f'"{row["role"]}"; if that is not possible, change every endpoint\'s number of lanes '
+            "after such a failover, before a relay starts",
+        )
+    elif row["known"] not in (None, row["server"]):
+        yield warning(
+            f"the server is on timeline {row['server']}, but the last batch was sequenced on "
+            f"timeline {row['known']}: the server was promoted or recovered since",
+            new_lanes,
+        )
+    elif row["copied"]:
+        yield warning(
+            "this database was restored from a dump or copied since the last batch: receivers may "
+            "have seen sequence numbers that it does not know",
+            new_lanes,
+        )
+    elif row["since_s"] is None:
+        yield ok(f"timeline {row['server']}")
+    else:
+        cause = "the restored database" if row["restored"] else "it"
+        since = format_age(row["since_s"])
+        yield ok(f"timeline {row['server']}; new lanes started with {cause} {since} ago")
+
 
 # All roles may read the database, the role and the name of a session, unlike most of
 # pg_stat_activity.  Workers of autovacuum have no role, replication has no database, and no limit
@@ -66,136 +145,24 @@ SELECT *,
  ORDER BY usable - used LIMIT 1
 """  # noqa: S608 (constants only)
 
-# Sessions whose commit waits for a synchronous standby.  Without pg_monitor a role sees only those
-# of its own roles.
-UNCONFIRMED_COMMITS = """
-SELECT count(*) AS sessions, current_setting('synchronous_standby_names') AS standbys,
-       max(extract(epoch FROM clock_timestamp() - state_change))::float8 AS since_s,
-       pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS may_see, current_user AS role
-  FROM pg_stat_activity WHERE wait_event = 'SyncRep'
-"""
 
-TIMELINE = """
-SELECT server_timeline() AS server, timeline AS known, current_user AS role,
-       coalesce(identity <> server_identity(), false) AS copied,
-       extract(epoch FROM clock_timestamp() - timeline_at)::float8 AS since_s,
-       CASE WHEN timeline_at IS NOT NULL THEN (
-           SELECT data ? 'restored' FROM journal
-            WHERE endpoint_id IS NULL AND kind = 'timeline_changed'
-            ORDER BY id DESC LIMIT 1) END AS restored
-  FROM cursor
-"""
+@check("connections")
+async def connections(context: DoctorContext) -> Results:
+    """Connections for one more relay are available."""
+    row = await context.db.fetchrow(CONNECTIONS)
+    free, needed = max(row["usable"] - row["used"], 0), context.limits.connections_free_min
+    message = (
+        f"{format_count(free, 'connection')} of {row['usable']} free, of {row['of']}; "
+        f"relays use {row['of_relays']}, and one more opens up to {needed}"
+    )
+    yield warning(message, row["do"]) if free < needed else ok(message)
+
 
 CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 
-async def check_version(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """The server is a primary of a tested version."""
-    row = await context.db.fetchrow(VERSION)
-    message = f"PostgreSQL {row['version']}"
-    if row["standby"]:
-        yield problem(
-            f"{message}, a standby: it accepts no writes",
-            "connect to the primary, or list all hosts with target_session_attrs=primary",
-        )
-    elif row["major"] > SERVER_VERSION_TESTED:
-        yield warning(
-            f"{message}; this program is tested on {SERVER_VERSION_MIN} to {SERVER_VERSION_TESTED}",
-            "upgrade outbox-relay",
-        )
-    else:
-        yield ok(f"{message}, a primary")
-
-
-async def check_durability(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """Committed data survives a crash."""
-    row = await context.db.fetchrow(DURABILITY)
-    off = [name for name in ("fsync", "full_page_writes") if row[name] != "on"]
-    if off:
-        yield warning(
-            f"{' and '.join(off)} {'is' if len(off) == 1 else 'are'} off: a machine crash "
-            "can lose events that were already delivered",
-            f"set {' and '.join(f'{name} = on' for name in off)} in postgresql.conf",
-        )
-    # Without a proxy, the relay sets it for its session.
-    if context.pooled and row["synchronous_commit"] == "off":
-        yield problem(
-            "synchronous_commit is off, and behind a pooling proxy the relay cannot set it: events "
-            "may be sent whose commit is lost in a crash",
-            f'ALTER ROLE "{row["role"]}" SET synchronous_commit = on',
-        )
-    elif not off:
-        yield ok("commits reach the disk before anything is sent")
-
-
-async def check_synchronous_standby(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """No commit waits long for a synchronous standby."""
-    row = await context.db.fetchrow(UNCONFIRMED_COMMITS)
-    if row["sessions"] and row["since_s"] > context.limits.standby_s:
-        yield problem(
-            f"the commits of {format_count(row['sessions'], 'session')} wait for a synchronous "
-            f"standby, for up to {format_age(row['since_s'])}: nothing is published or delivered",
-            f"bring back a standby of synchronous_standby_names ({row['standbys']}), or remove it "
-            "there",
-        )
-    elif not row["standbys"]:
-        yield ok("commits wait for no standby")
-    elif not row["sessions"] and not row["may_see"]:
-        yield missing_privilege("whether commits wait for a synchronous standby", row["role"])
-    else:
-        yield ok("synchronous standbys confirm commits")
-
-
-async def check_timeline(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """A failover is detected, and starts new lanes, because commits may have been lost."""
-    row = await context.db.fetchrow(TIMELINE)
-    if row["server"] is None:
-        yield warning(
-            "the server does not report its timeline: after a failover that loses commits, "
-            "sequence "
-            "numbers that receivers have seen may be used again for other events",
-            "GRANT EXECUTE ON FUNCTION pg_current_wal_insert_lsn(), pg_walfile_name(pg_lsn) TO "
-            f'"{row["role"]}"; if that is not possible, change every endpoint\'s number of lanes '
-            "after such a failover, before a relay starts",
-        )
-    elif row["known"] not in (None, row["server"]):
-        yield warning(
-            f"the server is on timeline {row['server']}, but the last batch was sequenced on "
-            f"timeline {row['known']}: the server was promoted or recovered since",
-            "a running relay starts new lanes automatically; if none runs: outbox relay",
-        )
-    elif row["copied"]:
-        yield warning(
-            "this database was restored from a dump or copied since the last batch: receivers may "
-            "have seen sequence numbers that it does not know",
-            "a running relay starts new lanes automatically; if none runs: outbox relay",
-        )
-    elif row["since_s"] is None:
-        yield ok(f"timeline {row['server']}")
-    else:
-        yield ok(
-            f"timeline {row['server']}; new lanes started with "
-            f"{'the restored database' if row['restored'] else 'it'} "
-            f"{format_age(row['since_s'])} ago"
-        )
-
-
-async def check_connections(context: DoctorContext) -> AsyncIterator[CheckResult]:
-    """Connections for one more relay are available."""
-    row = await context.db.fetchrow(CONNECTIONS)
-    free = max(row["usable"] - row["used"], 0)
-    message = (
-        f"{format_count(free, 'connection')} of {row['usable']} free, of {row['of']}; "
-        f"relays use {row['of_relays']}, and one more opens up to "
-        f"{context.limits.connections_free_min}"
-    )
-    if free < context.limits.connections_free_min:
-        yield warning(message, row["do"])
-    else:
-        yield ok(message)
-
-
-async def check_clock(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("clock")
+async def clock(context: DoctorContext) -> Results:
     """The clocks of this machine and the server agree."""
     before = context.clock()
     server_time = await context.db.fetchval(CLOCK)
@@ -212,3 +179,32 @@ async def check_clock(context: DoctorContext) -> AsyncIterator[CheckResult]:
         yield warning(message, do)
     else:
         yield ok(f"this machine and the server agree within {max(abs(off_s), 0.1):.1f} s")
+
+
+# Sessions whose commit waits for a synchronous standby.  Without pg_monitor a role sees only those
+# of its own roles.
+UNCONFIRMED_COMMITS = """
+SELECT count(*) AS sessions, current_setting('synchronous_standby_names') AS standbys,
+       max(extract(epoch FROM clock_timestamp() - state_change))::float8 AS since_s,
+       pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS may_see, current_user AS role
+  FROM pg_stat_activity WHERE wait_event = 'SyncRep'
+"""
+
+
+@check("standbys")
+async def synchronous_standbys(context: DoctorContext) -> Results:
+    """No commit waits long for a synchronous standby."""
+    row = await context.db.fetchrow(UNCONFIRMED_COMMITS)
+    if row["sessions"] and row["since_s"] > context.limits.standby_s:
+        yield problem(
+            f"the commits of {format_count(row['sessions'], 'session')} wait for a synchronous "
+            f"standby, for up to {format_age(row['since_s'])}: nothing is published or delivered",
+            f"bring back a standby of synchronous_standby_names ({row['standbys']}), or remove it "
+            "there",
+        )
+    elif not row["standbys"]:
+        yield ok("commits wait for no standby")
+    elif not row["sessions"] and not row["may_see"]:
+        yield missing_privilege("whether commits wait for a synchronous standby", row["role"])
+    else:
+        yield ok("synchronous standbys confirm commits")

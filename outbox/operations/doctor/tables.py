@@ -1,4 +1,4 @@
-"""Doctor checks of tables: autovacuum, dead rows, wraparound and size.
+"""Checks of tables: autovacuum, dead rows, wraparound and size.
 
 Rows of `cursor`, `lane_counter`, `lane_progress`, `replica` and `endpoint_health` are updated
 frequently, and each update leaves a dead row.  Partitioned tables are append-only; their
@@ -8,22 +8,21 @@ partitions are reported together, under the parent's name.
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from outbox.operations.doctor.finding import (
+from outbox.operations.doctor.check import (
     ROWS_MAX,
+    DoctorContext,
+    Results,
+    check,
     format_age,
     format_count,
     join_names,
     ok,
     problem,
+    settings_off,
     warning,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from outbox.operations.doctor.finding import CheckResult, DoctorContext
 
 # All roles may read these columns.
 TABLES = """
@@ -50,36 +49,18 @@ SELECT name, sum(live)::bigint AS live, sum(dead)::bigint AS dead,
   FROM parts GROUP BY name ORDER BY name
 """
 
-# A separate statement, because pg_total_relation_size waits for ACCESS EXCLUSIVE locks.
-SIZES = """
-SELECT coalesce(p.relname, c.relname)::text AS name,
-       sum(pg_total_relation_size(c.oid))::bigint AS bytes
-  FROM pg_class c
-  LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
-  LEFT JOIN pg_class p ON p.oid = i.inhparent
- WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'r'
- GROUP BY 1 ORDER BY 2 DESC LIMIT $1
-"""
-SIZES_MAX = 3
-
 SETTINGS = """
 SELECT current_setting('autovacuum')::boolean AS autovacuum,
-       current_setting('track_counts')::boolean AS track_counts,
-       current_setting('autovacuum_freeze_max_age')::bigint AS xids_max,
-       current_setting('autovacuum_multixact_freeze_max_age')::bigint AS multixacts_max
+       current_setting('track_counts')::boolean AS track_counts
 """
 
 
-async def check_autovacuum(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("autovacuum", passed="autovacuum is on for the server and for all tables")
+async def autovacuum(context: DoctorContext) -> Results:
     """Autovacuum is enabled for the server and for all tables."""
-    row = await context.db.fetchrow(SETTINGS)
-    off = [name for name in ("autovacuum", "track_counts") if not row[name]]
-    if off:
-        yield warning(
-            f"{' and '.join(off)} {'is' if len(off) == 1 else 'are'} off on this server: dead "
-            "rows accumulate, and queries become slower",
-            f"set {' and '.join(f'{name} = on' for name in off)} in postgresql.conf, and reload it",
-        )
+    effect = " on this server: dead rows accumulate, and queries become slower"
+    for result in settings_off(await context.db.fetchrow(SETTINGS), effect, ", and reload it"):
+        yield result
     tables = [part for row in await context.db.fetch(TABLES) for part in row["off"] or ()]
     if tables:
         yield warning(
@@ -87,11 +68,10 @@ async def check_autovacuum(context: DoctorContext) -> AsyncIterator[CheckResult]
             f"ALTER TABLE {context.qualify(tables[0])} RESET (autovacuum_enabled)"
             + ("; repeat for each table" if len(tables) > 1 else ""),
         )
-    if not off and not tables:
-        yield ok("autovacuum is on for the server and for all tables")
 
 
-async def check_dead_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
+@check("dead rows")
+async def dead_rows(context: DoctorContext) -> Results:
     """Dead rows do not accumulate."""
     rows = sorted(await context.db.fetch(TABLES), key=lambda row: -row["dead"])
     limits = context.limits
@@ -109,15 +89,11 @@ async def check_dead_rows(context: DoctorContext) -> AsyncIterator[CheckResult]:
             f"end what holds back VACUUM (see horizon), then VACUUM {name}",
         )
     if not bad:
-        largest = rows[0]
+        total, largest = sum(row["dead"] for row in rows), rows[0]
+        most = f", {largest['dead']} of them in {context.qualify(largest['name'])}, "
         yield ok(
-            f"{format_count(sum(row['dead'] for row in rows), 'dead row')} in all"
-            + (
-                f", {largest['dead']} of them in {context.qualify(largest['name'])}, "
-                f"{_vacuumed(largest)}"
-                if largest["dead"]
-                else ""
-            )
+            f"{format_count(total, 'dead row')} in all"
+            + (most + _vacuumed(largest) if largest["dead"] else "")
         )
 
 
@@ -127,37 +103,56 @@ def _vacuumed(row: Any) -> str:
     return f"vacuumed {format_age(row['vacuumed_s'])} ago"
 
 
-async def check_wraparound(context: DoctorContext) -> AsyncIterator[CheckResult]:
+FREEZE_AGES = """
+SELECT current_setting('autovacuum_freeze_max_age')::bigint AS xids,
+       current_setting('autovacuum_multixact_freeze_max_age')::bigint AS multixacts
+"""
+
+
+@check("wraparound")
+async def wraparound(context: DoctorContext) -> Results:
     """Old rows are frozen long before transaction ids wrap around."""
-    settings = await context.db.fetchrow(SETTINGS)
+    frozen_at = await context.db.fetchrow(FREEZE_AGES)
     rows = await context.db.fetch(TABLES)
-    overdue = False
+    limits, overdue = context.limits, False
     for what, number, oldest in (
         ("transaction", "xids", "oldest"),
         ("multixact", "multixacts", "oldest_by_multixacts"),
     ):
         row = max(rows, key=itemgetter(number))
-        limit = settings[f"{number}_max"] * context.limits.freeze_overdue
-        if row[number] < min(limit, context.limits.freeze_problem):
+        age, table = row[number], context.qualify(row[oldest])
+        if age < min(frozen_at[number] * limits.freeze_overdue, limits.freeze_problem):
             continue
         overdue = True
-        make_result = problem if row[number] >= context.limits.freeze_problem else warning
+        make_result = problem if age >= limits.freeze_problem else warning
         yield make_result(
-            f"{context.qualify(row[oldest])} has rows that are {format_count(row[number], what)} "
-            "old and not "
-            f"frozen, although autovacuum should start at {settings[f'{number}_max']}; at about "
-            "2,000,000,000 the server rejects writes",
-            "end what holds back VACUUM (see horizon), then VACUUM (FREEZE) "
-            f"{context.qualify(row[oldest])}",
+            f"{table} has rows that are {format_count(age, what)} old and not frozen, although "
+            f"autovacuum should start at {frozen_at[number]}; at about 2,000,000,000 the server "
+            "rejects writes",
+            f"end what holds back VACUUM (see horizon), then VACUUM (FREEZE) {table}",
         )
     if not overdue:
-        age_xids = max(row["xids"] for row in rows)
-        yield ok(f"freezing is on time; the oldest table is {age_xids} transactions old")
+        oldest_xids = max(row["xids"] for row in rows)
+        yield ok(f"freezing is on time; the oldest table is {oldest_xids} transactions old")
 
 
-async def check_size(context: DoctorContext) -> AsyncIterator[CheckResult]:
+# A separate statement, because pg_total_relation_size waits for ACCESS EXCLUSIVE locks.
+SIZES = """
+SELECT coalesce(p.relname, c.relname)::text AS name,
+       sum(pg_total_relation_size(c.oid))::bigint AS bytes
+  FROM pg_class c
+  LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
+  LEFT JOIN pg_class p ON p.oid = i.inhparent
+ WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'r'
+ GROUP BY 1 ORDER BY 2 DESC
+"""
+SIZES_MAX = 3
+
+
+@check("size")
+async def size(context: DoctorContext) -> Results:
     """Size of the tables, including indexes."""
-    rows = await context.db.fetch(SIZES, None)
+    rows = await context.db.fetch(SIZES)
     total = _bytes(sum(row["bytes"] for row in rows))
     sizes = ", ".join(f"{row['name']} {_bytes(row['bytes'])}" for row in rows[:SIZES_MAX])
     yield ok(f"{total} in all: {sizes}")

@@ -1,20 +1,22 @@
-"""Data model of the doctor: findings, limits and the context of a check."""
+"""What the checks of the doctor share: context, thresholds, results and their wording."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.sessions import CONNECTIONS_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
     from ipaddress import IPv4Network, IPv6Network
 
     from asyncpg import Connection
@@ -23,18 +25,11 @@ if TYPE_CHECKING:
 
     Network = IPv4Network | IPv6Network
 
-ROWS_MAX = 10
-"""Maximum of lanes, endpoints or transactions that a check lists; the rest is counted."""
-
-
 STATEMENT_TIMEOUT_S = 5.0
 """Time limit of a check's statement."""
 
-# Rights to see other roles' sessions; pg_monitor includes pg_read_all_stats, and managed servers
-# grant it.
-MAY_READ_STATS = """
-SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS seen, current_user AS role
-"""
+ROWS_MAX = 10
+"""Maximum of lanes, endpoints or transactions that a check lists; the rest is counted."""
 
 
 class Severity(StrEnum):
@@ -52,15 +47,6 @@ class Subject(StrEnum):
 
     PRECONDITIONS = "preconditions"
     LIVE = "live health"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """One result of a check."""
-
-    severity: Severity
-    message: str
-    action: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +148,73 @@ class DoctorContext:
         plain = re.fullmatch("[a-z_][a-z0-9_]*", self.schema)
         return f"{self.schema if plain else quote_ident(self.schema)}.{thing}"
 
+    def grant_command(self, purpose: str, role: str) -> str:
+        """Return the command that grants a role the privileges of a purpose."""
+        return f"{migrate_command(self.schema)} --{purpose} {shlex.quote(role)}"
 
-if TYPE_CHECKING:
-    Check = Callable[[DoctorContext], AsyncIterator[CheckResult]]
+    async def limit_statements(self) -> None:
+        """Set the time limit of the statements of this transaction."""
+        # SET LOCAL: behind a pooling proxy, a session setting would leak to other clients.
+        limit_ms = int(STATEMENT_TIMEOUT_S * 1000)
+        await self.db.execute(f"SET LOCAL statement_timeout = {limit_ms}")
+
+    async def fetch_first(self, query: str, *arguments: Any) -> list[Any]:
+        """Fetch at most ROWS_MAX rows of a query, each with the number of all rows as `total`."""
+        limited = f"SELECT *, count(*) OVER () AS total FROM ({query}) AS q LIMIT {ROWS_MAX}"  # noqa: S608
+        rows: list[Any] = await self.db.fetch(limited, *arguments)
+        return rows
+
+
+class CheckResult(NamedTuple):
+    """One result of a check."""
+
+    severity: Severity
+    message: str
+    action: str | None = None
+
+
+Results: TypeAlias = AsyncIterator[CheckResult]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check by its name in the report."""
+
+    name: str
+    passed: str
+    """The message if there is no other result."""
+    results: Callable[[DoctorContext], Results]
+
+
+def check(name: str, passed: str = "") -> Callable[[Callable[[DoctorContext], Results]], Check]:
+    """Make a check of a function that returns its results."""
+    return lambda results: Check(name, passed, results)
+
+
+def check_rows(
+    name: str,
+    query: str,
+    passed: str,
+    *,
+    see: str = "outbox status",
+    limit: Callable[[DoctorLimits], float] | None = None,
+) -> Callable[[Callable[[Any], CheckResult]], Check]:
+    """Make a check of a function that describes one row of a query.
+
+    Args:
+        see: where all rows are listed; the results list at most ROWS_MAX.
+        limit: the threshold that the query has as $1.
+    """
+
+    def make_check(describe: Callable[[Any], CheckResult]) -> Check:
+        async def results(context: DoctorContext) -> Results:
+            arguments = () if limit is None else (limit(context.limits),)
+            for result in await report_rows(context, describe, see, query, *arguments):
+                yield result
+
+        return Check(name, passed, results)
+
+    return make_check
 
 
 def ok(message: str) -> CheckResult:
@@ -182,9 +232,38 @@ def problem(message: str, do: str) -> CheckResult:
     return CheckResult(Severity.PROBLEM, message, do)
 
 
+async def report_rows(
+    context: DoctorContext,
+    describe: Callable[[Any], CheckResult],
+    see: str,
+    query: str,
+    *arguments: Any,
+) -> list[CheckResult]:
+    """A result for each of the first rows of a query, and one for the others."""
+    rows = await context.fetch_first(query, *arguments)
+    return [*map(describe, rows), *count_others(rows, see)]
+
+
+def count_others(rows: Sequence[Any], see: str) -> Iterable[CheckResult]:
+    """A result for the rows beyond the listed ones, of `total`."""
+    more = rows[0]["total"] - len(rows) if rows else 0
+    return [warning(f"and {more} more of this kind", see)] if more > 0 else []
+
+
 def missing_privilege(what: str, role: str) -> CheckResult:
     """A result for sessions of other roles, which PostgreSQL shows only to some roles."""
     return warning(f"could not see {what}: needs pg_monitor", f'GRANT pg_monitor TO "{role}"')
+
+
+def settings_off(row: Any, effect: str, then: str = "") -> Iterable[CheckResult]:
+    """A result for the settings of the server, by name, that are off."""
+    off = [name for name, value in row.items() if not value]
+    if off:
+        wanted = " and ".join(f"{name} = on" for name in off)
+        yield warning(
+            f"{' and '.join(off)} {are(len(off))} off{effect}",
+            f"set {wanted} in postgresql.conf{then}",
+        )
 
 
 def format_age(seconds: float) -> str:
@@ -200,14 +279,13 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def are(number: int) -> str:
+    """The verb after `format_count`."""
+    return "is" if number == 1 else "are"
+
+
 def join_names(names: Sequence[str], total: int = 0) -> str:
     """Join quoted names, at most ROWS_MAX of `total`: `"a", "b" and 3 more`."""
     more = max(total, len(names)) - len(names[:ROWS_MAX])
     shown = ", ".join(f'"{name}"' for name in names[:ROWS_MAX])
     return f"{shown} and {more} more" if more else shown
-
-
-def report_remaining(rows: list[Any], see: str) -> list[CheckResult]:
-    """A result for the rows beyond LIMIT, counted by the column `total`."""
-    more = rows[0]["total"] - len(rows) if rows else 0
-    return [warning(f"and {more} more of this kind", see)] if more > 0 else []
