@@ -207,6 +207,13 @@ CREATE TABLE lane_counter (
     PRIMARY KEY (lane_id, last_seq)
 ) WITH (fillfactor = 50);
 
+-- The advance of a lane's counter as the sequencer writes it, like `progress_row`.
+CREATE TYPE counter_row AS (
+    lane_id  bigint,
+    old_seq  bigint,
+    last_seq bigint
+);
+
 -- Advances a lane's counter.  One statement per lane: for a join, the planner may choose
 -- a sequential scan, because it estimates the table from the few current rows.  It fails if the
 -- counter has another value: the sequence numbers of the batch would be wrong.
@@ -240,6 +247,23 @@ CREATE TABLE lane_progress (
     success_at       timestamptz                 -- of the last delivery
 ) WITH (fillfactor = 50);
 CREATE INDEX lane_progress_endpoint ON lane_progress (endpoint_id);
+
+-- A row of `lane_progress` as the owner writes it: one parameter is an array of these.  A relay
+-- of another version may be running, so a row with other fields needs a type of its own.
+CREATE TYPE progress_row AS (
+    lane_id          bigint,
+    epoch            bigint,
+    acked_seq        bigint,
+    delivered_seq    bigint,
+    floor_batch      bigint,
+    retry_seq        bigint,
+    attempts         integer,
+    spent            integer,
+    first_attempt_at double precision,  -- seconds since 1970
+    next_attempt_at  double precision,
+    last_response    jsonb,
+    success_at       double precision
+);
 
 -- Lanes blocked by a dead letter, when the endpoint's on_dead_letter is `block`.  The
 -- owner inserts a row; an operator deletes it by replaying or discarding the dead
@@ -374,6 +398,17 @@ CREATE INDEX delivery_repeated ON delivery (outbox_id)
 -- By the dead letter whose copy it needs, including replays of replays.
 CREATE INDEX delivery_copy ON delivery (copy_id) WHERE copy_id IS NOT NULL;
 
+-- A row of `delivery` as the sequencer writes it, like `progress_row`.
+CREATE TYPE delivery_row AS (
+    lane_id     bigint,
+    seq         bigint,
+    outbox_id   bigint,
+    replay_id   bigint,
+    replay_seq  bigint,
+    backfill_id bigint,
+    copy_id     bigint
+);
+
 -- ---------------------------------------------------------------- delivery
 
 -- Every attempt.  Rows with outcome 'delivered' are the acknowledgements.
@@ -391,6 +426,20 @@ CREATE TABLE attempt (
     response   jsonb,              -- the stored response, bounded in size
     PRIMARY KEY (lane_id, batch, seq, attempt, replica_id)
 ) PARTITION BY RANGE (batch);
+
+-- A row of `attempt` as its owner writes it, like `progress_row`.
+CREATE TYPE attempt_row AS (
+    lane_id    bigint,
+    batch      bigint,
+    seq        bigint,
+    attempt    integer,
+    outcome    text,
+    status     integer,
+    error      text,
+    started_us bigint,             -- microseconds since 1970
+    elapsed_us bigint,
+    response   jsonb
+);
 
 -- Dead letters, with their own copy of the event: they can be inspected and replayed after
 -- the event's partition is dropped.  A range (outbox_id is NULL) covers consecutive

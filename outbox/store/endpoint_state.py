@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 #     because only then its end is reported.
 WRITE_HEALTH = WriteStatement(
     "write_health",
-    f"""{fence("$13")},
+    f"""{fence("$3")},
 health AS MATERIALIZED (
     SELECT v.*, h.reported_held_since AS was_held_since, h.reported_stalled_at AS was_stalled_at
-      FROM fence, unnest($2::uuid[], $3::bigint[], $4::integer[], $5::text[], $6::timestamptz[],
-                         $7::timestamptz[], $8::jsonb[], $9::timestamptz[], $10::timestamptz[],
-                         $11::timestamptz[], $12::timestamptz[])
-           AS v(endpoint_id, epoch, resumes, state, since, held_until, last_response,
-                reported_held_since, reported_stalled_at, stalled_since, disabled_at)
+      FROM fence, unnest($2::json[]) AS document, json_to_record(document)
+           AS v(endpoint_id uuid, epoch bigint, resumes integer, state text, since timestamptz,
+                held_until timestamptz, last_response jsonb, reported_held_since timestamptz,
+                reported_stalled_at timestamptz, stalled_since timestamptz,
+                disabled_at timestamptz)
       JOIN endpoint_health h ON h.endpoint_id = v.endpoint_id AND h.epoch = v.epoch
        FOR NO KEY UPDATE OF h),
 reported AS MATERIALIZED (
@@ -203,28 +203,25 @@ class EndpointStateStore:
 
     async def write_health(self, rows: Sequence[EndpointState]) -> None:
         """Write and report the state of endpoints; skips those that this replica lost."""
-        await self._db.write(
-            WRITE_HEALTH,
-            self._replica_id,
-            [row.endpoint.id for row in rows],
-            [row.epoch for row in rows],
-            [row.endpoint.resumes for row in rows],
-            [row.health.state for row in rows],
-            [_time(row.health.since) for row in rows],
-            [_time(row.health.held_until) for row in rows],
-            [
-                row.health.last_response and orjson.dumps(row.health.last_response).decode()
-                for row in rows
-            ],
-            [_time(row.reported.held_since) for row in rows],
-            [_time(row.reported.stalled_at) for row in rows],
-            [_time(row.stalled_since) for row in rows],
-            [
-                row.stalled_since and _time(row.stalled_since + row.endpoint.disable_after_s)
-                for row in rows
-            ],
-            self._timeline,
-        )
+        health: list[dict[str, Any]] = [
+            {
+                "endpoint_id": str(row.endpoint.id),
+                "epoch": row.epoch,
+                "resumes": row.endpoint.resumes,
+                "state": row.health.state,
+                "since": _time(row.health.since),
+                "held_until": _time(row.health.held_until),
+                "last_response": row.health.last_response,
+                "reported_held_since": _time(row.reported.held_since),
+                "reported_stalled_at": _time(row.reported.stalled_at),
+                "stalled_since": _time(row.stalled_since),
+                "disabled_at": row.stalled_since
+                and _time(row.stalled_since + row.endpoint.disable_after_s),
+            }
+            for row in rows
+        ]
+        documents = [orjson.dumps(row).decode() for row in health]
+        await self._db.write(WRITE_HEALTH, self._replica_id, documents, self._timeline)
 
     async def write_unsolicited(self, rows: Sequence[tuple[UUID, int, float]]) -> None:
         """Write when receivers sent unsolicited data; skips endpoints that this replica lost.

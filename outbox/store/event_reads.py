@@ -54,22 +54,30 @@ SELECT DISTINCT l.virtualtransaction
         OR (l.transactionid::text::bigint - snapshot.xmax) & 4294967295 < 2147483648)
 """
 
+
+def key_hash(key: str, event_id: str) -> str:
+    """An expression for the hash that selects an event's lane: of its key, or its id.
+
+    It is not negative, as `abs` of a hash can be.
+    """
+    return f"""CASE WHEN {key} IS NULL THEN {event_id}
+            ELSE hashtextextended({key}, 0) & 9223372036854775807 END"""
+
+
 # Events in the gaps and above the highest id, in id order.  Ranges as rows: an OR over a
 # multirange would scan the whole table.
-_EVENTS = """
-SELECT id, tenant, type,
-       CASE WHEN key IS NULL THEN id
-            ELSE hashtextextended(key, 0) & 9223372036854775807 END AS key_hash{content}
-  FROM (SELECT o.id, o.tenant, o.type, o.key{columns}
+_EVENTS = f"""
+SELECT id, tenant, type, {key_hash("key", "id")} AS key_hash{{content}}
+  FROM (SELECT o.id, o.tenant, o.type, o.key{{columns}}
           FROM unnest($2::bigint[], $3::bigint[]) AS gap(lo, hi)
          CROSS JOIN LATERAL (
-               SELECT id, tenant, type, key{columns} FROM outbox
+               SELECT id, tenant, type, key{{columns}} FROM outbox
                 WHERE id BETWEEN gap.lo AND gap.hi ORDER BY id LIMIT $4) o
          UNION ALL
-        (SELECT id, tenant, type, key{columns} FROM outbox
+        (SELECT id, tenant, type, key{{columns}} FROM outbox
           WHERE id > $1 ORDER BY id LIMIT $4)) event
  ORDER BY id LIMIT $4
-"""
+"""  # noqa: S608 (constants only)
 READ_EVENTS = _EVENTS.format(content="", columns="")
 
 CONTENT_EVENTS_MAX, CONTENT_STORED_MAX_BYTES = 64, 2000

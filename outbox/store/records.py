@@ -8,13 +8,12 @@ is sent as one message, no lock is held while the database waits for this proces
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from itertools import repeat, starmap
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from outbox.core.delivery.commands import DeadRange
-from outbox.store.array_params import as_text, sparse
 from outbox.store.connection.message import WriteStatement
 from outbox.store.operational_events import (
     DEAD_LETTER_COLUMNS,
@@ -25,6 +24,7 @@ from outbox.store.operational_events import (
     PUBLISH_REPORTED_EVENTS,
 )
 from outbox.store.replicas import fence
+from outbox.store.row_params import composite_array, composite_number, composite_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,22 +38,17 @@ RANGE_GROWTH_MAX_S = 3600
 """Maximum time for which a dead-letter range is extended; it bounds how much too early the
 deliveries in it may be dropped."""
 
-# Attempt rows from arrays.  Times are integer microseconds (since the epoch, and elapsed).
 _ATTEMPTS = """
        (SELECT lane_id, batch, seq, attempt, outcome, status, error,
                to_timestamp(started_us / float8 '1e6') AS started_at,
                elapsed_us / real '1000' AS elapsed_ms, response
-          FROM unnest($2::text::bigint[], $3::text::bigint[], $4::text::bigint[],
-                      $5::text::int[], $6::text::text[], $7::text::int[], $8::text[],
-                      $9::text::bigint[], $10::text::bigint[], $11::jsonb[])
-               AS attempted(lane_id, batch, seq, attempt, outcome, status, error, started_us,
-                        elapsed_us, response)) AS a
+          FROM unnest($2::attempt_row[])) AS a
 """
 
 # Writes a group of acknowledgements: successful attempts only.  One row for each.
 WRITE_ACKNOWLEDGEMENTS = WriteStatement(
     "write_acknowledgements",
-    f"""{fence("$12")}
+    f"""{fence("$3")}
 INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
                      elapsed_ms, response, replica_id)
 SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
@@ -61,6 +56,7 @@ SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
 )
 
 # Writes a group of attempts with lane progress and dead letters.
+#   progress: the new progress of lanes.  MATERIALIZED: the array is parsed once.
 #   moved: advances the progress of the lanes.  Fencing by epoch: for a lane that this
 #     replica no longer owns, nothing at all is written.
 #   logged: the attempts, except those of lanes that were not moved.
@@ -80,34 +76,32 @@ SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
 # One row for each lane that was moved.
 WRITE_RECORDS = WriteStatement(
     "write_records",
-    f"""{fence("$34")},
+    f"""{fence("$5")},
+progress AS MATERIALIZED (
+    SELECT * FROM unnest($3::progress_row[])),
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
            floor_batch = v.floor_batch, retry_seq = v.retry_seq, attempts = v.attempts,
-           spent = v.spent, first_attempt_at = v.first_attempt_at,
-           next_attempt_at = v.next_attempt_at, last_response = v.last_response,
-           success_at = v.success_at
-      FROM fence,
-           unnest($12::bigint[], $13::bigint[], $14::bigint[], $15::bigint[], $16::bigint[],
-                  $17::bigint[], $18::int[], $19::int[], $20::timestamptz[], $21::timestamptz[],
-                  $22::jsonb[], $23::timestamptz[])
-           AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, retry_seq, attempts, spent,
-                first_attempt_at, next_attempt_at, last_response, success_at)
+           spent = v.spent, first_attempt_at = to_timestamp(v.first_attempt_at),
+           next_attempt_at = to_timestamp(v.next_attempt_at), last_response = v.last_response,
+           success_at = to_timestamp(v.success_at)
+      FROM fence, progress v
      WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq <= v.acked_seq
     RETURNING p.lane_id, p.endpoint_id),
 logged AS (
     INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
                          elapsed_ms, response, replica_id)
     SELECT a.*, $1 FROM fence, {_ATTEMPTS}
-     WHERE a.lane_id <> ALL ($12) OR a.lane_id IN (SELECT lane_id FROM moved)),
+     WHERE a.lane_id NOT IN (SELECT lane_id FROM progress)
+        OR a.lane_id IN (SELECT lane_id FROM moved)),
 dead_lettered AS (
     SELECT d.*, moved.endpoint_id, event.*
-      FROM moved JOIN unnest($24::bigint[], $25::bigint[], $26::bigint[], $27::bigint[],
-           $28::text[], $29::int[], $30::jsonb[], $31::boolean[], $32::bigint[], $33::bigint[])
-           AS d(lane_id, batch, seq, to_seq, reason, attempts, last_response, blocks, outbox_id,
-                backfill_id)
-           USING (lane_id)
+      FROM unnest($4::json[]) AS document CROSS JOIN json_to_record(document)
+           AS d(lane_id bigint, batch bigint, seq bigint, to_seq bigint, reason text,
+                attempts integer, last_response jsonb, blocks boolean, outbox_id bigint,
+                backfill_id bigint)
+      JOIN moved USING (lane_id)
       LEFT JOIN LATERAL (
            SELECT coalesce(o.event_id, x.event_id) AS event_id,
                   coalesce(o.tenant, x.tenant) AS tenant, coalesce(o.type, x.type) AS type,
@@ -176,15 +170,12 @@ SELECT FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) publis
 # Writes checkpoints; they only move forward, and only in the owner's epoch (fencing).
 WRITE_CHECKPOINTS = WriteStatement(
     "write_checkpoints",
-    f"""{fence("$8")}
+    f"""{fence("$3")}
 UPDATE lane_progress p
    SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
        retry_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
-       next_attempt_at = NULL, last_response = NULL, success_at = v.success_at
-  FROM fence,
-       unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[],
-              $7::timestamptz[])
-       AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, success_at)
+       next_attempt_at = NULL, last_response = NULL, success_at = to_timestamp(v.success_at)
+  FROM fence, unnest($2::progress_row[]) AS v
  WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq < v.acked_seq
 """,  # noqa: S608 (constants only)
 )
@@ -284,57 +275,33 @@ class RecordStore:
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
             written = await self._db.write(
-                WRITE_ACKNOWLEDGEMENTS, self._replica_id, *attempts, self._timeline
+                WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._timeline
             )
             if written != len(records) + sum(len(results) for _, results in runs):
                 raise Fenced
             return
-        progress = _columns(
-            12,
-            (
-                (
-                    r.lane_id,
-                    epoch,
-                    r.progress.acked_seq,
-                    r.progress.delivered_seq,
-                    r.progress.floor_batch,
-                    r.progress.retry_seq,
-                    r.progress.attempts,
-                    r.progress.spent,
-                    _time(r.progress.first_attempt_at),
-                    _time(r.progress.next_attempt_at),
-                    _json(r.progress.last_response),
-                    _time(r.progress.success_at),
-                )
-                for r, epoch in urgent
-                if r.progress is not None
-            ),
+        progress = composite_array(
+            _progress_row(r.lane_id, epoch, r.progress)
+            for r, epoch in urgent
+            if r.progress is not None
         )
-        dead = _columns(10, (_dead_row(r, r.dead) for r, _ in urgent if r.dead is not None))
+        dead = [_json(_dead_row(r, r.dead)) for r, _ in urgent if r.dead is not None]
         moved = await self._db.write(
-            WRITE_RECORDS, self._replica_id, *attempts, *progress, *dead, self._timeline
+            WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._timeline
         )
         if moved != len(urgent):
             raise Fenced
 
     async def checkpoint(self, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
         """Write checkpoints (lane, epoch, progress); returns the lanes that were accepted."""
-        lane_ids = [lane_id for lane_id, _, _ in rows]
-        epochs = [epoch for _, epoch, _ in rows]
-        acked = [p.acked_seq for _, _, p in rows]
+        progress = composite_array(starmap(_progress_row, rows))
         written = await self._db.write(
-            WRITE_CHECKPOINTS,
-            self._replica_id,
-            lane_ids,
-            epochs,
-            acked,
-            [p.delivered_seq for _, _, p in rows],
-            [p.floor_batch for _, _, p in rows],
-            [_time(p.success_at) for _, _, p in rows],
-            self._timeline,
+            WRITE_CHECKPOINTS, self._replica_id, progress, self._timeline
         )
+        lane_ids = [lane_id for lane_id, _, _ in rows]
         if written == len(rows):
             return set(lane_ids)
+        epochs, acked = [epoch for _, epoch, _ in rows], [p.acked_seq for _, _, p in rows]
         found = await self._db.fetch(READ_CHECKPOINTS, lane_ids, epochs, acked)
         return {r["lane_id"] for r in found}
 
@@ -356,75 +323,65 @@ class RecordStore:
             raise Fenced
 
 
-def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record]) -> list[Any]:
-    """The columns of `_ATTEMPTS`."""
-    rows = [(r.lane_id, r.attempt) for r in records if r.attempt is not None]
-    lane_ids: list[int] = []
-    batches: list[int] = []
-    seqs: list[int] = []
-    statuses: list[int | str] = []
-    started_us: list[int] = []
-    elapsed_us: list[int] = []
-    responses: list[str | None] = []
+def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record]) -> str:
+    """The array of `attempt_row`."""
+    rows: list[str] = []
     for lane_id, run in runs:
-        lane_ids += [lane_id] * len(run)
-        batches += run.batches
-        seqs += run.seqs
-        statuses += run.statuses
-        started_us += [round(at * 1e6) for at in run.started_at]
-        elapsed_us += [round(elapsed_s * 1e6) for elapsed_s in run.elapsed_s]
-        responses += map(_json, run.responses)
-    of_runs = len(lane_ids)
-    lane_ids += [lane_id for lane_id, _ in rows]
-    batches += [row.batch for _, row in rows]
-    seqs += [row.seq for _, row in rows]
-    statuses += ["NULL" if row.status is None else row.status for _, row in rows]
-    started_us += [round(row.started_at * 1e6) for _, row in rows]
-    elapsed_us += [round(row.elapsed_s * 1e6) for _, row in rows]
-    responses += [_json(row.response) for _, row in rows]
-    return [
-        as_text(lane_ids),
-        as_text(batches),
-        as_text(seqs),
-        as_text([1] * of_runs + [row.attempt for _, row in rows]),
-        as_text(["delivered"] * of_runs + [row.outcome for _, row in rows]),
-        as_text(statuses),
-        sparse([None] * of_runs + [row.error for _, row in rows]),
-        as_text(started_us),
-        as_text(elapsed_us),
-        sparse(responses),
-    ]
+        positions = repeat(lane_id), run.batches, run.seqs, repeat(1), repeat("delivered")
+        results = run.statuses, repeat(None), run.started_at, run.elapsed_s, run.responses
+        rows += starmap(_attempt_row, zip(*positions, *results, strict=False))
+    rows += [_attempt_row(r.lane_id, *r.attempt) for r in records if r.attempt is not None]
+    return composite_array(rows)
 
 
-def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> tuple[Any, ...]:
-    event: tuple[int | None, int | None] = (None, None)
-    if isinstance(dead, DeadRange):
-        numbers = (dead.batch, dead.seq, dead.to_seq)
-    else:
-        d = dead.delivery
-        numbers, event = (d.batch, d.seq, d.seq), (d.outbox_id, d.backfill_id)
+def _attempt_row(
+    lane_id: int,
+    batch: int,
+    seq: int,
+    attempt: int,
+    outcome: str,
+    status: int | None,
+    error: str | None,
+    started_at: float,
+    elapsed_s: float,
+    response: dict[str, Any] | None,
+) -> str:
+    """The fields in the order of the type `attempt_row`."""
     return (
-        record.lane_id,
-        *numbers,
-        dead.reason,
-        dead.attempts,
-        _json(dead.last_response),
-        record.blocks,
-        *event,
+        f"({lane_id},{batch},{seq},{attempt},{outcome},{composite_number(status)},"
+        f"{composite_text(error)},{round(started_at * 1e6)},{round(elapsed_s * 1e6)},"
+        f"{_json_field(response)})"
     )
 
 
-def _columns(width: int, rows: Any) -> list[list[Any]]:
-    columns: list[list[Any]] = [[] for _ in range(width)]
-    for row in rows:
-        for column, value in zip(columns, row, strict=True):
-            column.append(value)
-    return columns
+def _progress_row(lane_id: int, epoch: int, p: Progress) -> str:
+    """The fields in the order of the type `progress_row`."""
+    return (
+        f"({lane_id},{epoch},{p.acked_seq},{p.delivered_seq},{p.floor_batch},"
+        f"{composite_number(p.retry_seq)},{p.attempts},{p.spent},"
+        f"{composite_number(p.first_attempt_at)},{composite_number(p.next_attempt_at)},"
+        f"{_json_field(p.last_response)},{composite_number(p.success_at)})"
+    )
 
 
-def _time(at: float | None) -> datetime | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC)
+def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> dict[str, Any]:
+    row = {
+        "lane_id": record.lane_id,
+        "reason": dead.reason,
+        "attempts": dead.attempts,
+        "last_response": dead.last_response,
+        "blocks": record.blocks,
+    }
+    if isinstance(dead, DeadRange):
+        return row | {"batch": dead.batch, "seq": dead.seq, "to_seq": dead.to_seq}
+    d = dead.delivery
+    row |= {"batch": d.batch, "seq": d.seq, "to_seq": d.seq}
+    return row | {"outbox_id": d.outbox_id, "backfill_id": d.backfill_id}
 
 
-def _json(value: dict[str, Any] | None) -> str | None:
-    return None if value is None else orjson.dumps(value).decode()
+def _json_field(value: dict[str, Any] | None) -> str:
+    return "" if value is None else composite_text(_json(value))
+
+
+def _json(value: object) -> str:
+    return orjson.dumps(value).decode()

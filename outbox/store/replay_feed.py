@@ -22,6 +22,7 @@ from outbox.core.sequencing.replay_throttle import EndpointProgress, JobPart
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.message import WriteStatement
+from outbox.store.event_reads import key_hash
 from outbox.store.leadership import REQUIRE_LEADER
 from outbox.store.routing_change import BEGIN_CHANGE
 from outbox.store.type_match import matches_criteria
@@ -199,9 +200,7 @@ SELECT abort_unless((SELECT count(*) FROM locked) = cardinality($2::bigint[]))
 # the same events.  An event found in such a gap later is sequenced later, and the endpoint
 # receives it as a live event: exactly once.
 READ_HISTORY = f"""
-SELECT p.last_id, o.id, o.tenant, o.type,
-       CASE WHEN o.key IS NULL THEN o.id
-            ELSE hashtextextended(o.key, 0) & 9223372036854775807 END AS key_hash,
+SELECT p.last_id, o.id, o.tenant, o.type, {key_hash("o.key", "o.id")} AS key_hash,
        {matches_criteria("o", "created_at")} AND NOT s.gaps @> o.id AS is_selected
   FROM (SELECT * FROM replay_job_endpoint WHERE job_id = $1 AND endpoint_id = $2 LIMIT 1) p
   JOIN replay_job s ON s.id = p.job_id AND s.state = 'running'

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
+from outbox.store.event_reads import key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
 # A single dead letter has its own copy of the event.  Of a range only the deliveries are left;
 # their events give the key, or the dead letters that they were copied from.  A sequence number
 # whose delivery is gone is NULL, once per replay, and is skipped.
-READ_REPLAYS = """
+READ_REPLAYS = f"""
 WITH requested AS MATERIALIZED (
     SELECT part.job_id, part.endpoint_id, part.numbers_max, r.*, x.*,
            sum(r.to_seq - r.next_seq + 1) OVER (
@@ -86,11 +87,10 @@ SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id 
   LEFT JOIN LATERAL (
        SELECT id FROM lane
         WHERE endpoint_id = t.endpoint_id AND generation = t.generation
-          AND slot = (CASE WHEN d.key IS NULL THEN d.outbox_id
-                           ELSE hashtextextended(d.key, 0) & 9223372036854775807 END) % t.lanes
+          AND slot = ({key_hash("d.key", "d.outbox_id")}) % t.lanes
         LIMIT 1) l ON true
  ORDER BY t.job_id, t.endpoint_id, t.id, d.seq
-"""
+"""  # noqa: S608 (constants only)
 
 
 class RoutingStore:

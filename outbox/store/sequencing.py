@@ -11,12 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncpg import Range as PgRange
+import orjson
 
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store import timeline
-from outbox.store.array_params import as_text, sparse
 from outbox.store.channels import OWNERS_SUFFIX
 from outbox.store.connection.message import WriteStatement
 from outbox.store.event_reads import (
@@ -41,6 +40,7 @@ from outbox.store.records import Fenced
 from outbox.store.replay_feed import ReplayFeedStore
 from outbox.store.replay_progress import write_progress
 from outbox.store.routing import RoutingStore
+from outbox.store.row_params import number_rows
 from outbox.store.stalls import StallStore
 from outbox.store.timeline import History
 
@@ -83,44 +83,45 @@ READ_OLD_GAPS = "SELECT lo, hi FROM gap"
 # have the last batch).  One row, or none if nothing was written.
 #   locked: the cursor row, if all of that holds; FOR UPDATE until the batch commits.
 #     SKIP LOCKED: a routing change that holds the row raises the version anyway.
+#   advanced: the lanes with deliveries; MATERIALIZED: $3 is parsed once.
 #   row: the batch itself.
-#   advanced, counted: the lane counters.  MATERIALIZED, because the function has side effects
+#   counted: the lane counters.  MATERIALIZED, because the function has side effects
 #     and must be evaluated exactly once per lane.
 #   delivered: the deliveries.
-#   awake: sets the wake-up flag, if $16.
+#   awake: sets the wake-up flag, if $9.
 #   notified: NOTIFY to other replicas at commit, if there are any and lanes have deliveries.
-# $17: the number of erasures, if payloads that were read before are delivered with this batch.
+# $8: the number of erasures, if payloads that were read before are delivered with this batch.
 WRITE_BATCH = WriteStatement(
     "write_batch",
     f"""
 WITH locked AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $12 AND version = $15 AND ($24::bigint IS NULL OR server_timeline() = $24)
-       AND ($17::bigint IS NULL OR erasures = $17)
+     WHERE writer = $5 AND version = $6 AND ($7::bigint IS NULL OR server_timeline() = $7)
+       AND ($8::bigint IS NULL OR erasures = $8)
        AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),
+advanced AS MATERIALIZED (
+    SELECT * FROM unnest($3::counter_row[])),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer,
                        committed_after)
-    SELECT $1, $2, $3, $4, $5, $6, $23::bigint, $7, $12, $21::timestamptz FROM locked),
-advanced AS MATERIALIZED (
-    SELECT n.*
-      FROM locked, unnest($7::bigint[], $22::bigint[], $8::bigint[])
-           AS n(lane_id, old_seq, last_seq)),
+    SELECT $1, r.high, r.young, r.found, r.dead, r.events, r.deliveries,
+           array(SELECT lane_id FROM advanced), $5, r.committed_after
+      FROM locked, json_to_record($2::json)
+           AS r(high bigint, young int8multirange, found int8multirange, dead int8multirange,
+                events integer, deliveries integer, committed_after timestamptz)),
 counted AS MATERIALIZED (
-    SELECT advance_lane_counter(lane_id, old_seq, last_seq) FROM advanced),
+    SELECT advance_lane_counter(lane_id, old_seq, last_seq) FROM locked, advanced),
 delivered AS (
     INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
                           copy_id)
     SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq, d.backfill_id, d.copy_id
-      FROM locked, unnest($9::text::bigint[], $10::text::bigint[], $11::text::bigint[],
-                        $13::bigint[], $14::bigint[], $19::bigint[], $20::bigint[])
-           AS d(lane_id, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id)),
-awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM locked WHERE $16),
+      FROM locked, unnest($4::delivery_row[]) AS d),
+awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM locked WHERE $9),
 notified AS MATERIALIZED (
-    SELECT pg_notify(current_schema() || '{OWNERS_SUFFIX}', $18) FROM locked
-     WHERE $18::text IS NOT NULL AND $23 > 0
-       AND EXISTS (SELECT FROM replica WHERE id <> $12))
+    SELECT pg_notify(current_schema() || '{OWNERS_SUFFIX}', $10) FROM locked
+     WHERE $10::text IS NOT NULL AND EXISTS (SELECT FROM advanced)
+       AND EXISTS (SELECT FROM replica WHERE id <> $5))
 SELECT FROM locked
  WHERE (SELECT count(*) FROM awake) + (SELECT count(*) FROM notified)
            + (SELECT count(*) FROM counted) >= 0
@@ -314,32 +315,31 @@ class SequencingStore:
             Whether the batch was written.
         """
         new = Counter(deliveries.lane_ids)
+        advanced = number_rows(
+            (lane_id, last_seq - new[lane_id], last_seq)
+            for lane_id, last_seq in deliveries.counters.items()
+        )
+        row = {
+            "high": step.high,
+            "young": _multirange(step.young),
+            "found": _multirange(step.found),
+            "dead": _multirange(step.dead),
+            "events": events,
+            "deliveries": len(deliveries),
+            "committed_after": committed_after,
+        }
         call = (
             WRITE_BATCH,
             batch,
-            step.high,
-            _multirange(step.young),
-            _multirange(step.found),
-            _multirange(step.dead),
-            events,
-            list(deliveries.counters),
-            list(deliveries.counters.values()),
-            as_text(deliveries.lane_ids),
-            as_text(deliveries.seqs),
-            as_text(deliveries.outbox_ids),
+            orjson.dumps(row).decode(),
+            advanced,
+            number_rows(deliveries.rows()),
             writer,
-            sparse(deliveries.replay_ids),
-            sparse(deliveries.replay_seqs),
             version,
-            awake,
-            erasures,
-            notification,
-            sparse(deliveries.backfill_ids),
-            sparse(deliveries.copy_ids),
-            committed_after,
-            [last_seq - new[lane_id] for lane_id, last_seq in deliveries.counters.items()],
-            len(deliveries),
             self._timeline,
+            erasures,
+            awake,
+            notification,
         )
         actor = f"replica {writer}"
         further = write_progress(batch, replays, actor)
@@ -383,5 +383,5 @@ class SequencingStore:
             raise Fenced
 
 
-def _multirange(ranges: Iterable[Range]) -> list[PgRange]:
-    return [PgRange(lo, hi + 1) for lo, hi in ranges]
+def _multirange(ranges: Iterable[Range]) -> str:
+    return f"{{{','.join(f'[{lo},{hi}]' for lo, hi in ranges)}}}"

@@ -13,6 +13,7 @@ import pytest
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.sequencing import partition_window
 from outbox.operations import endpoint_changes
+from outbox.store.event_reads import key_hash
 from tests.sim.agreement import (
     LATER_GENERATION,
     POLICY,
@@ -143,7 +144,7 @@ class RealSide:
 
     async def key_hashes(self) -> dict[str, int]:
         rows = await self._db.fetch(
-            "SELECT k, hashtextextended(k, 0) & 9223372036854775807 AS key_hash "
+            f"SELECT k, {key_hash('k', '0')} AS key_hash "
             "FROM unnest('{k0,k1,k2,k3}'::text[] || $1::text[]) k",
             [str(each) for each in self.endpoint_ids],
         )

@@ -10,6 +10,7 @@ import asyncpg
 from outbox.core.sequencing.gaps import CursorChange, GapTracker, LockHolders
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.relay.sequencing.cursor import Cursor
+from outbox.store.event_reads import key_hash
 from outbox.store.sequencing import SequencingStore
 from tests.support.sequencers import Slow, Variant
 
@@ -84,10 +85,8 @@ class HorizonStore(Slow):
         self, high: int | None, gaps: Sequence[Range], limit: int
     ) -> list[RoutableEvent]:
         rows = await self._db.fetch(
-            """
-            SELECT id, tenant, type,
-                   CASE WHEN key IS NULL THEN id
-                        ELSE hashtextextended(key, 0) & 9223372036854775807 END AS spread
+            f"""
+            SELECT id, tenant, type, {key_hash("key", "id")} AS spread
               FROM outbox o
              WHERE x < pg_snapshot_xmin(pg_current_snapshot())
                AND NOT EXISTS (SELECT FROM delivery d WHERE d.outbox_id = o.id)

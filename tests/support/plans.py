@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.store.connection.message import literal
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -51,12 +53,7 @@ async def explain(connection: Connection[Any], sql: str, *arguments: Any, generi
     EXPLAIN of a statement with parameters would always plan for their values; only EXECUTE follows
     `plan_cache_mode`.
     """
-    types = (await connection.prepare(sql)).get_parameters()
-    literals = [
-        await connection.fetchval(f"SELECT quote_nullable($1::{t.schema}.{t.name}::text)", argument)
-        for t, argument in zip(types, arguments, strict=True)
-    ]
-    values = f"({', '.join(literals)})" if literals else ""
+    values = f"({', '.join(map(literal, arguments))})" if arguments else ""
     mode = "force_generic_plan" if generic else "force_custom_plan"
     await connection.execute(f"SET plan_cache_mode = {mode}")
     await connection.execute(f"PREPARE explained AS {sql}")

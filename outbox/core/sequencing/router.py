@@ -110,6 +110,12 @@ class Deliveries:
     def __len__(self) -> int:
         return len(self.seqs)
 
+    def rows(self) -> Iterable[tuple[int | None, ...]]:
+        """The columns as rows, in the order of the fields."""
+        new = self.lane_ids, self.seqs, self.outbox_ids
+        repeated = self.replay_ids, self.replay_seqs, self.backfill_ids, self.copy_ids
+        return zip(*new, *repeated, strict=True)
+
 
 class Router:
     """Determines the lanes of an event from its tenant, type and key hash."""
