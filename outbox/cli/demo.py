@@ -13,7 +13,7 @@ from outbox.cli.common import json_option, run_async, run_until_signal
 from outbox.cli.output import emit_json, style
 
 if TYPE_CHECKING:
-    from outbox.devtools.demo.run import DemoReport
+    from outbox.devtools.chaos.run import ChaosReport
 
 
 @click.command(
@@ -44,7 +44,7 @@ def command(events: int, seed: int | None, major: int | None, as_json: bool) -> 
     them to three receivers that fail at random, and is killed with kill -9. Then the
     published events are compared with the received ones.
     """
-    from outbox.devtools.demo.run import run_demo
+    from outbox.devtools.demo import run_demo
 
     live = sys.stdout.isatty() and not as_json
 
@@ -53,69 +53,71 @@ def command(events: int, seed: int | None, major: int | None, as_json: bool) -> 
 
     log("starting PostgreSQL, three receivers and a relay …")
     chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    result = run_async(run_until_signal(run_demo(events, chosen, major, live=live, log=log)))
+    report = run_async(run_until_signal(run_demo(events, chosen, major, live=live, log=log)))
     if as_json:
-        _emit(result)
+        _emit(report)
     else:
-        _show(result)
-    if not result.checks.good:
+        _show(report)
+    if not report.result.good:
         raise click.exceptions.Exit(1)
 
 
-def _emit(result: DemoReport) -> None:
-    proof = result.checks
+def _emit(report: ChaosReport) -> None:
+    result = report.result
+    findings = {name: found.count for name, found in result.findings.items()}
     emit_json(
         {
-            "published": proof.published,
-            "delivered": proof.delivered,
-            "duplicates": proof.duplicates,
-            "out_of_order": proof.out_of_order,
-            "missing": proof.missing,
-            "dead_lettered": proof.dead_lettered,
-            "seconds": result.seconds,
-            "expected": proof.expected,
-            "rolled_back": proof.rolled_back,
-            "rolled_back_but_delivered": proof.phantoms,
-            "violations": proof.violations,
-            "relay_kills": result.kills,
-            "postgres": result.postgres,
-            "seed": result.seed,
+            "published": result.committed,
+            "delivered": result.deliveries,
+            "duplicates": result.duplicates,
+            "out_of_order": findings["inverted"],
+            "missing": findings["lost"],
+            "dead_lettered": result.dead,
+            "seconds": round(report.faults_s + report.settle_s, 1),
+            "expected": result.expected,
+            "rolled_back": report.rolled_back,
+            "rolled_back_but_delivered": findings["phantoms"],
+            "violations": findings["verify"],
+            "relay_kills": report.faults.get("kill", 0),
+            "postgres": report.versions["postgres"],
+            "seed": report.plan.seed,
         }
     )
 
 
-def _show(result: DemoReport) -> None:
-    proof = result.checks
-    rows: list[tuple[str, int | float, str, bool | None]] = [
-        ("published", proof.published, f"and {proof.rolled_back} rolled back", None),
-        ("expected", proof.expected, "deliveries to 3 endpoints", None),
-        ("delivered", proof.delivered, "each processed once", None),
-        ("dead-lettered", proof.dead_lettered, "rejected by the receiver, kept for replay", None),
+def _show(report: ChaosReport) -> None:
+    result = report.result
+    counts = [
+        ("published", result.committed, f"and {report.rolled_back} rolled back"),
+        ("expected", result.expected, "deliveries to 3 endpoints"),
+        ("delivered", result.deliveries, "each processed once"),
+        ("dead-lettered", result.dead, "rejected by the receiver, kept for replay"),
         (
             "duplicates",
-            proof.duplicates,
+            result.duplicates,
             "same X-Delivery and sequence, dropped by the receiver",
-            None,
-        ),
-        ("missing", proof.missing, "neither delivered nor dead-lettered", not proof.missing),
-        ("out of order", proof.out_of_order, "within a lane or a key", not proof.out_of_order),
-        ("phantoms", proof.phantoms, "rolled back, but delivered", not proof.phantoms),
-        (
-            "violations",
-            proof.violations,
-            "found by outbox verify",
-            not proof.violations,
         ),
     ]
+    violations = [
+        ("missing", "lost", "neither delivered nor dead-lettered"),
+        ("out of order", "inverted", "within a lane or a key"),
+        ("phantoms", "phantoms", "rolled back, but delivered"),
+        ("violations", "verify", "found by outbox verify"),
+    ]
     click.echo()
-    for name, value, meaning, good in rows:
-        mark = " " if good is None else style("✓", fg="green") if good else style("✗", fg="red")
-        click.echo(f"  {mark} {name:<16} {value:>9,}   {style(meaning, dim=True)}")
-    killed = f"{result.kills} kill -9 of the relay" if result.kills else "no kill"
+    for name, value, meaning in counts:
+        click.echo(f"    {name:<16} {value:>9,}   {style(meaning, dim=True)}")
+    for name, check, meaning in violations:
+        found = result.findings[check].count
+        mark = style("✗", fg="red") if found else style("✓", fg="green")
+        click.echo(f"  {mark} {name:<16} {found:>9,}   {style(meaning, dim=True)}")
+    kills, seconds = report.faults.get("kill", 0), report.faults_s + report.settle_s
+    killed = f"{kills} kill -9 of the relay" if kills else "no kill"
     click.echo(
-        f"\nPostgreSQL {result.postgres}, {killed}, {result.seconds:.1f} s, seed {result.seed}"
+        f"\nPostgreSQL {report.versions['postgres']}, {killed}, {seconds:.1f} s, "
+        f"seed {report.plan.seed}"
     )
-    if proof.good:
+    if result.good:
         # With run.py the command is not on PATH.
         outbox = "outbox" if shutil.which("outbox") else "python3 run.py outbox"
         click.echo(

@@ -13,7 +13,7 @@ from outbox.cli.common import json_option, run_async, run_until_signal, warn
 from outbox.cli.output import emit_json, emit_table, style
 from outbox.config import load
 from outbox.core.model.text import safe
-from outbox.devtools.chaos.plan import FAULT_KINDS, ChaosPlan, select_faults
+from outbox.devtools.chaos.plan import CHECKS, FAULT_KINDS, ChaosPlan, select_faults
 from outbox.errors import CannotRun, UsageError
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def command(
     cause, and every endpoint must have recovered in time.
     """
     from outbox.core.delivery.signature import parse_secret
+    from outbox.devtools.chaos.live_view import RunView
     from outbox.devtools.chaos.proxy_dsn import require_proxyable
     from outbox.devtools.chaos.run import run_chaos
     from outbox.store.connection import dsn as addresses
@@ -186,9 +187,8 @@ def command(
     log(_announcement(plan, str(address) if address else "an embedded PostgreSQL"))
     secret = parse_secret(settings.secret.get_secret_value()) if settings.secret else None
     live = sys.stdout.isatty() and not as_json
-    report = run_async(
-        run_until_signal(run_chaos(plan, address, secret=secret, keep=keep, live=live, log=log))
-    )
+    view = RunView(live=live, log=log)
+    report = run_async(run_until_signal(run_chaos(plan, address, view, secret=secret, keep=keep)))
     if as_json:
         _emit(report)
     else:
@@ -266,7 +266,6 @@ def _rounded(times: Mapping[str, tuple[float, float]]) -> dict[str, dict[str, fl
 
 
 def _show(report: ChaosReport) -> None:
-    from outbox.devtools.chaos.checker import CHECKS
     from outbox.devtools.chaos.recovery import ENDPOINT_LEASES, LEADER_LEASES
 
     result, plan = report.result, report.plan

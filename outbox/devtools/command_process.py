@@ -82,13 +82,9 @@ class CommandProcess:
         assert self._process is not None
         await self._process.wait()
 
-    async def kill(self) -> bool:
-        """Send SIGKILL, and wait for the end; also works on a frozen process.
-
-        Returns:
-            Whether it was running.
-        """
-        return await self._terminate(signal.SIGKILL)
+    async def kill(self) -> None:
+        """Send SIGKILL, and wait for the end; also works on a frozen process."""
+        await self._terminate(signal.SIGKILL)
 
     async def stop(self) -> None:
         """Send SIGTERM, and wait for the end."""
@@ -111,19 +107,16 @@ class CommandProcess:
         lines = self.log_path.read_text(errors="replace").splitlines()
         return lines[-1] if lines else "the log is empty"
 
-    def _signal(self, number: signal.Signals) -> bool:
-        process = self._process
-        if process is None or process.returncode is not None:
-            return False
-        process.send_signal(number)
-        return True
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
 
-    async def _terminate(self, number: signal.Signals) -> bool:
-        """Signal the process and wait for its end; returns whether it was running."""
-        was_running = self._signal(number)
+    async def _terminate(self, number: signal.Signals) -> None:
+        """Signal the process and wait for its end."""
+        self._signal(number)
         process, self._process = self._process, None
         if process is None:
-            return False
+            return
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(STOP_GRACE_S):
@@ -132,4 +125,3 @@ class CommandProcess:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        return was_running

@@ -1,1 +1,1 @@
-"""Chaos runs of `outbox prove`: relays under injected faults on a real database, then checks."""
+"""Chaos runs of `outbox prove` and `outbox demo`: relays under injected faults, then checks."""

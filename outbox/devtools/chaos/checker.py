@@ -13,31 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.devtools.chaos.explanations import CopyExplainer
+from outbox.devtools.chaos.facts import numbers_by_lane
 from outbox.devtools.chaos.ledger import ViolationCount
+from outbox.devtools.chaos.plan import CHECKS
 from outbox.devtools.chaos.recovery import measure_recovery
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from outbox.devtools.chaos.facts import RunFacts
     from outbox.devtools.chaos.ledger import Ledger
     from outbox.devtools.chaos.recovery import Recovery
-
-CHECKS = {
-    "lost": "committed, neither delivered nor a dead letter",
-    "phantoms": "delivered, but never committed, or not for this endpoint",
-    "inverted": "an older version or a lower sequence number arrived after a newer one",
-    "holes": "a sequence number of a lane, neither delivered nor a dead letter",
-    "changed": "a copy that differs, or an event with two sequence numbers",
-    "previous": "a wrong previous_sequence",
-    "overtaken": "sent before the previous number was acknowledged or dead-lettered",
-    "doubled": "a second request of a lane while the first was open and its sender healthy",
-    "unexplained": "a copy that no fault explains",
-    "rejected": "not signed, or not a delivery",
-    "overdue": "pending for three leases after the bounds of all faults had passed",
-    "died": "a relay that exited without a fault",
-    "unsettled": "still pending at the end of the settling time",
-    "verify": "found by outbox verify in the tables",
-}
-"""All checks, with the meaning of a violation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +31,15 @@ class CheckResult:
     """Result of the checks, with statistics of the run."""
 
     findings: dict[str, ViolationCount]
-    """Violations by check; every check is present."""
+    """Violations by check; every check that counts is present."""
     committed: int
+    expected: int
+    """Deliveries to make for the committed events."""
     deliveries: int
     """Distinct sequence numbers delivered."""
     dead: int
+    duplicates: int
+    """Copies of deliveries that the receiver had processed."""
     copies: dict[str, int]
     """Copies by cause, the most frequent first."""
     take_overs: int
@@ -64,14 +54,16 @@ class CheckResult:
         return not any(note.count for note in self.findings.values())
 
 
-def check_run(ledger: Ledger, facts: RunFacts) -> CheckResult:
-    """Run all checks."""
+def check_run(
+    ledger: Ledger, facts: RunFacts, checks: Collection[str] = tuple(CHECKS)
+) -> CheckResult:
+    """Run all checks; the result contains the violations of `checks` only."""
     violations = {name: ViolationCount() for name in CHECKS}
     for name in ("inverted", "changed", "rejected"):
         known: ViolationCount = getattr(ledger, name)
         violations[name] = ViolationCount(known.count, list(known.examples))
-    dead = _dead_numbers(facts)
-    _lost(ledger, facts, dead, violations["lost"])
+    dead = numbers_by_lane(facts.dead)
+    expected = _lost(ledger, facts, dead, violations["lost"])
     _events(ledger, facts, violations["phantoms"], violations["changed"])
     delivered = _numbers(ledger, facts, dead, violations["holes"])
     _previous(ledger, dead, violations["previous"])
@@ -112,10 +104,12 @@ def check_run(ledger: Ledger, facts: RunFacts) -> CheckResult:
     freed = [event for event in facts.ownership_events if not event.claimed]
     taken = sum(event.reason == LEASE_EXPIRED for event in freed)
     return CheckResult(
-        findings=violations,
+        findings={name: violations[name] for name in checks},
         committed=len(ledger.committed),
+        expected=expected,
         deliveries=delivered,
         dead=sum(len(numbers) for numbers in dead.values()),
+        duplicates=sum(0 < copy.lane.good_at[copy.seq - 1] <= copy.at for copy in ledger.copies),
         copies=dict(copies.most_common()),
         take_overs=taken,
         hand_overs=len(freed) - taken,
@@ -127,47 +121,50 @@ LEASE_EXPIRED = "lease expired"
 """Reason in the journal entry of an endpoint that was taken over."""
 
 
-def _dead_numbers(facts: RunFacts) -> dict[str, set[int]]:
-    dead: dict[str, set[int]] = defaultdict(set)
-    for each in facts.dead:
-        dead[each.lane].update(range(each.seq, each.to_seq + 1))
-    return dead
+def _lost(ledger: Ledger, facts: RunFacts, dead: dict[str, set[int]], note: ViolationCount) -> int:
+    """Every committed event was delivered to its endpoints, or dead-lettered.
 
-
-def _lost(ledger: Ledger, facts: RunFacts, dead: dict[str, set[int]], note: ViolationCount) -> None:
-    """Every committed event was delivered to its endpoint, or dead-lettered."""
-    ended: set[bytes] = set()
+    Returns the number of deliveries to make.
+    """
+    ended: dict[int, set[bytes]] = defaultdict(set)
     for lane in ledger.lanes.values():
-        if lane.endpoint in facts.subscribers:
-            continue  # It gets only a part of the events; `_numbers` checks its lanes.
         of_lane = dead[lane.name]
-        ended.update(
+        ended[lane.endpoint].update(
             event
             for n, event in enumerate(lane.events, 1)
             if event and (lane.good_at[n - 1] or n in of_lane)
         )
+    subscribed: dict[int, list[int]] = defaultdict(list)
+    for endpoint, types in facts.subscriptions.items():
+        if endpoint not in facts.late:
+            for type_ in types:
+                subscribed[type_].append(endpoint)
+    expected = 0
     for event, place in ledger.committed.items():
-        if event not in ended:
-            note.add(
-                f"event {_uuid(event)} for endpoint {ledger.endpoints[place]}, "
-                f"key {ledger.keys[place]} version {ledger.versions[place]}"
-            )
+        for endpoint in subscribed[ledger.types[place]]:
+            expected += 1
+            if event not in ended[endpoint]:
+                note.add(
+                    f"event {_uuid(event)} for endpoint {endpoint}, "
+                    f"key {ledger.keys[place]} version {ledger.versions[place]}"
+                )
+    return expected
 
 
 def _events(
     ledger: Ledger, facts: RunFacts, phantoms: ViolationCount, changed: ViolationCount
 ) -> None:
-    """Every delivered event was committed for this endpoint and has one sequence number."""
+    """Every delivered event was committed, is subscribed to, and has one sequence number."""
     seen: dict[int, dict[bytes, tuple[str, int]]] = defaultdict(dict)
     for lane in ledger.lanes.values():
-        source = facts.subscribers.get(lane.endpoint, lane.endpoint)
+        types = facts.subscriptions[lane.endpoint]
         of_endpoint = seen[lane.endpoint]
         for seq in lane.numbers():
             event = lane.events[seq - 1]
             place = ledger.committed.get(event)
             if place is None:
                 phantoms.add(f"lane {lane.name} sequence {seq}: event {_uuid(event)}")
-            elif ledger.endpoints[place] != source:
+            elif ledger.types[place] not in types:
                 phantoms.add(f"lane {lane.name} sequence {seq}: an event for another endpoint")
             if seq not in lane.replays:
                 first = of_endpoint.setdefault(event, (lane.name, seq))

@@ -17,7 +17,7 @@ from outbox.devtools.chaos import queries
 from outbox.devtools.chaos.control import ControlConnection
 from outbox.devtools.chaos.ledger import Ledger
 from outbox.devtools.chaos.operators import Operators
-from outbox.devtools.chaos.plan import CONTROL_CONNECTIONS, LANES
+from outbox.devtools.chaos.plan import CONTROL_CONNECTIONS
 from outbox.devtools.chaos.producers import Producers
 from outbox.devtools.chaos.receivers import Receivers
 from outbox.devtools.chaos.relays import Relays
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.devtools.chaos.plan import ChaosPlan
+    from outbox.devtools.chaos.plan import ChaosPlan, PlannedEndpoint
     from outbox.store.change import Change
     from outbox.store.connection.dsn import Dsn
 
@@ -48,7 +48,7 @@ CONNECT_TIMEOUT_S = 1.0
 RESPONSE_TIMEOUT_S = 3.0
 FORWARD_TIMEOUT_S = 15.0
 # Practically unlimited attempts: a temporary fault must not create dead letters.
-RETRY = RetryPolicy(base_s=0.05, factor=2.0, cap_s=2.0, attempts_max=10_000)
+RETRY = RetryPolicy(base_s=0.03, factor=2.0, cap_s=2.0, attempts_max=10_000)
 DROP_WITHIN_S = 15.0
 CLOCK_SAMPLES = 5
 
@@ -59,7 +59,6 @@ class Environment:
 
     plan: ChaosPlan
     postgres: EmbeddedPostgres | None
-    dsn: Dsn
     server_version: str
     control: ControlConnection
     ledger: Ledger
@@ -71,27 +70,27 @@ class Environment:
     """Added to a database time to get the run's monotonic time."""
     directory: Path
     endpoint_ids: dict[UUID, int] = field(default_factory=dict)
+    """Number of each endpoint."""
     endpoint_settings: dict[int, EndpointSettings] = field(default_factory=dict)
     """Settings with which the endpoints were added."""
-    subscribers: dict[int, int] = field(default_factory=dict)
-    """Endpoints added later, with the endpoint whose events they get."""
-
-    async def add_endpoints(self, connection: Connection[Any], numbers: range) -> None:
-        """Add endpoints that get their own events."""
-        await self._add(connection, {number: number for number in numbers})
+    subscriptions: dict[int, frozenset[int]] = field(default_factory=dict)
+    """Numbers of the event types that each endpoint gets."""
 
     async def add_subscriber(self, connection: Connection[Any], source: int) -> int:
         """Add an endpoint for the events of another one; returns its number."""
-        number = self.plan.endpoints + len(self.subscribers)
-        # Registered before it can get a delivery.
-        self.subscribers[number] = source
-        await self._add(connection, {number: source})
+        number = len(self.subscriptions)
+        planned = replace(self.plan.endpoint(source), name=f"e{number}")
+        await self.add_endpoints(connection, {number: planned})
         return number
 
-    async def _add(self, connection: Connection[Any], sources: Mapping[int, int]) -> None:
-        """Add endpoints, each for the events of a source."""
-        settings = {n: self._settings(n, source, LANES) for n, source in sources.items()}
+    async def add_endpoints(
+        self, connection: Connection[Any], endpoints: Mapping[int, PlannedEndpoint]
+    ) -> None:
+        """Add endpoints."""
+        settings = {number: self._settings(number, each) for number, each in endpoints.items()}
         self.endpoint_settings.update(settings)
+        # Registered before they can get a delivery.
+        self.subscriptions.update({number: each.types for number, each in endpoints.items()})
 
         async def plan(change: Change) -> None:
             added = {n: plan_addition(change, its, CLEAR) for n, its in settings.items()}
@@ -104,13 +103,13 @@ class Environment:
 
         await make_change(connection, self.plan.schema, ACTOR, plan)
 
-    def _settings(self, number: int, source: int, lanes: int) -> EndpointSettings:
+    def _settings(self, number: int, planned: PlannedEndpoint) -> EndpointSettings:
         timeout_s = RESPONSE_TIMEOUT_S if self.plan.receiver is None else FORWARD_TIMEOUT_S
         return EndpointSettings(
-            name=f"e{number}",
-            url=self.receivers.add(number),
-            types=(f"e{source}.*",),
-            lanes=lanes,
+            name=planned.name,
+            url=self.receivers.add(number, planned),
+            types=(planned.pattern,),
+            lanes=planned.lanes,
             retry=RETRY,
             connect_timeout_s=CONNECT_TIMEOUT_S,
             timeout_s=timeout_s,
@@ -143,15 +142,22 @@ async def open_environment(
         if address is None:
             # fsync off: chaos runs crash processes, not the machine.
             settings = {"max_connections": plan.connections + CONTROL_CONNECTIONS, "fsync": False}
-            postgres = await stack.enter_async_context(EmbeddedPostgres(settings=settings))
+            postgres = await stack.enter_async_context(
+                EmbeddedPostgres(plan.major, settings=settings)
+            )
             address = dsn.parse(postgres.dsn(), source="--embedded", env={})
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-prove-")))
+            # Removed with the server's directory, even after a SIGKILL of this process.
+            directory = postgres.log_path.with_name("relays")
+            directory.mkdir()
+        else:
+            temporary = tempfile.TemporaryDirectory(prefix="outbox-prove-")
+            directory = Path(stack.enter_context(temporary))
         address = await _reachable(address, plan.schema)
         control = ControlConnection(address, plan.schema)
         stack.callback(control.close)
         async with control.use() as connection:
             await queries.require_capacity(connection, plan.schema, plan.connections)
-            if not keep:
+            if postgres is None and not keep:
                 stack.push_async_callback(_drop, control, plan.schema, log)
             await migrate(connection, plan.schema)
             version = await queries.server_version(connection)
@@ -173,7 +179,6 @@ async def open_environment(
         environment = Environment(
             plan,
             postgres,
-            address,
             version,
             control,
             ledger,
@@ -186,7 +191,9 @@ async def open_environment(
         )
         async with control.use() as connection:
             await producers.set_up(connection)
-            await environment.add_endpoints(connection, range(plan.endpoints))
+            await environment.add_endpoints(
+                connection, {number: plan.endpoint(number) for number in range(plan.endpoints)}
+            )
         await relays.start()
         yield environment
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 STALL = "stall"
 """Kind of an incident that was not injected: the event loop of this process stalled."""
@@ -24,7 +25,6 @@ class Incident:
     endpoints: frozenset[int] = frozenset()
     leader: int | None = None
     """Replica that led when the fault began; None: unknown, or none."""
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,6 @@ class DeadRange:
     lane: str
     seq: int
     to_seq: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +76,15 @@ class RunFacts:
     """Relays that exited without a fault."""
     unsettled: str = ""
     """Deliveries still pending at the end of the settling time."""
-    subscribers: Mapping[int, int] = field(default_factory=dict)
-    """Endpoints added later, with the endpoint whose events they also get."""
+    subscriptions: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """Numbers of the event types that each endpoint gets."""
+    late: frozenset[int] = frozenset()
+    """Endpoints added later: they get only a part of the events."""
+
+
+def numbers_by_lane(ranges: Iterable[DeadRange]) -> dict[str, set[int]]:
+    """Return the dead-lettered numbers of each lane."""
+    dead: dict[str, set[int]] = defaultdict(set)
+    for each in ranges:
+        dead[each.lane].update(range(each.seq, each.to_seq + 1))
+    return dead

@@ -46,7 +46,6 @@ class FaultRun:
     relays: set[int] = field(default_factory=set)
     endpoints: set[int] = field(default_factory=set)
     leader: int | None = None
-    detail: str = ""
 
 
 class FaultInjector:
@@ -116,7 +115,6 @@ class FaultInjector:
                 frozenset(run.relays),
                 frozenset(run.endpoints),
                 run.leader,
-                run.detail,
             )
         )
 
@@ -128,7 +126,6 @@ class FaultInjector:
         return None
 
     def _report(self, run: FaultRun, detail: str) -> None:
-        run.detail = detail
         self._log(f"{run.kind}: {detail}")
 
     # -------------------------------------------------------------- the relays
@@ -140,7 +137,7 @@ class FaultInjector:
 
     async def _kill(self, run: FaultRun) -> None:
         relay = self._choose_relay(run)
-        away_s = run.rng.uniform(0.0, 1.5) * self._lease_s
+        away_s = run.rng.uniform(0.0, self._environment.plan.killed_leases_max) * self._lease_s
         self._report(run, f"relay {relay.number}, restarted after {away_s:.1f} s")
         async with relay.process_lock:
             await relay.process.kill()
@@ -282,9 +279,14 @@ class FaultInjector:
         self._report(run, f"{len(chosen)} endpoints for {lasts_s:.1f} s")
         until = time.monotonic() + lasts_s
         for stub in chosen:
-            stub.fault, stub.fault_until = run.kind, until
-            stub.rejects = REJECTS
+            if run.kind == "reject":
+                stub.rejects = REJECTS
+            else:
+                stub.fault, stub.fault_until = run.kind, until
         await asyncio.sleep(lasts_s)
+        if run.kind == "reject":
+            for stub in chosen:
+                stub.rejects = 0
 
     # -------------------------------------------------------------- operator commands
 

@@ -30,7 +30,8 @@ class ResponseOutcome(Enum):
     BAD = "bad"
     """Any other response, or none: retried or dead-lettered."""
     UNSURE = "unsure"
-    """2xx that may have been too late, or lost in transit."""
+    """2xx that may have been too late, or lost in transit; or a failure after the receiver had
+    processed the delivery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,42 +87,27 @@ class RequestOverlap:
     second: ReceivedRequest
 
 
+@dataclass(slots=True, eq=False)
 class LaneRecord:
     """The deliveries of one lane; index 0 of every array is sequence number 1."""
 
-    __slots__ = (
-        "digests",
-        "endpoint",
-        "events",
-        "first_at",
-        "good",
-        "good_at",
-        "high",
-        "last",
-        "name",
-        "open",
-        "previous",
-        "replays",
-    )
-
-    def __init__(self, name: str, endpoint: int) -> None:
-        self.name = name
-        self.endpoint = endpoint
-        self.first_at = array("d")
-        """Time of the first arrival; 0: none."""
-        self.good_at = array("d")
-        """Time of the first 2xx; 0: none."""
-        self.good = 0
-        """Count of acknowledged numbers."""
-        self.previous = array("q")
-        """previous_sequence of the first request."""
-        self.digests = array("q")
-        self.events: list[bytes] = []
-        self.replays: set[int] = set()
-        self.high = 0
-        self.open: list[ReceivedRequest] = []
-        self.last: dict[int, ReceivedRequest] = {}
-        """The newest requests, by number."""
+    name: str
+    endpoint: int
+    first_at: array[float] = field(default_factory=lambda: array("d"))
+    """Time of the first arrival; 0: none."""
+    good_at: array[float] = field(default_factory=lambda: array("d"))
+    """Time of the first 2xx; 0: none."""
+    good: int = 0
+    """Count of acknowledged numbers."""
+    previous: array[int] = field(default_factory=lambda: array("q"))
+    """previous_sequence of the first request."""
+    digests: array[int] = field(default_factory=lambda: array("q"))
+    events: list[bytes] = field(default_factory=list)
+    replays: set[int] = field(default_factory=set)
+    high: int = 0
+    open: list[ReceivedRequest] = field(default_factory=list)
+    last: dict[int, ReceivedRequest] = field(default_factory=dict)
+    """The newest requests, by number."""
 
     def has_arrived(self, seq: int) -> bool:
         """Whether a request for the number arrived."""
@@ -165,7 +151,7 @@ class Ledger:
     def __init__(self) -> None:
         self.committed: dict[bytes, int] = {}
         """Event id: index in the arrays below."""
-        self.endpoints = array("i")
+        self.types = array("i")
         self.keys = array("i")
         self.versions = array("i")
         self.committed_at = array("d")
@@ -188,11 +174,11 @@ class Ledger:
     # ------------------------------------------------------------ producers
 
     def record_commit(
-        self, event_id: bytes, endpoint: int, key: int, version: int, committed_at: float
+        self, event_id: bytes, type_: int, key: int, version: int, committed_at: float
     ) -> None:
-        """Record a committed event."""
-        self.committed[event_id] = len(self.endpoints)
-        self.endpoints.append(endpoint)
+        """Record a committed event, with the number of its type."""
+        self.committed[event_id] = len(self.types)
+        self.types.append(type_)
         self.keys.append(key)
         self.versions.append(version)
         self.committed_at.append(committed_at)

@@ -1,4 +1,4 @@
-"""Plan of a chaos run: its size, its faults and their times.
+"""Plan of a chaos run: its events and endpoints, its faults and their times, and its checks.
 
 Everything is drawn from the seed before the run, so a seed reproduces the faults, though not
 the scheduling of the processes.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
 
 CONNECTIONS_PER_RELAY = 10
 """Nine per session, and one while it expires its predecessor."""
@@ -26,9 +30,28 @@ DRAIN_S = 3
 LANES = 2
 """Initial number of lanes of each endpoint."""
 KEYS_PER_ENDPOINT = 5
+HOLD_S_MAX = 3.0
+"""How long some producers hold a transaction open, so that lower ids commit late."""
 SETTLE_S_MIN = 90.0
 SETTLE_SHARE = 1.0
 """Settling time as a share of the fault phase."""
+CHECKS = {
+    "lost": "committed, neither delivered nor a dead letter",
+    "phantoms": "delivered, but never committed, or not for this endpoint",
+    "inverted": "an older version or a lower sequence number arrived after a newer one",
+    "holes": "a sequence number of a lane, neither delivered nor a dead letter",
+    "changed": "a copy that differs, or an event with two sequence numbers",
+    "previous": "a wrong previous_sequence",
+    "overtaken": "sent before the previous number was acknowledged or dead-lettered",
+    "doubled": "a second request of a lane while the first was open and its sender healthy",
+    "unexplained": "a copy that no fault explains",
+    "rejected": "not signed, or not a delivery",
+    "overdue": "pending for three leases after the bounds of all faults had passed",
+    "died": "a relay that exited without a fault",
+    "unsettled": "still pending at the end of the settling time",
+    "verify": "found by outbox verify in the tables",
+}
+"""All checks, with the meaning of a violation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +116,27 @@ class PlannedFault:
     """Seed of its random choices: targets and duration."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedEndpoint:
+    """An endpoint of a run, and how its receiver responds."""
+
+    name: str
+    pattern: str
+    """Its subscription."""
+    types: frozenset[int]
+    """Numbers of the event types that match the pattern."""
+    lanes: int = LANES
+    fail_share: float = 0.0
+    """Share of requests that fail at random."""
+    rejects: int = 0
+    """The receiver rejects this many events permanently, the first ones."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
-    """Options of a run.
+    """Options of a run, and what is published to which endpoints.
+
+    By default each endpoint has its own event type and its own keys.
 
     Raises:
         UsageError: more events than the ledger can hold.
@@ -112,6 +153,15 @@ class ChaosPlan:
     receiver: str | None = None
     """URL to forward deliveries to; None: the run responds itself."""
     seed: int = 0
+    events_max: int = EVENTS_MAX
+    """The load ends after this many committed events at the latest."""
+    hold_s_max: float = HOLD_S_MAX
+    killed_leases_max: float = 1.5
+    """A killed relay is restarted within this many leases."""
+    major: int | None = None
+    """Major version of an embedded PostgreSQL; None: the newest."""
+    checks: Collection[str] = tuple(CHECKS)
+    """The checks whose violations count."""
 
     def __post_init__(self) -> None:
         if self.events > EVENTS_MAX:
@@ -129,6 +179,28 @@ class ChaosPlan:
     def events(self) -> int:
         """Expected number of committed events."""
         return round(self.seconds * self.rate)
+
+    @property
+    def load_s(self) -> float:
+        """Duration of the load, in seconds."""
+        return self.seconds
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return self.endpoints * KEYS_PER_ENDPOINT
+
+    def types_of(self, key: int) -> Sequence[int]:
+        """Return the numbers of the event types that a key occurs with."""
+        return (key // KEYS_PER_ENDPOINT,)
+
+    def type_name(self, number: int) -> str:
+        """Return the name of an event type."""
+        return f"e{number}.changed"
+
+    def endpoint(self, number: int) -> PlannedEndpoint:
+        """Return an endpoint."""
+        return PlannedEndpoint(f"e{number}", f"e{number}.*", frozenset({number}))
 
     @property
     def schema(self) -> str:

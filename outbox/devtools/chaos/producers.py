@@ -17,7 +17,7 @@ import asyncpg
 import orjson
 
 import outbox
-from outbox.devtools.chaos.plan import KEYS_PER_ENDPOINT, LONG_TRANSACTION_PRODUCERS, PRODUCERS
+from outbox.devtools.chaos.plan import LONG_TRANSACTION_PRODUCERS, PRODUCERS
 
 if TYPE_CHECKING:
     import random
@@ -32,9 +32,8 @@ SIZES = (1, 1, 2, 4, 8, 16, 24)
 """Transaction sizes in events, drawn at random."""
 KEYS_PER_EVENT_MIN = 40
 """A transaction uses at most one of this many keys, to limit lock conflicts."""
-ROLLBACK_SHARE = 0.05
-HOLD_S_MIN, HOLD_S_MAX = 0.1, 3.0
-"""How long some producers hold a transaction open, so that lower ids commit late."""
+ROLLBACK_SHARE = 0.1
+HOLD_S_MIN = 0.1
 REPEATABLE_SHARE = 0.25
 INSERT_SHARE = 0.5
 LAG_S_MAX = 5.0
@@ -94,6 +93,7 @@ class PendingEvent:
     """An event of an open transaction."""
 
     event_id: UUID
+    type: int
     key: int
     version: int
 
@@ -119,17 +119,17 @@ class Producers:
         self._ledger = ledger
         self._rng = rng
         self._connect = connect
-        self._keys = plan.endpoints * KEYS_PER_ENDPOINT
-        self._size_max = max(self._keys // KEYS_PER_EVENT_MIN, 1)
+        self._left = plan.events_max
+        self._size_max = max(plan.keys // KEYS_PER_EVENT_MIN, 1)
         self._begun = 0
         self._since = 0.0
 
     async def set_up(self, connection: Connection[Any]) -> None:
         """Create the application's own table."""
-        await connection.execute(SETUP.format(keys=self._keys))
+        await connection.execute(SETUP.format(keys=self._plan.keys))
 
     async def run(self, until: float) -> None:
-        """Publish at the plan's rate until this time (monotonic)."""
+        """Publish at the plan's rate until this time (monotonic), or until its last event."""
         self._since = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for number in range(PRODUCERS):
@@ -138,10 +138,11 @@ class Producers:
     async def _produce(self, until: float, *, holds: bool) -> None:
         connection: Connection[Any] | None = None
         try:
-            while time.monotonic() < until:
-                hold_s = self._rng.uniform(HOLD_S_MIN, HOLD_S_MAX) if holds else 0.0
+            while time.monotonic() < until and self._left > 0:
+                hold_s = self._rng.uniform(HOLD_S_MIN, self._plan.hold_s_max) if holds else 0.0
                 # Many locked keys, or one locked for long, would block other producers.
-                size = 1 if hold_s else min(self._rng.choice(SIZES), self._size_max)
+                size = 1 if hold_s else min(self._rng.choice(SIZES), self._size_max, self._left)
+                self._left -= size
                 await self._wait_for_rate(size)
                 while connection is None or connection.is_closed():
                     connection = await self._reconnect(until)
@@ -150,6 +151,7 @@ class Producers:
                 try:
                     if not await self._transact(connection, size, hold_s):
                         self._begun -= size
+                        self._left += size
                 except LOST:
                     connection.terminate()
         finally:
@@ -184,7 +186,7 @@ class Producers:
             One of LOST: the connection was lost; a committed transaction is recorded.
         """
         rng = self._rng
-        keys = sorted(rng.sample(range(self._keys), size))
+        keys = sorted(rng.sample(range(self._plan.keys), size))
         isolation = "repeatable_read" if rng.random() < REPEATABLE_SHARE else "read_committed"
         transaction = connection.transaction(isolation=isolation)
         try:
@@ -217,7 +219,8 @@ class Producers:
     ) -> list[PendingEvent]:
         """Publish by a plain INSERT or by `publish_many`."""
         payloads = [orjson.dumps({"key": key, "version": n}) for key, n in versions]
-        types = [self._type(key) for key, _ in versions]
+        numbers = [self._rng.choice(self._plan.types_of(key)) for key, _ in versions]
+        types = [self._plan.type_name(number) for number in numbers]
         ids: list[Any]
         if self._rng.random() < INSERT_SHARE:
             ids = [uuid4() for _ in versions]
@@ -229,10 +232,10 @@ class Producers:
                 for type_, payload, (key, _) in zip(types, payloads, versions, strict=True)
             ]
             ids = await outbox.publish_many(connection, events, schema=self._plan.schema)
-        return [PendingEvent(id_, key, n) for id_, (key, n) in zip(ids, versions, strict=True)]
-
-    def _type(self, key: int) -> str:
-        return f"e{key // KEYS_PER_ENDPOINT}.changed"
+        return [
+            PendingEvent(id_, type_, key, n)
+            for id_, type_, (key, n) in zip(ids, numbers, versions, strict=True)
+        ]
 
     async def _was_committed(self, written: PendingEvent) -> bool:
         """Whether a transaction with a lost connection was committed; retries until known."""
@@ -250,10 +253,4 @@ class Producers:
     def _record(self, written: list[PendingEvent]) -> None:
         now = time.monotonic()
         for each in written:
-            self._ledger.record_commit(
-                each.event_id.bytes,
-                each.key // KEYS_PER_ENDPOINT,
-                each.key,
-                each.version,
-                now,
-            )
+            self._ledger.record_commit(each.event_id.bytes, each.type, each.key, each.version, now)

@@ -13,15 +13,15 @@ import asyncpg
 
 from outbox.core.model.ids import lane_name
 from outbox.core.model.sql_names import quote_ident
+from outbox.devtools.chaos.facts import DeadRange, LaneCount, OwnershipEvent
 from outbox.errors import CannotRun
 from outbox.store.sessions import SESSION_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from asyncpg import Connection
+    from asyncpg import Connection, Record
 
 DROP_LOCK_TIMEOUT = "10s"
 DROP_ATTEMPTS = 3
@@ -57,7 +57,7 @@ SELECT l.endpoint_id, l.generation, l.slot, c.last_seq
 """
 
 READ_DEAD = """
-SELECT l.endpoint_id, l.generation, l.slot, d.seq, d.to_seq, d.reason
+SELECT l.endpoint_id, l.generation, l.slot, d.seq, d.to_seq
   FROM dead_letter d JOIN lane l ON l.id = d.lane_id
 """
 
@@ -96,36 +96,6 @@ class Session:
     pid: int
     name: str
     client_port: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class LaneCounter:
-    """The last sequence number assigned in a lane."""
-
-    endpoint_id: UUID
-    name: str
-    last_seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeadNumbers:
-    """A range of dead-lettered numbers of a lane."""
-
-    lane: str
-    seq: int
-    to_seq: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class OwnershipChange:
-    """An endpoint was acquired or released by a replica."""
-
-    endpoint_id: UUID
-    at: datetime
-    replica: int
-    claimed: bool
-    reason: str
 
 
 async def require_capacity(connection: Connection[Any], schema: str, connections: int) -> None:
@@ -181,35 +151,40 @@ async def terminate(
     return bool(await connection.fetchval(TERMINATE, pids, ports, session.pid))
 
 
-async def lane_counters(connection: Connection[Any]) -> list[LaneCounter]:
-    """Return all lanes, including those of older generations."""
+async def lane_counts(connection: Connection[Any], ids: Mapping[UUID, int]) -> list[LaneCount]:
+    """Return all lanes, including those of older generations.
+
+    Args:
+        ids: number of each endpoint.
+    """
     return [
-        LaneCounter(
-            r["endpoint_id"],
-            lane_name(r["endpoint_id"], r["generation"], r["slot"]),
-            r["last_seq"],
-        )
+        LaneCount(_lane(r), ids[r["endpoint_id"]], r["last_seq"])
         for r in await connection.fetch(READ_LANES)
     ]
 
 
-async def dead_numbers(connection: Connection[Any]) -> list[DeadNumbers]:
+async def dead_ranges(connection: Connection[Any]) -> list[DeadRange]:
     """Return all dead-lettered ranges."""
+    return [DeadRange(_lane(r), r["seq"], r["to_seq"]) for r in await connection.fetch(READ_DEAD)]
+
+
+async def ownership_events(
+    connection: Connection[Any], ids: Mapping[UUID, int], clock_offset_s: float
+) -> list[OwnershipEvent]:
+    """Return the ownership history of all endpoints, in order.
+
+    Args:
+        ids: number of each endpoint.
+        clock_offset_s: added to a database time to get the run's time.
+    """
     return [
-        DeadNumbers(
-            lane_name(r["endpoint_id"], r["generation"], r["slot"]),
-            r["seq"],
-            r["to_seq"],
+        OwnershipEvent(
+            ids[r["endpoint_id"]],
+            r["at"].timestamp() + clock_offset_s,
+            r["replica"],
+            r["claimed"],
             r["reason"],
         )
-        for r in await connection.fetch(READ_DEAD)
-    ]
-
-
-async def ownership_changes(connection: Connection[Any]) -> list[OwnershipChange]:
-    """Return the ownership history of all endpoints, in order."""
-    return [
-        OwnershipChange(r["endpoint_id"], r["at"], r["replica"], r["claimed"], r["reason"])
         for r in await connection.fetch(READ_OWNERSHIP)
     ]
 
@@ -253,3 +228,7 @@ async def clock(connection: Connection[Any]) -> float:
 def is_listener(session: Session) -> bool:
     """Whether this is the session for LISTEN."""
     return session.name.endswith(":listen")
+
+
+def _lane(row: Record) -> str:
+    return lane_name(row["endpoint_id"], row["generation"], row["slot"])

@@ -10,14 +10,14 @@ import asyncio
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 from uuid import UUID
 
 from outbox.core.delivery.signature import SignatureError, verify
 from outbox.devtools.chaos.ledger import Arrival, ResponseOutcome
 from outbox.devtools.chaos.port_gate import PortGate
-from outbox.devtools.chaos.responses import OK, RESPONSES, status_line
+from outbox.devtools.chaos.responses import FAILURES, OK, RESPONSES, status_line
 from outbox.receiver.message import BadMessage, parse
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from outbox.devtools.chaos.ledger import Ledger, ReceivedRequest
+    from outbox.devtools.chaos.plan import PlannedEndpoint
     from outbox.devtools.chaos.responses import ResponseScript
     from outbox.receiver.proxy import ProxiedResponse
 
@@ -42,12 +43,16 @@ class EndpointStub:
     """State of one endpoint."""
 
     number: int
-    secret: bytes = b""
-    fault: str = ""
-    """The fault that it responds with; empty: none."""
-    fault_until: float = 0.0
+    fail_share: float = 0.0
+    """Share of requests that fail at random."""
     rejects: int = 0
     """Remaining events to reject permanently."""
+    rejected: set[bytes] = field(default_factory=set)
+    """Events rejected permanently, except on a replay."""
+    secret: bytes = b""
+    fault: str = ""
+    """The fault that it responds with until `fault_until`."""
+    fault_until: float = 0.0
 
 
 class Receivers:
@@ -69,15 +74,13 @@ class Receivers:
         self.rng = rng
         self.forward = forward
         self.endpoints: dict[str, EndpointStub] = {}
-        self.gates = [PortGate(lambda n=n: _Connection(self, n)) for n in range(groups)]  # type: ignore[misc]
-        self.connections: set[_Connection] = set()
-        self.rejected: set[bytes] = set()
-        """Events rejected permanently, except on a replay."""
+        self.gates = [PortGate(lambda n=n: ReceiverConnection(self, n)) for n in range(groups)]  # type: ignore[misc]
+        self.connections: set[ReceiverConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, number: int) -> str:
+    def add(self, number: int, planned: PlannedEndpoint) -> str:
         """Add an endpoint; returns its URL."""
-        self.endpoints[f"/e{number}"] = EndpointStub(number)
+        self.endpoints[f"/e{number}"] = EndpointStub(number, planned.fail_share, planned.rejects)
         return f"http://127.0.0.1:{self.gates[number % len(self.gates)].port}/e{number}"
 
     def endpoint(self, number: int) -> EndpointStub:
@@ -155,17 +158,15 @@ class Receivers:
         self, stub: EndpointStub, request: ReceivedRequest, event: bytes
     ) -> ResponseScript:
         """Select the response to a request."""
-        if event in self.rejected and request.seq not in request.lane.replays:
-            return RESPONSES["reject"]
-        if stub.fault and time.monotonic() >= stub.fault_until:
-            stub.fault = ""
-        if stub.fault == "reject":
-            if stub.rejects > 0 and request.seq not in request.lane.replays:
+        if request.seq not in request.lane.replays:
+            if stub.rejects > 0 and event not in stub.rejected:
                 stub.rejects -= 1
-                self.rejected.add(event)
+                stub.rejected.add(event)
+            if event in stub.rejected:
                 return RESPONSES["reject"]
-            return OK
-        return RESPONSES[stub.fault] if stub.fault else OK
+        if time.monotonic() < stub.fault_until:
+            return RESPONSES[stub.fault]
+        return self.rng.choice(FAILURES) if self.rng.random() < stub.fail_share else OK
 
 
 class Headers(dict[str, str]):
@@ -175,7 +176,7 @@ class Headers(dict[str, str]):
         return super().get(name.lower(), default)
 
 
-class _Connection(asyncio.Protocol):
+class ReceiverConnection(asyncio.Protocol):
     """One connection of a relay."""
 
     def __init__(self, receivers: Receivers, group: int) -> None:

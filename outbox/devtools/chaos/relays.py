@@ -15,7 +15,7 @@ from outbox.devtools.chaos.plan import DRAIN_S
 from outbox.devtools.chaos.port_gate import HOST
 from outbox.devtools.chaos.proxy import Proxy
 from outbox.devtools.chaos.proxy_dsn import proxied_dsn
-from outbox.devtools.relay_process import RelayProcess
+from outbox.devtools.command_process import CommandProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,10 +35,12 @@ class Relay:
         self.number = number
         (address,) = dsn.addresses
         self.proxy = Proxy(*address)
-        self.process = RelayProcess(
+        self.process = CommandProcess(
+            ("relay",),
             proxied_dsn(dsn, HOST, self.proxy.gate.port),
             directory / f"relay-{number}.log",
             {
+                "OUTBOX_LOG_FORMAT": "json",
                 "OUTBOX_SCHEMA": plan.schema,
                 "OUTBOX_LEASE_S": str(plan.lease_s),
                 "OUTBOX_DRAIN_S": str(DRAIN_S),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outbox.devtools.chaos.ledger import ResponseOutcome
 
 if TYPE_CHECKING:
     import random
+
+    from outbox.devtools.chaos.receivers import ReceiverConnection
 
 BREAKS_OFF = (b"HTTP/1.1 200 O", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nonly this")
 """Truncated responses; the second one has a complete status line, so it counts as 200."""
@@ -18,19 +20,7 @@ ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 DRIP_S_MIN, DRIP_S_MAX = 0.5, 5.0
 
 
-class ResponseWriter(Protocol):
-    """Interface of a connection that waits for a response."""
-
-    def expect(self, outcome: ResponseOutcome, label: str) -> None: ...
-    def finish(
-        self, outcome: ResponseOutcome, label: str, data: bytes, *, close: bool = False
-    ) -> None: ...
-    def drip(self, label: str, data: bytes, every_s: float) -> None: ...
-    def stream_endlessly(self) -> None: ...
-    def reset(self, label: str) -> None: ...
-
-
-ResponseScript = Callable[[ResponseWriter, "random.Random"], None]
+ResponseScript = Callable[["ReceiverConnection", "random.Random"], None]
 """Sends one kind of response, or starts to."""
 
 
@@ -47,60 +37,65 @@ def status_line(status: int, *headers: str) -> bytes:
 GOOD = status_line(200)
 
 
-def _ok(connection: ResponseWriter, rng: random.Random) -> None:
-    connection.finish(ResponseOutcome.GOOD, "ok", GOOD)
+def _respond(
+    outcome: ResponseOutcome, label: str, data: bytes, *, close: bool = False
+) -> ResponseScript:
+    return lambda connection, rng: connection.finish(outcome, label, data, close=close)
 
 
-def _hang(connection: ResponseWriter, rng: random.Random) -> None:
+def _hang(connection: ReceiverConnection, rng: random.Random) -> None:
     connection.expect(ResponseOutcome.BAD, "hang")
 
 
-def _drip(connection: ResponseWriter, rng: random.Random) -> None:
+def _drip(connection: ReceiverConnection, rng: random.Random) -> None:
     connection.expect(ResponseOutcome.BAD, "drip")
     connection.drip("drip", GOOD, rng.uniform(DRIP_S_MIN, DRIP_S_MAX) / len(GOOD))
 
 
-def _reset(connection: ResponseWriter, rng: random.Random) -> None:
+def _reset(connection: ReceiverConnection, rng: random.Random) -> None:
     connection.reset("reset")
 
 
-def _garbage(connection: ResponseWriter, rng: random.Random) -> None:
-    connection.finish(ResponseOutcome.BAD, "garbage", GARBAGE, close=True)
+def _lose(connection: ReceiverConnection, rng: random.Random) -> None:
+    connection.finish(ResponseOutcome.GOOD, "lost", b"")
+    connection.reset("lost")
 
 
-def _half(connection: ResponseWriter, rng: random.Random) -> None:
+def _half(connection: ReceiverConnection, rng: random.Random) -> None:
     which = rng.randrange(len(BREAKS_OFF))
     outcome = ResponseOutcome.GOOD if which else ResponseOutcome.BAD
     connection.finish(outcome, "half-response", BREAKS_OFF[which], close=True)
 
 
-def _endless(connection: ResponseWriter, rng: random.Random) -> None:
+def _endless(connection: ReceiverConnection, rng: random.Random) -> None:
     connection.finish(ResponseOutcome.GOOD, "endless", ENDLESS)
     connection.stream_endlessly()
 
 
-def _error(connection: ResponseWriter, rng: random.Random) -> None:
-    connection.finish(ResponseOutcome.BAD, "error", status_line(500))
-
-
-def _retry_after(connection: ResponseWriter, rng: random.Random) -> None:
+def _retry_after(connection: ReceiverConnection, rng: random.Random) -> None:
     status = rng.choice((429, 503))
     connection.finish(ResponseOutcome.BAD, "retry-after", status_line(status, "Retry-After: 1"))
 
 
-def _reject(connection: ResponseWriter, rng: random.Random) -> None:
-    connection.finish(ResponseOutcome.BAD, "reject", status_line(422))
-
-
-OK = _ok
+OK = _respond(ResponseOutcome.GOOD, "ok", GOOD)
 RESPONSES: dict[str, ResponseScript] = {
     "hang": _hang,
     "drip": _drip,
     "reset": _reset,
-    "garbage": _garbage,
+    "garbage": _respond(ResponseOutcome.BAD, "garbage", GARBAGE, close=True),
     "half-response": _half,
     "endless": _endless,
-    "error": _error,
+    "error": _respond(ResponseOutcome.BAD, "error", status_line(500)),
     "retry-after": _retry_after,
-    "reject": _reject,
+    "reject": _respond(ResponseOutcome.BAD, "reject", status_line(422)),
 }
+FAILURES: tuple[ResponseScript, ...] = (
+    _reset,
+    _lose,
+    *(
+        _respond(outcome, "failure", data)
+        for data in (status_line(500), status_line(503, "Retry-After: 0"))
+        for outcome in (ResponseOutcome.BAD, ResponseOutcome.UNSURE)
+    ),
+)
+"""Failures at random, half of them after the receiver has processed the delivery."""

@@ -5,45 +5,32 @@ from __future__ import annotations
 import asyncio
 import platform
 import shutil
+import tempfile
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import outbox
 from outbox.devtools.chaos import queries
 from outbox.devtools.chaos.checker import check_run
 from outbox.devtools.chaos.environment import open_environment
-from outbox.devtools.chaos.facts import (
-    STALL,
-    DeadRange,
-    Incident,
-    LaneCount,
-    OwnershipEvent,
-    RunFacts,
-)
+from outbox.devtools.chaos.facts import STALL, Incident, RunFacts, numbers_by_lane
 from outbox.devtools.chaos.faults import FaultInjector
-from outbox.devtools.chaos.live_view import RunSnapshot, render
 from outbox.errors import CannotRun, DatabaseUnavailable
 from outbox.operations.verify.audit import run_checks
 from outbox.store.connection.connect import CONNECTION_ERRORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from rich.live import Live
-
     from outbox.devtools.chaos.checker import CheckResult
     from outbox.devtools.chaos.environment import Environment
+    from outbox.devtools.chaos.live_view import RunView
     from outbox.devtools.chaos.plan import ChaosPlan
     from outbox.store.connection.dsn import Dsn
 
 START_TIMEOUT_S = 60.0
 POLL_S = 0.25
-PROGRESS_EVERY_S = 10.0
 PRODUCERS_GRACE_S = 30.0
 DATABASE_WITHIN_S = 60.0
 STALL_S = 0.5
@@ -75,72 +62,69 @@ class ChaosReport:
 async def run_chaos(
     plan: ChaosPlan,
     address: Dsn | None,
+    view: RunView,
     *,
     secret: bytes | None = None,
     keep: bool = False,
-    live: bool = False,
-    log: Callable[[str], None],
 ) -> ChaosReport:
     """Execute a chaos run.
 
     Args:
         plan: of the run.
         address: the database; None: an embedded one.
+        view: shows the progress.
         secret: signs deliveries that are forwarded to the plan's receiver.
         keep: do not drop the schema.
-        live: show a live view on the terminal.
-        log: called with a line of progress.
 
     Raises:
         CannotRun: no database, or it was lost permanently.
     """
-    async with open_environment(plan, address, secret, keep=keep, log=log) as environment:
-        with _screen(live) as screen:
-            return await _Run(environment, screen, log).execute()
+    async with open_environment(plan, address, secret, keep=keep, log=view.log) as environment:
+        with view:
+            return await ChaosRun(environment, view).execute()
 
 
-class _Run:
+class ChaosRun:
     """One run in its environment."""
 
-    def __init__(
-        self, environment: Environment, screen: Live | None, log: Callable[[str], None]
-    ) -> None:
-        self._environment = environment
-        self._screen = screen
-        self._log = log
-        self._last: list[str] = []
-        self._injector = FaultInjector(environment, self._show_fault)
+    def __init__(self, environment: Environment, view: RunView) -> None:
+        self.environment = environment
+        self._view = view
+        self.injector = FaultInjector(environment, lambda what: view.show_fault(self, what))
         self._stalls: list[Incident] = []
-        self._phase = "starting"
-        self._began_at = time.monotonic()
-        self._reported_at = 0.0
+        self.phase = "starting"
+        self.began_at = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start of the faults."""
+        return time.monotonic() - self.began_at
 
     async def execute(self) -> ChaosReport:
-        plan, ledger = self._environment.plan, self._environment.ledger
+        plan, ledger = self.environment.plan, self.environment.ledger
         lag_watch = asyncio.create_task(self._watch_loop_lag())
         try:
             await self._wait_for_relays()
-            self._began_at = began_at = time.monotonic()
-            self._phase = "faults"
+            self.began_at = began_at = time.monotonic()
+            self.phase = "faults"
             await self._run_with_progress(self._inject_faults(began_at))
             faults_s = time.monotonic() - began_at
-            self._phase = "settling"
+            self.phase = "settling"
             unsettled = await self._settle()
             settle_s = time.monotonic() - began_at - faults_s
-            self._phase = "checking"
-            self._reported_at = 0.0
-            self._show_progress()
-            await self._environment.relays.stop()
+            self.phase = "checking"
+            await self._view.show(self)
+            await self.environment.relays.stop()
         finally:
             lag_watch.cancel()
         facts = await self._collect_facts(unsettled)
-        result = check_run(ledger, facts)
-        counted = Counter(incident.kind for incident in self._injector.incidents)
+        result = check_run(ledger, facts, plan.checks)
+        counted = Counter(incident.kind for incident in self.injector.incidents)
         return ChaosReport(
             plan=plan,
             result=result,
             faults={kind: counted[kind] for kind in plan.kinds if counted[kind]},
-            skipped=len(self._injector.skipped),
+            skipped=len(self.injector.skipped),
             rolled_back=ledger.rolled_back,
             requests=ledger.requests,
             events_per_s=round(len(ledger.committed) / plan.seconds, 1),
@@ -149,10 +133,10 @@ class _Run:
             stalled_s=round(max((s.end - s.begin for s in self._stalls), default=0.0), 1),
             versions={
                 "outbox": outbox.__version__,
-                "postgres": self._environment.server_version,
+                "postgres": self.environment.server_version,
                 "python": platform.python_version(),
             },
-            logs="" if result.good else _keep_logs(self._environment.directory, plan.seed),
+            logs="" if result.good else _keep_logs(self.environment.directory, plan.seed),
         )
 
     # -------------------------------------------------------------- the phases
@@ -160,26 +144,26 @@ class _Run:
     async def _wait_for_relays(self) -> None:
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                async with self._environment.control.use() as connection:
+                async with self.environment.control.use() as connection:
                     while not await queries.all_owned(connection):  # noqa: ASYNC110
                         await asyncio.sleep(POLL_S)
         except TimeoutError:
-            line = self._environment.relays.relays[0].process.last_log_line()
+            line = self.environment.relays.relays[0].process.last_log_line()
             raise CannotRun(f"the relays did not start; the last log line: {line}") from None
 
     async def _inject_faults(self, began_at: float) -> None:
         """Run the producers and the faults concurrently."""
-        plan = self._environment.plan
+        plan = self.environment.plan
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._produce(began_at + plan.seconds))
-            tasks.create_task(self._injector.run(plan.schedule(), began_at))
+            tasks.create_task(self._produce(began_at + plan.load_s))
+            tasks.create_task(self.injector.run(plan.schedule(), began_at))
 
     async def _produce(self, until: float) -> None:
         try:
             async with asyncio.timeout_at(
                 asyncio.get_running_loop().time() + until - time.monotonic() + PRODUCERS_GRACE_S
             ):
-                await self._environment.producers.run(until)
+                await self.environment.producers.run(until)
         except TimeoutError:
             raise DatabaseUnavailable(
                 "the producers could not determine the outcome of their last transactions: "
@@ -190,7 +174,7 @@ class _Run:
         working = asyncio.ensure_future(work)
         try:
             while not working.done():
-                self._show_progress()
+                await self._view.show(self)
                 await asyncio.wait([working], timeout=POLL_S)
             working.result()
         except ExceptionGroup as group:
@@ -201,12 +185,12 @@ class _Run:
 
     async def _settle(self) -> str:
         """Wait until all deliveries ended; returns what is still pending at the time-out."""
-        deadline = time.monotonic() + self._environment.plan.settle_s
+        deadline = time.monotonic() + self.environment.plan.settle_s
         pending = "the database could not be queried"
         while True:
-            self._show_progress()
+            await self._view.show(self)
             try:
-                async with self._environment.control.use() as connection:
+                async with self.environment.control.use() as connection:
                     pending = await self._pending(connection)
             except (*CONNECTION_ERRORS, DatabaseUnavailable):
                 pass  # The database is restarting.
@@ -219,13 +203,11 @@ class _Run:
     async def _pending(self, connection: Any) -> str:
         if not await queries.all_sequenced(connection):
             return "events that are not sequenced"
-        dead_lettered: dict[str, set[int]] = {}
-        for each in await queries.dead_numbers(connection):
-            dead_lettered.setdefault(each.lane, set()).update(range(each.seq, each.to_seq + 1))
-        lanes = self._environment.ledger.lanes
+        dead_lettered = numbers_by_lane(await queries.dead_ranges(connection))
+        lanes = self.environment.ledger.lanes
         pending: dict[str, int] = {}
-        for counter in await queries.lane_counters(connection):
-            lane, dead = lanes.get(counter.name), dead_lettered.get(counter.name, set())
+        for counter in await queries.lane_counts(connection, self.environment.endpoint_ids):
+            lane, dead = lanes.get(counter.name), dead_lettered[counter.name]
             done = len(dead)
             if lane is not None:
                 done += lane.good - sum(lane.was_acknowledged(n) for n in dead)
@@ -237,8 +219,8 @@ class _Run:
 
     async def _collect_facts(self, unsettled: str) -> RunFacts:
         """Collect the facts from the database."""
-        environment = self._environment
-        ids, offset_s = environment.endpoint_ids, environment.clock_offset_s
+        environment = self.environment
+        ids, subscriptions = environment.endpoint_ids, environment.subscriptions
         async with environment.control.use_within(DATABASE_WITHIN_S) as connection:
             # The audit of a long run exceeds the usual statement timeout.
             await connection.execute("SET statement_timeout = 0")
@@ -248,58 +230,23 @@ class _Run:
                 async for f in run_checks(connection)
                 if f.violations
             ]
-            counters = await queries.lane_counters(connection)
-            dead = await queries.dead_numbers(connection)
-            ownership = await queries.ownership_changes(connection)
+            lanes = await queries.lane_counts(connection, ids)
+            dead = await queries.dead_ranges(connection)
+            ownership = await queries.ownership_events(connection, ids, environment.clock_offset_s)
         return RunFacts(
             lease_s=environment.plan.lease_s,
-            began_at=self._began_at,
-            incidents=(*self._injector.incidents, *self._stalls),
-            lanes=tuple(LaneCount(c.name, ids[c.endpoint_id], c.last_seq) for c in counters),
-            dead=tuple(DeadRange(d.lane, d.seq, d.to_seq, d.reason) for d in dead),
-            ownership_events=tuple(
-                OwnershipEvent(
-                    ids[h.endpoint_id], h.at.timestamp() + offset_s, h.replica, h.claimed, h.reason
-                )
-                for h in ownership
-            ),
+            began_at=self.began_at,
+            incidents=(*self.injector.incidents, *self._stalls),
+            lanes=tuple(lanes),
+            dead=tuple(dead),
+            ownership_events=tuple(ownership),
             relay_of=environment.relays.relay_of(),
             audit=tuple(found),
             died=tuple(environment.relays.died),
             unsettled=unsettled,
-            subscribers=dict(environment.subscribers),
+            subscriptions=dict(subscriptions),
+            late=frozenset(n for n in subscriptions if n >= environment.plan.endpoints),
         )
-
-    # ----------------------------------------------------------------- progress
-
-    def _show_fault(self, what: str) -> None:
-        self._last = [*self._last[-7:], what]
-        if self._screen is None:
-            self._log(f"{time.monotonic() - self._began_at:6.1f} s  {what}")
-
-    def _show_progress(self) -> None:
-        ledger, plan = self._environment.ledger, self._environment.plan
-        snapshot = RunSnapshot(
-            phase=self._phase,
-            elapsed_s=time.monotonic() - self._began_at,
-            faults_s=plan.seconds,
-            committed=len(ledger.committed),
-            rolled_back=ledger.rolled_back,
-            arrived=ledger.arrived,
-            good=ledger.good,
-            copies=len(ledger.copies),
-            relays=[relay.state for relay in self._environment.relays.relays],
-            active_faults=list(self._injector.active.values()),
-            last=self._last,
-        )
-        if self._screen is not None:
-            self._screen.update(render(snapshot), refresh=True)
-        elif time.monotonic() - self._reported_at >= PROGRESS_EVERY_S:
-            self._reported_at = time.monotonic()
-            self._log(
-                f"{snapshot.elapsed_s:6.1f} s  {snapshot.phase}: {snapshot.committed:,} committed, "
-                f"{snapshot.good:,} delivered, {snapshot.copies:,} copies"
-            )
 
     async def _watch_loop_lag(self) -> None:
         """Sample event-loop lag: during a stall the responses of this process are late."""
@@ -322,15 +269,7 @@ def _first(group: BaseExceptionGroup[Any]) -> BaseException:
 
 def _keep_logs(directory: Path, seed: int) -> str:
     """Copy the relays' logs out of the temporary directory."""
-    kept = directory.with_name(f"outbox-prove-{seed}-logs")
+    kept = Path(tempfile.gettempdir(), f"outbox-prove-{seed}-logs")
     shutil.rmtree(kept, ignore_errors=True)
     shutil.copytree(directory, kept)
     return str(kept)
-
-
-def _screen(live: bool) -> AbstractContextManager[Any]:
-    if not live:
-        return nullcontext()
-    from rich.live import Live
-
-    return Live(auto_refresh=False)

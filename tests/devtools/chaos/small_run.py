@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from outbox.devtools.chaos.checker import CheckResult, check_run
 from outbox.devtools.chaos.facts import DeadRange, Incident, LaneCount, OwnershipEvent, RunFacts
 from outbox.devtools.chaos.ledger import Arrival, Ledger, ReceivedRequest, ResponseOutcome
+from outbox.devtools.chaos.plan import CHECKS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 LANE = "lane-0"
 
@@ -38,9 +39,9 @@ class SmallRun:
         self.now = next(self._ticks) / 10
         return self.now
 
-    def commit(self, n: int, *, endpoint: int = 0, version: int | None = None) -> None:
+    def commit(self, n: int, *, type_: int = 0, version: int | None = None) -> None:
         """Commit an event."""
-        self.ledger.record_commit(event(n), endpoint, 0, version or n, self.tick())
+        self.ledger.record_commit(event(n), type_, 0, version or n, self.tick())
 
     def send(
         self,
@@ -77,7 +78,7 @@ class SmallRun:
 
     def dead(self, seq: int) -> None:
         """Dead-letter a number in the database."""
-        self._add("dead", DeadRange(LANE, seq, seq, "refused"))
+        self._add("dead", DeadRange(LANE, seq, seq))
         self.highest[LANE] = max(self.highest.get(LANE, 0), seq)
 
     def take_over(self, reason: str = "lease expired") -> None:
@@ -99,11 +100,17 @@ class SmallRun:
     def _add(self, name: str, fact: object) -> None:
         self.facts[name] = (*self.facts.get(name, ()), fact)
 
-    def check(self, **others: Any) -> CheckResult:
+    def check(self, *, checks: Collection[str] = tuple(CHECKS), **others: Any) -> CheckResult:
         """Return the result of the checker."""
         lanes = tuple(LaneCount(lane, 0, high) for lane, high in self.highest.items())
-        facts = {"lanes": lanes, "relay_of": {10: 0, 11: 1}, **self.facts, **others}
-        return check_run(self.ledger, RunFacts(**facts))
+        facts = {
+            "lanes": lanes,
+            "relay_of": {10: 0, 11: 1},
+            "subscriptions": {0: frozenset({0})},
+            **self.facts,
+            **others,
+        }
+        return check_run(self.ledger, RunFacts(**facts), checks)
 
 
 def wrong(checked: CheckResult) -> dict[str, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.devtools.chaos.checker import CHECKS
 from outbox.devtools.chaos.facts import DeadRange, Incident, LaneCount, OwnershipEvent
 from outbox.devtools.chaos.ledger import ResponseOutcome
+from outbox.devtools.chaos.plan import CHECKS
 from tests.devtools.chaos.small_run import LANE, SmallRun, event, wrong
 
 
@@ -58,7 +58,7 @@ def test_an_event_that_was_rolled_back_is_a_phantom(run: SmallRun) -> None:
 
 def test_an_event_of_another_endpoint_is_a_phantom(run: SmallRun) -> None:
     run.deliver(1)
-    run.commit(2, endpoint=7)
+    run.commit(2, type_=7)
     run.send(2)
     assert wrong(run.check()) == {"phantoms": 1}
 
@@ -68,8 +68,42 @@ def test_an_endpoint_that_was_added_later_gets_its_source_s_events_and_may_have_
 ) -> None:
     run.deliver(1, 2)
     run.send(1, lane="lane-1", endpoint=7, event_id=event(2), version=2, delivery_id="other")
-    assert wrong(run.check(subscribers={7: 0})) == {}
-    assert wrong(run.check(subscribers={7: 1})) == {"phantoms": 1}
+    late = frozenset({7})
+    for type_, found in ((0, {}), (1, {"phantoms": 1})):
+        subscriptions = {0: frozenset({0}), 7: frozenset({type_})}
+        assert wrong(run.check(subscriptions=subscriptions, late=late)) == found
+
+
+def test_an_event_is_delivered_to_every_endpoint_that_subscribes_to_its_type(
+    run: SmallRun,
+) -> None:
+    run.deliver(1)
+    both = {0: frozenset({0}), 7: frozenset({0})}
+    missing = run.check(subscriptions=both)
+    assert wrong(missing) == {"lost": 1}
+    run.send(1, lane="lane-1", endpoint=7, delivery_id="other")
+    checked = run.check(subscriptions=both)
+    assert wrong(checked) == {}
+    assert checked.expected == checked.deliveries == 2
+
+
+def test_only_a_copy_of_a_processed_delivery_is_a_duplicate(run: SmallRun) -> None:
+    run.commit(1)
+    for outcome in (ResponseOutcome.BAD, ResponseOutcome.UNSURE, ResponseOutcome.BAD):
+        run.send(1, outcome, "failure")
+    run.send(1)
+    checked = run.check()
+    assert wrong(checked) == {}
+    assert (checked.duplicates, sum(checked.copies.values())) == (2, 3)
+
+
+def test_only_the_chosen_checks_count(run: SmallRun) -> None:
+    run.commit(1)
+    checked = run.check(unsettled="1 delivery")
+    assert wrong(checked) == {"lost": 1, "unsettled": 1}
+    chosen = run.check(checks=("verify", "unsettled"), unsettled="1 delivery")
+    assert wrong(chosen) == {"unsettled": 1}
+    assert run.check(checks=("verify",)).good
 
 
 def test_an_older_version_after_a_newer_one_is_an_inversion(run: SmallRun) -> None:
@@ -241,5 +275,5 @@ def test_ranges_of_dead_letters_count_by_number(run: SmallRun) -> None:
     for n in (2, 3, 4):
         run.commit(n)
         run.send(n, ResponseOutcome.BAD, "reject", previous_seq=1)
-    assert run.check(dead=(DeadRange(LANE, 2, 4, "disabled"),)).dead == 3
-    assert wrong(run.check(dead=(DeadRange(LANE, 2, 4, "disabled"),))) == {}
+    assert run.check(dead=(DeadRange(LANE, 2, 4),)).dead == 3
+    assert wrong(run.check(dead=(DeadRange(LANE, 2, 4),))) == {}

@@ -1,1 +1,0 @@
-"""`outbox demo`: a real database, an application, a relay that is killed, and checks."""
