@@ -20,7 +20,7 @@ from outbox.operations.rows import from_row
 from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.replay_feed import IS_ERASED, MATCHES_SELECTION, WHY_ENDED
+from outbox.store.replay_feed import END_REASON, IS_ERASED, MATCHES_SELECTION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 READ_DEAD = f"""
-SELECT d.id, d.state, e.name AS endpoint, {WHY_ENDED} AS why_ended, {IS_ERASED} AS is_erased
+SELECT d.id, d.state, e.name AS endpoint, {END_REASON} AS end_reason, {IS_ERASED} AS is_erased
   FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id
  WHERE d.id = ANY ($1) ORDER BY d.id
 """  # noqa: S608 (constants only)
@@ -55,8 +55,8 @@ SELECT abort_unless(
 COUNT_SELECTED = f"""
 SELECT e.id AS endpoint_id, e.name AS endpoint, count(*) AS dead_letters,
        sum(d.to_seq - d.seq + 1)::bigint AS numbers,
-       count(*) FILTER (WHERE {WHY_ENDED} IS NOT NULL OR {IS_ERASED}) AS skipped,
-       coalesce({WHY_ENDED}, CASE WHEN bool_or({IS_ERASED}) THEN 'erased' END) AS reason,
+       count(*) FILTER (WHERE {END_REASON} IS NOT NULL OR {IS_ERASED}) AS skipped,
+       coalesce({END_REASON}, CASE WHEN bool_or({IS_ERASED}) THEN 'erased' END) AS reason,
        min(d.id) AS first_id, max(d.id) AS last_id
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id,
@@ -260,7 +260,7 @@ async def _replay_conflict(connection: Connection[Any], dead_id: int) -> Conflic
 def _explain_not_replayable(row: Any) -> str | None:
     """Why a dead letter of the state `dead` cannot be replayed; None: it can."""
     name = row["endpoint"]
-    match row["why_ended"]:
+    match row["end_reason"]:
         case "removed":
             return f'belongs to the endpoint "{name}", which was removed'
         case "disabled":

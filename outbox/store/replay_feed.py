@@ -45,7 +45,7 @@ MATCHES_SELECTION = f"""
 IS_ERASED = "(d.outbox_id IS NOT NULL AND d.payload IS NULL)"
 
 # Why nothing is replayed at an endpoint `e`; NULL: it is.
-WHY_ENDED = """
+END_REASON = """
     CASE WHEN e.state IN ('removing', 'removed') THEN 'removed'
          WHEN e.state IN ('disabling', 'disabled') THEN 'disabled' END
 """
@@ -77,7 +77,7 @@ UPDATE dead_letter d SET state = 'dead' FROM letters WHERE d.id = letters.id
 # Parts of jobs that have not ended; `end_reason` if no more of them may be taken.
 READ_PARTS = f"""
 SELECT p.job_id, p.endpoint_id, j.kind, j.rate_per_s, e.lanes,
-       coalesce(CASE j.state WHEN 'aborted' THEN 'aborted' END, {WHY_ENDED},
+       coalesce(CASE j.state WHEN 'aborted' THEN 'aborted' END, {END_REASON},
                 CASE WHEN j.kind = 'history' AND NOT EXISTS (
                           SELECT FROM subscription s
                            WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)

@@ -439,12 +439,23 @@ def test_responses_count_while_the_endpoint_is_paused() -> None:
     assert sent(health, NOW) == [1]
 
 
-def test_resuming_resets_the_failure_counts() -> None:
+def test_the_first_failure_after_a_resume_ends_the_recovery() -> None:
     health = CircuitBreaker()
     responses(health, *[FAILED] * 4)
     health.resume(NOW)
-    responses(health, *[FAILED] * 4)
+    responses(health, FAILED)
+    assert health.state is FAILING
+
+
+def test_a_failure_after_a_success_does_not_end_the_recovery() -> None:
+    health = CircuitBreaker()
+    health.resume(NOW)
+    assert gates(health, 2) == [PROBE, SHUT]
+    responses(health, OK, *[FAILED] * 4)
     assert health.state is RECOVERING
+
+
+def test_resuming_resets_the_refusal_count() -> None:
     health = CircuitBreaker()
     responses(health, *[REFUSED] * 9)
     health.resume(NOW)

@@ -9,14 +9,15 @@ import pytest
 
 from outbox.core.delivery.receiver_checkpoint import LANES_MAX, TYPE, LaneMark, parse, prepare
 from outbox.core.delivery.signature import verify
-from outbox.core.model.headers import parse_lines
+from outbox.core.model.headers import EndpointHeaders, parse_lines
 
 SECRET = bytes(32)
+OWN_HEADERS = EndpointHeaders((("X-Own", "1"),))
 MARKS = (LaneMark("6f1c2a349d55-1-0", 1, 41), LaneMark("6f1c2a349d55-2-0", 2, 7))
 
 
 def test_a_checkpoint_is_signed_and_read_back() -> None:
-    prepared = prepare("msg-1", datetime(2026, 1, 31, tzinfo=UTC), MARKS, (("X-Own", "1"),))
+    prepared = prepare("msg-1", datetime(2026, 1, 31, tzinfo=UTC), MARKS, OWN_HEADERS)
     headers = {
         name.lower(): value for name, value in parse_lines(prepared.attempt(1, 1_000, [SECRET]))
     }

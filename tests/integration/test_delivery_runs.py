@@ -204,7 +204,7 @@ async def test_changed_settings_apply_to_the_next_request(
         await endpoint_changes.update_endpoint(
             db, "relay", "shop", lambda s: replace(s, headers=new), actor="test"
         )
-        await until(lambda: endpoint(worker).endpoint.headers, what="the change")
+        await until(lambda: endpoint(worker).endpoint.headers.own, what="the change")
 
     network.call = call
     async with running(database, network) as worker:

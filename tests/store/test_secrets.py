@@ -138,7 +138,7 @@ async def test_no_secret_is_in_the_tables(db: Connection[Any]) -> None:
         assert secret not in text
     assert private.secret.startswith("whpk_")
     (found,) = await read_endpoints(db, [made.id], OLD)
-    assert dict(found.headers) == {"X-Key": "hunter3", "Authorization": CREDENTIAL}
+    assert dict(found.headers.own) == {"X-Key": "hunter3", "Authorization": CREDENTIAL}
     newest, *older = found.secrets_at(0)
     assert newest.public_text == private.secret
     assert older == [parse_secret(rotated.secret), parse_secret(made.secret)]
@@ -238,7 +238,7 @@ async def test_without_the_key_other_settings_can_be_changed(db: Connection[Any]
         )
         assert list(done.changed) == ["lanes"]
     (there,) = await read_endpoints(db, [made.id], OLD)
-    assert dict(there.headers)["Authorization"] == CREDENTIAL
+    assert dict(there.headers.own)["Authorization"] == CREDENTIAL
 
 
 # ------------------------------------------------------------------ rekeying
@@ -261,7 +261,7 @@ async def test_all_secrets_are_encrypted_with_the_new_key(db: Connection[Any]) -
     clear = await rotate_key.rotate_key(db, "relay", NEW.in_clear(), actor="ann")
     assert (clear.key, clear.secrets) == (None, 10)
     found = await read_endpoints(db, [m.id for m in made], CLEAR)
-    assert all(dict(f.headers)["Authorization"] == CREDENTIAL for f in found)
+    assert all(dict(f.headers.own)["Authorization"] == CREDENTIAL for f in found)
     reported = await db.fetch("SELECT actor, data FROM journal WHERE kind = 'secrets_rekeyed'")
     assert [r["actor"] for r in reported] == ["ann"] * 3
 
@@ -283,7 +283,7 @@ async def test_a_header_that_resembles_a_ciphertext_is_encrypted(db: Connection[
     await db.execute("UPDATE endpoint SET headers = $1::text::jsonb", text)
     await rotate_key.rotate_key(db, "relay", OLD, actor="ann")
     (found,) = await read_endpoints(db, [made.id], OLD)
-    assert dict(found.headers) == {"X-Env": resembling}
+    assert dict(found.headers.own) == {"X-Env": resembling}
 
 
 async def test_key_rotation_requires_the_key_on_every_running_relay(db: Connection[Any]) -> None:

@@ -63,7 +63,7 @@ def change_lanes(name: str, lanes: int) -> OperatorCommand:
 
 def replay_dead_letters() -> OperatorCommand:
     """Replay all dead letters."""
-    return OperatorCommand(("dead", "replay", "--all", "--detach"), 15)
+    return OperatorCommand(("dead", "replay", "--all", "--detach"), 14)
 
 
 def apply_file(path: Path, endpoints: Iterable[EndpointSettings]) -> OperatorCommand:
