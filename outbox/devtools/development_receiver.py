@@ -33,8 +33,8 @@ from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.signature import SignatureError, verify
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.errors import UsageError
-from outbox.receiver.lane_order import Observation, OrderTotals, OrderTracker
 from outbox.receiver.message import Message, parse
+from outbox.receiver.order_tracker import OrderTotals, OrderTracker
 from outbox.receiver.proxy import describe_status
 from outbox.web.address import Address
 from outbox.web.serving import serving
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
+    from outbox.receiver.lane_order import Observation
     from outbox.receiver.proxy import ProxiedResponse
 
 BODY_BYTES_MAX = 65 * 1024 * 1024

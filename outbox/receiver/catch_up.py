@@ -1,26 +1,21 @@
 """Catch-up of a lane: which pages to fetch, and which deliveries to process.
 
-Sans-IO: `catch_up` yields commands and is sent their results, so that the asyncio and the
-threaded receiver share it.
-
-    FetchPage(after)            fetch the page after a number       → LanePage
-    ProcessDelivery(request)    process a delivery as if received   → FetchedOutcome
-    MarkUnavailable(ranges)     numbers that cannot be fetched      → the missing ones
+Without I/O of its own: `catch_up` awaits the two functions of its caller that fetch a page
+and process a delivery.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from outbox.core.model.int_ranges import Range, RangeSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-    from outbox.receiver.fetch import LaneProgress
+    from outbox.receiver.fetch import LanePage, LaneProgress
     from outbox.receiver.inbox.process import StoredLane
     from outbox.receiver.lane_order import LaneState
     from outbox.receiver.requests import Request
@@ -34,27 +29,6 @@ class FetchedOutcome(Enum):
     """It failed; a later catch-up tries again."""
     REFUSED = auto()
     """A handler refused it, or it conflicts; it is never processed."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchPage:
-    """Fetch the page after this sequence number."""
-
-    after: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessDelivery:
-    """Process this fetched delivery."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class MarkUnavailable:
-    """Stop treating these numbers as missing: they cannot be fetched."""
-
-    numbers: tuple[Range, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +48,20 @@ class CatchUpResult:
     """The sequence number that could not be processed; later ones were not fetched."""
 
 
-CatchUpCommands: TypeAlias = Generator[
-    FetchPage | ProcessDelivery | MarkUnavailable, Any, CatchUpResult
-]
+async def catch_up(
+    lane: str,
+    state: LaneState,
+    fetch_page: Callable[[int], Awaitable[LanePage]],
+    process: Callable[[Request], Awaitable[FetchedOutcome]],
+) -> CatchUpResult:
+    """Fetch the missing deliveries of a lane and those after its highest number, in order.
 
-
-def catch_up(lane: str, state: LaneState) -> CatchUpCommands:
-    """Fetch the missing deliveries of a lane and those after its highest number, in order."""
+    Args:
+        lane: its name.
+        state: its state in the inbox.
+        fetch_page: fetches the page after a sequence number.
+        process: processes a delivery as if received.
+    """
     missing = RangeSet()
     for numbers in state.missing:
         missing.add(*numbers)
@@ -89,7 +70,7 @@ def catch_up(lane: str, state: LaneState) -> CatchUpCommands:
     fetched = dead_lettered = acknowledged = 0
     failed: int | None = None
     while after is not None and failed is None:
-        page = yield FetchPage(after)
+        page = await fetch_page(after)
         acknowledged = page.acknowledged
         unavailable.add(after + 1, page.kept_from - 1)
         for item in page.items:
@@ -104,7 +85,7 @@ def catch_up(lane: str, state: LaneState) -> CatchUpCommands:
                 if item.sequence in missing:
                     unavailable.add(item.sequence, item.sequence)
             else:
-                outcome: FetchedOutcome = yield ProcessDelivery(item.request)
+                outcome = await process(item.request)
                 if outcome is FetchedOutcome.RETRYABLE:
                     failed = item.sequence
                     break
@@ -113,8 +94,7 @@ def catch_up(lane: str, state: LaneState) -> CatchUpCommands:
                 else:
                     fetched += 1
         after = page.next
-    still_missing = (yield MarkUnavailable(tuple(unavailable))) if unavailable else ()
-    return CatchUpResult(lane, acknowledged, fetched, dead_lettered, still_missing, failed)
+    return CatchUpResult(lane, acknowledged, fetched, dead_lettered, tuple(unavailable), failed)
 
 
 def lanes_behind(known: Mapping[str, StoredLane], lanes: Iterable[LaneProgress]) -> list[str]:

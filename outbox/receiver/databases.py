@@ -17,17 +17,18 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outbox.errors import UsageError
-from outbox.receiver.inbox.memory import MemoryDatabase
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+    from pathlib import Path
 
     Transactions: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
     AsyncTransactions: TypeAlias = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
+    Openers: TypeAlias = Mapping[tuple[str, str], Callable[[Any], Any]]
 
 SQLITE_WAIT_S = 30.0
 
@@ -38,33 +39,9 @@ def async_transactions(database: Any) -> AsyncTransactions:
     Raises:
         UsageError: the database is of an unsupported type.
     """
-    if isinstance(database, MemoryDatabase):
-        return database.transaction_async
-    kinds = _kinds(database)
-    if ("asyncpg", "Pool") in kinds:
-
-        @contextlib.asynccontextmanager
-        async def of_asyncpg() -> AsyncIterator[Any]:
-            async with database.acquire() as connection, connection.transaction():
-                yield connection
-
-        return of_asyncpg
-    opened: AsyncTransactions
-    if ("psycopg_pool", "AsyncConnectionPool") in kinds:
-
-        @contextlib.asynccontextmanager
-        async def of_psycopg() -> AsyncIterator[Any]:
-            async with database.connection() as connection, connection.transaction():
-                yield connection
-
-        return of_psycopg
-    if kinds & {("sqlalchemy", "AsyncEngine"), ("sqlalchemy", "async_sessionmaker")}:
-        opened = database.begin
-        return opened
-    if kinds & _OF_THREADS or isinstance(database, (str, Path)):
-        raise UsageError("database: it needs threads; use Receiver, not AsyncReceiver")
-    transaction: AsyncTransactions = _own(database)
-    return transaction
+    needs = "it needs threads; use Receiver, not AsyncReceiver"
+    opened: AsyncTransactions = _open(database, _OF_ASYNCIO, _OF_THREADS, needs)
+    return opened
 
 
 def transactions(database: Any) -> Transactions:
@@ -73,27 +50,9 @@ def transactions(database: Any) -> Transactions:
     Raises:
         UsageError: the database is of an unsupported type.
     """
-    if isinstance(database, MemoryDatabase):
-        return database.transaction
-    if isinstance(database, (str, Path)):
-        return SQLite(database).transaction
-    kinds = _kinds(database)
-    opened: Transactions
-    if ("psycopg_pool", "ConnectionPool") in kinds:
-
-        @contextlib.contextmanager
-        def of_psycopg() -> Iterator[Any]:
-            with database.connection() as connection, connection.transaction():
-                yield connection
-
-        return of_psycopg
-    if kinds & {("sqlalchemy", "Engine"), ("sqlalchemy", "sessionmaker")}:
-        opened = database.begin
-        return opened
-    if kinds & _OF_ASYNCIO:
-        raise UsageError("database: it needs asyncio; use AsyncReceiver, not Receiver")
-    transaction: Transactions = _own(database)
-    return transaction
+    needs = "it needs asyncio; use AsyncReceiver, not Receiver"
+    opened: Transactions = _open(database, _OF_THREADS, _OF_ASYNCIO, needs)
+    return opened
 
 
 class SQLite:
@@ -133,24 +92,43 @@ class SQLite:
                 raise
 
 
-_OF_ASYNCIO = {
-    ("asyncpg", "Pool"),
-    ("psycopg_pool", "AsyncConnectionPool"),
-    ("sqlalchemy", "AsyncEngine"),
-    ("sqlalchemy", "async_sessionmaker"),
+@contextlib.asynccontextmanager
+async def _pooled_async(acquire: Callable[[], Any]) -> AsyncIterator[Any]:
+    async with acquire() as connection, connection.transaction():
+        yield connection
+
+
+@contextlib.contextmanager
+def _pooled(acquire: Callable[[], Any]) -> Iterator[Any]:
+    with acquire() as connection, connection.transaction():
+        yield connection
+
+
+# Package and name of a type of database, and how to open its transactions.
+_OF_ASYNCIO: Openers = {
+    ("asyncpg", "Pool"): lambda pool: partial(_pooled_async, pool.acquire),
+    ("psycopg_pool", "AsyncConnectionPool"): lambda pool: partial(_pooled_async, pool.connection),
+    ("sqlalchemy", "AsyncEngine"): lambda engine: engine.begin,
+    ("sqlalchemy", "async_sessionmaker"): lambda sessions: sessions.begin,
+    ("outbox", "MemoryDatabase"): lambda memory: memory.transaction_async,
 }
-_OF_THREADS = {
-    ("psycopg_pool", "ConnectionPool"),
-    ("sqlalchemy", "Engine"),
-    ("sqlalchemy", "sessionmaker"),
+_OF_THREADS: Openers = {
+    ("psycopg_pool", "ConnectionPool"): lambda pool: partial(_pooled, pool.connection),
+    ("sqlalchemy", "Engine"): lambda engine: engine.begin,
+    ("sqlalchemy", "sessionmaker"): lambda sessions: sessions.begin,
+    ("builtins", "str"): lambda path: SQLite(path).transaction,
+    ("pathlib", "Path"): lambda path: SQLite(path).transaction,
+    ("outbox", "MemoryDatabase"): lambda memory: memory.transaction,
 }
 
 
-def _kinds(database: Any) -> set[tuple[str, str]]:
-    return {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(database).__mro__}
-
-
-def _own(database: Any) -> Any:
+def _open(database: Any, openers: Openers, others: Openers, needs: str) -> Any:
+    names = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(database).__mro__]
+    for name in names:
+        if name in openers:
+            return openers[name](database)
+    if not others.keys().isdisjoint(names):
+        raise UsageError(f"database: {needs}")
     if not callable(database):
         kind = type(database)
         raise UsageError(

@@ -1,31 +1,27 @@
 """Request rules shared by `AsyncReceiver` and `Receiver`, without database I/O.
 
 `ReceiverRules` validates a request before a transaction is opened, selects the handlers
-of a delivery, and maps the result to a response.  `AsyncReceiver` and `Receiver` perform
-the database work in between.
+of a delivery, and maps the result to a response.  `outbox.receiver.pipeline` performs the
+database work in between.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.batch import ACCEPTED_THROUGH
-from outbox.core.delivery.receiver_checkpoint import TYPE as CHECKPOINT
 from outbox.core.delivery.signature import TOLERANCE_S, SignatureError
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.errors import OutboxError, UsageError
 from outbox.receiver.catch_up import FetchedOutcome
 from outbox.receiver.inbox.process import DeliveryOutcome
-from outbox.receiver.lane_order import OrderKind
 from outbox.receiver.message import BadMessage
-from outbox.receiver.metrics import ReceiverMetrics
+from outbox.receiver.reporting import ReceiverReports, log
 from outbox.receiver.requests import (
     BODY_BYTES_MAX,
     RequestOutcome,
@@ -44,12 +40,9 @@ if TYPE_CHECKING:
 
     from opentelemetry.metrics import MeterProvider
 
-    from outbox.receiver.catch_up import CatchUpResult
     from outbox.receiver.inbox.process import CheckpointComparison, DeliveryResult
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
-
-log = logging.getLogger("outbox.receiver")
 
 IN_FLIGHT_MAX = 100
 HELD_MAX = 1000
@@ -93,22 +86,6 @@ class Gaps(StrEnum):
     """Hold its request for up to `hold_s` seconds until the missing ones arrive."""
     CATCH_UP = "catch_up"
     """Fetch the missing ones from the relay and process them first."""
-
-
-@dataclass(slots=True)
-class ReceiverTotals:
-    """Counters since the receiver was created."""
-
-    requests: Counter[RequestOutcome] = field(default_factory=Counter)
-    """Requests by outcome."""
-    fetched: int = 0
-    """Deliveries fetched from the relay and processed."""
-    gaps: int = 0
-    """Deliveries before which sequence numbers were missing."""
-    old: int = 0
-    """Deliveries overtaken by a higher sequence number."""
-    overdue: int = 0
-    """Missing sequence numbers overtaken by more than the tolerance."""
 
 
 @dataclass(slots=True)
@@ -159,13 +136,11 @@ class ReceiverRules:
         self.body_bytes_max = body_bytes_max
         self.handlers = HandlerRegistry()
         self.foreign: Callable[..., Any] | None = None
-        self.totals = ReceiverTotals()
-        self._metering = ReceiverMetrics(meter_provider)
+        self.reports = ReceiverReports(on_delivery, meter_provider)
         # Requests come in threads, too.
         self._mutex = threading.Lock()
         self._in_flight_max = in_flight_max
         self._in_flight = 0
-        self._on_delivery = on_delivery
         self._received_count = 0
 
     def begin(self) -> Response | float:
@@ -178,34 +153,31 @@ class ReceiverRules:
         with self._mutex:
             others = self._in_flight
             is_full = others >= self._in_flight_max
-            if is_full:
-                self.totals.requests[RequestOutcome.PUT_OFF] += 1
-            else:
-                self._in_flight += 1
+            self._in_flight += not is_full
         if is_full:
-            self._metering.request_ended(RequestOutcome.PUT_OFF)
+            self.reports.request_ended(RequestOutcome.PUT_OFF)
             return put_off(f"{others} requests are being processed", 1)
-        self._metering.in_flight(1)
+        self.reports.metrics.in_flight(1)
         return time.perf_counter()
 
     def end(self, response: Response, began_at: float) -> None:
         """Count the end of a request that `begin` admitted."""
-        with self._mutex:
-            self._in_flight -= 1
-            self.totals.requests[response.outcome] += 1
-        self._metering.in_flight(-1)
-        self._metering.request_ended(response.outcome, time.perf_counter() - began_at)
+        self._add_in_flight(-1)
+        self.reports.request_ended(response.outcome, time.perf_counter() - began_at)
 
     @contextlib.contextmanager
     def not_in_flight(self) -> Iterator[None]:
         """Do not count a held request as in flight: it uses no connection while it waits."""
-        self._in_flight -= 1
-        self._metering.in_flight(-1)
+        self._add_in_flight(-1)
         try:
             yield
         finally:
-            self._in_flight += 1
-            self._metering.in_flight(1)
+            self._add_in_flight(1)
+
+    def _add_in_flight(self, change: int) -> None:
+        with self._mutex:
+            self._in_flight += change
+        self.reports.metrics.in_flight(change)
 
     def read(self, request: Request) -> Verified | Response:
         """Verify a request.
@@ -232,7 +204,7 @@ class ReceiverRules:
     def delivery_committed(self, message: Message | None, taken: DeliveryResult) -> Response:
         """Count and report a committed delivery; returns its response."""
         if message is not None:
-            self._report_delivery(message, taken)
+            self.reports.delivery_committed(message, taken)
         if taken.outcome is DeliveryOutcome.CONFLICT and message is not None:
             reason = f"sequence {message.sequence} of {message.lane} was used by another delivery"
             # Not 409: receivers use it for a duplicate that they already have.
@@ -260,15 +232,10 @@ class ReceiverRules:
 
     def fetched(self, message: Message, taken: DeliveryResult) -> FetchedOutcome:
         """Count and report a delivery that was fetched and committed."""
-        self._report_delivery(message, taken)
-        with self._mutex:
-            self.totals.fetched += taken.fresh
-        self._metering.deliveries_fetched(int(taken.fresh))
-        return (
-            FetchedOutcome.REFUSED
-            if taken.outcome is DeliveryOutcome.CONFLICT
-            else FetchedOutcome.PROCESSED
-        )
+        self.reports.delivery_committed(message, taken)
+        self.reports.delivery_fetched(taken)
+        conflicts = taken.outcome is DeliveryOutcome.CONFLICT
+        return FetchedOutcome.REFUSED if conflicts else FetchedOutcome.PROCESSED
 
     def checkpoint_compared(self, compared: CheckpointComparison, *, fetches: bool) -> Response:
         """Count and log the numbers that a checkpoint reveals to be missing.
@@ -276,13 +243,7 @@ class ReceiverRules:
         Args:
             fetches: the receiver is about to fetch them, so they are only a warning.
         """
-        for lane, numbers in compared.missing.items():
-            new = compared.newly_missing.get(lane)
-            if new is not None:
-                self._count(gap=True)
-            what = "acknowledged, not received" if new is not None else "still not received"
-            level = logging.WARNING if fetches or new is None else logging.ERROR
-            log.log(level, "lane %s: %s: %s", lane, what, _ranges(new or numbers))
+        self.reports.checkpoint_compared(compared, fetches=fetches)
         text = "deliveries are missing" if compared.missing else "no delivery is missing"
         return Response(RequestOutcome.COMPARED, 200, text)
 
@@ -306,25 +267,6 @@ class ReceiverRules:
             before = self._received_count
             self._received_count += taken
             return before == 0 or before // EXPIRE_EVERY < self._received_count // EXPIRE_EVERY
-
-    def _report_delivery(self, message: Message, taken: DeliveryResult) -> None:
-        kind = taken.observation.kind if taken.observation is not None else None
-        gap, old = kind is OrderKind.GAP, kind is OrderKind.OLD
-        self._count(gap=gap, old=old, overdue=sum(hi - lo + 1 for lo, hi in taken.overdue))
-        _log(message, taken)
-        if self._on_delivery is not None:
-            try:
-                self._on_delivery(message, taken)
-            except Exception:
-                # The delivery is committed: an error of the callback must not change the response.
-                log.exception("the on_delivery callback failed for %s", message.delivery_id)
-
-    def _count(self, *, gap: bool, old: bool = False, overdue: int = 0) -> None:
-        with self._mutex:
-            self.totals.gaps += gap
-            self.totals.old += old
-            self.totals.overdue += overdue
-        self._metering.delivery_committed(gap=gap, old=old, overdue=overdue)
 
 
 def partial_response(messages: Sequence[Message], at: int, response: Response) -> Response:
@@ -354,74 +296,3 @@ def parse_gaps(gaps: Gaps | str) -> Gaps:
     except ValueError:
         known = ", ".join(Gaps)
         raise UsageError(f"gaps: must be one of {known}, not {gaps!r}") from None
-
-
-def log_catch_up(done: CatchUpResult) -> CatchUpResult:
-    """Log the result of a catch-up, unless nothing was fetched."""
-    if done.fetched or done.unavailable or done.failed is not None:
-        unavailable = f"; dead-lettered, refused or no longer retained: {_ranges(done.unavailable)}"
-        failed = f"; sequence {done.failed} could not be processed"
-        log.log(
-            logging.INFO if done.failed is None else logging.WARNING,
-            "lane %s: caught up with %d deliveries%s%s",
-            done.lane,
-            done.fetched,
-            unavailable if done.unavailable else "",
-            failed if done.failed is not None else "",
-        )
-    return done
-
-
-def request_log_row(verified: Verified, response: Response) -> dict[str, Any]:
-    """Build the row of a request for the inbox's request table.
-
-    Only signed requests are logged: unsigned ones could fill the table.
-    """
-    first = verified.messages[0] if verified.messages else None
-    return {
-        "delivery_id": verified.message_id,
-        "lane": first.lane if first is not None else None,
-        "sequence": first.sequence if first is not None else None,
-        "type": _type(verified),
-        "attempt": first.attempt if first is not None else None,
-        "outcome": response.outcome.value,
-        "status": response.status,
-        "reason": response.text,
-    }
-
-
-def _type(verified: Verified) -> str | None:
-    if verified.checkpoint is not None:
-        return CHECKPOINT
-    types = {message.type for message in verified.messages}
-    return types.pop() if len(types) == 1 else None
-
-
-def _log(message: Message, taken: DeliveryResult) -> None:
-    seen = taken.observation
-    if taken.overdue:
-        log.error("lane %s: overdue, still missing: %s", message.lane, _ranges(taken.overdue))
-    elif seen is not None and seen.missing:
-        log.warning(
-            "lane %s: sequence %d arrived before %s",
-            message.lane,
-            message.sequence,
-            _ranges(seen.missing),
-        )
-    if taken.outcome is DeliveryOutcome.CONFLICT:
-        log.error(
-            "lane %s: sequence %d was used by another delivery than %s",
-            message.lane,
-            message.sequence,
-            message.delivery_id,
-        )
-    if seen is not None and seen.lost is not None:
-        log.error(
-            "lane %s: the sender has no record of sequences %s, which were received",
-            message.lane,
-            _ranges((seen.lost,)),
-        )
-
-
-def _ranges(ranges: Sequence[tuple[int, int]]) -> str:
-    return ", ".join(str(lo) if lo == hi else f"{lo} to {hi}" for lo, hi in ranges)

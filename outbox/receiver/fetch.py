@@ -114,12 +114,9 @@ class FetchClient:
 
     async def lanes_async(self) -> AsyncIterator[LaneProgress]:
         """Like `lanes`, for asyncio."""
-        after: str | None = ""
-        while after is not None:
-            response = await self._get_async("/v1/lanes", {"after": after} if after else {})
-            for item in _field(response, "items", list):
-                yield _lane_progress(item)
-            after = _field(response, "next", str, none=True)
+        # In a thread: requests are few and rare, not worth an asyncio HTTP client.
+        for progress in await asyncio.to_thread(lambda: list(self.lanes())):
+            yield progress
 
     def page(self, lane: str, after: int) -> LanePage:
         """Fetch a page of the deliveries and dead letters of a lane.
@@ -135,12 +132,7 @@ class FetchClient:
 
     async def page_async(self, lane: str, after: int) -> LanePage:
         """Like `page`, for asyncio."""
-        query = {"after": str(after), "limit": str(PAGE)}
-        return _page(await self._get_async(_path(lane), query))
-
-    async def _get_async(self, path: str, query: Mapping[str, str]) -> Any:
-        # In a thread: requests are few and rare, not worth an asyncio HTTP client.
-        return await asyncio.to_thread(self._get, path, query)
+        return await asyncio.to_thread(self.page, lane, after)
 
     def _get(self, path: str, query: Mapping[str, str]) -> Any:
         url = f"{self._url}{path}?{urllib.parse.urlencode(query)}"
@@ -189,8 +181,7 @@ def _lane_progress(item: Any) -> LaneProgress:
 def _page(response: Any) -> LanePage:
     items = tuple(map(_item, _field(response, "items", list)))
     kept_from, acknowledged = (
-        _field(response, "kept_from", int),
-        _field(response, "acknowledged", int),
+        _field(response, name, int) for name in ("kept_from", "acknowledged")
     )
     return LanePage(kept_from, items, acknowledged, _field(response, "next", int, none=True))
 

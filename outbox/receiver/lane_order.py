@@ -34,14 +34,13 @@ arrived.  The first reception wins: a received number stays seen, even if a late
 delivery lists it as dead-lettered, because an acknowledgement can be lost in a crash.
 
 A lane ends when the number of lanes of its endpoint changes; `lane_ends` marks its last
-delivery.  Once an ended lane has neither missing numbers nor holes, only its last
-number is kept.  It identifies late copies (duplicates) and new numbers beyond the end
-(conflicts).  The end may also lie below the highest number received, when a failover
-of the sender's database lost the deliveries after it.  The numbers beyond the end are
-*lost*: they were received and stay seen, but the sender has no record of them.
+delivery.  A number beyond the end is a conflict.  The end may also lie below the highest
+number received, when a failover of the sender's database lost the deliveries after it.  The
+numbers beyond the end are *lost*: they were received and stay seen, but the sender has no
+record of them.
 
-Memory is bounded: states are stored as ranges, with limits on the ranges of a lane, on
-the lanes, and on the `X-Delivery` values kept to detect a sequence number used twice.
+Memory is bounded: states are stored as ranges, with limits on the ranges of a lane and on
+the `X-Delivery` values kept to detect a sequence number used twice.
 """
 
 from __future__ import annotations
@@ -57,11 +56,9 @@ from outbox.core.model.int_ranges import Range, RangeSet
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.core.delivery.receiver_checkpoint import LaneMark
 
 RANGES_MAX = 1000
 """Ranges kept for a lane; beyond this the lowest ones become unknown."""
-LANES_MAX = 10_000
 IDS_MAX = 128
 """Newest `X-Delivery` values kept for each lane."""
 
@@ -119,25 +116,6 @@ class LaneState:
     unknown: tuple[Range, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class OrderTotals:
-    """Totals over all lanes."""
-
-    received: int
-    """All deliveries observed; the next five fields count kinds of them."""
-    duplicates: int
-    gaps: int
-    out_of_order: int
-    """Old deliveries that had been missing: a higher number overtook them."""
-    late: int
-    """Old deliveries that had been a hole or unknown: copies that were delayed."""
-    conflicts: int
-    missing: int
-    """Numbers missing now."""
-    holes: int
-    """Dead-lettered numbers that were neither delivered late nor replayed."""
-
-
 class LaneOrder:
     """The order check of one lane.
 
@@ -165,9 +143,7 @@ class LaneOrder:
         order = cls(from_start=from_start)
         order.high, order.ended = kept.high, kept.ended
         for state, ranges in zip(
-            (SequenceState.MISSING, SequenceState.HOLE, SequenceState.UNKNOWN),
-            (kept.missing, kept.holes, kept.unknown),
-            strict=True,
+            SequenceState, (kept.missing, kept.holes, kept.unknown), strict=True
         ):
             for numbers in ranges:
                 order._states[state].add(*numbers)
@@ -175,10 +151,7 @@ class LaneOrder:
 
     def to_state(self) -> LaneState:
         """Return the persistent state."""
-        missing, holes, unknown = map(
-            self.ranges, (SequenceState.MISSING, SequenceState.HOLE, SequenceState.UNKNOWN)
-        )
-        return LaneState(self.high, self.ended, missing, holes, unknown)
+        return LaneState(self.high, self.ended, *map(self.ranges, SequenceState))
 
     def ranges(self, state: SequenceState) -> tuple[Range, ...]:
         """Return the numbers in this state, ascending."""
@@ -197,9 +170,10 @@ class LaneOrder:
             and not self._states[SequenceState.HOLE]
         )
 
-    def last(self) -> tuple[int, str | None]:
-        """Return the highest number received and its `X-Delivery`, if known."""
-        return self.high, self._ids.get(self.high)
+    def keep_only_last(self) -> None:
+        """Forget everything about a complete lane but its last number and its `X-Delivery`."""
+        self._states[SequenceState.UNKNOWN].remove(1, self.high)
+        self._ids = OrderedDict((n, each) for n, each in self._ids.items() if n == self.high)
 
     def observe(
         self, sequence: int, previous_sequence: int, delivery_id: str, *, lane_ends: bool = False
@@ -209,10 +183,14 @@ class LaneOrder:
         Raises:
             ValueError: not 0 <= previous_sequence < sequence.
         """
-        _check(sequence, previous_sequence)
+        if not 0 <= previous_sequence < sequence:
+            raise ValueError(
+                f"sequence {sequence} with previous {previous_sequence}: "
+                "the previous one is 0 or more, and lower"
+            )
         if self.ended and sequence > self.high:
             return Observation(OrderKind.CONFLICT)
-        lost = _lost(sequence, self.high) if lane_ends else None
+        lost = (sequence + 1, self.high) if lane_ends and sequence < self.high else None
         if sequence > self.high:
             observation = self._observe_ahead(sequence, previous_sequence)
         else:
@@ -333,139 +311,3 @@ class LaneOrder:
                 if state is not SequenceState.UNKNOWN:
                     self.forgotten[state] += before - numbers.count
             self._states[SequenceState.UNKNOWN].add(1, horizon)
-
-
-class OrderTracker:
-    """The order check for all lanes of a receiver, in memory.
-
-    Args:
-        from_start: this receiver is older than every lane.
-        lanes_max: lanes kept.  Beyond it the least recently used lane is forgotten;
-            its missing numbers stay in the totals.  As many completed lanes are kept
-            by their last number.
-    """
-
-    def __init__(self, *, from_start: bool = False, lanes_max: int = LANES_MAX) -> None:
-        self._from_start = from_start
-        self._lanes_max = lanes_max
-        self._lanes: OrderedDict[str, LaneOrder] = OrderedDict()
-        self._completed: OrderedDict[str, tuple[int, str | None]] = OrderedDict()
-        self._kinds = dict.fromkeys(OrderKind, 0)
-        self._was = dict.fromkeys(SequenceState, 0)
-        self._forgotten = dict.fromkeys(SequenceState, 0)
-
-    @property
-    def lanes(self) -> dict[str, LaneOrder]:
-        """Lanes that are not complete, the most recently used one last."""
-        return dict(self._lanes)
-
-    def observe(
-        self,
-        lane: str,
-        sequence: int,
-        previous_sequence: int,
-        delivery_id: str,
-        replay_of: tuple[str, int] | None = None,
-        *,
-        lane_ends: bool = False,
-    ) -> Observation:
-        """Record one delivery and check its order.
-
-        Args:
-            replay_of: lane and sequence number that this delivery replays.
-            lane_ends: this delivery is the last one of its lane.
-
-        Raises:
-            ValueError: not 0 <= previous_sequence < sequence.
-        """
-        _check(sequence, previous_sequence)
-        if lane in self._completed:
-            observation = self._observe_completed(lane, sequence, delivery_id, lane_ends=lane_ends)
-        else:
-            order = self._lanes.get(lane) or LaneOrder(from_start=self._from_start)
-            observation = order.observe(
-                sequence, previous_sequence, delivery_id, lane_ends=lane_ends
-            )
-            self._lanes[lane] = order
-            self._lanes.move_to_end(lane)
-            self._drop_if_complete(lane)
-        if len(self._lanes) > self._lanes_max:
-            self._forget(self._lanes.popitem(last=False)[1])
-        if replay_of is not None and observation.kind is not OrderKind.CONFLICT:
-            replayed = self._lanes.get(replay_of[0])
-            if replayed is not None:
-                observation = replace(observation, closed=replayed.close(replay_of[1]))
-                self._drop_if_complete(replay_of[0])
-        self._kinds[observation.kind] += 1
-        if observation.was is not None:
-            self._was[observation.was] += 1
-        return observation
-
-    def apply_checkpoint(self, mark: LaneMark) -> tuple[Range, ...]:
-        """Apply a checkpoint of one lane.
-
-        A lane without any delivery here is ignored unless `from_start` is set: its
-        deliveries may have been made to an earlier receiver.
-
-        Returns:
-            The ranges that this reveals to be missing.
-        """
-        order = self._lanes.get(mark.lane)
-        if order is None:
-            if mark.lane in self._completed or not self._from_start:
-                return ()
-            order = self._lanes[mark.lane] = LaneOrder(from_start=True)
-        return order.apply_checkpoint(mark.sequence, mark.dead_lettered)
-
-    def totals(self) -> OrderTotals:
-        """Return the totals up to now."""
-        return OrderTotals(
-            received=sum(self._kinds.values()),
-            duplicates=self._kinds[OrderKind.DUPLICATE],
-            gaps=self._kinds[OrderKind.GAP],
-            out_of_order=self._was[SequenceState.MISSING],
-            late=self._was[SequenceState.HOLE] + self._was[SequenceState.UNKNOWN],
-            conflicts=self._kinds[OrderKind.CONFLICT],
-            missing=self._sum(SequenceState.MISSING),
-            holes=self._sum(SequenceState.HOLE),
-        )
-
-    def _observe_completed(
-        self, lane: str, sequence: int, delivery_id: str, *, lane_ends: bool
-    ) -> Observation:
-        """Check a delivery of a completed lane: a duplicate or a conflict."""
-        self._completed.move_to_end(lane)
-        last, last_id = self._completed[lane]
-        other = sequence == last and last_id not in (None, delivery_id)
-        if sequence > last or other:
-            return Observation(OrderKind.CONFLICT)
-        return Observation(OrderKind.DUPLICATE, lost=_lost(sequence, last) if lane_ends else None)
-
-    def _drop_if_complete(self, lane: str) -> None:
-        """Keep only the last number of a completed lane."""
-        order = self._lanes[lane]
-        if order.is_complete:
-            self._completed[lane] = order.last()
-            self._forget(self._lanes.pop(lane))
-            if len(self._completed) > self._lanes_max:
-                self._completed.popitem(last=False)
-
-    def _forget(self, order: LaneOrder) -> None:
-        for state in SequenceState:
-            self._forgotten[state] += order.count(state)
-
-    def _sum(self, state: SequenceState) -> int:
-        return self._forgotten[state] + sum(order.count(state) for order in self._lanes.values())
-
-
-def _lost(last: int, high: int) -> Range | None:
-    """Return the numbers received beyond the last number of a lane."""
-    return (last + 1, high) if last < high else None
-
-
-def _check(sequence: int, previous_sequence: int) -> None:
-    if not 0 <= previous_sequence < sequence:
-        raise ValueError(
-            f"sequence {sequence} with previous {previous_sequence}: "
-            "the previous one is 0 or more, and lower"
-        )

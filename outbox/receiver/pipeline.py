@@ -1,4 +1,4 @@
-"""Request pipeline shared by `AsyncReceiver` and `Receiver`.
+"""Request pipeline of `AsyncReceiver` and `Receiver`, written once as coroutines.
 
 1. verify the signature, and that headers and body agree;
 2. open a transaction and record the delivery: lock its lane, look up and insert its
@@ -12,25 +12,51 @@ The deliveries of a batch are processed in one transaction.  If one fails, the t
 rolled back and each delivery is processed in its own transaction, up to the one that fails;
 X-Accepted-Through reports how far that got.  A batch that contains a replay from another
 lane is always processed one by one, because of the lock order (`can_share_transaction`).
+
+The decisions are sans-IO: `decisions` for requests, `lane_order` for lanes, and the plans of
+`inbox.process` for statements.  `AsyncReceiver` awaits the coroutines; `Receiver` runs them in
+a thread (`blocking`).  They differ in how they open a transaction, call a handler, fetch, and
+wait for missing deliveries.
 """
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.pattern import parse as parse_pattern
 from outbox.errors import UsageError
-from outbox.receiver.decisions import Gaps, ReceiverRules, ReceiverTotals, parse_gaps
-from outbox.receiver.inbox.inbox import Inbox
+from outbox.receiver.catch_up import CatchUpResult, FetchedOutcome, catch_up, lanes_behind
+from outbox.receiver.decisions import (
+    NO_DATABASE_S,
+    Busy,
+    Gaps,
+    NoDatabase,
+    ReceiverRules,
+    parse_gaps,
+    partial_response,
+)
+from outbox.receiver.fetch import CannotFetch
+from outbox.receiver.inbox.inbox import EXPIRE_ROWS, Inbox
+from outbox.receiver.inbox.process import DeliveryOutcome
+from outbox.receiver.lane_order import LaneState
+from outbox.receiver.reporting import log, log_catch_up, request_log_row
 from outbox.receiver.requests import RequestOutcome, Response
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
     from typing import TypeVar
 
-    from outbox.receiver.fetch import DeliverySource
-    from outbox.receiver.inbox.process import CheckpointComparison
+    from outbox.core.delivery.receiver_checkpoint import LaneMark
+    from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress
+    from outbox.receiver.inbox.process import DeliveryResult, StoredLane
     from outbox.receiver.message import Message
+    from outbox.receiver.reporting import ReceiverTotals
+    from outbox.receiver.requests import Request
+    from outbox.receiver.verification import Verified
 
     Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -41,8 +67,8 @@ FETCH_UNAVAILABLE = "the missing deliveries before it cannot be fetched now"
 NOT_FETCHABLE_YET = "deliveries acknowledged a moment ago cannot be fetched yet"
 
 
-class EarlyDelivery(Exception):
-    """Rolls back a delivery because deliveries before it are missing."""
+class NotRecorded(Exception):
+    """Rolls back: deliveries before it are missing, or one of a batch conflicts."""
 
 
 def can_share_transaction(messages: Sequence[Message]) -> bool:
@@ -51,20 +77,24 @@ def can_share_transaction(messages: Sequence[Message]) -> bool:
     Not with a replay from another lane: it also locks that lane, and the global lock order
     (lanes by name) holds only if the transaction has no lock yet.
     """
-    of_other_lanes = (m for m in messages if m.replay_of and m.replay_of[0] != m.lane)
-    return len(messages) > 1 and next(of_other_lanes, None) is None
-
-
-class BatchSplit(Exception):
-    """Rolls back a batch that has to be processed one delivery at a time."""
+    return len(messages) > 1 and all(
+        message.replay_of is None or message.replay_of[0] == message.lane for message in messages
+    )
 
 
 class ReceiverBase:
-    """Configuration and registration common to both receivers."""
+    """The request pipeline; a subclass runs it on asyncio or in threads.
+
+    Args:
+        transaction: opens a transaction and yields its connection.
+        creation_lock: held while the tables are created.
+    """
 
     def __init__(
         self,
         secrets: str | Sequence[str],
+        transaction: Callable[[], AbstractAsyncContextManager[Any]],
+        creation_lock: Callable[[], AbstractAsyncContextManager[Any]],
         *,
         inbox: Inbox | None = None,
         fetch: DeliverySource | None = None,
@@ -76,6 +106,8 @@ class ReceiverBase:
         if gaps is Gaps.CATCH_UP and fetch is None:
             raise UsageError("fetch: Gaps.CATCH_UP needs fetch=FetchClient(url, token)")
         self.inbox = inbox or Inbox()
+        self._transaction = transaction
+        self._creation_lock = creation_lock
         self._fetch = fetch
         self._gaps = gaps
         self._rules = ReceiverRules(secrets, **rules)
@@ -87,25 +119,12 @@ class ReceiverBase:
     @property
     def totals(self) -> ReceiverTotals:
         """Counters since the receiver was created."""
-        return self._rules.totals
+        return self._rules.reports.totals
 
     @property
     def body_bytes_max(self) -> int:
         """Largest request body accepted, in bytes."""
         return self._rules.body_bytes_max
-
-    def _lanes_to_fetch(self, compared: CheckpointComparison) -> Iterator[str]:
-        """Yield the lanes to catch up after a checkpoint, unless a catch-up is running."""
-        if self._gaps is Gaps.CATCH_UP:
-            for lane in compared.missing:
-                if lane not in self._fetching:
-                    self._fetching.add(lane)
-                    yield lane
-
-    def _require_fetch_client(self) -> DeliverySource:
-        if self._fetch is None:
-            raise UsageError("fetch: catching up needs fetch=FetchClient(url, token)")
-        return self._fetch
 
     def on(self, pattern: str) -> Callable[[Handler], Handler]:
         """Register a handler for event types: `order.paid`, `order.*`, `**`.
@@ -139,5 +158,238 @@ class ReceiverBase:
         self._rules.foreign = handler
         return handler
 
+    # --------------------------------------------------------------- of each subclass
+
     def _check_handler(self, handler: Callable[..., Any]) -> None:
         """Raise UsageError if this receiver cannot call the handler."""
+
+    async def _call(self, handler: Callable[..., Any], *arguments: Any) -> None:
+        """Call a handler."""
+        raise NotImplementedError
+
+    async def _lanes(self, fetch: DeliverySource) -> list[LaneProgress]:
+        raise NotImplementedError
+
+    async def _page(self, fetch: DeliverySource, lane: str, after: int) -> LanePage:
+        raise NotImplementedError
+
+    def _committed(self, message: Message) -> None:
+        """Called after the commit of a delivery of a lane."""
+
+    # ------------------------------------------------------------------------ requests
+
+    async def _create_tables(self) -> None:
+        async with self._creation_lock():
+            if not self._is_ready:
+                async with self._transaction() as connection:
+                    await self.inbox.create_async(connection)
+                self._is_ready = True
+
+    async def _handle(self, request: Request) -> Response:
+        began = self._rules.begin()
+        if isinstance(began, Response):
+            return began
+        response = CANCELLED_RESPONSE
+        try:
+            verified = self._rules.read(request)
+            if isinstance(verified, Response):
+                response = verified
+            else:
+                response = await self._respond(verified, request.body)
+                if self._log_requests:
+                    await self._log(verified, response)
+            return response
+        finally:
+            self._rules.end(response, began)
+
+    async def _respond(self, verified: Verified, body: bytes) -> Response:
+        rules = self._rules
+        try:
+            await self._require_tables()
+            if verified.checkpoint is not None:
+                return await self._compare(verified.checkpoint)
+            if verified.messages:
+                response = await self._receive_messages(verified.messages)
+            else:
+                response = rules.delivery_committed(
+                    None, await self._receive_foreign(verified, body)
+                )
+        except Exception as error:
+            return rules.failed(error, verified.message_id)
+        if rules.is_time_to_expire(len(verified.messages) or 1):
+            await self._expire()
+        return response
+
+    async def _require_tables(self) -> None:
+        if not self._is_ready:
+            try:
+                await self._create_tables()
+            except Exception as error:
+                raise NoDatabase from error
+
+    async def _receive_messages(self, messages: Sequence[Message]) -> Response:
+        """Process messages in one transaction, or else each in its own transaction."""
+        taken: list[DeliveryResult] = []
+        if can_share_transaction(messages):
+            # Not logged: the failing delivery is found by processing each one alone.
+            with contextlib.suppress(Exception):
+                taken = await self._process_together(messages, gaps=self._gaps is Gaps.REPORT)
+        if taken:
+            return self._rules.batch_committed(messages, taken)
+        for n, message in enumerate(messages):
+            try:
+                taken.append(await self._receive(message))
+            except Exception as error:
+                response = self._rules.failed(error, message.delivery_id)
+                self._rules.batch_committed(messages, taken)
+                return partial_response(messages, n, response)
+            if taken[-1].outcome is DeliveryOutcome.CONFLICT:
+                break
+        return self._rules.batch_committed(messages, taken)
+
+    async def _receive(self, message: Message) -> DeliveryResult:
+        """Process a delivery, after the missing ones before it if the policy requires it."""
+        try:
+            return await self._process(message, gaps=self._gaps is Gaps.REPORT)
+        except NotRecorded:
+            if await self._catch_up_before(message):
+                return await self._process(message, gaps=True)
+            raise Busy(NOT_FETCHABLE_YET) from None
+
+    async def _process(self, message: Message, *, gaps: bool) -> DeliveryResult:
+        (taken,) = await self._process_together((message,), gaps=gaps)
+        return taken
+
+    async def _process_together(
+        self, messages: Sequence[Message], *, gaps: bool
+    ) -> list[DeliveryResult]:
+        """Record and process deliveries in one transaction.
+
+        Args:
+            gaps: also when deliveries before them are missing.
+
+        Raises:
+            NotRecorded: deliveries before them are missing, or one of several conflicts.
+            NoDatabase: a transaction could not be opened, or the inbox could not be read.
+        """
+        all_taken: list[DeliveryResult] = []
+        try:
+            async with self._transaction() as connection:
+                for message in messages:
+                    taken = await self.inbox.receive_async(connection, message, gaps=gaps)
+                    conflicts = taken.outcome is DeliveryOutcome.CONFLICT
+                    if taken.outcome is DeliveryOutcome.EARLY or (conflicts and len(messages) > 1):
+                        raise NotRecorded
+                    all_taken.append(taken)
+                    if taken.fresh:
+                        for handler in self._rules.handlers.matching(message.type):
+                            await self._call(handler, message, connection)
+                if any(taken.fresh for taken in all_taken):
+                    await self.inbox.confirm_async(connection)
+        except Exception as error:
+            if all_taken or isinstance(error, NotRecorded):
+                raise
+            raise NoDatabase from error
+        for message in messages:
+            self._committed(message)
+        return all_taken
+
+    async def _receive_foreign(self, verified: Verified, body: bytes) -> DeliveryResult:
+        async with self._transaction() as connection:
+            taken = await self.inbox.receive_foreign_async(connection, verified.message_id)
+            if taken.fresh and self._rules.foreign is not None:
+                await self._call(self._rules.foreign, verified, body, connection)
+                await self.inbox.confirm_async(connection)
+        return taken
+
+    async def _expire(self) -> None:
+        try:
+            for _ in range(EXPIRE_STEPS_MAX):
+                async with self._transaction() as connection:
+                    if await self.inbox.expire_async(connection) < EXPIRE_ROWS:
+                        break
+        except Exception:
+            # The delivery is committed; expired rows are deleted at a later attempt.
+            log.exception("expired rows were not deleted")
+
+    async def _log(self, verified: Verified, response: Response) -> None:
+        try:
+            async with self._transaction() as connection:
+                await self.inbox.log_async(connection, **request_log_row(verified, response))
+        except Exception:
+            log.exception("a request was not logged")
+
+    # ---------------------------------------------------------------------- catching up
+
+    async def _compare(self, marks: Sequence[LaneMark]) -> Response:
+        """Compare a checkpoint with the inbox; with `Gaps.CATCH_UP` fetch what is missing."""
+        async with self._transaction() as connection:
+            compared = await self.inbox.compare_async(connection, marks)
+        fetches = self._gaps is Gaps.CATCH_UP
+        response = self._rules.checkpoint_compared(compared, fetches=fetches)
+        for lane in compared.missing if fetches else ():
+            if lane not in self._fetching:
+                self._fetching.add(lane)
+                try:
+                    await self._catch_up(lane)
+                except CannotFetch as error:
+                    # The next checkpoint reveals the same missing numbers.
+                    log.error("lane %s: missing deliveries cannot be fetched now: %s", lane, error)
+                finally:
+                    self._fetching.discard(lane)
+        return response
+
+    async def _catch_up(self, lane: str | None) -> list[CatchUpResult]:
+        fetch = self._fetch
+        if fetch is None:
+            raise UsageError("fetch: catching up needs fetch=FetchClient(url, token)")
+        await self._create_tables()
+        async with self._transaction() as connection:
+            known = await self.inbox.lanes_async(connection)
+        lanes = [lane] if lane is not None else lanes_behind(known, await self._lanes(fetch))
+        return [await self._catch_up_lane(fetch, each, known) for each in lanes]
+
+    async def _catch_up_lane(
+        self, fetch: DeliverySource, lane: str, known: Mapping[str, StoredLane]
+    ) -> CatchUpResult:
+        state = known[lane].state if lane in known else LaneState()
+        fetch_page = partial(self._page, fetch, lane)
+        done = await catch_up(lane, state, fetch_page, self._process_fetched)
+        if done.unavailable:
+            async with self._transaction() as connection:
+                mark = self.inbox.mark_unavailable_async(connection, lane, done.unavailable)
+                done = replace(done, unavailable=await mark)
+        log_catch_up(done)
+        return done
+
+    async def _process_fetched(self, request: Request) -> FetchedOutcome:
+        """Process a fetched delivery; missing ones before it were already requested."""
+        verified = self._rules.read(request)
+        if isinstance(verified, Response) or len(verified.messages) != 1:
+            raise CannotFetch("the relay's delivery is not signed with this receiver's secret")
+        (message,) = verified.messages
+        try:
+            taken = await self._process(message, gaps=True)
+        except Exception as error:
+            response = self._rules.failed(error, verified.message_id)
+            # The sender has already recorded it as delivered: it will not retry.
+            is_refused = response.outcome is RequestOutcome.REFUSED
+            return FetchedOutcome.REFUSED if is_refused else FetchedOutcome.RETRYABLE
+        return self._rules.fetched(message, taken)
+
+    async def _catch_up_before(self, message: Message) -> bool:
+        """Fetch the missing deliveries before this one.
+
+        Returns:
+            True if it can be processed now; False if the relay has not yet recorded the
+            acknowledgements of the deliveries before it.
+        """
+        try:
+            (caught_up,) = await self._catch_up(message.lane)
+        except CannotFetch as error:
+            log.warning("sequence %d of %s is postponed: %s", message.sequence, message.lane, error)
+            raise Busy(FETCH_UNAVAILABLE, retry_after_s=NO_DATABASE_S) from None
+        if caught_up.failed is not None:
+            raise Busy(f"sequence {caught_up.failed} of its lane cannot be processed")
+        # The relay writes acknowledgements in groups: the newest may not be durable yet.
+        return caught_up.acknowledged >= message.previous_sequence

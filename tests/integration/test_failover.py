@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from outbox.operations import endpoint_changes
-from outbox.receiver.lane_order import OrderTracker
+from outbox.receiver.order_tracker import OrderTracker
 from tests.support.failover import pair
 from tests.support.relay import (
     OK,

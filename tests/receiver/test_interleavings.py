@@ -29,10 +29,9 @@ from hypothesis.stateful import (
 from outbox.core.delivery.receiver_checkpoint import LaneMark, prepare
 from outbox.core.delivery.signature import format_secret
 from outbox.core.model.headers import parse_lines
-from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, synchronous
+from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, pipeline
 from outbox.receiver.catch_up import catch_up
 from outbox.receiver.fetch import LanePage, LaneProgress, PageItem
-from outbox.receiver.inbox import memory
 from outbox.receiver.inbox.memory import MemoryTransaction
 from outbox.receiver.lane_order import LaneState
 from tests.receiver.deliveries import SECRET, delivery, signed
@@ -62,19 +61,15 @@ class Disk(MemoryDatabase):
         """Number of transaction steps before the process crashes; None: it does not."""
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[MemoryTransaction]:
-        transaction = CrashingTransaction(self)
-        try:
+    def transaction(self) -> Iterator[CrashingTransaction]:  # type: ignore[override]
+        with CrashingTransaction(self) as transaction:
             yield transaction
             self.step()
-            transaction.commit()
-            if transaction.processed is not self.processed:
-                self.processed += transaction.processed
-            self.newest |= transaction.newest
-            # The response may also be lost after the commit.
-            self.step()
-        finally:
-            transaction.release()
+        if transaction.processed is not self.processed:
+            self.processed += transaction.processed
+        self.newest |= transaction.newest
+        # The response may also be lost after the commit.
+        self.step()
 
     def step(self) -> None:
         if self.steps_left is not None:
@@ -99,9 +94,9 @@ class CrashingTransaction(MemoryTransaction):
         self.processed: list[int] = []
         self.newest: dict[str, int] = {}
 
-    def execute(self, call: Call) -> Rows:
+    async def execute(self, call: Call) -> Rows:
         self._disk.step()
-        return super().execute(call)
+        return await super().execute(call)
 
 
 class World(RuleBasedStateMachine):
@@ -351,8 +346,8 @@ class EffectsBeforeCommit(CrashingTransaction):
 
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(memory._STATEMENTS, "claim", lambda *_, **__: [(1,)])
-    patch.setitem(memory._STATEMENTS, "keep_lane", lambda *_, **__: [])
+    patch.setattr(MemoryTransaction, "claim", lambda *_, **__: [(1,)])
+    patch.setattr(MemoryTransaction, "keep_lane", lambda *_, **__: [])
 
 
 def effects_before_commit(patch: pytest.MonkeyPatch) -> None:
@@ -362,7 +357,7 @@ def effects_before_commit(patch: pytest.MonkeyPatch) -> None:
 def content(patch: pytest.MonkeyPatch) -> None:
     """Catch up with later deliveries, but not with the missing ones before them."""
     patch.setattr(
-        synchronous, "catch_up", lambda lane, state: catch_up(lane, LaneState(state.high))
+        pipeline, "catch_up", lambda lane, state, *io: catch_up(lane, LaneState(state.high), *io)
     )
 
 

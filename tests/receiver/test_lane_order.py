@@ -13,9 +13,9 @@ from outbox.receiver.lane_order import (
     LaneOrder,
     Observation,
     OrderKind,
-    OrderTracker,
     SequenceState,
 )
+from outbox.receiver.order_tracker import OrderTracker
 
 NUMBERS_MAX = 12
 

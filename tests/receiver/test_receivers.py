@@ -28,6 +28,8 @@ from outbox.receiver import (
     Response,
     Verified,
 )
+from outbox.receiver.blocking import run
+from outbox.receiver.databases import SQLite
 from outbox.receiver.message import parse
 from outbox.receiver.requests import RequestOutcome
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
@@ -237,7 +239,9 @@ def test_a_failed_commit_does_not_block_a_sqlite_file(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(file)) as db:
         db.execute("CREATE TABLE parent (id PRIMARY KEY)")
         db.execute("CREATE TABLE effect (n REFERENCES parent DEFERRABLE INITIALLY DEFERRED)")
-    receiver = Receiver(TEXT, file)
+    database = SQLite(file)
+    database._connection.execute("PRAGMA foreign_keys = ON")
+    receiver = Receiver(TEXT, database.transaction)
 
     @receiver.on("**")
     def handle(message: Message, connection: sqlite3.Connection) -> None:
@@ -246,9 +250,6 @@ def test_a_failed_commit_does_not_block_a_sqlite_file(tmp_path: Path) -> None:
         if message.sequence == 2:
             connection.commit()
 
-    with receiver._transaction() as connection:
-        connection.execute("SELECT 1")
-    receiver._transaction.__self__._connection.execute("PRAGMA foreign_keys = ON")  # type: ignore[attr-defined]
     assert receiver.handle(request(1)).status == 500
     assert receiver.handle(request(2)).status == 500
     assert receiver.handle(request(3)).status == 200
@@ -586,6 +587,12 @@ def test_a_threaded_receiver_refuses_coroutine_handlers(caplog: pytest.LogCaptur
     for _ in range(2):
         assert receiver.handle(request(1)).status == 500
     assert "use AsyncReceiver" in caplog.text
+
+
+def test_a_thread_refuses_a_connection_that_needs_asyncio() -> None:
+    """It would wait forever: no event loop resumes it."""
+    with pytest.raises(UsageError, match="needs asyncio"):
+        run(asyncio.sleep(0))
 
 
 @pytest.mark.parametrize(

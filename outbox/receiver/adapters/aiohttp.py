@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from outbox.receiver.adapters.asgi import handle
-from outbox.receiver.requests import Request, Response, not_post, too_large
+from outbox.receiver.adapters.asgi import respond
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -25,25 +24,12 @@ def handler(
     """
 
     async def handle_request(request: web.Request) -> web.StreamResponse:
-        return _response(await _respond(receiver, request))
+        # Pairs preserve repeated headers, which verification refuses.
+        headers = tuple(request.headers.items())
+        chunks = request.content.iter_any()
+        response = await respond(receiver, request.method, headers, aiter(chunks))
+        return web.Response(
+            status=response.status, headers=dict(response.all_headers), body=response.body
+        )
 
     return handle_request
-
-
-async def _respond(receiver: AsyncReceiver | Receiver, request: web.Request) -> Response:
-    if request.method != "POST":
-        return not_post()
-    body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > receiver.body_bytes_max:
-            return too_large(receiver.body_bytes_max)
-    # Pairs preserve repeated headers, which verification refuses.
-    headers = tuple(request.headers.items())
-    return await handle(receiver, Request("POST", headers, bytes(body)))
-
-
-def _response(response: Response) -> web.Response:
-    return web.Response(
-        status=response.status, headers=dict(response.all_headers), body=response.body
-    )

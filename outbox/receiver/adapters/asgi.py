@@ -8,16 +8,18 @@ uvicorn.run(ASGI(receiver))                              standalone
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from outbox.receiver.asynchronous import AsyncReceiver
 from outbox.receiver.requests import Request, Response, not_post, too_large
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
     from typing import TypeAlias
 
     from outbox.receiver.synchronous import Receiver
+    from outbox.receiver.verification import Headers
 
     Scope: TypeAlias = MutableMapping[str, Any]
     Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -36,9 +38,14 @@ class ASGI:
         if scope["type"] == "lifespan":
             await _lifespan(self._receiver, receive, send)
         elif scope["type"] == "http":
-            response = await _respond(self._receiver, scope, receive)
-            if response is not None:
-                await _send(response, send)
+            # Header names are ASCII; values may be any bytes, which fail verification if wrong.
+            headers = [
+                (name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
+                for name, value in scope["headers"]
+            ]
+            with contextlib.suppress(_Disconnected):
+                chunks = _chunks(receive)
+                await _send(await respond(self._receiver, scope["method"], headers, chunks), send)
         else:
             await send({"type": "websocket.close"})
 
@@ -57,34 +64,35 @@ class Middleware:
         await (self._receiver_app if is_delivery else self._app)(scope, receive, send)
 
 
-async def handle(receiver: AsyncReceiver | Receiver, request: Request) -> Response:
-    """Process a request from an event loop; a `Receiver` runs in a worker thread."""
+async def respond(
+    receiver: AsyncReceiver | Receiver, method: str, headers: Headers, chunks: AsyncIterator[bytes]
+) -> Response:
+    """Read and process a request in an event loop; a `Receiver` runs in a worker thread."""
+    if method != "POST":
+        return not_post()
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > receiver.body_bytes_max:
+            return too_large(receiver.body_bytes_max)
+    request = Request(method, headers, bytes(body))
     if isinstance(receiver, AsyncReceiver):
         return await receiver.handle(request)
     return await asyncio.to_thread(receiver.handle, request)
 
 
-async def _respond(
-    receiver: AsyncReceiver | Receiver, scope: Scope, receive: Receive
-) -> Response | None:
-    """Read and process a request.  None: the client disconnected before its end."""
-    if scope["method"] != "POST":
-        return not_post()
-    # Header names are ASCII; values may be any bytes, which fail verification if wrong.
-    headers = [
-        (name.decode("latin-1"), value.decode("utf-8", "surrogateescape"))
-        for name, value in scope["headers"]
-    ]
-    body = bytearray()
-    while True:
+class _Disconnected(Exception):
+    """The client disconnected before the end of its request."""
+
+
+async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if len(body) > receiver.body_bytes_max:
-            return too_large(receiver.body_bytes_max)
-        if not message.get("more_body", False):
-            return await handle(receiver, Request("POST", headers, bytes(body)))
+            raise _Disconnected
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
 
 
 async def _send(response: Response, send: Send) -> None:

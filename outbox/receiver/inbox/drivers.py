@@ -16,50 +16,29 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from outbox.errors import UsageError
+from outbox.receiver.blocking import resolve
 from outbox.receiver.inbox.statements import Dialect
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator
+    from collections.abc import Awaitable, Callable
 
-    from outbox.receiver.inbox.process import Call, Rows
+    from outbox.receiver.inbox.process import Call, Plan, Rows
 
 T = TypeVar("T")
 
 _PARAMETER = re.compile(r"(?<!:):([a-z_]+)")
 
 
-_known: dict[type, Driver] = {}
-
-
 @dataclass(frozen=True, slots=True)
 class Driver:
     """How to use one type of connection."""
 
-    name: str
-    is_async: bool
-    execute: Callable[[Any, Call], Any]
-    """Returns the rows, or a coroutine that does."""
+    execute: Callable[[Any, Call], Awaitable[Rows]]
+    """Returns the rows; on a blocking connection without suspending."""
     dialect: Callable[[Any], str]
     """Returns the SQL dialect of a connection."""
     commits_each: Callable[[Any], bool]
     """Whether a connection is in autocommit mode without an open transaction."""
-
-
-def driver_of(connection: Any) -> Driver:
-    """Return the driver of a connection.
-
-    Raises:
-        UsageError: the connection is of an unsupported type.
-    """
-    kind = type(connection)
-    driver = _known.get(kind) or _driver_of_type(kind)
-    if driver is None:
-        raise UsageError(
-            f"connection: {kind.__module__}.{kind.__qualname__} is not a connection "
-            "of asyncpg, psycopg, SQLAlchemy, Django or sqlite3"
-        )
-    _known[kind] = driver
-    return driver
 
 
 def dialect_of(connection: Any) -> Dialect:
@@ -68,7 +47,7 @@ def dialect_of(connection: Any) -> Dialect:
     Raises:
         UsageError: neither PostgreSQL nor SQLite, or an unsupported connection.
     """
-    name = driver_of(connection).dialect(connection)
+    name = _driver_of(connection.__class__).dialect(connection)
     if name in get_args(Dialect):
         return cast("Dialect", name)
     raise UsageError(f"connection: an inbox works in PostgreSQL and SQLite, not in {name}")
@@ -80,45 +59,34 @@ def require_transaction(connection: Any) -> None:
     Raises:
         UsageError: the delivery would be committed before its effect.
     """
-    if driver_of(connection).commits_each(connection):
+    if _driver_of(connection.__class__).commits_each(connection):
         raise UsageError(
             "connection: begin a transaction first, so that the delivery and its effect are "
             "committed together"
         )
 
 
-def run(connection: Any, steps: Generator[Call, Rows, T]) -> T:
-    """Run a plan of statements on a blocking connection."""
-    execute = driver_of(connection).execute
+async def execute_plan(connection: Any, plan: Plan[T]) -> T:
+    """Run the statements of a plan; returns its result."""
+    execute = _driver_of(connection.__class__).execute
     try:
-        call = next(steps)
+        call = next(plan)
         while True:
-            call = steps.send(execute(connection, call))
+            call = plan.send(await execute(connection, call))
     except StopIteration as end:
-        result: T = end.value
-        return result
+        return cast("T", end.value)
 
 
-async def run_async(connection: Any, steps: Generator[Call, Rows, T]) -> T:
-    """Run a plan of statements on an asyncio connection."""
-    execute: Callable[[Any, Call], Awaitable[Rows]] = driver_of(connection).execute
-    try:
-        call = next(steps)
-        while True:
-            call = steps.send(await execute(connection, call))
-    except StopIteration as end:
-        result: T = end.value
-        return result
-
-
-def _driver_of_type(kind: type) -> Driver | None:
+@cache
+def _driver_of(kind: type) -> Driver:
     for parent in kind.__mro__:
-        module, name = parent.__module__, parent.__qualname__
-        if driver := _DRIVERS.get((module.partition(".")[0], name)):
+        package = parent.__module__.partition(".")[0]
+        if driver := _DRIVERS.get((package, parent.__qualname__)):
             return driver
-        if module.startswith("django.db.backends.") and name == "BaseDatabaseWrapper":
-            return _DJANGO
-    return None
+    raise UsageError(
+        f"connection: {kind.__module__}.{kind.__qualname__} is not a connection "
+        "of asyncpg, psycopg, SQLAlchemy, Django or sqlite3"
+    )
 
 
 # ------------------------------------------------------------------- parameter styles
@@ -152,30 +120,34 @@ async def _asyncpg(connection: Any, call: Call) -> Rows:
     return rows
 
 
-async def _psycopg_async(connection: Any, call: Call) -> Rows:
+def _psycopg(connection: Any, call: Call) -> Awaitable[Rows]:
     from psycopg.rows import tuple_row
 
-    async with connection.cursor(row_factory=tuple_row) as cursor:
-        await cursor.execute(_pyformat(call.sql), call.parameters)
-        return await cursor.fetchall() if cursor.description else ()
+    cursor = connection.cursor(row_factory=tuple_row)
+    return _on_cursor(cursor, _pyformat(call.sql), call)
 
 
-def _psycopg(connection: Any, call: Call) -> Rows:
-    from psycopg.rows import tuple_row
-
-    with connection.cursor(row_factory=tuple_row) as cursor:
-        cursor.execute(_pyformat(call.sql), call.parameters)
-        return cursor.fetchall() if cursor.description else ()
+def _django(connection: Any, call: Call) -> Awaitable[Rows]:
+    return _on_cursor(connection.cursor(), _pyformat(call.sql), call)
 
 
-async def _sqlalchemy_async(connection: Any, call: Call) -> Rows:
-    result = await connection.execute(_text(call.sql), call.parameters)
-    rows: Rows = result.fetchall() if result.returns_rows else ()
-    return rows
+def _sqlite(connection: Any, call: Call) -> Awaitable[Rows]:
+    cursor = connection.cursor()
+    cursor.row_factory = None
+    return _on_cursor(cursor, call.sql, call)
 
 
-def _sqlalchemy(connection: Any, call: Call) -> Rows:
-    result = connection.execute(_text(call.sql), call.parameters)
+async def _on_cursor(cursor: Any, sql: str, call: Call) -> Rows:
+    try:
+        await resolve(cursor.execute(sql, call.parameters))
+        rows: Rows = await resolve(cursor.fetchall()) if cursor.description else ()
+        return rows
+    finally:
+        await resolve(cursor.close())
+
+
+async def _sqlalchemy(connection: Any, call: Call) -> Rows:
+    result = await resolve(connection.execute(_text(call.sql), call.parameters))
     rows: Rows = result.fetchall() if result.returns_rows else ()
     return rows
 
@@ -187,40 +159,23 @@ def _text(sql: str) -> Any:
     return text(sql)
 
 
-def _django(connection: Any, call: Call) -> Rows:
-    with connection.cursor() as cursor:
-        cursor.execute(_pyformat(call.sql), call.parameters)
-        rows: Rows = cursor.fetchall() if cursor.description else ()
-        return rows
-
-
-def _sqlite(connection: Any, call: Call) -> Rows:
-    cursor = connection.cursor()
-    cursor.row_factory = None
-    try:
-        rows: Rows = cursor.execute(call.sql, call.parameters).fetchall()
-        return rows
-    finally:
-        cursor.close()
+async def _memory(transaction: Any, call: Call) -> Rows:
+    rows: Rows = await transaction.execute(call)
+    return rows
 
 
 def _postgresql(_: Any) -> str:
     return "postgresql"
 
 
-def _memory(_: Any) -> str:
-    return "memory"
-
-
-def _never(_: Any) -> bool:
-    return False
-
-
-def _of_bind(connection: Any) -> str:
-    # A session names its engine, a connection its dialect.
-    bound = connection if hasattr(connection, "dialect") else connection.get_bind()
-    name: str = bound.dialect.name
+def _sqlalchemy_dialect(connection: Any) -> str:
+    name: str = _bound(connection).dialect.name
     return name
+
+
+def _bound(connection: Any) -> Any:
+    # A session names its engine, a connection its dialect.
+    return connection if hasattr(connection, "dialect") else connection.get_bind()
 
 
 def _asyncpg_commits_each(connection: Any) -> bool:
@@ -233,7 +188,7 @@ def _psycopg_commits_each(connection: Any) -> bool:
 
 
 def _sqlalchemy_commits_each(connection: Any) -> bool:
-    bound = connection if hasattr(connection, "dialect") else connection.get_bind()
+    bound = _bound(connection)
     level = bound.get_execution_options().get("isolation_level")
     return "AUTOCOMMIT" in (level, getattr(bound.dialect, "_on_connect_isolation_level", None))
 
@@ -246,36 +201,24 @@ def _sqlite_commits_each(connection: Any) -> bool:
     return connection.isolation_level is None and not connection.in_transaction
 
 
-_ASYNCPG = Driver("asyncpg", True, _asyncpg, _postgresql, _asyncpg_commits_each)
-_SQLALCHEMY = Driver("SQLAlchemy", False, _sqlalchemy, _of_bind, _sqlalchemy_commits_each)
-_SQLALCHEMY_ASYNC = Driver(
-    "SQLAlchemy", True, _sqlalchemy_async, _of_bind, _sqlalchemy_commits_each
-)
-_DJANGO = Driver("Django", False, _django, lambda c: str(c.vendor), _django_commits_each)
+_ASYNCPG = Driver(_asyncpg, _postgresql, _asyncpg_commits_each)
+_PSYCOPG = Driver(_psycopg, _postgresql, _psycopg_commits_each)
+_SQLALCHEMY = Driver(_sqlalchemy, _sqlalchemy_dialect, _sqlalchemy_commits_each)
+_DJANGO = Driver(_django, lambda connection: str(connection.vendor), _django_commits_each)
 _DRIVERS = {
-    ("outbox", "MemoryTransaction"): Driver(
-        "memory", False, lambda connection, call: connection.execute(call), _memory, _never
-    ),
-    ("outbox", "AsyncMemoryTransaction"): Driver(
-        "memory", True, lambda connection, call: connection.execute_async(call), _memory, _never
-    ),
+    ("outbox", "MemoryTransaction"): Driver(_memory, lambda _: "memory", lambda _: False),
     ("asyncpg", "Connection"): _ASYNCPG,
     ("asyncpg", "PoolConnectionProxy"): _ASYNCPG,
-    ("psycopg", "AsyncConnection"): Driver(
-        "psycopg", True, _psycopg_async, _postgresql, _psycopg_commits_each
-    ),
-    ("psycopg", "Connection"): Driver(
-        "psycopg", False, _psycopg, _postgresql, _psycopg_commits_each
-    ),
-    ("sqlalchemy", "AsyncConnection"): _SQLALCHEMY_ASYNC,
-    ("sqlalchemy", "AsyncSession"): _SQLALCHEMY_ASYNC,
-    ("sqlalchemy", "async_scoped_session"): _SQLALCHEMY_ASYNC,
+    ("psycopg", "AsyncConnection"): _PSYCOPG,
+    ("psycopg", "Connection"): _PSYCOPG,
+    ("sqlalchemy", "AsyncConnection"): _SQLALCHEMY,
+    ("sqlalchemy", "AsyncSession"): _SQLALCHEMY,
+    ("sqlalchemy", "async_scoped_session"): _SQLALCHEMY,
     ("sqlalchemy", "Connection"): _SQLALCHEMY,
     ("sqlalchemy", "Session"): _SQLALCHEMY,
     ("sqlalchemy", "scoped_session"): _SQLALCHEMY,
-    ("sqlite3", "Connection"): Driver(
-        "sqlite3", False, _sqlite, lambda _: "sqlite", _sqlite_commits_each
-    ),
+    ("sqlite3", "Connection"): Driver(_sqlite, lambda _: "sqlite", _sqlite_commits_each),
     # The type of `django.db.connection`, a proxy for the thread's connection.
     ("django", "ConnectionProxy"): _DJANGO,
+    ("django", "BaseDatabaseWrapper"): _DJANGO,
 }

@@ -12,21 +12,22 @@ Concurrent copies are serialized by a lock on the row of their lane.
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from functools import wraps
 from textwrap import dedent
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 import orjson
 
 from outbox.core.delivery.message import rfc3339
 from outbox.errors import UsageError
-from outbox.receiver.inbox.drivers import dialect_of, require_transaction, run, run_async
+from outbox.receiver.blocking import run
+from outbox.receiver.inbox.drivers import dialect_of, execute_plan, require_transaction
 from outbox.receiver.inbox.process import (
     TOLERANCE,
     Call,
     CheckpointComparison,
     DeliveryResult,
-    ReceivePlan,
-    Rows,
+    Plan,
     StoredLane,
     compare,
     mark_unavailable,
@@ -36,16 +37,43 @@ from outbox.receiver.inbox.process import (
 from outbox.receiver.inbox.statements import Dialect, Statements, statements
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-    from typing import Any
+    from collections.abc import Callable, Coroutine, Sequence
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.model.int_ranges import Range
     from outbox.receiver.message import Message
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 KEEP_S = 7 * 86400.0
 EXPIRE_ROWS = 1000
 """Rows deleted in one transaction."""
+
+
+def _blocking(
+    plan: Callable[Concatenate[Inbox, Any, P], Plan[T]],
+) -> Callable[Concatenate[Inbox, Any, P], T]:
+    """Make a method that executes a plan on a blocking connection and returns its result."""
+
+    @wraps(plan)
+    def execute(inbox: Inbox, connection: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run(execute_plan(connection, plan(inbox, connection, *args, **kwargs)))
+
+    return execute
+
+
+def _asynchronous(
+    method: Callable[Concatenate[Inbox, Any, P], T],
+) -> Callable[Concatenate[Inbox, Any, P], Coroutine[Any, Any, T]]:
+    """Make the asyncio variant of a method that `_blocking` made."""
+    plan: Callable[Concatenate[Inbox, Any, P], Plan[T]] = method.__wrapped__  # type: ignore[attr-defined]
+
+    @wraps(plan)
+    async def execute(inbox: Inbox, connection: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await execute_plan(connection, plan(inbox, connection, *args, **kwargs))
+
+    return execute
 
 
 class Inbox:
@@ -53,8 +81,8 @@ class Inbox:
 
     `outbox.receiver.inbox.memory` is the inbox without a database.
 
-    Each method has an asyncio variant, `…_async`.  No method begins or ends a
-    transaction.
+    Each method is a plan of statements (`inbox.process`) that is executed on the
+    connection, and has an asyncio variant, `…_async`.  None begins or ends a transaction.
 
     Args:
         prefix: prefix of the table names, optionally with a schema (`hooks.outbox`).
@@ -87,7 +115,10 @@ class Inbox:
 
     # ------------------------------------------------------------------- deliveries
 
-    def receive(self, connection: Any, message: Message, *, gaps: bool = True) -> DeliveryResult:
+    @_blocking
+    def receive(
+        self, connection: Any, message: Message, *, gaps: bool = True
+    ) -> Plan[DeliveryResult]:
         """Record a delivery in the current transaction.
 
         Args:
@@ -102,25 +133,22 @@ class Inbox:
         Raises:
             UsageError: an unsupported connection, or it has no transaction.
         """
-        return run(connection, self._receive(connection, message, gaps))
-
-    async def receive_async(
-        self, connection: Any, message: Message, *, gaps: bool = True
-    ) -> DeliveryResult:
-        """Record a delivery in the current transaction; see `receive`."""
-        return await run_async(connection, self._receive(connection, message, gaps))
-
-    def receive_foreign(self, connection: Any, message_id: str) -> DeliveryResult:
-        """Record a request of another Standard Webhooks sender by its `webhook-id`."""
-        return run(connection, receive_foreign(self._write_statements(connection), message_id))
-
-    async def receive_foreign_async(self, connection: Any, message_id: str) -> DeliveryResult:
-        """Record a request of another Standard Webhooks sender; see `receive_foreign`."""
-        return await run_async(
-            connection, receive_foreign(self._write_statements(connection), message_id)
+        return receive(
+            self._write_statements(connection),
+            message,
+            gaps=gaps,
+            from_start=self._from_start,
+            tolerance=self._tolerance,
+            expired_before=rfc3339(datetime.now(tz=UTC) - timedelta(seconds=self._keep_s)),
         )
 
-    def is_newest(self, connection: Any, key: str, message: Message) -> bool:
+    @_blocking
+    def receive_foreign(self, connection: Any, message_id: str) -> Plan[DeliveryResult]:
+        """Record a request of another Standard Webhooks sender by its `webhook-id`."""
+        return receive_foreign(self._write_statements(connection), message_id)
+
+    @_blocking
+    def is_newest(self, connection: Any, key: str, message: Message) -> Plan[bool]:
         """Whether this is the newest event of a key seen so far; records it if so.
 
         For effects that replace a state: applied only if this is true, a late or replayed
@@ -131,118 +159,6 @@ class Inbox:
             key: identifies the state, such as `f"{tenant}/customer/{id}"`.
             message: the delivery.
         """
-        return run(connection, self._newest(connection, key, message))
-
-    async def is_newest_async(self, connection: Any, key: str, message: Message) -> bool:
-        """Whether this is the newest event of a key; see `is_newest`."""
-        return await run_async(connection, self._newest(connection, key, message))
-
-    def confirm(self, connection: Any) -> None:
-        """Raise if a statement of the transaction has failed.
-
-        Call it last, before the commit.  A handler may have caught a database error, and
-        some drivers then report a COMMIT as successful that PostgreSQL rolled back.
-        """
-        run(connection, self._confirm(connection))
-
-    async def confirm_async(self, connection: Any) -> None:
-        """Raise if a statement of the transaction has failed; see `confirm`."""
-        await run_async(connection, self._confirm(connection))
-
-    # ------------------------------------------------------------------------ lanes
-
-    def lanes(self, connection: Any) -> dict[str, StoredLane]:
-        """Return all lanes of the inbox, by name."""
-        return run(connection, self._lanes(connection))
-
-    async def lanes_async(self, connection: Any) -> dict[str, StoredLane]:
-        """Return all lanes of the inbox, by name."""
-        return await run_async(connection, self._lanes(connection))
-
-    def compare(self, connection: Any, marks: Sequence[LaneMark]) -> CheckpointComparison:
-        """Compare a checkpoint with the inbox, and record what is missing."""
-        return run(connection, self._compare(connection, marks))
-
-    async def compare_async(
-        self, connection: Any, marks: Sequence[LaneMark]
-    ) -> CheckpointComparison:
-        """Compare a checkpoint with the inbox; see `compare`."""
-        return await run_async(connection, self._compare(connection, marks))
-
-    def mark_unavailable(
-        self, connection: Any, lane: str, numbers: Sequence[Range]
-    ) -> tuple[Range, ...]:
-        """Change missing numbers that cannot be fetched any more to unknown; returns them."""
-        return run(connection, mark_unavailable(self._write_statements(connection), lane, numbers))
-
-    async def mark_unavailable_async(
-        self, connection: Any, lane: str, numbers: Sequence[Range]
-    ) -> tuple[Range, ...]:
-        """Change missing numbers to unknown; see `mark_unavailable`."""
-        return await run_async(
-            connection, mark_unavailable(self._write_statements(connection), lane, numbers)
-        )
-
-    # ------------------------------------------------------------------------ tables
-
-    def create(self, connection: Any) -> None:
-        """Create the missing tables."""
-        run(connection, self._create(connection))
-
-    async def create_async(self, connection: Any) -> None:
-        """Create the missing tables."""
-        await run_async(connection, self._create(connection))
-
-    def expire(self, connection: Any) -> int:
-        """Delete up to EXPIRE_ROWS expired deliveries; returns how many.
-
-        Call it in a separate transaction: its row locks would otherwise block other
-        receivers until the commit of the effects.
-        """
-        return run(connection, self._expire(connection))
-
-    async def expire_async(self, connection: Any) -> int:
-        """Delete expired deliveries; see `expire`."""
-        return await run_async(connection, self._expire(connection))
-
-    def log(self, connection: Any, **request: Any) -> None:
-        """Insert one row into the table `request`."""
-        run(connection, self._log(connection, request))
-
-    async def log_async(self, connection: Any, **request: Any) -> None:
-        """Insert one row into the table `request`."""
-        await run_async(connection, self._log(connection, request))
-
-    def schema(self, dialect: Dialect = "postgresql") -> str:
-        """Return the DDL of the inbox, for an application's own migrations."""
-        texts = (dedent(text).strip() for text in self._sql[dialect].create)
-        return "".join(f"{text};\n" for text in texts)
-
-    # -------------------------------------------------------------------------- plans
-
-    def _statements(self, connection: Any) -> Statements:
-        return self._sql[dialect_of(connection)]
-
-    def _write_statements(self, connection: Any) -> Statements:
-        require_transaction(connection)
-        return self._statements(connection)
-
-    def _receive(self, connection: Any, message: Message, gaps: bool) -> ReceivePlan:
-        return receive(
-            self._write_statements(connection),
-            message,
-            gaps=gaps,
-            from_start=self._from_start,
-            tolerance=self._tolerance,
-            expired_before=rfc3339(datetime.now(tz=UTC) - timedelta(seconds=self._keep_s)),
-        )
-
-    def _compare(
-        self, connection: Any, marks: Sequence[LaneMark]
-    ) -> Generator[Call, Rows, CheckpointComparison]:
-        return compare(self._write_statements(connection), marks, from_start=self._from_start)
-
-    def _newest(self, connection: Any, key: str, message: Message) -> Generator[Call, Rows, bool]:
         lane, sequence = message.lane, message.sequence
         if message.replay_of is not None or message.backfill is not None:
             # The number of a replay does not reflect the age of its event: compare by the
@@ -252,21 +168,62 @@ class Inbox:
         which = {"key": key, "delivery_id": message.delivery_id}
         return bool((yield Call(self._write_statements(connection).latest, at | which)))
 
-    def _confirm(self, connection: Any) -> Generator[Call, Rows, None]:
+    @_blocking
+    def confirm(self, connection: Any) -> Plan[None]:
+        """Raise if a statement of the transaction has failed.
+
+        Call it last, before the commit.  A handler may have caught a database error, and
+        some drivers then report a COMMIT as successful that PostgreSQL rolled back.
+        """
         yield Call(self._statements(connection).confirm, {})
 
-    def _lanes(self, connection: Any) -> Generator[Call, Rows, dict[str, StoredLane]]:
+    receive_async = _asynchronous(receive)
+    receive_foreign_async = _asynchronous(receive_foreign)
+    is_newest_async = _asynchronous(is_newest)
+    confirm_async = _asynchronous(confirm)
+
+    # ------------------------------------------------------------------------ lanes
+
+    @_blocking
+    def lanes(self, connection: Any) -> Plan[dict[str, StoredLane]]:
+        """Return all lanes of the inbox, by name."""
         rows = yield Call(self._statements(connection).lanes, {})
         return {lane.name: lane for lane in map(StoredLane.from_row, rows)}
 
-    def _create(self, connection: Any) -> Generator[Call, Rows, None]:
+    @_blocking
+    def compare(self, connection: Any, marks: Sequence[LaneMark]) -> Plan[CheckpointComparison]:
+        """Compare a checkpoint with the inbox, and record what is missing."""
+        return compare(self._write_statements(connection), marks, from_start=self._from_start)
+
+    @_blocking
+    def mark_unavailable(
+        self, connection: Any, lane: str, numbers: Sequence[Range]
+    ) -> Plan[tuple[Range, ...]]:
+        """Change missing numbers that cannot be fetched any more to unknown; returns them."""
+        return mark_unavailable(self._write_statements(connection), lane, numbers)
+
+    lanes_async = _asynchronous(lanes)
+    compare_async = _asynchronous(compare)
+    mark_unavailable_async = _asynchronous(mark_unavailable)
+
+    # ------------------------------------------------------------------------ tables
+
+    @_blocking
+    def create(self, connection: Any) -> Plan[None]:
+        """Create the missing tables."""
         sql = self._statements(connection)
         ((is_there,),) = yield Call(sql.is_there, {})
         if not is_there:
             for text in (sql.create_together,) if sql.create_together else sql.create:
                 yield Call(text, {})
 
-    def _expire(self, connection: Any) -> Generator[Call, Rows, int]:
+    @_blocking
+    def expire(self, connection: Any) -> Plan[int]:
+        """Delete up to EXPIRE_ROWS expired deliveries; returns how many.
+
+        Call it in a separate transaction: its row locks would otherwise block other
+        receivers until the commit of the effects.
+        """
         sql = self._write_statements(connection)
         limits = {"keep_s": self._keep_s, "rows": EXPIRE_ROWS}
         # Lock the rows first and delete them last: a locked row still identifies a copy,
@@ -284,5 +241,23 @@ class Inbox:
         yield Call(sql.expire_requests, limits)
         return len(rows)
 
-    def _log(self, connection: Any, request: dict[str, Any]) -> Generator[Call, Rows, None]:
+    @_blocking
+    def log(self, connection: Any, /, **request: Any) -> Plan[None]:
+        """Insert one row into the table `request`."""
         yield Call(self._statements(connection).log, request)
+
+    create_async = _asynchronous(create)
+    expire_async = _asynchronous(expire)
+    log_async = _asynchronous(log)
+
+    def schema(self, dialect: Dialect = "postgresql") -> str:
+        """Return the DDL of the inbox, for an application's own migrations."""
+        texts = (dedent(text).strip() for text in self._sql[dialect].create)
+        return "".join(f"{text};\n" for text in texts)
+
+    def _statements(self, connection: Any) -> Statements:
+        return self._sql[dialect_of(connection)]
+
+    def _write_statements(self, connection: Any) -> Statements:
+        require_transaction(connection)
+        return self._statements(connection)

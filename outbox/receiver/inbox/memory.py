@@ -11,7 +11,6 @@ so that concurrent copies wait for each other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -19,9 +18,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outbox.errors import UsageError
+from outbox.receiver.blocking import as_async
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
+    from typing import Self
 
     from outbox.receiver.inbox.process import Call, Rows
 
@@ -32,6 +34,17 @@ LATEST_MAX = 1_000_000
 WAIT_S = 30.0
 
 Released: TypeAlias = "Future[None]"
+SeenColumns: TypeAlias = "tuple[float, str | None, int | None]"
+LaneColumns: TypeAlias = tuple[int, bool, str, str, str]
+LatestColumns: TypeAlias = tuple[str, str, int, str, str]
+
+_NEW_LANE: LaneColumns = (0, False, "[]", "[]", "[]")
+_LOCKED = {
+    "lock_lanes": ("lane", ("lane", "replayed")),
+    "claim": ("delivery", ("delivery_id",)),
+    "latest": ("key", ("key",)),
+}
+"""What a statement locks: a kind of row, and the parameters that name the rows."""
 
 
 class MemoryDatabase:
@@ -54,30 +67,19 @@ class MemoryDatabase:
         # Used by transactions, which hold the mutex during each statement.
         self.clock = clock
         self.mutex = threading.Lock()
-        self.seen: OrderedDict[str, tuple[float, str | None, int | None]] = OrderedDict()
-        self.lanes: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self.latest: OrderedDict[str, tuple[str, str, int, str, str]] = OrderedDict()
+        self.seen: OrderedDict[str, SeenColumns] = OrderedDict()
+        self.lanes: OrderedDict[str, LaneColumns] = OrderedDict()
+        self.forgotten: dict[str, int] = {}
+        self.latest: OrderedDict[str, LatestColumns] = OrderedDict()
         self.locks: dict[tuple[str, str], Released] = {}
 
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[MemoryTransaction]:
+    def transaction(self) -> MemoryTransaction:
         """Open a transaction: commits at the end of the block, rolls back on an error."""
-        transaction = MemoryTransaction(self)
-        try:
-            yield transaction
-            transaction.commit()
-        finally:
-            transaction.release()
+        return MemoryTransaction(self)
 
-    @contextlib.asynccontextmanager
-    async def transaction_async(self) -> AsyncIterator[AsyncMemoryTransaction]:
+    def transaction_async(self) -> AbstractAsyncContextManager[AsyncMemoryTransaction]:
         """Like `transaction`, for asyncio."""
-        transaction = AsyncMemoryTransaction(self)
-        try:
-            yield transaction
-            transaction.commit()
-        finally:
-            transaction.release()
+        return as_async(AsyncMemoryTransaction(self))
 
 
 class MemoryTransaction:
@@ -86,12 +88,12 @@ class MemoryTransaction:
     def __init__(self, database: MemoryDatabase) -> None:
         self._db = database
         self._released: Released = Future()
-        self._locked: list[tuple[str, str]] = []
-        self._seen: dict[str, tuple[float, str | None, int | None]] = {}
-        self._lanes: dict[str, dict[str, Any]] = {}
-        self._latest: dict[str, tuple[str, str, int, str, str]] = {}
+        self._locked: set[tuple[str, str]] = set()
+        self._seen: dict[str, SeenColumns] = {}
+        self._lanes: dict[str, LaneColumns] = {}
+        self._latest: dict[str, LatestColumns] = {}
 
-    def execute(self, call: Call) -> Rows:
+    async def execute(self, call: Call) -> Rows:
         """Run a statement; waits for conflicting locks.
 
         Raises:
@@ -99,60 +101,73 @@ class MemoryTransaction:
                 that call `is_newest` for several keys in different orders.
         """
         while isinstance(result := self._try(call), Future):
-            result.result(WAIT_S)
+            await self._wait(result)
         return result
 
-    def commit(self) -> None:
-        """Make the changes visible to other transactions."""
-        db = self._db
-        with db.mutex:
-            db.seen.update(self._seen)
-            for lane, changed in self._lanes.items():
-                forgotten = db.lanes.get(lane, changed)["forgotten"]
-                db.lanes[lane] = changed | {"forgotten": forgotten}
-                db.lanes.move_to_end(lane)
-            for key, position in self._latest.items():
-                db.latest[key] = position
-                db.latest.move_to_end(key)
-            self._forget()
+    def __enter__(self) -> Self:
+        """Begin; nothing is locked yet."""
+        return self
 
-    def release(self) -> None:
-        """Release the locks and wake waiting transactions."""
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Make the changes visible unless the block failed, and wake waiting transactions."""
         with self._db.mutex:
             for lock in self._locked:
                 del self._db.locks[lock]
-        self._released.set_result(None)
+            # A waiting transaction continues once the mutex is free, after the commit.
+            self._released.set_result(None)
+            if failed is None:
+                self._commit()
+
+    def _commit(self) -> None:
+        db = self._db
+        db.seen.update(self._seen)
+        for lane in self._lanes:
+            db.lanes[lane] = self._lanes[lane]
+            db.lanes.move_to_end(lane)
+        for key in self._latest:
+            db.latest[key] = self._latest[key]
+            db.latest.move_to_end(key)
+        self._forget()
+
+    async def _wait(self, released: Released) -> None:
+        released.result(WAIT_S)
 
     def _try(self, call: Call) -> Rows | Released:
+        kind, names = _LOCKED.get(call.sql, ("", ()))
         with self._db.mutex:
-            for lock in _locks(call):
-                holder = self._db.locks.setdefault(lock, self._released)
+            for name in sorted({call.parameters[each] for each in names}):
+                holder = self._db.locks.setdefault((kind, name), self._released)
                 if holder is not self._released:
                     return holder
-                if lock not in self._locked:
-                    self._locked.append(lock)
-            return _STATEMENTS[call.sql](self, **call.parameters)
+                self._locked.add((kind, name))
+            rows: Rows = getattr(self, call.sql, self.nothing)(**call.parameters)
+            return rows
 
     # ------------------------------------------------------------------------ statements
+
+    def nothing(self, **_: Any) -> Rows:
+        # `lock_lanes` creates a lane, a commit expires rows, and there is no request log.
+        return []
 
     def is_there(self) -> Rows:
         return [(True,)]
 
-    def add_lane(self, lane: str) -> Rows:
-        # `lock_lanes` creates it.
-        return []
-
     def lock_lanes(self, lane: str, replayed: str) -> Rows:
-        kept = {name: self._lane(name) for name in sorted({lane, replayed})}
-        kept[lane] = kept[lane] or _NEW_LANE
-        return [_row(name, state) for name, state in kept.items() if state is not None]
+        return [
+            self._row(name, columns)
+            for name in sorted({lane, replayed})
+            # A delivery creates its own lane, not the one that it replays.
+            if (columns := self._lane(name) or (_NEW_LANE if name == lane else None))
+        ]
 
-    def keep_lane(self, lane: str, **changed: Any) -> Rows:
-        self._lanes[lane] = (self._lane(lane) or _NEW_LANE) | changed
+    def keep_lane(
+        self, lane: str, high: int, ended: bool, missing: str, holes: str, unknown: str
+    ) -> Rows:
+        self._lanes[lane] = (high, ended, missing, holes, unknown)
         return []
 
     def lanes(self) -> Rows:
-        return [_row(name, kept) for name, kept in sorted((self._db.lanes | self._lanes).items())]
+        return [self._row(*each) for each in sorted((self._db.lanes | self._lanes).items())]
 
     def claim(self, delivery_id: str, lane: str | None, sequence: int | None) -> Rows:
         now = self._db.clock()
@@ -186,12 +201,11 @@ class MemoryTransaction:
             self._latest[key] = changed
         return [(1,)]
 
-    def nothing(self, **_: Any) -> Rows:
-        # Expiry happens at each commit, and there is no request log.
-        return []
-
-    def _lane(self, name: str) -> dict[str, Any] | None:
+    def _lane(self, name: str) -> LaneColumns | None:
         return self._lanes.get(name) or self._db.lanes.get(name)
+
+    def _row(self, name: str, columns: LaneColumns) -> tuple[Any, ...]:
+        return (name, *columns, self._db.forgotten.get(name, 0))
 
     def _forget(self) -> None:
         """Forget what is older than the window or exceeds the memory limits."""
@@ -199,64 +213,18 @@ class MemoryTransaction:
         oldest = db.clock() - db.window_s
         while db.seen and (len(db.seen) > SEEN_MAX or next(iter(db.seen.values()))[0] <= oldest):
             _, (_, lane, sequence) = db.seen.popitem(last=False)
-            if lane is not None and sequence is not None and (kept := db.lanes.get(lane)):
-                kept["forgotten"] = max(kept["forgotten"], sequence)
+            if lane in db.lanes and lane is not None and sequence is not None:
+                db.forgotten[lane] = max(sequence, db.forgotten.get(lane, 0))
         while len(db.lanes) > LANES_MAX:
-            db.lanes.popitem(last=False)
+            db.forgotten.pop(db.lanes.popitem(last=False)[0], None)
         while len(db.latest) > LATEST_MAX:
             db.latest.popitem(last=False)
 
 
-_STATEMENTS: dict[str, Callable[..., Rows]] = {
-    "is_there": MemoryTransaction.is_there,
-    "add_lane": MemoryTransaction.add_lane,
-    "lock_lanes": MemoryTransaction.lock_lanes,
-    "keep_lane": MemoryTransaction.keep_lane,
-    "lanes": MemoryTransaction.lanes,
-    "claim": MemoryTransaction.claim,
-    "unclaim": MemoryTransaction.unclaim,
-    "latest": MemoryTransaction.latest,
-    "lock_old": MemoryTransaction.nothing,
-    "expire": MemoryTransaction.nothing,
-    "confirm": MemoryTransaction.nothing,
-    "touch_lane": MemoryTransaction.nothing,
-    "expire_requests": MemoryTransaction.nothing,
-    "log": MemoryTransaction.nothing,
-}
-_NEW_LANE = {
-    "high": 0,
-    "ended": False,
-    "missing": "[]",
-    "holes": "[]",
-    "unknown": "[]",
-    "forgotten": 0,
-}
-
-
 class AsyncMemoryTransaction(MemoryTransaction):
-    """`MemoryTransaction` with a statement method for asyncio."""
+    """`MemoryTransaction` that waits for locks without blocking the event loop."""
 
-    async def execute_async(self, call: Call) -> Rows:
-        """Run a statement; waits for conflicting locks without blocking the loop."""
-        while isinstance(result := self._try(call), Future):
-            async with asyncio.timeout(WAIT_S):
-                # Shielded: cancelling one waiter must not cancel the shared future.
-                await asyncio.shield(asyncio.wrap_future(result))
-        return result
-
-
-def _locks(call: Call) -> list[tuple[str, str]]:
-    """Return the locks that a statement needs, in lock order."""
-    parameters = call.parameters
-    if call.sql == "lock_lanes":
-        return [("lane", name) for name in sorted({parameters["lane"], parameters["replayed"]})]
-    if call.sql == "claim":
-        return [("delivery", parameters["delivery_id"])]
-    if call.sql == "latest":
-        return [("key", parameters["key"])]
-    return []
-
-
-def _row(name: str, kept: dict[str, Any]) -> tuple[Any, ...]:
-    ranges = (kept["missing"], kept["holes"], kept["unknown"])
-    return (name, kept["high"], kept["ended"], *ranges, kept["forgotten"])
+    async def _wait(self, released: Released) -> None:
+        async with asyncio.timeout(WAIT_S):
+            # Shielded: cancelling one waiter must not cancel the shared future.
+            await asyncio.shield(asyncio.wrap_future(released))

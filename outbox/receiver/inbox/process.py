@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import orjson
 
@@ -84,8 +84,10 @@ class Call:
     parameters: dict[str, Any]
 
 
+T = TypeVar("T")
 Rows: TypeAlias = Sequence[Sequence[Any]]
-ReceivePlan: TypeAlias = Generator[Call, Rows, DeliveryResult]
+Plan: TypeAlias = Generator[Call, Rows, T]
+"""Yields statements, is sent the rows of each, and returns a result."""
 
 _IN_ORDER = Observation(OrderKind.IN_ORDER)
 
@@ -98,7 +100,7 @@ def receive(
     from_start: bool = False,
     tolerance: int = TOLERANCE,
     expired_before: str = "",
-) -> ReceivePlan:
+) -> Plan[DeliveryResult]:
     """Record a delivery of a relay.
 
     Args:
@@ -160,7 +162,7 @@ def receive(
     return DeliveryResult(outcome, observation, overdue=_overdue(order, before, tolerance))
 
 
-def receive_foreign(sql: Statements, message_id: str) -> ReceivePlan:
+def receive_foreign(sql: Statements, message_id: str) -> Plan[DeliveryResult]:
     """Record a request of another sender by its `webhook-id`; it has no lane."""
     # The prefix keeps foreign ids apart from X-Delivery values.
     claim = {"delivery_id": f"foreign {message_id}", "lane": None, "sequence": None}
@@ -170,7 +172,7 @@ def receive_foreign(sql: Statements, message_id: str) -> ReceivePlan:
 
 def compare(
     sql: Statements, marks: Sequence[LaneMark], *, from_start: bool = False
-) -> Generator[Call, Rows, CheckpointComparison]:
+) -> Plan[CheckpointComparison]:
     """Compare the lanes of the inbox with a checkpoint, and record what is missing."""
     rows = yield Call(sql.lanes, {})
     known = {lane.name: lane for lane in map(StoredLane.from_row, rows)}
@@ -200,7 +202,7 @@ def compare(
 
 def mark_unavailable(
     sql: Statements, lane: str, numbers: Sequence[Range]
-) -> Generator[Call, Rows, tuple[Range, ...]]:
+) -> Plan[tuple[Range, ...]]:
     """Change missing numbers that cannot be fetched any more to unknown; returns them."""
     yield Call(sql.touch_lane, {"lane": lane})
     rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})

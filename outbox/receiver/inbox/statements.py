@@ -12,20 +12,18 @@ passed as text, because how a driver decodes JSON columns is the application's c
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from outbox.errors import UsageError
 
 Dialect = Literal["postgresql", "sqlite", "memory"]
 
-_NOW = "(julianday('now') - 2440587.5) * 86400.0"
-"""Epoch seconds; `unixepoch('subsec')` needs SQLite 3.42."""
-
 LOCK_TIMEOUT_S = 10
 """Wait for another session that creates the tables."""
 ATTEMPTS_MAX = 3
 
+_TOKEN = re.compile(r"\{([a-z_]+)\}")
 _PREFIX = re.compile(r"(?:[a-z_][a-z0-9_]{0,40}\.)?[a-z_][a-z0-9_]{0,40}", re.ASCII)
 
 
@@ -65,6 +63,39 @@ class Statements:
     lanes: str
 
 
+_TOKENS = {
+    "postgresql": {
+        "integer": "bigint",
+        "boolean": "boolean",
+        "json": "jsonb",
+        "identity": "bigint GENERATED ALWAYS AS IDENTITY",
+        "time": "timestamptz",
+        "now": "clock_timestamp()",
+        "retention": "make_interval(secs => :keep_s)",
+        "by_bytes": 'text COLLATE "C"',
+        "options": "",
+        # Each delivery updates one of few rows: free space on the page allows HOT updates.
+        "lane_options": "WITH (fillfactor = 50)",
+    },
+    "sqlite": {
+        "integer": "INTEGER",
+        "boolean": "INTEGER",
+        "json": "TEXT",
+        "identity": "INTEGER",
+        "time": "REAL",
+        # Epoch seconds; `unixepoch('subsec')` needs SQLite 3.42.
+        "now": "((julianday('now') - 2440587.5) * 86400.0)",
+        "retention": ":keep_s",
+        "by_bytes": "text",
+        "options": "WITHOUT ROWID",
+        "lane_options": "WITHOUT ROWID",
+    },
+    "memory": {},
+}
+"""What a dialect writes for `{name}` in a statement, besides `{p}`, the prefix, and `{bare}`, the
+prefix without its schema."""
+
+
 def statements(dialect: Dialect, prefix: str) -> Statements:
     """Return the statements for the tables `<prefix>_inbox`, `<prefix>_lane` and so on.
 
@@ -76,30 +107,26 @@ def statements(dialect: Dialect, prefix: str) -> Statements:
             f"prefix: {prefix[:100]!r} is invalid; use a-z, 0-9 and _, optionally after a "
             "schema and a dot"
         )
-    if dialect == "memory":
-        # The memory inbox dispatches on the name of a statement instead of its SQL.
-        names = {field.name: field.name for field in fields(Statements)}
-        special = {"create": (), "create_together": None, "advance": None}
-        return Statements(**{**names, **special})  # type: ignore[arg-type]
-    texts = _POSTGRESQL if dialect == "postgresql" else _SQLITE
-    bare = prefix.rpartition(".")[2]
+    tokens = _TOKENS[dialect] | {"p": prefix, "bare": prefix.rpartition(".")[2]}
 
-    def named(text: str) -> str:
-        return text.replace("{p}", prefix).replace("{bare}", bare).replace("{now}", _NOW)
+    def named(text: Any) -> Any:
+        if isinstance(text, tuple):
+            return tuple(map(named, text))
+        return text and _TOKEN.sub(lambda token: tokens[token[1]], text)
 
-    of_dialect: dict[str, Any] = {
-        "create": tuple(map(named, texts.create)),
-        "create_together": texts.create_together and named(texts.create_together),
-        "advance": texts.advance and named(texts.advance),
-    }
-    for field in fields(Statements):
-        if field.name not in of_dialect:
-            of_dialect[field.name] = named(getattr(texts, field.name))
-    return Statements(**of_dialect)
+    texts = {"postgresql": _POSTGRESQL, "sqlite": _SQLITE, "memory": _MEMORY}[dialect]
+    return Statements(*(named(getattr(texts, field.name)) for field in fields(Statements)))
 
+
+_LANE_ROWS = """
+    SELECT lane, high, ended, CAST(missing AS text), CAST(holes AS text),
+           CAST(unknown AS text), forgotten
+      FROM {p}_lane
+    """
 
 _COMMON = {
     "confirm": "SELECT 1",
+    "lanes": f"{_LANE_ROWS} ORDER BY lane",
     "touch_lane": "UPDATE {p}_lane SET lane = lane WHERE lane = :lane",
     "claim": """
         INSERT INTO {p}_inbox (delivery_id, lane, sequence)
@@ -109,6 +136,13 @@ _COMMON = {
     "unclaim": "DELETE FROM {p}_inbox WHERE delivery_id = :delivery_id",
     "add_lane": """
         INSERT INTO {p}_lane (lane) VALUES (:lane) ON CONFLICT (lane) DO NOTHING
+        """,
+    "keep_lane": """
+        UPDATE {p}_lane
+           SET high = :high, ended = :ended, missing = CAST(CAST(:missing AS text) AS {json}),
+               holes = CAST(CAST(:holes AS text) AS {json}),
+               unknown = CAST(CAST(:unknown AS text) AS {json}), heard_at = {now}
+         WHERE lane = :lane
         """,
     "forget": """
         UPDATE {p}_lane SET forgotten = :sequence WHERE lane = :lane AND forgotten < :sequence
@@ -143,52 +177,55 @@ _COMMON = {
         """,
 }
 
-_CREATE = (
+_TABLES = (
     """
     CREATE TABLE IF NOT EXISTS {p}_inbox (
         delivery_id text PRIMARY KEY,
         lane        text,
-        sequence    bigint,
-        received_at timestamptz NOT NULL DEFAULT clock_timestamp())
+        sequence    {integer},
+        received_at {time} NOT NULL DEFAULT {now}) {options}
     """,
-    # Rows are inserted in the order of this column, so a BRIN index suffices.
-    """
-    CREATE INDEX IF NOT EXISTS {bare}_inbox_received ON {p}_inbox
-     USING brin (received_at) WITH (pages_per_range = 16, autosummarize = on)
-    """,
-    # Each delivery updates one of few rows: free space on the page allows HOT updates.
     """
     CREATE TABLE IF NOT EXISTS {p}_lane (
         lane      text PRIMARY KEY,
-        high      bigint NOT NULL DEFAULT 0,
-        ended     boolean NOT NULL DEFAULT false,
-        missing   jsonb NOT NULL DEFAULT '[]',
-        holes     jsonb NOT NULL DEFAULT '[]',
-        unknown   jsonb NOT NULL DEFAULT '[]',
-        forgotten bigint NOT NULL DEFAULT 0,
-        heard_at  timestamptz NOT NULL DEFAULT clock_timestamp()) WITH (fillfactor = 50)
+        high      {integer} NOT NULL DEFAULT 0,
+        ended     {boolean} NOT NULL DEFAULT false,
+        missing   {json} NOT NULL DEFAULT '[]',
+        holes     {json} NOT NULL DEFAULT '[]',
+        unknown   {json} NOT NULL DEFAULT '[]',
+        forgotten {integer} NOT NULL DEFAULT 0,
+        heard_at  {time} NOT NULL DEFAULT {now}) {lane_options}
     """,
     """
     CREATE TABLE IF NOT EXISTS {p}_latest (
         key          text PRIMARY KEY,
         delivery_id  text NOT NULL,
         lane         text NOT NULL,
-        sequence     bigint NOT NULL,
-        published_at text COLLATE "C" NOT NULL,
-        again_at     text COLLATE "C" NOT NULL DEFAULT '')
+        sequence     {integer} NOT NULL,
+        published_at {by_bytes} NOT NULL,
+        again_at     {by_bytes} NOT NULL DEFAULT '') {options}
     """,
     """
     CREATE TABLE IF NOT EXISTS {p}_request (
-        id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-        at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+        id          {identity} PRIMARY KEY,
+        at          {time} NOT NULL DEFAULT {now},
         delivery_id text,
         lane        text,
-        sequence    bigint,
+        sequence    {integer},
         type        text,
         attempt     int,
         outcome     text NOT NULL,
         status      int NOT NULL,
         reason      text)
+    """,
+)
+
+_CREATE = (
+    *_TABLES,
+    # Rows are inserted in the order of these columns, so BRIN indexes suffice.
+    """
+    CREATE INDEX IF NOT EXISTS {bare}_inbox_received ON {p}_inbox
+     USING brin (received_at) WITH (pages_per_range = 16, autosummarize = on)
     """,
     """
     CREATE INDEX IF NOT EXISTS {bare}_request_at ON {p}_request
@@ -236,21 +273,12 @@ _POSTGRESQL = Statements(
             ON CONFLICT (delivery_id) DO NOTHING RETURNING 1)
         SELECT EXISTS (SELECT FROM moved), EXISTS (SELECT FROM claimed)
         """,
-    lock_lanes="""
-        SELECT lane, high, ended, CAST(missing AS text), CAST(holes AS text),
-               CAST(unknown AS text), forgotten
-          FROM {p}_lane WHERE lane IN (:lane, :replayed) ORDER BY lane COLLATE "C" FOR UPDATE
-        """,
-    keep_lane="""
-        UPDATE {p}_lane
-           SET high = :high, ended = :ended, missing = CAST(CAST(:missing AS text) AS jsonb),
-               holes = CAST(CAST(:holes AS text) AS jsonb),
-               unknown = CAST(CAST(:unknown AS text) AS jsonb), heard_at = clock_timestamp()
-         WHERE lane = :lane
+    lock_lanes=f"""
+        {_LANE_ROWS} WHERE lane IN (:lane, :replayed) ORDER BY lane COLLATE "C" FOR UPDATE
         """,
     lock_old="""
         SELECT delivery_id, lane, sequence FROM {p}_inbox
-         WHERE received_at < clock_timestamp() - make_interval(secs => :keep_s)
+         WHERE received_at < {now} - {retention}
          LIMIT :rows FOR UPDATE SKIP LOCKED
         """,
     expire="""
@@ -260,13 +288,8 @@ _POSTGRESQL = Statements(
     expire_requests="""
         DELETE FROM {p}_request WHERE id = ANY(ARRAY(
             SELECT id FROM {p}_request
-             WHERE at < clock_timestamp() - make_interval(secs => :keep_s)
+             WHERE at < {now} - {retention}
              LIMIT :rows FOR UPDATE SKIP LOCKED))
-        """,
-    lanes="""
-        SELECT lane, high, ended, CAST(missing AS text), CAST(holes AS text),
-               CAST(unknown AS text), forgotten
-          FROM {p}_lane ORDER BY lane
         """,
     **_COMMON,
 )
@@ -279,74 +302,29 @@ _SQLITE = Statements(
            AND name IN ('{p}_inbox', '{p}_lane', '{p}_latest', '{p}_request')
         """,
     create=(
-        """
-        CREATE TABLE IF NOT EXISTS {p}_inbox (
-            delivery_id TEXT PRIMARY KEY,
-            lane        TEXT,
-            sequence    INTEGER,
-            received_at REAL NOT NULL DEFAULT ({now})) WITHOUT ROWID
-        """,
-        """
-        CREATE INDEX IF NOT EXISTS {p}_inbox_received ON {bare}_inbox (received_at)
-        """,
-        """
-        CREATE TABLE IF NOT EXISTS {p}_lane (
-            lane      TEXT PRIMARY KEY,
-            high      INTEGER NOT NULL DEFAULT 0,
-            ended     INTEGER NOT NULL DEFAULT 0,
-            missing   TEXT NOT NULL DEFAULT '[]',
-            holes     TEXT NOT NULL DEFAULT '[]',
-            unknown   TEXT NOT NULL DEFAULT '[]',
-            forgotten INTEGER NOT NULL DEFAULT 0,
-            heard_at  REAL NOT NULL DEFAULT ({now})) WITHOUT ROWID
-        """,
-        """
-        CREATE TABLE IF NOT EXISTS {p}_latest (
-            key          TEXT PRIMARY KEY,
-            delivery_id  TEXT NOT NULL,
-            lane         TEXT NOT NULL,
-            sequence     INTEGER NOT NULL,
-            published_at TEXT NOT NULL,
-            again_at     TEXT NOT NULL DEFAULT '') WITHOUT ROWID
-        """,
-        """
-        CREATE TABLE IF NOT EXISTS {p}_request (
-            id          INTEGER PRIMARY KEY,
-            at          REAL NOT NULL DEFAULT ({now}),
-            delivery_id TEXT,
-            lane        TEXT,
-            sequence    INTEGER,
-            type        TEXT,
-            attempt     INTEGER,
-            outcome     TEXT NOT NULL,
-            status      INTEGER NOT NULL,
-            reason      TEXT)
-        """,
+        *_TABLES,
+        "CREATE INDEX IF NOT EXISTS {p}_inbox_received ON {bare}_inbox (received_at)",
     ),
     # SQLite cannot write to two tables in one statement, and saves no round trip by it.
     advance=None,
     # One transaction writes at a time, so there is nothing to lock.
-    lock_lanes="""
-        SELECT lane, high, ended, missing, holes, unknown, forgotten
-          FROM {p}_lane WHERE lane IN (:lane, :replayed)
-        """,
-    keep_lane="""
-        UPDATE {p}_lane
-           SET high = :high, ended = :ended, missing = :missing, holes = :holes,
-               unknown = :unknown, heard_at = {now}
-         WHERE lane = :lane
-        """,
+    lock_lanes=f"{_LANE_ROWS} WHERE lane IN (:lane, :replayed)",
     lock_old="""
         SELECT delivery_id, lane, sequence FROM {p}_inbox
-         WHERE received_at < {now} - :keep_s ORDER BY received_at LIMIT :rows
+         WHERE received_at < {now} - {retention} ORDER BY received_at LIMIT :rows
         """,
     expire="DELETE FROM {p}_inbox WHERE delivery_id IN (SELECT value FROM json_each(:ids))",
     expire_requests="""
         DELETE FROM {p}_request WHERE id IN (
-            SELECT id FROM {p}_request WHERE at < {now} - :keep_s ORDER BY id LIMIT :rows)
-        """,
-    lanes="""
-        SELECT lane, high, ended, missing, holes, unknown, forgotten FROM {p}_lane ORDER BY lane
+            SELECT id FROM {p}_request WHERE at < {now} - {retention} ORDER BY id LIMIT :rows)
         """,
     **_COMMON,
+)
+
+# The memory inbox dispatches on the name of a statement instead of its SQL.
+_MEMORY = replace(
+    Statements(*(field.name for field in fields(Statements))),  # type: ignore[arg-type]
+    create=(),
+    create_together=None,
+    advance=None,
 )
