@@ -269,8 +269,8 @@ async def _list(call: Call[EventsQuery, None]) -> Page[Any]:
             tenant=tenancy.resolve_tenant(call.tenant, query.tenant),
             since=query.since,
             until=query.until,
-            key=query.key,
         ),
+        key=query.key,
         limit=query.limit,
         below=id_cursor(query.after, ID_MAX),
     )

@@ -50,9 +50,9 @@ def run_replay(
     """Start a replay, wait for its job if wanted, and print the result.
 
     Args:
-        start: returns its report, and the job; None: there is none.
+        start: returns its report, and the id of the job; None: there is none.
         show: prints the report; with `as_json` it is printed unless the command waits.
-        wait: None: on a terminal.
+        wait: None: if stdout is a terminal.
     """
 
     async def start_and_follow(connection: Connection[Any]) -> tuple[T, ReplayJob | None]:

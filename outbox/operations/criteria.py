@@ -51,10 +51,13 @@ def criteria_parameters(first: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Criteria:
-    """Conditions on events or dead letters, combined with AND.
+    """Conditions on events or dead letters, combined with AND; false if it has none.
+
+    An age of zero is no condition: every row is older.
 
     Raises:
-        UsageError: a type is not a valid pattern, the reason is unknown, or until <= since.
+        UsageError: a type is not a valid pattern, the reason is unknown, a name is empty, or
+            until <= since.
     """
 
     endpoint: str | None = None
@@ -66,12 +69,14 @@ class Criteria:
     since: When | None = None
     until: When | None = None
     """Published or dead-lettered at or after `since`, and before `until`."""
-    key: str | None = None
-    """Of events."""
     owner: str | None = None
     """Only endpoints of this tenant alone: the tenant of the caller's token."""
 
     def __post_init__(self) -> None:
+        for name in ("endpoint", "tenant"):
+            if getattr(self, name) == "":
+                # Probably an unset shell variable.
+                raise UsageError(f"{name} is empty")
         for text in self.types:
             pattern.parse(text)
         if self.reason is not None and self.reason not in REASONS:
@@ -83,7 +88,7 @@ class Criteria:
             raise UsageError("until must be later than since")
 
     def __bool__(self) -> bool:
-        return replace(self, owner=None) != Criteria()
+        return any((self.endpoint, self.types, self.tenant, self.reason, self.since, self.until))
 
     async def resolve(self, connection: Connection[Any]) -> Criteria:
         """These criteria with absolute times, by the clock that timestamps the rows."""
@@ -128,9 +133,9 @@ class DeadLetterSelection:
                 "until"
             )
         if bool(self.ids) + bool(self.criteria) + self.everything > 1:
-            raise UsageError("combine neither ids nor all with a filter")
+            raise UsageError("combine neither ids nor all with criteria")
         if len(self.ids) > IDS_MAX:
-            raise UsageError(f"at most {IDS_MAX} ids; use a filter for more")
+            raise UsageError(f"at most {IDS_MAX} ids; use criteria for more")
 
     async def resolve(self, connection: Connection[Any]) -> DeadLetterSelection:
         """This selection with absolute times."""

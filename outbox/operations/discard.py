@@ -49,7 +49,7 @@ async def discard_dead_letters(
     comment: str | None = None,
     dry_run: bool = False,
 ) -> DiscardReport:
-    """Discard dead letters; those of criteria are processed in batches.
+    """Discard dead letters; a selection by criteria is processed in batches.
 
     Args:
         comment: recorded in the journal.

@@ -81,7 +81,7 @@ FIND_BY_EVENT_ID = f"{_KNOWN} AND known.event_id = $1 ORDER BY known.id DESC"
 FIND_BY_OUTBOX_ID = f"{_KNOWN} AND known.id = ANY ($1)"
 
 FIND_BY_IDEMPOTENCY_KEY = """
-SELECT event_id FROM idempotency_key WHERE key = ANY ($1) AND event_id IS NOT NULL
+SELECT event_id FROM idempotency_key WHERE key = $1 AND event_id IS NOT NULL
 """
 
 # A future event: published, but not due yet.
@@ -146,11 +146,12 @@ async def search_events(
     schema: str,
     criteria: Criteria,
     *,
+    key: str | None = None,
     limit: int = 100,
     below: int = ID_MAX,
     scanned_max: int = SCANNED_MAX,
 ) -> EventPage:
-    """Search for events, newest first, with ids below `below`.
+    """Search for events, newest first, with ids below `below`; with a key, only for its events.
 
     A page can have fewer than `limit` events, or none, although the search continues.
     """
@@ -158,15 +159,15 @@ async def search_events(
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             only = await criteria.resolve(connection)
             arguments = (below, limit + 1, *only.arguments)
-            if only.key is not None:
+            if key is not None:
                 await connection.execute(PLAN_BY_INDEX)
-                rows = await connection.fetch(FIND_BY_KEY, *arguments, only.key)
+                rows = await connection.fetch(FIND_BY_KEY, *arguments, key)
             else:
                 await connection.execute(PLAN_BY_ID)
                 rows = await connection.fetch(FIND, *arguments, scanned_max)
     events = [from_row(EventRow, row) for row in rows[:limit] if row["id"] is not None]
     after = events[-1].outbox_id if len(rows) > limit else None
-    if only.key is not None:
+    if key is not None:
         return EventPage(events, after, None, None)
     extent = rows[0]
     if after is None and extent["events"] == scanned_max:
@@ -190,7 +191,7 @@ async def find_events(
         limit: maximum number of events of a key, newest first.
         below: for a key, only events with a lower outbox id.
         tenant: only events of this tenant; None: all.
-        once_key: the text as an idempotency key of the tenant.
+        once_key: the text as an idempotency key of the tenant, tried last.
 
     Raises:
         NotFound: no event matches, or it is a future event.
@@ -210,10 +211,8 @@ async def find_events(
                     return EventMatch("event id", ids)
                 if ids := await _find_by_delivery_id(connection, uuid, tenant):
                     return EventMatch("X-Delivery", ids)
-            keys = [text, once_key or text]
-            for row in await connection.fetch(FIND_BY_IDEMPOTENCY_KEY, keys):
-                if ids := await _find_by_event_id(connection, row["event_id"], tenant):
-                    return EventMatch("once key", ids)
+            if ids := await _find_by_once_key(connection, text, tenant):
+                return EventMatch("once key", ids)
             given = None, tenant, None, None, None
             rows = await connection.fetch(FIND_BY_KEY, below, limit + 1, *given, text)
             if rows:
@@ -223,7 +222,18 @@ async def find_events(
                 outbox_id = int(text)
                 if await connection.fetch(FIND_BY_OUTBOX_ID, [outbox_id], tenant):
                     return EventMatch("outbox id", (outbox_id,))
+            if once_key is not None and (
+                ids := await _find_by_once_key(connection, once_key, tenant)
+            ):
+                return EventMatch("once key", ids)
     raise unknown
+
+
+async def _find_by_once_key(
+    connection: Connection[Any], key: str, tenant: str | None
+) -> tuple[int, ...]:
+    event_id = await connection.fetchval(FIND_BY_IDEMPOTENCY_KEY, key)
+    return () if event_id is None else await _find_by_event_id(connection, event_id, tenant)
 
 
 async def _find_by_event_id(

@@ -136,7 +136,7 @@ async def start_replay(
     """Replay dead letters: add new deliveries at the end of their lanes, behind live events.
 
     Each delivery of a range is replayed, in order, interleaved with other events.  A dead letter
-    selected by id must be replayable; criteria skip those that are not.
+    selected by id must be replayable; a selection by criteria skips those that are not.
 
     Args:
         rate_per_s: maximum rate in deliveries per second; None: no limit.
@@ -159,7 +159,8 @@ async def start_replay(
     async def plan(change: Change) -> list[ReplayCandidates]:
         ids, criteria = sorted(set(selection.ids)), selection.criteria
         found = candidates or await find_candidates(change.db, selection, to_replay=True)
-        some = [each for each in found if each.replayable]
+        # An event that is erased meanwhile still gets a part, as its id is in the list.
+        some = [each for each in found if each.replayable or ids]
         # Those selected by id are replayed already, so their part has an empty id range.
         parts = [
             JobPart(e.endpoint_id, *((1, 0) if ids else (e.first_id, e.last_id)), e.numbers)

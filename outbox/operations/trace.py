@@ -6,6 +6,7 @@ batches, its deliveries through the lanes named by its batch, its attempts by ke
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outbox.core.model.ids import delivery_id
@@ -234,16 +235,25 @@ async def trace_events(
 def _approximate_bytes(trace: EventTrace) -> int:
     """Size of the deliveries and the payload as JSON; shorter than encoding them to measure it."""
     attempts = [attempt for delivery in trace.deliveries for attempt in delivery.attempts]
-    responses = [attempt.response for attempt in attempts if attempt.response is not None]
+    responses = [attempt.response for attempt in attempts]
+    responses += [
+        each.lane_state.head.last_response
+        for each in trace.deliveries
+        if each.lane_state is not None
+    ]
     # Payloads may take 25 times as much memory when they are parsed.
     payload_bytes = 0 if trace.event.payload is None else trace.event.payload_bytes or 0
     return (
         payload_bytes
         + DELIVERY_BYTES * len(trace.deliveries)
         + ATTEMPT_BYTES * len(attempts)
-        + sum(len(each.get("body", "")) for each in responses)
-        + sum(len(n) + len(v) for each in responses for n, v in each.get("headers", {}).items())
+        + sum(_response_bytes(each) for each in responses if each is not None)
     )
+
+
+def _response_bytes(response: dict[str, Any]) -> int:
+    texts = [response.get("body", ""), *chain(*response.get("headers", {}).items())]
+    return sum(len(text.encode()) for text in texts)
 
 
 async def read_trace(

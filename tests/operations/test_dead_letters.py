@@ -179,7 +179,7 @@ async def test_the_result_of_a_replay_is_shown(
 async def test_a_selection_is_exactly_one_of_ids_filter_and_all(several: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="select dead letters: by ids"):
         DeadLetterSelection()
-    with pytest.raises(UsageError, match="combine neither ids nor all with a filter"):
+    with pytest.raises(UsageError, match="combine neither ids nor all with criteria"):
         DeadLetterSelection(**several)
     with pytest.raises(UsageError, match="at most 1000 ids"):
         DeadLetterSelection(ids=tuple(range(1, 1002)))

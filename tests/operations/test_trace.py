@@ -97,6 +97,17 @@ async def test_an_event_is_found_by_any_of_its_identifiers(
     assert {str(d.delivery_id) for d in event_trace.deliveries} == reported
 
 
+async def test_a_tenants_own_once_key_is_found_after_an_ordering_key_of_the_same_text(
+    db: Connection[Any],
+) -> None:
+    async with db.transaction():
+        for once in ("acme:same", "acme:alone"):
+            await outbox.publish(db, "a.b", {}, key="same", tenant="acme", once=once)
+    for text, found in (("same", ("key", (2, 1))), ("alone", ("once key", (2,)))):
+        match = await events.find_events(db, "relay", text, tenant="acme", once_key=f"acme:{text}")
+        assert (match.by, match.outbox_ids) == found
+
+
 async def test_a_trace_has_the_newest_attempts_of_each_delivery_and_a_limited_size(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
