@@ -90,21 +90,12 @@ class FilterStopReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StoppedFilter:
-    """A filter that matches every event from now on."""
+class FilterFailure:
+    """Why filters were not evaluated; a filter that is stopped for it matches every event."""
 
     reason: FilterStopReason
     detail: str
     """One line."""
-
-
-@dataclass(frozen=True, slots=True)
-class FilterFailure:
-    """The evaluation of filters failed or timed out."""
-
-    detail: str
-    timed_out: bool
-    """statement_timeout expired."""
 
 
 class FilterStore:
@@ -149,8 +140,9 @@ class FilterStore:
             # server were the cause, and not the filter, the next statement would fail, too.
             await self._db.execute(ROLLBACK_SAVEPOINT)
             self._limit_ms = 0
-            timed_out = isinstance(error, asyncpg.QueryCanceledError)
-            return FilterFailure(str(error).partition("\n")[0], timed_out)
+            if isinstance(error, asyncpg.QueryCanceledError):
+                return FilterFailure(FilterStopReason.SLOW, "it took too long")
+            return FilterFailure(FilterStopReason.FAILS, str(error).partition("\n")[0])
         matches: list[set[int]] = [set() for _ in requests]
         for row in rows:
             matches[row["n"] - 1].add(row["id"])
@@ -158,7 +150,7 @@ class FilterStore:
 
 
 def stop_filters(
-    batch: int, stopped: Mapping[TenantFilter, StoppedFilter], actor: str
+    batch: int, stopped: Mapping[TenantFilter, FilterFailure], actor: str
 ) -> WriteCall:
     """The statement that stores which filters are stopped from a batch on, and reports it."""
     return (

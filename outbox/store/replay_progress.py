@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.replay_throttle import JobPart, Share
     from outbox.core.sequencing.router import Replay, ReplayChunk, TenantFilter
     from outbox.store.connection.message import WriteCall
-    from outbox.store.filters import StoppedFilter
+    from outbox.store.filters import FilterFailure
 
 # Advances replays behind their chunks.
 ADVANCE_REPLAYS = WriteStatement(
@@ -101,7 +101,7 @@ class ReplayBatch:
     moves: list[PartProgress] = field(default_factory=list)
     ends: list[Share] = field(default_factory=list)
     """Shares of parts of which nothing is left."""
-    failed: dict[TenantFilter, StoppedFilter] = field(default_factory=dict)
+    failed: dict[TenantFilter, FilterFailure] = field(default_factory=dict)
     """Filters to be stopped."""
 
     @property

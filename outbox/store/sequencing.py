@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.event_reads import Reading
-    from outbox.store.filters import StoppedFilter
+    from outbox.store.filters import FilterFailure
     from outbox.store.replay_progress import ReplayBatch
 
 # The sequence of outbox.id, and whether it assigns ids one by one in ascending order, on
@@ -297,7 +297,7 @@ class SequencingStore:
         erasures: int | None,
         notification: str | None,
         replays: ReplayBatch,
-        stopped: Mapping[TenantFilter, StoppedFilter],
+        stopped: Mapping[TenantFilter, FilterFailure],
     ) -> bool:
         """Write one batch: its row, its deliveries, the lane counters, and all that comes with it.
 

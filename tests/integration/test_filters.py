@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.operations import endpoint_changes
-from outbox.store.filters import READ_MATCHES, FilterFailure, FilterStore
+from outbox.store.filters import READ_MATCHES, FilterFailure, FilterStopReason, FilterStore
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -241,7 +241,7 @@ async def test_a_filter_timeout_keeps_the_transaction(
             assert await filters.evaluate([("@ > 0", ids), ("@ < 1", ids)], 1.0) == [{2, 3}, {1}]
             failed = await filters.evaluate([("@ > 0", ids), ("@ >", [1])], 1.0)
             assert isinstance(failed, FilterFailure)
-            assert not failed.timed_out
+            assert failed.reason is FilterStopReason.FAILS
             assert await filters.evaluate([("@ > 1", ids)], 1.0) == [{3}]
             assert await connection.fetchval("SHOW statement_timeout") == "1s"
             # So it never has a transaction id.

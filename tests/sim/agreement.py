@@ -31,7 +31,7 @@ from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.endpoint_state import EndpointState
-from outbox.store.filters import MATCH_ALL, FilterStopReason, StoppedFilter
+from outbox.store.filters import MATCH_ALL, FilterFailure, FilterStopReason
 from outbox.store.records import Fenced
 from outbox.store.replay_progress import ReplayBatch
 from outbox.store.sessions import session_label
@@ -448,7 +448,7 @@ class Script:
             erasures=None,
             notification=None,
             replays=ReplayBatch(),
-            stopped={(None, "of no endpoint"): StoppedFilter(FilterStopReason.SLOW, "too slow")},
+            stopped={(None, "of no endpoint"): FilterFailure(FilterStopReason.SLOW, "too slow")},
         )
         state = await store.state()
         # Other databases of the server may have some.

@@ -1,1 +1,1 @@
-"""From committed events to numbered deliveries: gaps, routing, filter budgets, replays."""
+"""From committed events to numbered deliveries: gaps, routing, the filter budget, replays."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.message import Delivery
     from outbox.core.sequencing.router import TenantFilter
     from outbox.store.event_reads import Reading
-    from outbox.store.filters import StoppedFilter
+    from outbox.store.filters import FilterFailure
     from outbox.store.lanes import LoadedLane
     from outbox.store.sequencing import SequencingStore
 
@@ -75,7 +75,7 @@ class _Draft:
     events: int
     deliveries: Deliveries
     replays: ReplayBatch
-    failed: Mapping[TenantFilter, StoppedFilter]
+    failed: Mapping[TenantFilter, FilterFailure]
     awake: bool
     """Whether to set the flag to "awake", so that producers stop notifying."""
     began_at: tuple[datetime | None, float]

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.replay_throttle import Share
     from outbox.core.sequencing.router import Refused, RoutableEvent, Router, TenantFilter
-    from outbox.store.filters import StoppedFilter
+    from outbox.store.filters import FilterFailure
     from outbox.store.replay_feed import ReplayFeedStore
     from outbox.store.routing import RoutingStore
 
-    Failed = Mapping[TenantFilter, StoppedFilter]
+    Failed = Mapping[TenantFilter, FilterFailure]
     Evaluate = Callable[[Router, Sequence[RoutableEvent]], Awaitable[tuple[Refused, Failed]]]
     """Evaluates filters: returns the events that do not match, and the stopped filters."""
 

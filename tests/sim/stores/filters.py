@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox.store import filters
-from outbox.store.filters import MATCH_ALL, FilterFailure
+from outbox.store.filters import MATCH_ALL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from outbox.core.sequencing.router import TenantFilter
-    from outbox.store.filters import StoppedFilter
+    from outbox.store.filters import FilterFailure
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
@@ -54,7 +54,7 @@ def evaluate_filters(
 
 
 def stop_filters(
-    db: Database, tx: Transaction, stopped: Mapping[TenantFilter, StoppedFilter]
+    db: Database, tx: Transaction, stopped: Mapping[TenantFilter, FilterFailure]
 ) -> None:
     filters_of = [(s["tenant"], s["filter"]) for s in tx.rows(db.subscription)]
     if any(tenant_filter in filters_of for tenant_filter in stopped):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.gaps import CursorChange, LockHolders, Range
     from outbox.core.sequencing.router import Deliveries, TenantFilter
-    from outbox.store.filters import StoppedFilter
+    from outbox.store.filters import FilterFailure
     from outbox.store.replay_progress import ReplayBatch
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
@@ -112,7 +112,7 @@ class SequencingStore(real.SequencingStore):
         erasures: int | None,
         notification: str | None,
         replays: ReplayBatch,
-        stopped: Mapping[TenantFilter, StoppedFilter],
+        stopped: Mapping[TenantFilter, FilterFailure],
     ) -> bool:
         return await self._db.call(
             write_replays if replays.has_changes else write_batch,
@@ -288,7 +288,7 @@ def write_batch(
     erasures: int | None,
     notification: str | None,
     replays: ReplayBatch,
-    stopped: Mapping[TenantFilter, StoppedFilter],
+    stopped: Mapping[TenantFilter, FilterFailure],
 ) -> Steps[bool]:
     def unchanged() -> bool:
         row = tx.get(db.cursor, 1)
