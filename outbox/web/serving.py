@@ -27,7 +27,7 @@ from aiohttp import web
 from outbox.core.admission.token_bucket import address_key
 from outbox.errors import CannotRun
 from outbox.web.address import Address
-from outbox.web.turns import RECEIVE_BYTES, Turns
+from outbox.web.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -49,6 +49,10 @@ resets it, and the client might not see the response."""
 CONNECTIONS_MAX = 512
 READ_BYTES = 16 * 1024
 """Bytes of a body after which a connection waits for its handler to take them."""
+RECEIVE_BYTES = 32 * 1024
+"""Bytes that the kernel holds for a connection, about.  All connections with data are read in one
+iteration of the loop, so this bounds its duration.  The kernel doubles it: with less than a segment
+of the loopback interface (64 KiB), a sender there waits 0.2 s again and again."""
 
 HEADERS = {
     "Cache-Control": "no-store",

@@ -2,7 +2,6 @@
 
 Deliveries share the loop with the listeners.  A loop runs everything that is ready in one
 iteration: a hundred requests at once would hold up each delivery for the time of all of them.
-What is read has no turns: `RECEIVE_BYTES` limits how much of it a connection can have.
 """
 
 from __future__ import annotations
@@ -12,11 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import asyncio
-
-RECEIVE_BYTES = 32 * 1024
-"""SO_RCVBUF of a connection.  All that has arrived is read and parsed in one iteration of the loop,
-so this limits its duration.  The kernel doubles it: with less than a segment of the loopback
-interface (64 KiB), a sender there waits 0.2 s again and again."""
 
 
 class Turns:

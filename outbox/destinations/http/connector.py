@@ -22,7 +22,6 @@ from outbox.destinations.http.proxy_tunnel import Tunnel
 from outbox.destinations.http.tls import ssl_error_reason, system_context
 from outbox.destinations.interface import NotConnected
 from outbox.errors import UsageError
-from outbox.web.turns import RECEIVE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +39,10 @@ ADDRESSES_TRIED_MAX = 4
 """Bounds the attempts for a name with many unreachable addresses."""
 ATTEMPT_DELAY_S = 0.25
 """Connection attempt delay of Happy Eyeballs (RFC 8305, 5)."""
+RECEIVE_BYTES = 64 * 1024
+"""Bytes that the kernel holds for a connection, about.  All that has arrived is parsed in one
+iteration of the loop: a receiver that floods pauses other deliveries for less time.  With less
+than a segment of the loopback interface (64 KiB), a sender there waits 0.2 s again and again."""
 TLS_SHUTDOWN_S = 1.0
 """Timeout of the TLS shutdown handshake."""
 
