@@ -207,7 +207,8 @@ CREATE TABLE lane_counter (
     PRIMARY KEY (lane_id, last_seq)
 ) WITH (fillfactor = 50);
 
--- The advance of a lane's counter as the sequencer writes it, like `progress_row`.
+-- The advance of a lane's counter as the sequencer writes it: one parameter is an array of these.
+-- A relay of another version may be running, so a row with other fields needs a type of its own.
 CREATE TYPE counter_row AS (
     lane_id  bigint,
     old_seq  bigint,
@@ -248,8 +249,7 @@ CREATE TABLE lane_progress (
 ) WITH (fillfactor = 50);
 CREATE INDEX lane_progress_endpoint ON lane_progress (endpoint_id);
 
--- A row of `lane_progress` as the owner writes it: one parameter is an array of these.  A relay
--- of another version may be running, so a row with other fields needs a type of its own.
+-- A row of `lane_progress` as the owner writes it, like `counter_row`.
 CREATE TYPE progress_row AS (
     lane_id          bigint,
     epoch            bigint,
@@ -398,7 +398,7 @@ CREATE INDEX delivery_repeated ON delivery (outbox_id)
 -- By the dead letter whose copy it needs, including replays of replays.
 CREATE INDEX delivery_copy ON delivery (copy_id) WHERE copy_id IS NOT NULL;
 
--- A row of `delivery` as the sequencer writes it, like `progress_row`.
+-- A row of `delivery` as the sequencer writes it, like `counter_row`.
 CREATE TYPE delivery_row AS (
     lane_id     bigint,
     seq         bigint,
@@ -427,7 +427,7 @@ CREATE TABLE attempt (
     PRIMARY KEY (lane_id, batch, seq, attempt, replica_id)
 ) PARTITION BY RANGE (batch);
 
--- A row of `attempt` as its owner writes it, like `progress_row`.
+-- A row of `attempt` as its owner writes it, like `counter_row`.
 CREATE TYPE attempt_row AS (
     lane_id    bigint,
     batch      bigint,

@@ -1,7 +1,7 @@
 """Registering a replica: its connections, and its row.
 
-Whatever hangs from the first connection on can be found and terminated: all sessions of a replica
-carry its label, and the process's next replica ends those of its former ones.
+All sessions of a replica carry its label, from the first connection on.  By it a session that
+hangs is found and terminated, at the latest by the next replica of the same process.
 """
 
 from __future__ import annotations
@@ -166,7 +166,6 @@ class Registration:
 
     async def _register(self) -> Registered:
         settings, clock, stores = self._settings, self._clock, self._stores
-        # Before the first connection: whatever hangs from now on can be found and terminated.
         label = session_label(self._rng.getrandbits(32))
         control = await self._opened.connect(label)
         with response_deadline(control, REGISTER_S, "register a replica"):

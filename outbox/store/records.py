@@ -8,7 +8,7 @@ is sent as one message, no lock is held while the database waits for this proces
 
 from __future__ import annotations
 
-from itertools import repeat, starmap
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -327,9 +327,13 @@ def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record])
     """The array of `attempt_row`."""
     rows: list[str] = []
     for lane_id, run in runs:
-        positions = repeat(lane_id), run.batches, run.seqs, repeat(1), repeat("delivered")
-        results = run.statuses, repeat(None), run.started_at, run.elapsed_s, run.responses
-        rows += starmap(_attempt_row, zip(*positions, *results, strict=False))
+        columns = run.batches, run.seqs, run.statuses, run.started_at, run.elapsed_s, run.responses
+        rows += [
+            _attempt_row(
+                lane_id, batch, seq, 1, "delivered", status, None, started_at, elapsed_s, response
+            )
+            for batch, seq, status, started_at, elapsed_s, response in zip(*columns, strict=True)
+        ]
     rows += [_attempt_row(r.lane_id, *r.attempt) for r in records if r.attempt is not None]
     return composite_array(rows)
 

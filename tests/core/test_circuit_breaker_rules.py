@@ -447,6 +447,32 @@ def test_the_first_failure_after_a_resume_ends_the_recovery() -> None:
     assert health.state is FAILING
 
 
+def test_a_failure_after_a_resume_of_a_healthy_endpoint_does_not_hold_it() -> None:
+    health = CircuitBreaker()
+    health.pause()
+    health.resume(NOW)
+    responses(health, FAILED)
+    assert health.state is RECOVERING
+
+
+def test_a_request_from_before_a_resume_does_not_end_the_recovery() -> None:
+    health = in_state(FAILING)
+    health.started(1)
+    health.resume(NOW)
+    health.record_result(FAILED, NOW, 0.0)
+    assert health.state is RECOVERING
+    responses(health, FAILED)
+    assert health.state is FAILING
+
+
+def test_a_preempted_request_does_not_end_the_recovery() -> None:
+    health = in_state(FAILING)
+    health.resume(NOW)
+    health.started(1)
+    health.record_result(FAILED, NOW, 0.0, preempted=True)
+    assert health.state is RECOVERING
+
+
 def test_a_failure_after_a_success_does_not_end_the_recovery() -> None:
     health = CircuitBreaker()
     health.resume(NOW)

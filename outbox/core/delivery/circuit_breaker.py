@@ -9,7 +9,7 @@
                  dead-letter its delivery
     recovering   `width` at once, doubled by each       round without waiting lanes ▶ healthy
                  round in which most succeed            consecutive failures, Retry-After, a failure
-                                                        before the first success ▶ failing
+                                                        of an unproven recovery ▶ failing
                                                         consecutive refusals ▶ rejecting
     paused       none; set by an operator               operator ▶ recovering
     disabled     none; 410, or too long without a       operator; starts with a new state
@@ -24,9 +24,10 @@ every delivery.  The first consecutive refusals dead-letter their deliveries.  F
 refusal that reaches `REFUSALS_MAX` on, refusals are retried like failures until a request
 succeeds.
 
-**A recovery needs a success.**  An operator resumes an endpoint, or a new owner finds it
-recovering, without knowing whether its receiver responds.  If the first attempt fails, probing
-goes on at once: the lanes' own retries may be hours away.
+**A recovery may be unproven.**  An operator resumes an endpoint during an outage, or a new owner
+finds it recovering, before the receiver has responded again.  If the first new request fails,
+probing goes on: the lanes' own retries may be hours away.  Requests from before the resume, and
+preempted ones, say nothing about that.
 
 **Retry-After applies to the endpoint**, not to the delivery that received it.  No lane sends
 until it has elapsed, even if earlier requests succeed in the meantime.  Recovery then starts
@@ -104,6 +105,7 @@ class CircuitBreaker:
         "_round_failures",
         "_round_results",
         "_since",
+        "_stale_requests",
         "_state",
         "_tried_lanes",
         "_unproven",
@@ -132,8 +134,10 @@ class CircuitBreaker:
         self._width = 1
         self._round_results = self._round_failures = 0
         self._tried_lanes: set[int] = set()
-        # No response has shown yet that the receiver works again.
+        # No response has shown yet that the receiver works again; and the number of requests in
+        # flight that began before the resume.
         self._unproven = record.state is BreakerState.RECOVERING
+        self._stale_requests = 0
         # Requests in flight, lanes that were admitted and have not sent, and waiting lanes (FIFO).
         self._in_flight = 0
         self._admitted: set[int] = set()
@@ -239,6 +243,7 @@ class CircuitBreaker:
         u: float,
         *,
         gone: bool = False,
+        preempted: bool = False,
         retry_after_s: float = 0.0,
         last_response: dict[str, Any] | None = None,
     ) -> AttemptOutcome:
@@ -247,6 +252,7 @@ class CircuitBreaker:
         Args:
             u: uniform in [0, 1), for the jitter of the next probe.
             gone: the status was 410 (RFC 9110, 15.5.11), which disables the endpoint.
+            preempted: the request was cancelled by admission control before it got a response.
             retry_after_s: the hold-off from Retry-After, in seconds; 0: none.
 
         Returns:
@@ -254,16 +260,25 @@ class CircuitBreaker:
         """
         self._in_flight -= 1
         if outcome is _DELIVERED:
+            self._end_stale_request()
             self._record_success(now)
             return outcome
+        is_new = not self._end_stale_request() and not preempted
         if gone:
             self._disabled = True
             self._last_response = last_response
             return outcome
         if outcome is AttemptOutcome.REFUSED:
             return self._record_refusal(now, u, last_response)
-        self._record_failure(now, u, retry_after_s, last_response)
+        self._record_failure(now, u, retry_after_s, last_response, is_new=is_new)
         return outcome
+
+    def _end_stale_request(self) -> bool:
+        """Whether a request that ended counts as one from before the resume."""
+        if not self._stale_requests:
+            return False
+        self._stale_requests -= 1
+        return True
 
     def _record_success(self, now: float) -> None:
         self._failures = self._refusals = 0
@@ -296,14 +311,20 @@ class CircuitBreaker:
         return AttemptOutcome.REFUSED
 
     def _record_failure(
-        self, now: float, u: float, retry_after_s: float, last_response: dict[str, Any] | None
+        self,
+        now: float,
+        u: float,
+        retry_after_s: float,
+        last_response: dict[str, Any] | None,
+        *,
+        is_new: bool,
     ) -> None:
         self._failures += 1
         if retry_after_s:
             self._held_until = max(self._held_until, now + retry_after_s)
         if self._state in (BreakerState.FAILING, BreakerState.REJECTING):
             self._schedule_probe(now, u)
-        elif self._failures >= FAILURES_MAX or retry_after_s or self._unproven:
+        elif self._failures >= FAILURES_MAX or retry_after_s or (self._unproven and is_new):
             self._trip(BreakerState.FAILING, now, u, last_response)
         elif self._state is BreakerState.RECOVERING:
             self._record_recovery(now, failed=True)
@@ -317,10 +338,11 @@ class CircuitBreaker:
     def resume(self, now: float) -> None:
         """Clear all failures and the hold-off, and start recovering with one request at a time."""
         self._paused = False
+        self._unproven = self._state is not _HEALTHY or self._failures > 0
+        self._stale_requests = self._in_flight
         self._failures = self._refusals = 0
         self._held_until = 0.0
         self._recover(now)
-        self._unproven = True
         self.unhealthy_since = now
 
     def clamp_times(self, now: float) -> None:

@@ -37,7 +37,7 @@ ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 500, 4_000
 
 
 class Ownership:
-    """Claims and releases endpoints, and lets the batch feed work in between.
+    """Claims and releases endpoints; in between, the batch feed reads and notifies.
 
     Args:
         wake: set when a stopped endpoint became idle, or the batch feed is due earlier.
@@ -104,7 +104,7 @@ class Ownership:
                 self._poll_at = min(
                     self._poll_at, next_poll_at, self._watch.next_expiry_at(self._me)
                 )
-            await self._feed.work()
+            await self._feed.run_due()
             wake_at = min(self._poll_at, self._feed.due_at())
             await self._wake_event.wait(max(wake_at - self._clock(), 0.0))
 

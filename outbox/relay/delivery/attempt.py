@@ -42,7 +42,7 @@ class Attempt(NamedTuple):
     response: AttemptResult
     """Without the secrets that the endpoint's own headers carry."""
     preempted: bool
-    """The request was cancelled to free its slot; the response is no answer of the receiver."""
+    """The request was cancelled to free its slot; the response is not the receiver's."""
     span: AttemptSpan | None
 
 

@@ -1,8 +1,8 @@
-"""The batch feed: tells the dispatcher which lanes have new deliveries.
+"""The batch feed: notifies the dispatcher of lanes with new deliveries.
 
 A batch becomes known from this replica's own sequencer, from another replica's notification, or
-from the tables; the tables are what counts, the other two save reads.  Other replicas are notified
-of this replica's batches, at most every `NOTIFY_EVERY_S`.
+from the tables.  The tables are authoritative; the other two sources save reads.  Other replicas
+are notified of this replica's batches, at most every `NOTIFY_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class BatchFeed:
     """Forwards new batches to the dispatcher.
 
-    It has no task: `Ownership` calls `work`, because claims and batches must stay in order.  A
+    It has no task: `Ownership` calls `run_due`, because claims and batches must stay in order.  A
     lane's counter is read either by its claim or by a later batch.
 
     Args:
@@ -66,10 +66,10 @@ class BatchFeed:
         self._known_batch = await self._lanes.last_batch()
 
     def due_at(self) -> float:
-        """When to call `work`, by the steady clock."""
+        """When to call `run_due`, by the steady clock."""
         return min(self._read_at, self._throttle.flush_at())
 
-    async def work(self) -> None:
+    async def run_due(self) -> None:
         """Read other replicas' batches, and notify them of this replica's, as far as due."""
         if self._clock() >= self._read_at:
             self._read_at, self._last_read_at = inf, self._clock()

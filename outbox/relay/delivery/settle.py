@@ -117,6 +117,7 @@ def _apply_to_breaker(
             now,
             rng.random(),
             gone=disables_endpoint(response),
+            preempted=attempt.preempted,
             retry_after_s=retry_after or 0.0,
             last_response=stored_response(response),
         )

@@ -120,7 +120,7 @@ def _text(value: object) -> str:
         case datetime():
             return value.isoformat()
         case list() | tuple() | set() | frozenset():
-            # Most arrays are numbers, and large ones are on the path of every delivery.
+            # Most arrays are numbers.
             write = str if set(map(type, value)) == {int} else _element
             return "{" + ",".join(map(write, value)) + "}"
     raise TypeError(f"no literal of type {type(value).__name__}")
