@@ -16,7 +16,7 @@ from uuid import UUID
 
 from outbox.core.model.ids import delivery_id, outbox_id_of
 from outbox.errors import NotFound
-from outbox.operations.criteria import criteria_parameters
+from outbox.operations.criteria import Criteria, criteria_parameters
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import PLAN_BY_INDEX
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from asyncpg import Connection
-
-    from outbox.operations.criteria import Criteria
 
 ID_MAX = 2**63 - 1
 SCANNED_MAX = 20_000
@@ -213,8 +211,8 @@ async def find_events(
                     return EventMatch("X-Delivery", ids)
             if ids := await _find_by_once_key(connection, text, tenant):
                 return EventMatch("once key", ids)
-            given = None, tenant, None, None, None
-            rows = await connection.fetch(FIND_BY_KEY, below, limit + 1, *given, text)
+            of_tenant = Criteria(tenant=tenant).arguments
+            rows = await connection.fetch(FIND_BY_KEY, below, limit + 1, *of_tenant, text)
             if rows:
                 ids = tuple(row["outbox_id"] for row in rows)
                 return EventMatch("key", ids[:limit], more=len(ids) > limit)

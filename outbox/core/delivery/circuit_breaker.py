@@ -259,26 +259,20 @@ class CircuitBreaker:
             The outcome, or `AttemptOutcome.RETRY` for a refusal while the endpoint is rejecting.
         """
         self._in_flight -= 1
+        is_new = not self._stale_requests
+        if not is_new:
+            self._stale_requests -= 1
         if outcome is _DELIVERED:
-            self._end_stale_request()
             self._record_success(now)
             return outcome
-        is_new = not self._end_stale_request() and not preempted
         if gone:
             self._disabled = True
             self._last_response = last_response
             return outcome
         if outcome is AttemptOutcome.REFUSED:
             return self._record_refusal(now, u, last_response)
-        self._record_failure(now, u, retry_after_s, last_response, is_new=is_new)
+        self._record_failure(now, u, retry_after_s, last_response, is_new=is_new and not preempted)
         return outcome
-
-    def _end_stale_request(self) -> bool:
-        """Whether a request that ended counts as one from before the resume."""
-        if not self._stale_requests:
-            return False
-        self._stale_requests -= 1
-        return True
 
     def _record_success(self, now: float) -> None:
         self._failures = self._refusals = 0
