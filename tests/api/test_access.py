@@ -156,7 +156,7 @@ async def test_failed_logins_are_one_journal_entry(
     rows = "SELECT data FROM journal WHERE kind = 'logins_failed' ORDER BY id"
     async with serving(database) as api:
         await api.get("/v1/me")
-        await until(lambda: fetchval(database, rows), 10, "the first row")
+        await until(lambda: fetchval(database, rows), 20, "the first row")
         guesses = [api.with_token(f"obx_{n:043}").get("/v1/me") for n in range(50)]
         assert {response.status for response in await asyncio.gather(*guesses)} == {401, 429}
         count = "SELECT count(*) FROM journal WHERE kind = 'logins_failed'"
@@ -180,7 +180,7 @@ async def test_failed_logins_name_a_few_addresses_and_count_the_others(database:
     async with connections.opened():
         writing = asyncio.ensure_future(failed.run())
         sql = "SELECT data -> 'addresses' ->> 'others' FROM journal"
-        others = await until(lambda: fetchval(database, sql), 10, "the row")
+        others = await until(lambda: fetchval(database, sql), 20, "the row")
         writing.cancel()
         await asyncio.wait([writing])
     assert int(others) == 100 - login_failures.ADDRESSES_MAX

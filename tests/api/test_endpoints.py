@@ -291,7 +291,7 @@ async def test_concurrent_test_deliveries_are_limited_also_by_tenant(
         async def asked(by: Api, path: str, times: int) -> list[asyncio.Task[Responded]]:
             so_far = server.connections
             tasks = [asking.create_task(by.post(path)) for _ in range(times)]
-            await until(lambda: server.connections == so_far + times, 10, "the test deliveries")
+            await until(lambda: server.connections == so_far + times, 20, "the test deliveries")
             return tasks
 
         paths = {}

@@ -179,7 +179,7 @@ async def test_a_fenced_relay_writes_nothing_and_closes_its_requests(
     assert was is not None
     assert now > was
     # Half of its requests had responses waiting, the others were open.
-    await until(lambda: all(a.closed for a in wire.arrived[12:24]), 10, "it to close them")
+    await until(lambda: all(a.closed for a in wire.arrived[12:24]), 20, "it to close them")
     wire.holds = lambda _: False
     await until(relays.settled, 20, "it to get endpoints again")
     await publish(relays.database, "four")

@@ -106,7 +106,7 @@ async def test_one_trace_joins_producer_relay_and_receiver(
                         event_id = await outbox.publish(connection, "order.paid", {"order": 7})
             await all_ended(database)
             await until(lambda: len(collector.spans) == 7, 30, "all spans to be pushed")
-            await until(lambda: "outbox.events" in collector.metrics, 10, "metrics")
+            await until(lambda: "outbox.events" in collector.metrics, 20, "metrics")
             assert await relay.end() == 0
         await asyncio.to_thread(provider.shutdown)
     by_name: dict[str, list[Span]] = {}

@@ -148,15 +148,15 @@ async def test_nothing_is_sent_between_resume_and_a_new_lease(
     for n in range(40):
         await publish(database, n, key=f"k{n % 10}")
     numbered = "SELECT count(*) = 40 FROM delivery"
-    await until(lambda: fetchval(database, numbered), 10, "all to have their numbers")
+    await until(lambda: fetchval(database, numbered), 20, "all to have their numbers")
     lanes = int(await fetchval(database, "SELECT count(DISTINCT lane_id) FROM delivery"))
-    await until(lambda: len(network.sent) == lanes, 10, "a request in every lane")
+    await until(lambda: len(network.sent) == lanes, 20, "a request in every lane")
     held, responses = responses, None
     assert held is not None
     # The machine is suspended, and every response is available on resume.
     slept_s = HOUR_S
     held.set()
-    await until(lambda: len(sent_before_registering) == 2, 10, "a new replica")
+    await until(lambda: len(sent_before_registering) == 2, 20, "a new replica")
     assert sent_before_registering == [0, lanes]
     assert await fetchval(database, "SELECT count(*) FROM attempt WHERE replica_id = 1") == 0
     await all_ended(database)
@@ -193,7 +193,7 @@ async def test_a_clock_set_back_does_not_delay_a_retry(
     network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
     async with running(database, network):
         await publish(database, "late")
-        await until(lambda: _waits(database), 10, "a retry to be due")
+        await until(lambda: _waits(database), 20, "a retry to be due")
         shift_database_clock(-5 * HOUR_S)
         await until(lambda: network.data() == ["late"], 15, "the retry")
     assert await exceptions(database) == {}
@@ -206,7 +206,7 @@ async def test_a_clock_set_forward_makes_a_retry_due(
     network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
     async with running(database, network):
         await publish(database, "late")
-        await until(lambda: _waits(database), 10, "a retry to be due")
+        await until(lambda: _waits(database), 20, "a retry to be due")
         shift_database_clock(4 * HOUR_S)
         await until(lambda: network.data() == ["late"], 15, "the retry")
 
@@ -224,7 +224,7 @@ async def test_a_clock_set_back_does_not_delay_a_probe(
         for n in range(12):
             await publish(database, n, key=f"k{n}")
         failing = "SELECT state = 'failing' FROM endpoint_health"
-        await until(lambda: fetchval(database, failing), 10, "the breaker to open")
+        await until(lambda: fetchval(database, failing), 20, "the breaker to open")
 
         async def all_recorded() -> bool:
             return bool(
@@ -245,7 +245,7 @@ async def test_a_retry_written_with_another_clock_is_due_in_time(database: Datab
     network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
     async with running(database, network):
         await publish(database, "late")
-        await until(lambda: _waits(database), 10, "a retry to be due")
+        await until(lambda: _waits(database), 20, "a retry to be due")
     await fetchval(
         database,
         """
@@ -255,7 +255,7 @@ async def test_a_retry_written_with_another_clock_is_due_in_time(database: Datab
         """,
     )
     async with running(database, network):
-        await until(lambda: network.data() == ["late"], 10, "the retry")
+        await until(lambda: network.data() == ["late"], 20, "the retry")
 
 
 async def test_the_local_clock_is_not_used(

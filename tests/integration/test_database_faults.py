@@ -125,9 +125,9 @@ async def test_losing_the_listening_connection_keeps_the_session(
     async with under_load(database, poll_s=1.0) as load:
         for n in range(3):
             await load.arrives()
-            await until(lambda: fetchval(database, LISTENING), 10, "it to listen")
+            await until(lambda: fetchval(database, LISTENING), 20, "it to listen")
             assert await fetchval(database, END_NAMED, ":listen$")
-            await until(lambda n=n: _closed(logs) > n, 10, "the loss to be noticed")
+            await until(lambda n=n: _closed(logs) > n, 20, "the loss to be noticed")
     assert reasons(logs) == []
 
 
@@ -145,7 +145,7 @@ async def test_deliveries_without_a_listener_are_delayed_by_a_tick_at_most(
         for n in range(1, 4):
             await publish(database, n)
             # Far less than the hour until it listens again.
-            await until(lambda n=n: n in network.data(), 10, "an event without a notification")
+            await until(lambda n=n: n in network.data(), 20, "an event without a notification")
     assert reasons(logs) == []
 
 
@@ -217,12 +217,12 @@ async def test_an_unreachable_database(
 
             load.network.script = script
             hold.set()
-            await until(lambda: held, 10, "a request that is not answered")
+            await until(lambda: held, 20, "a request that is not answered")
             tasks = len(asyncio.all_tasks())
             outage.begin(kind)
             # Requests in flight are closed when the lease ends, or earlier ...
             in_flight = load.network.in_flight
-            await until(lambda: not any(in_flight.values()), 10, "the requests to be closed")
+            await until(lambda: not any(in_flight.values()), 20, "the requests to be closed")
             closed_at = loop.time()
             tried = 3 if kind == "swallowed" else 4
             await until(lambda: len(reasons(logs)) >= tried, 60, "attempts to reconnect")

@@ -93,16 +93,16 @@ async def test_erasure_removes_event_data_and_keeps_delivery_history(
         for n in range(3):
             await publish(database, f"{SECRET}-{n}", **columns)
             await publish(database, f"public-{n}", **others)
-        await until(lambda: len(network.accepted) == 6, 10, "the good one")
+        await until(lambda: len(network.accepted) == 6, 20, "the good one")
         await until(lambda: fetchval(database, "SELECT count(*) = 6 FROM dead_letter"), 10)
         await until(lambda: fetchval(database, "SELECT count(*) >= 13 FROM attempt"), 10)
         # One more delivery to one of them, which another response echoes.
         job = await backfill.request_backfill(
             db, "relay", Criteria("good", since=LONG_AGO), actor="test"
         )
-        await until(lambda: len(network.accepted) == 12, 10, "the backfill")
+        await until(lambda: len(network.accepted) == 12, 20, "the backfill")
         ended = "SELECT ended_at IS NOT NULL FROM replay_job_endpoint WHERE job_id = $1"
-        await until(lambda: fetchval(database, ended, job), 10, "its end")
+        await until(lambda: fetchval(database, ended, job), 20, "its end")
     # Simulate that the slow request has been running for longer.
     await db.execute(
         "UPDATE endpoint_health SET last_response = jsonb_build_object('body', $1::text) "
@@ -146,7 +146,7 @@ async def test_erased_events_in_a_delivery_buffer_are_not_sent(
         for n in range(6):
             tenant = "acme" if n % 3 else "other"
             await publish(database, f"{SECRET}-{n}" if n % 3 else n, tenant=tenant)
-        await until(lambda: network.sent, 10, "a first attempt")
+        await until(lambda: network.sent, 20, "a first attempt")
         await erase.erase_events(db, "relay", ErasureTarget(tenant="acme"), actor="test")
         renewals_sql = "SELECT max(renewals) FROM replica"
         before = await fetchval(database, renewals_sql)

@@ -268,7 +268,7 @@ async def test_a_move_and_a_change_lock_endpoints_in_the_same_order(
     async with operator.transaction():
         await operator.fetchval(LOCK_EPOCH, second)
         moving = asyncio.create_task(_move(move, replica, other, [first, second]))
-        await until(lambda: fetchval(database, WAITING), 10, "the other one to wait")
+        await until(lambda: fetchval(database, WAITING), 20, "the other one to wait")
         await operator.fetchval(LOCK_EPOCH, first)
     await moving
     owners = "SELECT count(*) FROM ownership WHERE replica_id = $1"

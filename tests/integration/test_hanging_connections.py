@@ -128,7 +128,7 @@ async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) ->
             done = "SELECT max(last_seq) = 2 FROM lane_counter"
             if which == "recording":
                 done = f"SELECT ({delivered}) = 2"
-            await until(lambda: fetchval(database, done), 10, "the server to do it")
+            await until(lambda: fetchval(database, done), 20, "the server to do it")
             await publish(database, 2)
             await until(lambda: 2 in network.data(), 20, "the relay to go on")
             await all_ended(database)
@@ -224,7 +224,7 @@ async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: S
                 SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
                  WHERE a.application_name LIKE 'outbox-relay:%'
                    AND a.datname = current_database()"""
-            await until(lambda: fetchval(database, locks), 10, "the locks to be free")
+            await until(lambda: fetchval(database, locks), 20, "the locks to be free")
 
     await run_concurrently(server, ("half", "nothing"), stop)
 

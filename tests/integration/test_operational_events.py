@@ -145,7 +145,7 @@ async def test_cutting_a_backlog_of_operational_events_creates_no_event(
     async with running(database, network):
         await publish(database, *range(6), type="order.paid")
         ranges = "SELECT sum(to_seq - seq + 1) = 5 FROM dead_letter WHERE reason = 'backlog'"
-        await until(lambda: fetchval(database, ranges), 10, "the backlog to be cut")
+        await until(lambda: fetchval(database, ranges), 20, "the backlog to be cut")
     assert await counted(database) == {LETTER: 6}
     assert await exceptions(database) == {}
 
@@ -162,16 +162,16 @@ async def test_a_block_of_operational_events_is_reported_once_an_ordinary_event_
     network = responses(shop=REFUSED, both=lambda _: BUSY if broken else OK)
     async with running(database, network):
         await publish(database, 1, type="user.added")
-        await until(lambda: _health(database, "both", "failing"), 10, "the silent hold")
+        await until(lambda: _health(database, "both", "failing"), 20, "the silent hold")
         sent = len(network.sent)
-        await until(lambda: len(network.sent) > sent + 3, 10, "more probes")
+        await until(lambda: len(network.sent) > sent + 3, 20, "more probes")
         assert await counted(database) == {LETTER: 1}
         await publish(database, *range(8), type="order.paid")
-        await until(lambda: count_of(database, HELD, 1), 10, "the report of the hold-off")
+        await until(lambda: count_of(database, HELD, 1), 20, "the report of the hold-off")
         broken = False
         await all_ended(database)
         await publish(database, *range(8), type="order.paid")
-        await until(lambda: count_of(database, RECOVERED, 1), 10, "its end")
+        await until(lambda: count_of(database, RECOVERED, 1), 20, "its end")
         await all_ended(database)
     assert await counted(database) == {LETTER: 1, HELD: 1, RECOVERED: 1}
     assert got(network, "ops") == [HELD, RECOVERED]
@@ -185,9 +185,9 @@ async def test_the_end_of_an_unreported_block_is_not_reported(database: Database
     network = responses(shop=REFUSED, ops=lambda _: BUSY if broken else OK)
     async with running(database, network):
         await publish(database, *range(5), type="order.paid")
-        await until(lambda: _health(database, "ops", "failing"), 10, "the silent hold")
+        await until(lambda: _health(database, "ops", "failing"), 20, "the silent hold")
         broken = False
-        await until(lambda: _health(database, "ops", "healthy"), 10, "its end")
+        await until(lambda: _health(database, "ops", "healthy"), 20, "its end")
         await all_ended(database)
     assert await counted(database) == {LETTER: 5}
 
@@ -206,9 +206,9 @@ async def test_an_event_without_subscribers_is_not_written(database: Database) -
     network = responses(shop=BUSY, blocks=REFUSED)
     async with running(database, network):
         await publish(database, *range(8), type="order.paid")
-        await until(lambda: _letters_of(database, "shop", 1), 10, "a range")
-        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 10, "a block")
-        await until(lambda: _health(database, "shop", "failing"), 10, "a hold")
+        await until(lambda: _letters_of(database, "shop", 1), 20, "a range")
+        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 20, "a block")
+        await until(lambda: _health(database, "shop", "failing"), 20, "a hold")
     assert await counted(database) == {}
 
 
@@ -223,7 +223,7 @@ async def test_a_tenant_receives_events_of_its_own_endpoints_only(database: Data
     async with running(database, network):
         await publish(database, 1, type="order.paid", tenant="a")
         await publish(database, 2, 3, type="order.paid", tenant="b")
-        await until(lambda: count_of(database, LETTER, 6), 10, "all reports")
+        await until(lambda: count_of(database, LETTER, 6), 20, "all reports")
         await all_ended(database)
     received = {
         name: Counter(
@@ -276,7 +276,7 @@ async def test_a_dead_letter_and_its_block_are_reported(database: Database) -> N
         await publish(
             database, {"card": SECRET}, 2, type="order.paid", key=SECRET, headers='{"X-A": "b"}'
         )
-        await until(lambda: len(got(network, "ops")) == 2, 10, "both reports")
+        await until(lambda: len(got(network, "ops")) == 2, 20, "both reports")
     event, lane = await _first(database, "event_id"), network.sent[0].lane
     letter_id = await fetchval(database, "SELECT id FROM dead_letter")
     place = {"lane": lane, "sequence": 1, "dead_letter": letter_id, "reason": "refused"}
@@ -300,12 +300,12 @@ async def test_a_range_is_reported_once_it_contains_an_ordinary_event(database: 
 
     async with running(database, network):
         await publish(database, *range(3), type="user.added")
-        await until(lambda: is_cut(2), 10, "the cut of operational events")
+        await until(lambda: is_cut(2), 20, "the cut of operational events")
         assert await counted(database) == {LETTER: 3}
         # The first cut covers operational events only; it is reported once it contains an ordinary
         # event.
         await publish(database, 1, 2, type="order.paid")
-        await until(lambda: count_of(database, LETTER, 4), 10, "the report of the range")
+        await until(lambda: count_of(database, LETTER, 4), 20, "the report of the range")
         await publish(database, 3, 4, type="order.paid")
         await all_cut(database)
     letters = [e["payload"] for e in await operational_events(database, LETTER)]
@@ -328,7 +328,7 @@ async def test_only_ordinary_erased_events_are_reported(
     await fetchval(database, "UPDATE outbox SET payload = NULL, erased_at = now()")
     network = Network()
     async with running(database, network):
-        await until(lambda: _letters_of(database, "both", 2), 10, "both dead letters")
+        await until(lambda: _letters_of(database, "both", 2), 20, "both dead letters")
         await all_ended(database)
     assert got(network, "both") == [LETTER]
     report = await one(database, LETTER, both.id, "both")
@@ -346,13 +346,13 @@ async def test_a_hold_off_and_its_end_are_reported_once_across_a_takeover(
     network = responses(shop=lambda _: resting if broken else OK)
     async with killed_at_the_end(database, network):
         await publish(database, *range(20), type="order.paid")
-        await until(lambda: count_of(database, HELD, 1), 10, "the report of the hold-off")
+        await until(lambda: count_of(database, HELD, 1), 20, "the report of the hold-off")
     async with running(database, network):
         sent = len(network.sent)
-        await until(lambda: len(network.sent) > sent + 10, 10, "probes of the next owner")
-        await until(lambda: _health(database, "shop", "failing"), 10, "it to write that down")
+        await until(lambda: len(network.sent) > sent + 10, 20, "probes of the next owner")
+        await until(lambda: _health(database, "shop", "failing"), 20, "it to write that down")
         broken = False
-        await until(lambda: count_of(database, RECOVERED, 1), 10, "the report of its end")
+        await until(lambda: count_of(database, RECOVERED, 1), 20, "the report of its end")
         await all_ended(database)
     assert await counted(database) == {HELD: 1, RECOVERED: 1}
     held = await one(database, HELD, shop.id)
@@ -370,9 +370,9 @@ async def test_every_hold_off_is_reported(database: Database) -> None:
         for n in (1, 2, 3):
             broken = True
             await publish(database, *range(20), type="order.paid")
-            await until(lambda n=n: count_of(database, HELD, n), 10, "the report of the hold-off")
+            await until(lambda n=n: count_of(database, HELD, n), 20, "the report of the hold-off")
             broken = False
-            await until(lambda n=n: count_of(database, RECOVERED, n), 10, "the report of its end")
+            await until(lambda n=n: count_of(database, RECOVERED, n), 20, "the report of its end")
     assert await counted(database) == {HELD: 3, RECOVERED: 3}
 
 
@@ -386,9 +386,9 @@ async def test_410_reports_the_disabled_endpoint_and_its_dead_letters(
     async with running(database, network):
         await publish(database, *range(20), type="order.paid")
         ended = "SELECT state = 'disabled' FROM endpoint WHERE name = 'shop'"
-        await until(lambda: fetchval(database, ended), 10, "the end of it")
+        await until(lambda: fetchval(database, ended), 20, "the end of it")
         letters = await fetchval(database, "SELECT count(*) FROM dead_letter")
-        await until(lambda: count_of(database, LETTER, letters), 10, "the report of the range")
+        await until(lambda: count_of(database, LETTER, letters), 20, "the report of the range")
     expected = {"reason": "the receiver responded 410 Gone", "status": 410}
     payload = await one(database, DISABLED, shop.id)
     assert payload.pop("by").startswith("replica ")
@@ -414,13 +414,13 @@ async def test_a_day_without_success_is_reported_once_and_three_disable_the_endp
     async def stalled(times: int, hours: int) -> None:
         async with killed_at_the_end(database, network):
             await publish(database, *range(4), type="order.paid")
-            await until(lambda: _has_pending(database, "shop"), 10, "something to be pending")
+            await until(lambda: _has_pending(database, "shop"), 20, "something to be pending")
         await _shift(database, hours)
         async with killed_at_the_end(database, network):
-            await until(lambda: count_of(database, STALLED, times), 10, "the stall reports")
+            await until(lambda: count_of(database, STALLED, times), 20, "the stall reports")
         async with killed_at_the_end(database, network):
             sent = len(network.sent)
-            await until(lambda: len(network.sent) > sent + 20, 10, "some polls")
+            await until(lambda: len(network.sent) > sent + 20, 20, "some polls")
 
     await stalled(1, 25)
     payload = await one(database, STALLED, shop.id)
@@ -431,12 +431,12 @@ async def test_a_day_without_success_is_reported_once_and_three_disable_the_endp
     broken = False
     async with running(database, network):
         over = "SELECT reported_stalled_at IS NULL FROM endpoint_health WHERE endpoint_id = $1"
-        await until(lambda: fetchval(database, over, shop.id), 10, "the stall to end")
+        await until(lambda: fetchval(database, over, shop.id), 20, "the stall to end")
     broken = True
     await stalled(2, 25)
     await _shift(database, 50)
     async with running(database, network):
-        await until(lambda: count_of(database, DISABLED, 3), 10, "the end")
+        await until(lambda: count_of(database, DISABLED, 3), 20, "the end")
     disabled = {
         e["payload"]["endpoint"]["name"] for e in await operational_events(database, DISABLED)
     }
@@ -467,7 +467,7 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
     network = Network()
     async with running(database, network):
         await all_ended(database)
-        await until(lambda: fetchval(database, CAUGHT_UP), 10, "its end")
+        await until(lambda: fetchval(database, CAUGHT_UP), 20, "its end")
     assert got(network, "ops") == [LAGGING]
     # A second backlog soon after is not reported, a later one is.
     for last_report, wanted in (("5 minutes", 1), ("11 minutes", 2)):
@@ -476,7 +476,7 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
         await publish_many(database, 2_000)
         async with running(database, Network(), batch_events_max=3):
             await all_ended(database)
-            await until(lambda: fetchval(database, CAUGHT_UP), 10, "an end")
+            await until(lambda: fetchval(database, CAUGHT_UP), 20, "an end")
         assert await counted(database) == {LAGGING: wanted}
     assert await exceptions(database) == {}
 
@@ -494,7 +494,7 @@ async def test_a_long_transaction_does_not_count_as_lag(
                 "SELECT 'a.b', '1', now() - interval '1 hour' FROM generate_series(1, 300)"
             )
             await publish(database, 1, 2, 3)
-            await until(lambda: fetchval(database, "SELECT count(*) FROM gap"), 10, "a gap")
+            await until(lambda: fetchval(database, "SELECT count(*) FROM gap"), 20, "a gap")
         await all_ended(database)
     assert await counted(database) == {}
 
@@ -531,7 +531,7 @@ async def all_cut(database: Database) -> None:
         SELECT (SELECT max(id) FROM outbox) <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
            AND (SELECT sum(c.last_seq - p.acked_seq) FROM lane_counter c
                   JOIN lane_progress p USING (lane_id)) = 1"""
-    await until(lambda: fetchval(database, sql), 10, "the backlog to be cut")
+    await until(lambda: fetchval(database, sql), 20, "the backlog to be cut")
 
 
 async def _shift(database: Database, hours: int) -> None:
@@ -539,7 +539,7 @@ async def _shift(database: Database, hours: int) -> None:
     # A statement that a killed relay had sent may still run, and would write a time of now.
     gone = """SELECT NOT EXISTS (SELECT FROM pg_stat_activity
                WHERE datname = current_database() AND application_name LIKE 'outbox-relay%')"""
-    await until(lambda: fetchval(database, gone), 10, "the killed relay's sessions to end")
+    await until(lambda: fetchval(database, gone), 20, "the killed relay's sessions to end")
     by = f"make_interval(hours => {hours})"
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         await db.execute(f"UPDATE batch SET at = at - {by}")

@@ -120,7 +120,7 @@ async def test_a_cancelled_statement_sends_no_cancel_request(database: Database)
         connection = await asyncpg.connect(dsn, connection_class=PooledWorker)
         sleeping = asyncio.create_task(connection.execute("SELECT pg_sleep(60)"))
         running_it = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep')"
-        await until(lambda: fetchval(database, running_it), 10, "the statement to run")
+        await until(lambda: fetchval(database, running_it), 20, "the statement to run")
         sleeping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sleeping

@@ -224,7 +224,7 @@ async def test_faulty_receivers_do_not_delay_others_and_leak_no_resources(
             listener.close()
             await begun.stop()
         for receiver in (*bad.values(), *good.values(), late):
-            await until(lambda each=receiver: each.opened == each.closed, 10, "no connection left")
+            await until(lambda each=receiver: each.opened == each.closed, 20, "no connection left")
             assert all(each == sorted(each) for each in receiver.got.values())
             assert complete(receiver)
     assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0

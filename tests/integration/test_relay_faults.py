@@ -457,13 +457,13 @@ async def test_the_successor_of_a_dead_relay_writes_the_missing_checkpoints(
     monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 0.05)
     idle = Network()
     async with running(database, idle):
-        await until(lambda: fetchval(database, f"SELECT ({progress}) = 5"), 10, "a checkpoint")
+        await until(lambda: fetchval(database, f"SELECT ({progress}) = 5"), 20, "a checkpoint")
     assert idle.sent == []
 
 
 async def test_checkpoints_are_written_under_continuous_load(database: Database) -> None:
     store, task = await _never_idle(database)
-    await until(lambda: fetchval(database, "SELECT acked_seq > 0 FROM lane_progress"), 5)
+    await until(lambda: fetchval(database, "SELECT acked_seq > 0 FROM lane_progress"))
     assert not task.done()
     task.cancel()
     assert store.seq > 1

@@ -158,8 +158,8 @@ async def test_a_session_with_an_unread_result_ends_and_holds_nothing(pg_major: 
             asking = asyncio.ensure_future(worker.execute(LARGE))
             await until(lambda: worker.waiting_s)
             stop_reading(worker)
-            await until(lambda: fetchval(database, LOCKED, True), 10, "the row to be locked")
-            await until(lambda: fetchval(database, LOCKED, False), 10, "the row to be free")
+            await until(lambda: fetchval(database, LOCKED, True), 20, "the row to be locked")
+            await until(lambda: fetchval(database, LOCKED, False), 20, "the row to be free")
             worker.terminate()
             await asyncio.gather(asking, return_exceptions=True)
 
@@ -175,7 +175,7 @@ async def test_an_operator_that_is_silent_in_a_transaction_ends(
         operator = await connect_operator(address_of(database), values, "outbox-cli")
         await operator.execute("BEGIN; SELECT FROM cursor FOR UPDATE")
         await publish(database, 1)
-        await until(lambda: network.accepted, 10, "the server to end the operator's session")
+        await until(lambda: network.accepted, 20, "the server to end the operator's session")
         operator.terminate()
         await all_ended(database)
 

@@ -48,7 +48,7 @@ async def test_a_relay_of_a_standby_is_not_ready_and_delivers_after_its_promotio
     server.restart()
     network = Network()
     async with running(private_database, network) as worker:
-        await until(lambda: _losses(logs) > 2, 10, "several attempts")
+        await until(lambda: _losses(logs) > 2, 20, "several attempts")
         assert worker.readiness() == Readiness(
             ready=False, reason=READ_ONLY, redacted_reason=SESSION_UNAVAILABLE
         )

@@ -221,14 +221,14 @@ async def test_a_relay_is_ready_while_it_reaches_the_database(database: Database
         worker = relay(database, Network(), dsn=dsn)
         assert not worker.readiness().ready
         task = asyncio.create_task(worker.run())
-        await until(lambda: worker.readiness().ready, 10, "it to be ready")
+        await until(lambda: worker.readiness().ready, 20, "it to be ready")
         lines.cut()
-        await until(lambda: not worker.readiness().ready, 10, "it to notice")
+        await until(lambda: not worker.readiness().ready, 20, "it to notice")
         # The route is public, and the reason contains the server's address.
         assert worker.readiness().public_reason == SESSION_UNAVAILABLE
         assert (await worker.snapshot(0.0)).series[catalogue.BACKLOG] == {}
         lines.heal()
-        await until(lambda: worker.readiness().ready, 10, "it to be ready again")
+        await until(lambda: worker.readiness().ready, 20, "it to be ready again")
         assert (await measured(worker))[catalogue.SESSION_LOSSES] == {(): 1}
         worker.stop()
         assert worker.readiness().reason == "it is stopping"
@@ -268,7 +268,7 @@ async def test_a_relay_is_not_ready_after_a_sequence_went_back(
         await until(lambda: worker.readiness().ready)
         await all_ended(database)
         await fetchval(database, "SELECT setval(pg_get_serial_sequence('outbox', 'id'), 1, false)")
-        await until(lambda: not worker.readiness().ready, 10, "it to notice")
+        await until(lambda: not worker.readiness().ready, 20, "it to notice")
         assert "sequencing stopped: the sequence" in worker.readiness().reason
         await fetchval(database, "SELECT setval(pg_get_serial_sequence('outbox', 'id'), 9)")
         await until(lambda: worker.readiness().ready, 20, "it to go on")

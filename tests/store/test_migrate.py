@@ -286,7 +286,7 @@ async def test_a_relay_registers_before_an_incompatible_migration_or_after_its_c
     await migrating.execute(script)
     async with asyncio.TaskGroup() as tasks:
         registering = tasks.create_task(register(ReplicaStore(connection)))
-        await until(lambda: fetchval(database, REGISTRATION_WAITS), 10, "the registration to wait")
+        await until(lambda: fetchval(database, REGISTRATION_WAITS), 20, "the registration to wait")
         await migrating.execute(commit)
     assert registering.result()
     # The check that follows a registration.
@@ -427,7 +427,7 @@ async def test_a_waiting_migration_does_not_block_producers(
     async with asyncio.TaskGroup() as tasks:
         migrating = tasks.create_task(migration)
         for _ in range(3):
-            await until(lambda: fetchval(database, WAITING), 10, "the migration to wait")
+            await until(lambda: fetchval(database, WAITING), 20, "the migration to wait")
             await producer.execute(PUBLISH)
         await holder.execute("COMMIT")
     assert len(migrating.result()) == (payload_bytes_max is None)
@@ -481,9 +481,9 @@ async def test_a_migration_that_deadlocks_is_applied_again(
     await other.execute("BEGIN; LOCK TABLE lane IN ACCESS SHARE MODE")
     async with asyncio.TaskGroup() as tasks:
         migrating = tasks.create_task(migrate(connection, "relay"))
-        await until(lambda: _waiters(database, 1), 10, "the migration to wait")
+        await until(lambda: _waiters(database, 1), 20, "the migration to wait")
         tasks.create_task(other.execute("LOCK TABLE endpoint IN ACCESS SHARE MODE; COMMIT"))
-        await until(lambda: _waiters(database, 2), 10, "the other session to wait")
+        await until(lambda: _waiters(database, 2), 20, "the other session to wait")
         await starter.execute("SELECT pg_advisory_unlock(7)")
     assert [m.version for m in migrating.result()] == [LAST + 1]
 

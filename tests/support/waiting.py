@@ -17,14 +17,14 @@ _POLL_S = 0.01
 
 @overload
 async def until(
-    condition: Callable[[], Awaitable[T]], timeout_s: float = 10, what: str = "the condition"
+    condition: Callable[[], Awaitable[T]], timeout_s: float = 20, what: str = "the condition"
 ) -> T: ...
 @overload
 async def until(
-    condition: Callable[[], T], timeout_s: float = 10, what: str = "the condition"
+    condition: Callable[[], T], timeout_s: float = 20, what: str = "the condition"
 ) -> T: ...
 async def until(
-    condition: Callable[[], Any], timeout_s: float = 10, what: str = "the condition"
+    condition: Callable[[], Any], timeout_s: float = 20, what: str = "the condition"
 ) -> Any:
     """Poll until the condition is true, and return its result.
 
@@ -49,7 +49,7 @@ async def until(
 
 def until_sync(
     condition: Callable[[], T],
-    timeout_s: float = 10,
+    timeout_s: float = 20,
     what: str = "the condition",
 ) -> T:
     """The same without an event loop."""
