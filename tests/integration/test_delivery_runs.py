@@ -78,8 +78,9 @@ async def test_a_backlog_is_delivered_in_runs(
     network = Network()
     async with running(database, network, tenant_in_flight_max=100) as worker:
         await until(lambda: len(network.accepted) == 500, what="all deliveries")
-    # Without runs it is 0; the first deliveries show that the receiver is fast.
-    assert run_deliveries(worker) > 400
+    # Without runs it is 0.  The first deliveries show that the receiver is fast, and do so again
+    # after a pause of the machine.
+    assert run_deliveries(worker) > 200
     assert [(sent.seq, sent.previous_seq, sent.attempt) for sent in network.sent] == [
         (n, n - 1, 1) for n in range(1, 501)
     ]

