@@ -35,8 +35,8 @@ class Operational:
     """
 
     UNDONE = (
-        "_began", "_ended", "_dead_letters", "_blocks", "_held", "_states", "_failures",
-        "_failures_reported", "_lagging_at",
+        "_began", "_ended", "_dead_letters", "_blocks", "_held", "_resumes", "_states",
+        "_failures", "_failures_reported", "_lagging_at",
     )  # fmt: skip
     """The records that a restore of the database undoes."""
 
@@ -50,6 +50,8 @@ class Operational:
         self._dead_letters: dict[int, bool] = {}
         self._blocks: set[int] = set()
         self._held: dict[UUID, Any] = {}
+        # The number of resumes of each endpoint when it was last stored as not recovering.
+        self._resumes: dict[UUID, int] = {}
         self._states: dict[UUID, str] = {}
         # Failed ordinary attempts, and their number when the last hold was reported.
         self._failures: Counter[UUID] = Counter()
@@ -167,13 +169,17 @@ class Operational:
             assert row is not None
             previous, now = self._held.get(endpoint_id), row["reported_held_since"]
             self._held[endpoint_id] = now
+            resumes = self._db.endpoint.rows[endpoint_id]["resumes"]
             if previous is None and now is not None:
                 begun[endpoint_id] += 1
                 self._may_be_held(endpoint_id, row)
             elif previous is not None and now is None:
                 over[endpoint_id] += 1
-                if row["state"] != "healthy":
+                # An operator may have resumed the healthy endpoint, which recovers once more.
+                if row["state"] != "healthy" and resumes == self._resumes.get(endpoint_id):
                     raise Violation("operational", f"{endpoint_id} is {row['state']}")
+            if row["state"] != "recovering":
+                self._resumes[endpoint_id] = resumes
         # The table stores only that a hold was reported.
         if held != begun:
             raise Violation("operational", f"held: {dict(held)}, and so are {dict(begun)}")
