@@ -117,14 +117,14 @@ def test_migrate_rejects_a_newer_schema(here: Command, database: Database) -> No
 async def test_migrate_names_the_blocking_session(
     here: Command, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.5)
+    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 3.0)
     async with database.connection() as producer:
         await producer.execute("BEGIN; INSERT INTO relay.outbox (type, payload) VALUES ('a', '1')")
         result = await asyncio.to_thread(here, "migrate", "--payload-bytes-max", "5000")
         pid = producer.get_server_pid()
     assert result.code == 3
     assert result.error.startswith(
-        f"the payload limit was not changed: after 0.5 s pid {pid} (role postgres, in a transaction"
+        f"the payload limit was not changed: after 3 s pid {pid} (role postgres, in a transaction"
     )
     assert result.error.endswith(
         "still holds a lock that it needs; wait for its end, or end it: "
