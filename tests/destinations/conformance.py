@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from tests.destinations.certificates import Certificates
 
 LOOPBACK = EgressPolicy(["127.0.0.0/8"])
-SHORT_S = 0.2
+SHORT_S, PATIENT_S, LONG_S = 0.2, 1.5, 20.0
+"""Time-outs: of what never responds; of what responds until it does not, on a machine that may stop
+for a second; of what responds."""
 EARLY_S = 0.005
 """uvloop counts in milliseconds from when it last read the clock."""
 
@@ -223,7 +225,7 @@ class TransportConformance:
             await connection.closed_by_peer()
 
         async with serving(script) as server:
-            assert (await transport.send(short(server))).status == 101
+            assert (await transport.send(to(server))).status == 101
             await until(lambda: server.closed_by_peer == 1)
 
     # --------------------------------------------------------- response body
@@ -600,7 +602,8 @@ class TransportConformance:
             await connection.closed_by_peer()
 
         async def lane() -> list[int | None]:
-            return [(await transport.send(short(server))).status for _ in range(3)]
+            patient = short(server, timeout_s=PATIENT_S)
+            return [(await transport.send(patient)).status for _ in range(3)]
 
         async with serving(script) as server, asyncio.timeout(30):
             statuses = await asyncio.gather(*(lane() for _ in range(8)))
