@@ -193,8 +193,10 @@ CREATE TABLE lane (
     endpoint_id uuid    NOT NULL REFERENCES endpoint,
     generation  bigint  NOT NULL,
     slot        integer NOT NULL,
+    skip_seq    bigint,                          -- the delivery that an operator skipped last
     UNIQUE (endpoint_id, generation, slot)
 );
+CREATE INDEX lane_skipped ON lane (endpoint_id) WHERE skip_seq IS NOT NULL;
 
 -- The last sequence number assigned in a lane; one row per lane.  Separate from
 -- lane_progress, because the sequencer and the owner would deadlock on one table.
@@ -463,7 +465,7 @@ CREATE TABLE dead_letter (
     expires_at   timestamptz,
     reason       text        NOT NULL
                  CHECK (reason IN ('refused', 'exhausted', 'expired', 'erased',
-                                   'backlog', 'disabled', 'removed')),
+                                   'skipped', 'backlog', 'disabled', 'removed')),
     attempts     integer     NOT NULL,
     last_response jsonb,                       -- bounded; NULL: never sent
     began_at     timestamptz NOT NULL DEFAULT clock_timestamp(),

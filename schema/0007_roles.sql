@@ -78,6 +78,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'subscription', 'UPDATE', NULL, NULL),
         ('table', 'subscription', 'DELETE', NULL, NULL),
         ('table', 'lane', 'INSERT', NULL, NULL),
+        ('table', 'lane', 'UPDATE', '{skip_seq}', NULL),
         ('table', 'lane_counter', 'INSERT', NULL, NULL),
         ('table', 'lane_progress', 'INSERT', NULL, NULL),
         ('table', 'lane_progress', 'UPDATE', '{last_response}', NULL),

@@ -1,4 +1,4 @@
-"""/v1/dead-letters: list, replay and discard dead letters."""
+"""/v1/dead-letters: list, replay and discard dead letters; and skip a delivery, which makes one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from outbox.operations.dead_letters import (
 )
 from outbox.operations.discard import DiscardReport
 from outbox.operations.replays import ReplayReport
+from outbox.operations.skip import SkippedDelivery, skip_delivery
 
 DeadId = Annotated[int, Field(ge=1, le=ID_MAX)]
 
@@ -78,6 +79,17 @@ class ReplayBody(DeadLetterSelectionBody):
 class DiscardBody(DeadLetterSelectionBody):
     """Dead letters to discard."""
 
+    comment: Comment | None = None
+    """Recorded in the journal."""
+
+
+class SkipBody(RequestModel):
+    """The delivery that a lane is stuck on."""
+
+    lane: str
+    """Name of the lane, as in X-Lane."""
+    sequence: Annotated[int, Field(ge=1, le=ID_MAX)]
+    """Sequence number that the lane waits for; 409 if it waits for another one by now."""
     comment: Comment | None = None
     """Recorded in the journal."""
 
@@ -155,6 +167,25 @@ async def _discard(call: Call[NoQuery, DiscardBody]) -> DiscardReport:
         actor=call.actor,
         comment=body.comment,
         dry_run=body.dry_run,
+    )
+
+
+@route.post(
+    "/v1/endpoints/{name}/skip",
+    "Turn the delivery that a lane is stuck on into a dead letter",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+)
+async def _skip(call: Call[NoQuery, SkipBody]) -> SkippedDelivery:
+    body = call.body
+    return await call.run(
+        skip_delivery,
+        call.path["name"],
+        body.lane,
+        body.sequence,
+        actor=call.actor,
+        owner=call.tenant,
+        comment=body.comment,
     )
 
 

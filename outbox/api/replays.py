@@ -27,7 +27,7 @@ from outbox.operations.replay_jobs import JobState, ReplayJob
 
 
 class ReplaysQuery(Paging):
-    state: JobState | Literal["all"] = "running"
+    state: JobState | Literal["all"] = "all"
 
 
 class BackfillBody(RequestModel):

@@ -1,4 +1,4 @@
-"""`outbox dead`: list, count, show, replay and discard dead letters."""
+"""`outbox dead`: list, count, show, replay, discard and make dead letters."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from outbox.cli.main import Group
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.operations import dead_letters, replays
 from outbox.operations import discard as discards
+from outbox.operations import skip as skips
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.operations.dead_letters import DeadLetter, DeadLetterRow, ReplayRow
     from outbox.operations.replays import ReplayReport
+    from outbox.operations.skip import SkippedDelivery
 
 
 _SKIPPED = {
@@ -65,12 +67,13 @@ _COLUMNS: tuple[tuple[str, Callable[[DeadLetterRow], Any]], ...] = (
 
 @click.group("dead", cls=Group)
 def command() -> None:
-    """List, count, show, replay and discard dead letters.
+    """List, count, show, replay and discard dead letters, or skip a delivery.
 
     A dead letter is a delivery that is no longer attempted: its receiver rejected
-    it, its retries are exhausted, it expired, or its endpoint was disabled or
-    removed. Disabling or removing an endpoint turns its pending deliveries into one
-    dead letter per lane, which covers a range of sequence numbers.
+    it, its retries are exhausted, it expired, an operator skipped it, or its
+    endpoint was disabled or removed. Disabling or removing an endpoint turns its
+    pending deliveries into one dead letter per lane, which covers a range of
+    sequence numbers.
     """
 
 
@@ -259,6 +262,63 @@ def discard(
         _print_plan("discard", report.discarded)
     else:
         click.echo(f"discarded {count(report.discarded, 'dead letter')}")
+
+
+@command.command(
+    epilog="""\b
+Example:
+  outbox dead skip billing --lane 5f0c9d2e71a4-1-3 --sequence 210
+
+outbox status names the lanes that are stuck, and prints this command for them.
+"""
+)
+@click.argument("endpoint", metavar="ENDPOINT")
+@click.option("--lane", required=True, metavar="LANE", help="Name of the lane, as in X-Lane.")
+@click.option(
+    "--sequence",
+    required=True,
+    metavar="NUMBER",
+    type=click.IntRange(1, ID_MAX),
+    help="Sequence number that the lane waits for.",
+)
+@click.option("--comment", metavar="TEXT", help="Reason, recorded in the journal with the actor.")
+@json_option
+@settings_options
+def skip(
+    settings: Settings, endpoint: str, lane: str, sequence: int, comment: str | None, as_json: bool
+) -> None:
+    """Skip the delivery that a lane is stuck on, so that the lane goes on.
+
+    It becomes a dead letter, which can be replayed later. A request in flight
+    completes first. If the lane waits for another delivery by now, nothing is
+    skipped and the exit code is 1.
+    """
+    skipped = run_operation(
+        settings,
+        skips.skip_delivery,
+        endpoint,
+        lane,
+        sequence,
+        actor=actor(),
+        comment=comment,
+    )
+    if as_json:
+        emit_json(skipped)
+    else:
+        _print_skipped(skipped)
+
+
+def _print_skipped(skipped: SkippedDelivery) -> None:
+    which = f"sequence {skipped.sequence} of lane {skipped.lane}"
+    if skipped.dead_letter is not None:
+        behind = f"; {count(skipped.pending, 'delivery')} waited behind it"
+        letter = skipped.dead_letter
+        click.echo(f"skipped {which}{behind if skipped.pending else ''}")
+        click.echo(f"it is dead letter {letter}; to send it again: outbox dead replay {letter}")
+    elif skipped.relay is None:
+        click.echo(f"{which} will be skipped when a relay runs; none has the endpoint now")
+    else:
+        click.echo(f"{which} will be skipped when its request in flight has failed")
 
 
 def _print_plan(verb: str, dead_letters: int) -> None:

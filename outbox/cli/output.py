@@ -85,11 +85,17 @@ def style(text: str, **styles: Any) -> str:
     return text if os.environ.get("NO_COLOR") else click.style(text, **styles)
 
 
+NEVER_YEAR = 9999
+"""Times from this year on mean "never": PostgreSQL's infinity becomes the last one of Python."""
+
+
 def cell(value: Any) -> str:
     """A value as human-readable text on one line."""
     if value is None:
         return "-"
     if isinstance(value, datetime):
+        if value.year >= NEVER_YEAR:
+            return "never"
         return value.astimezone().isoformat(sep=" ", timespec="seconds")
     if isinstance(value, list | tuple):
         return " ".join(map(cell, value))

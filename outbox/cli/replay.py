@@ -114,13 +114,13 @@ def command(
     epilog="""\b
 Examples:
   outbox replay list
-  outbox replay list --state all --json
+  outbox replay list --state running --json
 """,
 )
 @click.option(
     "--state",
     type=click.Choice([*replay_jobs.STATES, "all"]),
-    default="running",
+    default="all",
     show_default=True,
     help="Only jobs in this state.",
 )

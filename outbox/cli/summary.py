@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import age, count
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
-from outbox.core.model.endpoint_condition import HEALTHY
+from outbox.core.delivery.operational_events import STUCK_EVERY
+from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
 from outbox.core.model.response import describe_response
+from outbox.operations.skip import skip_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from outbox.operations.status import EndpointStatus, Overview
 
 RELAY_COLUMNS = ("relay", "state", "sequences", "endpoints", "version", "since")
-ENDPOINT_COLUMNS = ("endpoint", "state", "pending", "oldest", "failing", "dead letters", "relay")
+ENDPOINT_COLUMNS = ("endpoint", "state", "pending", "oldest", "dead letters", "relay")
 NO_ENDPOINTS = "no endpoints; add one with: outbox endpoint add NAME URL"
 
 
@@ -25,14 +27,14 @@ def pairs(overview: Overview) -> list[tuple[str, Any]]:
     """The installation-wide values."""
     alive = sum(replica.alive for replica in overview.replicas)
     open_gaps = count(overview.open_gaps, "open gap")
-    rates = overview.rates
+    rates, dead = overview.rates, overview.dead_letters.get("dead", 0)
     return [
         ("schema", overview.schema),
         ("relays", f"{alive} alive" if alive else "none alive; start one: outbox relay"),
         ("sequenced", _sequenced(overview)),
         ("timeline", _timeline(overview)),
         ("gaps", open_gaps if overview.open_gaps else "none"),
-        ("dead letters", overview.dead_letters.get("dead", 0)),
+        ("dead letters", f"{dead}; see: outbox dead list" if dead else 0),
         ("endpoints", overview.endpoints_total),
         (
             "per second",
@@ -87,10 +89,9 @@ def endpoint_row(endpoint: EndpointStatus) -> tuple[Any, ...]:
     """The row of an endpoint, in the order of `ENDPOINT_COLUMNS`."""
     return (
         endpoint.name,
-        endpoint.condition,
+        describe_condition(endpoint.condition, endpoint.failing_lanes, endpoint.lanes),
         endpoint.pending,
         age(endpoint.oldest_s),
-        f"{endpoint.failing_lanes}/{endpoint.lanes}" if endpoint.failing_lanes else None,
         endpoint.dead_letters,
         endpoint.replica,
     )
@@ -137,11 +138,16 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
             f"sequence {block.sequence}; {act}outbox endpoint resume {name}"
         )
     if (head := endpoint.failing) is not None:
-        response = describe_response(head.last_response)
-        tried = count(head.attempts, "attempt")
-        if head.probes:
-            tried += f" (including {count(head.probes, 'probe')} outside the retry limit)"
-        yield f"sequence {head.sequence}: {response}, {tried}{_next(endpoint)}"
+        event = f" (event {head.event})" if head.event else ""
+        own = count(head.attempts - head.probes, "attempt")
+        probes = f" and {count(head.probes, 'probe')}, which do not count" if head.probes else ""
+        yield (
+            f"lane {head.lane} fails at sequence {head.sequence}{event}: "
+            f"{describe_response(head.last_response)}, {own}{probes}{_next(endpoint)}"
+        )
+        if head.attempts >= STUCK_EVERY:
+            command = skip_command(endpoint.name, head.lane, head.sequence)
+            yield f"to skip that delivery, if it is the event that fails: {command}"
     if endpoint.old_lanes:
         yield (
             f"{count(endpoint.old_lanes, 'lane')} of an older generation with "
@@ -151,10 +157,10 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
 
 def _next(endpoint: EndpointStatus) -> str:
     """The time of the next attempt, unless the endpoint's circuit breaker decides it."""
-    head, health = endpoint.failing, endpoint.health
+    head = endpoint.failing
     if head is None or head.next_attempt_at is None or endpoint.replica is None:
         return ""
-    if endpoint.condition != HEALTHY or (health is not None and health.state != HEALTHY):
+    if endpoint.condition != DEGRADED:
         return ""
     return f", next at {_time(head.next_attempt_at)}"
 

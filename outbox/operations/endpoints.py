@@ -11,6 +11,7 @@ from outbox.core.model.ids import lane_name
 from outbox.operations.lanes import (
     BLOCKED,
     DEAD_LETTERS,
+    FAILING_LANES,
     LANE_STATE,
     PENDING,
     SUBSCRIBED,
@@ -53,7 +54,7 @@ def _select_endpoints(columns: str) -> str:
     return f"""
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.created_at,
        h.state AS health, {columns},
-       {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
+       {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked, {FAILING_LANES} AS failing_lanes,
        {PENDING} AS pending, {DEAD_LETTERS} AS dead_letters
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
 """  # noqa: S608 (constants only)
@@ -145,7 +146,7 @@ class EndpointRow:
     state_by: str | None
     state_comment: str | None
     condition: str
-    """One word from operational state, blocked lanes and circuit breaker."""
+    """One word from operational state, lanes and circuit breaker."""
     health: str
     """State of the circuit breaker."""
     subscribed: bool
@@ -153,6 +154,8 @@ class EndpointRow:
     tenant: str | None
     all_tenants: bool
     lanes: int
+    failing_lanes: int
+    """Lanes whose first pending delivery has failed at least once."""
     generation: int
     """Incremented when the number of lanes changes."""
     types: tuple[str, ...]

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
+from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.response import describe_response
+from outbox.operations.skip import skip_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -227,7 +229,8 @@ def _diagnose(trace: EventTrace) -> Iterator[str]:
         return
     lost = [missed for missed in trace.missed if missed.reason == "lost"]
     if not trace.deliveries_total:
-        yield "no endpoint received it: " + "; ".join(map(describe_unsent, trace.missed))
+        unsent = "; ".join(map(describe_unsent, trace.missed)) or "there is none"
+        yield f"no endpoint received it: {unsent}"
     elif lost:
         yield "it was not sent to " + describe_unsent(lost[0])
     for delivery in trace.deliveries:
@@ -277,6 +280,7 @@ _DEAD_LETTER_REASONS = {
     "exhausted": "its retries were exhausted",
     "expired": "it had expired",
     "erased": "its event was erased",
+    "skipped": "an operator skipped it",
     "backlog": "its endpoint exceeded a backlog limit",
     "disabled": "its endpoint was disabled",
     "removed": "its endpoint was removed",
@@ -335,22 +339,26 @@ def _find_obstacles(
         ahead = delivery.sequence - head.sequence
         first = f" (event {head.event_id})" if head.event_id else ""
         yield f"waits behind {ahead} of its lane, the first is sequence {head.sequence}{first}" + (
-            f", which {_describe_failure(lane, now)}" if head.attempts else ""
+            f", which {_describe_failure(delivery, lane, now)}" if head.attempts else ""
         )
     elif head.attempts:
-        yield _describe_failure(lane, now)
+        yield _describe_failure(delivery, lane, now)
 
 
-def _describe_failure(lane: PendingLaneState, now: datetime) -> str:
+def _describe_failure(delivery: TracedDelivery, lane: PendingLaneState, now: datetime) -> str:
+    """Describe the attempts of the lane's next delivery, and the command that skips it."""
     head = lane.head
-    tried = "1 attempt" if head.attempts == 1 else f"{head.attempts} attempts"
+    own = head.attempts - head.probes
+    tried = "1 attempt" if own == 1 else f"{own} attempts"
     if head.probes:
-        tried += f" ({head.probes} of them probes)"
+        tried += f" and {head.probes} probes, which do not count"
     text = f"failed after {tried}, the last: {describe_response(head.last_response)}"
-    if head.next_attempt_at is None or not _retries_on_schedule(lane):
-        return text
-    left_s = (head.next_attempt_at - now).total_seconds()
-    return f"{text}; the next is {f'in {_format_age(left_s)}' if left_s > 0 else 'due now'}"
+    if head.next_attempt_at is not None and _retries_on_schedule(lane):
+        left_s = (head.next_attempt_at - now).total_seconds()
+        text += f"; the next is {f'in {_format_age(left_s)}' if left_s > 0 else 'due now'}"
+    if head.attempts >= STUCK_EVERY:
+        text += f"; to skip it: {skip_command(delivery.endpoint, delivery.lane, head.sequence)}"
+    return text
 
 
 def _retries_on_schedule(lane: PendingLaneState) -> bool:

@@ -53,6 +53,9 @@ BLOCKED_BY = """
 """The dead letter of a block `b`, which may be a range that includes its sequence number."""
 FAILING = "l.attempts > 0 AND l.retry_seq = l.acked_seq + 1"
 """Whether the first pending delivery of a lane `l` has failed at least once."""
+FAILING_LANES = f"""
+       (SELECT count(*) FROM lane_progress l WHERE l.endpoint_id = e.id AND {FAILING})"""  # noqa: S608
+"""Number of failing lanes of an endpoint `e`, as their owner last stored their progress."""
 OLDEST_S = """(
            SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
              FROM delivery d JOIN outbox o ON o.id = d.outbox_id
@@ -91,9 +94,15 @@ shown AS MATERIALIZED (
 
 
 def condition_of(row: Any) -> str:
-    """The condition of an endpoint: a row with its state, health, `blocked` and `subscribed`."""
+    """The condition of an endpoint: a row with its state, health, `blocked`, `failing_lanes` and
+    `subscribed`.
+    """
     return endpoint_condition(
-        row["state"], row["health"], blocked=row["blocked"], subscribed=row["subscribed"]
+        row["state"],
+        row["health"],
+        blocked=row["blocked"],
+        failing=row["failing_lanes"] > 0,
+        subscribed=row["subscribed"],
     )
 
 

@@ -36,14 +36,14 @@ sums AS (
            (SELECT max(batch) FROM batch) AS batch,
            coalesce(sum(sequenced), 0)::bigint AS sequenced,
            coalesce(sum(pending), 0)::bigint AS pending_total,
-           coalesce(sum(failing_lanes), 0)::bigint AS failing_lanes,
+           coalesce(sum(failing_lanes), 0)::bigint AS failing_total,
            (SELECT count(*) FROM lane_block b JOIN lanes USING (lane_id)) AS blocked_lanes,
            coalesce(sum(lanes_total), 0)::bigint AS lanes_of_all
       FROM totals),
 near AS (
     SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until,
-           t.pending, t.lanes_total, {lanes.BLOCKED} AS blocked, {lanes.SUBSCRIBED} AS subscribed,
-           n.*
+           t.pending, t.lanes_total, t.failing_lanes, {lanes.BLOCKED} AS blocked,
+           {lanes.SUBSCRIBED} AS subscribed, n.*
       FROM shown t
       JOIN endpoint e ON e.id = t.endpoint_id
       JOIN endpoint_health h ON h.endpoint_id = e.id
@@ -59,20 +59,24 @@ SELECT * FROM sums LEFT JOIN near ON true
 """  # noqa: S608 (constants only)
 
 # Endpoints counted by the inputs of their condition.
-COUNT_STATES = """
+COUNT_STATES = f"""
 WITH blocked AS (
     SELECT DISTINCT l.endpoint_id FROM lane_block b JOIN lane l ON l.id = b.lane_id),
 subscribed AS (
-    SELECT DISTINCT endpoint_id FROM subscription WHERE to_batch IS NULL)
+    SELECT DISTINCT endpoint_id FROM subscription WHERE to_batch IS NULL),
+failing AS (
+    SELECT DISTINCT l.endpoint_id FROM lane_progress l WHERE {lanes.FAILING})
 SELECT e.state, h.state AS health, b.endpoint_id IS NOT NULL AS blocked,
-       s.endpoint_id IS NOT NULL AS subscribed, count(*) AS endpoints
+       s.endpoint_id IS NOT NULL AS subscribed, (f.endpoint_id IS NOT NULL)::int AS failing_lanes,
+       count(*) AS endpoints
   FROM endpoint e
   JOIN endpoint_health h ON h.endpoint_id = e.id
   LEFT JOIN blocked b ON b.endpoint_id = e.id
   LEFT JOIN subscribed s ON s.endpoint_id = e.id
+  LEFT JOIN failing f ON f.endpoint_id = e.id
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)
- GROUP BY 1, 2, 3, 4
-"""
+ GROUP BY 1, 2, 3, 4, 5
+"""  # noqa: S608 (constants only)
 
 COUNT_DEAD_LETTERS = f"""
 SELECT count(*) FROM (
@@ -102,7 +106,7 @@ class EndpointView:
     state: str
     """Operational state: active, paused, disabling, disabled or removing."""
     condition: str
-    """One word from operational state, blocked lanes and circuit breaker."""
+    """One word from operational state, lanes and circuit breaker."""
     health: str
     since: datetime
     """When `health` last changed."""
@@ -111,6 +115,8 @@ class EndpointView:
     oldest_s: float | None
     """Age of the oldest pending event, in seconds."""
     lanes_total: int
+    failing_lanes: int
+    """Lanes whose first pending delivery has failed at least once."""
     lanes: tuple[LaneView, ...]
     """The newest lanes, at most `LANES_MAX`."""
 
@@ -179,7 +185,7 @@ async def read_live_status(
         sequenced=first["sequenced"],
         pending=first["pending_total"],
         lanes=first["lanes_of_all"],
-        failing_lanes=first["failing_lanes"],
+        failing_lanes=first["failing_total"],
         blocked_lanes=first["blocked_lanes"],
         dead_letters=dead,
         states=dict(conditions),

@@ -15,6 +15,7 @@ from outbox.store.stalls import Blocker, read_cursor_blocker
 
 if TYPE_CHECKING:
     from datetime import datetime
+    from uuid import UUID
 
     from asyncpg import Connection
 
@@ -66,7 +67,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
        {lanes.SUBSCRIBED} AS subscribed, k.lanes IS NOT NULL AS blocked,
        coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
-       f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at,
+       f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at, n.event_id,
        {shorten_responses("p.last_response", 't.pending DESC, e.name COLLATE "C"')}
            AS last_response,
        (SELECT max({lanes.OLDEST_S}) FROM near l
@@ -82,6 +83,10 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
         WHERE l.endpoint_id = e.id AND l.failing
         ORDER BY l.attempts DESC, l.lane_id LIMIT 1) f ON true
   LEFT JOIN lane_progress p ON p.lane_id = f.lane_id
+  LEFT JOIN LATERAL (
+       SELECT o.event_id FROM delivery d JOIN outbox o ON o.id = d.outbox_id
+        WHERE d.lane_id = f.lane_id AND d.batch >= f.floor_batch AND d.seq = f.retry_seq
+        ORDER BY d.batch LIMIT 1) n ON true
  ORDER BY t.pending DESC, e.name COLLATE "C"
 """  # noqa: S608 (constants only)
 
@@ -131,7 +136,10 @@ class FailingDelivery:
 
     lane: str
     sequence: int
+    event: UUID | None
+    """None: it was erased, or it is a copy of a dead letter."""
     attempts: int
+    """Requests that were made for it, probes included."""
     probes: int
     """Attempts that only probed the receiver; they do not count against the retry limit."""
     next_attempt_at: datetime | None
@@ -172,7 +180,7 @@ class EndpointStatus:
     state_by: str | None
     state_comment: str | None
     condition: str
-    """One word from operational state, blocked lanes and circuit breaker."""
+    """One word from operational state, lanes and circuit breaker."""
     health: HealthStatus | None
     lanes: int
     pending: int
@@ -301,6 +309,7 @@ def _endpoint(row: Any) -> EndpointStatus:
         failing = FailingDelivery(
             lane_name(row["id"], row["generation"], row["slot"]),
             row["retry_seq"],
+            row["event_id"],
             **lanes.retry_state(row, failing=True),
         )
     if row["health"] is not None:

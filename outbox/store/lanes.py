@@ -33,6 +33,7 @@ READ_LAST_BATCH = "SELECT max(batch) FROM batch"
 # server's timeline changed, or the database was restored.
 READ_LANES = """
 SELECT l.id, l.endpoint_id, l.generation, l.slot,
+       coalesce(l.skip_seq, 0) AS skip_seq,
        l.generation < e.generation
            OR (SELECT history_changed()) AS ended,
        c.last_seq, p.acked_seq, p.delivered_seq, p.floor_batch, p.retry_seq, p.attempts, p.spent,
@@ -135,6 +136,11 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
 # Lanes blocked by a dead letter.
 READ_BLOCKED = "SELECT lane_id FROM lane_block WHERE lane_id = ANY ($1)"
 
+# The deliveries of the endpoints' lanes that operators skipped last; most of them have ended.
+READ_SKIPPED = """
+SELECT id, skip_seq FROM lane WHERE endpoint_id = ANY ($1) AND skip_seq IS NOT NULL
+"""
+
 # Batches sequenced by other replicas: the lanes with new deliveries, and their counters.
 #   new_batches: MATERIALIZED, so that it is read once.
 # LIMIT 1 on the counter: see READ_COUNTERS.
@@ -171,6 +177,8 @@ class LoadedLane:
     ended: bool
     """A newer generation replaced it."""
     blocked: bool
+    skip_seq: int
+    """The sequence number that an operator skipped last; 0: none."""
     last_seq: int
     pending_since: float | None
     """Epoch seconds; None: it has no pending delivery."""
@@ -227,6 +235,7 @@ class LaneStore:
                 r["generation"],
                 r["ended"],
                 r["blocked"],
+                r["skip_seq"],
                 r["last_seq"],
                 _seconds(r["pending_since"]),
                 Progress(
@@ -292,6 +301,11 @@ class LaneStore:
         """Those of the lanes that are blocked by a dead letter."""
         rows = await self._db.fetch(READ_BLOCKED, list(lane_ids))
         return {r["lane_id"] for r in rows}
+
+    async def skipped(self, endpoint_ids: Collection[UUID]) -> dict[int, int]:
+        """By lane, the sequence number that an operator skipped last; most lanes have none."""
+        rows = await self._db.fetch(READ_SKIPPED, list(endpoint_ids))
+        return {r["id"]: r["skip_seq"] for r in rows}
 
 
 def _seconds(at: datetime | None) -> float | None:

@@ -16,6 +16,7 @@ from outbox.core.delivery.operational_events import (
     ENDPOINT_RECOVERED,
     ENDPOINT_STALLED,
     LANE_BLOCKED,
+    LANE_STUCK,
     RELAY_LAGGING,
 )
 from outbox.store.connection.message import WriteStatement
@@ -38,6 +39,19 @@ DEAD_LETTER_CREATED_EVENT = f"""'{DEAD_LETTER_CREATED}', x.endpoint_id, jsonb_bu
 LANE_BLOCKED_EVENT = f"""'{LANE_BLOCKED}', x.endpoint_id, jsonb_build_object(
                'dead_letter', x.id, 'lane', lane_name(x.endpoint_id, l.generation, l.slot),
                'sequence', x.seq, 'reason', x.reason)"""
+
+# For the progress `x` of a lane `l` of an endpoint `e`, whose next delivery, with the event `o`,
+# fails again and again.
+LANE_STUCK_EVENT = f"""'{LANE_STUCK}', x.endpoint_id, jsonb_build_object(
+               'lane', lane_name(x.endpoint_id, l.generation, l.slot), 'sequence', x.retry_seq,
+               'event', o.event_id, 'type', o.type, 'attempts', x.spent,
+               'probes', x.attempts - x.spent, 'first_attempt_at', rfc3339(x.first_attempt_at),
+               'next_attempt_at', rfc3339(x.next_attempt_at), {RESPONSE_FIELDS.format("x")},
+               'skip', 'outbox dead skip ' || CASE WHEN e.name ~ '^[A-Za-z0-9@%+=:,./_-]+$'
+                       THEN e.name ELSE '''' || replace(e.name, '''', '''"''"''') || '''' END
+                       || ' --lane '
+                       || lane_name(x.endpoint_id, l.generation, l.slot)
+                       || ' --sequence ' || x.retry_seq)"""
 
 # Publishes the rows of the CTE `reported`.
 PUBLISH_REPORTED_EVENTS = """

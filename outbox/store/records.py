@@ -21,6 +21,7 @@ from outbox.store.operational_events import (
     HAS_OPERATIONAL_SUBSCRIBER,
     IS_ORDINARY,
     LANE_BLOCKED_EVENT,
+    LANE_STUCK_EVENT,
     PUBLISH_REPORTED_EVENTS,
 )
 from outbox.store.replicas import fence
@@ -72,6 +73,7 @@ SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
 #   journalled: journal entries for dead-lettered backlogs.
 #   new: the dead letters to report: the created ones, and an extended range when it
 #     receives its first ordinary event.  MATERIALIZED: evaluated once for two readers.
+#   stuck: the lanes to report as stuck ($6), with what their deliveries were read from.
 #   reported: the operational events for them.
 # One row for each lane that was moved.
 WRITE_RECORDS = WriteStatement(
@@ -88,7 +90,7 @@ moved AS (
            success_at = to_timestamp(v.success_at)
       FROM fence, progress v
      WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq <= v.acked_seq
-    RETURNING p.lane_id, p.endpoint_id),
+    RETURNING p.*),
 logged AS (
     INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
                          elapsed_ms, response, replica_id)
@@ -157,7 +159,22 @@ new AS MATERIALIZED (
      WHERE {HAS_OPERATIONAL_SUBSCRIBER}
        AND NOT contains_ordinary_event(p.lane_id, p.batch, p.seq, p.was_to_seq)
        AND contains_ordinary_event(p.lane_id, p.batch, p.was_to_seq + 1, p.to_seq)),
+stuck AS MATERIALIZED (
+    SELECT moved.*, n.outbox_id, n.copy_id
+      FROM unnest($6::bigint[]) AS s(lane_id)
+      JOIN moved USING (lane_id)
+      JOIN delivery n ON n.lane_id = moved.lane_id AND n.batch = moved.floor_batch
+                     AND n.seq = moved.retry_seq
+     WHERE {HAS_OPERATIONAL_SUBSCRIBER}),
 reported(type, endpoint_id, details) AS (
+    SELECT {LANE_STUCK_EVENT}
+      FROM stuck x JOIN lane l ON l.id = x.lane_id JOIN endpoint e ON e.id = x.endpoint_id
+     CROSS JOIN LATERAL (
+           SELECT event_id, type FROM outbox WHERE id = x.outbox_id
+            UNION ALL
+           SELECT event_id, type FROM dead_letter WHERE id = x.copy_id LIMIT 1) o
+     WHERE o.type NOT LIKE 'outbox.%'
+     UNION ALL
     SELECT {DEAD_LETTER_CREATED_EVENT}
       FROM new x JOIN lane l ON l.id = x.lane_id
      UNION ALL
@@ -286,8 +303,9 @@ class RecordStore:
             if r.progress is not None
         )
         dead = [_json(_dead_row(r, r.dead)) for r, _ in urgent if r.dead is not None]
+        stuck = [record.lane_id for record, _ in urgent if record.stuck]
         moved = await self._db.write(
-            WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._timeline
+            WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._timeline, stuck
         )
         if moved != len(urgent):
             raise Fenced

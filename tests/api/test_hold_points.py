@@ -11,6 +11,8 @@ from tests.api.test_endpoints import identity
 from tests.cli.test_hold_points import DISABLE, prepare
 from tests.support.api import make_token, serving
 from tests.support.lockstep import in_lockstep
+from tests.support.ranges import next_pending, sequence_all
+from tests.support.relay import publish
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -30,6 +32,9 @@ NOT_COVERED = {
 
 async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Database) -> None:
     await prepare(database)
+    await publish(database, "stuck")
+    await sequence_all(database)
+    lane, sequence = await next_pending(database, "moved")
     secret = await make_token(database)
     left = {(r.method, r.path) for r in ROUTES if r.method != "GET"} - NOT_COVERED
     async with in_lockstep(database) as (seen, dsn), serving(database, dsn=dsn) as anonymous:
@@ -50,6 +55,8 @@ async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Data
         await request("POST", endpoint + "/pause", {}, **shop)
         await request("POST", endpoint + "/resume", {}, **shop)
         await request("POST", endpoint + "/rotate-secret", **shop)
+        stuck = {"lane": lane, "sequence": sequence}
+        await request("POST", endpoint + "/skip", stuck, name="moved")
         await request("PUT", endpoint + "/certificate", {"pem": identity()}, **shop)
         await request("DELETE", endpoint + "/certificate", **shop)
         async with database.connection() as db:

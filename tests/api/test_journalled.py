@@ -10,6 +10,7 @@ from outbox.api.routes import ROUTES
 from outbox.core.model.response import AttemptResult
 from tests.api.test_endpoints import identity
 from tests.support.api import make_token
+from tests.support.ranges import next_pending, sequence_all
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -37,12 +38,13 @@ NOT_JOURNALLED = {
     "POST /v1/endpoints/{name}/test": "it changes nothing here, and is no delivery",
 }
 
-CERTIFICATE = "made when it is needed"
+CERTIFICATE, STUCK = "made when it is needed", "read when it is needed"
 WALK: dict[str, tuple[str, Any]] = {
     "POST /v1/endpoints": ("/v1/endpoints", {"name": "new", "url": URL}),
     "PATCH /v1/endpoints/{name}": ("/v1/endpoints/new", {"lanes": 2}),
     "POST /v1/endpoints/{name}/pause": ("/v1/endpoints/new/pause", {}),
     "POST /v1/endpoints/{name}/resume": ("/v1/endpoints/new/resume", {}),
+    "POST /v1/endpoints/{name}/skip": ("/v1/endpoints/shop/skip", STUCK),
     "POST /v1/endpoints/{name}/enable": ("/v1/endpoints/off/enable", {}),
     "POST /v1/endpoints/{name}/rotate-secret": ("/v1/endpoints/new/rotate-secret", {}),
     "PUT /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", CERTIFICATE),
@@ -93,6 +95,8 @@ async def test_a_change_is_journalled_with_the_token(database: Database, client:
         off = "SELECT state = 'disabled' FROM endpoint WHERE name = 'off'"
         await until(lambda: fetchval(database, off), 20, "it to be disabled")
     await fetchval(database, "SELECT publish('a.b', '{}', once => 'o')")
+    await publish(database, "stuck")
+    await sequence_all(database)
     await fetchval(
         database,
         "UPDATE batch SET dead = int8multirange(int8range(high, high + 1)) WHERE batch = 1",
@@ -102,6 +106,9 @@ async def test_a_change_is_journalled_with_the_token(database: Database, client:
     by = "SELECT array_agg(DISTINCT actor) FROM journal WHERE id > $1"
     for route, (path, body) in WALK.items():
         before = await fetchval(database, newest)
+        if body is STUCK:
+            lane, sequence = await next_pending(database, "shop")
+            body = {"lane": lane, "sequence": sequence}
         if body is CERTIFICATE:
             body = {"pem": identity()}
         response = await api.request(route.partition(" ")[0], path, body)

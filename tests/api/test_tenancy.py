@@ -165,6 +165,9 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
                 for each in (name, "globex-all")
                 for query in ({}, {"dead_letter": True}, {"drain": True})
             ]
+        case ("POST", "/v1/endpoints/{name}/skip" as path):
+            stuck = {"lane": "000000000000-1-0", "sequence": 1}
+            return [(path.replace("{name}", each), stuck, {}) for each in (name, "globex-all")]
         case (_, path) if path.startswith("/v1/endpoints/{name}"):
             return [
                 (path.replace("{name}", each), {} if route.body else None, {})

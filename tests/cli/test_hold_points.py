@@ -10,7 +10,7 @@ import pytest
 import outbox as library
 from tests.api.test_endpoints import identity
 from tests.support.lockstep import in_lockstep
-from tests.support.ranges import dead_letter_pending, sequence_all
+from tests.support.ranges import dead_letter_pending, next_pending, sequence_all
 from tests.support.relay import add_endpoint, publish
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ async def test_no_command_holds_locks_while_it_waits_for_its_client(
     database: Database, outbox: Command, tmp_path: Path
 ) -> None:
     await prepare(database)
+    await publish(database, "stuck")
+    await sequence_all(database)
+    lane, sequence = await next_pending(database, "moved")
     file = tmp_path / "endpoints.yaml"
     file.write_text(ENDPOINTS)
     certificate = tmp_path / "client.pem"
@@ -74,6 +77,7 @@ async def test_no_command_holds_locks_while_it_waits_for_its_client(
         await run("endpoint", "rotate-secret", "shop2")
         await run("endpoint", "certificate", "shop2", str(certificate))
         await run("endpoint", "certificate", "shop2", "--remove")
+        await run("dead", "skip", "moved", "--lane", lane, "--sequence", str(sequence))
         await run("endpoint", "fetch-token", "shop2")
         await run("endpoint", "fetch-token", "shop2", "--revoke")
         async with database.connection() as db:

@@ -44,6 +44,8 @@ class Watch:
     _known: int
     """The last number that this owner knows to be sequenced, by notification or by fetching."""
     _cut: int
+    _skip_seq: int
+    """The skipped number that this owner knows."""
     _stalled_since: float | None
     _sent: dict[int, int]
     """Every number that was ever sent, with its last `previous_seq`."""
@@ -79,6 +81,7 @@ class Watch:
         expires_at = _expires_at(self.disk.deliveries[seq - 1])
         expect(seq not in self._gone, f"{seq} is gone and not given up", command)
         expect(expires_at > self.now, f"{seq} has expired and is not given up", command)
+        expect(seq != self._skip_seq, f"{seq} was skipped and is not given up", command)
         due_at = inf if gate is Gate.SHUT else self._retry_at() if gate is Gate.OPEN else 0.0
         if due_at <= self.now:
             expect(isinstance(command, Send), f"{seq} is due and not sent", command)
@@ -111,6 +114,7 @@ class Watch:
         expect(gate is not Gate.SHUT, f"{seq} is sent through a shut gate")
         expect(not disk.blocked, f"{seq} does not wait for an operator")
         expect(seq not in self._reported_erased, f"{seq} is sent although it was erased")
+        expect(seq != self._skip_seq, f"{seq} is sent although it was skipped")
         last_seq = send.batch[-1].seq if send.batch else seq
         ends = disk.closed and last_seq == disk.last_seq
         expect(send.lane_ends == ends, f"{seq} is wrong about the end of the lane", send)

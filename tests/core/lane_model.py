@@ -88,7 +88,9 @@ class World(Watch):
             blocked=disk.blocked and not faults.forgets_blocks,
             ended=disk.closed,
             batch_max=self._batch_max,
+            skip_seq=disk.skip_seq,
         )
+        self._skip_seq = disk.skip_seq
         self.sending: Send | None = None
         self._runs = False
         self._ahead: Send | None = None
@@ -204,6 +206,17 @@ class World(Watch):
         self.disk.blocked = False
         if not any(record.blocks for record in self.pending):
             self.lane.unblock()
+
+    def skip(self) -> None:
+        """Skip the next delivery as an operator sees it: behind what is not written yet."""
+        if self.disk.ended < self.disk.last_seq:
+            self.disk.skip_seq = self.disk.ended + 1
+            self.disk.skipped.add(self.disk.skip_seq)
+
+    def notice_skip(self) -> None:
+        """Notify the owner that an operator has skipped a delivery."""
+        self._skip_seq = self.disk.skip_seq
+        self.lane.skip(self._skip_seq)
 
     def erase(self, i: int) -> None:
         """Erase the event of a pending number; copies in the delivery buffer remain."""

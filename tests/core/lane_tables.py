@@ -60,6 +60,10 @@ class Disk:
         """Dead letters by number."""
         self.given_out_at: list[float] = []
         self.blocked = False
+        self.skip_seq = 0
+        """The number that an operator skipped last."""
+        self.skipped: set[int] = set()
+        """All numbers that operators skipped."""
         self.closed = False
         """The lane belongs to an older generation."""
         self.folded = Progress()
@@ -119,6 +123,8 @@ class Disk:
                 expect(record.seq == record.dead.to_seq, "a range ends elsewhere", record)
             elif record.dead is not None:
                 self._expect_next(record.seq)
+                if record.dead.reason == "skipped":
+                    expect(record.seq in self.skipped, "nobody skipped it", record)
                 self.dead[record.seq] = record.dead
             elif row is not None and row.outcome == "delivered":
                 self._expect_next(record.seq)

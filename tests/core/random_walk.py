@@ -118,6 +118,8 @@ def _walk_lane(world: World, rng: random.Random, steps: int) -> None:
         (3, lambda: world.tick(rng.choice((0.1, 1, 5, 30)))),
         (0.3, lambda: world.cut(below(20))),
         (0.5, world.unblock),
+        (0.5, world.skip),
+        (1, world.notice_skip),
         (0.2 if ends else 0, world.end),
         (1, lambda: world.crash(below(4), received=chance(), skew_s=rng.choice((0, 0, -2, 2)))),
         (1, lambda: world.deliver_late_copy(below(4))),

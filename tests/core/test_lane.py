@@ -6,6 +6,7 @@ random generator.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -25,6 +26,7 @@ from outbox.core.delivery.commands import (
 )
 from outbox.core.delivery.delivery_buffer import REFILL_LEVEL
 from outbox.core.delivery.lane import Lane
+from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.response import AttemptOutcome, AttemptResult, stored_response
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_model import World
@@ -125,6 +127,14 @@ class LaneMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 20))
     def cut(self, count: int) -> None:
         self.world.cut(count)
+
+    @rule()
+    def skip(self) -> None:
+        self.world.skip()
+
+    @rule()
+    def notice_skip(self) -> None:
+        self.world.notice_skip()
 
     @rule()
     def unblock(self) -> None:
@@ -250,6 +260,80 @@ def test_a_retry_waits_no_longer_than_the_event_expiry() -> None:
     lane = lane_with(delivery(1, expires_at=ends_at))
     lane.confirm_recorded(attempt(lane, BUSY)[1])
     assert lane.next(NOW) == Wait(NOW + 0.25)
+
+
+def test_a_skipped_delivery_is_dead_lettered_when_it_is_the_next_one() -> None:
+    lane = lane_with(*map(delivery, range(1, 4)))
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    lane.skip(1)
+    record = lane.record_result(AttemptOutcome.RETRY, BUSY, POLICY, started_at=NOW, now=NOW, u=0.5)
+    lane.confirm_recorded(record)
+    # Neither its retry time nor the circuit breaker delays it.
+    skipped = lane.next(NOW, Gate.SHUT)
+    assert isinstance(skipped, Record)
+    assert skipped.dead == DeadLetter(delivery(1), "skipped", 1, stored_response(BUSY))
+    assert not skipped.blocks
+    lane.confirm_recorded(skipped)
+    lane.skip(1)
+    send, record = attempt(lane, OK)
+    assert (send.delivery.seq, send.previous_seq) == (2, 0)
+
+
+def test_a_skip_of_what_was_delivered_has_no_effect() -> None:
+    lane = lane_with(delivery(1), delivery(2))
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    lane.skip(1)
+    record = lane.record_result(
+        AttemptOutcome.DELIVERED, OK, POLICY, started_at=NOW, now=NOW, u=0.0
+    )
+    assert record.dead is None
+    assert attempt(lane, OK)[0].delivery.seq == 2
+
+
+def test_a_skipped_delivery_is_not_sent_when_its_slot_comes() -> None:
+    lane = lane_with(delivery(1), delivery(2))
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    assert lane.revalidate(send, NOW) is send
+    lane.skip(1)
+    assert lane.revalidate(send, NOW) is None
+    lane.cancel_send()
+    assert isinstance(lane.next(NOW), Record)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_policy_with_fewer_attempts_ends_a_delivery_that_has_made_them(blocks: bool) -> None:
+    lane = lane_with(delivery(1), delivery(2))
+    for n in range(2):
+        lane.confirm_recorded(attempt(lane, BUSY, NOW + 4 * n)[1])
+    lane.apply_policy(replace(POLICY, attempts_max=3), blocks=blocks)
+    assert lane.next(NOW + 4, Gate.SHUT) is None
+    lane.apply_policy(replace(POLICY, attempts_max=2), blocks=blocks)
+    record = lane.next(NOW + 4, Gate.SHUT)
+    assert isinstance(record, Record)
+    assert record.dead == DeadLetter(delivery(1), "exhausted", 2, stored_response(BUSY))
+    assert record.blocks == blocks
+    lane.confirm_recorded(record)
+    assert isinstance(lane.next(NOW + 4), Send) != blocks
+
+
+def test_a_delivery_that_fails_alone_is_reported_as_stuck() -> None:
+    lane = lane_with(delivery(1))
+    policy = replace(POLICY, attempts_max=100, age_max_s=86400.0)
+    stuck = []
+    for n in range(2 * STUCK_EVERY + 1):
+        send = lane.next(NOW + 60 * n, Gate.OPEN)
+        assert isinstance(send, Send)
+        record = lane.record_result(
+            AttemptOutcome.RETRY, BUSY, policy, started_at=NOW, now=NOW + 60 * n, u=0.0,
+            endpoint_healthy=n != STUCK_EVERY - 1,
+        )  # fmt: skip
+        stuck.append(record.stuck)
+        lane.confirm_recorded(record)
+    # At the fifth attempt the whole endpoint was failing.
+    assert [n for n, each in enumerate(stuck, 1) if each] == [2 * STUCK_EVERY]
 
 
 def test_an_erased_event_keeps_its_sequence_number() -> None:

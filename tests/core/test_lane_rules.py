@@ -246,6 +246,20 @@ class CountsUnsentRequests(Lane):
         self._retry.attempts += 1
 
 
+class IgnoresSkip(Lane):
+    """Goes on sending a skipped delivery."""
+
+    def skip(self, seq: int) -> None:
+        """Do nothing."""
+
+
+class SkipsWhateverIsNext(Lane):
+    """Skips the next delivery, although the skipped one has ended meanwhile."""
+
+    def skip(self, seq: int) -> None:
+        super().skip(self._acked + 1)
+
+
 class IgnoresBlock(Lane):
     """Does not wait for an operator."""
 
@@ -445,6 +459,8 @@ FOUND_SOON_FROM: dict[type[Lane], int] = {
         (RefetchesCutDeliveries, NO_FAULTS, "although it has ended"),
         (CutsFromWrongBatch, NO_FAULTS, "reading a range begins too late"),
         (CountsUnsentRequests, NO_FAULTS, "forgets its attempts|are not what is logged"),
+        (IgnoresSkip, NO_FAULTS, "is sent although it was skipped|was skipped and is not given up"),
+        (SkipsWhateverIsNext, NO_FAULTS, "nobody skipped it"),
         (IgnoresBlock, NO_FAULTS, "does not wait for an operator"),
         (DoesNotPersistBlock, NO_FAULTS, "does it block"),
         (NeverMarksLaneEnd, NO_FAULTS, "wrong about the end"),

@@ -6,13 +6,16 @@ The relay and PostgreSQL are real; the network responds from a script.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
+from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.response import AttemptResult
+from outbox.operations.skip import skip_delivery
 from tests.support.relay import (
     BUSY,
     OK,
@@ -42,6 +45,7 @@ GONE = AttemptResult.completed(410, 0.001)
 FOR_EVER = {**QUICK_RETRY, "attempts_max": 10_000}
 SECRET = "4711-do-not-tell"
 LETTER, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
+STUCK = "outbox.lane.stuck"
 HELD, RECOVERED = "outbox.endpoint.held", "outbox.endpoint.recovered"
 STALLED, DISABLED = "outbox.endpoint.stalled", "outbox.endpoint.disabled"
 LAGGING = "outbox.relay.lagging"
@@ -565,6 +569,56 @@ async def _health(database: Database, name: str, state: str) -> bool:
     sql = """SELECT h.state = $2 FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
               WHERE e.name = $1"""
     return bool(await fetchval(database, sql, name, state))
+
+
+async def test_a_lane_with_a_delivery_that_fails_alone_is_reported_as_stuck(
+    database: Database,
+) -> None:
+    """Every few attempts while the endpoint is healthy, with the command that skips it."""
+    endpoint = await add_endpoint(
+        database, "bill ing's", lanes=1, types=["order.*"], retry=FOR_EVER
+    )
+    await add_endpoint(database, "ops", types=["outbox.**"])
+
+    def response(sent: Sent) -> AttemptResult:
+        # The endpoint is healthy as long as other deliveries succeed in between.
+        return BUSY if sent.body["data"] == SECRET else OK
+
+    network = Network(response)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("outbox.core.delivery.circuit_breaker.FAILURES_MAX", 1000)
+        async with running(database, network):
+            await publish(database, "first", SECRET, "waits", type="order.paid")
+            await until(lambda: count_of(database, STUCK, 1), 20, "the report")
+            (event,) = await operational_events(database, STUCK)
+            await until(lambda: count_of(database, STUCK, 2), 20, "another report")
+            payload = event["payload"]
+            skip = shlex.split(payload["skip"])
+            assert skip[:4] == ["outbox", "dead", "skip", "bill ing's"]
+            async with database.at_hand() as db:
+                await skip_delivery(db, "relay", skip[3], skip[5], int(skip[7]), actor="test")
+            await until(lambda: "waits" in network.data(), 20, "the next delivery")
+    assert payload["endpoint"] == {"id": str(endpoint.id), "name": "bill ing's"}
+    assert (payload["sequence"], payload["attempts"], payload["probes"]) == (2, STUCK_EVERY, 0)
+    assert (payload["type"], payload["status"]) == ("order.paid", 503)
+    published = "SELECT event_id::text FROM outbox WHERE payload = to_jsonb($1::text)"
+    assert payload["event"] == await fetchval(database, published, SECRET)
+    assert SECRET not in orjson.dumps(payload).decode()
+    assert got(network, "ops").count(STUCK) >= 2
+    assert await exceptions(database) == {}
+
+
+async def test_operational_events_that_fail_are_not_reported_as_stuck(database: Database) -> None:
+    await add_endpoint(database, types=["order.*"])
+    await add_endpoint(database, "ops", types=["outbox.**"], lanes=1, retry=FOR_EVER)
+    network = responses(shop=REFUSED, ops=BUSY)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("outbox.core.delivery.circuit_breaker.FAILURES_MAX", 1000)
+        async with running(database, network):
+            await publish(database, 1, type="order.paid")
+            tried = "SELECT max(spent) > $1 FROM lane_progress"
+            await until(lambda: fetchval(database, tried, 2 * STUCK_EVERY), 20, "its attempts")
+    assert await counted(database) == {LETTER: 1}
 
 
 async def _letters_of(database: Database, name: str, least: int) -> bool:

@@ -259,7 +259,9 @@ HEAD = STANDING.head
             },
             [
                 f"waits: its endpoint has been failing for 2 d; {PROBING_TEXT}",
-                "failed after 59 attempts (55 of them probes), the last: it responded with 503",
+                "failed after 4 attempts and 55 probes, which do not count, the last: it "
+                "responded with 503; to skip it: outbox dead skip 'bill ing' --lane l-1-0 "
+                "--sequence 5",
             ],
         ),
         (

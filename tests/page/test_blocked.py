@@ -1,4 +1,4 @@
-"""Blocked lanes: the blocking dead letter is shown, and actions unblock the lane."""
+"""Stuck lanes: what blocks them is shown, and actions unblock or skip it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from playwright.async_api import expect
 
 from tests.page.browser import visiting
 from tests.support.api import make_token, serving
-from tests.support.relay import OK, REFUSED, Network, add_endpoint, fetchval, publish, running
+from tests.support.relay import (
+    BUSY,
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    fetchval,
+    publish,
+    running,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -73,7 +82,7 @@ async def test_an_endpoint_links_the_blocking_dead_letter_and_can_be_unblocked(
         await visitor.open("endpoint/strict")
         by = visitor.main.get_by_role("link", name="blocked by dead letter 1")
         await expect(by).to_have_attribute("href", "#/dead-letter/1")
-        await visitor.wait_for(visitor.page.get_by_role("columnheader", name="Blocked", exact=True))
+        await visitor.wait_for(visitor.page.get_by_role("columnheader", name="Stuck", exact=True))
         await visitor.wait_for(visitor.page.get_by_role("columnheader", name="Completed"))
         await visitor.press("Unblock lanes")
         await visitor.wait_for(
@@ -124,3 +133,26 @@ async def test_a_tenant_does_not_see_the_ownership_history(database: Database) -
         await visitor.open("endpoint/strict")
         await visitor.wait_for("All settings")
         await visitor.wait_until_absent("Ownership history")
+
+
+async def test_a_stuck_delivery_is_skipped_from_the_page(database: Database) -> None:
+    retry = {"base_s": 0.05, "factor": 1.0, "cap_s": 0.05, "attempts_max": 10_000}
+    await add_endpoint(database, "strict", lanes=1, retry=retry)
+    secret = await make_token(database, "me")
+    network = Network(lambda sent: BUSY if sent.body["data"] == "poison" else OK)
+    async with (
+        serving(database) as api,
+        visiting(api.url) as visitor,
+        running(database, network),
+    ):
+        await publish(database, "poison", 2, 3)
+        await until(lambda: network.sent, 30, "an attempt")
+        await visitor.sign_in(secret)
+        await visitor.open("endpoint/strict")
+        await visitor.press("Skip")
+        await visitor.wait_for(visitor.dialog.get_by_text("2 deliveries wait behind it."))
+        await visitor.press("Skip", inside=visitor.dialog)
+        letter = visitor.page.get_by_role("link", name="dead letter 1")
+        await expect(letter).to_have_attribute("href", "#/dead-letter/1")
+        await until(lambda: network.data() == [2, 3], 30, "the lane to go on")
+        await expect(visitor.main.get_by_role("button", name="Skip")).to_have_count(0)

@@ -29,6 +29,7 @@ from outbox.core.sequencing.partition_window import Retention
 from outbox.core.sequencing.router import Deliveries
 from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.skip import LaneMoved
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.endpoint_state import EndpointState
 from outbox.store.filters import MATCH_ALL, FilterFailure, FilterStopReason
@@ -325,6 +326,7 @@ class Script:
             and (batches.batch, sorted(batches.last_seqs.items()), batches.more),
             await self._lanes.counters(lanes),
             await self._lanes.blocked(lanes),
+            await self._lanes.skipped(self._side.endpoint_ids),
         )
 
     async def _release(self) -> Any:
@@ -593,6 +595,8 @@ class Script:
             return await stores.backfill.request_backfill(
                 db, SCHEMA, Criteria(name, since=since), actor="test"
             )
+        elif u < 0.96:
+            return await self._skip(name)
         elif u < 0.98:
             return (
                 await stores.replay_jobs.abort_job(db, SCHEMA, rng.randrange(1, 5), actor="test")
@@ -602,6 +606,23 @@ class Script:
             some = DeadLetterSelection(everything=not ids, ids=ids)
             return await stores.discard.discard_dead_letters(db, SCHEMA, some, actor="test")
         return name
+
+    async def _skip(self, name: str) -> Any:
+        """Skip the next delivery of a lane, or one that has just ended or waits behind it."""
+        endpoint_id = self._side.endpoint_ids[int(name[1:])]
+        lanes = await self._lanes.lanes([endpoint_id])
+        if not lanes:
+            return None
+        lane = self._rng.choice(sorted(lanes, key=lambda each: each.id))
+        acked_seq = max([lane.progress.acked_seq, *(seq for seq, _, _ in lane.tail)])
+        sequence = max(acked_seq + self._rng.choice((0, 1, 1, 2)), 1)
+        try:
+            skipped = await self._stores.skip.skip_delivery(
+                self._db, SCHEMA, name, lane.name, sequence, actor="test", wait_s=0.0
+            )
+        except LaneMoved:
+            return lane.id, sequence, "moved"
+        return lane.id, sequence, skipped.pending
 
 
 def dateless(generation: int) -> int:

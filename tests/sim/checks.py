@@ -81,7 +81,7 @@ class Checker:
 
     UNDONE = (
         "lanes", "_by_id", "sequenced", "in_batch", "_dead_ids", "_visible_at", "_owner_of",
-        "_acked", "_committed_at", "_paused_at",
+        "_skips", "_acked", "_committed_at", "_paused_at",
     )  # fmt: skip
     """The records that a restore of the database undoes."""
 
@@ -102,6 +102,8 @@ class Checker:
         self.sequenced: dict[UUID, set[int]] = defaultdict(set)
         self.in_batch: dict[int, int] = {}
         self._dead_ids: set[int] = set()
+        # Lanes with sequence numbers that operators have skipped.
+        self._skips: set[tuple[int, int]] = set()
         self._visible_at: dict[int, float] = {}
         self.received = Received(world, database)
         self._endpoint_of: dict[str, UUID] = {}
@@ -139,11 +141,12 @@ class Checker:
     def _committed(self, tx: Transaction) -> None:
         db = self.database
         self.replayed.committed(tx)
-        lanes = tx.writes.get(db.lane)
-        if lanes:
-            for row in lanes.values():
-                assert row is not None
+        for lane_id, row in (tx.writes.get(db.lane) or {}).items():
+            assert row is not None
+            if lane_id not in self._by_id:
                 self.know(row)
+            if row["skip_seq"] is not None:
+                self._skips.add((lane_id, row["skip_seq"]))
         for row in (tx.writes.get(db.replica) or {}).values():
             if row is not None and row["id"] not in self._owner_of:
                 self._owner_of[row["id"]] = row["name"]
@@ -302,6 +305,8 @@ class Checker:
         if row["reason"] == "erased":
             where = f"lane {row['lane_id']}: {row['seq']}"
             raise Violation("retention", f"the event of {where} was dropped, and pending")
+        if row["reason"] == "skipped" and (row["lane_id"], row["seq"]) not in self._skips:
+            raise Violation("skip", f"lane {row['lane_id']}: nobody skipped {row['seq']}")
         for seq in range(row["seq"], row["to_seq"] + 1):
             book.dead.add(seq)
             book.end(seq)

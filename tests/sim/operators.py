@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+from outbox.core.model.ids import lane_name
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
@@ -26,6 +27,7 @@ from tests.sim.stores import (
     replay_jobs,
     replays,
     schedule_changes,
+    skip,
 )
 from tests.sim.stores.change import make_change
 from tests.sim.timetable import GRIDS
@@ -124,12 +126,31 @@ class Operator:
             await self._disable(name)
         elif u < 0.78:
             await self._try(endpoint_states.enable_endpoint, name)
+        elif u < 0.85:
+            await self._skip()
         elif u < 0.93:
             await self._try(replays.start_replay, DeadLetterSelection(everything=True))
         else:
             await self._try(discard.discard_dead_letters, DeadLetterSelection(everything=True))
         if rng.random() < 0.5:
             await self._send_again(rng.choice(endpoints)["name"])
+
+    async def _skip(self) -> None:
+        """Skip the next delivery of a lane, or one that has just ended or waits behind it."""
+        db = self._sim.database
+        found = [row for row in db.lane.rows.values() if self._is_pending(row["id"])]
+        if not found:
+            return
+        lane = self._rng.choice(found)
+        sequence = db.lane_progress.rows[lane["id"]]["acked_seq"] + self._rng.choice((0, 1, 1, 2))
+        place = lane_name(lane["endpoint_id"], lane["generation"], lane["slot"])
+        name = db.endpoint.rows[lane["endpoint_id"]]["name"]
+        await self._try(skip.skip_delivery, name, place, sequence)
+
+    def _is_pending(self, lane_id: int) -> bool:
+        db = self._sim.database
+        last_seq = db.lane_counter.rows[lane_id]["last_seq"]
+        return bool(last_seq > db.lane_progress.rows[lane_id]["acked_seq"])
 
     async def _send_again(self, name: str) -> None:
         """Request a replay or a backfill, and abort some of them."""

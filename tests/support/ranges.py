@@ -39,6 +39,16 @@ SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, 'disabled', 0 FROM pendin
 RETURNING id
 """
 
+# The next delivery of a lane of an endpoint.
+NEXT_PENDING = """
+SELECT relay.lane_name(l.endpoint_id, l.generation, l.slot) AS lane, p.acked_seq + 1 AS sequence
+  FROM relay.lane l
+  JOIN relay.lane_progress p ON p.lane_id = l.id
+  JOIN relay.lane_counter c ON c.lane_id = l.id
+  JOIN relay.endpoint e ON e.id = l.endpoint_id
+ WHERE e.name = $1 AND c.last_seq > p.acked_seq ORDER BY l.id LIMIT 1
+"""
+
 NEW_LANES = """
 WITH e AS (
     UPDATE endpoint SET generation = generation + 1, lanes = $2 WHERE id = $1
@@ -53,6 +63,13 @@ INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch, epoch)
 SELECT added.id, added.endpoint_id, $3, o.epoch
   FROM added JOIN ownership o ON o.endpoint_id = added.endpoint_id
 """
+
+
+async def next_pending(database: Database, endpoint: str) -> tuple[str, int]:
+    """The name of a lane with pending deliveries, and the sequence number of the first one."""
+    async with database.at_hand() as db:
+        row = await db.fetchrow(NEXT_PENDING, endpoint)
+    return row["lane"], row["sequence"]
 
 
 async def sequencer(database: Database) -> Sequencer:

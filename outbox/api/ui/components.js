@@ -7,7 +7,7 @@ import { ago, time } from "./format.js";
 // Badge colour of each state.
 const TONE = {
   healthy: "good", delivered: "good", replayed: "good", active: "good", alive: "good", ok: "good", done: "good",
-  recovering: "fair", pending: "fair", replaying: "fair", running: "fair", waiting: "fair", held: "fair",
+  degraded: "fair", recovering: "fair", pending: "fair", replaying: "fair", running: "fair", waiting: "fair", held: "fair",
   paused: "off", disabled: "off", discarded: "off", lapsed: "off", expired: "off", aborted: "off", free: "off",
   failing: "bad", rejecting: "bad", dead: "bad", dead_again: "bad", blocked: "bad", problem: "bad", warning: "fair",
   disabling: "off", removing: "off", dead_lettered: "bad",
@@ -17,6 +17,12 @@ export const badgeTone = (word) => TONE[word] ?? "fair";
 
 export function badge(word, title) {
   return h("span", { class: `badge ${badgeTone(word)}`, title }, String(word).replaceAll("_", " "));
+}
+
+// The condition of an endpoint; `lanes` is their number.
+export function condition(each, lanes, title) {
+  const failing = each.failing_lanes ? ` (${each.failing_lanes} of ${Math.max(lanes, each.failing_lanes)} lanes)` : "";
+  return h("span", { class: `badge ${badgeTone(each.condition)}`, title }, each.condition.replaceAll("_", " ") + failing);
 }
 
 // Only operators can run commands: hints that name a command are for them.

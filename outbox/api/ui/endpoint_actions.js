@@ -1,10 +1,11 @@
-// Actions on an endpoint: pause, resume, unblock, rotate the secret, test.
+// Actions on an endpoint: pause, resume, unblock, skip, rotate the secret, test.
 
 import { describeUnblocking } from "./dead_letter_actions.js";
 import { name, post } from "./api.js";
 import { h } from "./dom.js";
 import { code, definitionList, responseLine } from "./components.js";
-import { duration } from "./format.js";
+import { duration, plural } from "./format.js";
+import { link } from "./router.js";
 import { comment, confirm, copyable, field, runAction, tryRequest } from "./dialogs.js";
 
 const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
@@ -30,6 +31,20 @@ export async function unblock(endpoint, blocked) {
   const form = await confirm(`Unblock the lanes of ${endpoint}?`,
     [unblockingNotes(blocked), h("p", { class: "hint" }, "A failing endpoint is retried immediately."), comment()], { yes: "Unblock" });
   if (form) await runAction(() => post(path(endpoint, "resume"), { comment: form.comment || null }), `The lanes of ${endpoint} are unblocked.`);
+}
+
+// Give up the delivery that a lane is stuck on.
+export async function skip(endpoint, lane) {
+  const sequence = lane.acked_seq + 1;
+  const behind = lane.last_seq - sequence;
+  const form = await confirm(`Skip sequence ${sequence}?`, [
+    h("p", null, `Lane ${lane.name} goes on${behind ? `: ${plural(behind, "delivery waits", "deliveries wait")} behind it` : ""}.`),
+    h("p", { class: "hint" }, "It becomes a dead letter, which you can replay later. A request in flight completes first."), comment()],
+  { yes: "Skip", kind: "danger" });
+  if (!form) return;
+  await runAction(() => post(path(endpoint, "skip"), { lane: lane.name, sequence, comment: form.comment || null }), (result) => (result.dead_letter
+    ? ["Skipped: ", h("a", { href: link("dead-letter", [String(result.dead_letter)]) }, `dead letter ${result.dead_letter}`), "."]
+    : "It will be skipped as soon as a relay delivers to the endpoint."));
 }
 
 export async function rotateSecret(endpoint) {

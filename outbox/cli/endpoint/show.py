@@ -23,7 +23,7 @@ from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import endpoint_config, retry_policy
 from outbox.core.model.endpoint import SETTINGS
-from outbox.core.model.endpoint_condition import HEALTHY
+from outbox.core.model.endpoint_condition import HEALTHY, describe_condition
 from outbox.operations import endpoints
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
                 r.types,
                 _tenant(r),
                 r.lanes,
-                r.condition,
+                describe_condition(r.condition, r.failing_lanes, r.lanes),
                 r.pending,
                 r.dead_letters,
             )
@@ -228,7 +228,7 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
     return [
         ("id", row.id),
         ("name", row.name),
-        ("condition", row.condition),
+        ("condition", describe_condition(row.condition, row.failing_lanes, row.lanes)),
         ("state", state),
         ("receives", None if row.subscribed else "no new events"),
         ("relay", _relay(detail)),

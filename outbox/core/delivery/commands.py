@@ -130,6 +130,8 @@ class Record(NamedTuple):
     dead: DeadLetter | DeadRange | None = None
     blocks: bool = False
     """The lane is blocked afterwards, until an operator unblocks it."""
+    stuck: bool = False
+    """The lane is reported as stuck on this delivery."""
 
     @property
     def urgent(self) -> bool:

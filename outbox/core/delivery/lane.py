@@ -5,7 +5,8 @@ result with the other methods.
 
     next ──▶ Send ──▶ record_result ──▶ Record(delivered) ──▶ next     (may be group-committed)
       │                     └─────────▶ Record(retry, dead letter) ──▶ confirm_recorded ──▶ next
-      ├────▶ Record(dead letter unsent: expired, erased, backlog) ──▶ confirm_recorded ──▶ next
+      ├────▶ Record(dead letter unsent: erased, skipped, expired, exhausted by a new policy,
+      │             backlog) ──▶ confirm_recorded ──▶ next
       ├────▶ Fetch ───▶ append_fetched ──▶ next
       ├────▶ Wait(until) … next
       └────▶ None     … extend_to, unblock, or the gate opens ──▶ next
@@ -42,6 +43,7 @@ from outbox.core.delivery.commands import (
 )
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer, is_expired
 from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.delivery.retry_state import RetryState
 from outbox.core.model.response import (
     AttemptOutcome,
@@ -82,6 +84,7 @@ class Lane:
         blocked: the lane is blocked until an operator unblocks it.
         ended: the lane belongs to an older generation and gets no new deliveries.
         batch_max: deliveries per request; None: requests are not batches.
+        skip_seq: the sequence that an operator skipped last; 0: none.
     """
 
     __slots__ = (
@@ -100,6 +103,7 @@ class Lane:
         "_pending_cut",
         "_retry",
         "_sent_through_batch",
+        "_skip_seq",
         "_stalled_since",
         "_stopped",
         "_success_at",
@@ -118,6 +122,7 @@ class Lane:
         blocked: bool = False,
         ended: bool = False,
         batch_max: int | None = None,
+        skip_seq: int = 0,
     ) -> None:
         self.id = lane_id
         self._batch_size = BatchSize()
@@ -139,6 +144,7 @@ class Lane:
         self._sent_through_batch = sent_through_batch
         self._blocked = blocked
         self._ended = ended
+        self._skip_seq = skip_seq
         self._buffer = DeliveryBuffer(self._acked, self._floor_batch, batch_max)
         self._busy: _Busy | None = None
         self._is_free_probe = False
@@ -245,9 +251,13 @@ class Lane:
         first, retry = buffer.queue[0], self._retry
         if isinstance(first, ErasedEvent):
             return self._dead_letter(first, "erased", None)
+        if first.seq == self._skip_seq:
+            return self._dead_letter(first, "skipped", None)
         expires_at = inf if first.expires_at is None else first.expires_at.timestamp()
         if expires_at <= now:
             return self._dead_letter(first, "expired", None)
+        if retry.exhausted:
+            return self._dead_letter(first, "exhausted", None, blocks=retry.blocks)
         is_due = retry.is_due(now)
         if gate is _SHUT or (gate is _OPEN and not is_due):
             due_at = inf if gate is _SHUT else retry.next_attempt_at or now
@@ -364,6 +374,7 @@ class Lane:
         u: float,
         blocks: bool = False,
         preempted: bool = False,
+        endpoint_healthy: bool = False,
     ) -> Record:
         """Record the result of a Send with one delivery.
 
@@ -372,6 +383,8 @@ class Lane:
             u: uniform in [0, 1), for the jitter.
             blocks: if this dead-letters the delivery, the lane waits for an operator.
             preempted: the request was cancelled by admission control before it got a response.
+            endpoint_healthy: the circuit breaker is closed, so the delivery fails and not the
+                endpoint.
         """
         first, retry = self._buffer.queue[0], self._retry
         attempt = retry.attempts + 1
@@ -404,7 +417,9 @@ class Lane:
             policy, started_at=started_at, now=now, u=u, preempted=preempted
         ):
             return self._dead_letter(first, "exhausted", row, blocks=blocks)
-        return self._record_retry(first, row)
+        counts = not (self._is_free_probe or preempted)
+        stuck = counts and endpoint_healthy and retry.spent % STUCK_EVERY == 0
+        return self._record_retry(first, row, stuck=stuck)
 
     def record_batch_result(
         self,
@@ -484,6 +499,8 @@ class Lane:
         """
         if self._stopped or self._buffer.outdated or self._pending_cut is not None:
             return None
+        if self._retry.exhausted or send.delivery.seq == self._skip_seq:
+            return None
         if is_expired(send.delivery, now):
             return None
         count = next((n for n, d in enumerate(send.batch) if is_expired(d, now)), None)
@@ -516,6 +533,21 @@ class Lane:
         self._retry.clamp_delay(policy, now)
         if self._stalled_since is not None:
             self._stalled_since = min(self._stalled_since, now)
+
+    def apply_policy(self, policy: RetryPolicy, *, blocks: bool) -> None:
+        """Apply a changed retry policy: a delivery with as many attempts has exhausted it.
+
+        Args:
+            blocks: if this dead-letters the delivery, the lane waits for an operator.
+        """
+        self._retry.apply_policy(policy, blocks=blocks)
+
+    def skip(self, seq: int) -> None:
+        """Dead-letter this delivery when it is the next one and not in flight.
+
+        It is sent no more.  If its request in flight succeeds, it is delivered.
+        """
+        self._skip_seq = seq
 
     def dead_letter_through(self, through_seq: int, reason: LaneDeadLetterReason) -> None:
         """Dead-letter all deliveries up to this sequence as soon as nothing is in flight."""
@@ -565,7 +597,9 @@ class Lane:
             1 if is_alone else min(batch_max, self._batch_size.current), now
         )
 
-    def _record_retry(self, first: Delivery | ErasedEvent, row: AttemptRow) -> Record:
+    def _record_retry(
+        self, first: Delivery | ErasedEvent, row: AttemptRow, *, stuck: bool = False
+    ) -> Record:
         """Record a failed attempt; the lane waits until its retry state is durable."""
         self._busy = _Busy.RECORDING
         self._floor_batch = first.batch
@@ -582,7 +616,7 @@ class Lane:
             retry.last_response,
             self._success_at,
         )
-        return Record(self.id, first.seq, row, progress)
+        return Record(self.id, first.seq, row, progress, stuck=stuck)
 
     def _advance(self, seq: int, batch: int, *, delivered: bool) -> None:
         last_batch = self._buffer.discard_through(seq)

@@ -2,6 +2,7 @@
 
     outbox.dead_letter.created   a delivery was dead-lettered
     outbox.lane.blocked          a lane is blocked until an operator unblocks it
+    outbox.lane.stuck            a delivery fails again and again while its endpoint is healthy
     outbox.endpoint.held         the circuit breaker is open: failing or rejecting
     outbox.endpoint.recovered    the circuit breaker closed
     outbox.endpoint.stalled      a lane has had no success for a day
@@ -13,7 +14,8 @@ They are delivered like any other event: sequenced, retried, dead-lettered.
 
 **Operational events never cause further ones without end.**  The result of delivering an
 operational event is not reported.  A dead letter or a block is reported if it concerns an
-ordinary event, a range if it contains one.  An open breaker is reported at the first failure
+ordinary event, a range if it contains one; a stuck lane likewise, after every
+`STUCK_EVERY` attempts of the delivery's own.  An open breaker is reported at the first failure
 of an ordinary delivery while it is open, and its recovery only if it was reported; a stall if
 an ordinary event is pending in the lane.  Every report therefore needs an ordinary delivery
 that failed or waits, and each such delivery causes at most a few.  Two are reported whatever
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 DEAD_LETTER_CREATED = f"{RESERVED_PREFIX}dead_letter.created"
 LANE_BLOCKED = f"{RESERVED_PREFIX}lane.blocked"
+LANE_STUCK = f"{RESERVED_PREFIX}lane.stuck"
 ENDPOINT_HELD = f"{RESERVED_PREFIX}endpoint.held"
 ENDPOINT_RECOVERED = f"{RESERVED_PREFIX}endpoint.recovered"
 ENDPOINT_STALLED = f"{RESERVED_PREFIX}endpoint.stalled"
@@ -48,6 +51,9 @@ RELAY_LAGGING = f"{RESERVED_PREFIX}relay.lagging"
 WARN_AFTER_S = 86400.0
 """Seconds without a success after which a lane has stalled.  Not reported if the endpoint is
 disabled at that age or earlier."""
+STUCK_EVERY = 5
+"""Failed attempts of one delivery after which its lane is reported as stuck, and again after as
+many.  Only those that count against the retry limit, while the circuit breaker is closed."""
 LAGGING_S = 10.0
 """Seconds that events must wait, while a replica leads, to count as late."""
 LAGGING_EVERY_S = 600.0

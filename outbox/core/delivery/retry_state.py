@@ -30,6 +30,10 @@ class RetryState:
     first_attempt_at: float | None = None
     next_attempt_at: float | None = None
     last_response: dict[str, Any] | None = None
+    exhausted: bool = False
+    """A changed policy allows no further attempt."""
+    blocks: bool = False
+    """If the delivery is dead-lettered for that, its lane waits for an operator."""
 
     @classmethod
     def from_progress(cls, progress: Progress) -> RetryState:
@@ -63,6 +67,11 @@ class RetryState:
         if self.next_attempt_at is not None:
             _, longest_s = policy.delay_bounds_s(max(self.spent, 1))
             self.next_attempt_at = min(self.next_attempt_at, now + longest_s)
+
+    def apply_policy(self, policy: RetryPolicy, *, blocks: bool) -> None:
+        """Apply a changed policy to the attempts that were made."""
+        self.exhausted = self.spent > 0 and policy.exhausted(self.spent, 0.0)
+        self.blocks = blocks
 
     def charge_attempt(
         self,

@@ -21,6 +21,7 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.operations.lanes import LANE_STATE
+from outbox.operations.skip import skip_command
 
 
 def _lane(row: Any) -> str:
@@ -60,7 +61,7 @@ def blocked(row: Any) -> CheckResult:
 # Retry state older than an acknowledgement above the checkpoint is stale: its delivery has been
 # delivered since.
 FAILING = """
-SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, p.retry_seq, p.attempts,
+SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, p.retry_seq, p.attempts, p.spent,
        extract(epoch FROM clock_timestamp() - p.first_attempt_at)::float8 AS since_s,
        p.last_response::text AS last_response
   FROM lane_progress p
@@ -85,10 +86,15 @@ def failing(row: Any) -> CheckResult:
     """The next delivery of a lane has been failing for long."""
     response = orjson.loads(row["last_response"]) if row["last_response"] else {}
     last = response.get("status") or response.get("failure") or "no response"
+    lane = lane_name(row["endpoint_id"], row["generation"], row["slot"])
+    own = format_count(row["spent"], "attempt")
+    probes = row["attempts"] - row["spent"]
+    tried = f"{own} and {format_count(probes, 'probe')}" if probes else own
     return warning(
         f"{_lane(row)} has been failing at sequence {row['retry_seq']} for "
-        f"{format_age(row['since_s'])}: {format_count(row['attempts'], 'attempt')}, {last}",
-        "fix its receiver; when the retries are exhausted, the delivery is dead-lettered",
+        f"{format_age(row['since_s'])}: {tried}, {last}",
+        "fix its receiver; when the retries are exhausted, the delivery is dead-lettered; or skip "
+        f"it: {skip_command(row['name'], lane, row['retry_seq'])}",
     )
 
 

@@ -144,11 +144,14 @@ class Dispatcher:
                 self._lanes[owned.loaded.id] = owned
             self._activate_all(runtime)
 
-    def update_endpoints(self, endpoints: Collection[Endpoint], lifted: set[int]) -> None:
+    def update_endpoints(
+        self, endpoints: Collection[Endpoint], lifted: set[int], skipped: Mapping[int, int]
+    ) -> None:
         """Apply changed settings and operators' decisions.
 
         Args:
             lifted: lanes that were unblocked.
+            skipped: by lane, the sequence number of the delivery that was skipped last.
         """
         for endpoint in endpoints:
             runtime = self._owned[endpoint.id]
@@ -159,6 +162,8 @@ class Dispatcher:
             runtime.apply_settings(endpoint, self._now())
             self._admission.change_endpoint(runtime.queue, endpoint)
             self._requeue(runtime)
+            for lane_id in runtime.lanes.keys() & skipped.keys():
+                runtime.lanes[lane_id].state.skip(skipped[lane_id])
             for lane_id in runtime.lanes.keys() & lifted:
                 runtime.lanes[lane_id].state.unblock()
                 # Also without pending deliveries: newer generations may wait for it.

@@ -86,6 +86,7 @@ class LaneRuntime:
             blocked=loaded.blocked,
             ended=loaded.ended,
             batch_max=runtime.endpoint.batch_max,
+            skip_seq=loaded.skip_seq,
         )
         self.slot = Slot(runtime.queue)
         # Mean size of the payloads that were read last.
@@ -222,6 +223,7 @@ class EndpointRuntime:
             if lane is None:
                 lane = self.lanes[each.id] = LaneRuntime(self, each, sent_through_batch)
                 lane.state.clamp_times(self.endpoint.retry, now)
+                lane.state.apply_policy(self.endpoint.retry, blocks=self.endpoint.blocks)
             elif each.ended:
                 # Its counter was read after the change, so it is final.
                 lane.state.mark_ended()
@@ -248,6 +250,7 @@ class EndpointRuntime:
         for lane in self.lanes.values():
             lane.prepared = lane.prefetched = None
             lane.state.set_batch_max(endpoint.batch_max)
+            lane.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)
         if endpoint.state == "paused":
             self.breaker.pause()
         elif was.resumes != endpoint.resumes:

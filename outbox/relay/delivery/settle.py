@@ -85,6 +85,7 @@ def settle(
         outcome, response, policy,
         started_at=attempt.started_at, now=now, u=u,
         blocks=endpoint.blocks, preempted=attempt.preempted,
+        endpoint_healthy=lane.runtime.breaker.state is _HEALTHY,
     )  # fmt: skip
     telemetry.attempt_completed(lane, send.delivery, response, record, attempt.span)
     return Settlement(outcome, [record], effect)

@@ -45,7 +45,13 @@ def add_lane(
 ) -> Row:
     """Add a lane without deliveries."""
     new = db.serial(db.lane)
-    lane = {"id": new, "endpoint_id": endpoint_id, "generation": generation, "slot": slot}
+    lane = {
+        "id": new,
+        "endpoint_id": endpoint_id,
+        "generation": generation,
+        "slot": slot,
+        "skip_seq": None,
+    }
     put(db.lane, new, lane)
     put(db.lane_counter, new, {"lane_id": new, "last_seq": 0})
     progress = Progress(floor_batch=from_batch)._asdict()

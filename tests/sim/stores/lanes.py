@@ -22,6 +22,7 @@ from outbox.store.endpoints import Endpoint
 from outbox.store.lanes import NEW_BATCHES_MAX, LoadedLane, NewBatches
 from tests.sim.database.endpoints import SECRET
 from tests.sim.stores.routing_change import read_last_batch
+from tests.sim.stores.skip import read_skipped
 from tests.sim.stores.timeline import history_changed
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class LaneStore(real.LaneStore):
 
     async def blocked(self, lane_ids: Collection[int]) -> set[int]:
         return await self._db.call(read_blocked, set(lane_ids))
+
+    async def skipped(self, endpoint_ids: Collection[UUID]) -> dict[int, int]:
+        return await self._db.call(read_skipped, set(endpoint_ids))
 
 
 # -------------------------------------------------------------------- endpoints
@@ -150,6 +154,7 @@ def read_lanes(db: Database, tx: Transaction, endpoint_ids: set[UUID]) -> list[L
                 lane["generation"],
                 not newest or history_changed(db, tx),
                 blocked,
+                lane["skip_seq"] or 0,
                 c["last_seq"],
                 db.batch(first[0].batch).at.timestamp() if first else None,
                 Progress(**{name: p[name] for name in Progress._fields}),

@@ -5,11 +5,11 @@ import { h, show } from "../dom.js";
 import * as endpointActions from "../endpoint_actions.js";
 import { lanes } from "../lanes.js";
 import { live } from "../live.js";
-import { responseLine, badge, button, code, definitionList, row, table, when } from "../components.js";
+import { condition, responseLine, button, code, definitionList, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { capital, count, plural, time } from "../format.js";
 
-const LANES = ["Lane", "#Pending", "#Completed", "#Attempts", "Next attempt", "Last response", "Blocked"];
+const LANES = ["Lane", "#Pending", "#Completed", "#Attempts", "Next attempt", "Last response", "Stuck"];
 const OWNERSHIP = ["When", "Change", "Relay", "Reason"];
 const LANES_SHOWN = 64;
 const DEAD_LETTERS_MAX = 1000;
@@ -28,8 +28,8 @@ async function findBlockers(endpoint, blocked, known, signal) {
   }
 }
 
-function blockedBy(endpoint, lane, known) {
-  if (!isBlocked(lane)) return "";
+function stuck(endpoint, lane, known) {
+  if (!isBlocked(lane)) return lane.attempts ? button("Skip", () => endpointActions.skip(endpoint, lane), { title: "Dead-letter this delivery, so that the lane goes on" }) : "";
   const id = known.get(blockKey(lane));
   return id ? h("a", { href: link("dead-letter", [String(id)]) }, `blocked by dead letter ${id}`)
     : h("a", { href: link("dead-letters", [], { endpoint }) }, `blocked at sequence ${lane.blocked_seq}`);
@@ -80,7 +80,7 @@ export function view(place, [endpoint]) {
       pending: lane.last_seq - lane.acked_seq, failing: lane.attempts > 0, blocked: isBlocked(lane) }));
     const busy = detail.lanes.filter((lane) => lane.last_seq > lane.acked_seq || isBlocked(lane)).slice(0, LANES_SHOWN);
     show(place,
-      h("h1", null, endpoint, " ", badge(each.condition)),
+      h("h1", null, endpoint, " ", condition(each, each.lanes)),
       actionBar(endpoint, each, blocked),
       definitionList([
         ["URL", h("span", { class: "url" }, each.url)],
@@ -107,7 +107,7 @@ export function view(place, [endpoint]) {
           h("code", null, lane.name), count(lane.last_seq - lane.acked_seq),
           h("span", { title: "Acknowledged or dead-lettered" }, count(lane.acked_seq)),
           lane.probes ? `${count(lane.attempts)} (${plural(lane.probes, "probe")})` : count(lane.attempts),
-          nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", blockedBy(endpoint, lane, known),
+          nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", stuck(endpoint, lane, known),
         ], LANES, lane.name)), "No pending deliveries.")),
       session.tenant === null ? ownershipHistory(detail.ownership_history) : null,
       h("details", null, h("summary", null, "All settings"), code(settings)));

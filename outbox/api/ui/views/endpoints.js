@@ -4,12 +4,12 @@ import { get } from "../api.js";
 import { h, show } from "../dom.js";
 import { pages } from "../listing.js";
 import { live } from "../live.js";
-import { badge, isOperator, row, table } from "../components.js";
+import { condition, isOperator, row, table } from "../components.js";
 import { link } from "../router.js";
 import { count } from "../format.js";
 
 const HEADS = ["Endpoint", "State", "#Pending", "#Dead letters", "#Lanes", "Types", "Tenant", "URL"];
-const SEVERITY = ["blocked", "failing", "rejecting", "disabling", "disabled", "removing", "paused", "recovering"];
+const SEVERITY = ["blocked", "failing", "rejecting", "disabling", "disabled", "removing", "paused", "recovering", "degraded"];
 // The API orders by name; one large page lets the browser sort nearly all installations completely.
 const PAGE = 500;
 // Counting the dead letters of a large page is slow.
@@ -25,7 +25,7 @@ const bySeverity = (a, b) => rank(a) - rank(b) || b.pending - a.pending || (a.na
 export function view(place) {
   const list = pages((after) => get("/v1/endpoints", { limit: PAGE, after }), (items) => table(HEADS, [...items].sort(bySeverity).map((each) => row([
     h("a", { href: link("endpoint", [each.name]) }, each.name),
-    badge(each.condition, each.state_comment),
+    condition(each, each.lanes, each.state_comment),
     count(each.pending),
     each.dead_letters ? h("a", { href: link("dead-letters", [], { endpoint: each.name }) }, count(each.dead_letters)) : "0",
     count(each.lanes),

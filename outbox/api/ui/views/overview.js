@@ -5,7 +5,7 @@ import { GAP_MS, WINDOW_MS, chart } from "../chart.js";
 import { h, show } from "../dom.js";
 import { lanes, maxPending } from "../lanes.js";
 import { live } from "../live.js";
-import { badge, isOperator, badgeTone } from "../components.js";
+import { condition, isOperator, badgeTone } from "../components.js";
 import { link } from "../router.js";
 import { count, duration, plural, rate } from "../format.js";
 
@@ -25,7 +25,7 @@ function conditions(states) {
 
 const row = (max) => (each) => h("li", { "data-key": each.name },
   h("a", { class: "name", href: link("endpoint", [each.name]), title: each.name }, each.name),
-  badge(each.condition),
+  condition(each, each.lanes_total),
   h("div", { class: "strip" }, lanes(each.name, each.lanes, { all: each.lanes_total, max, oldest: each.oldest_s }),
     each.lanes_total > each.lanes.length && h("small", null, `+${count(each.lanes_total - each.lanes.length)}`)),
   h("span", { class: "pending" }, each.pending ? `${count(each.pending)} pending` : "nothing pending"),
