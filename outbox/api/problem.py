@@ -1,7 +1,7 @@
 """API errors as problem details (RFC 9457).
 
     {"type": "urn:outbox:problem:not-found", "title": "not found", "status": 404,
-     "detail": "there is no endpoint \"shop\"; see: outbox endpoint list"}
+     "detail": "there is no endpoint \"shop\"; see: GET /v1/endpoints"}
 
 `type` is stable and for programs; `detail` is one line for people and may change.  Database
 errors contain addresses, roles and names: the log has them, the response has a generic
@@ -10,6 +10,7 @@ detail (`hides_cause`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -100,11 +101,11 @@ def problem_for(error: Exception) -> Problem | None:
         case Problem():
             return error
         case NotFound():
-            return Problem(ProblemKind.NOT_FOUND, str(error))
+            return Problem(ProblemKind.NOT_FOUND, in_api_words(str(error)))
         case Conflict():
-            return Problem(ProblemKind.CONFLICT, str(error))
+            return Problem(ProblemKind.CONFLICT, in_api_words(str(error)))
         case UsageError():
-            return Problem(ProblemKind.INVALID, str(error))
+            return Problem(ProblemKind.INVALID, in_api_words(str(error)))
         case AlteredSecret():
             return Problem(ProblemKind.SECRET_ALTERED, str(error))
         case UnreadableSecret():
@@ -133,6 +134,41 @@ def problem_for(error: Exception) -> Problem | None:
         case _ if isinstance(error, (OutboxError, *CONNECTION_ERRORS)):
             return unavailable(DATABASE_UNAVAILABLE)
     return None
+
+
+# The operations name commands, which are the same functions as these routes.
+_ROUTES = {
+    "endpoint list": "GET /v1/endpoints",
+    "endpoint resume": "POST /v1/endpoints/{name}/resume",
+    "endpoint enable": "POST /v1/endpoints/{name}/enable",
+    "dead list": "GET /v1/dead-letters",
+    "dead show": "GET /v1/dead-letters/{id}",
+    "dead replay": "POST /v1/dead-letters/replay",
+    "dead discard": "POST /v1/dead-letters/discard",
+    "replay list": "GET /v1/replays",
+    "replay show": "GET /v1/replays/{id}",
+    "schedule list": "GET /v1/schedules",
+    "token list": "GET /v1/tokens",
+    "once list": "GET /v1/once",
+    "doctor": "GET /v1/doctor",
+}
+# The flags of lists are singular, because each value has its own.
+_FIELDS = {"allow_network": "allow_networks", "header": "headers", "type": "types"}
+_COMMAND = re.compile(rf"\boutbox ({'|'.join(_ROUTES)})(?: (\d+))?")
+_OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
+
+
+def in_api_words(text: str) -> str:
+    """An error message with routes and fields in place of commands and options."""
+
+    def route(found: re.Match[str]) -> str:
+        return _ROUTES[found[1]].replace("{id}", found[2] or "{id}")
+
+    def field_of(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        return _FIELDS.get(name, name)
+
+    return _OPTION.sub(field_of, _COMMAND.sub(route, text))
 
 
 def hides_cause(problem: Problem) -> bool:

@@ -223,7 +223,12 @@ def _document(path: str) -> Any:
                 return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise UsageError(f"{line}{error.problem}") from None
+        problem = (
+            "the indentation does not match that of the lines above"
+            if (error.problem or "").startswith("expected <block end>")
+            else error.problem
+        )
+        raise UsageError(f"{line}{problem}") from None
     except (AttributeError, LookupError, TypeError) as error:
         # PyYAML's errors for values such as "!!bool maybe" and "!!timestamp soon".
         raise UsageError(f"cannot be read: a value does not match its tag: {error}") from None

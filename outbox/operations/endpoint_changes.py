@@ -337,7 +337,12 @@ async def check_filters(
         await connection.fetchval(READ_FILTERS, filters)
     except (asyncpg.DataError, asyncpg.PostgresSyntaxError) as error:
         reason = str(error).partition("\n")[0].replace(" of jsonpath input", "")
-        raise UsageError(f"filter: invalid SQL/JSON path: {reason}") from None
+        if all(each.count("(") == each.count(")") for each in filters):
+            # The one that READ_FILTERS adds.
+            reason = reason.replace('at or near ")"', "at its end")
+        raise UsageError(
+            f"filter: invalid SQL/JSON path: {reason}; a valid one is: @.total > 100"
+        ) from None
 
 
 def new_secret(*, ed25519: bool = False) -> str:

@@ -257,7 +257,8 @@ WRONG = [
     (["--timeout", "0"], "timeout: must be longer than 0 s"),
     (["--backlog-max", "0"], "backlog_max: must be between 1"),
     (["--filter", "@.**"], "filter: "),
-    (["--filter", "@.a ="], "filter: invalid SQL/JSON path: syntax error"),
+    (["--filter", "@.a ="], 'syntax error at or near "="; a valid one is: @.total > 100'),
+    (["--filter", "@.a >"], "filter: invalid SQL/JSON path: syntax error at its end; a valid"),
     (
         ["--filter", "@.a == 1", "--reset", "filter"],
         "--reset filter and --filter exclude each other",

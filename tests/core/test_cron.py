@@ -98,7 +98,7 @@ def test_nicknames_stand_for_expressions(nickname: str) -> None:
     [
         ("0 0 30 2 *", 'cron: "0 0 30 2 *": bad day-of-month'),
         ("0 0 31 4,6 *", 'cron: "0 0 31 4,6 *": bad day-of-month'),
-        ("60 * * * *", 'cron: "60 * * * *": bad minute'),
+        ("60 * * * *", 'cron: "60 * * * *": bad minute; allowed: 0-59'),
         ("* * * *", 'cron: "* * * *" has 4 fields, not 5: minute, hour, day of month, month, '),
         ("* * * * * *", "has 6 fields, not 5"),
         ("", 'cron: "" has 0 fields'),

@@ -90,8 +90,8 @@ async def test_a_delivery_waiting_for_a_slot_obeys_a_pause(
     updated_once = asyncio.Event()
     update = Dispatcher.update_endpoints
 
-    def updated(self: Dispatcher, endpoints: list[Endpoint], unblocked: set[int]) -> None:
-        update(self, endpoints, unblocked)
+    def updated(self: Dispatcher, endpoints: list[Endpoint], *decisions: Any) -> None:
+        update(self, endpoints, *decisions)
         if any(endpoint.state == "paused" for endpoint in endpoints):
             updated_once.set()
 

@@ -62,7 +62,7 @@ class Owner:
         line = RequestScheduler(8).add_endpoint(None, None, None)
         self.home = EndpointRuntime(endpoint(), 1, self.now, Meters().acquire("shop"), line)
         loaded = LoadedLane(
-            1, ENDPOINT, "lane", 1, False, False, LAST_SEQ, self.now, Progress(), ()
+            1, ENDPOINT, "lane", 1, False, False, 0, LAST_SEQ, self.now, Progress(), ()
         )  # fmt: skip
         (self.lane,) = self.home.add_lanes([loaded], 0, self.now)
         self.erased: set[int] = set()

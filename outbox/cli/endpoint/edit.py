@@ -18,6 +18,7 @@ from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import count, emit_json, emit_pairs, print_changed
 from outbox.core.model.endpoint import EndpointSettings
+from outbox.destinations.http.egress import plain_http_warning
 from outbox.destinations.http.endpoint_validation import check_settings, policy_of
 from outbox.operations import endpoint_changes
 from outbox.store.connection.secrets import Vault
@@ -75,6 +76,8 @@ def add(
         ed25519=ed25519,
     )
     warn_about_networks("--allow-network", endpoint_settings.allow_networks)
+    if (reason := plain_http_warning(url)) is not None:
+        warn(reason)
     if added.waiting:
         verb = "is" if added.waiting == 1 else "are"
         warn(

@@ -46,6 +46,14 @@ NICKNAMES = {
     "@hourly": "0 * * * *",
 }
 FIELDS = 5
+ALLOWED = {
+    "minute": "0-59",
+    "hour": "0-23",
+    "day-of-month": "1-31, if the month has it, or L",
+    "month": "1-12 or JAN-DEC",
+    "day-of-week": "0-7 or SUN-SAT (0 and 7: Sunday), 5L, 5#3",
+}
+"""Values of the fields, by cronsim's names; besides *, lists, ranges and steps."""
 EXPRESSION_CHARS_MAX = 256
 ZONE_CHARS_MAX = 64
 """Twice the longest name of the IANA database."""
@@ -88,7 +96,10 @@ class Cron:
         try:
             self._fields = CronSim(fields, datetime(2000, 1, 1, tzinfo=UTC))
         except CronSimError as error:
-            raise UsageError(f'cron: "{truncate(expression)}": {str(error).lower()}') from None
+            problem = str(error).lower()
+            allowed = ALLOWED.get(problem.removeprefix("bad "))
+            hint = f"; allowed: {allowed}" if allowed else ""
+            raise UsageError(f'cron: "{truncate(expression)}": {problem}{hint}') from None
         except (AssertionError, TypeError, ValueError):  # "MON#2/2", say.
             raise UsageError(f'cron: "{truncate(expression)}" is not a cron expression') from None
         self._days: dict[tuple[int, int], list[int]] = {}

@@ -234,7 +234,10 @@ class EgressPolicy:
         except (ValueError, IndexError) as error:
             raise UsageError(f"url: malformed: {error}") from None
         if url.scheme not in ("https", "http"):
-            raise UsageError("url: must start with https://")
+            raise UsageError(
+                "url: must start with https://, or with http:// for an address in a network that "
+                f"is opened {_BY}"
+            )
         if not url.raw_host:
             raise UsageError("url: has no host; use a form such as https://example.com/path")
         if "#" in text:
@@ -272,6 +275,17 @@ class EgressPolicy:
             reason := self.refusal_of_host(host, port=port, tls=tls, networks=networks)
         ) is not None:
             raise UsageError(f"url: {reason}")
+
+
+def plain_http_warning(url: str) -> str | None:
+    """A warning about plain http to a host name, whose address is known only at the connect."""
+    parsed = URL(url)
+    if parsed.scheme != "http" or parsed.raw_host is None or literal(parsed.raw_host) is not None:
+        return None
+    return (
+        f"plain http to {parsed.raw_host} is not encrypted; deliveries are refused unless the name "
+        "resolves to an address in an open network"
+    )
 
 
 def literal(host: str) -> Address | None:
