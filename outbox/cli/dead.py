@@ -318,7 +318,10 @@ def _print_skipped(skipped: SkippedDelivery) -> None:
     elif skipped.relay is None:
         click.echo(f"{which} will be skipped when a relay runs; none has the endpoint now")
     else:
-        click.echo(f"{which} will be skipped when its request in flight has failed")
+        click.echo(
+            f"{which} will be skipped by relay {skipped.relay}; if a request is in flight, it "
+            "completes first"
+        )
 
 
 def _print_plan(verb: str, dead_letters: int) -> None:
