@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -31,6 +32,7 @@ from outbox.operations.dead_letters import (
     DeadLetterState,
 )
 from outbox.operations.discard import DiscardReport
+from outbox.operations.endpoints import NOT_SHOWN
 from outbox.operations.replays import ReplayReport
 from outbox.operations.skip import SkippedDelivery, skip_delivery
 
@@ -181,7 +183,7 @@ async def _discard(call: Call[NoQuery, DiscardBody]) -> DiscardReport:
 )
 async def _skip(call: Call[NoQuery, SkipBody]) -> SkippedDelivery:
     body = call.body
-    return await call.run(
+    skipped = await call.run(
         skip_delivery,
         call.path["name"],
         body.lane,
@@ -191,6 +193,9 @@ async def _skip(call: Call[NoQuery, SkipBody]) -> SkippedDelivery:
         comment=body.comment,
         wait_s=SKIP_WAIT_S,
     )
+    if call.tenant is not None and skipped.relay is not None:
+        return replace(skipped, relay=NOT_SHOWN)
+    return skipped
 
 
 async def _selection(call: Call[Any, Any]) -> DeadLetterSelection:

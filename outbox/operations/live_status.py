@@ -65,7 +65,8 @@ WITH blocked AS (
 subscribed AS (
     SELECT DISTINCT endpoint_id FROM subscription WHERE to_batch IS NULL),
 failing AS (
-    SELECT DISTINCT l.endpoint_id FROM lane_progress l WHERE {lanes.FAILING})
+    SELECT DISTINCT l.endpoint_id FROM lane_progress l JOIN endpoint e ON e.id = l.endpoint_id
+     WHERE {lanes.FAILING} AND ($1::text IS NULL OR e.tenant = $1))
 SELECT e.state, h.state AS health, b.endpoint_id IS NOT NULL AS blocked,
        s.endpoint_id IS NOT NULL AS subscribed, (f.endpoint_id IS NOT NULL)::int AS failing_lanes,
        count(*) AS endpoints

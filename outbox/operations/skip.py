@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +20,7 @@ from outbox.operations.lane_history import get_lane
 from outbox.operations.lanes import BLOCKED_BY, FAILING, LANE_STATE
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
-from outbox.store.connection.connect import map_errors
+from outbox.store.connection.connect import LOST_ERRORS, map_errors
 from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
@@ -49,6 +50,15 @@ SELECT l.acked_seq, l.last_seq, d.id AS dead_letter, d.reason, b.seq AS blocked_
         ORDER BY d.batch LIMIT 1) n ON true
   LEFT JOIN ownership w ON w.endpoint_id = l.endpoint_id
   LEFT JOIN replica r ON r.id = w.replica_id AND r.expires_at > clock_timestamp()
+"""  # noqa: S608 (constants only)
+
+# Whether the delivery has ended since, and how.
+READ_OUTCOME = f"""
+SELECT l.acked_seq, l.last_seq, d.id AS dead_letter, d.reason
+  FROM ({LANE_STATE} WHERE l.id = $1) l
+  LEFT JOIN LATERAL (
+       SELECT id, reason, to_seq FROM dead_letter
+        WHERE lane_id = l.lane_id AND seq <= $2 ORDER BY seq DESC LIMIT 1) d ON d.to_seq >= $2
 """  # noqa: S608 (constants only)
 
 # Requests that the owner skips the delivery.
@@ -99,7 +109,8 @@ async def skip_delivery(
 ) -> SkippedDelivery:
     """Turn the delivery that a lane waits for into a dead letter, and wait until that is done.
 
-    A request in flight completes first; if it succeeds, the delivery is delivered.
+    A request in flight completes first; if it succeeds, the delivery is delivered.  A delivery that
+    was skipped already stays so.
 
     Args:
         lane: its name, as in X-Lane.
@@ -117,28 +128,32 @@ async def skip_delivery(
         found = await find_endpoint(change, endpoint, owner)
         lane_id = (await get_lane(change.db, schema, found.id, lane)).id
         row = await change.db.fetchrow(READ_LANE, lane_id, sequence)
+        pending = row["last_seq"] - max(row["acked_seq"], sequence)
+        skipped = from_row(
+            SkippedDelivery, row, endpoint=endpoint, lane=lane, sequence=sequence, pending=pending
+        )
+        if row["reason"] == "skipped":
+            return lane_id, skipped
         _require_next(row, endpoint, lane, sequence)
         change.write(REQUEST_SKIP, lane_id, sequence)
         data = {"lane": lane, "sequence": sequence, "event": row["event"], "comment": comment}
         change.journal("skip_requested", found.id, data)
-        pending = row["last_seq"] - sequence
-        return lane_id, from_row(
-            SkippedDelivery, row, endpoint=endpoint, lane=lane, sequence=sequence, pending=pending
-        )
+        return lane_id, skipped
 
     lane_id, skipped = await make_change(connection, schema, actor, plan)
     until = asyncio.get_running_loop().time() + wait_s
-    with map_errors(schema):
+    # The request is written: a lost connection leaves only its outcome unknown.
+    with map_errors(schema), suppress(*LOST_ERRORS):
         while True:
-            row = await connection.fetchrow(READ_LANE, lane_id, sequence)
-            if row["dead_letter"] is not None or row["acked_seq"] >= sequence:
-                break
+            row = await connection.fetchrow(READ_OUTCOME, lane_id, sequence)
+            if row["reason"] == "skipped":
+                return replace(skipped, dead_letter=row["dead_letter"])
+            if row["reason"] is not None or row["acked_seq"] >= sequence:
+                _raise_moved(row, endpoint, lane, sequence)
             if asyncio.get_running_loop().time() >= until:
-                return skipped
+                break
             await asyncio.sleep(POLL_S)
-    if row["dead_letter"] is None or row["reason"] != "skipped":
-        _raise_moved(row, endpoint, lane, sequence)
-    return replace(skipped, dead_letter=row["dead_letter"])
+    return skipped
 
 
 def _require_next(row: Any, endpoint: str, lane: str, sequence: int) -> None:

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.operations.endpoints import NOT_SHOWN
+from outbox.relay.relay import default_name
+from tests.support.api import make_token
+from tests.support.ranges import next_pending
 from tests.support.relay import (
+    BUSY,
     OK,
     REFUSED,
     Network,
@@ -17,6 +22,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.api import Api
@@ -206,3 +212,22 @@ async def test_a_listing_is_complete_while_dead_letters_are_added(
         found += [row["id"] for row in page["items"]]
     assert found == sorted(set(found))
     assert len(found) == 14
+
+
+async def test_a_tenant_that_skips_does_not_see_which_relay_owns_its_endpoint(
+    database: Database, api: Api
+) -> None:
+    retry = {"base_s": 0.05, "factor": 1.0, "cap_s": 0.05, "attempts_max": 10_000}
+    await add_endpoint(database, "acme.shop", tenant="acme", lanes=1, retry=retry)
+    async with running(database, Network(lambda _: BUSY)):
+        await publish(database, 1, 2, tenant="acme")
+        await until(lambda: fetchval(database, "SELECT attempts > 0 FROM lane_progress"))
+        for tenant, relay in (("acme", NOT_SHOWN), (None, default_name())):
+            caller = api.with_token(await make_token(database, f"t{tenant}", tenant=tenant))
+            lane, sequence = await next_pending(database, "acme.shop")
+            stuck = {"lane": lane, "sequence": sequence}
+            response = await caller.post("/v1/endpoints/acme.shop/skip", stuck)
+            assert (response.status, response.json["relay"]) == (200, relay)
+            assert response.json["dead_letter"] is not None
+            if tenant is not None:
+                await until(lambda: fetchval(database, "SELECT attempts > 0 FROM lane_progress"))

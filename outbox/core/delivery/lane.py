@@ -43,7 +43,6 @@ from outbox.core.delivery.commands import (
 )
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer, is_expired
 from outbox.core.delivery.message import Delivery
-from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.delivery.retry_state import RetryState
 from outbox.core.model.response import (
     AttemptOutcome,
@@ -417,8 +416,7 @@ class Lane:
             policy, started_at=started_at, now=now, u=u, preempted=preempted
         ):
             return self._dead_letter(first, "exhausted", row, blocks=blocks)
-        counts = not (self._is_free_probe or preempted)
-        stuck = counts and endpoint_healthy and retry.spent % STUCK_EVERY == 0
+        stuck = endpoint_healthy and retry.should_report_stuck()
         return self._record_retry(first, row, stuck=stuck)
 
     def record_batch_result(

@@ -53,7 +53,8 @@ WARN_AFTER_S = 86400.0
 disabled at that age or earlier."""
 STUCK_EVERY = 5
 """Failed attempts of one delivery after which its lane is reported as stuck, and again after as
-many.  Only those that count against the retry limit, while the circuit breaker is closed."""
+many.  Those that count against the retry limit; reported at one while the circuit breaker is
+closed."""
 LAGGING_S = 10.0
 """Seconds that events must wait, while a replica leads, to count as late."""
 LAGGING_EVERY_S = 600.0

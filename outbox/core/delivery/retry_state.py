@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.delivery.operational_events import STUCK_EVERY
+
 if TYPE_CHECKING:
     from outbox.core.delivery.commands import Progress
     from outbox.core.model.retry_policy import RetryPolicy
@@ -34,6 +36,8 @@ class RetryState:
     """A changed policy allows no further attempt."""
     blocks: bool = False
     """If the delivery is dead-lettered for that, its lane waits for an operator."""
+    reported_spent: int = 0
+    """`spent` when the lane was last reported as stuck."""
 
     @classmethod
     def from_progress(cls, progress: Progress) -> RetryState:
@@ -46,7 +50,16 @@ class RetryState:
             progress.first_attempt_at,
             progress.next_attempt_at,
             progress.last_response,
+            # It is not stored: an earlier owner has probably reported the multiples.
+            reported_spent=progress.spent - progress.spent % STUCK_EVERY,
         )
+
+    def should_report_stuck(self) -> bool:
+        """Whether to report the lane as stuck now; the caller then does."""
+        if self.spent - self.reported_spent < STUCK_EVERY:
+            return False
+        self.reported_spent = self.spent
+        return True
 
     def is_due(self, now: float) -> bool:
         """Whether an attempt at `now` counts against the budget."""

@@ -35,14 +35,17 @@ async def skip_delivery(
     async def plan(change: Change) -> SkippedDelivery:
         found = await find_endpoint(change, endpoint, owner)
         lane_id, acked_seq, last_seq = await change.db.call(read_lane, found.id, lane)
+        pending = last_seq - max(acked_seq, sequence)
+        skipped = SkippedDelivery(endpoint, lane, sequence, None, 0, None, None, pending)
+        if await change.db.call(was_skipped, lane_id, sequence):
+            return skipped
         if sequence != acked_seq + 1 or sequence > last_seq:
             raise LaneMoved(f"lane {lane} waits for {acked_seq + 1} of {last_seq}")
         if await change.db.call(read_blocked, lane_id):
             raise Conflict(f"lane {lane} is blocked")
         change.write(request_skip, lane_id, sequence)
         change.journal("skip_requested", found.id, {"lane": lane, "sequence": sequence})
-        pending = last_seq - sequence
-        return SkippedDelivery(endpoint, lane, sequence, None, 0, None, None, pending)
+        return skipped
 
     return await make_change(connection, schema, actor, plan)
 
@@ -61,6 +64,13 @@ def read_lane(db: Database, tx: Transaction, endpoint_id: UUID, name: str) -> tu
             later = [a.seq for a in db.attempts.get(lane_id, ()) if a.outcome == "delivered"]
             return lane_id, max(p["acked_seq"], *later, 0), c["last_seq"]
     raise NotFound(f"there is no lane {name}")
+
+
+def was_skipped(db: Database, tx: Transaction, lane_id: int, sequence: int) -> bool:
+    return any(
+        row["lane_id"] == lane_id and row["seq"] == sequence and row["reason"] == "skipped"
+        for row in tx.rows(db.dead_letter)
+    )
 
 
 def read_blocked(db: Database, tx: Transaction, lane_id: int) -> bool:
