@@ -27,7 +27,7 @@ from outbox.operations.replay_jobs import JobState, ReplayJob
 
 
 class ReplaysQuery(Paging):
-    state: JobState | Literal["all"] = "all"
+    state: JobState | Literal["all"] = "running"
 
 
 class BackfillBody(RequestModel):

@@ -114,13 +114,13 @@ def command(
     epilog="""\b
 Examples:
   outbox replay list
-  outbox replay list --state running --json
+  outbox replay list --state all --json
 """,
 )
 @click.option(
     "--state",
     type=click.Choice([*replay_jobs.STATES, "all"]),
-    default="all",
+    default="running",
     show_default=True,
     help="Only jobs in this state.",
 )
@@ -155,7 +155,9 @@ def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool)
             ]
             for j in rows
         ],
-        "no replay jobs",
+        "no replay jobs"
+        if state == "all"
+        else f"no {state} replay jobs; to list all: outbox replay list --state all",
     )
 
 

@@ -351,7 +351,8 @@ def _describe_failure(delivery: TracedDelivery, lane: PendingLaneState, now: dat
     own = head.attempts - head.probes
     tried = "1 attempt" if own == 1 else f"{own} attempts"
     if head.probes:
-        tried += f" and {head.probes} probes, which do not count"
+        probes = "1 probe, which does" if head.probes == 1 else f"{head.probes} probes, which do"
+        tried += f" and {probes} not count"
     text = f"failed after {tried}, the last: {describe_response(head.last_response)}"
     if head.next_attempt_at is not None and _retries_on_schedule(lane):
         left_s = (head.next_attempt_at - now).total_seconds()

@@ -45,9 +45,12 @@ SELECT l.acked_seq, l.last_seq, d.id AS dead_letter, d.reason, b.seq AS blocked_
         WHERE lane_id = l.lane_id AND seq <= $2 ORDER BY seq DESC LIMIT 1) d ON d.to_seq >= $2
   LEFT JOIN lane_block b ON b.lane_id = l.lane_id
   LEFT JOIN LATERAL (
-       SELECT o.event_id FROM delivery d JOIN outbox o ON o.id = d.outbox_id
-        WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch AND d.seq = $2
-        ORDER BY d.batch LIMIT 1) n ON true
+       SELECT o.event_id
+         FROM (SELECT d.seq, d.outbox_id FROM delivery d
+                WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch AND d.seq > l.acked_seq
+                ORDER BY d.batch, d.seq LIMIT 1) head
+         JOIN outbox o ON o.id = head.outbox_id
+        WHERE head.seq = $2) n ON true
   LEFT JOIN ownership w ON w.endpoint_id = l.endpoint_id
   LEFT JOIN replica r ON r.id = w.replica_id AND r.expires_at > clock_timestamp()
 """  # noqa: S608 (constants only)

@@ -84,9 +84,11 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
         ORDER BY l.attempts DESC, l.lane_id LIMIT 1) f ON true
   LEFT JOIN lane_progress p ON p.lane_id = f.lane_id
   LEFT JOIN LATERAL (
-       SELECT o.event_id FROM delivery d JOIN outbox o ON o.id = d.outbox_id
-        WHERE d.lane_id = f.lane_id AND d.batch >= f.floor_batch AND d.seq = f.retry_seq
-        ORDER BY d.batch LIMIT 1) n ON true
+       SELECT o.event_id
+         FROM (SELECT d.outbox_id FROM delivery d
+                WHERE d.lane_id = f.lane_id AND d.batch >= f.floor_batch AND d.seq > f.acked_seq
+                ORDER BY d.batch, d.seq LIMIT 1) head
+         JOIN outbox o ON o.id = head.outbox_id) n ON true
  ORDER BY t.pending DESC, e.name COLLATE "C"
 """  # noqa: S608 (constants only)
 

@@ -161,11 +161,11 @@ new AS MATERIALIZED (
        AND contains_ordinary_event(p.lane_id, p.batch, p.was_to_seq + 1, p.to_seq)),
 stuck AS MATERIALIZED (
     SELECT moved.*, n.outbox_id, n.copy_id
-      FROM unnest($6::bigint[]) AS s(lane_id)
-      JOIN moved USING (lane_id)
-      JOIN delivery n ON n.lane_id = moved.lane_id AND n.batch = moved.floor_batch
-                     AND n.seq = moved.retry_seq
-     WHERE {HAS_OPERATIONAL_SUBSCRIBER}),
+      FROM moved CROSS JOIN LATERAL (
+           SELECT outbox_id, copy_id FROM delivery
+            WHERE lane_id = moved.lane_id AND batch = moved.floor_batch AND seq = moved.retry_seq
+            LIMIT 1) n
+     WHERE moved.lane_id = ANY ($6::bigint[]) AND {HAS_OPERATIONAL_SUBSCRIBER}),
 reported(type, endpoint_id, details) AS (
     SELECT {LANE_STUCK_EVENT}
       FROM stuck x JOIN lane l ON l.id = x.lane_id JOIN endpoint e ON e.id = x.endpoint_id

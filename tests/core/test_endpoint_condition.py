@@ -39,4 +39,6 @@ def test_a_condition_names_its_failing_lanes() -> None:
     assert describe_condition("healthy", 0, 4) == "healthy"
     assert describe_condition("degraded", 2, 4) == "degraded (2 of 4 lanes)"
     # Those of an older generation count as well.
-    assert describe_condition("failing", 5, 4) == "failing (5 of 5 lanes)"
+    assert describe_condition("degraded", 5, 4) == "degraded (5 of 5 lanes)"
+    # All of its lanes are.
+    assert describe_condition("paused", 2, 4) == "paused"

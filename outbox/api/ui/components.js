@@ -21,7 +21,7 @@ export function badge(word, title) {
 
 // The condition of an endpoint; `lanes` is their number.
 export function condition(each, lanes, title) {
-  const failing = each.failing_lanes ? ` (${each.failing_lanes} of ${Math.max(lanes, each.failing_lanes)} lanes)` : "";
+  const failing = each.condition === "degraded" ? ` (${each.failing_lanes} of ${Math.max(lanes, each.failing_lanes)} lanes)` : "";
   return h("span", { class: `badge ${badgeTone(each.condition)}`, title }, each.condition.replaceAll("_", " ") + failing);
 }
 

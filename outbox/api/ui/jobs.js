@@ -30,7 +30,7 @@ const isDelivering = (job) => job.state === "running" && job.all > 0 && job.done
 
 // Read running jobs, followed jobs that have ended, and the endpoints with a blocked lane.
 export async function load(signal) {
-  const { items } = await get("/v1/replays", { state: "running", limit: SHOWN_MAX }, signal);
+  const { items } = await get("/v1/replays", { limit: SHOWN_MAX }, signal);
   items.forEach((job) => followed.set(job.id, job));
   const running = new Set(items.map((job) => job.id));
   const rest = await Promise.all([...followed.keys()].filter((id) => !running.has(id)).slice(-SHOWN_MAX).map((id) => readEnded(id, signal)));

@@ -31,7 +31,7 @@ def endpoint_condition(
 
 
 def describe_condition(condition: str, failing_lanes: int, lanes: int) -> str:
-    """The condition with the number of failing lanes, such as `degraded (2 of 4 lanes)`."""
-    if not failing_lanes:
+    """The condition, if it is that of some lanes with their number: `degraded (2 of 4 lanes)`."""
+    if condition != DEGRADED:
         return condition
     return f"{condition} ({failing_lanes} of {max(lanes, failing_lanes)} lanes)"
