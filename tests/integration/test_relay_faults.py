@@ -637,14 +637,16 @@ async def test_a_statement_that_fails_intermittently_is_retried(
                 CREATE TRIGGER refuse AFTER INSERT OR UPDATE ON {table}
                     FOR EACH STATEMENT EXECUTE FUNCTION refuse()""")
         network = Network(lambda s: REFUSED if s.seq == 3 else BUSY if s.attempt < 2 else OK)
-        # The lease is renewed often enough that some renewals fail.
-        async with running(database, network, lease_s=1.0):
+        # Short enough for a failed renewal, and long enough to register on a busy machine.
+        async with running(database, network, lease_s=4.0):
             for n in range(16):
                 await publish(database, n, key=f"k{n}")
             await all_ended(database)
             for n in range(16, 20):
                 await publish(database, n, key=f"k{n}")
             await all_ended(database)
+            if table == "replica":
+                await until(lambda: fetchval(database, "SELECT last_value > 1 FROM calls"))
         for lane in {s.lane for s in network.accepted}:
             first_arrivals = list(dict.fromkeys(s.seq for s in network.accepted if s.lane == lane))
             assert first_arrivals == sorted(first_arrivals)
