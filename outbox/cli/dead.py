@@ -51,6 +51,10 @@ def _state(row: DeadLetterRow) -> str:
     return row.state if row.again is None else f"dead again as {row.again}"
 
 
+_comment_option = click.option(
+    "--comment", metavar="TEXT", help="Reason, recorded in the journal with the actor."
+)
+
 _COLUMNS: tuple[tuple[str, Callable[[DeadLetterRow], Any]], ...] = (
     ("id", lambda row: row.id),
     ("state", _state),
@@ -235,7 +239,7 @@ Examples:
 )
 @filter_options
 @selection_options
-@click.option("--comment", metavar="TEXT", help="Reason, recorded in the journal with the actor.")
+@_comment_option
 @json_option
 @settings_options
 def discard(
@@ -281,7 +285,7 @@ outbox status names the lanes that are stuck, and prints this command for them.
     type=click.IntRange(1, ID_MAX),
     help="Sequence number that the lane waits for.",
 )
-@click.option("--comment", metavar="TEXT", help="Reason, recorded in the journal with the actor.")
+@_comment_option
 @json_option
 @settings_options
 def skip(

@@ -33,17 +33,20 @@ if TYPE_CHECKING:
 WAIT_S, POLL_S = 3.0, 0.05
 """How long to wait for the owner, which reacts at once if it is not busy, and how often to look."""
 
-# The lane with its next delivery, the dead letter that has the sequence number $2, and the relay
-# that owns the endpoint.
-READ_LANE = f"""
-SELECT l.acked_seq, l.last_seq, d.id AS dead_letter, d.reason, b.seq AS blocked_seq,
-       {BLOCKED_BY} AS blocked_by, r.name AS relay, n.event_id AS event,
-       CASE WHEN {FAILING} THEN l.attempts ELSE 0 END AS attempts
+# The lane $1, and the dead letter that has the sequence number $2.
+_LANE = f"""
   FROM ({LANE_STATE} WHERE l.id = $1) l
   LEFT JOIN LATERAL (
        SELECT id, reason, to_seq FROM dead_letter
         WHERE lane_id = l.lane_id AND seq <= $2 ORDER BY seq DESC LIMIT 1) d ON d.to_seq >= $2
-  LEFT JOIN lane_block b ON b.lane_id = l.lane_id
+"""  # noqa: S608 (constants only)
+
+# These with the lane's next delivery, and the relay that owns the endpoint.
+READ_LANE = f"""
+SELECT l.acked_seq, l.last_seq, d.id AS dead_letter, d.reason, b.seq AS blocked_seq,
+       {BLOCKED_BY} AS blocked_by, r.name AS relay, n.event_id AS event,
+       CASE WHEN {FAILING} THEN l.attempts ELSE 0 END AS attempts
+{_LANE}  LEFT JOIN lane_block b ON b.lane_id = l.lane_id
   LEFT JOIN LATERAL (
        SELECT o.event_id
          FROM (SELECT d.seq, d.outbox_id FROM delivery d
@@ -58,11 +61,7 @@ SELECT l.acked_seq, l.last_seq, d.id AS dead_letter, d.reason, b.seq AS blocked_
 # Whether the delivery has ended since, and how.
 READ_OUTCOME = f"""
 SELECT l.acked_seq, l.last_seq, d.id AS dead_letter, d.reason
-  FROM ({LANE_STATE} WHERE l.id = $1) l
-  LEFT JOIN LATERAL (
-       SELECT id, reason, to_seq FROM dead_letter
-        WHERE lane_id = l.lane_id AND seq <= $2 ORDER BY seq DESC LIMIT 1) d ON d.to_seq >= $2
-"""  # noqa: S608 (constants only)
+{_LANE}"""
 
 # Requests that the owner skips the delivery.
 REQUEST_SKIP = WriteStatement("request_skip", "UPDATE lane SET skip_seq = $2 WHERE id = $1")

@@ -15,14 +15,14 @@ const TONE = {
 
 export const badgeTone = (word) => TONE[word] ?? "fair";
 
-export function badge(word, title) {
-  return h("span", { class: `badge ${badgeTone(word)}`, title }, String(word).replaceAll("_", " "));
+export function badge(word, title, more = "") {
+  return h("span", { class: `badge ${badgeTone(word)}`, title }, String(word).replaceAll("_", " ") + more);
 }
 
 // The condition of an endpoint; `lanes` is their number.
 export function condition(each, lanes, title) {
   const failing = each.condition === "degraded" ? ` (${each.failing_lanes} of ${Math.max(lanes, each.failing_lanes)} lanes)` : "";
-  return h("span", { class: `badge ${badgeTone(each.condition)}`, title }, each.condition.replaceAll("_", " ") + failing);
+  return badge(each.condition, title, failing);
 }
 
 // Only operators can run commands: hints that name a command are for them.
