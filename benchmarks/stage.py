@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from benchmarks.given import GivenServer, given
-from outbox.core.cluster.lease import preferred_replica
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.devtools.embedded.launch import command
@@ -24,6 +23,7 @@ from outbox.errors import CannotRun
 from outbox.operations import endpoint_changes
 from tests.support.postgres import SCHEMA, Database, Server, memory
 from tests.support.process import RelayProcess, environment, relay_process
+from tests.support.relay import SHARED_OUT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -206,15 +206,7 @@ class Stage:
         Raises:
             CannotRun: It did not happen in time.
         """
-
-        async def shared_out() -> bool:
-            replicas = [r["id"] for r in await connection.fetch("SELECT id FROM replica")]
-            owners = await connection.fetch("SELECT endpoint_id, replica_id FROM ownership")
-            return len(replicas) == len(relays) and all(
-                r["replica_id"] == preferred_replica(r["endpoint_id"], replicas) for r in owners
-            )
-
-        await until_true(shared_out, relays)
+        await until_true(lambda: connection.fetchval(SHARED_OUT, len(relays)), relays)
 
 
 @asynccontextmanager

@@ -136,20 +136,28 @@ SELECT 'endpoint_released', $3, endpoint_id,
 """,  # noqa: S608 (constants only)
 )
 
-# Reads the cluster's state in one statement: all replicas, the unowned endpoints, and the
-# routing version.  Only unowned endpoints: the cost of polling must not grow with the number
-# of endpoints.
-READ_CLUSTER = """
+# The endpoints that an owner is needed for.
+OWNABLE = """ownership o JOIN endpoint e ON e.id = o.endpoint_id
+                    AND e.state NOT IN ('removed', 'disabled')"""
+
+# Reads the cluster's state in one statement: all replicas, whether an endpoint is unowned, and
+# the routing version.  The cost of polling must not grow with the number of endpoints.
+READ_CLUSTER = f"""
 SELECT c.version, c.erasures, r.ids, r.renewals, r.leases_s, r.sequencer_pids,
-       array(SELECT o.endpoint_id
-               FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
-                AND e.state NOT IN ('removed', 'disabled')
-              WHERE o.replica_id IS NULL) AS free
+       EXISTS (SELECT FROM {OWNABLE} WHERE o.replica_id IS NULL) AS unowned
   FROM cursor c,
        (SELECT array_agg(id) AS ids, array_agg(renewals) AS renewals,
                array_agg(lease_s) AS leases_s, array_agg(sequencer_pid) AS sequencer_pids
           FROM replica) r
-"""
+"""  # noqa: S608 (constants only)
+
+# Reads how many endpoints each replica owns, and the ids of those without an owner.
+READ_OWNERSHIP = f"""
+SELECT o.replica_id, count(*) AS endpoints,
+       array_agg(o.endpoint_id) FILTER (WHERE o.replica_id IS NULL) AS unowned
+  FROM {OWNABLE}
+ GROUP BY o.replica_id
+"""  # noqa: S608 (constants only)
 
 # Claims unowned endpoints and increments their epoch.
 #   unowned, lanes, health: the rows that an owner writes, locked in one order in every statement,
@@ -223,10 +231,20 @@ class ClusterSnapshot:
     """Increases when payloads are erased."""
     peers: list[Peer]
     """Every registered replica, including this one."""
-    free: list[UUID]
-    """Unowned endpoints."""
+    unowned: bool
+    """Whether an endpoint has no owner."""
     sequencer_pids: set[int | None]
     """The backends of the replicas' sequencers; None: behind a proxy."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnershipSnapshot:
+    """Who owns the endpoints at one moment; disabled and removed ones need no owner."""
+
+    owned: dict[int, int]
+    """How many endpoints a replica owns."""
+    unowned: list[UUID]
+    """Endpoints without an owner."""
 
 
 class ReplicaStore:
@@ -286,9 +304,16 @@ class ReplicaStore:
             row["version"],
             row["erasures"],
             peers,
-            row["free"],
+            row["unowned"],
             set(row["sequencer_pids"] or ()),
         )
+
+    async def read_ownership(self) -> OwnershipSnapshot:
+        """Read who owns how many endpoints; costs more than `read_cluster`."""
+        rows = await self._db.fetch(READ_OWNERSHIP)
+        owned = {row["replica_id"]: row["endpoints"] for row in rows}
+        owned.pop(None, None)
+        return OwnershipSnapshot(owned, [e for row in rows for e in row["unowned"] or ()])
 
     async def expire_replica(
         self,

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections import Counter
 from math import inf
-from uuid import UUID
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,58 +12,9 @@ from outbox.core.cluster.lease import (
     Lease,
     Peer,
     PeerWatch,
-    preferred_replica,
 )
 
 LEASE_S = 5.0
-
-endpoint_ids = st.lists(st.uuids(), min_size=1, max_size=20, unique=True)
-replica_ids = st.sets(st.integers(1, 2**63 - 1), min_size=1, max_size=8)
-
-
-# -------------------------------------------------- assignment of endpoints
-
-
-@given(endpoint_ids, replica_ids, st.randoms(use_true_random=False))
-def test_replicas_agree_regardless_of_order(endpoints, replicas, rng) -> None:  # type: ignore[no-untyped-def]
-    shuffled = sorted(replicas)
-    rng.shuffle(shuffled)
-    for endpoint in endpoints:
-        owner = preferred_replica(endpoint, replicas)
-        assert owner in replicas
-        assert preferred_replica(endpoint, shuffled) == owner
-
-
-@given(endpoint_ids, replica_ids, st.integers(1, 2**63 - 1))
-def test_a_new_replica_moves_only_the_endpoints_it_wins(
-    endpoints: list[UUID], replicas: set[int], newcomer: int
-) -> None:
-    for endpoint in endpoints:
-        before, after = (
-            preferred_replica(endpoint, replicas),
-            preferred_replica(endpoint, replicas | {newcomer}),
-        )
-        assert after in (before, newcomer)
-        # In reverse: when the new replica leaves, only its own endpoints move.
-        if after != newcomer:
-            assert before == after
-
-
-def test_endpoints_are_spread_evenly() -> None:
-    replicas = [1, 2, 3, 4]
-    owners = Counter(preferred_replica(UUID(int=n), replicas) for n in range(4000))
-    # A fair share is 1000; five standard deviations are 137.
-    assert all(863 < owners[replica] < 1137 for replica in replicas)
-
-
-def test_the_assignment_is_the_same_in_every_release() -> None:
-    """Replicas of two releases must agree, or they would hand endpoints over back and forth for
-    ever.
-    """
-    assert [preferred_replica(UUID(int=n), [1, 2, 3]) for n in range(12)] == [
-        *(1, 3, 2, 3, 2, 1, 3, 2, 3, 2, 2, 3)
-    ]
-
 
 # ------------------------------------------------------- liveness of peers
 

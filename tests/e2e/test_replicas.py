@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.cluster.lease import preferred_replica
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
-from tests.support.relay import add_endpoint, all_ended, exceptions, publish
+from tests.support.relay import add_endpoint, all_ended, exceptions, publish, shared_out
 from tests.support.waiting import until
 from tests.support.wire import Wire
 
@@ -72,9 +71,9 @@ class Relays:
         return {r["endpoint_id"]: r["replica_id"] for r in rows}
 
     async def settled(self) -> bool:
-        """Whether every replica owns its share."""
-        ids = [r["id"] for r in await self.db.fetch("SELECT id FROM replica")]
-        return all(owner == preferred_replica(e, ids) for e, owner in (await self.owners()).items())
+        """Whether every registered replica owns its share."""
+        registered = await self.db.fetchval("SELECT count(*) FROM replica")
+        return await shared_out(self.database, registered)
 
     async def claims(self, after: int = 0) -> list[Any]:
         """The ownership changes in the journal, by sequence, oldest first."""
@@ -246,6 +245,20 @@ async def _query_returns(relays: Relays, sql: str, value: object) -> bool:
 
 
 # ------------------------------------------------------ endpoint assignment
+
+
+async def test_a_new_endpoint_goes_to_the_relay_with_the_fewest(relays: Relays) -> None:
+    await add_endpoints(relays, 3)
+    await relays.start("first", LONG_LEASE_S)
+    await relays.start("second", LONG_LEASE_S)
+    await until(relays.settled, 20, "the endpoints to be shared out")
+    before = await relays.owners()
+    ((fewest, _),) = [each for each in Counter(before.values()).items() if each[1] == 1]
+    await add_endpoint(relays.database, "new", url=relays.url)
+    await until(relays.settled, 20, "the new endpoint to be claimed")
+    after = await relays.owners()
+    assert {e: owner for e, owner in after.items() if e in before} == before
+    assert [owner for e, owner in after.items() if e not in before] == [fewest]
 
 
 async def test_a_membership_change_moves_the_fewest_endpoints(relays: Relays) -> None:

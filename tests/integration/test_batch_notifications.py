@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.cluster.lease import preferred_replica
 from outbox.core.sequencing import batch_notifications
 from outbox.relay.cluster.listener import Listener
 from outbox.relay.wake_event import WakeEvent
@@ -22,6 +21,7 @@ from tests.support.relay import (
     fetchval,
     publish,
     running,
+    shared_out,
 )
 from tests.support.waiting import until
 
@@ -40,25 +40,13 @@ ENDPOINTS = 24
 
 @asynccontextmanager
 async def two_relays(database: Database) -> AsyncIterator[tuple[Network, Network]]:
-    """Two relays that share the endpoints, which get every event.
-
-    The distribution follows from random ids; of 24 endpoints a relay has none once in 2^23 times.
-    """
+    """Two relays that share the endpoints, which get every event."""
     for n in range(ENDPOINTS):
         await add_endpoint(database, f"e{n}", types=["a.b"])
     one, other = Network(), Network()
     async with running(database, one, lease_s=LEASE_S), running(database, other, lease_s=LEASE_S):
-        await until(lambda: _shared_out(database), SOON_S, "the endpoints to be shared out")
+        await until(lambda: shared_out(database, 2), SOON_S, "the endpoints to be shared out")
         yield one, other
-
-
-async def _shared_out(database: Database) -> bool:
-    async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        ids = [r["id"] for r in await connection.fetch("SELECT id FROM replica")]
-        rows = await connection.fetch("SELECT endpoint_id, replica_id FROM ownership")
-        return len(ids) == 2 and all(
-            r["replica_id"] == preferred_replica(r["endpoint_id"], ids) for r in rows
-        )
 
 
 async def test_every_single_event_is_notified_at_once(

@@ -14,13 +14,10 @@ import pytest
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.silence import (
     LEASE_S,
-    OTHER,
     PHASES,
-    STOP,
     Recovery,
     Silence,
     Stage,
-    choose_replica_id,
 )
 
 if TYPE_CHECKING:
@@ -106,14 +103,6 @@ async def test_a_relay_that_falls_silent_after_any_message_stops_nothing(
     assert len(recoveries) > len(cases) / 2, "most relays stopped before they were silent"
     slow = [each for each in recoveries if too_slow(each)]
     assert not (slow := await repeat_alone(server, slow, pooled=pooled)), slow
-
-
-async def test_a_relay_that_joins_always_gets_an_endpoint(server: Server) -> None:
-    """Whatever its id: otherwise a case waits in vain for it to own something."""
-    async with stage_for(server, leads=False) as stage:
-        await choose_replica_id(stage.database, OTHER, owner=False)
-        lines, _ = await stage.run(None)
-        assert lines.messages[STOP]
 
 
 @asynccontextmanager

@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from outbox.store.replicas import ReplicaStore
     from tests.support.postgres import Database
 
+# Whether $1 relays run, and each owns its share of the endpoints.
+SHARED_OUT = """
+SELECT count(*) = $1 AND max(owned) - min(owned) <= 1
+       AND NOT EXISTS (SELECT FROM ownership WHERE replica_id IS NULL)
+  FROM (SELECT count(o.endpoint_id) AS owned
+          FROM replica r LEFT JOIN ownership o ON o.replica_id = r.id
+         GROUP BY r.id) _
+"""
 QUICK_RETRY = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 4}
 
 OK = AttemptResult.completed(204, 0.001)
@@ -219,6 +227,11 @@ async def exceptions(database: Database) -> dict[str, tuple[str, ...]]:
 async def fetchval(database: Database, sql: str, *arguments: Any) -> Any:
     async with database.at_hand() as connection:
         return await connection.fetchval(sql, *arguments)
+
+
+async def shared_out(database: Database, relays: int) -> bool:
+    """Whether this many relays run, and each owns its share of the endpoints."""
+    return bool(await fetchval(database, SHARED_OUT, relays))
 
 
 async def all_ended(database: Database, timeout_s: float = 60) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.cluster.lease import preferred_replica
 from tests.support.relay import (
     BUSY,
     LAPSE,
@@ -57,12 +55,6 @@ SELECT e.name, o.epoch FROM ownership o
   JOIN replica r ON r.id = replica_id JOIN endpoint e ON e.id = o.endpoint_id WHERE r.name = $1
 """
 _IS_ALONE = "SELECT count(*) = 1 FROM replica"
-_READ_IDS = """
-SELECT (SELECT max(id) FROM replica WHERE name = $1) AS other,
-       pg_sequence_last_value(pg_get_serial_sequence('replica', 'id')) AS last,
-       array(SELECT id FROM endpoint) AS endpoints
-"""
-_SET_LAST_ID = "SELECT setval(pg_get_serial_sequence('replica', 'id'), $1)"
 _DESCRIBE = """
 SELECT jsonb_pretty(jsonb_build_object(
     'now', clock_timestamp(),
@@ -140,26 +132,6 @@ class SilentLines(Lines):
         return True
 
 
-async def choose_replica_id(database: Database, beside: str, *, owner: bool = True) -> None:
-    """Choose the id of the next replica by whether it will own an endpoint.
-
-    Rendezvous hashing leaves one of two replicas without any of five endpoints with a
-    probability of 1/32.  Such a relay would wait for its first endpoint for ever.
-
-    Args:
-        beside: the name of the replica that owns all endpoints now; it keeps at least one.
-    """
-    async with database.at_hand() as connection:
-        other, last, endpoints = await connection.fetchrow(_READ_IDS, beside)
-        if other is None:
-            return  # Its session was just lost: it will get another id.
-        for new in itertools.count(last + 1):
-            owners = {preferred_replica(endpoint, {other, new}) for endpoint in endpoints}
-            if owners == ({other, new} if owner else {other}):
-                await connection.fetchval(_SET_LAST_ID, new - 1)
-                break
-
-
 class Stage:
     """A database on which relays live one after the other, beside another one.
 
@@ -203,8 +175,6 @@ class Stage:
     async def run(self, silence: Silence | None) -> tuple[SilentLines, Recovery | None]:
         """The life of a relay; there is no recovery if it ended before it was silent."""
         lines = SilentLines(self._socket_path, silence)
-        if not self.leads:
-            await choose_replica_id(self.database, OTHER)
         async with listening(lines.handler) as port:
             dsn = f"postgresql://postgres@127.0.0.1:{port}/{self.database.name}?sslmode=disable"
             settings = _SETTINGS | {"dsn": dsn, "pooled": self._pooled}
@@ -272,7 +242,6 @@ class Stage:
         lines.phase = WORK
         await deliver()
         if self.leads:
-            await choose_replica_id(self.database, _NAME)
             await self.start_other()
             await see(lambda: self._owned(OTHER), "the other relay to own something")
         await self._publish()

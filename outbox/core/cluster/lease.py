@@ -1,4 +1,4 @@
-"""Leases of replicas, and the assignment of endpoints to replicas.
+"""Leases of replicas.
 
 Clocks are never compared.  A replica measures its own lease on its own steady clock,
 from the *start* of the renewal that the database confirmed, so it stops sending before
@@ -11,13 +11,11 @@ a renewal takes as well.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-    from uuid import UUID
+    from collections.abc import Iterable
 
 RENEWALS_PER_LEASE = 5
 
@@ -103,18 +101,3 @@ class ClaimBatchSize:
         """Record how many endpoints and lanes a step claimed."""
         fitting = self._lanes_max * endpoints // max(lanes, 1)
         self.endpoints = max(min(fitting, 4 * self.endpoints, self._endpoints_max), 1)
-
-
-def preferred_replica(endpoint_id: UUID, replica_ids: Collection[int]) -> int:
-    """The replica that should own an endpoint: rendezvous hashing.
-
-    When a replica joins or leaves, only the endpoints that it wins or loses
-    move.  Source: Thaler and Ravishankar, "Using Name-Based Mappings to
-    Increase Hit Rates", IEEE/ACM Transactions on Networking 6 (1), 1998.
-    """
-    return max(
-        replica_ids,
-        key=lambda replica: blake2b(
-            endpoint_id.bytes + replica.to_bytes(8, "big"), digest_size=8
-        ).digest(),
-    )

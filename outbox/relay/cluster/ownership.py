@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.cluster.lease import ClaimBatchSize, PeerWatch, preferred_replica
+from outbox.core.cluster.balance import share
+from outbox.core.cluster.lease import ClaimBatchSize, PeerWatch
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -85,8 +86,8 @@ class Ownership:
         self._stopping = False
         # Stopped endpoints, released as soon as none of their requests is in flight.
         self._stopped: set[UUID] = set()
-        # The replicas for which the assignment of endpoints was last computed.
-        self._assigned_among: set[int] = set()
+        # The replicas among which the endpoints were last balanced; none: balance them again.
+        self._balanced_among: set[int] = set()
         # When to search for sessions that hang.
         self._search_at = 0.0
 
@@ -136,19 +137,27 @@ class Ownership:
             peer for peer in cluster.peers if peer.id in dead - {self._me}
         ):
             cluster = await self._replicas.read_cluster()
-        claimable = [e for e in cluster.free if preferred_replica(e, alive) == self._me]
-        if claimable:
-            await self._claim(claimable)
-        if alive != self._assigned_among:
-            # Endpoints claimed since then were assigned by that set of replicas.
-            self._assigned_among = alive
-            mine = [e.id for e in self._dispatcher.endpoints()]
-            self._stop_endpoints(e for e in mine if preferred_replica(e, alive) != self._me)
         if cluster.erasures != self._erasures:
             self._erasures = cluster.erasures
             self._dispatcher.reread()
+        changed = cluster.version != self._version
         await self._apply_changes(cluster.version)
+        if changed or cluster.unowned or alive != self._balanced_among:
+            await self._balance(alive)
         await self._release_stopped()
+
+    async def _balance(self, alive: set[int]) -> None:
+        """Claim the endpoints that this replica lacks, and stop those that it has too many."""
+        current = await self._replicas.read_ownership()
+        mine = share(self._me, alive, current.owned, current.unowned)
+        # Stopped endpoints are on their way to another replica already, or end.  Of the others,
+        # those that were claimed last move.
+        kept = [e.id for e in self._dispatcher.endpoints() if e.id not in self._stopped]
+        self._stop_endpoints(kept[mine.endpoints :])
+        if mine.claimable:
+            await self._claim(mine.claimable)
+        # The claims of others, meanwhile, may have left this replica with too many.
+        self._balanced_among = set() if mine.claimable else alive
 
     async def _terminate_stuck_sessions(self) -> None:
         """End what hangs: also sessions that are in no replica's way yet, or have no replica."""

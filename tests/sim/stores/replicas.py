@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import asyncpg
 
 from outbox.core.cluster.lease import Peer
 from outbox.store import replicas
-from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot
+from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot, OwnershipSnapshot
 from outbox.store.sessions import BUSY_SESSION_END_MAX_S
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait, perform
 from tests.sim.stores.routing_change import add_to_journal
@@ -62,6 +63,9 @@ class ReplicaStore(replicas.ReplicaStore):
         return await self._db.call(read_clock)
 
     async def read_cluster(self) -> ClusterSnapshot:
+        return await self._db.call(read_cluster)
+
+    async def read_ownership(self) -> OwnershipSnapshot:
         return await self._db.call(read_ownership)
 
     async def expire_replica(
@@ -223,22 +227,30 @@ def replica_rows(db: Database, tx: Transaction) -> list[Row]:
     return list(tx.rows(db.replica))
 
 
-def read_ownership(db: Database, tx: Transaction) -> ClusterSnapshot:
-    free = []
-    for row in tx.rows(db.ownership):
-        e = tx.get(db.endpoint, row["endpoint_id"])
-        assert e is not None
-        if row["replica_id"] is None and e["state"] not in ("removed", "disabled"):
-            free.append(row["endpoint_id"])
+def read_cluster(db: Database, tx: Transaction) -> ClusterSnapshot:
     cursor, rows = tx.get(db.cursor, 1), replica_rows(db, tx)
     assert cursor is not None
     return ClusterSnapshot(
         cursor["version"],
         cursor["erasures"],
         [Peer(r["id"], r["renewals"], r["lease_s"]) for r in rows],
-        free,
+        bool(read_ownership(db, tx).unowned),
         {r["sequencer_pid"] for r in rows},
     )
+
+
+def read_ownership(db: Database, tx: Transaction) -> OwnershipSnapshot:
+    owned, unowned = Counter[int](), []
+    for row in tx.rows(db.ownership):
+        e = tx.get(db.endpoint, row["endpoint_id"])
+        assert e is not None
+        if e["state"] in ("removed", "disabled"):
+            continue
+        if row["replica_id"] is None:
+            unowned.append(row["endpoint_id"])
+        else:
+            owned[row["replica_id"]] += 1
+    return OwnershipSnapshot(dict(owned), unowned)
 
 
 def claim(db: Database, tx: Transaction, me: int, ids: Sequence[UUID], actor: str) -> Steps[bool]:
