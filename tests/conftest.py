@@ -39,6 +39,7 @@ from structlog.testing import capture_logs
 from outbox.devtools.embedded import installed_binaries
 from outbox.errors import CannotRun
 from tests.support.chromium import chromium
+from tests.support.containers import can_build
 from tests.support.majors import VERSIONS, provide
 from tests.support.pgbouncer import program
 from tests.support.postgres import Database, Server
@@ -67,6 +68,8 @@ LONG = (
 
 FULL = (
     "tests/api/test_schemathesis.py",
+    "tests/deploy/test_image.py",
+    "tests/deploy/test_wheel.py",
     "tests/destinations/test_transport.py::TestEgressOnAsyncio",
     "tests/destinations/test_transport.py::TestOnAsyncio",
     "tests/e2e/test_canary.py",
@@ -181,6 +184,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "promtool: left out where Prometheus's promtool is not there"
     )
     config.addinivalue_line("markers", "mounts: left out where no file system can be mounted")
+    config.addinivalue_line("markers", "image: left out where buildah cannot build the image")
     config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
     config.addinivalue_line("markers", "full: runs with --full and --soak only")
     # Hypothesis's plugin loads --hypothesis-profile after this, so that it overrides the tier.
@@ -223,10 +227,11 @@ def pytest_report_header(config: pytest.Config) -> str:
     browser = chromium() or "not there, its tests are left out (apt-get install chromium)"
     checker = promtool() or "not there, its tests are left out (apt-get install prometheus)"
     disk = "mounted" if may_mount() else "none can be mounted here, its tests are left out"
+    image = "built" if can_build() else "cannot be built here, its tests are left out"
     seed = config.stash[_seed_key]
     return (
         f"PostgreSQL: {versions}; PgBouncer: {proxy}; browser: {browser}; promtool: {checker}; "
-        f"full disk: {disk}; seed: {seed}"
+        f"full disk: {disk}; image (--full): {image}; seed: {seed}"
     )
 
 
@@ -259,6 +264,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "browser": chromium() is not None,
         "promtool": promtool() is not None,
         "mounts": may_mount(),
+        "image": can_build(),
     }
     items[:] = _spread(items)
     there["full"] = tier_of(config).full

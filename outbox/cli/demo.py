@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+import outbox
 from outbox.cli.common import json_option, run_async, run_until_signal
 from outbox.cli.output import emit_json, style
 
@@ -118,12 +120,20 @@ def _show(report: ChaosReport) -> None:
         f"seed {report.plan.seed}"
     )
     if result.good:
-        # With run.py the command is not on PATH.
-        outbox = "outbox" if shutil.which("outbox") else "python3 run.py outbox"
+        us = _own_name()
         click.echo(
             "\nNext, with your database:\n"
             "  export OUTBOX_DSN=postgresql://localhost/app\n"
-            f"  {outbox} migrate\n"
-            f"  {outbox} endpoint add billing https://example.com/hooks --type 'order.*'\n"
-            f"  {outbox} relay"
+            f"  {us} migrate\n"
+            f"  {us} endpoint add billing https://example.com/hooks --type 'order.*'\n"
+            f"  {us} relay"
         )
+
+
+def _own_name() -> str:
+    """How this user can run another command of ours."""
+    if shutil.which("outbox"):
+        return "outbox"
+    # From a checkout, run.py has started this; otherwise, an environment that is not activated.
+    is_checkout = (Path(outbox.__file__).parents[1] / "run.py").exists()
+    return "python3 run.py outbox" if is_checkout else sys.argv[0]
