@@ -5,7 +5,8 @@ at a time. The relay, which probes and then recovers by slow start, is compared 
 that retry each delivery individually: at a fixed interval, with exponential back-off, and with full
 jitter. They are programs of the benchmark, because the relay's circuit breaker always acts for all
 lanes of an endpoint, whatever its retry policy is. They keep everything in memory, and keep no
-order.
+order. The relay also runs with an operator who pauses the endpoint during the outage and resumes it
+before the outage ends.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from benchmarks.lines import Line, draw
 from benchmarks.peers.turns import unless_ended
 from benchmarks.retrying import policies
 from benchmarks.stage import add_endpoint, child, search, until
+from outbox.operations.endpoint_states import pause_endpoints, resume_endpoints
+from tests.support.postgres import SCHEMA
 
 if TYPE_CHECKING:
     from benchmarks.stage import Child, Stage
 
-LANES = 64
+NAME, LANES = "receiver", 64
 TAKES_S = 0.02
 STEP_S = 0.1
 WARM_UP = 256
-OURS = "outbox"
+OURS, PAUSED = "outbox", "outbox, paused and resumed"
+PAUSE_AT, RESUME_AT = 1 / 3, 2 / 3
+"""Parts of the outage."""
 WAYS = tuple(policies(1.0))
-PEAK, RECOVERY = Target("at most", 1.0), Target("at most", 1.2)
+PEAK, RECOVERY, RESUMED = Target("at most", 1.0), Target("at most", 1.2), Target("at most", 1.2)
 PICTURE = "outage.svg"
 
 PUBLISH = """
@@ -75,7 +80,7 @@ class Course:
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
-    """Run all four alternately."""
+    """Run all of them alternately."""
     return await run(stage, rounds, QUICK if quick else FULL)
 
 
@@ -86,9 +91,9 @@ async def run(stage: Stage, rounds: int, outage: Outage) -> list[Row]:
     async with child("faltering") as receiver:
         url = (await receiver.response())["url"]
         for number in range(rounds):
-            for name in (OURS, *WAYS):
-                if name == OURS:
-                    course = await relay(stage, receiver, url, outage)
+            for name in (OURS, PAUSED, *WAYS):
+                if name in (OURS, PAUSED):
+                    course = await relay(stage, receiver, url, outage, pause=name == PAUSED)
                 else:
                     course = await retrying(receiver, url, name, outage)
                 last[name] = course
@@ -126,6 +131,15 @@ async def run(stage: Stage, rounds: int, outage: Outage) -> list[Row]:
             target=RECOVERY,
         ),
         *_beside_each("time to recover", "s", recoveries),
+        Row(
+            "outage",
+            "time to recover after a pause and a resume",
+            "s",
+            recoveries.samples_of(PAUSED),
+            "without",
+            recoveries.samples_of(OURS),
+            target=RESUMED,
+        ),
     ]
 
 
@@ -136,11 +150,18 @@ def _beside_each(name: str, unit: str, found: Rounds, target: Target | None = No
     ]
 
 
-async def relay(stage: Stage, receiver: Child, url: str, outage: Outage) -> Course:
-    """Run the relay over the lanes of one endpoint."""
+async def relay(
+    stage: Stage, receiver: Child, url: str, outage: Outage, *, pause: bool = False
+) -> Course:
+    """Run the relay over the lanes of one endpoint.
+
+    Args:
+        pause: pause the endpoint during the outage, and resume it.
+    """
     async with stage.server.database() as database, search(database) as connection:
         retry = policies(outage.base_s)["full jitter"]
-        await add_endpoint(connection, url, lanes=LANES, retry=retry)
+        await add_endpoint(connection, url, name=NAME, lanes=LANES, retry=retry)
+        steps = [(PAUSE_AT, pause_endpoints), (RESUME_AT, resume_endpoints)] if pause else []
         async with stage.relay(database) as process:
             assert process.process is not None
             await connection.execute(PUBLISH, -WARM_UP, 0)
@@ -151,6 +172,9 @@ async def relay(stage: Stage, receiver: Child, url: str, outage: Outage) -> Cour
             while made < outage.events:
                 await asyncio.sleep(min(STEP_S, outage.seconds / 10))
                 share = min((clock() - began_at) / outage.seconds, 1.0)
+                if steps and share >= steps[0][0]:
+                    _, step = steps.pop(0)
+                    await step(connection, SCHEMA, [NAME], actor="benchmark")
                 upto = round(outage.events * share)
                 await connection.execute(PUBLISH, made, upto)
                 made = upto

@@ -88,7 +88,9 @@ TITLES = {
         "benchmark, because no setting makes the relay retry like them: 64 at a time over the same "
         "transport, each delivery retried individually, from memory and unordered, at a fixed "
         "interval of 5 s; with exponential back-off from 5 s to a minute; and with full jitter on "
-        "that, which is the relay's retry policy here, too.",
+        "that, which is the relay's retry policy here, too. The relay runs a second time with an "
+        "operator who pauses the endpoint after a third of the outage and resumes it after two "
+        "thirds.",
     ),
     "failover": (
         "Failover",
